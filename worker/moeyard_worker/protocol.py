@@ -1,0 +1,277 @@
+"""The boundary between a router and a worker: what crosses it, and nothing else.
+
+A router may know this file and no other of the worker's; it never sees a tensor, a page or a rank's memory. The file is
+stdlib + msgpack only, so importing it loads no torch. Messages are msgpack maps with a version and a type; decoding is
+strict (unknown, missing or mistyped fields raise `ProtocolError`), and nothing is ever unpickled.
+
+Router to worker: `Hello`, `Submit`, `Abort`. Worker to router: `Snapshot`, `Tokens`, `Done`, `Rejected`.
+Every `Submit` is answered by exactly one `Done` or `Rejected`; `Tokens` of a request precede its `Done`.
+"""
+
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Union, get_args
+
+import msgpack
+
+PROTOCOL_VERSION = 1
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+RejectReason = Literal["queue_full", "prompt_too_long", "never_fits", "bad_request", "duplicate", "fleet_failed"]
+WorkerState = Literal["ready", "failed", "stopping"]
+
+FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
+REJECT_REASONS: tuple[str, ...] = get_args(RejectReason)
+WORKER_STATES: tuple[str, ...] = get_args(WorkerState)
+
+
+class ProtocolError(ValueError):
+    """A frame that is not a message of this protocol version; says which field and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen. The router fills every field; `seed` is always explicit.
+
+    Units and ranges: `temperature` >= 0 (0 is greedy); `top_p` in (0, 1]; `top_k` >= 0 (0 is off); `min_p` in [0, 1];
+    penalties as OpenAI (presence, frequency in [-2, 2]) and CTRL (repetition > 0, 1 is off); `logprobs` None for none,
+    otherwise the number of alternatives reported beside the chosen token (0 is allowed).
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability (natural log, of the unmodified distribution) of a chosen token and of the `top` likeliest ones.
+
+    `rank` is 1 for the likeliest token. `top` is sorted by falling log-probability, ties by lower id.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A router introduces itself and asks for snapshots: one at once, then on every change of load or state."""
+
+    type: ClassVar[str] = "hello"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Run one sequence. `request_id` is unique per router; `prompt_token_ids` is not empty."""
+
+    type: ClassVar[str] = "submit"
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Stop a request and free its slot and pages within one step; answered by `Done(finish_reason="abort")`.
+
+    An abort of an unknown or ended request is ignored: its terminal reply is already on the way.
+    """
+
+    type: ClassVar[str] = "abort"
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """New output tokens of a request. `start` is the index of the first one among the request's output tokens."""
+
+    type: ClassVar[str] = "tokens"
+    request_id: str
+    start: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The end of a request. Seconds are measured on the worker's monotonic clock.
+
+    `stop_token_id` is set when `finish_reason` is "stop" (the id is the last of the output tokens).
+    `error` names what failed when `finish_reason` is "error".
+    """
+
+    type: ClassVar[str] = "done"
+    request_id: str
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    stop_token_id: int | None = None
+    error: str | None = None
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A request that was never run. `retry_after` (seconds) is set where trying again may help."""
+
+    type: ClassVar[str] = "rejected"
+    request_id: str
+    reason: str
+    message: str
+    retry_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A worker's load and state, for the router's choice of rank.
+
+    `step` counts lockstep steps of the fleet; `failure` names what broke when `state` is "failed".
+    KV pages are counted for this rank; `kv_pages_free` includes pages that only the prefix index holds.
+    """
+
+    type: ClassVar[str] = "snapshot"
+    rank: int
+    world_size: int
+    epoch: int
+    step: int
+    state: str
+    failure: str | None
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    kv_pages_total: int
+    kv_pages_free: int
+    page_size: int
+    max_model_len: int
+    vocab_size: int
+
+
+Message = Union[Hello, Submit, Abort, Tokens, Done, Rejected, Snapshot]  # noqa: UP007 - get_args needs the union object
+_MESSAGES = MappingProxyType({cls.type: cls for cls in get_args(Message)})
+
+
+def encode(message: Message) -> bytes:
+    """Serialize a message to one frame."""
+    body = {"v": PROTOCOL_VERSION, "type": message.type}
+    for f in fields(message):
+        body[f.name] = _plain(getattr(message, f.name))
+    return msgpack.packb(body, use_bin_type=True)
+
+
+def decode(frame: bytes) -> Message:
+    """Parse one frame; raises `ProtocolError` naming what is wrong with it."""
+    try:
+        body = msgpack.unpackb(frame, raw=False, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not msgpack: {error}") from error
+    if not isinstance(body, dict):
+        raise ProtocolError(f"a message is a map, got {type(body).__name__}")
+    version, kind = body.pop("v", None), body.pop("type", None)
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(f"protocol version {version!r}, this side speaks {PROTOCOL_VERSION}")
+    cls = _MESSAGES.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise ProtocolError(f"unknown message type {kind!r}")
+    return _build(cls, body, cls.type)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, SamplingParams | TokenLogprob):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _build(cls: Any, body: dict[Any, Any], where: str) -> Any:
+    known = {f.name: f for f in fields(cls)}
+    for name in body:
+        if name not in known:
+            raise ProtocolError(f"{where}: unknown field {name!r}")
+    kwargs = {}
+    for name, value in body.items():
+        kwargs[name] = _check(cls.__annotations__[name], value, f"{where}.{name}")
+    try:
+        message = cls(**kwargs)
+    except TypeError as error:
+        raise ProtocolError(f"{where}: {error}") from error
+    _check_values(message, where)
+    return message
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_int(value)
+
+
+def _check(kind: Any, value: Any, where: str) -> Any:
+    """Check `value` against one of the annotations used above and return it in its Python form."""
+    ok, out = False, value
+    if kind is int:
+        ok = _is_int(value)
+    elif kind is float:
+        ok, out = _is_number(value), float(value) if _is_number(value) else value
+    elif kind is str:
+        ok = isinstance(value, str)
+    elif kind is bool:
+        ok = isinstance(value, bool)
+    elif kind == int | None:
+        ok = value is None or _is_int(value)
+    elif kind == str | None:
+        ok = value is None or isinstance(value, str)
+    elif kind == float | None:
+        ok, out = value is None or _is_number(value), float(value) if _is_number(value) else value
+    elif kind is SamplingParams:
+        ok = isinstance(value, dict)
+        out = _build(SamplingParams, value, where) if ok else value
+    elif kind == tuple[int, ...]:
+        ok = isinstance(value, list) and all(map(_is_int, value))
+        out = tuple(value) if ok else value
+    elif kind == dict[int, float]:
+        ok = isinstance(value, dict) and all(_is_int(k) and _is_number(v) for k, v in value.items())
+        out = {k: float(v) for k, v in value.items()} if ok else value
+    elif kind == tuple[TokenLogprob, ...]:
+        ok = isinstance(value, list) and all(isinstance(v, dict) for v in value)
+        out = tuple(_build(TokenLogprob, v, where) for v in value) if ok else value
+    elif kind == tuple[tuple[int, float], ...]:
+        ok = isinstance(value, list) and all(
+            isinstance(v, list) and len(v) == 2 and _is_int(v[0]) and _is_number(v[1]) for v in value
+        )
+        out = tuple((v[0], float(v[1])) for v in value) if ok else value
+    else:
+        raise AssertionError(f"{where}: no check for {kind}")
+    if not ok:
+        raise ProtocolError(f"{where}: expected {getattr(kind, '__name__', kind)}, got {value!r:.80}")
+    return out
+
+
+def _check_values(message: Any, where: str) -> None:
+    allowed = {
+        Done: ("finish_reason", FINISH_REASONS),
+        Rejected: ("reason", REJECT_REASONS),
+        Snapshot: ("state", WORKER_STATES),
+    }.get(type(message))
+    if allowed is not None:
+        name, values = allowed
+        if getattr(message, name) not in values:
+            raise ProtocolError(f"{where}.{name}: {getattr(message, name)!r} is not one of {', '.join(values)}")
+    if isinstance(message, Tokens) and message.logprobs and len(message.logprobs) != len(message.token_ids):
+        raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs for {len(message.token_ids)} tokens")
