@@ -1,7 +1,7 @@
 """The token exchange between ranks: one interface for every transport.
 
-A step's chain of collectives is fixed by the model alone: one `dispatch` and one `combine` per MoE layer, on every rank,
-in layer order, also when a rank has no token. All transports return the same bits.
+A step's chain of collectives is fixed by the model alone: one `dispatch` and one `combine` per MoE layer, on every
+rank, in layer order, also when a rank has no token. All transports return the same bits.
 """
 
 from dataclasses import dataclass, field
@@ -54,9 +54,7 @@ class Exchange(Protocol):
         """Start lockstep step `step` (every rank calls it with the same number, one higher each time)."""
         ...
 
-    def dispatch(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prefill_tokens: int
-    ) -> Dispatched:
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prefill_tokens: int) -> Dispatched:
         """Send x [T, H] (contiguous, fp32 or bf16) to the owners of topk_ids [T, K] (int64, global expert ids).
 
         T may be 0. Rows [0, num_prefill_tokens) are prompt rows, the rest decode rows. A token goes to a rank once,
