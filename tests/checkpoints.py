@@ -1,0 +1,194 @@
+"""Small random checkpoints made with transformers' own classes, for every test that needs a model on disk.
+
+`make_checkpoint(directory, family, **overrides)` writes what a hub directory holds: config.json,
+generation_config.json, safetensors. Weights are scaled so that activations keep their size through the layers, routing
+is diverse and logits have spread; the same (family, overrides, seed) gives the same bytes. `write_tokenizer` adds a
+byte-level tokenizer and a chat template, so that the directory can be served over HTTP. Importing this file loads torch
+and transformers.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+FAMILIES = ("deepseek_v3", "kimi_k2", "deepseek_v2", "qwen3_moe", "mixtral")
+
+# Ids 0..255 are the bytes in the order of the ByteLevel alphabet; the special tokens follow.
+SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+BOS_ID, EOS_ID = 256, 257
+VOCAB_SIZE = 272
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": None,
+}
+_MLA: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+_FAMILY: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**_MLA, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_mtp_layers": 0},
+    "deepseek_v2": {**_MLA, "topk_method": "greedy"},
+    "qwen3_moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+_CLASSES: dict[str, tuple[str, str]] = {
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+}
+
+
+def make_checkpoint(
+    directory: Path | str,
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str | int = "1GB",
+    old_rope_keys: bool = False,
+    fused_experts: bool = False,
+    tokenizer: bool = False,
+    **overrides: Any,
+) -> Path:
+    """Write a random checkpoint of `family` and return its directory.
+
+    `overrides` are keys of the family's transformers config. `max_shard_size` as in save_pretrained (small: several
+    shards and an index). `old_rope_keys` rewrites config.json to rope_theta + rope_scaling. `fused_experts` stores each
+    layer's experts as the two 3-D tensors of transformers 5 instead of one tensor per expert. `tokenizer` also writes
+    tokenizer.json and a chat template.
+    """
+    directory = Path(directory)
+    base = "deepseek_v3" if family == "kimi_k2" else family
+    config_class, model_class = (getattr(transformers, name) for name in _CLASSES[base])
+    model = model_class(config_class(**{**_COMMON, **_FAMILY[base], **overrides}))
+    randomize(model, seed)
+    model.to(dtype)
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    if fused_experts:
+        # save_pretrained always writes the hub's per-expert layout; this is the in-memory one.
+        state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        if model.config.tie_word_embeddings:
+            del state["lm_head.weight"]
+        for file in directory.glob("*.safetensors*"):
+            file.unlink()
+        save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    if family == "kimi_k2":
+        edit_config(directory, model_type="kimi_k2")
+    if old_rope_keys:
+        _old_rope(directory)
+    if tokenizer:
+        write_tokenizer(directory)
+    return directory
+
+
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Fill every parameter and buffer that is saved with seeded noise at a scale that keeps activations near 1."""
+    generator = torch.Generator().manual_seed(seed)
+    state = model.state_dict()
+    for name in sorted(state):
+        tensor = state[name]
+        noise = torch.randn(tensor.shape, generator=generator)
+        if "e_score_correction_bias" in name:
+            noise *= 0.2
+        elif tensor.ndim == 1:
+            noise = (0.0 if name.endswith("bias") else 1.0) + 0.1 * noise
+        elif "embed_tokens" not in name:
+            # A gate's logits get a wide spread, so that the top-k choice is clear of rounding noise.
+            gain = 2.0 if ".gate.weight" in name else 1.0
+            noise *= gain * tensor.shape[-1] ** -0.5
+        tensor.copy_(noise)
+
+
+def edit_config(directory: Path | str, *, remove: Sequence[str] = (), **changes: Any) -> None:
+    """Change or remove top-level keys of a checkpoint's config.json."""
+    path = Path(directory) / "config.json"
+    config = json.loads(path.read_text())
+    for key in remove:
+        del config[key]
+    path.write_text(json.dumps({**config, **changes}, indent=2))
+
+
+def edit_tensors(
+    directory: Path | str, *, remove: Sequence[str] = (), add: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Rewrite a single-file checkpoint without the keys `remove` and with the tensors `add`."""
+    path = Path(directory) / "model.safetensors"
+    tensors = load_file(path)
+    for key in remove:
+        del tensors[key]
+    save_file({**tensors, **(add or {})}, path, metadata={"format": "pt"})
+
+
+def write_tokenizer(directory: Path | str, *, template_in_config: bool = False) -> None:
+    """Write a byte-level tokenizer (one token per UTF-8 byte) and a chat template for the roles of `SPECIAL_TOKENS`.
+
+    The template is a chat_template.jinja file, or a key of tokenizer_config.json with `template_in_config`.
+    """
+    directory = Path(directory)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    assert tokenizer.token_to_id("<|eos|>") == EOS_ID
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "eos_token": "<|eos|>",
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 512,
+    }
+    if template_in_config:
+        config["chat_template"] = CHAT_TEMPLATE
+    else:
+        (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+def _old_rope(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    rope = dict(config.pop("rope_parameters"))
+    config["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
