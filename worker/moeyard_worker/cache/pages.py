@@ -1,0 +1,108 @@
+"""Paged state of one rank: page allocator and prefix index. Pure.
+
+A page holds `page_size` consecutive positions of one sequence in every layer. Full prompt pages are found again by a
+chained hash of their tokens; a page that only the index holds is free for reuse, oldest first. Only pages whose tokens
+were all computed with the prompt formula may be registered (one answer).
+"""
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+ROOT_HASH = b"moeyard"
+
+
+def page_hashes(token_ids: Sequence[int], page_size: int) -> list[bytes]:
+    """One chained SHA-256 per full page of `token_ids`: equal exactly when the whole prefix up to the page's end is."""
+    hashes: list[bytes] = []
+    parent = ROOT_HASH
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
+        tokens = array("q", token_ids[start : start + page_size]).tobytes()
+        parent = hashlib.sha256(parent + tokens).digest()
+        hashes.append(parent)
+    return hashes
+
+
+class PagePool:
+    """Reference-counted pages [0, num_pages) with a prefix index."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._refs = [0] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        # Pages that nobody references but the index knows, oldest first.
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `allocate` could hand out now, including those only the prefix index holds."""
+        return len(self._free) + len(self._idle)
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Pages of the longest known prefix of `hashes`, without taking a reference."""
+        pages: list[int] = []
+        for digest in hashes:
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def num_idle(self, pages: Sequence[int]) -> int:
+        """How many of `pages` count as free now, so that acquiring them lowers `num_free`."""
+        return sum(1 for p in pages if self._refs[p] == 0)
+
+    def acquire(self, pages: Sequence[int]) -> None:
+        """Take one more reference to each page (found by `match`)."""
+        for page in pages:
+            if self._refs[page] == 0:
+                del self._idle[page]
+            self._refs[page] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with one reference each; the oldest idle prefix pages are forgotten when needed."""
+        if count > self.num_free:
+            raise ValueError(f"{count} pages wanted, {self.num_free} free")
+        pages = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, _ = self._idle.popitem(last=False)
+                del self._page_of[self._hash_of.pop(page)]
+            self._refs[page] = 1
+            pages.append(page)
+        return pages
+
+    def register(self, page: int, digest: bytes) -> None:
+        """Make a fully computed prompt page findable. The first page of equal content stays the known one."""
+        if digest not in self._page_of and page not in self._hash_of:
+            self._page_of[digest] = page
+            self._hash_of[page] = digest
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop one reference to each page. The tail of a prefix becomes reusable before its head."""
+        for page in reversed(pages):
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                if page in self._hash_of:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+
+    def validate(self, held: Iterable[Sequence[int]]) -> None:
+        """Assert all invariants; `held` are the page tables of the live sequences."""
+        counts = Counter(page for table in held for page in table)
+        for page in range(self.num_pages):
+            assert self._refs[page] == counts[page], f"page {page}: {self._refs[page]} refs, {counts[page]} holders"
+        free, idle = set(self._free), set(self._idle)
+        used = {p for p in range(self.num_pages) if self._refs[p]}
+        assert len(free) == len(self._free), "a page is free twice"
+        assert len(free | idle | used) == self.num_pages, "a page is lost"
+        assert len(free) + len(idle) + len(used) == self.num_pages, "a page is in two states"
+        assert {p: h for h, p in self._page_of.items()} == self._hash_of, "the two directions of the index differ"
+        assert idle <= self._hash_of.keys(), "an idle page is not in the index"
+        assert not free & self._hash_of.keys(), "a free page is in the index"

@@ -1,0 +1,108 @@
+"""Engine configuration: frozen, resolved once. Sizes are bytes, times are seconds. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp"]
+EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp")
+DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16")
+POLICIES: tuple[str, ...] = ("slru", "lru")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one rank's scheduler.
+
+    max_batch_tokens: rows of one step, prompt and output together. max_num_seqs: running sequences.
+    prefill_chunk: prompt rows of one sequence in one step. max_waiting: queued requests before `queue_full`.
+    """
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_batch_tokens: int = 2048
+    max_num_seqs: int = 64
+    prefill_chunk: int = 2048
+    max_waiting: int = 1024
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_pages", "page_size", "max_model_len", "vocab_size", "max_batch_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be at least 1, got {self.prefill_chunk}")
+        if self.max_num_seqs > self.max_batch_tokens:
+            raise ValueError(
+                f"max_num_seqs {self.max_num_seqs} exceeds max_batch_tokens {self.max_batch_tokens}: "
+                "every running sequence needs a row of the step"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What `moeyard serve` asks of every worker; the CLI's defaults are read from these fields.
+
+    expert_slots and expert_memory: at most one is set; neither means as many as fit. kv_memory None means auto.
+    """
+
+    model_path: str
+    num_workers: int = 1
+    exchange: ExchangeKind = "auto"
+    dtype: str = "auto"
+    expert_slots: int | None = None
+    expert_memory: int | None = None
+    expert_policy: str = "slru"
+    record_routing: str | None = None
+    kv_memory: int | None = None
+    page_size: int = 16
+    max_model_len: int | None = None
+    max_batch_tokens: int = 2048
+    max_num_seqs: int = 64
+    prefill_chunk: int = 2048
+    max_waiting: int = 1024
+    prefix_caching: bool = True
+    step_deadline: float = 5.0
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("exchange", EXCHANGES), ("dtype", DTYPES), ("expert_policy", POLICIES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        if self.num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, got {self.num_workers}")
+        if self.exchange == "local" and self.num_workers != 1:
+            raise ValueError(f"exchange 'local' is for one worker, got {self.num_workers} workers")
+        if self.expert_slots is not None and self.expert_memory is not None:
+            raise ValueError("give expert_slots or expert_memory, not both")
+        if 64 % self.page_size:
+            raise ValueError(f"page_size must divide 64 (attention splits keys every 64 tokens), got {self.page_size}")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "512MiB", "2GiB", "1.5GB" or a plain number; raises ValueError naming the text."""
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate("kmgt", start=1):
+        units[f"{letter}b"] = 1000**power
+        units[f"{letter}ib"] = units[letter] = 1024**power
+    stripped = text.strip().lower()
+    digits = stripped.rstrip("bikmgt ")
+    unit = stripped[len(digits) :].strip()
+    try:
+        value = float(digits) * units[unit]
+    except (ValueError, KeyError):
+        raise ValueError(f"{text!r} is not a size; write for example 512MiB or 2GiB") from None
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{text!r} is not a positive size")
+    return int(value)
+
+
+def format_size(num_bytes: float) -> str:
+    """A size for people, with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"
