@@ -1,7 +1,7 @@
 """Make `.venv` and install the project into it: what `make demo` and `make test` stand on.
 
-Needs nothing but Python 3.11 or 3.12 and a package index. Versions come from `deploy/constraints.txt`. A finished install
-leaves a stamp named after the hash of `pyproject.toml` and the constraints, so a second run does nothing, and a change
+Needs nothing but Python 3.11 or 3.12 and a package index. Versions come from `deploy/constraints.txt`. A finished
+install leaves a stamp named after the hash of `pyproject.toml` and the constraints: a second run does nothing, a change
 of either file installs again. `--dev` adds what the tests need.
 
     python3 deploy/tools/bootstrap.py [--dev] [--root DIR] [--venv DIR]
