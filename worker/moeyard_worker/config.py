@@ -7,6 +7,7 @@ ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp"]
 EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp")
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16")
 POLICIES: tuple[str, ...] = ("slru", "lru")
+_LIMITS = ("max_batch_tokens", "max_num_seqs", "prefill_chunk", "max_waiting")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +30,8 @@ class SchedulerConfig:
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("num_pages", "page_size", "max_model_len", "vocab_size", "max_batch_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk must be at least 1, got {self.prefill_chunk}")
-        if self.max_num_seqs > self.max_batch_tokens:
-            raise ValueError(
-                f"max_num_seqs {self.max_num_seqs} exceeds max_batch_tokens {self.max_batch_tokens}: "
-                "every running sequence needs a row of the step"
-            )
+        _require_positive(self, ("num_pages", "page_size", "max_model_len", "vocab_size", *_LIMITS))
+        _require_rows(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +64,34 @@ class EngineConfig:
         for name, allowed in (("exchange", EXCHANGES), ("dtype", DTYPES), ("expert_policy", POLICIES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        if self.num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1, got {self.num_workers}")
+        _require_positive(self, ("num_workers", "page_size", "threads", *_LIMITS))
+        _require_positive(self, ("expert_slots", "expert_memory", "kv_memory", "max_model_len"))
+        _require_rows(self)
+        if not 0 < self.step_deadline < float("inf"):
+            raise ValueError(f"step_deadline must be a positive number of seconds, got {self.step_deadline}")
         if self.exchange == "local" and self.num_workers != 1:
             raise ValueError(f"exchange 'local' is for one worker, got {self.num_workers} workers")
         if self.expert_slots is not None and self.expert_memory is not None:
             raise ValueError("give expert_slots or expert_memory, not both")
         if 64 % self.page_size:
             raise ValueError(f"page_size must divide 64 (attention splits keys every 64 tokens), got {self.page_size}")
+
+
+def _require_positive(config: SchedulerConfig | EngineConfig, names: tuple[str, ...]) -> None:
+    """Raise ValueError naming the first of the fields that is below 1; None means unset and passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _require_rows(config: SchedulerConfig | EngineConfig) -> None:
+    """Raise ValueError when a step has fewer rows than running sequences."""
+    if config.max_num_seqs > config.max_batch_tokens:
+        raise ValueError(
+            f"max_num_seqs {config.max_num_seqs} exceeds max_batch_tokens {config.max_batch_tokens}: "
+            "every running sequence needs a row of the step"
+        )
 
 
 def parse_size(text: str) -> int:
@@ -94,8 +107,8 @@ def parse_size(text: str) -> int:
         value = float(digits) * units[unit]
     except (ValueError, KeyError):
         raise ValueError(f"{text!r} is not a size; write for example 512MiB or 2GiB") from None
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{text!r} is not a positive size")
+    if not 1 <= value < float("inf"):
+        raise ValueError(f"{text!r} is not a size of at least one byte")
     return int(value)
 
 
