@@ -36,4 +36,5 @@ def exponential_noise(seed: int, position: int, token_ids: NDArray[np.int64]) ->
     blocks, index = np.unique(token_ids >> 2, return_inverse=True)
     words = philox4x32((blocks.astype(np.uint64), position, 0, 0), key)
     uniform = (words[index, token_ids & 3].astype(np.float64) + 0.5) * 2.0**-32
-    return -np.log(uniform)
+    noise: NDArray[np.float64] = -np.log(uniform)
+    return noise

@@ -1,7 +1,7 @@
 """Choosing tokens from logits. Every row is treated alone, so its token cannot depend on the batch around it.
 
-Order of the transforms, as vLLM applies them: logit bias and penalties, minimum length, temperature, min-p, top-k,
-top-p; then the argmax of p / E with E ~ Exp(1) from the request's own counter (the exponential race, equivalent to
+Order of the transforms, as vLLM applies them: logit bias, penalties, minimum length, temperature, min-p, top-k, top-p;
+then the argmax of p / E with E ~ Exp(1) from the request's own counter (the exponential race, equivalent to
 Gumbel-max). Temperature 0 takes the largest logit, ties by the lowest id. Reported log-probabilities are those of the
 unmodified logits.
 """
@@ -57,7 +57,9 @@ def _choose(row: NDArray[np.float32], sequence: Sequence, eos_token_ids: tuple[i
 
 
 def _edit(logits: NDArray[np.float64], params: SamplingParams, prompt: Seq[int], output: Seq[int]) -> None:
-    """Repetition (prompt and output), frequency and presence (output) penalties, then logit bias, in place."""
+    """Logit bias, then repetition (prompt and output), frequency and presence (output) penalties, in place."""
+    for token_id, bias in params.logit_bias.items():
+        logits[token_id] += bias
     if params.repetition_penalty != 1:
         seen = np.unique(np.array([*prompt, *output], dtype=np.int64))
         values = logits[seen]
@@ -66,14 +68,13 @@ def _edit(logits: NDArray[np.float64], params: SamplingParams, prompt: Seq[int],
     if output and (params.presence_penalty != 0 or params.frequency_penalty != 0):
         ids, counts = np.unique(np.array(output, dtype=np.int64), return_counts=True)
         logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
-    for token_id, bias in params.logit_bias.items():
-        logits[token_id] += bias
 
 
 def _candidates(logits: NDArray[np.float64], params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Token ids that survive min-p, top-k and top-p, with their probabilities (unnormalised after the cuts)."""
-    scaled = logits / params.temperature
-    weights = np.exp(scaled - scaled.max())
+    # The difference first: with a tiny temperature the quotients overflow to -inf (weight 0), never to inf - inf.
+    with np.errstate(over="ignore"):
+        weights = np.exp((logits - logits.max()) / params.temperature)
     ids = np.arange(weights.size, dtype=np.int64)
     if params.min_p > 0:
         # The likeliest token has weight exactly 1.
