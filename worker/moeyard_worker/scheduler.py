@@ -14,6 +14,7 @@ from moeyard_worker.cache.pages import PagePool, page_hashes
 from moeyard_worker.config import SchedulerConfig
 from moeyard_worker.protocol import Done, Message, Rejected, SamplingParams, Submit, TokenLogprob, Tokens
 from moeyard_worker.request import Chunk, Step
+from moeyard_worker.sampling_check import sampling_error
 
 Key = tuple[bytes, str]
 
@@ -144,8 +145,9 @@ class Scheduler:
             return no("duplicate", f"request {submit.request_id!r} is already running")
         if not prompt:
             return no("bad_request", "the prompt is empty")
-        if params.max_tokens < 1:
-            return no("bad_request", f"max_tokens must be at least 1, got {params.max_tokens}")
+        wrong = sampling_error(params, config.vocab_size)
+        if wrong is not None:
+            return no("bad_request", wrong)
         outside = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
         if outside is not None:
             return no("bad_request", f"token id {outside} is outside the vocabulary of {config.vocab_size}")

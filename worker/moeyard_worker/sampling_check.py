@@ -1,0 +1,33 @@
+"""Which sampling parameters can be carried out. Pure.
+
+The router refuses bad ones too, but a worker must survive any router: one request may never end a step of the fleet.
+"""
+
+from moeyard_worker.protocol import SamplingParams
+
+
+def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
+    """What is wrong with `params`, by the ranges that `SamplingParams` states; None when nothing is."""
+    infinity = float("inf")
+    # Written so that NaN, which compares false with everything, fails.
+    checks = (
+        ("max_tokens", params.max_tokens >= 1, "at least 1"),
+        ("min_tokens", 0 <= params.min_tokens <= params.max_tokens, f"in [0, max_tokens {params.max_tokens}]"),
+        ("temperature", 0 <= params.temperature < infinity, "at least 0 and finite"),
+        ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
+        ("top_k", params.top_k >= 0, "at least 0"),
+        ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
+        ("repetition_penalty", 0 < params.repetition_penalty < infinity, "above 0 and finite"),
+        ("presence_penalty", -2 <= params.presence_penalty <= 2, "in [-2, 2]"),
+        ("frequency_penalty", -2 <= params.frequency_penalty <= 2, "in [-2, 2]"),
+        ("logprobs", params.logprobs is None or params.logprobs >= 0, "at least 0"),
+    )
+    for name, ok, allowed in checks:
+        if not ok:
+            return f"{name} must be {allowed}, got {getattr(params, name)}"
+    for token_id, bias in params.logit_bias.items():
+        if not 0 <= token_id < vocab_size:
+            return f"logit_bias names token id {token_id}, which is outside the vocabulary of {vocab_size}"
+        if not -infinity < bias < infinity:
+            return f"logit_bias of token id {token_id} must be finite, got {bias}"
+    return None
