@@ -86,6 +86,7 @@ class PagePool:
     def release(self, pages: Sequence[int]) -> None:
         """Drop one reference to each page. The tail of a prefix becomes reusable before its head."""
         for page in reversed(pages):
+            assert self._refs[page] > 0, f"page {page} is released more often than it was taken"
             self._refs[page] -= 1
             if self._refs[page] == 0:
                 if page in self._hash_of:
