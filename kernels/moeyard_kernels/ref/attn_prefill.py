@@ -1,0 +1,72 @@
+"""Causal attention of consecutive prompt positions of one sequence."""
+
+import torch
+
+from moeyard_kernels.decode_plan import BLOCK
+from moeyard_kernels.ref.linear import ROW_TILE
+
+# Scores of one tile of queries hold at most this many fp32 values (32 MiB), or one row tile's worth.
+_MAX_SCORES = 8 << 20
+
+
+def attn_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, start: int, scale: float, window: int | None = None
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.attn_prefill`. Scores and sums are fp32 for bf16 inputs too.
+
+    A query's sum over values runs in ascending blocks of 64 keys from position 0, one addition per block; blocks it
+    does not see add exact zeros. Query rows come in tiles of a multiple of 16, so neither the tile nor the chunk shows.
+    """
+    num_rows, num_q_heads, dim = q.shape
+    num_kv_heads, dim_v = k.shape[0], v.shape[2]
+    out = q.new_empty(num_rows, num_q_heads, dim_v)
+    if num_rows == 0:
+        return out
+    end = start + num_rows
+    low = 0 if window is None else max(0, start - window + 1) // BLOCK * BLOCK
+    k32, v32 = _blocks(k, low, end), _blocks(v, low, end)
+    q32 = q.new_zeros(
+        num_kv_heads, num_q_heads // num_kv_heads, num_rows + -num_rows % ROW_TILE, dim, dtype=torch.float32
+    )
+    torch.mul(q.view(num_rows, num_kv_heads, -1, dim).permute(1, 2, 0, 3), scale, out=q32[:, :, :num_rows])
+    tile = max(ROW_TILE, min(256, _MAX_SCORES // (num_q_heads * k32.shape[1]) // ROW_TILE * ROW_TILE))
+    for t in range(0, num_rows, tile):
+        count = min(tile, num_rows - t)
+        done = _tile(q32[:, :, t : t + tile], k32, v32, low, start + t, window)
+        out[t : t + count] = done[:, :, :count].permute(2, 0, 1, 3).reshape(count, num_q_heads, dim_v)
+    return out
+
+
+def _blocks(x: torch.Tensor, low: int, end: int) -> torch.Tensor:
+    """x [heads, L, D] from position `low` to the end of the block that holds end - 1, as fp32, zeros past `end`."""
+    stop = end + -end % BLOCK
+    if x.shape[1] >= stop:
+        return x[:, low:stop].float()
+    padded = x.new_zeros(x.shape[0], stop - low, x.shape[2], dtype=torch.float32)
+    padded[:, : end - low] = x[:, low:end]
+    return padded
+
+
+def _tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, low: int, start: int, window: int | None) -> torch.Tensor:
+    """q [Hkv, G, M, D] at positions start.. against keys whose first sits at `low` -> [Hkv, G, M, Dv] fp32."""
+    num_kv_heads, group, m, dim = q.shape
+    first = 0 if window is None else max(0, start - window + 1 - low) // BLOCK * BLOCK
+    last = min(k.shape[1], start + m - low + -(start + m - low) % BLOCK)
+    scores = torch.bmm(q.reshape(num_kv_heads, group * m, dim), k[:, first:last].transpose(1, 2))
+    grid = scores.view(num_kv_heads, group, m, last - first)
+    # Only columns that some row of the tile must not see are masked: those after the first query, those before the
+    # last query's window.
+    position = torch.arange(start, start + m).unsqueeze(1)
+    after = start + 1 - low - first
+    grid[..., after:].masked_fill_(torch.arange(start + 1, low + last) > position, float("-inf"))
+    if window is not None:
+        before = min(max(0, start + m - window - low - first), last - first)
+        hidden = torch.arange(low + first, low + first + before) <= position - window
+        grid[..., :before].masked_fill_(hidden, float("-inf"))
+    scores -= scores.amax(-1, keepdim=True)
+    p = scores.exp_()
+    acc = p.new_zeros(num_kv_heads, group * m, v.shape[2])
+    for b in range(0, last - first, BLOCK):
+        acc = torch.baddbmm(acc, p[:, :, b : b + BLOCK], v[:, first + b : first + b + BLOCK])
+    total = p.view(num_kv_heads, group * m, -1, BLOCK).sum(-1).cumsum(-1)[..., -1:]
+    return acc.div_(total).view(num_kv_heads, group, m, -1)
