@@ -1,0 +1,27 @@
+"""What a family's model file states: how the checkpoint names its parts. Pure."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Checkpoint names of a decoder of norm, attention, norm, MLP or MoE; all relative to `layer`.
+
+    `layer` holds {i}. `moe` lists where the MoE block may sit, the published place first. `expert` are the names of an
+    expert's gate, up and down projection, each followed by ".weight". A fused file stores all experts of a layer in
+    `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I].
+    """
+
+    embed: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    lm_head: str = "lm_head.weight"
+    layer: str = "model.layers.{i}."
+    input_norm: str = "input_layernorm.weight"
+    post_norm: str = "post_attention_layernorm.weight"
+    attention: str = "self_attn."
+    mlp: str = "mlp."
+    moe: tuple[str, ...] = ("mlp.",)
+    gate: str = "gate.weight"
+    gate_bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts."
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")

@@ -1,0 +1,48 @@
+"""What a layer stores and from which checkpoint tensors it is put together. Pure."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Checkpoint tensor `key` of `shape`, stored in rows [row, row + shape[0]) of a weight seen as shape[1:] rows."""
+
+    key: str
+    shape: tuple[int, ...]
+    row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter of `shape`; rows that no part fills are zero. `fp32`: kept in float32 whatever dtype is served.
+
+    The parts' rows are counted in the flattened form [-1, *parts[0].shape[1:]] of the parameter.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    fp32: bool = False
+
+
+def weight(key: str, *shape: int, fp32: bool = False) -> Weight:
+    """A parameter that is one checkpoint tensor."""
+    return Weight(shape, (Part(key, shape),), fp32)
+
+
+def stacked(*rows: tuple[str | None, int], width: tuple[int, ...] = ()) -> Weight:
+    """Checkpoint tensors on top of each other: (key, number of rows) each, all of trailing shape `width`.
+
+    A key of None leaves its rows zero (the bias of a projection that has none).
+    """
+    parts, row = [], 0
+    for key, count in rows:
+        if key is not None:
+            parts.append(Part(key, (count, *width), row))
+        row += count
+    return Weight((row, *width), tuple(parts))
+
+
+def num_elements(shape: tuple[int, ...]) -> int:
+    """Elements of a tensor of `shape`."""
+    return math.prod(shape)
