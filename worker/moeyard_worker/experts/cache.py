@@ -1,0 +1,216 @@
+"""The expert cache of one rank: store -> slab -> grouped compute, rows that hit first, then rows that missed.
+
+Hits and misses go through the same kernel on the same kind of slot, so residency cannot change a bit of the output.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from moeyard_kernels.ops import grouped_mlp
+
+from moeyard_worker.exchange.base import Dispatched
+from moeyard_worker.experts.base import ExpertSource
+from moeyard_worker.experts.policies import start_policy
+from moeyard_worker.experts.policy import Counters, Placed
+from moeyard_worker.experts.slab import Slab
+from moeyard_worker.experts.store import HostStore
+from moeyard_worker.experts.trace import RoutingRecorder
+
+Group = tuple[int, int, int]
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Running totals that the metrics read.
+
+    `bytes_copied` counts bytes written into slots, the start's filling included. `stall_seconds` holds, per access with
+    misses since the last drain, the wall time spent waiting for copies. `load_imbalance` maps a layer to the rows of
+    its busiest local expert over the mean of all local experts, at the layer's last access with rows.
+    """
+
+    counters: Counters = field(default_factory=Counters)
+    bytes_copied: int = 0
+    stall_seconds: list[float] = field(default_factory=list)
+    load_imbalance: dict[int, float] = field(default_factory=dict)
+
+
+class ExpertCache:
+    """Keeps up to `num_slots` of a rank's experts in device memory and computes dispatched rows with them.
+
+    `layers` are the MoE layers in order and `experts` the global ids this rank owns in each of them; `dtype` is the
+    served one (the source's tensors are rounded to it). Slots beyond the number of experts are not allocated. When all
+    experts fit, `preload` must be called before the first `run`; nothing is copied or evicted after it.
+
+    Raises ValueError for fewer than 1 slot or an unknown policy. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: ExpertSource,
+        layers: Sequence[int],
+        experts: range,
+        hidden: int,
+        intermediate: int,
+        dtype: torch.dtype,
+        num_slots: int,
+        top_k: int,
+        policy: str = "slru",
+        recorder: RoutingRecorder | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        assert experts, "a rank owns at least one expert per layer"
+        assert experts.step == 1, f"a shard is contiguous, got {experts}"
+        assert len(set(layers)) == len(layers) > 0, f"layers must be distinct, got {layers}"
+        self.stats = CacheStats()
+        self._layers = tuple(layers)
+        self._experts = experts
+        self._policy = start_policy(policy, layers=layers, experts=experts, top_k=top_k, num_slots=num_slots)
+        self._recorder = recorder
+        self._step = 0
+        self._store: HostStore | None = HostStore(source, hidden=hidden, intermediate=intermediate)
+        self._slab = Slab(
+            num_slots=self._policy.num_slots, hidden=hidden, intermediate=intermediate, dtype=dtype, device=device
+        )
+        # With everything resident the policy is not asked. An expert of layer L, local id e, sits in slot
+        # _first_slot[L] + e (the order of `start_policy`), and what the policy would count follows from whether a
+        # decode row has used it: _unsettled[L] are the local ids that none has.
+        self._first_slot = {layer: i * len(experts) for i, layer in enumerate(layers)}
+        self._unsettled = {layer: set(range(len(experts))) for layer in layers}
+
+    @property
+    def num_slots(self) -> int:
+        return self._slab.num_slots
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of this rank over all layers."""
+        return len(self._layers) * len(self._experts)
+
+    @property
+    def all_resident(self) -> bool:
+        """Whether every expert has its slot for good."""
+        return self.num_slots == self.num_experts
+
+    def preload(self, progress: Callable[[int], None] | None = None) -> None:
+        """When all experts fit, copy them into their slots, one by one, and let go of the source; otherwise nothing.
+
+        `progress` is called after each expert with the bytes written for it.
+        """
+        if not self.all_resident or self._store is None:
+            return
+        for layer in self._layers:
+            for local, expert in enumerate(self._experts):
+                written = self._store.copy(layer, expert, slab=self._slab, slot=self._first_slot[layer] + local)
+                self.stats.bytes_copied += written
+                if progress is not None:
+                    progress(written)
+        self._store = None
+
+    def begin_step(self, step: int) -> None:
+        """Name the step that the next accesses belong to; only the recorder uses it."""
+        self._step = step
+
+    def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor:
+        """The experts' outputs of one layer, [P, H] in the pair order of `dispatched`, dtype of its rows."""
+        counts = dispatched.num_tokens_per_expert
+        assert len(counts) == len(self._experts), f"{len(counts)} counts for {len(self._experts)} local experts"
+        # Local ids of needed experts; every pair of an expert's rows is [start, start + count).
+        decode: list[int] = []
+        prefill: list[int] = []
+        ranges: dict[int, tuple[int, int]] = {}
+        start = 0
+        for local, (count, num_decode) in enumerate(zip(counts, dispatched.num_decode_per_expert, strict=True)):
+            if count:
+                (decode if num_decode else prefill).append(local)
+                ranges[local] = (start, count)
+                start += count
+        if self._recorder is not None:
+            self._recorder.record(
+                step=self._step, layer=layer, decode=self._global(decode), prefill=self._global(prefill)
+            )
+        rows = dispatched.rows
+        out = torch.empty(start, rows.shape[1], dtype=rows.dtype, device=rows.device)
+        if not start:
+            return out
+        self.stats.load_imbalance[layer] = max(counts) * len(counts) / start
+        if self.all_resident:
+            assert self._store is None, "call preload() before the first run"
+            self._count_resident(layer, decode, prefill)
+            base = self._first_slot[layer]
+            groups = [(first, count, base + local) for local, (first, count) in ranges.items()]
+            self._compute(dispatched, groups, out)
+            return out
+        waves = self._policy.access(layer, self._global(decode), self._global(prefill))
+        self._run_waves(layer, waves, ranges, dispatched=dispatched, out=out)
+        return out
+
+    def validate(self) -> None:
+        """Assert every invariant, of the policy too."""
+        self._policy.validate()
+        assert self._policy.num_slots == self._slab.num_slots
+        if self.all_resident:
+            assert self.stats.counters.num_misses == self.stats.counters.num_evictions == 0
+
+    def _run_waves(
+        self,
+        layer: int,
+        waves: list[list[Placed]],
+        ranges: dict[int, tuple[int, int]],
+        *,
+        dispatched: Dispatched,
+        out: torch.Tensor,
+    ) -> None:
+        assert self._store is not None
+        stalls: list[float] = []
+        for wave in waves:
+            self.stats.counters.count(wave)
+            hits = [placed for placed in wave if placed.hit is not None]
+            misses = [placed for placed in wave if placed.hit is None]
+            if hits:
+                self._compute(dispatched, self._groups(hits, ranges), out)
+            if misses:
+                begun = time.perf_counter()
+                for placed in misses:
+                    self.stats.bytes_copied += self._store.copy(layer, placed.expert, slab=self._slab, slot=placed.slot)
+                stalls.append(time.perf_counter() - begun)
+                self._compute(dispatched, self._groups(misses, ranges), out)
+        if stalls:
+            self.stats.stall_seconds.append(sum(stalls))
+
+    def _compute(self, dispatched: Dispatched, groups: list[Group], out: torch.Tensor) -> None:
+        grouped_mlp(
+            dispatched.rows,
+            dispatched.row_of_pair,
+            groups,
+            self._slab.gate_up,
+            self._slab.down,
+            out,
+        )
+
+    def _groups(self, placed: list[Placed], ranges: dict[int, tuple[int, int]]) -> list[Group]:
+        first = self._experts.start
+        return [(*ranges[p.expert - first], p.slot) for p in placed]
+
+    def _global(self, local: list[int]) -> list[int]:
+        first = self._experts.start
+        return [first + i for i in local]
+
+    def _count_resident(self, layer: int, decode: list[int], prefill: list[int]) -> None:
+        """Count what the policy would: all hits, settled ones where decode rows have used the expert before."""
+        hits = self.stats.counters.hits
+        settled = self._policy.settled
+        unsettled = self._unsettled[layer]
+        if unsettled:
+            fresh = unsettled.intersection(decode)
+            unsettled -= fresh
+            hits["probation", "decode"] += len(fresh)
+            hits[settled, "decode"] += len(decode) - len(fresh)
+            num_unsettled = len(unsettled.intersection(prefill))
+            hits["probation", "prefill"] += num_unsettled
+            hits[settled, "prefill"] += len(prefill) - num_unsettled
+        else:
+            hits[settled, "decode"] += len(decode)
+            hits[settled, "prefill"] += len(prefill)

@@ -1,0 +1,157 @@
+"""Replays a routing trace through a residency policy: the engine's cache without the engine. Torch-free.
+
+Policy, start (empty, or full when everything fits) and counters are the engine's own objects, so that a simulation with
+the policy and slots of the recorded run counts exactly what that run counted.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeyard_worker.experts.policies import start_policy
+from moeyard_worker.experts.policy import PHASES, SEGMENTS, Counters, Key
+from moeyard_worker.experts.trace import RankTrace, read_trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """Totals of one rank. `num_slots` is what was used: at most the rank's experts over all layers, `num_experts`."""
+
+    rank: int
+    num_slots: int
+    num_experts: int
+    num_accesses: int
+    counters: Counters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimResult:
+    """What a policy would have done with a trace: per rank, and all ranks together in `total`."""
+
+    policy: str
+    ranks: tuple[RankResult, ...]
+    total: Counters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimum:
+    """The most hits that any policy can reach on a trace, with foresight. Starts as the engine does."""
+
+    num_slots: int
+    num_hits: int
+    num_misses: int
+
+    @property
+    def hit_rate(self) -> float | None:
+        total = self.num_hits + self.num_misses
+        return self.num_hits / total if total else None
+
+
+def simulate(path: Path, policy: str | None = None, slots: int | None = None) -> SimResult:
+    """Replay the trace named `path`; `slots` per rank. What is None is taken from the recorded run.
+
+    Raises ValueError for an unknown policy, fewer than 1 slot or a bad trace, FileNotFoundError when there is none.
+    """
+    traces = read_trace(path)
+    name = traces[0].header.policy if policy is None else policy
+    ranks = tuple(_replay(trace, name, trace.header.num_slots if slots is None else slots) for trace in traces)
+    total = Counters()
+    for rank in ranks:
+        total.add(rank.counters)
+    return SimResult(policy=name, ranks=ranks, total=total)
+
+
+def belady(path: Path, slots: int) -> tuple[Optimum, ...]:
+    """Per rank, the optimum for `slots` slots: keep those experts whose next use is nearest (Belady, 1966).
+
+    The rules are the engine's: an access counts its hits before anything is replaced, and a miss must sit in a slot, so
+    that after an access with misses one of them is still there; the one that is needed again first is.
+    """
+    if slots < 1:
+        raise ValueError(f"the expert cache needs at least 1 slot, got {slots}")
+    return tuple(_optimum(trace, slots) for trace in read_trace(path))
+
+
+def format_table(result: SimResult, optima: Sequence[Optimum] = ()) -> str:
+    """A plain-text table: one row per rank and one for all, percentages of all accesses of experts.
+
+    With `optima` (of the same slots, one per rank) a last column shows the best reachable hit rate.
+    """
+    heads = ["rank", "slots", "experts", "hits", "misses", "evictions", "hit %"]
+    heads += [f"{segment} {phase}" for segment in SEGMENTS for phase in PHASES] + (["best %"] if optima else [])
+    rows = [heads]
+    for i, rank in enumerate(result.ranks):
+        best = [_percent(optima[i].hit_rate)] if optima else []
+        rows.append([str(rank.rank), str(rank.num_slots), str(rank.num_experts), *_cells(rank.counters), *best])
+    if len(result.ranks) > 1:
+        slots = sum(rank.num_slots for rank in result.ranks)
+        experts = sum(rank.num_experts for rank in result.ranks)
+        hits, misses = sum(o.num_hits for o in optima), sum(o.num_misses for o in optima)
+        best = [_percent(hits / (hits + misses) if hits + misses else None)] if optima else []
+        rows.append(["all", str(slots), str(experts), *_cells(result.total), *best])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([f"policy {result.policy}", *lines])
+
+
+def _cells(counters: Counters) -> list[str]:
+    totals = [counters.num_hits, counters.num_misses, counters.num_evictions]
+    by_segment = [counters.hits[segment, phase] for segment in SEGMENTS for phase in PHASES]
+    return [*map(str, totals), _percent(counters.hit_rate), *map(str, by_segment)]
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.2f}"
+
+
+def _replay(trace: RankTrace, name: str, slots: int) -> RankResult:
+    header = trace.header
+    policy = start_policy(name, layers=header.layers, experts=header.experts, top_k=header.top_k, num_slots=slots)
+    counters, num_accesses = Counters(), 0
+    for access in trace:
+        num_accesses += 1
+        for wave in policy.access(access.layer, access.decode, access.prefill):
+            counters.count(wave)
+    policy.validate()
+    return RankResult(
+        rank=header.rank,
+        num_slots=policy.num_slots,
+        num_experts=len(header.layers) * len(header.experts),
+        num_accesses=num_accesses,
+        counters=counters,
+    )
+
+
+def _optimum(trace: RankTrace, slots: int) -> Optimum:
+    uses = [[(access.layer, expert) for expert in access.decode + access.prefill] for access in trace]
+    num_uses = sum(map(len, uses))
+    total = len(trace.header.layers) * len(trace.header.experts)
+    if slots >= total:
+        return Optimum(num_slots=total, num_hits=num_uses, num_misses=0)
+    following: list[list[int]] = []  # for each use, the index of the access that needs the expert next; -1 for never
+    upcoming: dict[Key, int] = {}
+    for i in range(len(uses) - 1, -1, -1):
+        following.append([upcoming.get(key, -1) for key in uses[i]])
+        upcoming.update(dict.fromkeys(uses[i], i))
+    following.reverse()
+    kept: dict[Key, int] = {}  # resident expert -> its next use; experts never needed again are not listed
+    farthest: list[tuple[int, Key]] = []  # heap of (-next use, key), stale entries dropped when they surface
+    num_hits = 0
+    for keys, nexts in zip(uses, following, strict=True):
+        missed = [kept.pop(key, None) is None for key in keys]
+        num_hits += len(keys) - sum(missed)
+        again = [(i, key) for i, key in zip(nexts, keys, strict=True) if i >= 0]
+        for i, key in again:
+            kept[key] = i
+            heapq.heappush(farthest, (-i, key))
+        lost = {key for key, miss in zip(keys, missed, strict=True) if miss}
+        staying = min((entry for entry in again if entry[1] in lost), default=None)
+        room = slots - 1 if lost and staying is None else slots
+        while len(kept) > room:
+            i, key = heapq.heappop(farthest)
+            if staying != (-i, key) and kept.get(key) == -i:
+                del kept[key]
+        if staying is not None:
+            heapq.heappush(farthest, (-staying[0], staying[1]))
+    return Optimum(num_slots=slots, num_hits=num_hits, num_misses=num_uses - num_hits)

@@ -1,0 +1,27 @@
+"""Host side of the expert cache: one rank's experts as the checkpoint holds them, copied to slots on demand."""
+
+import torch
+
+from moeyard_worker.experts.base import ExpertSource
+from moeyard_worker.experts.slab import Slab
+
+
+class HostStore:
+    """Reads experts through the source's memory-mapped views: only the pages of a copied expert are ever touched."""
+
+    def __init__(self, source: ExpertSource, *, hidden: int, intermediate: int) -> None:
+        self._source = source
+        self._in_shape = torch.Size((intermediate, hidden))
+        self._out_shape = torch.Size((hidden, intermediate))
+
+    def copy(self, layer: int, expert: int, *, slab: Slab, slot: int) -> int:
+        """Copy a global expert into a slot, cast to the slab's dtype. Returns the bytes written."""
+        gate, up, down = self._source.tensors(layer, expert)
+        for name, tensor, shape in (
+            ("gate", gate, self._in_shape),
+            ("up", up, self._in_shape),
+            ("down", down, self._out_shape),
+        ):
+            assert tensor.shape == shape, f"layer {layer} expert {expert}: {name} is {tuple(tensor.shape)}, not {shape}"
+        slab.write(slot, gate, up, down)
+        return (gate.numel() + up.numel() + down.numel()) * slab.blobs.dtype.itemsize
