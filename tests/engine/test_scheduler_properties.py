@@ -1,0 +1,123 @@
+"""Random lives of a scheduler: whatever the interleaving, every request yields what it yields alone."""
+
+import random
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from moeyard_worker.config import SchedulerConfig
+from moeyard_worker.protocol import SamplingParams, Submit
+
+from tests.engine.scheduler_harness import Harness
+
+VOCAB = 11
+# Prompts are cut from few texts, so that many share a prefix of whole pages.
+TEXTS = tuple(tuple(random.Random(i).choices(range(VOCAB), k=30)) for i in range(2))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    max_batch_tokens = draw(st.sampled_from((1, 2, 3, 5, 8, 16, 64)))
+    return SchedulerConfig(
+        num_pages=draw(st.integers(1, 16)),
+        page_size=draw(st.sampled_from((1, 2, 3, 4, 8))),
+        max_model_len=draw(st.sampled_from((12, 24, 40))),
+        vocab_size=VOCAB,
+        eos_token_ids=draw(st.sampled_from(((), (0,), (0, 5)))),
+        max_batch_tokens=max_batch_tokens,
+        max_num_seqs=min(max_batch_tokens, draw(st.integers(1, 5))),
+        prefill_chunk=draw(st.sampled_from((1, 2, 3, 7, 16, 64))),
+        max_waiting=draw(st.integers(1, 6)),
+        prefix_caching=draw(st.booleans()),
+    )
+
+
+@st.composite
+def submits(draw: st.DrawFn) -> Submit:
+    text = draw(st.sampled_from(TEXTS))
+    tail = draw(st.lists(st.integers(0, VOCAB - 1), max_size=3) | st.just([VOCAB]))
+    max_tokens = draw(st.integers(1, 16))
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        stop_token_ids=draw(st.sampled_from(((), (3,)))),
+        ignore_eos=draw(st.booleans()),
+    )
+    prompt = (*text[: draw(st.integers(0, 20))], *tail)
+    return Submit(request_id=draw(st.sampled_from("pqrstuvw")), prompt_token_ids=prompt, sampling=sampling)
+
+
+clients = st.sampled_from((b"a", b"b"))
+steps = st.tuples(st.just("steps"), st.integers(1, 6))
+events = st.one_of(
+    st.tuples(st.just("submit"), submits(), clients),
+    st.tuples(st.just("submit"), submits(), clients),
+    steps,
+    steps,
+    st.tuples(st.just("abort"), st.sampled_from("pqrstuvw"), clients),
+    st.tuples(st.sampled_from(("abort_client", "fail_all", "fail_step")), clients),
+)
+
+
+def play(harness: Harness, event: tuple[Any, ...]) -> None:
+    match event:
+        case ("submit", submit, client):
+            harness.submit(submit, client)
+        case ("steps", count):
+            for _ in range(count):
+                harness.step()
+        case ("abort", request_id, client):
+            harness.abort(request_id, client)
+        case ("abort_client", client):
+            harness.abort_client(client)
+        case ("fail_all", _):
+            harness.fail_all()
+        case ("fail_step", _):
+            # The exchange failed in the middle of a step: what it planned is never completed.
+            harness.plan()
+            harness.fail_all()
+        case _:
+            raise AssertionError(event)
+
+
+@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(configs(), st.lists(events, min_size=3, max_size=25))
+def test_any_life_of_a_scheduler(config: SchedulerConfig, life: list[tuple[Any, ...]]) -> None:
+    harness = Harness(config)
+    for event in life:
+        play(harness, event)
+    harness.drain()
+
+
+def random_life(rng: random.Random) -> Harness:
+    """A busy life over a pool that holds about two of the requests; runs to the end."""
+    page_size = rng.choice((1, 2, 4))
+    config = SchedulerConfig(
+        num_pages=48 // page_size,
+        page_size=page_size,
+        max_model_len=40,
+        vocab_size=VOCAB,
+        max_batch_tokens=rng.choice((4, 8, 32)),
+        max_num_seqs=4,
+        prefill_chunk=rng.choice((2, 5, 32)),
+    )
+    harness = Harness(config)
+    for i in range(12):
+        prompt = rng.choice(TEXTS)[: rng.randint(1, 20)]
+        sampling = SamplingParams(max_tokens=rng.randint(5, 20))
+        harness.submit(Submit(request_id=f"r{i}", prompt_token_ids=prompt, sampling=sampling))
+        for _ in range(rng.randint(0, 4)):
+            harness.step()
+    harness.drain()
+    return harness
+
+
+def test_busy_lives_preempt_and_reuse(seed: int) -> None:
+    """The promises are worth something only if tight pools do preempt, and prompts are reused, while they hold."""
+    num_preemptions, num_hits = [], []
+    for i in range(25):
+        stats = random_life(random.Random(seed + i)).scheduler.stats
+        num_preemptions.append(stats.num_preemptions)
+        num_hits.append(stats.prefix_hit_tokens)
+    assert sum(1 for n in num_preemptions if n > 0) > 12, num_preemptions
+    assert sum(1 for n in num_hits if n > 0) > 12, num_hits
