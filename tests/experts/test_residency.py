@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from moeyard_worker.experts.policies import POLICIES, cycle_length, make_policy, start_policy
-from moeyard_worker.experts.policy import Counters, Key, Placed, ResidencyPolicy
+from moeyard_worker.experts.policy import Counters, Key, Phase, Placed, ResidencyPolicy, Segment
 from moeyard_worker.experts.slru import SegmentedLru
 
 NUM_LAYERS, NUM_EXPERTS = 3, 6
@@ -57,7 +57,8 @@ class Slots:
                 assert 0 <= p.slot < self.size
                 if p.hit is not None:
                     assert self.slot_of[layer, p.expert] == p.slot
-                    assert p.evicted is p.evicted_from is None
+                    assert p.evicted is None
+                    assert p.evicted_from is None
                     continue
                 if p.evicted is None:
                     assert p.slot not in self.slot_of.values()
@@ -118,6 +119,10 @@ class Entry:
     streamed: bool
     stamp: int
 
+    @property
+    def segment(self) -> Segment:
+        return "protected" if self.protected else "probation"
+
 
 class StampedSlru:
     """Segmented LRU by its rules alone: one flat list of entries with time stamps, every choice a search."""
@@ -129,14 +134,15 @@ class StampedSlru:
 
     def access(self, layer: int, decode: list[int], prefill: list[int]) -> list[list[Placed]]:
         out: list[list[Placed]] = [[]]
+        needed: list[tuple[int, Phase]] = [(e, "decode") for e in decode]
+        needed += [(e, "prefill") for e in prefill]
         todo = []
-        for e, phase in [(e, "decode") for e in decode] + [(e, "prefill") for e in prefill]:
+        for e, phase in needed:
             entry = next((x for x in self.entries if x.key == (layer, e)), None)
             if entry is None:
                 todo.append((e, phase))
                 continue
-            segment = "protected" if entry.protected else "probation"
-            out[0].append(Placed(expert=e, slot=entry.slot, phase=phase, hit=segment))
+            out[0].append(Placed(expert=e, slot=entry.slot, phase=phase, hit=entry.segment))
             if phase == "decode":
                 self.now += 1
                 entry.protected, entry.streamed, entry.stamp = True, False, self.now
@@ -154,12 +160,9 @@ class StampedSlru:
             self.now += 1
             stamp = self.now if phase == "decode" else -self.now
             self.entries.append(Entry((layer, e), slot, False, phase == "prefill", stamp))
-            place = {"evicted": victim.key, "evicted_from": self.segment(victim)} if victim else {}
-            out[-1].append(Placed(expert=e, slot=slot, phase=phase, **place))
+            evicted, evicted_from = (victim.key, victim.segment) if victim else (None, None)
+            out[-1].append(Placed(expert=e, slot=slot, phase=phase, evicted=evicted, evicted_from=evicted_from))
         return out if out[0] else []
-
-    def segment(self, entry: Entry) -> str:
-        return "protected" if entry.protected else "probation"
 
     def shrink_protected(self) -> None:
         protected = sorted((x for x in self.entries if x.protected), key=lambda x: x.stamp)
@@ -194,7 +197,7 @@ def test_settled_says_where_hits_are_found_while_nothing_is_evicted(
         for p in (p for wave in policy.access(layer, decode, prefill) for p in wave):
             if p.hit is not None:
                 assert p.hit == (policy.settled if (layer, p.expert) in used else "probation")
-            # A decode miss is no hit yet: only a later decode hit settles it. Filled caches have no misses.
+                # A decode miss is no hit yet: only a later decode hit settles it. Filled caches have no misses.
             if p.phase == "decode" and p.hit is not None:
                 used.add((layer, p.expert))
 

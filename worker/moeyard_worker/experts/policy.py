@@ -45,9 +45,11 @@ class ResidencyPolicy(Protocol):
     """Decides which experts sit in which slots. Pure: no torch, no clock, no I/O. One instance per rank, all layers."""
 
     num_slots: int
-    # Where an expert that a decode row used is found from then on, as long as nothing is evicted. Before that, and for
-    # experts that only prompts used, it is "probation". Lets a cache that holds everything count without bookkeeping.
-    settled: Segment
+
+    # Where an expert that a decode row has hit is found from then on, as long as nothing is evicted. Before that, and
+    # for experts that only prompts hit, it is "probation". Lets a cache that holds everything count without asking.
+    @property
+    def settled(self) -> Segment: ...
 
     def fill(self, keys: Iterable[Key]) -> None:
         """Start with these (layer, expert) resident, in slots 0, 1, ...; the policy must be empty."""

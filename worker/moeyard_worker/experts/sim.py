@@ -36,7 +36,7 @@ class SimResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """The most hits that any policy can reach on a trace, with foresight. Starts as the engine does."""
+    """Hits on a trace that no policy can exceed, whatever it foresees. Starts as the engine does."""
 
     num_slots: int
     num_hits: int
@@ -63,10 +63,11 @@ def simulate(path: Path, policy: str | None = None, slots: int | None = None) ->
 
 
 def belady(path: Path, slots: int) -> tuple[Optimum, ...]:
-    """Per rank, the optimum for `slots` slots: keep those experts whose next use is nearest (Belady, 1966).
+    """Per rank, hits that no policy can exceed: keep the experts whose next use is nearest (Belady, 1966).
 
-    The rules are the engine's: an access counts its hits before anything is replaced, and a miss must sit in a slot, so
-    that after an access with misses one of them is still there; the one that is needed again first is.
+    An access counts its hits before anything is replaced. A hit is then an expert kept from one use to its next, at
+    most `slots` are kept at a time, and choosing those that end first is optimal. It is a bound, tight but for less
+    than one slot: a miss may be used here without taking a slot for the moment, which the engine cannot do.
     """
     if slots < 1:
         raise ValueError(f"the expert cache needs at least 1 slot, got {slots}")
@@ -76,7 +77,7 @@ def belady(path: Path, slots: int) -> tuple[Optimum, ...]:
 def format_table(result: SimResult, optima: Sequence[Optimum] = ()) -> str:
     """A plain-text table: one row per rank and one for all, percentages of all accesses of experts.
 
-    With `optima` (of the same slots, one per rank) a last column shows the best reachable hit rate.
+    With `optima` (of the same slots, one per rank) a last column shows the hit rate that none can exceed.
     """
     heads = ["rank", "slots", "experts", "hits", "misses", "evictions", "hit %"]
     heads += [f"{segment} {phase}" for segment in SEGMENTS for phase in PHASES] + (["best %"] if optima else [])
@@ -135,23 +136,17 @@ def _optimum(trace: RankTrace, slots: int) -> Optimum:
         following.append([upcoming.get(key, -1) for key in uses[i]])
         upcoming.update(dict.fromkeys(uses[i], i))
     following.reverse()
-    kept: dict[Key, int] = {}  # resident expert -> its next use; experts never needed again are not listed
+    kept: dict[Key, int] = {}  # resident expert -> its next use; experts never needed again are not kept
     farthest: list[tuple[int, Key]] = []  # heap of (-next use, key), stale entries dropped when they surface
     num_hits = 0
     for keys, nexts in zip(uses, following, strict=True):
-        missed = [kept.pop(key, None) is None for key in keys]
-        num_hits += len(keys) - sum(missed)
-        again = [(i, key) for i, key in zip(nexts, keys, strict=True) if i >= 0]
-        for i, key in again:
-            kept[key] = i
-            heapq.heappush(farthest, (-i, key))
-        lost = {key for key, miss in zip(keys, missed, strict=True) if miss}
-        staying = min((entry for entry in again if entry[1] in lost), default=None)
-        room = slots - 1 if lost and staying is None else slots
-        while len(kept) > room:
+        num_hits += sum(kept.pop(key, None) is not None for key in keys)
+        for key, i in zip(keys, nexts, strict=True):
+            if i >= 0:
+                kept[key] = i
+                heapq.heappush(farthest, (-i, key))
+        while len(kept) > slots:
             i, key = heapq.heappop(farthest)
-            if staying != (-i, key) and kept.get(key) == -i:
+            if kept.get(key) == -i:
                 del kept[key]
-        if staying is not None:
-            heapq.heappush(farthest, (-staying[0], staying[1]))
     return Optimum(num_slots=slots, num_hits=num_hits, num_misses=num_uses - num_hits)

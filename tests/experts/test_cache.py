@@ -1,0 +1,195 @@
+"""The expert cache: the same bits whatever is resident, and counters that follow the policy."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from moeyard_worker.exchange.base import Dispatched
+from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.experts.policies import POLICIES, start_policy
+from moeyard_worker.experts.policy import Counters
+from moeyard_worker.experts.slab import ALIGNMENT, Slab, slot_bytes
+
+LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = (1, 2, 4), range(3, 9), 24, 20, 2
+TOTAL = len(LAYERS) * len(EXPERTS)
+
+
+class Weights:
+    """Random experts in memory, and a note of which were read."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.reads: list[tuple[int, int]] = []
+        generator = torch.Generator().manual_seed(5)
+        self.experts = {
+            key: tuple(
+                torch.randn(shape, generator=generator).to(dtype)
+                for shape in ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+            )
+            for key in itertools.product(LAYERS, EXPERTS)
+        }
+
+    def tensors(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.reads.append((layer, expert))
+        gate, up, down = self.experts[layer, expert]
+        return gate, up, down
+
+
+def make_cache(source: Weights, *, num_slots: int, policy: str = "slru", dtype: torch.dtype) -> ExpertCache:
+    cache = ExpertCache(
+        source=source,
+        layers=LAYERS,
+        experts=EXPERTS,
+        hidden=HIDDEN,
+        intermediate=INTERMEDIATE,
+        dtype=dtype,
+        num_slots=num_slots,
+        policy=policy,
+        top_k=TOP_K,
+    )
+    cache.preload()
+    return cache
+
+
+def dispatch(generator: torch.Generator, *, counts: list[int], decodes: list[int], dtype: torch.dtype) -> Dispatched:
+    num_pairs = sum(counts)
+    num_rows = max(1, num_pairs // 2)
+    return Dispatched(
+        rows=torch.randn(num_rows, HIDDEN, generator=generator).to(dtype),
+        row_of_pair=torch.randint(num_rows, (num_pairs,), generator=generator),
+        num_tokens_per_expert=tuple(counts),
+        num_decode_per_expert=tuple(decodes),
+        handle=None,
+    )
+
+
+def accesses(seed: int, num_steps: int, dtype: torch.dtype) -> list[tuple[int, Dispatched]]:
+    """Steps over all layers: idle ones, decode only, prefill only and both; counts from 0 to 40."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for step in range(num_steps):
+        for layer in LAYERS:
+            wanted = torch.randint(0, 3, (len(EXPERTS),), generator=generator) == 0
+            counts = (torch.randint(1, 41, (len(EXPERTS),), generator=generator) * wanted).tolist()
+            share = torch.randint(0, 2, (len(EXPERTS),), generator=generator).tolist()
+            decodes = [(0, count, share[i] * count)[step % 3] for i, count in enumerate(counts)]
+            if step % 7 == 6:
+                counts = decodes = [0] * len(EXPERTS)
+            out.append((layer, dispatch(generator, counts=counts, decodes=decodes, dtype=dtype)))
+    return out
+
+
+def needs(dispatched: Dispatched) -> tuple[list[int], list[int]]:
+    pairs = list(zip(EXPERTS, dispatched.num_tokens_per_expert, dispatched.num_decode_per_expert, strict=True))
+    return [e for e, n, d in pairs if d], [e for e, n, d in pairs if n and not d]
+
+
+def sequential(source: Weights, layer: int, dispatched: Dispatched, dtype: torch.dtype) -> torch.Tensor:
+    """One expert at a time from the checkpoint's tensors, in double precision."""
+    x = dispatched.rows.double()[dispatched.row_of_pair]
+    out, start = torch.full((len(x), HIDDEN), float("nan"), dtype=torch.float64), 0
+    for expert, count in zip(EXPERTS, dispatched.num_tokens_per_expert, strict=True):
+        gate, up, down = (w.to(dtype).double() for w in source.experts[layer, expert])
+        part = x[start : start + count]
+        out[start : start + count] = (torch.nn.functional.silu(part @ gate.T) * (part @ up.T)) @ down.T
+        start += count
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_residency_changes_no_bit(dtype: torch.dtype) -> None:
+    source = Weights(dtype)
+    caches = [
+        make_cache(source, num_slots=num_slots, policy=policy, dtype=dtype)
+        for policy in sorted(POLICIES)
+        for num_slots in (1, 2, TOTAL // 2, TOTAL - 1, TOTAL)
+    ]
+    for layer, dispatched in accesses(1, 20, dtype):
+        first, *others = [cache.run(layer, dispatched) for cache in caches]
+        assert first.shape == (sum(dispatched.num_tokens_per_expert), HIDDEN)
+        assert first.dtype == dtype
+        assert all(torch.equal(first, other) for other in others)
+        if len(first):
+            exact = sequential(source, layer, dispatched, dtype)
+            error = (first.double() - exact).abs().max() / exact.abs().max()
+            assert error < (1e-5 if dtype == torch.float32 else 2e-2)
+    for cache in caches:
+        cache.validate()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("num_slots", [1, 4, TOTAL // 2, TOTAL, TOTAL + 5])
+def test_counters_are_those_of_the_policy(policy: str, num_slots: int) -> None:
+    source = Weights()
+    cache = make_cache(source, num_slots=num_slots, policy=policy, dtype=torch.float32)
+    oracle = start_policy(policy, layers=LAYERS, experts=EXPERTS, top_k=TOP_K, num_slots=num_slots)
+    counters = Counters()
+    num_stalls = 0
+    for layer, dispatched in accesses(2, 25, torch.float32):
+        decode, prefill = needs(dispatched)
+        missed = counters.num_misses
+        for wave in oracle.access(layer, decode, prefill):
+            counters.count(wave)
+        num_stalls += counters.num_misses > missed
+        cache.run(layer, dispatched)
+        cache.validate()
+    assert cache.stats.counters == counters
+    assert len(cache.stats.stall_seconds) == num_stalls
+    expert_bytes = 3 * HIDDEN * INTERMEDIATE * 4
+    preloaded = TOTAL if num_slots >= TOTAL else 0
+    assert cache.stats.bytes_copied == (counters.num_misses + preloaded) * expert_bytes
+    assert len(source.reads) == counters.num_misses + preloaded
+    assert cache.num_slots == min(num_slots, TOTAL)
+    if preloaded:
+        assert counters.num_hits > 0
+        assert counters.num_misses == 0
+
+
+def test_preload_reports_every_expert_and_run_demands_it() -> None:
+    source, written = Weights(), list[int]()
+    arguments: dict[str, Any] = {
+        "layers": LAYERS,
+        "experts": EXPERTS,
+        "hidden": HIDDEN,
+        "intermediate": INTERMEDIATE,
+        "top_k": TOP_K,
+    }
+    cache = ExpertCache(source=source, dtype=torch.float32, num_slots=TOTAL, **arguments)
+    generator = torch.Generator().manual_seed(3)
+    work = dispatch(generator, counts=[1] * 6, decodes=[1] * 6, dtype=torch.float32)
+    with pytest.raises(AssertionError, match="preload"):
+        cache.run(1, work)
+    cache.preload(written.append)
+    cache.preload(written.append)
+    assert written == [3 * HIDDEN * INTERMEDIATE * 4] * TOTAL
+    assert source.reads == list(itertools.product(LAYERS, EXPERTS))
+    part = ExpertCache(source=source, dtype=torch.float32, num_slots=TOTAL - 1, **arguments)
+    part.preload(written.append)
+    assert len(written) == TOTAL
+    assert torch.equal(cache.run(4, work), part.run(4, work))
+
+
+def test_load_imbalance_is_the_busiest_over_the_mean() -> None:
+    cache = make_cache(Weights(), num_slots=3, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(4)
+    cache.run(1, dispatch(generator, counts=[4, 0, 2, 0, 0, 0], decodes=[0] * 6, dtype=torch.float32))
+    cache.run(2, dispatch(generator, counts=[0] * 6, decodes=[0] * 6, dtype=torch.float32))
+    assert cache.stats.load_imbalance == {1: 4.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_slots_are_equal_and_hold_an_expert_rounded_once(dtype: torch.dtype) -> None:
+    slab = Slab(num_slots=3, hidden=10, intermediate=7, dtype=dtype)
+    slab.blobs.fill_(float("nan"))
+    gate, up, down = torch.randn(7, 10), torch.randn(7, 10), torch.randn(10, 7)
+    slab.write(1, gate, up, down)
+    assert torch.equal(slab.gate_up[1], torch.cat([gate, up]).to(dtype))
+    assert torch.equal(slab.down[1], down.to(dtype))
+    assert slab.gate_up[1].is_contiguous()
+    assert slab.down[1].is_contiguous()
+    for slot in (0, 2):
+        assert slab.gate_up[slot].isnan().all()
+        assert slab.down[slot].isnan().all()
+        assert (slab.gate_up[slot].data_ptr() - slab.gate_up[1].data_ptr()) % ALIGNMENT == 0
+        assert (slab.down[slot].data_ptr() - slab.gate_up[1].data_ptr()) % ALIGNMENT == 0
+    assert slab.blobs.numel() * dtype.itemsize == 3 * slot_bytes(hidden=10, intermediate=7, dtype=dtype)
