@@ -1,0 +1,121 @@
+"""What the deployment tests share: Prometheus' programs, the dashboard's queries and the names of all metrics."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+# Every metric that the router and the ranks export; a histogram H also has H_bucket, H_sum and H_count.
+ROUTER_HISTOGRAMS = (
+    "moeyard_time_to_first_token_seconds",
+    "moeyard_time_per_output_token_seconds",
+    "moeyard_inter_token_latency_seconds",
+    "moeyard_e2e_request_latency_seconds",
+)
+ROUTER_OTHERS = (
+    "moeyard_prompt_tokens_total",
+    "moeyard_request_success_total",
+    "moeyard_rejections_total",
+    "moeyard_num_requests_inflight",
+    "moeyard_workers",
+    "moeyard_http_requests_total",
+)
+WORKER_HISTOGRAMS = (
+    "moeyard_queue_seconds",
+    "moeyard_prefill_seconds",
+    "moeyard_exchange_seconds",
+    "moeyard_lockstep_wait_seconds",
+    "moeyard_expert_stall_seconds",
+    "moeyard_step_seconds",
+    "moeyard_step_tokens",
+)
+WORKER_OTHERS = (
+    "moeyard_prefill_tokens_total",
+    "moeyard_generation_tokens_total",
+    "moeyard_prefix_cache_query_tokens_total",
+    "moeyard_prefix_cache_hit_tokens_total",
+    "moeyard_preemptions_total",
+    "moeyard_engine_steps_total",
+    "moeyard_expert_cache_hits_total",
+    "moeyard_expert_cache_misses_total",
+    "moeyard_expert_cache_evictions_total",
+    "moeyard_expert_cache_bytes_total",
+    "moeyard_exchange_bytes_total",
+    "moeyard_num_requests_running",
+    "moeyard_num_requests_waiting",
+    "moeyard_kv_cache_usage_ratio",
+    "moeyard_expert_cache_slots",
+    "moeyard_expert_load_imbalance",
+    "moeyard_build_info",
+)
+
+
+@pytest.fixture(scope="session")
+def histograms() -> tuple[str, ...]:
+    """Base names of all histograms."""
+    return ROUTER_HISTOGRAMS + WORKER_HISTOGRAMS
+
+
+@pytest.fixture(scope="session")
+def series_names(histograms: tuple[str, ...]) -> frozenset[str]:
+    """Every name under which a sample is stored."""
+    parts = (f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count"))
+    return frozenset((*ROUTER_OTHERS, *WORKER_OTHERS, *parts))
+
+
+@pytest.fixture(scope="session")
+def program() -> Callable[[str], str]:
+    """Path of `prometheus` or `promtool`: what deploy/tools/get_prometheus.sh fetched, or the one on PATH."""
+
+    def find(name: str) -> str:
+        fetched = ROOT / ".tools" / "prometheus" / "usr" / "bin" / name
+        path = str(fetched) if fetched.exists() else shutil.which(name)
+        if path is None and shutil.which("apt-get") is None:
+            pytest.skip(f"{name} is not installed and there is no apt-get to fetch it with")
+        assert path is not None, f"{name} is missing: run deploy/tools/get_prometheus.sh (make test does)"
+        return path
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def dashboard() -> dict[str, Any]:
+    return json.loads((ROOT / "deploy/grafana/dashboards/moeyard.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def dashboard_queries(dashboard: dict[str, Any]) -> list[tuple[str, str]]:
+    """(panel and legend, PromQL) of every query, with Grafana's variables replaced by what they stand for."""
+    values = (("$__rate_interval", "1m"), ("$rank", ".*"))
+    queries = []
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", []):
+            query = target["expr"]
+            for variable, value in values:
+                query = query.replace(variable, value)
+            assert "$" not in query, f"{panel['title']}: unknown variable in {query}"
+            queries.append((f"{panel['title']} / {target['legendFormat']}", query))
+    return queries
+
+
+@pytest.fixture(scope="session")
+def recording_rules() -> dict[str, str]:
+    """Name -> expression."""
+    groups = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())["groups"]
+    return {rule["record"]: rule["expr"] for group in groups for rule in group["rules"] if "record" in rule}
+
+
+@pytest.fixture(scope="session")
+def metrics_of() -> Callable[[str], set[str]]:
+    """Names of our series and recording rules in a PromQL expression."""
+
+    def names(expression: str) -> set[str]:
+        return set(re.findall(r"\bmoeyard[_:][a-zA-Z0-9_:]+", expression))
+
+    return names
