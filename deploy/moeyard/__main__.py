@@ -1,0 +1,7 @@
+"""`python -m moeyard`."""
+
+import sys
+
+from moeyard.cli import main
+
+sys.exit(main())

@@ -1,0 +1,240 @@
+"""Command line: `moeyard serve | demo | verify | cache-sim`. Errors of use are one line on stderr and exit code 2."""
+
+import argparse
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moeyard import __version__
+from moeyard_worker.config import DTYPES, EXCHANGES, POLICIES, EngineConfig, parse_size
+
+DEFAULTS: dict[str, Any] = {f.name: None if f.default is MISSING else f.default for f in fields(EngineConfig)}
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo"
+
+
+def size(text: str) -> int:
+    """argparse type of a size in bytes."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def expert_memory(text: str) -> int | None:
+    """argparse type of --expert-memory: a size, or auto for as much as fits."""
+    return None if text == "auto" else size(text)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of every command that starts a fleet; defaults are EngineConfig's."""
+    add = parser.add_argument
+    add(
+        "--workers",
+        type=int,
+        default=DEFAULTS["num_workers"],
+        metavar="N",
+        help="expert-parallel ranks, one Ray actor each (default %(default)s)",
+    )
+    add("--host", default="127.0.0.1", help="address of the API (default %(default)s)")
+    add("--port", type=int, default=8000, help="port of the API, 0 picks one (default %(default)s)")
+    add("--served-model-name", metavar="NAME", help="model name of the API (default: name of the directory)")
+    add(
+        "--exchange",
+        choices=EXCHANGES,
+        default=DEFAULTS["exchange"],
+        help="how ranks exchange tokens: zmq uses shared memory on one host and TCP between hosts, zmq-tcp always TCP (default %(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default=DEFAULTS["dtype"],
+        help="of weights and activations (default: the checkpoint's)",
+    )
+    add("--expert-slots", type=int, metavar="N", help="expert-cache slots of each rank (default: as many as fit)")
+    add(
+        "--expert-memory",
+        type=expert_memory,
+        metavar="SIZE",
+        help="expert-cache memory of each rank, e.g. 2GiB, or auto (default)",
+    )
+    add(
+        "--expert-policy",
+        choices=POLICIES,
+        default=DEFAULTS["expert_policy"],
+        help="residency policy (default %(default)s)",
+    )
+    add("--record-routing", metavar="FILE", help="record the experts each step needs, for cache-sim")
+    add(
+        "--kv-memory",
+        type=size,
+        metavar="SIZE",
+        help="KV pages of each rank, e.g. 1GiB (default: from the limits below and free memory)",
+    )
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="longest prompt + output (default: the model's, or what the KV pages hold)",
+    )
+    add(
+        "--max-batch-tokens",
+        type=int,
+        default=DEFAULTS["max_batch_tokens"],
+        metavar="N",
+        help="rows of one step on a rank (default %(default)s)",
+    )
+    add(
+        "--max-num-seqs",
+        type=int,
+        default=DEFAULTS["max_num_seqs"],
+        metavar="N",
+        help="sequences running at once on a rank (default %(default)s)",
+    )
+    add(
+        "--prefill-chunk",
+        type=int,
+        default=DEFAULTS["prefill_chunk"],
+        metavar="N",
+        help="prompt rows of one sequence in a step (default %(default)s)",
+    )
+    add(
+        "--max-waiting",
+        type=int,
+        default=DEFAULTS["max_waiting"],
+        metavar="N",
+        help="queued requests of a rank before 429 (default %(default)s)",
+    )
+    add("--no-prefix-caching", action="store_true", help="compute every prompt from its first token")
+    add(
+        "--step-deadline",
+        type=float,
+        default=DEFAULTS["step_deadline"],
+        metavar="S",
+        help="seconds a step may wait for a peer (default %(default)s)",
+    )
+    add(
+        "--threads",
+        type=int,
+        default=DEFAULTS["threads"],
+        metavar="N",
+        help="OpenMP threads of a worker (default %(default)s)",
+    )
+    add("--ray-address", metavar="HOST:PORT", help="a running Ray cluster; without it a private one is started here")
+    add(
+        "--worker-host",
+        metavar="ADDR",
+        help="address workers bind (default: 127.0.0.1, or each node's own in a cluster)",
+    )
+    add(
+        "--metrics-port-base",
+        type=int,
+        default=0,
+        metavar="P",
+        help="worker r exports metrics at P + r (default: any free port)",
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The EngineConfig that the flags describe; raises ValueError naming the flag at fault."""
+    return EngineConfig(
+        model_path=str(Path(args.model).resolve()),
+        num_workers=args.workers,
+        exchange=args.exchange,
+        dtype=args.dtype,
+        expert_slots=args.expert_slots,
+        expert_memory=args.expert_memory,
+        expert_policy=args.expert_policy,
+        record_routing=None if args.record_routing is None else str(Path(args.record_routing).resolve()),
+        kv_memory=args.kv_memory,
+        max_model_len=args.max_model_len,
+        max_batch_tokens=args.max_batch_tokens,
+        max_num_seqs=min(args.max_num_seqs, args.max_batch_tokens),
+        prefill_chunk=args.prefill_chunk,
+        max_waiting=args.max_waiting,
+        prefix_caching=not args.no_prefix_caching,
+        step_deadline=args.step_deadline,
+        threads=args.threads,
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(prog="moeyard", description="Serve Mixture-of-Experts language models.")
+    parser.add_argument("--version", action="version", version=f"moeyard {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a checkpoint behind an OpenAI-compatible API")
+    serve.add_argument(
+        "model", nargs="?", default=str(DEMO_MODEL), help="local Hugging Face directory (default: the bundled demo)"
+    )
+    add_engine_arguments(serve)
+    serve.set_defaults(run=run_serve)
+
+    demo = commands.add_parser("demo", help="serve the bundled checkpoint, stream one chat completion and show figures")
+    demo.add_argument("--once", action="store_true", help="exit after the figures")
+    add_engine_arguments(demo)
+    demo.set_defaults(run=run_demo, model=str(DEMO_MODEL), workers=2)
+
+    verify = commands.add_parser("verify", help="compare a checkpoint's logits and greedy tokens with transformers")
+    verify.add_argument("model", help="local Hugging Face directory")
+    verify.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (default %(default)s)")
+    verify.set_defaults(run=run_verify)
+
+    sim = commands.add_parser("cache-sim", help="replay recorded routing through an expert-cache policy")
+    sim.add_argument("file", help="what --record-routing wrote")
+    sim.add_argument(
+        "--policy", choices=POLICIES, default=DEFAULTS["expert_policy"], help="residency policy (default %(default)s)"
+    )
+    sim.add_argument(
+        "--slots", type=int, nargs="+", metavar="N", help="slots per rank; several compare (default: as recorded)"
+    )
+    sim.set_defaults(run=run_cache_sim)
+    return parser
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """`moeyard serve`."""
+    from moeyard.serve import serve  # Ray takes a second to import, which --help must not pay
+
+    return serve(args, engine_config(args))
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """`moeyard demo`."""
+    from moeyard.demo import demo  # as above
+
+    return demo(args, engine_config(args))
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """`moeyard verify`."""
+    from moeyard_worker.verify import verify  # imports torch and transformers
+
+    return verify(args.model, dtype=args.dtype)
+
+
+def run_cache_sim(args: argparse.Namespace) -> int:
+    """`moeyard cache-sim`."""
+    raise NotImplementedError
+
+
+def fail(message: str) -> NoReturn:
+    """Print one line on stderr and exit with code 2."""
+    print(f"moeyard: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the console script."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The Ray side of one rank: a shell around `moeyard_worker.actor.WorkerActor` that lives in the worker process.
+
+Only plain values cross Ray, so that the launcher never imports torch.
+"""
+
+from typing import Any
+
+import ray
+
+
+class RankActor:
+    """Methods are the worker's own, in its order: setup, load, start, wait; `progress` and `stop` at any time."""
+
+    def setup(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Bind the rank's sockets; returns its endpoints and the id of its node. `host` None binds the node's address."""
+        # Imported here and not above: the launcher imports this module and must not pay for torch.
+        from moeyard_worker.actor import WorkerActor, WorkerSpec
+
+        host = spec.pop("host") or ray.util.get_node_ip_address()
+        self._worker = WorkerActor(WorkerSpec(host=host, **spec))
+        return {**self._worker.endpoints(), "node": ray.get_runtime_context().get_node_id()}
+
+    def load(self, ranks_on_host: int) -> dict[str, Any]:
+        """Load weights; returns the worker's report."""
+        return self._worker.load(ranks_on_host)
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes loaded so far and in all."""
+        return self._worker.progress()
+
+    def start(self, mesh: list[dict[str, Any]]) -> None:
+        """Meet the peers and start stepping."""
+        self._worker.start(mesh)
+
+    def wait(self) -> str | None:
+        """Block until the engine ends; returns what failed, or None after `stop`."""
+        return self._worker.wait()
+
+    def stop(self) -> None:
+        """End the engine after its current step."""
+        self._worker.stop()

@@ -1,0 +1,40 @@
+"""Ray's settings for moeyard: the one place that touches Ray's environment variables.
+
+Measured with Ray 2.60 (docs/architecture.md): without these, Ray binds wildcard addresses even for a local fleet,
+writes an authentication token to the home directory, and sends usage statistics.
+"""
+
+import os
+import secrets
+from collections.abc import Mapping
+from types import MappingProxyType
+
+LOCAL_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes ray.init bind 127.0.0.1 only
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+)
+
+
+def prepare_local() -> None:
+    """Environment for a private Ray on this machine. Must run before `import ray`."""
+    os.environ.update(LOCAL_ENVIRONMENT)
+    if os.environ.get("RAY_AUTH_MODE", "token") == "token":
+        os.environ["RAY_AUTH_MODE"] = "token"
+        # Only this process and its children need it; a token of the user's own is respected.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def prepare_remote() -> None:
+    """Environment for joining a running Ray cluster: its token comes from the operator. Must run before `import ray`."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_DEDUP_LOGS"] = "0"
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Environment of each worker process."""
+    # One OpenMP thread per worker as a rule: two collapse beside any busy process (libgomp spins).
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}

@@ -1,0 +1,206 @@
+"""The fleet on Ray: a private local Ray or a running cluster, one actor per rank in one placement group.
+
+Ray is the control plane only: it places, starts and watches the workers. Requests, tokens and activations never cross it.
+"""
+
+import logging
+import secrets
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from moeyard import __version__
+from moeyard.ray_actor import RankActor
+from moeyard.ray_config import worker_environment
+from moeyard_worker.config import EngineConfig
+
+Progress = Callable[[int, int], None]
+
+CONNECT_SECONDS = 3.0
+PLACEMENT_SECONDS = 60.0
+PROGRESS_SECONDS = 0.2
+STOP_SECONDS = 3.0
+
+
+class FleetError(ValueError):
+    """The fleet cannot start; one line that says what and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A started rank: where routers and Prometheus reach it, and what it decided while loading."""
+
+    rank: int
+    frontend: str
+    metrics_url: str
+    report: dict[str, Any]
+
+
+class RayFleet:
+    """Owns the Ray session and the actors; `stop` leaves no process behind."""
+
+    def __init__(
+        self, config: EngineConfig, *, address: str | None, worker_host: str | None, metrics_port_base: int
+    ) -> None:
+        self._config = config
+        self._address = address
+        self._worker_host = worker_host if worker_host or address else "127.0.0.1"
+        self._metrics_port_base = metrics_port_base
+        self._actors: list[Any] = []
+        self._group: Any = None
+        self._ends: list[Any] = []
+        self._stopping = threading.Event()
+
+    def start(self, progress: Progress) -> list[Rank]:
+        """Start Ray and all ranks; `progress(done, total)` gets the bytes loaded over all ranks.
+
+        Raises FleetError when Ray, the placement or a worker cannot start.
+        """
+        self._connect()
+        self._place()
+        epoch = secrets.randbits(31)
+        specs = [self._spec(rank, epoch) for rank in range(self._config.num_workers)]
+        setups = self._call([a.setup.remote(spec) for a, spec in zip(self._actors, specs, strict=True)])
+        per_node = Counter(setup["node"] for setup in setups)
+        loads = [a.load.remote(per_node[s["node"]]) for a, s in zip(self._actors, setups, strict=True)]
+        self._follow(loads, progress)
+        reports = self._call(loads)
+        mesh = [setup["mesh"] for setup in setups]
+        self._call([actor.start.remote(mesh) for actor in self._actors])
+        self._ends = [actor.wait.remote() for actor in self._actors]
+        return [
+            Rank(rank=rank, frontend=setup["frontend"], metrics_url=setup["metrics_url"], report=report)
+            for rank, (setup, report) in enumerate(zip(setups, reports, strict=True))
+        ]
+
+    def _connect(self) -> None:
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+        if self._address is None:
+            # The object store carries nothing but call arguments: its smallest size.
+            ray.init(
+                address="local",
+                num_cpus=self._config.num_workers,
+                num_gpus=0,
+                include_dashboard=False,
+                object_store_memory=80 * 1024**2,
+                **quiet,
+            )
+            return
+        check_reachable(self._address)
+        try:
+            ray.init(address=self._address, **quiet)
+        except (ConnectionError, RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
+            raise FleetError(f"cannot join Ray at {self._address}: {first_line(error)}") from error
+
+    def _place(self) -> None:
+        count = self._config.num_workers
+        self._group = placement_group([{"CPU": 1}] * count, strategy="PACK")
+        if not self._group.wait(timeout_seconds=PLACEMENT_SECONDS):
+            cpus = ray.cluster_resources().get("CPU", 0)
+            raise FleetError(f"{count} workers need one CPU each, the Ray cluster has {cpus:g}; use fewer --workers")
+        remote_class = ray.remote(max_concurrency=4, num_cpus=1)(RankActor)
+        environment = {"env_vars": worker_environment(self._config.threads)}
+        for rank in range(count):
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+            actor = remote_class.options(scheduling_strategy=strategy, runtime_env=environment, max_restarts=0)
+            self._actors.append(actor.remote())
+
+    def _spec(self, rank: int, epoch: int) -> dict[str, Any]:
+        return {
+            "config": self._config,
+            "rank": rank,
+            "epoch": epoch,
+            "host": self._worker_host,
+            "version": __version__,
+            "metrics_port": self._metrics_port_base + rank if self._metrics_port_base else 0,
+        }
+
+    def _call(self, refs: list[Any]) -> list[Any]:
+        """Results of one call per rank, or FleetError with the first rank's own message."""
+        pending = list(refs)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1)
+            try:
+                ray.get(done)
+            except RayTaskError as error:
+                raise FleetError(first_line(error.cause or error)) from error
+            except RayActorError as error:
+                rank = refs.index(done[0])
+                raise FleetError(f"worker {rank} died while starting: {first_line(error)}") from error
+        return list(ray.get(refs))
+
+    def _follow(self, loads: list[Any], progress: Progress) -> None:
+        """Report progress until every load has ended, well or badly."""
+        while True:
+            _, pending = ray.wait(loads, num_returns=len(loads), timeout=PROGRESS_SECONDS)
+            try:
+                parts = ray.get([actor.progress.remote() for actor in self._actors], timeout=STOP_SECONDS)
+                progress(sum(done for done, _ in parts), sum(total for _, total in parts))
+            except (GetTimeoutError, RayActorError, RayTaskError):
+                # Its cause, if any, is raised by the load itself.
+                pass
+            if not pending:
+                return
+
+    def watch(self, on_end: Callable[[int, str], None]) -> None:
+        """Call `on_end(rank, reason)` from a thread when a rank ends without having been asked to."""
+
+        def run() -> None:
+            pending = list(self._ends)
+            while pending and not self._stopping.is_set():
+                done, pending = ray.wait(pending, num_returns=1, timeout=1.0)
+                for ref in done:
+                    if not self._stopping.is_set():
+                        on_end(self._ends.index(ref), end_reason(ref))
+
+        threading.Thread(target=run, name="fleet-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop the actors and leave Ray (a private one ends with its processes). Safe to call twice."""
+        self._stopping.set()
+        if not ray.is_initialized():
+            return
+        stops = [actor.stop.remote() for actor in self._actors]
+        if stops:
+            ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._group is not None and self._address is not None:
+            remove_placement_group(self._group)
+        self._actors = []
+        ray.shutdown()
+
+
+def end_reason(ref: Any) -> str:
+    """Why a rank's `wait` ended."""
+    try:
+        return ray.get(ref) or "stopped"
+    except (RayActorError, RayTaskError) as error:
+        return first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def check_reachable(address: str) -> None:
+    """Raise FleetError when nothing listens at host:port; Ray itself would try for half a minute."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise FleetError(f"--ray-address {address!r} is not HOST:PORT")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise FleetError(
+            f"no Ray at {address}: {error.strerror or error}; start one with `ray start --head`"
+        ) from error

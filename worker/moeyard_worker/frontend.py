@@ -1,0 +1,60 @@
+"""The worker's socket towards routers: messages of `protocol` over one ZMQ ROUTER, nothing of the engine."""
+
+import logging
+from collections.abc import Iterator
+
+import zmq
+
+from moeyard_worker.protocol import Message, ProtocolError, decode, encode
+
+log = logging.getLogger(__name__)
+
+
+class Frontend:
+    """Binds tcp://host:0 and speaks to any number of routers, each known by its ZMQ identity."""
+
+    def __init__(self, host: str) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        # A router that cannot take tokens must not make the socket drop a terminal reply: its queue is not bounded
+        # here, requests are bounded by the scheduler's own limits.
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
+        # Unreachable routers raise instead of vanishing, so that their requests can be ended.
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        port = self.socket.bind_to_random_port(f"tcp://{host}")
+        self.endpoint = f"tcp://{host}:{port}"
+
+    def receive(self) -> Iterator[tuple[bytes, Message]]:
+        """All messages that have arrived, without blocking. Frames that are no message are logged and dropped."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 2:
+                log.warning("a router sent %d frames, a message is one", len(frames) - 1)
+                continue
+            try:
+                message = decode(frames[1])
+            except ProtocolError as error:
+                log.warning("a router sent a bad message: %s", error)
+                continue
+            yield frames[0], message
+
+    def send(self, client: bytes, message: Message) -> bool:
+        """Send to one router; False when it is gone."""
+        try:
+            self.socket.send_multipart((client, encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the socket at once; replies already handed to ZMQ may be lost."""
+        self._context.destroy(linger=0)
