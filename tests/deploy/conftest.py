@@ -70,6 +70,12 @@ def series_names(histograms: tuple[str, ...]) -> frozenset[str]:
 
 
 @pytest.fixture(scope="session")
+def rank_series() -> frozenset[str]:
+    """The series among them that every rank exports."""
+    return frozenset((*WORKER_OTHERS, *(f"{name}_count" for name in WORKER_HISTOGRAMS)))
+
+
+@pytest.fixture(scope="session")
 def program() -> Callable[[str], str]:
     """Path of `prometheus` or `promtool`: what deploy/tools/get_prometheus.sh fetched, or the one on PATH."""
 

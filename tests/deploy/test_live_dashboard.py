@@ -1,0 +1,215 @@
+"""Every dashboard query and recording rule, evaluated by a live Prometheus that scrapes a running demo fleet."""
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+# Fewer slots than a rank's 48 experts (16 of each of 3 layers), so that there are misses and evictions.
+EXPERT_SLOTS = 16
+READY_SECONDS = 120
+QUERY_SECONDS = 60
+# More than one page, so that its repetition is found in the prefix index.
+PREFIX = "There are more experts than there is fast memory. Those that are used often should stay near. " * 4
+
+pytestmark = pytest.mark.timeout(READY_SECONDS + 2 * QUERY_SECONDS + 60)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Running:
+    """A child process with its output in a file; ends with SIGINT, as Ctrl-C would."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
+        self.log = log
+        with log.open("wb") as output:
+            # A session of its own: a group that can be ended whole should it not stop by itself.
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    def wait_for(self, url: str, seconds: float) -> None:
+        """Until `url` answers 200; fails when the process ends or the time is over."""
+        deadline = time.monotonic() + seconds
+        last = "no answer yet"
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"exit code {self.process.returncode}:\n{self.tail()}"
+            try:
+                response = httpx.get(url, timeout=5)
+                if response.status_code == 200:
+                    return
+                last = f"{response.status_code} {response.text}"
+            except httpx.TransportError as error:
+                last = str(error)
+            time.sleep(0.2)
+        raise AssertionError(f"{url} not ready within {seconds} s ({last}):\n{self.tail()}")
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def stop(self) -> int:
+        """End it and return its exit code; whatever is left of its group is killed."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(30)
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of `moeyard serve` over the demo checkpoint with two ranks and a small expert cache."""
+    port = free_port()
+    command = [sys.executable, "-m", "moeyard", "serve", str(ROOT / "deploy" / "demo")]
+    command += ["--workers", "2", "--port", str(port), "--expert-slots", str(EXPERT_SLOTS)]
+    running = Running(command, tmp_path_factory.mktemp("fleet") / "log")
+    url = f"http://127.0.0.1:{port}"
+    try:
+        running.wait_for(f"{url}/readyz", READY_SECONDS)
+        yield url
+    finally:
+        code = running.stop()
+    assert code == 0, f"exit code {code} after Ctrl-C:\n{running.tail()}"
+
+
+@pytest.fixture(scope="module")
+def prometheus(fleet: str, program: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a Prometheus that runs deploy/prometheus with this fleet's addresses and one-second intervals."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+    config["global"] = dict.fromkeys(config["global"], "1s")
+    config["rule_files"] = [str(ROOT / "deploy/prometheus" / name) for name in config["rule_files"]]
+    port = free_port()
+    text = yaml.safe_dump(config).replace("router:8000", fleet.removeprefix("http://"))
+    text = text.replace("localhost:9090", f"127.0.0.1:{port}").replace("refresh_interval: 15s", "refresh_interval: 1s")
+    (folder / "prometheus.yml").write_text(text)
+    command = [program("prometheus"), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
+    running = Running(command, folder / "log")
+    url = f"http://127.0.0.1:{port}"
+    try:
+        running.wait_for(f"{url}/-/ready", 20)
+        yield url
+    finally:
+        running.stop()
+
+
+def chat(fleet: str, question: str) -> None:
+    """One streamed chat completion of 16 tokens behind the common prefix."""
+    messages = [{"role": "user", "content": PREFIX + question}]
+    body = {"messages": messages, "stream": True, "max_tokens": 16, "ignore_eos": True, "temperature": 0}
+    with httpx.stream("POST", f"{fleet}/v1/chat/completions", json=body, timeout=60) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert response.status_code == 200, lines
+    assert lines[-1] == "data: [DONE]", lines[-1]
+
+
+def too_long(fleet: str) -> None:
+    """One prompt over the model's limit: refused, and counted as such."""
+    response = httpx.post(f"{fleet}/v1/completions", json={"prompt": [5] * 100_000, "max_tokens": 1}, timeout=30)
+    assert response.status_code == 400, response.text
+
+
+@pytest.fixture(scope="module")
+def traffic(fleet: str) -> Iterator[None]:
+    """Requests in the background until the tests are over: rates need change between two scrapes."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def forever() -> None:
+        with ThreadPoolExecutor(3) as pool:
+            number = 0
+            while not stop.wait(0.3):
+                jobs = [pool.submit(chat, fleet, f"What is {number} plus {i}?") for i in range(3)]
+                jobs.append(pool.submit(too_long, fleet))
+                errors.extend(error for job in jobs if (error := job.exception()) is not None)
+                number += 1
+
+    thread = threading.Thread(target=forever)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+    assert errors == []
+
+
+def evaluate(prometheus: str, query: str) -> list[float]:
+    """Finite values of an instant query; raises on one that Prometheus refuses."""
+    answer: dict[str, Any] = httpx.get(f"{prometheus}/api/v1/query", params={"query": query}, timeout=10).json()
+    assert answer["status"] == "success", (query, answer)
+    result = answer["data"]["result"]
+    values = [float(sample["value"][1]) for sample in result]
+    return [value for value in values if math.isfinite(value)]
+
+
+def wait_until_all_have_values(prometheus: str, queries: dict[str, str]) -> None:
+    deadline = time.monotonic() + QUERY_SECONDS
+    empty = queries
+    while empty and time.monotonic() < deadline:
+        time.sleep(1)
+        empty = {title: query for title, query in empty.items() if not evaluate(prometheus, query)}
+    assert empty == {}
+
+
+@pytest.mark.usefixtures("traffic")
+def test_every_target_is_up(prometheus: str) -> None:
+    wait_until_all_have_values(
+        prometheus, {"ranks": 'up{job="moeyard-worker"} == 1', "router": 'up{job="moeyard-router"} == 1'}
+    )
+    assert evaluate(prometheus, 'count(up{job="moeyard-worker"} == 1)') == [2.0]
+    assert evaluate(prometheus, "up == 0") == []
+
+
+@pytest.mark.usefixtures("traffic")
+def test_every_dashboard_query_has_values(prometheus: str, dashboard_queries: list[tuple[str, str]]) -> None:
+    queries = dict(dashboard_queries)
+    assert len(queries) == len(dashboard_queries)
+    wait_until_all_have_values(prometheus, queries)
+
+
+@pytest.mark.usefixtures("traffic")
+def test_every_recording_rule_has_values(prometheus: str, recording_rules: dict[str, str]) -> None:
+    wait_until_all_have_values(prometheus, {name: name for name in recording_rules})
+    wait_until_all_have_values(prometheus, recording_rules)
+
+
+@pytest.mark.usefixtures("traffic")
+def test_every_known_metric_is_exported(
+    prometheus: str, series_names: frozenset[str], rank_series: frozenset[str]
+) -> None:
+    wait_until_all_have_values(prometheus, {name: name for name in series_names})
+    by_rank = {name: f"count(count by (rank) ({name})) == 2" for name in rank_series}
+    wait_until_all_have_values(prometheus, by_rank)
+
+
+@pytest.mark.usefixtures("traffic")
+def test_no_alert_fires_on_a_healthy_fleet(prometheus: str) -> None:
+    answer = httpx.get(f"{prometheus}/api/v1/alerts", timeout=10).json()
+    assert [alert for alert in answer["data"]["alerts"] if alert["state"] == "firing"] == []
+    rules = httpx.get(f"{prometheus}/api/v1/rules", timeout=10).json()["data"]["groups"]
+    assert [rule for group in rules for rule in group["rules"] if rule["health"] == "err"] == []
