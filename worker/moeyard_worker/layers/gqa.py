@@ -1,0 +1,54 @@
+"""Grouped-query attention over paged keys and values."""
+
+import torch
+from moeyard_kernels import ops
+
+from moeyard_worker.attention_config import GqaConfig
+from moeyard_worker.batch import Batch
+from moeyard_worker.cache.pools import KvLayer
+
+
+class GqaAttention:
+    """qkv [(Hq + 2 Hkv) D, H] is one product; q_norm and k_norm [D] normalise each head before the rotation."""
+
+    def __init__(
+        self,
+        config: GqaConfig,
+        *,
+        eps: float,
+        interleaved: bool,
+        qkv: torch.Tensor,
+        o: torch.Tensor,
+        qkv_bias: torch.Tensor | None = None,
+        o_bias: torch.Tensor | None = None,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+    ) -> None:
+        self._config, self._eps, self._interleaved = config, eps, interleaved
+        self._qkv, self._qkv_bias, self._o, self._o_bias = qkv, qkv_bias, o, o_bias
+        self._q_norm, self._k_norm = q_norm, k_norm
+
+    def forward(
+        self, x: torch.Tensor, batch: Batch, cos: torch.Tensor, sin: torch.Tensor, *, cache: KvLayer
+    ) -> torch.Tensor:
+        """x [num_rows, H] -> [num_rows, H]. The step's keys and values are in the cache before anything attends."""
+        config = self._config
+        num_q, num_qk = config.num_heads, config.num_heads + config.num_kv_heads
+        qkv = ops.linear(x, self._qkv, self._qkv_bias).view(x.shape[0], -1, config.head_dim)
+        qk = qkv[:, :num_qk]
+        if self._q_norm is not None and self._k_norm is not None:
+            q = ops.rms_norm(qk[:, :num_q], self._q_norm, self._eps)
+            qk = torch.cat((q, ops.rms_norm(qk[:, num_q:], self._k_norm, self._eps)), 1)
+        qk = ops.rope(qk, cos, sin, interleaved=self._interleaved)
+        cache.write(batch.slots, qk[: batch.num_tokens, num_q:], qkv[: batch.num_tokens, num_qk:])
+        q = qk[:, :num_q]
+        out = x.new_zeros(x.shape[0], num_q, config.head_dim)
+        for part in batch.segments:
+            k, v = cache.read(part.pages)
+            out[part.begin : part.end] = ops.attn_prefill(
+                q[part.begin : part.end], k, v, start=part.start, scale=config.scale, window=config.sliding_window
+            )
+        if batch.num_decode:
+            rows = slice(batch.num_prefill, batch.num_tokens)
+            out[rows] = ops.gqa_decode(q[rows], cache.k, cache.v, plan=batch.plan, scale=config.scale)
+        return ops.linear(out.flatten(1), self._o, self._o_bias)

@@ -1,0 +1,15 @@
+"""The gated MLP of dense layers and shared experts."""
+
+import torch
+from moeyard_kernels import ops
+
+
+class Mlp:
+    """down(silu(gate(x)) * up(x)); gate_up [2 I, H] holds gate, then up; down [H, I]."""
+
+    def __init__(self, *, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self._gate_up, self._down = gate_up, down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, H] -> [M, H]."""
+        return ops.linear(ops.silu_mul(ops.linear(x, self._gate_up)), self._down)
