@@ -9,8 +9,8 @@ def attend_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Decod
     """q [X, n, M, Dk] (scaled), k [X, n, 64, Dk], v [X, n, 64, Dv], all fp32 -> [X, num_rows, M, Dv] fp32.
 
     X counts independent key heads, n the plan's (row, block) pairs and M the query heads of one key head. Per row:
-    out = sum_b exp(s_b - m) v_b / sum_b sum(exp(s_b - m)), m being the row's maximum over all blocks (exact, so it knows
-    no order) and both sums running over ascending blocks. Every product has the shape M x 64 whatever the batch.
+    out = sum_b exp(s_b - m) v_b / sum_b sum(exp(s_b - m)), m being the row's maximum over all blocks (exact, so it
+    knows no order) and both sums running over ascending blocks. Every product has the shape M x 64 whatever the batch.
     """
     num_heads, num_blocks, m, dim = q.shape
     scores = torch.bmm(q.view(-1, m, dim), k.view(-1, BLOCK, dim).transpose(1, 2)).view(num_heads, num_blocks, m, BLOCK)

@@ -3,8 +3,9 @@
 import torch
 
 from moeyard_kernels.decode_plan import BLOCK
-from moeyard_kernels.ref.linear import ROW_TILE
 
+# Query rows are computed in multiples of this many.
+ROW_TILE = 16
 # Scores of one tile of queries hold at most this many fp32 values (32 MiB), or one row tile's worth.
 _MAX_SCORES = 8 << 20
 
