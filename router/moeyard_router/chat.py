@@ -1,0 +1,175 @@
+"""Text in: the tokenizer of a checkpoint directory, and its chat template rendered as `transformers` renders it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from moeyard_router.detokenizer import TokenBytes
+from moeyard_router.errors import bad_request
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TextCodec:
+    """Text to token ids and back, for one checkpoint directory.
+
+    Reads tokenizer.json, tokenizer_config.json and the chat template; raises `ValueError` naming the file at fault.
+    Special tokens are added where tokenizer.json's own post-processor adds them (as transformers 5 does; the
+    `add_bos_token` of tokenizer_config.json is for tokenizers without such a file).
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file; the router needs a checkpoint with a tokenizer.json")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception for any file it cannot parse
+            raise ValueError(f"{path}: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = _read_json(directory / "tokenizer_config.json") or {}
+        self.special_tokens = _special_tokens(config)
+        self.token_bytes = TokenBytes(self._tokenizer)
+        source = _template_source(directory, config)
+        self.template = ChatTemplate(source, self.special_tokens) if source is not None else None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`. Releases the interpreter lock, so long texts belong in a thread."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included; ids without a token are empty."""
+        return b"".join(self.token_bytes.of(i) for i in token_ids).decode("utf-8", "replace")
+
+
+class ChatTemplate:
+    """A chat template in the dialect of Hugging Face: sandboxed jinja with trimmed blocks and a few helpers."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The prompt text; `variables` (chat_template_kwargs) override the special tokens' names.
+
+        Raises `ApiError` 400 with the template's own words if it refuses the messages.
+        """
+        names: dict[str, Any] = {
+            "tools": None,
+            "documents": None,
+            **self._special_tokens,
+            **variables,
+            "messages": [dict(m) for m in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            text = self._template.render(names)
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise bad_request(f"the chat template refused the messages: {error}", "messages") from error
+        return _cut_after_final(text, str(messages[-1]["content"])) if continue_final_message else text
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}` marks assistant text for training; here it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        """Drop the tags, keep what they enclose."""
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _cut_after_final(text: str, content: str) -> str:
+    """The rendered text up to the end of the last message, so that the model goes on with that message."""
+    core = content.strip()
+    start = text.rfind(core) if core else -1
+    if start < 0:
+        raise bad_request(
+            "continue_final_message: the chat template does not show the last message's text as it is", "messages"
+        )
+    end = start + len(core)
+    tail = content[len(content.rstrip()) :]
+    return text[: end + len(tail)] if text.startswith(tail, end) else text[:end]
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; jinja's own filter would escape characters of HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _read_json(path: Path) -> Any:
+    """The parsed file, or None if there is none; raises `ValueError` naming it if it is broken."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens; tokenizer_config.json spells each as a string or as an object with `content`."""
+    named = {name: config.get(name) for name in _NAMED_TOKENS}
+    return {n: t["content"] if isinstance(t, dict) else str(t) for n, t in named.items() if t is not None}
+
+
+def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template: chat_template.jinja, else chat_template.json, else the `chat_template` of the config."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    path = directory / "chat_template.json"
+    own = _read_json(path)
+    if own is None:
+        path, own = directory / "tokenizer_config.json", config
+    found = own.get("chat_template") if isinstance(own, dict) else own
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
+    if isinstance(found, dict):
+        if "default" not in found:
+            raise ValueError(f"{path}: none of the chat templates {', '.join(sorted(found))} is named 'default'")
+        found = found["default"]
+    if found is not None and not isinstance(found, str):
+        raise ValueError(f"{path}: chat_template must be a string or a list of named ones")
+    return found

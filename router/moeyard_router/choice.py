@@ -1,0 +1,112 @@
+"""One choice of an answer while it is being made: tokens in, text with its logprobs and its end out."""
+
+from dataclasses import dataclass, field
+
+from moeyard_worker.protocol import Done, TokenLogprob, Tokens
+
+from moeyard_router.detokenizer import Detokenizer, StopMatcher, TokenBytes
+from moeyard_router.intake import Job
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one or more messages added to a choice. `finish_reason` is set on the last one only.
+
+    `stop_reason` is the stop string or stop token id that ended it, None for an end-of-sequence token (as vLLM).
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def extend(self, other: "Delta") -> None:
+        """Append what came next."""
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
+
+
+class Choice:
+    """State of one choice. After a delta with a finish reason it takes nothing more.
+
+    A stop token belongs to the output's ids but not to its text (unless `include_stop`). It may arrive before the
+    message that says it ended the sequence, so its text waits for the next message.
+    """
+
+    def __init__(self, job: Job, *, index: int, tokens: TokenBytes) -> None:
+        self.index = index
+        self.prompt = job.sequences[index].prompt
+        self.num_tokens = 0
+        self.cached_tokens: int | None = None
+        self.finish_reason: str | None = None
+        self._user_stop_ids = frozenset(job.sequences[index].sampling.stop_token_ids)
+        self._min_tokens = job.sequences[index].sampling.min_tokens
+        self._stop_ids = job.stop_ids
+        self._include_stop = job.include_stop
+        self._detokenizer = Detokenizer(tokens, skip_special_tokens=job.skip_special_tokens)
+        self._matcher = StopMatcher(job.stops, include_stop=job.include_stop) if job.stops else None
+        self._waiting: list[int] = []  # at most one id: a possible stop token whose text waits
+        self._searched = 0  # output tokens whose text has been made
+
+    def tokens(self, message: Tokens) -> Delta:
+        """Take new output tokens, at least one. Those after the end of a stop string do not count."""
+        ids = self._waiting + list(message.token_ids)
+        self._waiting = [ids.pop()] if ids[-1] in self._stop_ids else []
+        text, stop = self._text(ids)
+        count = len(message.token_ids) if stop is None else self._searched - self.num_tokens
+        new_ids, new_logprobs = list(message.token_ids[:count]), list(message.logprobs[:count])
+        self.num_tokens += len(new_ids)
+        delta = Delta(text, new_ids, new_logprobs)
+        if stop is not None:
+            delta.finish_reason, delta.stop_reason = "stop", stop
+            self.finish_reason = "stop"
+        return delta
+
+    def done(self, message: Done) -> Delta:
+        """Take the end as the worker reports it ("stop" or "length")."""
+        self.cached_tokens = message.cached_tokens
+        ended_by_token = message.finish_reason == "stop" and self._waiting == [message.stop_token_id]
+        waiting = [] if ended_by_token and not self._include_stop else self._waiting
+        self._waiting = []
+        text, stop = self._text(waiting)
+        if stop is None:
+            tail, stop = self._finish_text()
+            text += tail
+        delta = Delta(text, finish_reason=message.finish_reason)
+        if stop is not None:
+            delta.finish_reason, delta.stop_reason = "stop", stop
+        elif message.stop_token_id in self._user_stop_ids:
+            delta.stop_reason = message.stop_token_id
+        self.finish_reason = delta.finish_reason
+        return delta
+
+    def _text(self, ids: list[int]) -> tuple[str, str | None]:
+        """Text of the next ids, and the stop string that ended it; ids after that one stay unsearched."""
+        if self._matcher is None:
+            self._searched += len(ids)
+            return self._detokenizer.push(ids), None
+        text = ""
+        for token_id in ids:
+            piece = self._detokenizer.push((token_id,))
+            self._searched += 1
+            if self._searched <= self._min_tokens:  # vLLM: no stop string within the first min_tokens tokens
+                text += piece
+                continue
+            matched = self._matcher.push(piece)
+            text += matched.text
+            if matched.stop is not None:
+                return text, matched.stop
+        return text, None
+
+    def _finish_text(self) -> tuple[str, str | None]:
+        """The rest of the text once no token follows: an incomplete character, then what the matcher held back."""
+        rest = self._detokenizer.finish()
+        if self._matcher is None:
+            return rest, None
+        matched = self._matcher.push(rest)
+        if matched.stop is not None:
+            return matched.text, matched.stop
+        return matched.text + self._matcher.finish(), None

@@ -1,0 +1,63 @@
+"""What a router is told once, at start."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerAddress:
+    """Where one rank listens: `endpoint` is its ZMQ ROUTER address, `metrics_url` its Prometheus page if it has one."""
+
+    rank: int
+    endpoint: str
+    metrics_url: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """One router before one fleet of expert-parallel workers.
+
+    `model_name` is what clients call the model, `model_path` the directory with its tokenizer and chat template.
+    `max_model_len` counts prompt and output tokens of a sequence; `vocab_size` is the model's, which may exceed the
+    tokenizer's. `eos_token_ids` must be the ids at which the workers end a sequence. Sizes are in sequences
+    (`max_inflight`, `max_choices`) or bytes (`max_body_bytes`); times are seconds.
+
+    A sequence is admitted while fewer than `max_inflight` are at the workers; beyond that clients get a 429.
+    `step_deadline` is how long a worker may be silent on its connection before the fleet counts as lost.
+    `canary_interval` is the idle time after which one tiny request proves that the fleet still decodes, and
+    `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
+    """
+
+    model_name: str
+    model_path: Path
+    workers: tuple[WorkerAddress, ...]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_inflight: int = 256
+    max_choices: int = 128
+    max_logprobs: int = 20
+    max_body_bytes: int = 16 * 1024 * 1024
+    step_deadline: float = 5.0
+    canary_interval: float = 30.0
+    canary_timeout: float = 15.0
+    shutdown_grace: float = 3.0
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` naming the first value that cannot work."""
+        if not self.workers:
+            raise ValueError("workers: a router needs at least one worker")
+        ranks = [w.rank for w in self.workers]
+        if ranks != list(range(len(ranks))):
+            raise ValueError(f"workers: ranks must be 0..{len(ranks) - 1} in order, got {ranks}")
+        for name in ("max_model_len", "vocab_size", "max_inflight", "max_choices", "max_body_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name in ("step_deadline", "canary_interval", "canary_timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")
+        for token_id in self.eos_token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"eos_token_ids: {token_id} is outside the vocabulary of {self.vocab_size}")

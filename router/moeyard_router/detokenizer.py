@@ -1,0 +1,179 @@
+"""Token ids to text while they arrive, and the search for stop strings in that text.
+
+Every tokenizer that the served families use maps a token to a fixed run of bytes (byte-level BPE, or sentencepiece BPE
+with byte fallback), so text is those bytes through an incremental UTF-8 decoder: constant time per token, and a
+character split over tokens is held back until it is whole.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: Latin-1's visible characters stand for themselves, others follow 255."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(b): b for b in visible}
+    hidden = (b for b in range(256) if b not in visible)
+    alphabet.update({chr(256 + i): b for i, b in enumerate(hidden)})
+    return alphabet
+
+
+class TokenBytes:
+    """The bytes of every token of a tokenizer. Ids without a token (padding of the vocabulary) have none.
+
+    Raises `ValueError` for a decoder that is not a token-to-bytes map (WordPiece, CTC and the like).
+    A leading space that a sentencepiece decoder would strip is kept: output follows a prompt, it begins no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        spec = json.loads(tokenizer.to_str())
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        to_bytes = _decoder_rule(spec["decoder"])
+        self._bytes: list[bytes] = [b""] * (max(vocab.values(), default=-1) + 1)
+        for token, token_id in vocab.items():
+            self._bytes[token_id] = to_bytes(token)
+        self._visible = self._bytes.copy()
+        for added in spec["added_tokens"]:
+            if added["special"]:
+                self._visible[added["id"]] = b""
+
+    def of(self, token_id: int) -> bytes:
+        """The bytes of one token, special ones included."""
+        return self._bytes[token_id] if token_id < len(self._bytes) else b""
+
+    def table(self, *, skip_special_tokens: bool) -> list[bytes]:
+        """All tokens' bytes by id; special tokens are empty if they are to be skipped. Not to be modified."""
+        return self._visible if skip_special_tokens else self._bytes
+
+
+def _decoder_rule(decoder: dict[str, Any] | None) -> Any:
+    """The token -> bytes function of a tokenizer.json `decoder` entry."""
+    if decoder is None:
+        raise ValueError("tokenizer.json has no decoder; ByteLevel or ByteFallback is needed")
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [p["type"] for p in parts]
+    if kinds == ["ByteLevel"]:
+        alphabet = _byte_level_alphabet()
+
+        def byte_level(token: str) -> bytes:
+            try:
+                return bytes([alphabet[c] for c in token])
+            except KeyError:  # an added token is spelled as itself
+                return token.encode()
+
+        return byte_level
+    if "ByteFallback" not in kinds or not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+        raise ValueError(
+            f"tokenizer.json: cannot stream decoder {'+'.join(kinds)}; ByteLevel or ByteFallback is needed"
+        )
+    replacements = [(p["pattern"]["String"], p["content"]) for p in parts if p["type"] == "Replace"]
+
+    def byte_fallback(token: str) -> bytes:
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if byte:
+            return bytes([int(byte[1], 16)])
+        for pattern, content in replacements:
+            token = token.replace(pattern, content)
+        return token.encode()
+
+    return byte_fallback
+
+
+class Detokenizer:
+    """Text of a growing list of token ids. The concatenation of all results is the decoding of all ids.
+
+    Bytes that can never become a character turn into U+FFFD, as `tokenizers` does for byte-level decoders. (Of a run of
+    byte-fallback tokens that is not valid UTF-8, `tokenizers` replaces every byte; here text already sent stays.)
+    """
+
+    def __init__(self, tokens: TokenBytes, *, skip_special_tokens: bool = True) -> None:
+        self._table = tokens.table(skip_special_tokens=skip_special_tokens)
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that became certain with these tokens; "" while a character is incomplete."""
+        table, size = self._table, len(self._table)
+        return self._decode(b"".join([table[i] for i in token_ids if i < size]))
+
+    def finish(self) -> str:
+        """The end of the text: U+FFFD if it ends inside a character."""
+        return self._decode(b"", True)
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """What `StopMatcher.push` lets through, and the stop string that ended the text, if one did."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopMatcher:
+    """Finds the first stop string in a text that arrives in pieces, and holds back what could become one.
+
+    The first stop string is the one that is complete first; of two that end together, the longer. So the result does
+    not depend on how the text was cut into pieces. Knuth-Morris-Pratt per stop string: linear in the text.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._borders = tuple(_borders(s) for s in self._stops)
+        self._states = [0] * len(self._stops)
+        self._include_stop = include_stop
+        self._held = ""
+
+    def push(self, piece: str) -> Matched:
+        """Take the next piece of text; after a match no more pieces may follow."""
+        text = self._held + piece
+        first: tuple[int, int] | None = None  # (end of the match, minus its length)
+        for i, stop in enumerate(self._stops):
+            end = self._advance(i, piece)
+            if end is not None:
+                found = (len(self._held) + end, -len(stop))
+                first = found if first is None else min(first, found)
+        if first is not None:
+            end, start = first[0], first[0] + first[1]
+            return Matched(text[: end if self._include_stop else start], text[start:end])
+        keep = len(text) - max(self._states, default=0)
+        self._held = text[keep:]
+        return Matched(text[:keep])
+
+    def finish(self) -> str:
+        """The text held back, which no stop string will claim any more."""
+        held, self._held = self._held, ""
+        self._states = [0] * len(self._stops)
+        return held
+
+    def _advance(self, i: int, piece: str) -> int | None:
+        """Run automaton `i` over `piece`; where its first match ends, or None."""
+        stop, borders, state = self._stops[i], self._borders[i], self._states[i]
+        if state == 0 and stop[0] not in piece:
+            return None
+        for position, char in enumerate(piece):
+            while state and stop[state] != char:
+                state = borders[state]
+            if stop[state] == char:
+                state += 1
+                if state == len(stop):
+                    return position + 1
+        self._states[i] = state
+        return None
+
+
+def _borders(pattern: str) -> list[int]:
+    """borders[k]: length of the longest proper prefix of pattern[:k] that is also its suffix."""
+    borders, state = [0, 0], 0
+    for char in pattern[1:]:
+        while state and pattern[state] != char:
+            state = borders[state]
+        state += pattern[state] == char
+        borders.append(state)
+    return borders

@@ -1,0 +1,160 @@
+"""The two endpoints that generate: read, validate, run, and answer whole or as a stream."""
+
+import asyncio
+import contextlib
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from moeyard_router.chat import TextCodec
+from moeyard_router.choice import Delta
+from moeyard_router.config import RouterConfig
+from moeyard_router.errors import ApiError
+from moeyard_router.fleet import Fleet
+from moeyard_router.generation import ClientGone, Generation
+from moeyard_router.intake import Intake, Job
+from moeyard_router.metrics import RouterMetrics
+from moeyard_router.replies import DONE_EVENT, ReplyWriter, error_event
+from moeyard_router.schema import ChatRequest, CompletionRequest, parse
+
+_JSON = (b"content-type", b"application/json")
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class GenerateEndpoint:
+    """ASGI app of POST /v1/completions (`chat` false) or /v1/chat/completions."""
+
+    def __init__(
+        self, config: RouterConfig, *, chat: bool, fleet: Fleet, codec: TextCodec, metrics: RouterMetrics
+    ) -> None:
+        self._config = config
+        self._chat = chat
+        self._fleet = fleet
+        self._codec = codec
+        self._metrics = metrics
+        self._intake = Intake(config, codec)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; every way out sends exactly one reply, or none to a client that has left."""
+        arrived = time.monotonic()
+        try:
+            body = await read_body(scope, receive, self._config.max_body_bytes)
+            job = await self._job(body)
+            await self._run(job, arrived, receive, send)
+        except ClientGone:
+            return
+        except ApiError as error:
+            if error.reason:
+                self._metrics.rejected(error.reason)
+            await send_error(send, error)
+
+    async def _job(self, body: bytes) -> Job:
+        if self._chat:
+            return await self._intake.chat(parse(body, ChatRequest))
+        return await self._intake.completion(parse(body, CompletionRequest))
+
+    async def _run(self, job: Job, arrived: float, receive: Receive, send: Send) -> None:
+        reply_id = ("chatcmpl-" if job.chat else "cmpl-") + uuid.uuid4().hex
+        tokens = self._codec.token_bytes
+        generation = Generation(
+            job, reply_id=reply_id, fleet=self._fleet, tokens=tokens, metrics=self._metrics, arrived=arrived
+        )
+        writer = ReplyWriter(
+            job, reply_id=reply_id, model=self._config.model_name, created=int(time.time()), tokens=tokens
+        )
+        try:
+            async with _watching(receive, generation):
+                await (_stream if job.stream else _whole)(job, generation, writer, send)
+        finally:
+            generation.close()
+
+
+async def _whole(job: Job, generation: Generation, writer: ReplyWriter, send: Send) -> None:
+    """Wait for all choices and send them as one JSON object."""
+    collected = [Delta() for _ in job.sequences]
+    while not generation.finished:
+        for index, delta in (await generation.step()).items():
+            collected[index].extend(delta)
+    await send_bytes(send, 200, writer.body(collected, generation.choices), headers=[_JSON])
+
+
+async def _stream(job: Job, generation: Generation, writer: ReplyWriter, send: Send) -> None:
+    """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status."""
+    deltas = await generation.step()
+    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+    try:
+        while True:
+            chunks = [writer.chunk(index, delta, generation.choices) for index, delta in deltas.items()]
+            if generation.finished:
+                break
+            data = b"".join(chunks)
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            deltas = await generation.step()
+        if job.include_usage:
+            chunks.append(writer.usage_chunk(generation.choices))
+        chunks.append(DONE_EVENT)
+    except ApiError as error:
+        chunks = [error_event(error.body())]
+    await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
+
+
+@contextlib.asynccontextmanager
+async def _watching(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """While the block runs, a client that leaves ends the generation at once."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.disconnect()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The request's body; raises `ApiError` 413 above `limit` bytes and `ClientGone` if the client leaves."""
+    declared = dict(scope["headers"]).get(b"content-length", b"0")
+    if not declared.isdigit() or int(declared) > limit:
+        raise _too_large(limit)
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the request body is larger than {limit} bytes", reason="too_large")
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """Send an error as JSON, with Retry-After where trying again may help."""
+    headers = [_JSON]
+    if error.retry_after is not None:
+        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
+    if error.status == 413:
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
+    await send_bytes(send, error.status, orjson.dumps(error.body()), headers=headers)
+
+
+async def send_bytes(send: Send, status: int, body: bytes, *, headers: list[tuple[bytes, bytes]]) -> None:
+    """Send a whole response."""
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

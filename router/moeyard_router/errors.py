@@ -1,0 +1,47 @@
+"""The one error a client sees, in OpenAI's shape."""
+
+from typing import Any
+
+# vLLM spells `type` after the status too; clients look at the status and the message.
+_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    405: "method_not_allowed_error",
+    413: "request_too_large_error",
+    429: "rate_limit_error",
+    500: "internal_server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error: HTTP status, a message for people, and the request field at fault (`param`).
+
+    `retry_after` (seconds) becomes the Retry-After header; `reason` is the label it is counted under.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        reason: str = "bad_request",
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.reason = reason
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body: `{"error": {"message", "type", "param", "code"}}`, `code` being the status as in vLLM."""
+        kind = _TYPES.get(self.status, "error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    """A 400 that names the field at fault."""
+    return ApiError(400, message, param=param)

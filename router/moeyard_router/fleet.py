@@ -1,0 +1,278 @@
+"""The workers as one thing: connections, who runs what, the end of every sequence, and the fleet's health.
+
+With expert parallelism every rank is needed by every token, so one lost worker ends the fleet: sequences in flight get
+a named failure at once, new ones are refused with it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from moeyard_worker.protocol import Abort, Done, Message, Rejected, SamplingParams, Snapshot, Submit, Tokens
+
+from moeyard_router.config import RouterConfig
+from moeyard_router.errors import ApiError
+from moeyard_router.link import LinkEvents, WorkerLink
+from moeyard_router.metrics import RouterMetrics
+from moeyard_router.policy import RankLoad, choose_rank
+from moeyard_router.ticket import Lost, Ticket
+
+_RETRY_AFTER = 1.0  # seconds; told to clients when the queue is full
+
+
+@dataclass(slots=True)
+class _Worker:
+    link: WorkerLink
+    connected: bool = False
+    lost: bool = False
+    snapshot: Snapshot | None = None
+    own_at_snapshot: int = 0
+    own: int = 0
+    own_tokens: int = 0
+
+    @property
+    def state(self) -> str:
+        if self.lost:
+            return "failed"
+        return self.snapshot.state if self.connected and self.snapshot is not None else "connecting"
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A sequence at a worker. `ticket` is None once nobody listens any more; then only its end is awaited."""
+
+    rank: int
+    tokens: int
+    index: int
+    ticket: Ticket | None
+    received: int = 0
+
+
+class Fleet:
+    """Owner of the connections to all workers. Lives in one event loop; `start` it there and `close` it there."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+        on_failed: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.config = config
+        self.failure: str | None = None
+        self.stopping: str | None = None
+        self.last_progress: float | None = None  # monotonic seconds of the latest sign that a step ran
+        self._metrics = metrics
+        self._on_change = on_change
+        self._on_failed = on_failed
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._workers: list[_Worker] = []
+        self._flights: dict[str, _Flight] = {}
+
+    def start(self) -> None:
+        """Begin to connect to every worker; raises `ValueError` for an unusable endpoint."""
+        events = LinkEvents(up=self._up, messages=self._receive, lost=self._lost)
+        for address in self.config.workers:
+            link = WorkerLink(address, context=self._context, step_deadline=self.config.step_deadline, events=events)
+            self._workers.append(_Worker(link))
+            link.open()
+        self._changed()
+
+    def close(self) -> None:
+        """End everything in flight and close all sockets."""
+        self.stop("the router has stopped")
+        self.end_all("the router has stopped")
+        for worker in self._workers:
+            worker.link.close()
+        self._context.destroy(linger=0)
+
+    @property
+    def num_inflight(self) -> int:
+        """Sequences at the workers, aborted ones included until their worker says that they have ended."""
+        return len(self._flights)
+
+    def unavailable(self) -> str | None:
+        """Why no request can be taken now, or None."""
+        if self.failure is not None:
+            return f"the fleet has failed: {self.failure}"
+        if self.stopping is not None:
+            return self.stopping
+        for worker in self._workers:
+            if worker.state != "ready":
+                what = "is not connected yet" if worker.state == "connecting" else f"is {worker.state}"
+                return f"worker {worker.link.rank} at {worker.link.endpoint} {what}"
+        return None
+
+    def submit(
+        self, request_id: str, sequences: list[tuple[tuple[int, ...], SamplingParams]], rank: int | None = None
+    ) -> Ticket:
+        """Send sequences (prompt ids, sampling) to the least loaded ranks, or all to `rank`.
+
+        Raises `ApiError` 503 if the fleet cannot run them and 429 if it is full; then none was sent.
+        """
+        problem = self.unavailable()
+        if problem is not None:
+            reason = "fleet_failed" if self.failure is not None else "not_ready"
+            raise ApiError(503, problem, reason=reason)
+        limit = self.config.max_inflight
+        if len(self._flights) + len(sequences) > limit:
+            message = f"{len(self._flights)} of {limit} sequences are in flight, no room for {len(sequences)} more"
+            raise ApiError(429, message, reason="queue_full", retry_after=_RETRY_AFTER)
+        ticket = Ticket(self.abandon)
+        for index, (prompt, sampling) in enumerate(sequences):
+            chosen = choose_rank(self._loads()) if rank is None else rank
+            assert chosen is not None, "an available fleet has a usable rank"
+            worker, name = self._workers[chosen], f"{request_id}-{index}"
+            assert name not in self._flights, f"request id {name} is already in flight"
+            flight = _Flight(chosen, len(prompt) + sampling.max_tokens, index, ticket)
+            self._flights[name] = flight
+            ticket.opened(index, name)
+            worker.own += 1
+            worker.own_tokens += flight.tokens
+            worker.link.send(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling))
+        self._metrics.inflight.set(len(self._flights))
+        return ticket
+
+    def abandon(self, request_id: str) -> None:
+        """Stop listening to a sequence and tell its worker to stop it. Unknown ids are ignored."""
+        flight = self._flights.get(request_id)
+        if flight is not None and flight.ticket is not None:
+            flight.ticket = None
+            self._workers[flight.rank].link.send(Abort(request_id=request_id))
+
+    def stop(self, reason: str) -> None:
+        """Take no more requests; those in flight go on."""
+        if self.stopping is None:
+            self.stopping = reason
+            self._changed()
+
+    def end_all(self, reason: str) -> None:
+        """End everything in flight with a named error, and tell the workers that still listen."""
+        now = time.monotonic()
+        flights, self._flights = self._flights, {}
+        for request_id, flight in flights.items():
+            worker = self._workers[flight.rank]
+            worker.own = worker.own_tokens = 0
+            if flight.ticket is not None:
+                worker.link.send(Abort(request_id=request_id))
+                flight.ticket.put(now, flight.index, Lost(reason))
+        self._metrics.inflight.set(0)
+
+    def fail(self, reason: str) -> None:
+        """A rank is lost, and with it the fleet. The first reason stays."""
+        if self.failure is not None:
+            return
+        self.failure = reason
+        self.end_all(reason)
+        self._changed()
+        self._on_failed(reason)
+
+    def describe(self) -> dict[str, Any]:
+        """State of the fleet and of each rank, for people and dashboards."""
+        ranks = []
+        for address, worker in zip(self.config.workers, self._workers, strict=True):
+            s = worker.snapshot
+            entry: dict[str, Any] = {
+                "rank": address.rank,
+                "endpoint": address.endpoint,
+                "connected": worker.connected,
+                "state": worker.state,
+                "router_inflight": worker.own,
+            }
+            if s is not None:
+                entry["snapshot"] = {name: getattr(s, name) for name in Snapshot.__dataclass_fields__ if name != "rank"}
+            ranks.append(entry)
+        return {"failure": self.failure, "stopping": self.stopping, "inflight": self.num_inflight, "workers": ranks}
+
+    def _loads(self) -> list[RankLoad]:
+        return [
+            RankLoad(
+                rank=w.link.rank,
+                usable=w.state == "ready",
+                reported=w.snapshot.num_running + w.snapshot.num_waiting,
+                own_at_snapshot=w.own_at_snapshot,
+                own=w.own,
+                own_tokens=w.own_tokens,
+                kv_pages_free=w.snapshot.kv_pages_free,
+            )
+            for w in self._workers
+            if w.snapshot is not None
+        ]
+
+    def _changed(self) -> None:
+        self._metrics.set_workers([w.state for w in self._workers])
+        self._on_change()
+
+    def _up(self, rank: int) -> None:
+        self._workers[rank].connected = True
+        self._changed()
+
+    def _lost(self, rank: int, reason: str) -> None:
+        self._workers[rank].lost = True
+        self._workers[rank].link.close()
+        self.fail(reason)
+        self._changed()
+
+    def _receive(self, rank: int, messages: list[Message]) -> None:
+        now = time.monotonic()
+        for message in messages:
+            if isinstance(message, Tokens):
+                self._tokens(now, rank, message)
+            elif isinstance(message, Done | Rejected):
+                self._end(now, rank, message)
+            elif isinstance(message, Snapshot):
+                self._snapshot(now, rank, message)
+            else:
+                self.fail(f"worker {rank} broke the protocol: it sent a {message.type} message")
+
+    def _tokens(self, now: float, rank: int, message: Tokens) -> None:
+        self.last_progress = now
+        flight = self._flights.get(message.request_id)
+        if flight is None or flight.rank != rank or flight.ticket is None or not message.token_ids:
+            return  # late words of a sequence that has ended here
+        if message.start != flight.received:
+            self.fail(
+                f"worker {rank} broke the protocol: request {message.request_id} has {flight.received} tokens, "
+                f"the next ones start at {message.start}"
+            )
+            return
+        flight.received += len(message.token_ids)
+        flight.ticket.put(now, flight.index, message)
+
+    def _end(self, now: float, rank: int, message: Done | Rejected) -> None:
+        flight = self._flights.get(message.request_id)
+        if flight is None or flight.rank != rank:
+            return
+        del self._flights[message.request_id]
+        worker = self._workers[rank]
+        worker.own -= 1
+        worker.own_tokens -= flight.tokens
+        self._metrics.inflight.set(len(self._flights))
+        if flight.ticket is not None:
+            flight.ticket.put(now, flight.index, message)
+
+    def _snapshot(self, now: float, rank: int, message: Snapshot) -> None:
+        worker = self._workers[rank]
+        before = worker.snapshot
+        worker.snapshot, worker.own_at_snapshot = message, worker.own
+        if before is not None and message.step > before.step:
+            self.last_progress = now
+        expected = (rank, len(self._workers), self.config.vocab_size)
+        if (message.rank, message.world_size, message.vocab_size) != expected:
+            self.fail(
+                f"the worker at {worker.link.endpoint} is rank {message.rank} of {message.world_size} with "
+                f"{message.vocab_size} token ids; expected rank {rank} of {len(self._workers)} with "
+                f"{self.config.vocab_size}"
+            )
+        elif message.max_model_len < self.config.max_model_len:
+            self.fail(
+                f"worker {rank} takes sequences of {message.max_model_len} tokens, the router promises "
+                f"{self.config.max_model_len}"
+            )
+        elif message.state == "failed":
+            self.fail(f"worker {rank} failed: {message.failure}")
+        if before is None or before.state != message.state:
+            self._changed()

@@ -1,0 +1,114 @@
+"""One request while it runs: events of the fleet in, deltas of its choices or one error out."""
+
+import time
+
+from moeyard_worker.protocol import Done, Rejected, Tokens
+
+from moeyard_router.choice import Choice, Delta
+from moeyard_router.detokenizer import TokenBytes
+from moeyard_router.errors import ApiError
+from moeyard_router.fleet import Event, Fleet, Lost, Ticket
+from moeyard_router.intake import Job
+from moeyard_router.metrics import RouterMetrics, Timing
+
+_REJECT_STATUS = {"queue_full": 429, "prompt_too_long": 400, "never_fits": 400, "bad_request": 400, "fleet_failed": 503}
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody is left to answer."""
+
+
+class Generation:
+    """Runs a job. Ends in one of three ways: all choices finished, an `ApiError`, or `ClientGone`.
+
+    Raises `ApiError` 429 or 503 at once if the fleet does not take the job. Always `close` it.
+    """
+
+    def __init__(
+        self, job: Job, *, reply_id: str, fleet: Fleet, tokens: TokenBytes, metrics: RouterMetrics, arrived: float
+    ) -> None:
+        self.choices = [Choice(job, index=s.index, tokens=tokens) for s in job.sequences]
+        self._job = job
+        self._metrics = metrics
+        self._timings = [Timing(metrics, arrived) for _ in job.sequences]
+        self._unfinished = set(range(len(job.sequences)))
+        self._error: ApiError | None = None
+        self._gone = False
+        self._ticket: Ticket = fleet.submit(
+            reply_id, [(job.prompts[s.prompt].token_ids, s.sampling) for s in job.sequences]
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has its finish reason."""
+        return not self._unfinished
+
+    async def step(self) -> dict[int, Delta]:
+        """Wait for news and return what it added to which choice; an error comes after the last tokens before it."""
+        deltas: dict[int, Delta] = {}
+        while not deltas:
+            if self._gone:
+                raise ClientGone
+            if self._error is not None:
+                raise self._error
+            for now, index, event in await self._ticket.events():
+                if index in self._unfinished and self._error is None:
+                    self._take(now, index, event, deltas)
+        return deltas
+
+    def disconnect(self) -> None:
+        """The client has left: `step` raises `ClientGone`, and the workers are told now."""
+        self._gone = True
+        self._ticket.close()
+        self._ticket.wake()
+
+    def close(self) -> None:
+        """Free what still runs at the workers."""
+        self._ticket.close()
+        now = time.monotonic()
+        for index in self._unfinished:
+            self._timings[index].finished(now, "abort" if self._error is None else "error")
+        self._unfinished = set()
+
+    def _take(self, now: float, index: int, event: Event, deltas: dict[int, Delta]) -> None:
+        choice, timing = self.choices[index], self._timings[index]
+        if isinstance(event, Tokens):
+            if self._job.logprobs is not None and not event.logprobs:
+                self._error = ApiError(
+                    500, "the worker sent tokens without the logprobs that were asked for", reason=""
+                )
+                return
+            if timing.first is None and self._is_first_of_prompt(index):
+                self._metrics.prompt_tokens.inc(len(self._job.prompts[choice.prompt].token_ids))
+            delta = choice.tokens(event)
+            timing.tokens(now, len(event.token_ids))
+        elif isinstance(event, Done) and event.finish_reason in ("stop", "length"):
+            delta = choice.done(event)
+        else:
+            self._error = _as_error(event)
+            if isinstance(event, Rejected):
+                self._unfinished.discard(index)
+            return
+        if delta.finish_reason is not None:
+            self._unfinished.discard(index)
+            self._ticket.abort(index)  # a stop string ends a sequence that its worker would go on with
+            timing.finished(now, delta.finish_reason)
+        if index in deltas:
+            deltas[index].extend(delta)
+        else:
+            deltas[index] = delta
+
+    def _is_first_of_prompt(self, index: int) -> bool:
+        return index == 0 or self.choices[index].prompt != self.choices[index - 1].prompt
+
+
+def _as_error(event: Done | Rejected | Lost) -> ApiError:
+    """The answer to a request of which one sequence could not be finished."""
+    if isinstance(event, Lost):
+        return ApiError(503, event.reason, reason="")
+    if isinstance(event, Rejected):
+        status = _REJECT_STATUS.get(event.reason, 500)
+        return ApiError(status, event.message, reason=event.reason, retry_after=event.retry_after)
+    if event.finish_reason == "abort":
+        return ApiError(503, "the worker aborted the request", reason="")
+    return ApiError(500, f"the worker failed on this request: {event.error}", reason="")

@@ -1,0 +1,90 @@
+"""Whether the fleet decodes: a warm-up on every rank, then tiny canary requests whenever it has been idle for long."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+
+from moeyard_worker.protocol import Done, SamplingParams, Tokens
+
+from moeyard_router.config import RouterConfig
+from moeyard_router.errors import ApiError
+from moeyard_router.fleet import Fleet
+
+_RETRY_SECONDS = 0.5
+
+
+class Health:
+    """Answers /readyz. `run` is a background task that lasts as long as the fleet works."""
+
+    def __init__(self, config: RouterConfig, fleet: Fleet) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._warm = False
+        self._problem: str | None = None
+        self._numbers = itertools.count()
+
+    def unready(self) -> str | None:
+        """Why the service is not ready, or None: all workers are up, and a decode step ran lately."""
+        problem = self._fleet.unavailable()
+        if problem is not None:
+            return problem
+        if not self._warm:
+            return self._problem or "the fleet is warming up: no decode step has run yet"
+        silence = time.monotonic() - (self._fleet.last_progress or 0.0)
+        if silence > self._config.canary_interval + self._config.canary_timeout:
+            return self._problem or f"no decode step has run for {silence:.0f} s"
+        return None
+
+    async def run(self, changed: asyncio.Event, on_ready: Callable[[], None]) -> None:
+        """Warm up once all workers are there (`changed` wakes this up), call `on_ready`, then watch over idle times."""
+        while not self._warm:
+            if self._fleet.unavailable() is None:
+                ranks = range(len(self._config.workers))
+                problems = await asyncio.gather(*(self._canary(rank) for rank in ranks))
+                self._problem = next((p for p in problems if p is not None), None)
+                self._warm = self._problem is None
+                if not self._warm:
+                    await asyncio.sleep(_RETRY_SECONDS)
+            elif self._fleet.failure is not None or self._fleet.stopping is not None:
+                return
+            else:
+                changed.clear()
+                await changed.wait()
+        on_ready()
+        await self._watch()
+
+    async def _watch(self) -> None:
+        ranks = itertools.cycle(range(len(self._config.workers)))
+        while True:
+            idle = time.monotonic() - (self._fleet.last_progress or 0.0)
+            wait = self._config.canary_interval - idle
+            if wait > 0:
+                await asyncio.sleep(wait)
+            elif self._fleet.unavailable() is None and self._fleet.num_inflight == 0:
+                self._problem = await self._canary(next(ranks))
+                if self._problem is not None:
+                    await asyncio.sleep(_RETRY_SECONDS)
+            else:
+                await asyncio.sleep(min(1.0, self._config.canary_interval))
+
+    async def _canary(self, rank: int) -> str | None:
+        """Run one token of prompt and two of output on `rank`; what went wrong, or None."""
+        sampling = SamplingParams(max_tokens=min(2, self._config.max_model_len - 1), temperature=0.0, ignore_eos=True)
+        try:
+            ticket = self._fleet.submit(f"canary-{next(self._numbers)}", [((0,), sampling)], rank)
+        except ApiError as error:
+            return error.message
+        try:
+            async with asyncio.timeout(self._config.canary_timeout):
+                while True:
+                    for _, _, event in await ticket.events():
+                        if isinstance(event, Tokens):
+                            continue
+                        if isinstance(event, Done) and event.finish_reason == "length":
+                            return None
+                        return f"the canary on worker {rank} ended with {event}"
+        except TimeoutError:
+            return f"the canary on worker {rank} got no answer within {self._config.canary_timeout:g} s"
+        finally:
+            ticket.close()

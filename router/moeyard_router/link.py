@@ -1,0 +1,136 @@
+"""One connection to one worker: a DEALER socket read by the event loop, and a monitor that sees it break at once."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+from moeyard_worker.protocol import Hello, Message, ProtocolError, decode, encode
+from zmq.utils.monitor import recv_monitor_message
+
+from moeyard_router.config import WorkerAddress
+
+_FRAMES_PER_TURN = 256  # then other work of the event loop gets its turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEvents:
+    """Where a link reports: it is up, messages came (in order), or it is lost for good and why. Called in the loop."""
+
+    up: Callable[[int], None]
+    messages: Callable[[int, list[Message]], None]
+    lost: Callable[[int, str], None]
+
+
+class WorkerLink:
+    """Connects, says `Hello`, and stays until it is closed or lost; it never reconnects silently.
+
+    A peer whose connection breaks is noticed at once. One that is only silent (stopped process, cut cable) is noticed
+    when a ZMTP heartbeat stays unanswered: within 0.8 `step_deadline` seconds.
+    """
+
+    def __init__(
+        self,
+        address: WorkerAddress,
+        *,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        step_deadline: float,
+        events: LinkEvents,
+    ) -> None:
+        self.rank = address.rank
+        self.endpoint = address.endpoint
+        self._context = context
+        self._deadline_ms = step_deadline * 1000
+        self._events = events
+        self._loop = asyncio.get_running_loop()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._scheduled = False
+
+    def open(self) -> None:
+        """Start connecting; the worker may come up later. Raises `ValueError` for an endpoint that ZMQ refuses."""
+        sock = self._context.socket(zmq.DEALER)
+        sock.setsockopt(zmq.LINGER, 0)
+        # No limit in frames: what may be in flight is limited in sequences, and a full queue would drop or block.
+        sock.setsockopt(zmq.SNDHWM, 0)
+        sock.setsockopt(zmq.RCVHWM, 0)
+        sock.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(min(1000, 0.2 * self._deadline_ms))))
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(0.6 * self._deadline_ms)))
+        sock.setsockopt(zmq.RECONNECT_IVL, 50)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        self._socket = sock
+        self._monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        try:
+            sock.connect(self.endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"worker {self.rank}: cannot use endpoint '{self.endpoint}': {error}") from error
+        self._loop.add_reader(self._monitor.FD, self._read_monitor)
+        self._loop.add_reader(sock.FD, self._read)
+        self._schedule(self._read_monitor)
+
+    def send(self, message: Message) -> None:
+        """Queue a message; never blocks. Does nothing on a closed link."""
+        if self._socket is None:
+            return
+        self._socket.send(encode(message), zmq.NOBLOCK)
+        # Sending may swallow the readiness of ZMQ's edge-triggered descriptor, so look for input once more.
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._read)
+
+    def close(self) -> None:
+        """Close both sockets; what was not sent yet is dropped."""
+        sock, monitor = self._socket, self._monitor
+        self._socket = self._monitor = None
+        if sock is None:
+            return
+        self._loop.remove_reader(sock.FD)
+        if monitor is not None:
+            self._loop.remove_reader(monitor.FD)
+            sock.disable_monitor()
+            monitor.close(0)
+        sock.close(0)
+
+    def _schedule(self, callback: Callable[[], None]) -> None:
+        self._loop.call_soon(callback)
+
+    def _read(self) -> None:
+        self._scheduled = False
+        sock = self._socket
+        if sock is None:
+            return
+        messages: list[Message] = []
+        fault: str | None = None
+        for _ in range(_FRAMES_PER_TURN):
+            try:
+                frames = sock.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"{len(frames)} frames in one message")
+                messages.append(decode(frames[0]))
+            except ProtocolError as error:
+                fault = f"worker {self.rank} broke the protocol: {error}"
+                break
+        else:
+            self._scheduled = True
+            self._schedule(self._read)
+        if messages:
+            self._events.messages(self.rank, messages)
+        if fault is not None:
+            self._events.lost(self.rank, fault)
+
+    def _read_monitor(self) -> None:
+        while self._monitor is not None:
+            try:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.send(Hello())
+                self._events.up(self.rank)
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._read()  # what the worker said before it left still counts
+                self._events.lost(self.rank, f"worker {self.rank} at {self.endpoint} is gone: its connection broke")

@@ -1,0 +1,117 @@
+"""The router's own Prometheus metrics, in a registry of their own; the workers export the rest."""
+
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+# Seconds. DESIGN section 7 fixes both lists for router and workers.
+TOKEN_BUCKETS = (
+    0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03,
+    0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
+)  # fmt: skip
+REQUEST_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0,
+)  # fmt: skip
+METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
+WORKER_STATES = ("connecting", "ready", "failed", "stopping")
+
+
+class RouterMetrics:
+    """Owner of the registry; every metric of one model carries vLLM's `model_name` label."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        label = {"model_name": model_name}
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            metric = Histogram(f"moeyard_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+            return metric.labels(**label)
+
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token, per choice.", REQUEST_BUCKETS
+        )
+        self.tpot = histogram(
+            "time_per_output_token_seconds",
+            "Per choice: time from first to last token over the number of tokens less one.",
+            TOKEN_BUCKETS,
+        )
+        self.itl = histogram("inter_token_latency_seconds", "Time between token messages of a choice.", TOKEN_BUCKETS)
+        self.e2e = histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to the end of a choice.", REQUEST_BUCKETS
+        )
+        self.prompt_tokens = Counter(
+            "moeyard_prompt_tokens",
+            "Prompt tokens of requests that got a first token.",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(**label)
+        self._success = Counter(
+            "moeyard_request_success",
+            "Choices ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._rejections = Counter(
+            "moeyard_rejections", "Requests refused, by reason.", ["model_name", "reason"], registry=self.registry
+        )
+        self._http = Counter(
+            "moeyard_http_requests", "HTTP answers, by route and status.", ["path", "status"], registry=self.registry
+        )
+        self.inflight = Gauge(
+            "moeyard_num_requests_inflight", "Sequences at the workers.", ["model_name"], registry=self.registry
+        ).labels(**label)
+        self._workers = Gauge("moeyard_workers", "Workers by state.", ["state"], registry=self.registry)
+        self._model_name = model_name
+
+    def finished(self, reason: str) -> None:
+        """Count a choice that ended with `reason`: stop, length, abort or error."""
+        self._success.labels(self._model_name, reason).inc()
+
+    def rejected(self, reason: str) -> None:
+        """Count a request that was refused."""
+        self._rejections.labels(self._model_name, reason).inc()
+
+    def answered(self, path: str, status: int) -> None:
+        """Count an HTTP answer; `path` is a route, never the client's raw path."""
+        self._http.labels(path, str(status)).inc()
+
+    def set_workers(self, states: list[str]) -> None:
+        """Publish how many workers are in each state."""
+        for state in WORKER_STATES:
+            self._workers.labels(state).set(states.count(state))
+
+    def page(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+@dataclass(slots=True)
+class Timing:
+    """Times of one choice on the router's monotonic clock, in seconds; observes its metrics as it goes."""
+
+    metrics: RouterMetrics
+    arrived: float
+    first: float | None = None
+    last: float = 0.0
+    num_tokens: int = 0
+
+    def tokens(self, now: float, count: int) -> None:
+        """`count` tokens arrived at `now`."""
+        if self.first is None:
+            self.first = now
+            self.metrics.ttft.observe(now - self.arrived)
+        else:
+            self.metrics.itl.observe(now - self.last)
+        self.last = now
+        self.num_tokens += count
+
+    def finished(self, now: float, reason: str) -> None:
+        """The choice ended; an aborted or failed one says nothing about speed."""
+        self.metrics.finished(reason)
+        if reason not in ("stop", "length"):
+            return
+        self.metrics.e2e.observe(now - self.arrived)
+        if self.first is not None and self.num_tokens > 1:
+            self.metrics.tpot.observe((self.last - self.first) / (self.num_tokens - 1))

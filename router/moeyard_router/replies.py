@@ -1,0 +1,154 @@
+"""The bytes of an answer: OpenAI's objects with vLLM's extensions, whole or as server-sent events."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from moeyard_worker.protocol import TokenLogprob
+
+from moeyard_router.choice import Choice, Delta
+from moeyard_router.detokenizer import TokenBytes
+from moeyard_router.intake import Job
+
+_LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    """The event that ends a stream that failed; no [DONE] follows it."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+class ReplyWriter:
+    """Writes the answer to one job. Chunks share a prebuilt head, so that a token costs one small JSON object.
+
+    `prompt_token_ids` (with `return_token_ids`) stand where vLLM has them: in each choice of a completion, at the top of
+    a chat answer; in streams in a choice's first chunk.
+    """
+
+    def __init__(self, job: Job, *, reply_id: str, model: str, created: int, tokens: TokenBytes) -> None:
+        self._job = job
+        self._tokens = tokens
+        self._offsets = [0] * len(job.sequences)
+        self._started = [False] * len(job.sequences)
+        whole, part = ("chat.completion", "chat.completion.chunk") if job.chat else ("text_completion",) * 2
+        self._base = {"id": reply_id, "object": whole, "created": created, "model": model}
+        head = orjson.dumps({**self._base, "object": part})
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
+
+    def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
+        """The event for what was added to choice `index`; empty if there is nothing to say."""
+        job, first = self._job, not self._started[index]
+        if not (first or delta.text or delta.finish_reason or (delta.token_ids and self._says_tokens)):
+            return b""
+        self._started[index] = True
+        choice: dict[str, Any] = {"index": index}
+        if job.chat:
+            choice["delta"] = {"role": "assistant", "content": delta.text} if first else {"content": delta.text}
+        else:
+            choice["text"] = self._prefix(index) + delta.text if first else delta.text
+        choice["logprobs"] = self._logprobs(index, delta) if delta.token_ids else None
+        choice["finish_reason"] = delta.finish_reason
+        choice["stop_reason"] = delta.stop_reason
+        prompt_ids: tuple[int, ...] | None = None
+        if job.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if first and job.chat:
+                prompt_ids = job.prompts[0].token_ids
+            elif first:
+                choice["prompt_token_ids"] = job.prompts[job.sequences[index].prompt].token_ids
+        if prompt_ids is None and not job.continuous_usage:
+            return self._head + orjson.dumps(choice) + self._tail
+        more: dict[str, Any] = {"prompt_token_ids": prompt_ids} if prompt_ids is not None else {}
+        if job.include_usage or job.continuous_usage:
+            more["usage"] = self.usage(choices) if job.continuous_usage else None
+        return self._head + orjson.dumps(choice) + b"]," + orjson.dumps(more)[1:] + b"\n\n"
+
+    def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
+        """The last event of a stream with `include_usage`: no choices, all counts."""
+        return self._head + b'],"usage":' + orjson.dumps(self.usage(choices)) + b"}\n\n"
+
+    def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> bytes:
+        """The whole answer of a request that was not streamed; `deltas[i]` is everything of choice i."""
+        job = self._job
+        out = []
+        for index, delta in enumerate(deltas):
+            choice: dict[str, Any] = {"index": index}
+            if job.chat:
+                choice["message"] = {"role": "assistant", "content": delta.text}
+            else:
+                choice["text"] = self._prefix(index) + delta.text
+            choice["logprobs"] = self._logprobs(index, delta)
+            choice["finish_reason"] = delta.finish_reason
+            choice["stop_reason"] = delta.stop_reason
+            if job.return_token_ids:
+                choice["token_ids"] = delta.token_ids
+                if not job.chat:
+                    choice["prompt_token_ids"] = job.prompts[job.sequences[index].prompt].token_ids
+            out.append(choice)
+        answer = {**self._base, "choices": out, "usage": self.usage(choices)}
+        if job.chat and job.return_token_ids:
+            answer["prompt_token_ids"] = job.prompts[0].token_ids
+        return orjson.dumps(answer)
+
+    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Token counts; each prompt counts once. Cached tokens are absent until the workers have told them."""
+        prompt = sum(len(p.token_ids) for p in self._job.prompts)
+        output = sum(c.num_tokens for c in choices)
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+        }
+        per_prompt = len(choices) // len(self._job.prompts)
+        cached = [c.cached_tokens for c in choices[::per_prompt]]
+        if None not in cached:
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(c for c in cached if c is not None)}
+        return usage
+
+    @property
+    def _says_tokens(self) -> bool:
+        return self._job.return_token_ids or self._job.logprobs is not None or self._job.continuous_usage
+
+    def _prefix(self, index: int) -> str:
+        return self._job.prompts[self._job.sequences[index].prompt].text if self._job.echo else ""
+
+    def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        if self._job.logprobs is None:
+            return None
+        pairs = list(zip(delta.token_ids, delta.logprobs, strict=True))
+        if self._job.chat:
+            return {"content": [self._chat_logprob(i, lp) for i, lp in pairs]}
+        spellings = [self._spell(i) for i, _ in pairs]
+        offsets = []
+        for spelling in spellings:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(spelling)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [max(lp.logprob, _LOWEST_LOGPROB) for _, lp in pairs],
+            "tokens": spellings,
+            "top_logprobs": [self._top(i, lp) for i, lp in pairs],
+        }
+
+    def _top(self, token_id: int, entry: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens and always the chosen one, so up to one more than was asked for (as OpenAI)."""
+        top = {self._spell(t): max(value, _LOWEST_LOGPROB) for t, value in entry.top}
+        return {**top, self._spell(token_id): max(entry.logprob, _LOWEST_LOGPROB)}
+
+    def _chat_logprob(self, token_id: int, entry: TokenLogprob) -> dict[str, Any]:
+        top = [self._chat_token(t, value) for t, value in entry.top]
+        return {**self._chat_token(token_id, entry.logprob), "top_logprobs": top}
+
+    def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokens.of(token_id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": list(raw)}
+
+    def _spell(self, token_id: int) -> str:
+        """A token's text; if that is not whole characters, `bytes:` and its bytes in hex, so that no two look alike."""
+        raw = self._tokens.of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)

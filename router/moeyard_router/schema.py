@@ -1,0 +1,198 @@
+"""The request bodies of /v1/completions and /v1/chat/completions: strict types, explicit ranges, nothing ignored.
+
+Names, defaults and ranges are OpenAI's and, for the extensions, vLLM's. A field that is absent or null takes its
+default. A field that is unknown, or known elsewhere but not served here, is an error that names it.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from moeyard_router.errors import ApiError, bad_request
+
+MAX_STOP_STRINGS = 16
+_UINT63 = 2**63 - 1
+
+Seed = Annotated[int, Field(ge=-_UINT63 - 1, le=_UINT63)]
+Count = Annotated[int, Field(ge=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """`include_usage`: a last chunk with the token counts; `continuous_usage_stats`: counts in every chunk (vLLM)."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _Generation(_Strict):
+    """What both endpoints share."""
+
+    model: str | None = None
+    n: Count | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    stop: Any = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    logit_bias: dict[str, Bias] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    user: str | None = None
+
+    @field_validator("stop", mode="after")
+    @classmethod
+    def _stop(cls, value: Any) -> tuple[str, ...]:
+        stops = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
+            raise PydanticCustomError("stop", "expected a string or a list of strings")
+        if len(stops) > MAX_STOP_STRINGS:
+            raise PydanticCustomError(
+                "stop",
+                "{count} stop strings, at most {limit} are allowed",
+                {"count": len(stops), "limit": MAX_STOP_STRINGS},
+            )
+        if "" in stops:
+            raise PydanticCustomError("stop", "a stop string must not be empty")
+        return tuple(dict.fromkeys(stops))
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> "_Generation":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options are allowed only with stream=true")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings, without repetitions; () for none."""
+        return self.stop or ()
+
+
+class CompletionRequest(_Generation):
+    """Body of POST /v1/completions. `prompt`: text, token ids, a list of texts, or a list of token-id lists."""
+
+    prompt: Any
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    @field_validator("prompt", mode="after")
+    @classmethod
+    def _prompt(cls, value: Any) -> Any:
+        if value in ("", []) or (isinstance(value, list) and any(v in ("", []) for v in value)):
+            raise PydanticCustomError("prompt", "a prompt must not be empty")
+        if isinstance(value, str) or _all(value, int) or _all(value, str):
+            return value
+        if isinstance(value, list) and all(_all(ids, int) for ids in value):
+            return value
+        raise PydanticCustomError(
+            "prompt", "expected a string, a list of token ids, a list of strings or a list of lists of token ids"
+        )
+
+    @property
+    def prompts(self) -> "list[str | list[int]]":
+        """The prompts one by one, text or ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+def _all(value: Any, kind: type) -> bool:
+    """Whether `value` is a list with at least one element, all exactly of type `kind` (a bool is no int)."""
+    return isinstance(value, list) and bool(value) and all(type(v) is kind for v in value)
+
+
+class TextPart(_Strict):
+    """One piece of a message's content; other kinds (images, audio) are not served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    """One turn. `content` is a string or a list of text parts; parts are joined by newlines, as vLLM does."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Any
+    name: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _content(cls, value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list) and value:
+            return "\n".join(TextPart.model_validate(part).text for part in value)
+        raise PydanticCustomError("content", "expected a string or a list of text parts")
+
+
+class ChatRequest(_Generation):
+    """Body of POST /v1/chat/completions. `max_completion_tokens` is OpenAI's newer name of `max_tokens`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs are allowed only with logprobs=true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise PydanticCustomError(
+                "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
+            )
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise PydanticCustomError(
+                "max_completion_tokens", "max_tokens and max_completion_tokens are both given and differ"
+            )
+        return self
+
+
+RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
+
+
+def parse(body: bytes, kind: type[RequestT]) -> RequestT:
+    """Validate a request body; raises `ApiError` 400 naming the first field at fault."""
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the request body is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise bad_request(f"the request body must be a JSON object, got {type(data).__name__}")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _as_api_error(error.errors(include_url=False, include_context=False)[0]) from error
+
+
+def _as_api_error(detail: ErrorDetails) -> ApiError:
+    # An error of a whole model has no location; its type is the field's name (see the validators above).
+    param = ".".join(str(part) for part in detail["loc"]) or detail["type"]
+    if detail["type"] == "extra_forbidden":
+        return bad_request(f"unknown or unsupported field '{param}'", param)
+    if detail["type"] == "missing":
+        return bad_request(f"'{param}' is required", param)
+    return bad_request(f"'{param}': {detail['msg']}", param)

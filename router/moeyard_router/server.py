@@ -1,0 +1,161 @@
+"""The router as a program inside a program: uvicorn on a socket that is already bound, and an orderly end."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from moeyard_router.app import create_app
+from moeyard_router.chat import TextCodec
+from moeyard_router.config import RouterConfig
+from moeyard_router.fleet import Fleet
+from moeyard_router.health import Health
+from moeyard_router.metrics import RouterMetrics
+
+_STOPPING = "the router is shutting down"
+
+
+class RouterServer:
+    """One router. `serve` runs it in the current event loop until `stop`, which any thread may call.
+
+    `on_ready` is called once, in the loop, when every worker has decoded; `on_failed` once, with the reason, when the
+    fleet is lost (the router then goes on to answer 503 until it is stopped). Raises `ValueError` for a checkpoint
+    directory without a usable tokenizer.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        sock: socket.socket,
+        *,
+        on_ready: Callable[[], None],
+        on_failed: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._config = config
+        self._sock = sock
+        self._on_ready = on_ready
+        self._on_failed = on_failed
+        self._codec = TextCodec(config.model_path)
+        self._metrics = RouterMetrics(config.model_name)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_requests = 0
+        self._server: _Server | None = None
+
+    async def serve(self) -> None:
+        """Serve until stopped; closes the socket. Open streams get `shutdown_grace` seconds, then a named error."""
+        self._loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
+        fleet = Fleet(self._config, self._metrics, on_change=changed.set, on_failed=self._on_failed)
+        health = Health(self._config, fleet)
+        app = create_app(self._config, fleet, codec=self._codec, metrics=self._metrics, health=health)
+        grace = self._config.shutdown_grace
+        self._server = _Server(_uvicorn_config(app, grace), fleet, grace)
+        try:
+            fleet.start()
+            watching = asyncio.create_task(health.run(changed, self._on_ready))
+            if self._stop_requests:
+                self._server.should_exit = True
+            try:
+                await self._server.serve(sockets=[self._sock])
+            finally:
+                watching.cancel()
+                await asyncio.wait([watching])
+        finally:
+            fleet.close()
+            self._sock.close()
+        if not watching.cancelled():
+            watching.result()  # a bug in the watching task must not pass unseen
+
+    def stop(self) -> None:
+        """Begin an orderly end; a second call ends open streams at once. Safe from any thread and before `serve`."""
+        self._stop_requests += 1
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop_now)
+
+    def _stop_now(self) -> None:
+        if self._server is not None:
+            self._server.request_exit(at_once=self._stop_requests > 1)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers, and with an end that streams can follow."""
+
+    def __init__(self, config: uvicorn.Config, fleet: Fleet, grace: float) -> None:
+        super().__init__(config)
+        self._fleet = fleet
+        self._grace = grace
+        self._hurry = asyncio.Event()
+
+    def request_exit(self, *, at_once: bool) -> None:
+        """Leave the main loop; `at_once` also ends what still streams."""
+        self._fleet.stop(_STOPPING)
+        self.should_exit = True
+        if at_once:
+            self._hurry.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to whoever embeds this server."""
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse new requests, give open ones their grace, then end them with a named error."""
+        self._fleet.stop(_STOPPING)
+        ending = asyncio.create_task(self._end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+            await asyncio.wait([ending])
+
+    async def _end_requests(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), self._grace)
+        self._fleet.end_all(_STOPPING)
+
+
+def _uvicorn_config(app: ASGIApp, grace: float) -> uvicorn.Config:
+    return uvicorn.Config(
+        cast(Any, app),  # starlette's and uvicorn's names for the same protocol
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        server_header=False,
+        # Streams end by themselves after the grace; this is for clients that do not read their last bytes.
+        timeout_graceful_shutdown=int(grace) + 2,
+    )
+
+
+def run_router(
+    config: RouterConfig,
+    sock: socket.socket,
+    *,
+    on_ready: Callable[[], None],
+    on_failed: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Run a router on `sock` (bound; listening or not) until SIGINT or SIGTERM; blocks. Returns after an orderly end.
+
+    In the main thread it handles both signals for its duration (a second one ends open streams at once); elsewhere it
+    runs until the process ends. See `RouterServer` for the callbacks.
+    """
+    server = RouterServer(config, sock, on_ready=on_ready, on_failed=on_failed)
+
+    async def main() -> None:
+        if threading.current_thread() is threading.main_thread():
+            loop = asyncio.get_running_loop()
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(signum, server.stop)
+        await server.serve()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

@@ -1,0 +1,65 @@
+"""The mailbox between the fleet and one HTTP request."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from moeyard_worker.protocol import Done, Rejected, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The terminal event of a sequence that no worker will end any more."""
+
+    reason: str
+
+
+Event = Tokens | Done | Rejected | Lost
+
+
+@dataclass(slots=True)
+class Ticket:
+    """The sequences of one request and the mailbox of their events, in order of arrival.
+
+    Every sequence gets exactly one terminal event (`Done`, `Rejected` or `Lost`) unless it is aborted first.
+    The mailbox is bounded by the request's own max_tokens.
+    """
+
+    _abandon: Callable[[str], None]
+    _open: dict[int, str] = field(default_factory=dict)  # index -> request id at the worker
+    _events: list[tuple[float, int, Event]] = field(default_factory=list)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def events(self) -> list[tuple[float, int, Event]]:
+        """Wait for events and take them all: (monotonic seconds, sequence index, event)."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        taken, self._events = self._events, []
+        return taken
+
+    def abort(self, index: int) -> None:
+        """Stop one sequence and free its place at the worker; no further events of it. Ended ones are ignored."""
+        request_id = self._open.pop(index, None)
+        if request_id is not None:
+            self._events = [e for e in self._events if e[1] != index]
+            self._abandon(request_id)
+
+    def close(self) -> None:
+        """Abort whatever still runs."""
+        for index in list(self._open):
+            self.abort(index)
+
+    def opened(self, index: int, request_id: str) -> None:
+        """For the fleet: sequence `index` runs under this id."""
+        self._open[index] = request_id
+
+    def wake(self) -> None:
+        """Let a waiting `events` return, if only with an empty list."""
+        self._arrived.set()
+
+    def put(self, now: float, index: int, event: Event) -> None:
+        """For the fleet: deliver an event."""
+        if not isinstance(event, Tokens):
+            self._open.pop(index, None)
+        self._events.append((now, index, event))
+        self._arrived.set()
