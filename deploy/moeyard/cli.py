@@ -43,7 +43,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--exchange",
         choices=EXCHANGES,
         default=DEFAULTS["exchange"],
-        help="how ranks exchange tokens: zmq uses shared memory on one host and TCP between hosts, zmq-tcp always TCP (default %(default)s)",
+        help="zmq: shared memory on one host, TCP between hosts; zmq-tcp: always TCP (default %(default)s)",
     )
     add(
         "--dtype",

@@ -9,16 +9,20 @@ import ray
 
 
 class RankActor:
-    """Methods are the worker's own, in its order: setup, load, start, wait; `progress` and `stop` at any time."""
+    """Methods are the worker's own, in its order: setup, connect, load, start, wait; `progress` and `stop` at any time."""
 
     def setup(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Bind the rank's sockets; returns its endpoints and the id of its node. `host` None binds the node's address."""
+        """Bind the rank's sockets (`host` None: on the node's address); returns its endpoints and the id of its node."""
         # Imported here and not above: the launcher imports this module and must not pay for torch.
         from moeyard_worker.actor import WorkerActor, WorkerSpec
 
         host = spec.pop("host") or ray.util.get_node_ip_address()
         self._worker = WorkerActor(WorkerSpec(host=host, **spec))
         return {**self._worker.endpoints(), "node": ray.get_runtime_context().get_node_id()}
+
+    def connect(self, mesh: list[dict[str, Any]]) -> None:
+        """Meet the peers."""
+        self._worker.connect(mesh)
 
     def load(self, ranks_on_host: int) -> dict[str, Any]:
         """Load weights; returns the worker's report."""
@@ -28,9 +32,9 @@ class RankActor:
         """Bytes loaded so far and in all."""
         return self._worker.progress()
 
-    def start(self, mesh: list[dict[str, Any]]) -> None:
-        """Meet the peers and start stepping."""
-        self._worker.start(mesh)
+    def start(self) -> None:
+        """Start stepping."""
+        self._worker.start()
 
     def wait(self) -> str | None:
         """Block until the engine ends; returns what failed, or None after `stop`."""

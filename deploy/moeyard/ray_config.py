@@ -29,7 +29,7 @@ def prepare_local() -> None:
 
 
 def prepare_remote() -> None:
-    """Environment for joining a running Ray cluster: its token comes from the operator. Must run before `import ray`."""
+    """Environment for joining a running cluster, whose token comes from the operator. Must run before `import ray`."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_DEDUP_LOGS"] = "0"
 

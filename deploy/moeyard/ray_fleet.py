@@ -1,6 +1,7 @@
 """The fleet on Ray: a private local Ray or a running cluster, one actor per rank in one placement group.
 
-Ray is the control plane only: it places, starts and watches the workers. Requests, tokens and activations never cross it.
+Ray is the control plane only: it places, starts and watches the workers. Requests, tokens and activations never cross
+it.
 """
 
 import logging
@@ -69,12 +70,13 @@ class RayFleet:
         epoch = secrets.randbits(31)
         specs = [self._spec(rank, epoch) for rank in range(self._config.num_workers)]
         setups = self._call([a.setup.remote(spec) for a, spec in zip(self._actors, specs, strict=True)])
+        mesh = [setup["mesh"] for setup in setups]
+        self._call([actor.connect.remote(mesh) for actor in self._actors])
         per_node = Counter(setup["node"] for setup in setups)
         loads = [a.load.remote(per_node[s["node"]]) for a, s in zip(self._actors, setups, strict=True)]
         self._follow(loads, progress)
         reports = self._call(loads)
-        mesh = [setup["mesh"] for setup in setups]
-        self._call([actor.start.remote(mesh) for actor in self._actors])
+        self._call([actor.start.remote() for actor in self._actors])
         self._ends = [actor.wait.remote() for actor in self._actors]
         return [
             Rank(rank=rank, frontend=setup["frontend"], metrics_url=setup["metrics_url"], report=report)

@@ -1,7 +1,7 @@
 """One rank of the fleet: builds the parts in order and runs the engine. Ray (deploy) or a test drives it.
 
-Life: construct (sockets bound, nothing loaded) -> `endpoints` -> `load` (weights, caches) -> `start` (meet the peers) ->
-`wait` until the engine ends. `progress` and `stop` may be called at any time, from any thread. What crosses a method is
+Life: construct (sockets bound, nothing loaded) -> `endpoints` -> `connect` (meet the peers) -> `load` (weights, caches)
+-> `start` -> `wait` until the engine ends. `progress` and `stop` may be called at any time, from any thread. What crosses a method is
 plain values, so that a launcher needs no torch to drive a worker.
 """
 
@@ -33,8 +33,8 @@ from moeyard_worker.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-# Peers may still be loading when this rank is done (seconds).
-MEET_SECONDS = 600.0
+# Peers construct their sockets before anyone is told to connect, so this is long (seconds).
+MEET_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,8 @@ class WorkerActor:
         self._model = load_model_config(config.model_path)
         self._checkpoint = open_checkpoint(config.model_path, self._model)
         self._dtype = getattr(torch, self._model.dtype if config.dtype == "auto" else config.dtype)
-        self._experts = partition(self._model.num_experts, config.num_workers)[spec.rank]
+        self._placement = partition(self._model.num_experts, config.num_workers)
+        self._experts = self._placement[spec.rank]
         self._shape = ExchangeShape(
             num_experts=self._model.num_experts,
             top_k=self._model.top_k,
@@ -95,6 +96,10 @@ class WorkerActor:
             "mesh": asdict(self._mesh.endpoint()),
         }
 
+    def connect(self, mesh: list[dict[str, Any]]) -> None:
+        """Meet the peers: their endpoints in rank order."""
+        self._mesh.connect([MeshEndpoint(**fields) for fields in mesh], timeout=MEET_SECONDS)
+
     def progress(self) -> tuple[int, int]:
         """Bytes loaded so far and in all (0, 0 before `load`)."""
         return self._loaded, self._total
@@ -110,7 +115,7 @@ class WorkerActor:
         """
         config, model = self._spec.config, self._model
         plan = self._plan(psutil.virtual_memory().available // ranks_on_host)
-        experts = ExpertCache(
+        experts = self.experts = ExpertCache(
             source=MappedExperts(self._checkpoint),
             layers=model.moe_layers,
             experts=self._experts,
@@ -136,7 +141,7 @@ class WorkerActor:
             progress=self._advance,
         )
         experts.preload(self._advance)
-        scheduler = Scheduler(
+        scheduler = self.scheduler = Scheduler(
             SchedulerConfig(
                 num_pages=plan.num_pages,
                 page_size=config.page_size,
@@ -202,9 +207,8 @@ class WorkerActor:
         )
         return RoutingRecorder(Path(config.record_routing), header)
 
-    def start(self, mesh: list[dict[str, Any]]) -> None:
-        """Connect to the peers (their endpoints in rank order) and run the engine in a thread."""
-        self._mesh.connect([MeshEndpoint(**fields) for fields in mesh], timeout=MEET_SECONDS)
+    def start(self) -> None:
+        """Run the engine in a thread of its own."""
         self._thread = threading.Thread(target=self._run, name=f"engine-{self._spec.rank}", daemon=True)
         self._thread.start()
 

@@ -1,11 +1,13 @@
 """Engine configuration: frozen, resolved once. Sizes are bytes, times are seconds. Imports no torch."""
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp"]
 EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp")
-DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16")
+DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
+DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
 POLICIES: tuple[str, ...] = ("slru", "lru")
 _LIMITS = ("max_batch_tokens", "max_num_seqs", "prefill_chunk", "max_waiting")
 

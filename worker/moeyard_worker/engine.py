@@ -17,11 +17,11 @@ from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.frontend import Frontend
 from moeyard_worker.metrics import WorkerMetrics
-from moeyard_worker.protocol import Abort, Done, Hello, Message, Rejected, Snapshot, Submit
+from moeyard_worker.protocol import Abort, Hello, Message, Rejected, Snapshot, Submit
 from moeyard_worker.request import Step
 from moeyard_worker.runner import Runner
 from moeyard_worker.sampler import sample
-from moeyard_worker.scheduler import Reply, Scheduler
+from moeyard_worker.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

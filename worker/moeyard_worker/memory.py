@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from moeyard_worker.cache.spec import StateSpec
 from moeyard_worker.config import EngineConfig, format_size
-from moeyard_worker.experts.sizing import resolve_slots
+from moeyard_worker.experts.slots import resolve_slots
 
 # Without --kv-memory, KV pages take at most this share of what the dense weights leave free.
 AUTO_KV_SHARE = 0.25
@@ -64,9 +64,9 @@ def plan_memory(
             "raise --kv-memory or lower --max-model-len"
         )
     slots = resolve_slots(
-        "auto" if config.expert_slots is None else config.expert_slots,
-        config.expert_memory,
-        bytes_per_slot=expert_bytes,
+        slots=config.expert_slots,
+        memory_bytes=config.expert_memory,
+        expert_bytes=expert_bytes,
         num_experts=num_local_experts,
         available_bytes=free - num_pages * page_bytes,
     )

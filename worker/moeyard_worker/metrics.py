@@ -1,7 +1,6 @@
-"""Prometheus metrics of one rank. Names and buckets follow docs/metrics.md; values come from the parts' own counters."""
+"""Prometheus metrics of one rank; values come from the parts' own counters. Names and buckets: docs/metrics.md."""
 
 import platform
-from collections.abc import Iterable
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server

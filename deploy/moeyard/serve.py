@@ -1,0 +1,196 @@
+"""`moeyard serve`: check everything that can be checked cheaply, start the fleet, put the router in front of it.
+
+The launcher's own process runs the router and never imports torch. Whatever fails before the fleet is ready is one line
+on stderr and leaves no process behind.
+"""
+
+import argparse
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+from tqdm import tqdm
+
+from moeyard import ray_config
+from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.server import run_router
+from moeyard_worker.checkpoint_check import check_checkpoint
+from moeyard_worker.checkpoint_index import open_index
+from moeyard_worker.config import DTYPE_BYTES, EngineConfig, format_size
+from moeyard_worker.experts.placement import partition
+from moeyard_worker.memory import plan_memory
+from moeyard_worker.model_config import ModelConfig, load_model_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """What is known of a fleet once it is ready."""
+
+    url: str
+    model_name: str
+    metrics_urls: tuple[str, ...]
+    num_moe_layers: int
+    seconds: float
+
+
+def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[[Running], None] | None = None) -> int:
+    """Run until SIGINT or SIGTERM; returns the exit code. `on_ready` is called in the router's loop, once.
+
+    Raises ValueError with one line that says what to change when the fleet cannot start.
+    """
+    begun = time.monotonic()
+    model = load_model_config(config.model_path)
+    check_before_start(config, model, local=args.ray_address is None)
+    sock = bind(args.host, args.port)
+    if args.ray_address is None:
+        ray_config.prepare_local()
+    else:
+        ray_config.prepare_remote()
+    # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
+    from moeyard.ray_fleet import RayFleet
+
+    fleet = RayFleet(
+        config, address=args.ray_address, worker_host=args.worker_host, metrics_port_base=args.metrics_port_base
+    )
+    name = args.served_model_name or Path(config.model_path).name
+    url = f"http://{args.host}:{sock.getsockname()[1]}"
+    failures: list[str] = []
+    with sigterm_as_interrupt():
+        try:
+            with progress_bar() as progress:
+                ranks = fleet.start(progress)
+            report_skipped(ranks[0].report["skipped"])
+
+            def ready() -> None:
+                running = Running(
+                    url=url,
+                    model_name=name,
+                    metrics_urls=tuple(rank.metrics_url for rank in ranks),
+                    num_moe_layers=len(model.moe_layers),
+                    seconds=time.monotonic() - begun,
+                )
+                report = ranks[0].report
+                print(
+                    f"ready: {url}/v1 serves {name} ({report['dtype']}) on {len(ranks)} workers, expert slots "
+                    f"{report['expert_slots']}/{report['num_experts']} per worker, up to {router.max_model_len} tokens, "
+                    f"after {running.seconds:.1f} s",
+                    flush=True,
+                )
+                if on_ready is not None:
+                    on_ready(running)
+
+            def failed(reason: str) -> None:
+                failures.append(reason)
+                print(f"moeyard: the fleet failed: {reason}; restart moeyard serve", file=sys.stderr, flush=True)
+
+            router = RouterConfig(
+                model_name=name,
+                model_path=Path(config.model_path),
+                workers=tuple(
+                    WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url) for r in ranks
+                ),
+                max_model_len=min(rank.report["max_model_len"] for rank in ranks),
+                vocab_size=model.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+                host=args.host,
+                port=sock.getsockname()[1],
+                max_inflight=config.num_workers * (config.max_num_seqs + config.max_waiting),
+                step_deadline=config.step_deadline,
+            )
+            fleet.watch(lambda rank, reason: print(f"moeyard: worker {rank} ended: {reason}", file=sys.stderr))
+            run_router(router, sock, on_ready=ready, on_failed=failed)
+        finally:
+            with uninterrupted():
+                fleet.stop()
+                sock.close()
+    return 1 if failures else 0
+
+
+def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool) -> None:
+    """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
+    checkpoint = check_checkpoint(open_index(config.model_path), model)
+    shards = partition(model.num_experts, config.num_workers)
+    if not local:
+        return
+    itemsize = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
+    plan_memory(
+        config=config,
+        state=model.state_spec(itemsize),
+        max_position=model.max_position,
+        dense_bytes=checkpoint.dense_bytes(),
+        expert_bytes=3 * model.hidden_size * model.moe_intermediate_size * itemsize,
+        num_local_experts=len(shards[0]) * len(model.moe_layers),
+        available=psutil.virtual_memory().available // config.num_workers,
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket for the API; raises ValueError when the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        # Listening at once makes a second server on this port fail now and not when it gets its first request.
+        sock.listen(1024)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from error
+    return sock
+
+
+def report_skipped(skipped: dict[str, str]) -> None:
+    """Say which known extras of the checkpoint are not served, one line per reason."""
+    for reason in sorted(set(skipped.values())):
+        keys = [key for key, value in skipped.items() if value == reason]
+        print(f"skipped {len(keys)} tensors ({reason}), {keys[0]} first", file=sys.stderr)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes loaded over all ranks, on stderr."""
+    with tqdm(desc="loading weights", unit="B", unit_scale=True, unit_divisor=1024, total=0, leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
+    print(f"loaded {format_size(bar.n)} of weights", file=sys.stderr, flush=True)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """While the fleet starts, SIGTERM unwinds as Ctrl-C does, so that nothing is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C must not cut the clean-up short and leave processes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,243 @@
+"""Fleets for tests: real workers in processes of their own, without Ray, driven by the worker protocol.
+
+A process is kept and rebuilt for the next case, so that torch is imported once per rank and test run.
+"""
+
+import contextlib
+import multiprocessing
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import zmq
+from moeyard_worker.config import EngineConfig
+from moeyard_worker.protocol import (
+    Abort,
+    Done,
+    Hello,
+    Message,
+    Rejected,
+    SamplingParams,
+    Snapshot,
+    Submit,
+    TokenLogprob,
+    Tokens,
+    decode,
+    encode,
+)
+
+CALL_SECONDS = 60.0
+
+
+def _serve(connection: Connection) -> None:
+    """A rank's process: builds a WorkerActor for each case and calls its methods as told."""
+    from moeyard_worker.actor import WorkerActor, WorkerSpec
+
+    worker: Any = None
+    while True:
+        try:
+            name, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            if name == "setup":
+                worker = WorkerActor(WorkerSpec(**args[0]))
+                result = worker.endpoints()
+            elif name == "counters":
+                counters = worker.experts.stats.counters
+                result = (dict(counters.hits), dict(counters.misses), dict(counters.evictions))
+            elif name == "validate":
+                worker.experts.validate()
+                worker.scheduler.validate()
+                result = None
+            elif name == "stats":
+                stats = worker.scheduler.stats
+                result = {n: getattr(stats, n) for n in ("num_preemptions", "prefix_hit_tokens", "prefill_tokens")}
+                result["num_free"] = worker.scheduler.pool.num_free
+                result["num_pages"] = worker.scheduler.pool.num_pages
+            else:
+                result = getattr(worker, name)(*args)
+            connection.send((True, result))
+        except Exception as error:  # boundary: the test process raises it
+            connection.send((False, f"{type(error).__name__}: {error}"))
+
+
+class RankProcess:
+    """One rank's process and the pipe to it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, child = context.Pipe()
+        self.process = context.Process(target=_serve, args=(child,), daemon=True)
+        self.process.start()
+        child.close()
+
+    def send(self, name: str, *args: Any) -> None:
+        self._connection.send((name, args))
+
+    def result(self) -> Any:
+        if not self._connection.poll(CALL_SECONDS):
+            raise TimeoutError(f"rank process {self.process.pid} did not answer")
+        ok, value = self._connection.recv()
+        if not ok:
+            raise RuntimeError(value)
+        return value
+
+    def close(self) -> None:
+        self._connection.close()
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+class ProcessPool:
+    """Rank processes that live as long as the test session; killed ones are replaced."""
+
+    def __init__(self) -> None:
+        self._ranks: list[RankProcess] = []
+
+    def take(self, count: int) -> list[RankProcess]:
+        self._ranks = [r for r in self._ranks if r.process.is_alive()]
+        self._ranks += [RankProcess() for _ in range(count - len(self._ranks))]
+        return self._ranks[:count]
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()
+
+
+@dataclass(slots=True)
+class Answer:
+    """Everything one request was told."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    end: Done | Rejected | None = None
+
+
+class Client:
+    """Speaks the worker protocol to all ranks of a fleet, as a router does."""
+
+    def __init__(self, frontends: Sequence[str]) -> None:
+        self._context = zmq.Context()
+        self.sockets = []
+        self._poller = zmq.Poller()
+        for frontend in frontends:
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(frontend)
+            self._poller.register(socket, zmq.POLLIN)
+            self.sockets.append(socket)
+        self.answers: dict[str, Answer] = {}
+        self.snapshots: dict[int, Snapshot] = {}
+
+    def send(self, rank: int, message: Message) -> None:
+        self.sockets[rank].send(encode(message))
+
+    def hello(self) -> None:
+        for rank in range(len(self.sockets)):
+            self.send(rank, Hello())
+
+    def submit(self, rank: int, request_id: str, prompt: Sequence[int], **sampling: Any) -> None:
+        self.answers[request_id] = Answer()
+        params = SamplingParams(**sampling)
+        self.send(rank, Submit(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=params))
+
+    def abort(self, rank: int, request_id: str) -> None:
+        self.send(rank, Abort(request_id=request_id))
+
+    def pump(self, timeout: float) -> bool:
+        """Take what has arrived within `timeout` seconds; False when nothing did."""
+        ready = self._poller.poll(timeout * 1000)
+        for socket, _ in ready:
+            while True:
+                try:
+                    message = decode(socket.recv(zmq.NOBLOCK))
+                except zmq.Again:
+                    break
+                self._take(message)
+        return bool(ready)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Snapshot):
+            self.snapshots[message.rank] = message
+            return
+        assert isinstance(message, Tokens | Done | Rejected), message
+        answer = self.answers[message.request_id]
+        assert answer.end is None, f"{message.request_id} was answered after its end: {message}"
+        if isinstance(message, Tokens):
+            assert message.start == len(answer.token_ids), "tokens out of order"
+            answer.token_ids += message.token_ids
+            answer.logprobs += message.logprobs
+        else:
+            answer.end = message
+
+    def wait(self, *request_ids: str, timeout: float = CALL_SECONDS) -> list[Answer]:
+        """Pump until these requests (all by default) have ended."""
+        ids = request_ids or tuple(self.answers)
+        deadline = time.monotonic() + timeout
+        while any(self.answers[i].end is None for i in ids):
+            left = deadline - time.monotonic()
+            open_ids = [i for i in ids if self.answers[i].end is None]
+            assert left > 0, f"no end of {open_ids} within {timeout} s"
+            self.pump(left)
+        return [self.answers[i] for i in ids]
+
+    def wait_for(self, done: Any, timeout: float = CALL_SECONDS) -> None:
+        """Pump until `done()` is true."""
+        deadline = time.monotonic() + timeout
+        while not done():
+            left = deadline - time.monotonic()
+            assert left > 0, f"not reached within {timeout} s"
+            self.pump(left)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@dataclass(slots=True)
+class Fleet:
+    """A started fleet: its processes, addresses and a client."""
+
+    ranks: list[RankProcess]
+    endpoints: list[dict[str, Any]]
+    reports: list[dict[str, Any]]
+    client: Client
+
+    def call(self, name: str) -> list[Any]:
+        """One inspection call on every rank (see `_serve`)."""
+        return call_all(self.ranks, name, [()] * len(self.ranks))
+
+
+def call_all(ranks: Sequence[RankProcess], name: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    for rank, each in zip(ranks, args, strict=True):
+        rank.send(name, *each)
+    return [rank.result() for rank in ranks]
+
+
+@contextlib.contextmanager
+def start_fleet(pool: ProcessPool, config: EngineConfig) -> Iterator[Fleet]:
+    """Start a fleet for one case on processes of the pool; invariants are checked and everything stopped at the end."""
+    ranks = pool.take(config.num_workers)
+    count, epoch = len(ranks), secrets.randbits(31)
+    specs = [
+        {"config": config, "rank": rank, "epoch": epoch, "host": "127.0.0.1", "version": "test"}
+        for rank in range(count)
+    ]
+    endpoints = call_all(ranks, "setup", [(spec,) for spec in specs])
+    call_all(ranks, "connect", [([e["mesh"] for e in endpoints],)] * count)
+    reports = call_all(ranks, "load", [(count,)] * count)
+    call_all(ranks, "start", [()] * count)
+    client = Client([e["frontend"] for e in endpoints])
+    try:
+        yield Fleet(ranks=ranks, endpoints=endpoints, reports=reports, client=client)
+        alive = [rank for rank in ranks if rank.process.is_alive()]
+        call_all(alive, "validate", [()] * len(alive))
+    finally:
+        client.close()
+        alive = [rank for rank in ranks if rank.process.is_alive()]
+        call_all(alive, "stop", [()] * len(alive))
