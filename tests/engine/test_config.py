@@ -1,0 +1,100 @@
+"""Configuration: every size is checked where it enters, and errors name the field and the value."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moeyard_worker.config import EngineConfig, SchedulerConfig, format_size, parse_size
+
+SCHEDULER = {"num_pages": 8, "page_size": 16, "max_model_len": 64, "vocab_size": 100}
+LIMITS = ("max_batch_tokens", "max_num_seqs", "prefill_chunk", "max_waiting")
+
+
+@pytest.mark.parametrize("name", [*SCHEDULER, *LIMITS])
+@pytest.mark.parametrize("value", [0, -16])
+def test_scheduler_sizes_are_positive(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be at least 1, got {value}$"):
+        SchedulerConfig(**{**SCHEDULER, name: value})
+
+
+ENGINE_SIZES = ("num_workers", "page_size", "threads", "expert_slots", "expert_memory", "kv_memory", "max_model_len")
+
+
+@pytest.mark.parametrize("name", [*ENGINE_SIZES, *LIMITS])
+@pytest.mark.parametrize("value", [0, -16])
+def test_engine_sizes_are_positive(name: str, value: int) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(ValueError, match=rf"^{name} must be at least 1, got {value}$"):
+        EngineConfig(model_path="m", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exchange": "mpi"}, "exchange 'mpi' is not one of auto, local, zmq, zmq-tcp"),
+        ({"dtype": "float16"}, "dtype 'float16' is not one of auto, float32, bfloat16"),
+        ({"expert_policy": "fifo"}, "expert_policy 'fifo' is not one of slru, lru"),
+        ({"exchange": "local", "num_workers": 2}, "for one worker, got 2"),
+        ({"expert_slots": 4, "expert_memory": 4096}, "not both"),
+        ({"page_size": 24}, "must divide 64 .*, got 24"),
+        ({"page_size": 128}, "must divide 64 .*, got 128"),
+        ({"step_deadline": 0.0}, "step_deadline .*, got 0.0"),
+        ({"step_deadline": float("nan")}, "step_deadline .*, got nan"),
+        ({"max_num_seqs": 9, "max_batch_tokens": 8}, "max_num_seqs 9 exceeds max_batch_tokens 8"),
+    ],
+    ids=str,
+)
+def test_engine_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(model_path="m", **options)
+
+
+def test_scheduler_needs_a_row_per_sequence() -> None:
+    with pytest.raises(ValueError, match="max_num_seqs 9 exceeds max_batch_tokens 8"):
+        SchedulerConfig(**SCHEDULER, max_num_seqs=9, max_batch_tokens=8)
+
+
+def test_defaults_are_valid_and_frozen() -> None:
+    config = EngineConfig(model_path="m")
+    with pytest.raises(AttributeError):
+        config.page_size = 32  # type: ignore[misc]
+    assert EngineConfig(model_path="m", page_size=64).page_size == 64
+    assert EngineConfig(model_path="m", num_workers=1, exchange="local").exchange == "local"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("1b", 1),
+        ("1kb", 1000),
+        ("1KiB", 1024),
+        ("2k", 2048),
+        ("512MiB", 512 << 20),
+        ("1.5GB", 1_500_000_000),
+        ("1.5 GiB", 3 << 29),
+        (" 2gib ", 2 << 30),
+        ("3T", 3 << 40),
+        ("1TB", 10**12),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "two", "1 2MiB", "1MiBs", "1XB", "1bb", "-1", "-1GiB", "0", "0.5", "0GiB", "nan", "inf", "1e999"],
+)
+def test_not_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size") as error:
+        parse_size(text)
+    assert repr(text) in str(error.value)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 1 << 50))
+def test_a_formatted_size_reads_back_to_four_digits(size: int) -> None:
+    assert parse_size(format_size(size)) == pytest.approx(size, rel=1e-3)
