@@ -17,8 +17,7 @@ import torch
 from moeyard_worker.checkpoint import MappedExperts, open_checkpoint
 from moeyard_worker.config import EngineConfig, SchedulerConfig
 from moeyard_worker.engine import Engine
-from moeyard_worker.exchange.factory import build_exchange
-from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.exchange.slab import ExchangeShape
 from moeyard_worker.experts.cache import ExpertCache
@@ -68,15 +67,14 @@ class WorkerActor:
             dtype=self._dtype,
             max_tokens=config.max_batch_tokens,
         )
-        self._mesh = Mesh(
+        self._mesh = build_mesh(
+            config.exchange,
+            shape=self._shape,
             rank=spec.rank,
             world_size=config.num_workers,
             epoch=spec.epoch,
             host=spec.host,
             deadline=config.step_deadline,
-            transport="tcp" if config.exchange == "zmq-tcp" else "shm",
-            slab_bytes=self._shape.slab_bytes,
-            fingerprint=self._shape.fingerprint,
         )
         self._frontend = Frontend(spec.host)
         self._metrics = WorkerMetrics(rank=spec.rank, version=spec.version)
@@ -130,7 +128,9 @@ class WorkerActor:
         self._total = self._checkpoint.dense_bytes()
         if experts.all_resident:
             self._total += experts.num_slots * self._expert_bytes()
-        exchange = build_exchange(self._mesh, self._shape)
+        exchange = build_exchange(
+            config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement
+        )
         runner = Runner(
             self._checkpoint,
             exchange=exchange,

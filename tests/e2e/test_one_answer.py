@@ -1,0 +1,146 @@
+"""One answer: token ids and log-probability bits of a request do not depend on how it was run.
+
+Every combination of ranks, exchange, expert slots, policy, prefill chunk and KV pages runs the same requests, alone and
+in a mixed batch, with prefix misses and hits, and must return what one rank with everything resident returns for each
+request alone. Preemption comes from a pool of pages too small for the batch.
+"""
+
+import itertools
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moeyard_worker.config import EngineConfig
+from moeyard_worker.model_config import load_model_config
+
+from tests.fleet import Answer, Fleet, ProcessPool, start_fleet
+
+PAGE = 16
+NUM_PAGES = {"ample": 256, "scarce": 10}
+LOCAL_EXPERTS = {1: 8, 2: 4, 4: 2}
+NUM_MOE_LAYERS = {"mla": 2, "gqa": 3}
+VOCAB = 272
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One fleet configuration."""
+
+    ranks: int
+    exchange: str
+    slots: str
+    policy: str
+    chunk: int
+    pages: str
+
+    def __str__(self) -> str:
+        return f"{self.ranks}ranks-{self.exchange}-{self.slots}-{self.policy}-chunk{self.chunk}-{self.pages}"
+
+
+def cases() -> list[Case]:
+    """The whole product; one rank has no exchange to choose."""
+    product = itertools.product((1, 2, 4), ("shm", "tcp"), ("min", "half", "all"), ("slru", "lru"), (16, 64, 2048), NUM_PAGES)
+    return [Case(*values) for values in product if not (values[0] == 1 and values[1] == "tcp")]
+
+
+def requests() -> dict[str, tuple[list[int], dict[str, Any]]]:
+    """Prompts from shorter than a page to longer than two chunks of 64; greedy and seeded."""
+    rng = random.Random(7)
+    greedy = {"temperature": 0.0, "logprobs": 3}
+    seeded = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 11, "logprobs": 2}
+    penalised = {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "presence_penalty": 0.3, "logprobs": 0}
+    sizes = (("a", 5, greedy), ("b", 37, seeded), ("c", 90, penalised), ("d", 130, greedy))
+    return {
+        name: ([rng.randrange(VOCAB) for _ in range(size)], {**params, "max_tokens": 12, "ignore_eos": True})
+        for name, size, params in sizes
+    }
+
+
+def config(case: Case, model: Path, kind: str) -> EngineConfig:
+    """The engine configuration of a case."""
+    total = LOCAL_EXPERTS[case.ranks] * NUM_MOE_LAYERS[kind]
+    bytes_per_token = load_model_config(model).state_spec(4).bytes_per_token
+    return EngineConfig(
+        model_path=str(model),
+        num_workers=case.ranks,
+        exchange="zmq-tcp" if case.exchange == "tcp" else "auto",
+        expert_slots={"min": 1, "half": total // 2, "all": total}[case.slots],
+        expert_policy=case.policy,
+        prefill_chunk=case.chunk,
+        kv_memory=NUM_PAGES[case.pages] * PAGE * bytes_per_token,
+        page_size=PAGE,
+        max_batch_tokens=256,
+        max_num_seqs=16,
+    )
+
+
+def bits(answer: Answer) -> tuple[Any, ...]:
+    """Everything that must not change: ids, and log-probabilities compared as floats without tolerance."""
+    assert getattr(answer.end, "finish_reason", None) == "length", answer.end
+    return tuple(answer.token_ids), tuple(answer.logprobs)
+
+
+def run_mixed(fleet: Fleet, label: str, ranks: dict[str, int]) -> dict[str, tuple[Any, ...]]:
+    """All requests at once, each on its rank."""
+    for name, (prompt, sampling) in requests().items():
+        fleet.client.submit(ranks[name], f"{label}-{name}", prompt, **sampling)
+    return {name: bits(fleet.client.wait(f"{label}-{name}")[0]) for name in requests()}
+
+
+def run_alone(fleet: Fleet, label: str, name: str, rank: int) -> tuple[Any, ...]:
+    """One request with nothing beside it."""
+    prompt, sampling = requests()[name]
+    fleet.client.submit(rank, f"{label}-{name}", prompt, **sampling)
+    return bits(fleet.client.wait(f"{label}-{name}")[0])
+
+
+@pytest.fixture(scope="session")
+def expected(processes: ProcessPool, checkpoints: dict[str, Path]) -> dict[str, dict[str, tuple[Any, ...]]]:
+    """Each request alone on one rank, everything resident, whole prompts, no prefix cache."""
+    out = {}
+    for kind, model in checkpoints.items():
+        case = Case(1, "shm", "all", "slru", 2048, "ample")
+        answers = {}
+        for name in requests():
+            with start_fleet(processes, config(case, model, kind)) as fleet:
+                answers[name] = run_alone(fleet, "reference", name, 0)
+        out[kind] = answers
+    return out
+
+
+def check(case: Case, kind: str, processes: ProcessPool, model: Path, expected: dict[str, tuple[Any, ...]]) -> None:
+    """Run the requests of one case and compare bits."""
+    with start_fleet(processes, config(case, model, kind)) as fleet:
+        # A miss alone, then all at once on one rank ("c" hits its prefix, scarce pages preempt), then hits alone.
+        assert run_alone(fleet, "alone", "c", 0) == expected["c"]
+        assert run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0)) == expected
+        assert run_alone(fleet, "again", "d", 0) == expected["d"]
+        if case.ranks > 1:
+            spread = {name: i % case.ranks for i, name in enumerate(requests())}
+            assert run_mixed(fleet, "spread", spread) == expected
+        stats = fleet.call("stats")[0]
+        assert stats["prefix_hit_tokens"] > 0
+        assert (stats["num_preemptions"] > 0) == (case.pages == "scarce"), stats
+        assert stats["num_free"] == stats["num_pages"]
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_mla(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]) -> None:
+    check(case, "mla", processes, checkpoints["mla"], expected["mla"])
+
+
+GQA_CASES = [
+    Case(1, "shm", "min", "slru", 16, "scarce"),
+    Case(1, "shm", "half", "lru", 64, "ample"),
+    Case(2, "shm", "half", "slru", 64, "scarce"),
+    Case(2, "tcp", "min", "lru", 2048, "ample"),
+    Case(4, "tcp", "half", "slru", 16, "ample"),
+    Case(4, "shm", "min", "lru", 64, "scarce"),
+]
+
+
+@pytest.mark.parametrize("case", GQA_CASES, ids=str)
+def test_gqa(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]) -> None:
+    check(case, "gqa", processes, checkpoints["gqa"], expected["gqa"])
