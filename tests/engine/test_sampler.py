@@ -1,0 +1,277 @@
+"""The sampler against naive references written from the definitions: one Python loop per token, float64."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.sampler import sample
+from moeyard_worker.scheduler import Sampled, Sequence
+
+V = 40
+
+
+def sequence(prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **sampling: Any) -> Sequence:
+    """A sequence about to sample its next token."""
+    params = SamplingParams(**{"max_tokens": 1000, **sampling})
+    return Sequence(
+        client=b"a",
+        request_id="r",
+        prompt=prompt,
+        sampling=params,
+        arrived=0.0,
+        hashes=[],
+        key="61:r",
+        output=list(output),
+    )
+
+
+def logits_for(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def one(logits: torch.Tensor, eos: tuple[int, ...] = (), **options: Any) -> Sampled:
+    return sample(logits[None], [sequence(**options)], eos)[0]
+
+
+def naive_probabilities(logits: list[float], p: SamplingParams) -> list[float]:
+    """Temperature, min-p, top-k, top-p by their definitions; ties at a cut go to the lower id."""
+    top = max(logits)
+    weights = [math.exp((x - top) / p.temperature) for x in logits]
+    total = sum(weights)
+    probabilities = [w / total for w in weights]
+    order = sorted(range(len(logits)), key=lambda i: (-probabilities[i], i))
+    order = [i for i in order if probabilities[i] >= p.min_p * max(probabilities)]
+    if p.top_k > 0:
+        order = order[: p.top_k]
+    mass = sum(probabilities[i] for i in order)
+    kept, reached = [], 0.0
+    for i in order:
+        kept.append(i)
+        reached += probabilities[i] / mass
+        if p.top_p < 1 and reached >= p.top_p:
+            break
+    mass = sum(probabilities[i] for i in kept)
+    return [probabilities[i] / mass if i in kept else 0.0 for i in range(len(logits))]
+
+
+def naive_edit(logits: list[float], s: Sequence) -> list[float]:
+    """Bias, then the three penalties, token by token."""
+    p, edited = s.sampling, []
+    for token_id, x in enumerate(logits):
+        x += p.logit_bias.get(token_id, 0.0)
+        if token_id in s.prompt or token_id in s.output:
+            x = x / p.repetition_penalty if x > 0 else x * p.repetition_penalty
+        count = s.output.count(token_id)
+        x -= p.frequency_penalty * count
+        x -= p.presence_penalty * (count > 0)
+        edited.append(x)
+    return edited
+
+
+CUTS = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 3.0},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 1000},
+    {"top_p": 0.7},
+    {"top_p": 1e-9},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 7, "top_p": 0.8},
+    {"top_k": 12, "top_p": 0.95, "min_p": 0.02, "temperature": 1.7},
+]
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_frequencies_are_the_probabilities(cuts: dict[str, Any], seed: int) -> None:
+    """Chi-square over 2000 fixed seeds; d + 4 sqrt(2 d) + 4 is about the 1 - 10^-4 quantile for d in 1..40."""
+    logits = logits_for(seed, V)
+    params = SamplingParams(**{"max_tokens": 1, **cuts})
+    expected = naive_probabilities(logits.double().tolist(), params)
+    n = 2000
+    tokens = [s.token_id for s in sample(logits.expand(n, V), [sequence(seed=i, **cuts) for i in range(n)], ())]
+    counts = np.bincount(tokens, minlength=V)
+    support = [i for i in range(V) if expected[i] > 0]
+    assert all(expected[i] > 0 for i in np.flatnonzero(counts)), "a token outside the support was drawn"
+    # Cells with few expected draws are pooled.
+    cells = [(counts[i], n * expected[i]) for i in support if n * expected[i] >= 8]
+    rest = [(counts[i], n * expected[i]) for i in support if n * expected[i] < 8]
+    if sum(e for _, e in rest) >= 8:
+        cells.append((sum(c for c, _ in rest), sum(e for _, e in rest)))
+    chi2 = sum((c - e) ** 2 / e for c, e in cells)
+    freedom = len(cells) - 1
+    bound = freedom + 4 * math.sqrt(2 * freedom) + 4
+    assert chi2 <= bound
+    if set(cuts) <= {"temperature"}:
+        # The bound would notice a temperature that is half as high again.
+        wrong = naive_probabilities(logits.double().tolist(), SamplingParams(max_tokens=1, **_hotter(cuts)))
+        off = sum((counts[i] - n * wrong[i]) ** 2 / (n * wrong[i]) for i in support if n * wrong[i] >= 8)
+        assert off > bound
+
+
+def _hotter(cuts: dict[str, Any]) -> dict[str, Any]:
+    return {**cuts, "temperature": 1.5 * cuts.get("temperature", 1.0)}
+
+
+@pytest.mark.parametrize("cuts", CUTS[1:], ids=str)
+def test_support_is_the_naive_one(cuts: dict[str, Any], seed: int) -> None:
+    """A flat part of the distribution makes each surviving token frequent, so that each is seen."""
+    logits = torch.linspace(1, 0, V)[torch.randperm(V, generator=torch.Generator().manual_seed(seed))]
+    expected = naive_probabilities(logits.double().tolist(), SamplingParams(max_tokens=1, **cuts))
+    n = 800
+    drawn = {s.token_id for s in sample(logits.expand(n, V), [sequence(seed=i, **cuts) for i in range(n)], ())}
+    assert drawn <= {i for i in range(V) if expected[i] > 0}
+    assert drawn >= {i for i in range(V) if n * expected[i] > 15}
+
+
+def test_ties_at_a_cut_belong_to_the_lowest_ids() -> None:
+    logits = torch.zeros(V)
+    for cuts, kept in (({"top_k": 3}, 3), ({"top_p": 0.1}, 4), ({"top_k": 8, "top_p": 0.5}, 4)):
+        drawn = {one(logits, seed=i, **cuts).token_id for i in range(200)}
+        assert drawn == set(range(kept)), cuts
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    logits = torch.zeros(V)
+    logits[[30, 7, 21]] = 5.0
+    for options in ({}, {"logit_bias": {39: -1.0}}, {"min_tokens": 1}, {"presence_penalty": 0.5}):
+        assert one(logits, temperature=0.0, **options).token_id == 7
+    # Edits are made in float64: in float32 this bias would round away.
+    assert one(logits, temperature=0.0, logit_bias={21: 1e-9}).token_id == 21
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-300, 5e-324])
+def test_a_tiny_temperature_is_greedy(temperature: float, seed: int) -> None:
+    logits = logits_for(seed, V)
+    assert one(logits, temperature=temperature).token_id == int(logits.argmax())
+    assert one(logits, temperature=temperature, top_p=0.5, min_p=0.1).token_id == int(logits.argmax())
+
+
+PENALTIES = [
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.5},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.7},
+    {"frequency_penalty": -0.7},
+    {"logit_bias": {4: 3.0, 9: -100.0, 0: 100.0}},
+    {"logit_bias": {3: -50.0}, "repetition_penalty": 1.3, "presence_penalty": -0.4, "frequency_penalty": 0.9},
+]
+
+
+@pytest.mark.parametrize("edits", PENALTIES, ids=str)
+def test_penalties_are_the_naive_ones(edits: dict[str, Any], seed: int) -> None:
+    """Greedy choices over many rows, and sampling equal to that of the edited logits without edits."""
+    rng = np.random.default_rng(seed)
+    changed = 0
+    for row in logits_for(seed, 200, V):
+        prompt, output = (tuple(rng.integers(0, V, size=n).tolist()) for n in (6, 25))
+        s = sequence(prompt, output, temperature=0.0, **edits)
+        edited = naive_edit(row.double().tolist(), s)
+        (chosen,) = sample(row[None], [s], ())
+        assert edited[chosen.token_id] >= max(edited) - 1e-12
+        changed += chosen.token_id != int(row.argmax())
+    assert changed > 5, "the rows are too easy to notice the edits"
+
+
+def test_penalties_weigh_the_prompt_only_where_they_should() -> None:
+    logits = torch.full((V,), -10.0)
+    logits[5], logits[6] = 2.0, 1.5
+    for penalty in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}):
+        assert one(logits, prompt=(5,), temperature=0.0, **penalty).token_id == 5
+        assert one(logits, prompt=(1,), output=(5,), temperature=0.0, **penalty).token_id == 6
+    assert one(logits, prompt=(5,), temperature=0.0, repetition_penalty=2.0).token_id == 6
+    assert one(logits, prompt=(1,), output=(5,), temperature=0.0, repetition_penalty=2.0).token_id == 6
+
+
+def test_penalties_act_on_sampling_too(seed: int) -> None:
+    logits = logits_for(seed, V)
+    edits = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {8: 1.0}}
+    prompt, output = (1, 2, 3), (4, 4, 5)
+    edited = torch.tensor(naive_edit(logits.double().tolist(), sequence(prompt, output, **edits)))
+    tokens = [one(logits, prompt=prompt, output=output, seed=i, **edits).token_id for i in range(300)]
+    assert tokens == [one(edited, prompt=prompt, output=output, seed=i).token_id for i in range(300)]
+    assert tokens != [one(logits, prompt=prompt, output=output, seed=i).token_id for i in range(300)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_holds_back_every_stop(temperature: float) -> None:
+    logits = torch.zeros(V)
+    logits[[2, 3]] = 50.0
+    options: dict[str, Any] = {"temperature": temperature, "min_tokens": 2, "stop_token_ids": (3, 1000)}
+    for output in ((), (5,)):
+        for seed in range(20):
+            assert one(logits, eos=(2,), output=output, seed=seed, **options).token_id not in (2, 3)
+    assert one(logits, eos=(2,), output=(5, 5), **options).token_id in (2, 3)
+    # With ignore_eos an end-of-sequence token is an ordinary one.
+    assert one(logits, eos=(2,), output=(5,), ignore_eos=True, **options).token_id == 2
+
+
+def test_logprobs_are_those_of_the_unmodified_logits(seed: int) -> None:
+    logits = logits_for(seed, 30, V)
+    logits[3, [4, 9, 17]] = 12.0
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    edits = {"temperature": 0.7, "top_k": 9, "presence_penalty": 1.0, "logit_bias": {5: 4.0}}
+    out = sample(logits, [sequence(seed=i, logprobs=5, **edits) for i in range(30)], ())
+    for row, exact, sampled in zip(logits, expected, out, strict=True):
+        got = sampled.logprob
+        assert got is not None
+        assert got.logprob == pytest.approx(float(exact[sampled.token_id]), abs=1e-6)
+        assert got.rank == 1 + int((row > row[sampled.token_id]).sum())
+        order = sorted(range(V), key=lambda i: (-float(row[i]), i))[:5]
+        assert [i for i, _ in got.top] == order
+        assert [x for _, x in got.top] == pytest.approx([float(exact[i]) for i in order], abs=1e-6)
+    assert out[3].logprob is not None
+    assert [i for i, _ in out[3].logprob.top][:3] == [4, 9, 17]
+
+
+def test_number_of_logprobs(seed: int) -> None:
+    logits = logits_for(seed, V)
+    assert one(logits).logprob is None
+    for asked, given in ((0, 0), (1, 1), (V, V), (V + 5, V)):
+        logprob = one(logits, logprobs=asked).logprob
+        assert logprob is not None
+        assert len(logprob.top) == given
+
+
+def test_a_row_is_the_same_alone_and_in_any_batch(seed: int) -> None:
+    """Token ids and log-probability bits, for rows of every kind, in two orders and with padding rows behind."""
+    kinds: list[dict[str, Any]] = [*CUTS, *PENALTIES, {"temperature": 0.0}, {"temperature": 0.0, "min_tokens": 9}]
+    logits = logits_for(seed, len(kinds) + 5, 257)
+    rows = [sequence((1, 2), (3, 4, 4), seed=i, logprobs=3, **kind) for i, kind in enumerate(kinds)]
+    alone = [sample(logits[i][None].clone(), [row], (7,))[0] for i, row in enumerate(rows)]
+    assert sample(logits, rows, (7,)) == alone
+    flipped = logits[: len(rows)].flip(0).contiguous()
+    assert sample(flipped, rows[::-1], (7,))[::-1] == alone
+    assert len({s.token_id for s in alone}) > 3
+
+
+def test_the_draw_depends_on_seed_and_position_alone(seed: int) -> None:
+    logits = logits_for(seed, V)
+    # The same position reached as prompt or as output: as after a failover that sends the outputs as a prompt.
+    for i in range(50):
+        draws = {
+            one(logits, prompt=(1, 2, 3, 4, 5), seed=i).token_id,
+            one(logits, prompt=(1, 2), output=(3, 4, 5), seed=i).token_id,
+            one(logits, prompt=(9, 9, 9), output=(9, 9), seed=i).token_id,
+        }
+        assert len(draws) == 1
+    by_seed = [one(logits, seed=i).token_id for i in range(50)]
+    by_position = [one(logits, prompt=(1,) * (i + 1)).token_id for i in range(50)]
+    assert len(set(by_seed)) > 3
+    assert len(set(by_position)) > 3
+
+
+def test_sampling_leaves_the_logits_alone(seed: int) -> None:
+    logits = logits_for(seed, 1, V)
+    before = logits.clone()
+    sample(logits, [sequence(output=(1,), min_tokens=5, stop_token_ids=(4,), **PENALTIES[-1], logprobs=2)], (3,))
+    assert torch.equal(logits, before)
+
+
+def test_no_rows() -> None:
+    assert sample(torch.empty(16, V), [], ()) == []
