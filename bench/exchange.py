@@ -1,0 +1,145 @@
+"""Time of one MoE layer's exchange: dispatch + combine between processes of this host.
+
+    python bench/exchange.py --ranks 2 --tokens 8 --hidden 512
+
+Every rank sends `--tokens` rows with random top-k routing; the experts only copy rows. Times are rank 0's, in
+microseconds; "both" is dispatch + combine of the same layer. The chain keeps the ranks in step, so a rank's time
+includes waiting for its peers.
+"""
+
+import argparse
+import json
+import multiprocessing
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+from moeyard_worker.exchange.factory import build_exchange, build_mesh
+from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.experts.placement import partition
+
+WARM_UP_LAYERS = 50
+LAYERS_PER_STEP = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One line of the table."""
+
+    kind: str
+    ranks: int
+    tokens: int
+    hidden: int
+    dtype: str
+    experts: int
+    top_k: int
+    layers: int
+
+    @property
+    def shape(self) -> ExchangeShape:
+        """What the exchange is sized for."""
+        return ExchangeShape(
+            num_experts=self.experts,
+            top_k=self.top_k,
+            hidden=self.hidden,
+            dtype=getattr(torch, self.dtype),
+            max_tokens=max(1, self.tokens),
+        )
+
+
+def run_rank(case: Case, rank: int, pipe: Connection) -> None:
+    """One process: rendezvous through `pipe`, then send back (dispatch, combine) seconds of every measured layer."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(rank)
+    mesh = build_mesh(case.kind, shape=case.shape, rank=rank, world_size=case.ranks, deadline=60)
+    pipe.send(mesh.endpoint())
+    mesh.connect(pipe.recv())
+    placement = partition(case.experts, case.ranks)
+    exchange = build_exchange(case.kind, mesh=mesh, shape=case.shape, placement=placement)
+    x = torch.randn(case.tokens, case.hidden, generator=generator).to(case.shape.dtype)
+    routes = [_random_routes(case, generator) for _ in range(16)]
+    for number in range(WARM_UP_LAYERS + case.layers):
+        step, layer = divmod(number, LAYERS_PER_STEP)
+        if layer == 0:
+            exchange.begin_step(step)
+        if number == WARM_UP_LAYERS:
+            exchange.stats.seconds = {"dispatch": [], "combine": []}
+        received = exchange.dispatch(x, routes[number % len(routes)], layer=layer, num_prefill_tokens=0)
+        outputs = received.rows.index_select(0, received.row_of_pair)
+        exchange.combine(outputs, received.handle)
+    pipe.send(exchange.stats.seconds)
+    exchange.close()
+
+
+def _random_routes(case: Case, generator: torch.Generator) -> torch.Tensor:
+    scores = torch.rand(case.tokens, case.experts, generator=generator)
+    return scores.topk(case.top_k, dim=1).indices
+
+
+def measure(case: Case) -> dict[str, float]:
+    """Run one case and return rank 0's median and 99th percentile of each phase, in microseconds."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(case.ranks):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=run_rank, args=(case, rank, theirs)))
+        pipes.append(ours)
+        processes[-1].start()
+        theirs.close()
+    endpoints = [pipe.recv() for pipe in pipes]
+    for pipe in pipes:
+        pipe.send(endpoints)
+    seconds, *_ = [pipe.recv() for pipe in pipes]
+    for process in processes:
+        process.join()
+    dispatch, combine = np.array(seconds["dispatch"]) * 1e6, np.array(seconds["combine"]) * 1e6
+    figures = {}
+    for name, values in (("dispatch", dispatch), ("combine", combine), ("both", dispatch + combine)):
+        figures[f"{name}_median_us"] = round(float(np.median(values)), 1)
+        figures[f"{name}_p99_us"] = round(float(np.percentile(values, 99)), 1)
+    return figures
+
+
+def main() -> None:
+    """Measure every combination of the given options and print a table, or JSON lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", default=["zmq", "zmq-tcp"], help="local, zmq, zmq-tcp")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[8], help="tokens per rank")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--top-k", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2000, help="measured layers per case")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
+    args = parser.parse_args()
+    if not args.json:
+        print("us, median / p99       tokens    dtype           dispatch            combine               both")
+    for kind in args.kinds:
+        for ranks in args.ranks:
+            for tokens in args.tokens:
+                for dtype in args.dtypes:
+                    case = Case(
+                        kind=kind,
+                        ranks=ranks,
+                        tokens=tokens,
+                        hidden=args.hidden,
+                        dtype=dtype,
+                        experts=args.experts,
+                        top_k=args.top_k,
+                        layers=args.layers,
+                    )
+                    figures = measure(case)
+                    if args.json:
+                        print(json.dumps(asdict(case) | figures), flush=True)
+                        continue
+                    columns = (
+                        f"{figures[f'{name}_median_us']:9.1f} /{figures[f'{name}_p99_us']:8.1f}"
+                        for name in ("dispatch", "combine", "both")
+                    )
+                    print(f"{kind:8} {ranks:2} ranks {tokens:13} {dtype:>8} {' '.join(columns)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Choosing and building the exchange of a fleet, in the two phases that a rendezvous needs."""
+
+from typing import Literal
+
+from moeyard_worker.exchange.base import Exchange
+from moeyard_worker.exchange.local import LocalExchange
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.exchange.zmq_exchange import ZmqExchange
+
+ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp"]
+EXCHANGE_KINDS: tuple[ExchangeKind, ...] = ("auto", "local", "zmq", "zmq-tcp")
+
+
+def resolve_kind(kind: str, world_size: int) -> ExchangeKind:
+    """What "auto" stands for: "local" for one rank, otherwise "zmq" (shared memory within a host, TCP between hosts).
+
+    Raises ValueError for an unknown kind, or for "local" with more than one rank.
+    """
+    if kind not in EXCHANGE_KINDS:
+        raise ValueError(f"unknown exchange {kind!r}, known: {', '.join(EXCHANGE_KINDS)}")
+    if kind == "local" and world_size > 1:
+        raise ValueError(f"the local exchange serves one rank, not {world_size}")
+    if kind == "auto":
+        return "local" if world_size == 1 else "zmq"
+    return kind
+
+
+def build_mesh(
+    kind: str,
+    *,
+    shape: ExchangeShape,
+    rank: int,
+    world_size: int,
+    epoch: int = 0,
+    host: str = "127.0.0.1",
+    deadline: float = 5.0,
+    runtime_dir: str | None = None,
+    host_id: str | None = None,
+) -> Mesh:
+    """First phase, on every rank: bind. Publish `mesh.endpoint()`, then call `mesh.connect` with all endpoints."""
+    kind = resolve_kind(kind, world_size)
+    return Mesh(
+        rank=rank,
+        world_size=world_size,
+        epoch=epoch,
+        host=host,
+        deadline=deadline,
+        transport="tcp" if kind == "zmq-tcp" else "shm",
+        runtime_dir=runtime_dir,
+        slab_bytes=0 if kind == "local" else shape.slab_bytes,
+        fingerprint=shape.fingerprint,
+        host_id=host_id,
+    )
+
+
+def build_exchange(kind: str, *, mesh: Mesh, shape: ExchangeShape, placement: tuple[range, ...]) -> Exchange:
+    """Second phase: the exchange over a connected mesh (of one rank: the local exchange, unless zmq is asked for)."""
+    if resolve_kind(kind, mesh.world_size) == "local":
+        return LocalExchange(num_experts=shape.num_experts)
+    return ZmqExchange(mesh, shape=shape, placement=placement)

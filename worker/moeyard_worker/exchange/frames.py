@@ -1,0 +1,171 @@
+"""What travels between ranks: tags, plan frames, poison frames and hellos. Pure: stdlib + msgpack.
+
+Every frame starts with a tag of TAG_BYTES bytes (little endian: magic, version, phase, source, layer, epoch, step), so
+that a receiver compares one slice with the bytes it expects, and decodes only to explain a mismatch. Decoding is
+strict: whatever is not exactly a frame of this version raises `FrameError`.
+"""
+
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from struct import Struct
+from struct import error as StructError
+
+import msgpack
+
+MAGIC = b"mY"
+VERSION = 1
+NO_LAYER = 0xFFFF
+MAX_REASON_BYTES = 2000
+
+_TAG = Struct("<2sBBHHIQ")
+_PLAN = Struct("<I")
+TAG_BYTES = _TAG.size
+
+
+class FrameError(ValueError):
+    """Bytes that are not a frame of this version; says why."""
+
+
+class Phase(IntEnum):
+    """What a frame is for. The order is the order of a rank's life and of a step."""
+
+    HELLO = 1
+    PLAN = 2
+    DISPATCH = 3
+    COMBINE = 4
+    POISON = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tag:
+    """Who sent a frame and which one it is. `layer` is None outside dispatch and combine."""
+
+    epoch: int
+    step: int
+    layer: int | None
+    phase: Phase
+    source: int
+
+    def __str__(self) -> str:
+        """E.g. "dispatch of rank 3, epoch 1, step 812, layer 17"."""
+        layer = "" if self.layer is None else f", layer {self.layer}"
+        return f"{self.phase.name.lower()} of rank {self.source}, epoch {self.epoch}, step {self.step}{layer}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A rank's part in lockstep step `step`: it takes part with `num_tokens` rows (0 for an idle rank)."""
+
+    epoch: int
+    step: int
+    source: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """First frame on a connection. `token` is the receiver's secret: the sender was given its endpoint."""
+
+    rank: int
+    world_size: int
+    epoch: int
+    token: str
+
+
+def pack_tag(epoch: int, step: int, layer: int, phase: int, source: int) -> bytes:
+    """The TAG_BYTES bytes of a tag (`layer` NO_LAYER for none). Positional: it is on the path of every frame."""
+    return _TAG.pack(MAGIC, VERSION, phase, source, layer, epoch, step)
+
+
+def encode_tag(tag: Tag) -> bytes:
+    """The bytes of `tag`; raises `FrameError` on a field out of range."""
+    if tag.layer == NO_LAYER:
+        raise FrameError(f"layer {tag.layer} stands for no layer")
+    try:
+        return pack_tag(tag.epoch, tag.step, NO_LAYER if tag.layer is None else tag.layer, tag.phase, tag.source)
+    except StructError as error:
+        raise FrameError(f"{tag}: {error}") from error
+
+
+def decode_tag(frame: bytes) -> Tag:
+    """The tag at the start of `frame`; raises `FrameError`."""
+    if len(frame) < TAG_BYTES:
+        raise FrameError(f"a frame of {len(frame)} bytes, a tag has {TAG_BYTES}")
+    magic, version, phase, source, layer, epoch, step = _TAG.unpack_from(frame)
+    if magic != MAGIC:
+        raise FrameError(f"a frame starts with {MAGIC!r}, got {magic!r}")
+    if version != VERSION:
+        raise FrameError(f"frame version {version}, this side speaks {VERSION}")
+    try:
+        phase = Phase(phase)
+    except ValueError as error:
+        raise FrameError(str(error)) from error
+    if (layer != NO_LAYER) != (phase in (Phase.DISPATCH, Phase.COMBINE)):
+        raise FrameError(f"layer {layer} in a {phase.name.lower()} frame")
+    return Tag(epoch=epoch, step=step, layer=None if layer == NO_LAYER else layer, phase=phase, source=source)
+
+
+def encode_plan(plan: Plan) -> bytes:
+    """One frame; raises `FrameError` on a field out of range."""
+    tag = encode_tag(Tag(epoch=plan.epoch, step=plan.step, layer=None, phase=Phase.PLAN, source=plan.source))
+    if not 0 <= plan.num_tokens < 2**32:
+        raise FrameError(f"{plan.num_tokens} tokens in a plan")
+    return tag + _PLAN.pack(plan.num_tokens)
+
+
+def decode_plan(frame: bytes) -> Plan:
+    """Parse a plan frame; raises `FrameError`."""
+    tag = decode_tag(frame)
+    if tag.phase is not Phase.PLAN:
+        raise FrameError(f"expected a plan, got {tag}")
+    if len(frame) != TAG_BYTES + _PLAN.size:
+        raise FrameError(f"a plan frame has {TAG_BYTES + _PLAN.size} bytes, got {len(frame)}")
+    (num_tokens,) = _PLAN.unpack_from(frame, TAG_BYTES)
+    return Plan(epoch=tag.epoch, step=tag.step, source=tag.source, num_tokens=num_tokens)
+
+
+def encode_poison(tag: Tag, reason: str) -> bytes:
+    """The frame that tells a peer why the step is lost; a long reason is cut at MAX_REASON_BYTES bytes."""
+    body = reason.encode("utf-8", "replace")[:MAX_REASON_BYTES].decode("utf-8", "ignore").encode()
+    return encode_tag(tag) + body
+
+
+def decode_poison(frame: bytes) -> tuple[Tag, str]:
+    """The tag and the reason of a poison frame; raises `FrameError`."""
+    tag = decode_tag(frame)
+    if tag.phase is not Phase.POISON:
+        raise FrameError(f"expected a poison frame, got {tag}")
+    body = frame[TAG_BYTES:]
+    if len(body) > MAX_REASON_BYTES:
+        raise FrameError(f"a poison reason of {len(body)} bytes, at most {MAX_REASON_BYTES}")
+    try:
+        return tag, bytes(body).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FrameError(f"poison reason: {error}") from error
+
+
+def encode_hello(hello: Hello) -> bytes:
+    """One frame."""
+    tag = encode_tag(Tag(epoch=hello.epoch, step=0, layer=None, phase=Phase.HELLO, source=hello.rank))
+    body: bytes = msgpack.packb(asdict(hello))
+    return tag + body
+
+
+def decode_hello(frame: bytes) -> Hello:
+    """Parse a hello; raises `FrameError` on anything but exactly its four fields."""
+    tag = decode_tag(frame)
+    if tag.phase is not Phase.HELLO:
+        raise FrameError(f"expected a hello, got {tag}")
+    try:
+        body = msgpack.unpackb(frame[TAG_BYTES:], raw=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise FrameError(f"hello: not msgpack: {error}") from error
+    kinds = {"rank": int, "world_size": int, "epoch": int, "token": str}
+    if not isinstance(body, dict) or body.keys() != kinds.keys():
+        raise FrameError(f"hello: expected the fields {', '.join(kinds)}, got {body!r:.80}")
+    for name, kind in kinds.items():
+        if type(body[name]) is not kind:
+            raise FrameError(f"hello.{name}: expected {kind.__name__}, got {body[name]!r:.80}")
+    if (body["rank"], body["epoch"]) != (tag.source, tag.epoch):
+        raise FrameError(f"hello: rank {body['rank']}, epoch {body['epoch']} in a {tag}")
+    return Hello(**body)

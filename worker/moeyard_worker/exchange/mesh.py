@@ -1,0 +1,327 @@
+"""The control mesh: strict frames between all pairs of ranks, and a name for every failure.
+
+One thread owns a mesh. A rank that finds a failure tells its peers before it raises, so that all ranks fail at once and
+with the same root cause; after that every call raises the first reason again.
+"""
+
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from time import perf_counter
+from typing import Literal, NoReturn
+
+import zmq
+
+from moeyard_worker.exchange.base import ExchangeError
+from moeyard_worker.exchange.frames import (
+    NO_LAYER,
+    TAG_BYTES,
+    FrameError,
+    Hello,
+    Phase,
+    Tag,
+    decode_hello,
+    decode_poison,
+    decode_tag,
+    encode_hello,
+    encode_poison,
+    pack_tag,
+)
+from moeyard_worker.exchange.rendezvous import MeshEndpoint, check_endpoints, check_host, host_identity
+from moeyard_worker.exchange.slab import SharedFile
+from moeyard_worker.exchange.wires import Frame, Wires
+
+Transport = Literal["shm", "tcp"]
+
+# Room for a frame's tag and counts beside the largest payload, which is smaller than a slab.
+FRAME_SLACK_BYTES = 1 << 16
+# While a hello waits for its connection there is no event to wait for (IMMEDIATE), hence short waits, at start only.
+CONNECT_SLICE_S = 0.005
+
+
+class Mesh:
+    """This rank's connections to its peers. Life: construct (binds), publish `endpoint()`, `connect`, use, `close`.
+
+    `deadline` (seconds) bounds every wait for a peer. `transport` "shm" uses unix sockets and shared memory with peers
+    of the same host and TCP with others; "tcp" uses TCP with all. `slab_bytes` is the size of the memory each rank
+    shares, `fingerprint` whatever else must be equal on all ranks. Unix sockets live in `runtime_dir` (a fresh private
+    folder by default) until `connect` returns. `host_id` overrides what tells hosts apart. A mesh of one rank opens
+    nothing.
+
+    step: the lockstep step in progress, set by the owner, part of every tag.
+    failure: the reason this mesh is poisoned, or None.
+    peer_slabs: the mapped memory of each peer of this host; own_slab: this rank's, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        epoch: int = 0,
+        host: str = "127.0.0.1",
+        deadline: float = 5.0,
+        transport: Transport = "shm",
+        runtime_dir: str | None = None,
+        slab_bytes: int = 0,
+        fingerprint: str = "",
+        host_id: str | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of {world_size}")
+        if deadline <= 0:
+            raise ValueError(f"the step deadline must be positive, got {deadline}")
+        if transport not in ("shm", "tcp"):
+            raise ValueError(f"transport must be shm or tcp, got {transport!r}")
+        check_host(host)
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = epoch
+        self.deadline = deadline
+        self.slab_bytes = slab_bytes
+        self.step = 0
+        self.failure: str | None = None
+        self.peer_slabs: dict[int, SharedFile] = {}
+        self.own_slab: SharedFile | None = None
+        self._own_directory: str | None = None
+        self._wires: Wires | None = None
+        shared = self._shared = transport == "shm" and world_size > 1
+        if shared and runtime_dir is None:
+            runtime_dir = self._own_directory = tempfile.mkdtemp(prefix="moeyard-")
+        try:
+            if shared and slab_bytes:
+                self.own_slab = SharedFile.create(slab_bytes)
+            if world_size > 1:
+                self._wires = Wires(
+                    rank=rank,
+                    world_size=world_size,
+                    host=host,
+                    ipc_directory=runtime_dir if shared else None,
+                    # Only names a dead link of an idle fleet; a step in progress has its deadline.
+                    heartbeat_timeout=2 * deadline,
+                    max_frame_bytes=slab_bytes + FRAME_SLACK_BYTES,
+                )
+        except BaseException:
+            self.close()
+            raise
+        self.peers: tuple[int, ...] = self._wires.peers if self._wires else ()
+        self._endpoint = MeshEndpoint(
+            rank=rank,
+            world_size=world_size,
+            epoch=epoch,
+            host_id=host_id or host_identity(),
+            fingerprint=f"{transport} {fingerprint}".strip(),
+            token=secrets.token_hex(16),
+            tcp=tuple(self._wires.tcp) if self._wires else ("",),
+            ipc=tuple(self._wires.ipc) if self._wires else ("",),
+            slab_path=self.own_slab.path if self.own_slab else "",
+            slab_bytes=slab_bytes,
+        )
+
+    def endpoint(self) -> MeshEndpoint:
+        """What the peers need for `connect`."""
+        return self._endpoint
+
+    def connect(self, endpoints: Sequence[MeshEndpoint], timeout: float = 20.0) -> None:
+        """Connect to every peer, map its memory, exchange hellos; all `endpoints`, own one included, in rank order.
+
+        Returns when every peer answered; by then no file of this mesh has a name any more. Raises ExchangeError naming
+        the ranks that did not answer within `timeout` seconds, or the one that disagrees.
+        """
+        limit = perf_counter() + timeout
+        check_endpoints(endpoints, self._endpoint)
+        if self._wires is None:
+            return
+        for peer in self.peers:
+            self._connect_peer(self._wires, endpoints[peer])
+        unsent, unheard = set(self.peers), set(self.peers)
+        while unsent or unheard:
+            unsent -= {peer for peer in unsent if self._send_hello(self._wires, endpoints[peer])}
+            remaining = limit - perf_counter()
+            self._wires.poll(min(remaining, CONNECT_SLICE_S) if unsent else remaining)
+            for peer in sorted(unheard):
+                if self._wires.inbox[peer]:
+                    self._check_hello(peer, self._wires.inbox[peer].popleft())
+                    unheard.discard(peer)
+                elif peer in self._wires.lost:
+                    self._raise(f"rank {peer} {self._wires.lost[peer]} while connecting")
+            if remaining <= 0 and (unsent or unheard):
+                self._raise(f"{_ranks(unsent | unheard)} did not answer within {timeout:.1f} s of connecting")
+        self._remove_names()
+
+    def send(self, peer: int, frame: Frame) -> None:
+        """Queue one small frame (copied)."""
+        if not self._open_wires().send(peer, frame):
+            self._raise_undeliverable(peer, frame)
+
+    def send_in_place(self, peer: int, frame: memoryview) -> zmq.MessageTracker:
+        """Queue one large frame without copying it: rewrite `frame` only when the tracker is done."""
+        tracker = self._open_wires().send_in_place(peer, frame)
+        if tracker is None:
+            self._raise_undeliverable(peer, frame)
+        return tracker
+
+    def recv_all(self, phase: Phase, *, layer: int | None, since: float) -> list[Frame]:
+        """One frame of every peer, by rank (b"" for this rank), each carrying exactly the tag of the current step.
+
+        `since` (perf_counter seconds) is when the wait for them began. Raises ExchangeError naming a peer that is lost,
+        silent beyond the deadline, or sent anything else.
+        """
+        frames: list[Frame] = [b""] * self.world_size
+        number = NO_LAYER if layer is None else layer
+        for peer in self.peers:
+            frame = self._open_wires().recv(peer)
+            if frame is None:
+                frame = self._wait(peer, phase=phase, layer=layer, since=since)
+            if frame[:TAG_BYTES] != pack_tag(self.epoch, self.step, number, phase, peer):
+                self._raise_unexpected(peer, frame, self._tag(phase, layer, peer))
+            frames[peer] = frame
+        return frames
+
+    def arrived(self) -> dict[int, Frame]:
+        """The oldest frame of every peer that has one, left unread. Never blocks; raises as `check_peers`."""
+        self.check_peers()
+        return {peer: inbox[0] for peer, inbox in self._wires.inbox.items() if inbox} if self._wires else {}
+
+    def poll_sockets(self) -> list["zmq.Socket[bytes]"]:
+        """What an idle engine polls for input beside its own sockets; on any event it calls `check_peers` (or
+        `Lockstep.peer_started`, which does), so that the event is read.
+        """
+        return self._wires.sockets() if self._wires else []
+
+    def check_peers(self) -> None:
+        """Raise ExchangeError when a peer is gone or told of a failure. Never blocks. For use between steps."""
+        if self.failure is not None:
+            raise ExchangeError(self.failure)
+        if self._wires is None:
+            return
+        self._wires.drain()
+        self._raise_if_told(self._wires)
+        for peer in sorted(self._wires.lost):
+            self._raise(f"rank {peer} {self._wires.lost[peer]} after step {self.step}")
+
+    def fail(self, reason: str) -> None:
+        """Poison: tell every peer why, and refuse all further work. The first reason stays."""
+        if self.failure is None:
+            self.failure = reason
+            if self._wires is not None:
+                frame = encode_poison(self._tag(Phase.POISON, None, self.rank), reason)
+                for peer in self.peers:
+                    self._wires.send(peer, frame)
+
+    def close(self) -> None:
+        """Close the sockets, drop the shared memory (it lives on under views still held). Safe to call twice."""
+        self.failure = self.failure or f"rank {self.rank} has closed its mesh"
+        if self._wires is not None:
+            self._wires.close()
+            self._wires = None
+        self._remove_names()
+        self.own_slab = None
+        self.peer_slabs = {}
+
+    def _connect_peer(self, wires: Wires, peer: MeshEndpoint) -> None:
+        here = self._shared and peer.host_id == self._endpoint.host_id
+        if peer.rank < self.rank:
+            wires.connect(peer.rank, peer.ipc[self.rank] if here else peer.tcp[self.rank])
+        elif self._shared:
+            wires.unbind(self._endpoint.tcp[peer.rank] if here else self._endpoint.ipc[peer.rank])
+        if here and peer.slab_path:
+            self.peer_slabs[peer.rank] = SharedFile.open(peer.slab_path, peer.slab_bytes)
+        if not here:
+            wires.read_in_place(peer.rank)
+
+    def _send_hello(self, wires: Wires, peer: MeshEndpoint) -> bool:
+        hello = Hello(rank=self.rank, world_size=self.world_size, epoch=self.epoch, token=peer.token)
+        return wires.send(peer.rank, encode_hello(hello))
+
+    def _check_hello(self, peer: int, frame: Frame) -> None:
+        if len(frame) > 3 and frame[3] == Phase.POISON:
+            self._raise_unexpected(peer, frame, self._tag(Phase.HELLO, None, peer))
+        try:
+            hello = decode_hello(bytes(frame))
+        except FrameError as error:
+            self._raise(f"rank {peer} sent no hello: {error}")
+        expected = Hello(rank=peer, world_size=self.world_size, epoch=self.epoch, token=self._endpoint.token)
+        if hello != expected:
+            # The token is a secret, so the message leaves it out.
+            theirs = f"rank {hello.rank} of {hello.world_size}, epoch {hello.epoch}"
+            self._raise(f"what connected as rank {peer} of {self.world_size}, epoch {self.epoch}, is {theirs}")
+
+    def _wait(self, peer: int, *, phase: Phase, layer: int | None, since: float) -> Frame:
+        """Wait on everything until `peer`, whose frame is due, has one."""
+        wires = self._open_wires()
+        limit = since + self.deadline
+        while True:
+            late = perf_counter() >= limit
+            wires.poll(0 if late else limit - perf_counter())
+            if wires.inbox[peer]:
+                return wires.inbox[peer].popleft()
+            self._raise_if_told(wires)
+            due = [other for other in self.peers if other >= peer and not wires.inbox[other]]
+            where = _where(self.step, layer, phase)
+            for other in due:
+                if other in wires.lost:
+                    self._raise(f"rank {other} {wires.lost[other]} at {where}")
+            if late:
+                self._raise(f"{_ranks(due)} silent at {where} ({self.deadline:.1f} s)")
+
+    def _open_wires(self) -> Wires:
+        if self.failure is not None:
+            raise ExchangeError(self.failure)
+        assert self._wires is not None, "a mesh of one rank has nobody to talk to"
+        return self._wires
+
+    def _tag(self, phase: Phase, layer: int | None, source: int) -> Tag:
+        return Tag(epoch=self.epoch, step=self.step, layer=layer, phase=phase, source=source)
+
+    def _raise(self, reason: str) -> NoReturn:
+        self.fail(reason)
+        raise ExchangeError(self.failure)
+
+    def _raise_if_told(self, wires: Wires) -> None:
+        for peer, inbox in wires.inbox.items():
+            for frame in inbox:
+                if len(frame) > 3 and frame[3] == Phase.POISON:
+                    self._raise_unexpected(peer, frame, self._tag(Phase.POISON, None, peer))
+
+    def _raise_unexpected(self, peer: int, frame: Frame, expected: Tag) -> NoReturn:
+        """Take over the reason of a poison frame; call any other frame by its name."""
+        try:
+            tag = decode_tag(bytes(frame[:TAG_BYTES]))
+            if tag.phase is Phase.POISON and (tag.source, tag.epoch) == (peer, self.epoch):
+                _, reason = decode_poison(bytes(frame))
+                # The teller told everybody: repeating it would only cross with the same news.
+                self.failure = reason
+                raise ExchangeError(f"{reason} (told by rank {peer})")
+            found = str(tag)
+        except FrameError as error:
+            found = f"no frame: {error}"
+        self._raise(f"rank {peer} sent the wrong frame: expected {expected}, got {found}")
+
+    def _raise_undeliverable(self, peer: int, frame: Frame) -> NoReturn:
+        assert self._wires is not None
+        self._wires.drain()
+        self._raise_if_told(self._wires)
+        tag = decode_tag(bytes(frame[:TAG_BYTES]))
+        end = self._wires.lost.get(peer, "takes no frames")
+        self._raise(f"rank {peer} {end} at {_where(tag.step, tag.layer, tag.phase)}")
+
+    def _remove_names(self) -> None:
+        if self._wires is not None:
+            self._wires.unlink()
+        if self.own_slab is not None:
+            self.own_slab.unlink()
+        if self._own_directory is not None:
+            shutil.rmtree(self._own_directory, ignore_errors=True)
+            self._own_directory = None
+
+
+def _where(step: int, layer: int | None, phase: Phase) -> str:
+    return f"step {step}{'' if layer is None else f', layer {layer}'}, {phase.name.lower()}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """ "rank 3", or "ranks 1, 3"."""
+    names = [str(rank) for rank in sorted(ranks)]
+    return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(names)}"

@@ -1,0 +1,57 @@
+"""How ranks find each other: what a rank publishes about itself and what must agree before any of it is used."""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeyard_worker.exchange.base import ExchangeError
+from moeyard_worker.exchange.slab import SHARED_DIRECTORY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshEndpoint:
+    """What a rank's peers must know to reach it. Plain values only: it may be pickled, or sent as a msgpack map.
+
+    `tcp[j]` and `ipc[j]` are the addresses bound for rank j ("" where j does not connect: the higher rank of a pair
+    connects to the lower). `slab_path` is "" when the rank shares no memory. `token` proves possession of this object.
+    """
+
+    rank: int
+    world_size: int
+    epoch: int
+    host_id: str
+    fingerprint: str
+    token: str
+    tcp: tuple[str, ...]
+    ipc: tuple[str, ...]
+    slab_path: str
+    slab_bytes: int
+
+
+def host_identity() -> str:
+    """Equal for two processes exactly when they can share memory: same boot, same hostname, same /dev/shm mount."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{socket.gethostname()}:{os.stat(SHARED_DIRECTORY).st_dev}"
+
+
+def check_endpoints(endpoints: Sequence[MeshEndpoint], own: MeshEndpoint) -> None:
+    """Raise ExchangeError when `endpoints` is not this fleet in rank order, naming the first rank that disagrees."""
+    if len(endpoints) != own.world_size:
+        raise ExchangeError(f"{len(endpoints)} endpoints for {own.world_size} ranks")
+    for rank, endpoint in enumerate(endpoints):
+        if endpoint.rank != rank:
+            raise ExchangeError(f"endpoint {rank} is of rank {endpoint.rank}: give them in rank order")
+        for name in ("world_size", "epoch", "fingerprint", "slab_bytes"):
+            theirs, ours = getattr(endpoint, name), getattr(own, name)
+            if theirs != ours:
+                raise ExchangeError(f"rank {rank} has {name} {theirs!r}, rank {own.rank} has {ours!r}")
+    if endpoints[own.rank] != own:
+        raise ExchangeError(f"endpoint {own.rank} is not the one rank {own.rank} published")
+
+
+def check_host(host: str) -> None:
+    """Raise ValueError for a wildcard: ranks listen on one concrete address."""
+    if host in ("", "*", "0.0.0.0", "::"):
+        raise ValueError(f"ranks bind to one concrete address, got {host!r}")

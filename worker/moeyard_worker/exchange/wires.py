@@ -1,0 +1,203 @@
+"""The sockets under the mesh: one PAIR per peer at both ends, each with a monitor. Knows bytes and peers, no frames.
+
+A PAIR accepts exactly one connection and keeps it for life, so a frame's source is known from the socket it arrives on,
+nobody can take a peer's place, waiting for one peer is one blocking `recv`, and each source's frames stay in order.
+RECONNECT_IVL = -1: a connection that ends is never made again; its monitor says so within milliseconds.
+"""
+
+import os
+import secrets
+from collections import deque
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+# At most two frames of a source are ever unread (its frame of this phase and, when it already has ours, of the next),
+# plus a hello, a plan and a poison frame. A PAIR blocks at its mark, it never drops.
+HIGH_WATER_MARK = 64
+# A wait first blocks in `recv` this long, which is one system call and the usual case; only then it polls everything.
+RECV_SLICE_MS = 2
+# How long closing waits for frames already sent to leave; nothing waits when they have.
+CLOSE_LINGER_MS = 500
+# sun_path holds 108 bytes with its terminating zero (unix(7)).
+MAX_IPC_PATH = 107
+
+Frame = bytes | memoryview
+
+# CLOSED on a socket that connects is a refused connection; on one that binds it would be the end of a listener.
+_CONNECT_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_BIND_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED
+
+
+class Wires:
+    """One socket per peer. The lower rank of a pair binds (TCP, and a unix socket when there is a directory for it).
+
+    tcp, ipc: the bound address for each rank, "" where there is none.
+    inbox: frames read but not yet used, oldest first.
+    lost: the peers whose connection ended, and how.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        host: str,
+        ipc_directory: str | None,
+        heartbeat_timeout: float,
+        max_frame_bytes: int,
+    ) -> None:
+        self._rank = rank
+        self._ipv6 = ":" in host
+        self.peers = tuple(peer for peer in range(world_size) if peer != rank)
+        self.inbox: dict[int, deque[Frame]] = {peer: deque() for peer in self.peers}
+        self.lost: dict[int, str] = {}
+        self.tcp = [""] * world_size
+        self.ipc = [""] * world_size
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._monitors: dict[int, zmq.Socket[bytes]] = {}
+        self._in_place: set[int] = set()
+        # Which file descriptor carries a peer, and which descriptors of its socket have ended: a listener also sees
+        # connections of strangers, which a PAIR refuses and whose end means nothing.
+        self._descriptor: dict[int, int] = {}
+        self._ended: dict[int, set[int]] = {peer: set() for peer in self.peers}
+        self._poller = zmq.Poller()
+        try:
+            for peer in self.peers:
+                self._open(peer, heartbeat_timeout, max_frame_bytes)
+                if peer > rank:
+                    self._bind(peer, host, ipc_directory)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, peer: int, heartbeat_timeout: float, max_frame_bytes: int) -> None:
+        socket = self._context.socket(zmq.PAIR)
+        self._sockets[peer] = socket
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.IMMEDIATE, 1),
+            (zmq.RECONNECT_IVL, -1),
+            (zmq.SNDHWM, HIGH_WATER_MARK),
+            (zmq.RCVHWM, HIGH_WATER_MARK),
+            (zmq.MAXMSGSIZE, max_frame_bytes),
+            (zmq.RCVTIMEO, RECV_SLICE_MS),
+            (zmq.HEARTBEAT_IVL, max(1, int(heartbeat_timeout * 500))),
+            (zmq.HEARTBEAT_TIMEOUT, max(1, int(heartbeat_timeout * 1000))),
+            (zmq.IPV6, int(self._ipv6)),
+        ):
+            socket.setsockopt(option, value)
+        monitor = socket.get_monitor_socket(_BIND_EVENTS if peer > self._rank else _CONNECT_EVENTS)
+        self._monitors[peer] = monitor
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+
+    def _bind(self, peer: int, host: str, ipc_directory: str | None) -> None:
+        socket = self._sockets[peer]
+        socket.bind(f"tcp://[{host}]:*" if self._ipv6 else f"tcp://{host}:*")
+        self.tcp[peer] = _last_endpoint(socket)
+        if ipc_directory is not None:
+            path = str(Path(ipc_directory) / f"{secrets.token_hex(8)}.sock")
+            if len(os.fsencode(path)) > MAX_IPC_PATH:
+                raise ValueError(f"a unix socket's path has at most {MAX_IPC_PATH} bytes: {path}")
+            socket.bind(f"ipc://{path}")
+            self.ipc[peer] = f"ipc://{path}"
+
+    def connect(self, peer: int, address: str) -> None:
+        """Connect to what peer (a lower rank) bound for us. Never blocks."""
+        self._sockets[peer].connect(address)
+
+    def unbind(self, address: str) -> None:
+        """Stop listening on a bound address that its peer will not use."""
+        for peer, socket in self._sockets.items():
+            if address in (self.tcp[peer], self.ipc[peer]):
+                socket.unbind(address)
+
+    def read_in_place(self, peer: int) -> None:
+        """From now on give this peer's frames as views of the received message, which saves copying large ones."""
+        self._in_place.add(peer)
+
+    def send(self, peer: int, frame: Frame) -> bool:
+        """Queue a small frame (copied); False when there is no connection to take it."""
+        try:
+            self._sockets[peer].send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def send_in_place(self, peer: int, frame: memoryview) -> "zmq.MessageTracker | None":
+        """Queue a large frame without copying it; None when there is no connection. Rewrite it only when `done`."""
+        try:
+            return self._sockets[peer].send(frame, zmq.NOBLOCK, copy=False, track=True)
+        except zmq.Again:
+            return None
+
+    def recv(self, peer: int) -> Frame | None:
+        """The oldest frame of `peer`, waiting for at most RECV_SLICE_MS; None when none came."""
+        inbox = self.inbox[peer]
+        return inbox.popleft() if inbox else self._read(peer, 0)
+
+    def poll(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for anything to happen, and file it into `inbox` and `lost`."""
+        if self._poller.poll(max(0, int(timeout * 1000) + 1) if timeout > 0 else 0):
+            self.drain()
+
+    def drain(self) -> None:
+        """File what has happened; never blocks. Ends first: whatever a peer sent before its end is read after it."""
+        for peer in self.peers:
+            self._drain_monitor(peer)
+            while (frame := self._read(peer, zmq.NOBLOCK)) is not None:
+                self.inbox[peer].append(frame)
+            if self._descriptor.get(peer) in self._ended[peer]:
+                self.lost[peer] = "lost"
+
+    def _drain_monitor(self, peer: int) -> None:
+        while self._monitors[peer].poll(0):
+            message = recv_monitor_message(self._monitors[peer])
+            if message["event"] == zmq.EVENT_ACCEPTED:
+                self._ended[peer].discard(message["value"])
+            elif peer > self._rank:
+                self._ended[peer].add(message["value"])
+            else:
+                self.lost[peer] = "lost" if message["event"] == zmq.EVENT_DISCONNECTED else "refused the connection"
+
+    def sockets(self) -> list["zmq.Socket[bytes]"]:
+        """All sockets and monitors, for another poller."""
+        return [*self._sockets.values(), *self._monitors.values()]
+
+    def close(self) -> None:
+        """Close everything; frames already sent still leave, for at most CLOSE_LINGER_MS."""
+        for socket in self._sockets.values():
+            socket.disable_monitor()
+            socket.close(linger=CLOSE_LINGER_MS)
+        for monitor in self._monitors.values():
+            monitor.close(linger=0)
+        self._context.term()
+        self.unlink()
+        self._sockets.clear()
+        self._monitors.clear()
+
+    def unlink(self) -> None:
+        """Take away the names of the unix sockets; connections made through them stay."""
+        for path in filter(None, self.ipc):
+            Path(path.removeprefix("ipc://")).unlink(missing_ok=True)
+
+    def _read(self, peer: int, flags: int) -> Frame | None:
+        try:
+            if peer > self._rank and peer not in self._descriptor:
+                frame = self._sockets[peer].recv(flags, copy=False)
+                self._descriptor[peer] = int(frame.get(zmq.SRCFD))
+                return frame.bytes
+            if peer in self._in_place:
+                return memoryview(self._sockets[peer].recv(flags, copy=False).buffer)
+            return self._sockets[peer].recv(flags)
+        except zmq.Again:
+            return None
+
+
+def _last_endpoint(socket: "zmq.Socket[bytes]") -> str:
+    address = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return address.rstrip(b"\0").decode()
