@@ -72,7 +72,7 @@ def accesses(seed: int, num_steps: int, dtype: torch.dtype) -> list[tuple[int, D
             wanted = torch.randint(0, 3, (len(EXPERTS),), generator=generator) == 0
             counts = (torch.randint(1, 41, (len(EXPERTS),), generator=generator) * wanted).tolist()
             share = torch.randint(0, 2, (len(EXPERTS),), generator=generator).tolist()
-            decodes = [(0, count, share[i] * count)[step % 3] for i, count in enumerate(counts)]
+            decodes = [(0, count, share[i] * (count + 1) // 2)[step % 3] for i, count in enumerate(counts)]
             if step % 7 == 6:
                 counts = decodes = [0] * len(EXPERTS)
             out.append((layer, dispatch(generator, counts=counts, decodes=decodes, dtype=dtype)))

@@ -1,5 +1,6 @@
 """Residency policies against independent models, and the wave rules that hold for every policy."""
 
+import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -181,6 +182,22 @@ class StampedSlru:
 
 @given(num_slots, cycles, needs())
 def test_slru_equals_its_model(slots: int, cycle: int, accesses: list[Need]) -> None:
+    compare_with_model(slots, cycle, accesses)
+
+
+@pytest.mark.parametrize(("slots", "cycle"), [(1, 3), (6, 2), (9, 9), (10, 4), (20, 3), (25, 12), (30, 40)])
+def test_slru_equals_its_model_on_long_skewed_runs(slots: int, cycle: int) -> None:
+    rng = random.Random(slots)
+    accesses = []
+    for _ in range(600):
+        # Low ids are hot; one access in four has prompt rows too.
+        used = {min(int(rng.expovariate(0.3)), 11) for _ in range(rng.randint(1, 6))}
+        prompt = {rng.randrange(12) for _ in range(6)} - used if rng.random() < 0.25 else set[int]()
+        accesses.append((rng.randrange(NUM_LAYERS), sorted(used), sorted(prompt)))
+    compare_with_model(slots, cycle, accesses)
+
+
+def compare_with_model(slots: int, cycle: int, accesses: list[Need]) -> None:
     policy = make_policy("slru", num_slots=slots, cycle=cycle)
     model = StampedSlru(slots, cycle)
     for layer, decode, prefill in accesses:
