@@ -170,7 +170,8 @@ def encode(message: Message) -> bytes:
     body = {"v": PROTOCOL_VERSION, "type": message.type}
     for f in fields(message):
         body[f.name] = _plain(getattr(message, f.name))
-    return msgpack.packb(body, use_bin_type=True)
+    frame: bytes = msgpack.packb(body, use_bin_type=True)
+    return frame
 
 
 def decode(frame: bytes) -> Message:
@@ -187,7 +188,8 @@ def decode(frame: bytes) -> Message:
     cls = _MESSAGES.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise ProtocolError(f"unknown message type {kind!r}")
-    return _build(cls, body, cls.type)
+    message: Message = _build(cls, body, cls.type)
+    return message
 
 
 def _plain(value: Any) -> Any:
