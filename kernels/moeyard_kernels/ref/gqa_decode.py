@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.decode_plan import BLOCK, DecodePlan
+from moeyard_kernels.decode_plan import DecodePlan
 from moeyard_kernels.ref.attn_merge import attend_blocks
 
 
@@ -14,9 +14,6 @@ def gqa_decode(
     num_kv_heads, dim_v = k_cache.shape[0], v_cache.shape[-1]
     if num_rows == 0:
         return q.new_empty(0, num_q_heads, dim_v)
-    group = num_q_heads // num_kv_heads
-    q = (q.float() * scale).view(num_rows, num_kv_heads, group, dim).transpose(0, 1).index_select(1, plan.row_of_block)
-    k = k_cache.index_select(1, plan.page_ids).float().view(num_kv_heads, -1, BLOCK, dim)
-    v = v_cache.index_select(1, plan.page_ids).float().view(num_kv_heads, -1, BLOCK, dim_v)
-    out = attend_blocks(q, k, v, plan)
-    return out.transpose(0, 1).reshape(num_rows, num_q_heads, dim_v).to(v_cache.dtype)
+    heads_first = (q.float() * scale).view(num_rows, num_kv_heads, -1, dim).transpose(0, 1)
+    out = attend_blocks(heads_first, k_cache, v_cache, dim_v=dim_v, plan=plan)
+    return out.transpose(0, 1).reshape(num_rows, num_q_heads, dim_v).to(q.dtype)
