@@ -133,7 +133,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         elif "embed_tokens" not in name:
             # A gate's logits get a wide spread, so that the top-k choice is clear of rounding noise.
             gain = 2.0 if ".gate.weight" in name else 1.0
-            noise *= gain * tensor.shape[-1] ** -0.5
+            noise *= gain * max(tensor.shape[-1], 1) ** -0.5
         tensor.copy_(noise)
 
 

@@ -73,7 +73,7 @@ class DenseLoader:
 
 
 def _read_exactly(fd: int, entry: TensorEntry, key: str, offset: int, out: torch.Tensor) -> None:
-    buffer = memoryview(out.view(torch.uint8).numpy())
+    buffer = out.view(torch.uint8).numpy().data
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], entry.start + offset + done)

@@ -97,10 +97,9 @@ def parse_rope(rope: Fields, *, dim: int, interleaved: bool, max_position: int) 
 
 def mla_softmax_scale(rope: Fields, head_dim: int) -> float:
     """1 / sqrt(head_dim), times DeepSeek's squared mscale when a scaled rotation sets `mscale_all_dim`."""
-    scale = head_dim**-0.5
-    mscale_all_dim = rope.values.get("mscale_all_dim")
-    if rope.values["rope_type"] != "default" and mscale_all_dim:
-        mscale = yarn_mscale(rope.number("factor"), mscale_all_dim)
+    scale = float(head_dim**-0.5)
+    if rope.values["rope_type"] != "default" and rope.values.get("mscale_all_dim"):
+        mscale = yarn_mscale(rope.number("factor"), rope.number("mscale_all_dim"))
         scale = scale * mscale * mscale
     return scale
 
@@ -108,7 +107,6 @@ def mla_softmax_scale(rope: Fields, head_dim: int) -> float:
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     if rope.values.get("attention_factor") is not None:
         return rope.number("attention_factor")
-    mscale, all_dim = rope.values.get("mscale"), rope.values.get("mscale_all_dim")
-    if mscale and all_dim:
-        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+        return yarn_mscale(factor, rope.number("mscale")) / yarn_mscale(factor, rope.number("mscale_all_dim"))
     return yarn_mscale(factor, 1.0)

@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from moeyard_worker.checkpoint import MappedExperts, open_checkpoint
+from moeyard_worker.config_fields import read_json
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.model_config import ModelConfig, load_model_config
@@ -150,6 +151,19 @@ def sample_prompts(directory: Path | str, config: ModelConfig) -> list[list[int]
     return [prompt for prompt in prompts if len(prompt) + NUM_NEW_TOKENS <= config.max_position]
 
 
+def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -> Any:
+    """The checkpoint as a transformers model for inference."""
+    import transformers
+
+    model_class = getattr(transformers, MODEL_CLASSES[family])
+    # The model type names how stored tensors are converted; under a name it does not know transformers would skip that
+    # and leave the experts at random values.
+    settings = read_json(Path(directory) / "config.json")
+    settings.pop("model_type", None)
+    config = model_class.config_class.from_dict(settings)
+    return model_class.from_pretrained(directory, config=config, dtype=dtype, local_files_only=True).eval()
+
+
 def verify(directory: Path | str, *, dtype: torch.dtype = torch.float32) -> int:
     """Print a table of differences and return 0 when logits and tokens agree, 1 when not or when it cannot be checked.
 
@@ -159,8 +173,6 @@ def verify(directory: Path | str, *, dtype: torch.dtype = torch.float32) -> int:
     if find_spec("transformers") is None:
         print("moeyard verify needs transformers: pip install 'moeyard[verify]'")
         return 1
-    import transformers
-
     config = load_model_config(directory)
     prompts = sample_prompts(directory, config)
     if not prompts:
@@ -168,8 +180,7 @@ def verify(directory: Path | str, *, dtype: torch.dtype = torch.float32) -> int:
         return 1
     num_pages = -(-(max(map(len, prompts)) + NUM_NEW_TOKENS) // PAGE_SIZE)
     runner = local_runner(directory, dtype=dtype, num_pages=num_pages)
-    model_class = getattr(transformers, MODEL_CLASSES[config.family])
-    model = model_class.from_pretrained(directory, dtype=dtype, local_files_only=True).eval()
+    model = reference_model(directory, config.family, dtype=dtype)
     print(f"{directory}: {config.family}, {config.num_layers} layers, {config.num_experts} experts, {dtype}")
     print(f"{'prompt tokens':>14} {'max abs':>10} {'max rel':>10} {'greedy tokens equal':>20}")
     agree = True

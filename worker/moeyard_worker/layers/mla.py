@@ -49,9 +49,8 @@ class MlaAttention:
     ) -> torch.Tensor:
         """x [num_rows, H] -> [num_rows, H]. The step's latents are in the cache before anything attends."""
         config = self._config
-        first, latent, k_rope = ops.linear(x, self._q_kv_a, self._q_kv_a_bias).split(
-            (self._num_first, config.kv_lora_rank, config.rope_dim), 1
-        )
+        rows = ops.linear(x, self._q_kv_a, self._q_kv_a_bias)
+        first, latent, k_rope = torch.split_with_sizes(rows, (self._num_first, config.kv_lora_rank, config.rope_dim), 1)
         k_rope = ops.rope(k_rope.unsqueeze(1), cos, sin, interleaved=self._interleaved).squeeze(1)
         latent = torch.cat((ops.rms_norm(latent, self._kv_norm, config.norm_eps), k_rope), 1)
         cache.write(batch.slots, latent[: batch.num_tokens])
@@ -72,7 +71,8 @@ class MlaAttention:
         config = self._config
         rows = cache.read(part.pages)  # [L, R + Dr], L a multiple of 64
         latent = rows[:, : config.kv_lora_rank].expand(config.num_heads, -1, -1)
-        k_nope, v = torch.bmm(latent, self._kv_b).split((config.nope_dim, config.v_dim), 2)
+        kv = torch.bmm(latent, self._kv_b)
+        k_nope, v = kv[..., : config.nope_dim], kv[..., config.nope_dim :]
         k_rope = rows[:, config.kv_lora_rank :].expand(config.num_heads, -1, -1)
         here = slice(part.begin, part.end)
         return ops.attn_prefill(

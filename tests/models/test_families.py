@@ -1,0 +1,199 @@
+"""Every family and its odd configurations against transformers: logits of every prompt position, 64 greedy tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moeyard_worker.verify import greedy_tokens, local_runner, prompt_logits, reference_model
+
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-no_q_rank": ("deepseek_v3", {"q_lora_rank": None}),
+    "deepseek_v3-yarn": ("deepseek_v3", {"rope_parameters": YARN, "first_k_dense_replace": 0}),
+    "deepseek_v3-yarn_old_keys": ("deepseek_v3", {"rope_parameters": YARN, "old_rope_keys": True}),
+    "deepseek_v3-yarn_attention_factor": (
+        "deepseek_v3",
+        {"rope_parameters": {**YARN, "attention_factor": 1.3, "truncate": False}},
+    ),
+    "deepseek_v3-one_group_top4": (
+        "deepseek_v3",
+        {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 2},
+    ),
+    "deepseek_v3-raw_weights_two_shared": (
+        "deepseek_v3",
+        {"norm_topk_prob": False, "n_shared_experts": 2, "routed_scaling_factor": 1.0},
+    ),
+    "deepseek_v3-no_shared": ("deepseek_v3", {"n_shared_experts": 0}),
+    "deepseek_v3-bias": ("deepseek_v3", {"attention_bias": True}),
+    "deepseek_v3-bias_no_q_rank_half_rope": (
+        "deepseek_v3",
+        {"attention_bias": True, "q_lora_rank": None, "rope_interleave": False},
+    ),
+    "deepseek_v3-odd": (
+        "deepseek_v3",
+        {
+            "hidden_size": 60,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "q_lora_rank": 21,
+            "kv_lora_rank": 18,
+            "qk_nope_head_dim": 10,
+            "qk_rope_head_dim": 6,
+            "v_head_dim": 14,
+            "moe_intermediate_size": 20,
+            "n_routed_experts": 6,
+            "n_group": 3,
+        },
+    ),
+    "deepseek_v3-sharded_tied": ("deepseek_v3", {"max_shard_size": "100KB", "tie_word_embeddings": True}),
+    "kimi_k2": ("kimi_k2", {"n_group": 1, "topk_group": 1, "rope_parameters": YARN}),
+    "kimi_k2-fused": ("kimi_k2", {"fused_experts": True}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "deepseek_v2-no_q_rank_yarn": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "rope_parameters": YARN, "old_rope_keys": True, "n_shared_experts": 2},
+    ),
+    "deepseek_v2-bias_all_moe": ("deepseek_v2", {"attention_bias": True, "first_k_dense_replace": 0}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-dense_layers": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}),
+    "qwen3_moe-sparse_step": ("qwen3_moe", {"decoder_sparse_step": 2, "rope_parameters": LINEAR}),
+    "qwen3_moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 24}),
+    "qwen3_moe-tied_bias": (
+        "qwen3_moe",
+        {"tie_word_embeddings": True, "attention_bias": True, "rope_parameters": DYNAMIC, "old_rope_keys": True},
+    ),
+    "qwen3_moe-odd_heads": (
+        "qwen3_moe",
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 10, "rope_parameters": LLAMA3},
+    ),
+    "qwen3_moe-one_kv_head_yarn_fused": (
+        "qwen3_moe",
+        {"num_key_value_heads": 1, "rope_parameters": {**YARN, "mscale": None}, "fused_experts": True},
+    ),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window": ("mixtral", {"sliding_window": 20, "num_key_value_heads": 4}),
+    "mixtral-odd": (
+        "mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 24, "num_key_value_heads": 1},
+    ),
+    "mixtral-fused_tied_old_keys": (
+        "mixtral",
+        {"fused_experts": True, "tie_word_embeddings": True, "old_rope_keys": True, "rope_parameters": LINEAR},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # transformers with no shared expert
+@pytest.mark.parametrize("case", CASES)
+def test_matches_transformers(tmp_path: Path, case: str, seed: int) -> None:
+    family, options = CASES[case]
+    directory = make_checkpoint(tmp_path, family, seed=seed, **options)
+    prompt = torch.randint(VOCAB_SIZE, (75,), generator=torch.Generator().manual_seed(seed)).tolist()
+    runner = local_runner(directory, dtype=torch.float32, num_pages=9)
+    tokens, _ = greedy_tokens(runner, prompt, 64)
+    by_position = prompt_logits(runner, prompt, range(9), chunk_size=1)
+
+    model = reference_model(directory, family, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(torch.tensor([[*prompt, *tokens]])).logits[0]
+    # Feeding our own tokens and comparing each argmax is greedy decoding, token by token.
+    assert tokens == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
+    assert relative(by_position, expected[: len(prompt)]) < 1e-4
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference over the largest value."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "mixtral"])
+def test_decode_logits_match_generate(tmp_path: Path, family: str, seed: int) -> None:
+    """Decode rows, which take another formula than the prompt, against transformers' own cached generation."""
+    directory = make_checkpoint(tmp_path, family, seed=seed)
+    prompt = torch.randint(VOCAB_SIZE, (33,), generator=torch.Generator().manual_seed(seed)).tolist()
+    runner = local_runner(directory, dtype=torch.float32, num_pages=7)
+    tokens, logits = greedy_tokens(runner, prompt, 64)
+    output = reference_model(directory, family, dtype=torch.float32).generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=64,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    assert tokens == output.sequences[0, len(prompt) :].tolist()
+    assert relative(logits, torch.cat(output.logits)) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_bfloat16(tmp_path: Path, family: str, seed: int) -> None:
+    """A bfloat16 checkpoint gives its own float32 logits when served in float32, and close ones in bfloat16."""
+    directory = make_checkpoint(tmp_path, family, seed=seed, dtype=torch.bfloat16)
+    prompt = torch.randint(VOCAB_SIZE, (50,), generator=torch.Generator().manual_seed(seed)).tolist()
+    with torch.inference_mode():
+        expected = reference_model(directory, family, dtype=torch.float32)(torch.tensor([prompt])).logits[0, -1]
+    exact = prompt_logits(local_runner(directory, dtype=torch.float32, num_pages=4), prompt, range(4))[0]
+    rounded = prompt_logits(local_runner(directory, dtype=torch.bfloat16, num_pages=4), prompt, range(4))[0]
+    assert relative(exact, expected) < 1e-4
+    assert relative(rounded, expected) < 0.1
+    assert not torch.equal(rounded, exact)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "mixtral"])
+def test_routing_of_random_checkpoints_is_diverse(tmp_path: Path, family: str, seed: int) -> None:
+    """Otherwise the comparisons above would say little about the gate."""
+    directory = make_checkpoint(tmp_path, family, seed=seed)
+    runner = local_runner(directory, dtype=torch.float32, num_pages=4)
+    experts = runner._model._layers[-1].moe._experts  # type: ignore[union-attr]
+    seen: list[tuple[int, ...]] = []
+    run = experts.run
+
+    def spy(layer: int, dispatched: Any) -> torch.Tensor:
+        seen.append(dispatched.num_tokens_per_expert)
+        return run(layer, dispatched)
+
+    experts.run = spy  # type: ignore[method-assign]
+    prompt_logits(
+        runner, torch.randint(VOCAB_SIZE, (64,), generator=torch.Generator().manual_seed(seed)).tolist(), range(4)
+    )
+    assert len(seen) == len(runner.config.moe_layers)
+    for counts in seen:
+        assert sum(counts) == 64 * runner.config.top_k
+        assert sum(count > 0 for count in counts) >= 7
+        assert max(counts) < 0.5 * sum(counts)
