@@ -1,0 +1,278 @@
+"""The rules of the house (docs/architecture.md), checked on the syntax trees of all our files."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("worker", "router", "kernels", "deploy")
+PACKAGES = ("moeyard_worker", "moeyard_router", "moeyard_kernels", "moeyard")
+MAX_LINES = 320
+
+# Who may import whom. Of the worker the router knows the protocol only; everybody else enters the kernels by one door.
+MAY_IMPORT = {
+    "moeyard": ("moeyard", "moeyard_router", "moeyard_worker"),
+    "moeyard_router": ("moeyard_router", "moeyard_worker.protocol"),
+    "moeyard_worker": ("moeyard_worker", "moeyard_kernels.ops"),
+    "moeyard_kernels": ("moeyard_kernels",),
+}
+# Inside the worker a part may import itself and what stands before it, so that imports point one way.
+WORKER_ORDER = (
+    *("protocol", "request", "config", "checkpoint_error", "philox", "weights", "sampling_check", "cache.spec"),
+    *("config_fields", "rope_config", "attention_config", "model_config"),
+    *("cache", "exchange", "experts", "memory", "scheduler", "batch", "layers", "models"),
+    *("checkpoint_index", "checkpoint_check", "checkpoint", "sampler", "runner", "frontend", "metrics", "engine"),
+    *("actor", "verify"),
+)
+# Modules that a pure file may not import: devices, sockets, other processes, clocks, chance, the machine.
+IMPURE = frozenset(
+    (
+        *("torch", "triton", "transformers", "numpy", "ray", "zmq", "psutil", "ctypes"),
+        *("asyncio", "threading", "multiprocessing", "subprocess", "socket", "select", "signal", "mmap"),
+        *("time", "datetime", "random", "secrets", "uuid", "os", "io", "shutil", "tempfile"),
+    )
+)
+MUTABLE_CALLS = frozenset(
+    ("list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "deque", "Counter", "ChainMap")
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file. `module` is its import name, None for a script."""
+
+    path: Path
+    module: str | None
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    def where(self, node: ast.stmt | ast.expr | ast.excepthandler) -> str:
+        return f"{self.path.relative_to(ROOT)}:{node.lineno}"
+
+    def imports(self) -> Iterator[tuple[str, ast.stmt]]:
+        """Absolute name of everything imported, at any depth; `from a import b` gives a.b, b a module or not."""
+        package = (self.module or "").split(".")
+        if self.path.name != "__init__.py":
+            package = package[:-1]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((alias.name, node) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                parts = package[: len(package) - node.level + 1] if node.level else []
+                base = ".".join([*parts, *([node.module] if node.module else [])])
+                yield from ((f"{base}.{alias.name}", node) for alias in node.names)
+
+
+def module_name(path: Path) -> str | None:
+    parts = path.relative_to(ROOT).with_suffix("").parts[1:]
+    if not parts or parts[0] not in PACKAGES:
+        return None
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = tuple(Source(path, module_name(path)) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))
+MODULES = {source.module: source for source in SOURCES if source.module}
+
+
+def pure_modules() -> list[str]:
+    """The list that mypy is strict on, in pyproject.toml."""
+    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
+    [strict] = [table for table in overrides if table.get("disallow_untyped_defs")]
+    return list(strict["module"])
+
+
+def inside(name: str, parent: str) -> bool:
+    return name == parent or name.startswith(f"{parent}.")
+
+
+def run_python(code: str) -> str:
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(ROOT / f) for f in FOLDERS]}\n{code}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+
+
+def test_there_is_something_to_check() -> None:
+    assert {name.split(".")[0] for name in MODULES} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folder_is_no_package_and_holds_no_python_file(folder: str) -> None:
+    assert list((ROOT / folder).glob("*.py")) == []
+    code = "from importlib.util import find_spec; s = find_spec(sys.argv[1]); print(s.origin if s else None)"
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = ['']; {code}", folder]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+    assert found == "None", f"`import {folder}` at the root finds {found}"
+
+
+def test_packages_import_one_way() -> None:
+    wrong = [
+        f"{source.where(node)} imports {name}"
+        for source in MODULES.values()
+        for name, node in source.imports()
+        if name.split(".")[0] in PACKAGES
+        and not any(inside(name, allowed) for allowed in MAY_IMPORT[str(source.module).split(".")[0]])
+    ]
+    assert wrong == []
+
+
+def worker_part(name: str) -> str | None:
+    """The entry of WORKER_ORDER that a module of the worker belongs to; the most specific one."""
+    inner = name.removeprefix("moeyard_worker.")
+    return max((part for part in WORKER_ORDER if inside(inner, part)), key=len, default=None)
+
+
+def test_worker_parts_import_one_way() -> None:
+    wrong = []
+    for source in MODULES.values():
+        if not str(source.module).startswith("moeyard_worker."):
+            continue
+        own = worker_part(str(source.module))
+        assert own or source.path.name == "__init__.py", f"{source.module} has no place in WORKER_ORDER"
+        for name, node in source.imports():
+            if not name.startswith("moeyard_worker."):
+                continue
+            other = worker_part(name)
+            if own and other and WORKER_ORDER.index(other) > WORKER_ORDER.index(own):
+                wrong.append(f"{source.where(node)}: {own} imports {other}")
+    assert wrong == []
+
+
+def test_no_import_cycles() -> None:
+    graph = {
+        module: {
+            target
+            for name, _ in source.imports()
+            if (target := name if name in MODULES else name.rpartition(".")[0]) in MODULES and target != module
+        }
+        for module, source in MODULES.items()
+    }
+    # Remove leaves until nothing changes; what stays imports itself in a circle.
+    while leaves := {module for module, targets in graph.items() if not targets & graph.keys()}:
+        graph = {module: targets for module, targets in graph.items() if module not in leaves}
+    assert graph == {}
+
+
+def test_kernel_references_know_no_kernel() -> None:
+    allowed = ("moeyard_kernels.ref", "moeyard_kernels.decode_plan")
+    wrong = [
+        f"{source.where(node)} imports {name}"
+        for module, source in MODULES.items()
+        if inside(module, "moeyard_kernels.ref")
+        for name, node in source.imports()
+        if inside(name, "triton") or (inside(name, "moeyard_kernels") and not any(inside(name, a) for a in allowed))
+    ]
+    assert wrong == []
+
+
+def test_router_and_protocol_load_no_torch() -> None:
+    heavy = "print(sorted({'torch', 'ray', 'numpy', 'transformers'} & sys.modules.keys()))"
+    modules = ", ".join(name for name in MODULES if inside(name, "moeyard_router"))
+    assert run_python(f"import {modules}\n{heavy}") == "[]"
+    code = "before = set(sys.modules); import moeyard_worker.protocol; new = set(sys.modules) - before\n"
+    code += "print(*sorted({n.split('.')[0] for n in new} - set(sys.stdlib_module_names)))"
+    # msgpack is compiled by Cython, which leaves two modules of its own.
+    loaded = {name for name in run_python(code).split() if "cython" not in name}
+    assert loaded == {"moeyard_worker", "msgpack"}
+
+
+@pytest.mark.parametrize("module", pure_modules())
+def test_pure_file(module: str) -> None:
+    assert module in MODULES, f"{module} is in the list of pure files and does not exist"
+    source = MODULES[module]
+    wrong = [f"{source.where(node)} imports {name}" for name, node in source.imports() if name.split(".")[0] in IMPURE]
+    calls = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+    wrong += [
+        f"{source.where(node)} calls {node.func.id}" for node in calls if node.func.id in ("open", "print", "input")
+    ]
+    assert wrong == []
+
+
+def test_pure_files_load_no_device_and_no_socket() -> None:
+    imports = "\n".join(f"import {name}" for name in pure_modules())
+    assert run_python(f"{imports}\nprint(sorted({{'torch', 'ray', 'zmq', 'triton'}} & sys.modules.keys()))") == "[]"
+
+
+def test_environment_is_read_in_config_files_only() -> None:
+    wrong = [
+        source.where(node)
+        for source in SOURCES
+        if not source.path.stem.endswith("config")
+        for node in ast.walk(source.tree)
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"))
+        or (isinstance(node, ast.alias) and node.name in ("environ", "getenv"))
+    ]
+    assert wrong == []
+
+
+def is_mutable(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Call):
+        name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        return name in MUTABLE_CALLS
+    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+
+
+def test_no_mutable_state_in_modules() -> None:
+    """A constant table is a tuple, a frozenset or a MappingProxyType. (Of classes, ruff's RUF012 says the same.)"""
+    wrong = []
+    for source in SOURCES:
+        wrong += [source.where(node) for node in ast.walk(source.tree) if isinstance(node, ast.Global)]
+        for node in source.tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            name = getattr(targets[0], "id", "")
+            # Scripts are run once and imported by nobody: a table of theirs is a literal like any other.
+            if source.module and name != "__all__" and is_mutable(getattr(node, "value", None)):
+                wrong.append(source.where(node))
+    assert wrong == []
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    """Catches everything and does not pass it on."""
+    names = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    broad = any(name is None or getattr(name, "id", "") in ("Exception", "BaseException") for name in names)
+    last = handler.body[-1]
+    return broad and not (isinstance(last, ast.Raise) and last.exc is None)
+
+
+def test_no_error_is_swallowed_without_a_reason() -> None:
+    """A broad `except` that does not re-raise, and `suppress`, say why on their line: `# boundary: ...`."""
+    wrong = []
+    for source in SOURCES:
+        lines = source.text.splitlines()
+        for node in ast.walk(source.tree):
+            call = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "suppress"
+            if (call or (isinstance(node, ast.ExceptHandler) and is_broad(node))) and not any(
+                "# boundary: " in line for line in lines[node.lineno - 1 : node.lineno + 1]
+            ):
+                wrong.append(source.where(node))
+    assert wrong == []
+
+
+def test_nothing_is_unpickled_and_no_remote_code_runs() -> None:
+    wrong = []
+    for source in SOURCES:
+        wrong += [
+            source.where(n) for name, n in source.imports() if name.split(".")[0] in ("pickle", "dill", "marshal")
+        ]
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                wrong.append(f"{source.path.relative_to(ROOT)}:{node.value.lineno}")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "eval", "exec"):
+                wrong.append(source.where(node))
+    assert wrong == []
+
+
+def test_files_are_short() -> None:
+    lengths = {str(source.path.relative_to(ROOT)): len(source.text.splitlines()) for source in SOURCES}
+    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
