@@ -7,9 +7,10 @@ from moeyard_worker.protocol import Done, Rejected, Tokens
 from moeyard_router.choice import Choice, Delta
 from moeyard_router.detokenizer import TokenBytes
 from moeyard_router.errors import ApiError
-from moeyard_router.fleet import Event, Fleet, Lost, Ticket
+from moeyard_router.fleet import Fleet
 from moeyard_router.intake import Job
 from moeyard_router.metrics import RouterMetrics, Timing
+from moeyard_router.ticket import Event, Lost, Ticket
 
 _REJECT_STATUS = {"queue_full": 429, "prompt_too_long": 400, "never_fits": 400, "bad_request": 400, "fleet_failed": 503}
 

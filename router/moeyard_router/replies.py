@@ -22,7 +22,7 @@ def error_event(body: dict[str, Any]) -> bytes:
 class ReplyWriter:
     """Writes the answer to one job. Chunks share a prebuilt head, so that a token costs one small JSON object.
 
-    `prompt_token_ids` (with `return_token_ids`) stand where vLLM has them: in each choice of a completion, at the top of
+    `prompt_token_ids` (if `return_token_ids`) stand where vLLM has them: in each choice of a completion, at the top of
     a chat answer; in streams in a choice's first chunk.
     """
 

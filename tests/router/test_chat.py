@@ -1,0 +1,131 @@
+"""A checkpoint's text files: where templates are found, how they render, and what broken files say."""
+
+import json
+
+import jinja2
+import pytest
+from moeyard_router.chat import ChatTemplate, TextCodec
+from moeyard_router.errors import ApiError
+
+MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " <b>hi</b> "}]
+# What real templates use: trimmed blocks, loop controls, namespaces, tojson, generation blocks, strftime_now.
+INTRICATE = """{%- set ns = namespace(n=0) %}
+{{- bos_token }}
+{%- for m in messages %}
+    {% if m.role == 'system' %}
+        {%- set ns.n = ns.n + 1 %}
+[SYS]{{ m.content }}
+        {% continue %}
+    {% endif %}
+    {%- generation %}[{{ m['role'] | upper }}] {{ m.content | trim }} {{ m | tojson }}{% endgeneration %}
+
+{% endfor %}
+{%- if tools is none and not thinking is defined %}no tools {{ ns.n }}{{ strftime_now('%Y')[:2] }}{% endif %}
+{%- if add_generation_prompt %}<go>{% endif %}{{ unk_token }}
+"""
+
+
+@pytest.fixture
+def directory(checkpoint, tmp_path):
+    """A copy of the checkpoint without any template."""
+    (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|bos|>"}))
+    return tmp_path
+
+
+def render(template, messages=MESSAGES, **options):
+    options = {"add_generation_prompt": True, "continue_final_message": False, "variables": {}, **options}
+    return template.render(messages, **options)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("variables", [{}, {"thinking": True}])
+def test_renders_as_transformers_does(prompt, variables):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    mine = ChatTemplate(INTRICATE, {"bos_token": "<s>"})
+    theirs, _ = render_jinja_template(
+        [MESSAGES], chat_template=INTRICATE, add_generation_prompt=prompt, bos_token="<s>", **variables
+    )
+    assert render(mine, add_generation_prompt=prompt, variables=variables) == theirs[0]
+
+
+@pytest.mark.parametrize("last", ["I say", "I say ", " padded \n", "says says"])
+def test_continues_as_transformers_does(last):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+    messages = [*MESSAGES, {"role": "assistant", "content": last}]
+    theirs, _ = render_jinja_template([messages], chat_template=source, continue_final_message=True)
+    mine = render(ChatTemplate(source, {}), messages, add_generation_prompt=False, continue_final_message=True)
+    assert mine == theirs[0]
+
+
+def test_template_without_the_message_cannot_continue():
+    template = ChatTemplate("{{ messages | length }}", {})
+    with pytest.raises(ApiError, match="continue_final_message"):
+        render(template, add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"chat_template.jinja": "found", "tokenizer_config.json": json.dumps({"chat_template": "other"})},
+        {"chat_template.json": json.dumps({"chat_template": "found"})},
+        {"tokenizer_config.json": json.dumps({"chat_template": "found"})},
+        {"tokenizer_config.json": json.dumps({"chat_template": [
+            {"name": "tool_use", "template": "other"}, {"name": "default", "template": "found"}]})},
+    ],
+    ids=["jinja file first", "json file", "string in the config", "named ones in the config"],
+)  # fmt: skip
+def test_where_templates_are_found(directory, files):
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    assert render(TextCodec(directory).template) == "found"
+
+
+def test_no_template(directory):
+    assert TextCodec(directory).template is None
+
+
+def test_no_named_default(directory):
+    named = {"chat_template": [{"name": "rag", "template": "x"}]}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(ValueError, match="rag"):
+        TextCodec(directory)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_broken_file_is_named(directory, name):
+    (directory / name).write_text("{")
+    with pytest.raises(ValueError, match=name):
+        TextCodec(directory)
+
+
+def test_missing_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        TextCodec(tmp_path)
+
+
+def test_broken_template_says_where(directory):
+    (directory / "chat_template.jinja").write_text("{{ a }}\n{% if %}")
+    with pytest.raises(ValueError, match="line 2"):
+        TextCodec(directory)
+
+
+def test_templates_are_sandboxed():
+    template = ChatTemplate("{{ messages.__class__.__mro__ }}", {})
+    with pytest.raises(ApiError):
+        render(template)
+    with pytest.raises(ApiError):
+        render(ChatTemplate("{{ messages.append(1) }}", {}))
+
+
+def test_names_that_are_missing_are_empty():
+    assert render(ChatTemplate("a{{ nothing }}b", {})) == "ab"
+    assert issubclass(jinja2.UndefinedError, jinja2.TemplateError)
+
+
+def test_special_tokens_follow_the_post_processor(codec):
+    assert codec.encode("one", add_special_tokens=True) == [0, *codec.encode("one", add_special_tokens=False)]

@@ -1,0 +1,260 @@
+"""Clients that leave, workers that die, fail, fall silent or talk nonsense: one terminal reply each, and soon."""
+
+import dataclasses
+import json
+import select
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from moeyard_worker.protocol import Done, Hello, Tokens
+
+COMPLETIONS = "/v1/completions"
+
+
+def read_stream(service, results, **body):
+    """Collect a stream's data lines in a thread's list."""
+    with service.client.stream("POST", COMPLETIONS, json={"prompt": "x", "stream": True, **body}) as answer:
+        results.extend(line[6:] for line in answer.iter_lines() if line)
+
+
+def test_client_that_leaves_a_stream(service, wait_for):
+    for worker in service.workers:
+        worker.pace = 0.01
+    with service.client.stream(
+        "POST", COMPLETIONS, json={"prompt": "x", "n": 3, "max_tokens": 250, "stream": True}
+    ) as s:
+        next(s.iter_lines())
+    assert wait_for(lambda: len(service.aborts) == 3, "every sequence must be aborted") < 1.0
+    assert sorted(service.aborts) == sorted(s.request_id for s in service.submits)
+
+
+def test_client_that_leaves_before_an_answer(service, wait_for):
+    for worker in service.workers:
+        worker.paused = True
+    with pytest.raises(httpx.ReadTimeout):
+        service.client.post(COMPLETIONS, json={"prompt": "x", "n": 2}, timeout=0.2)
+    wait_for(lambda: len(service.aborts) == 2, "both sequences must be aborted")
+
+
+def kill(worker):
+    worker.die()
+
+
+def report(worker):
+    worker.fail("rank 1 silent at step 812")
+
+
+def babble(worker):
+    worker.do(lambda: worker.say_raw(b"\xc1 nonsense"))
+
+
+def impersonate_router(worker):
+    worker.do(lambda: worker.say(Hello()))
+
+
+@pytest.mark.parametrize(
+    ("harm", "named"),
+    [
+        (kill, "worker 1 at tcp://"),
+        (report, "rank 1 silent at step 812"),
+        (babble, "worker 1 broke the protocol"),
+        (impersonate_router, "worker 1 broke the protocol"),
+    ],
+)
+def test_lost_worker(start, wait_for, harm, named):
+    service = start(2)
+    for worker in service.workers:
+        worker.pace = 0.01
+    assert service.client.get("/readyz").status_code == 200
+    streams = [[] for _ in range(4)]
+    threads = [threading.Thread(target=read_stream, args=(service, s), kwargs={"max_tokens": 250}) for s in streams]
+    whole = []
+    body = {"prompt": "x", "max_tokens": 250}
+    threads.append(threading.Thread(target=lambda: whole.append(service.post(COMPLETIONS, **body))))
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(service.submits) == 5 and all(streams), "all five must run")
+    began = time.monotonic()
+    harm(service.workers[1])
+    wait_for(lambda: service.client.get("/readyz").status_code == 503, "readiness must end at once", 1.0)
+    for thread in threads:
+        thread.join(2)
+        assert not thread.is_alive()
+    assert time.monotonic() - began < 2.0
+    for events in streams:
+        errors = [e for e in events if "error" in e]
+        assert len(errors) == 1
+        assert events[-1] == errors[0], "nothing follows the error, not even [DONE]"
+        assert named in json.loads(errors[0])["error"]["message"]
+    assert whole[0].status_code == 503
+    assert named in whole[0].json()["error"]["message"]
+    refused = service.post(COMPLETIONS, prompt="x")
+    assert refused.status_code == 503
+    assert named in refused.json()["error"]["message"]
+    assert named in service.client.get("/readyz").json()["reason"]
+    assert service.client.get("/livez").status_code == 200
+    fleet = service.client.get("/v1/fleet").json()
+    assert fleet["inflight"] == 0
+    assert named in fleet["failure"]
+    assert len(service.failures) == 1
+    assert named in service.failures[0]
+
+
+class Cable:
+    """A TCP cable that can be cut: afterwards both ends stay connected and hear nothing."""
+
+    def __init__(self, endpoint):
+        host, port = endpoint.removeprefix("tcp://").split(":")
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._target = (host, int(port))
+        self.cut = False
+        self._open = True
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self):
+        self._open = False
+        self._thread.join()
+
+    def _run(self):
+        near, _ = self._listener.accept()
+        with self._listener, near, socket.create_connection(self._target) as far:
+            while self._open:
+                if self.cut:
+                    time.sleep(0.01)
+                    continue
+                for source in select.select([near, far], [], [], 0.01)[0]:
+                    data = source.recv(65536)
+                    if not data:
+                        return
+                    (far if source is near else near).sendall(data)
+
+
+def test_silent_worker_is_found_by_heartbeats(start, wait_for):
+    cables = []
+
+    def through(endpoint):
+        cables.append(Cable(endpoint))
+        return cables[-1].endpoint
+
+    try:
+        service = start(2, through=through, step_deadline=0.5)
+        service.workers[0].paused = service.workers[1].paused = True
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(service.post(COMPLETIONS, prompt="x", n=2)))
+        thread.start()
+        wait_for(lambda: len(service.submits) == 2, "the workers must have the request")
+        cables[1].cut = True
+        assert wait_for(lambda: service.failures != [], "a cut cable must be noticed") < 0.6
+        thread.join(1)
+        assert answers[0].status_code == 503
+        assert "worker 1" in answers[0].json()["error"]["message"]
+    finally:
+        for cable in cables:
+            cable.close()
+
+
+def test_gap_in_tokens_is_a_broken_protocol(start, wait_for):
+    service = start(1)
+    worker = service.workers[0]
+    worker.paused = True
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(service.post(COMPLETIONS, prompt="x")))
+    thread.start()
+    wait_for(lambda: len(service.submits) == 1, "the worker must have the request")
+    name = service.submits[0].request_id
+    worker.do(lambda: worker.say(Tokens(request_id=name, start=3, token_ids=(5,))))
+    thread.join(2)
+    assert answers[0].status_code == 503
+    assert "start at 3" in answers[0].json()["error"]["message"]
+
+
+def test_error_of_one_request_leaves_the_others_alone(service, wait_for):
+    for worker in service.workers:
+        worker.paused = True
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(service.post(COMPLETIONS, prompt="x", n=2)))
+    thread.start()
+    wait_for(lambda: len(service.submits) == 2, "the workers must have the request")
+    victim = next(w for w in service.workers if w.submits)
+    name = victim.submits[0].request_id
+    done = Done(
+        request_id=name, finish_reason="error", prompt_tokens=2, cached_tokens=0, completion_tokens=0, error="bad page"
+    )
+    victim.do(lambda: victim.say(done))
+    thread.join(2)
+    assert answers[0].status_code == 500
+    assert "bad page" in answers[0].json()["error"]["message"]
+    wait_for(lambda: len(service.aborts) == 1, "the other choice must be aborted")
+    for worker in service.workers:
+        worker.paused = False
+        worker._running.pop(name, None)
+    service.complete(prompt="y", max_tokens=3)
+
+
+def test_late_and_repeated_frames_are_ignored(service):
+    service.complete(prompt="x", max_tokens=3)
+    worker = next(w for w in service.workers if w.submits)
+    name = worker.submits[0].request_id
+    done = Done(request_id=name, finish_reason="length", prompt_tokens=2, cached_tokens=0, completion_tokens=3)
+    worker.do(lambda: worker.say(Tokens(request_id=name, start=3, token_ids=(5,))))
+    worker.do(lambda: worker.say(done))
+    worker.do(lambda: worker.say(done))
+    assert service.complete(prompt="x", max_tokens=3)["usage"]["completion_tokens"] == 3
+    assert service.client.get("/readyz").status_code == 200
+
+
+def test_not_ready_until_every_worker_has_decoded(start, wait_for):
+    def pause(worker):
+        worker.paused = worker.rank == 1
+
+    service = start(2, ready=False, prepare=pause, canary_timeout=0.2)
+    wait_for(lambda: "canary on worker 1" in service.client.get("/readyz").text, "one worker does not decode")
+    assert service.client.get("/readyz").status_code == 503
+    service.workers[1].paused = False
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "ready once both decode")
+
+
+def test_worker_that_is_not_there(start):
+    service = start(2, ready=False, through=lambda endpoint: "tcp://127.0.0.1:9")
+    answer = service.client.get("/readyz")
+    assert answer.status_code == 503
+    assert answer.json()["reason"] == "worker 0 at tcp://127.0.0.1:9 is not connected yet"
+    refused = service.post(COMPLETIONS, prompt="x")
+    assert refused.status_code == 503
+    assert "not connected yet" in refused.json()["error"]["message"]
+
+
+def test_idle_fleet_is_tried_and_found_dead(start, wait_for):
+    service = start(2, canary_interval=0.2, canary_timeout=0.2)
+    step = service.workers[0].snapshot.step + service.workers[1].snapshot.step
+    wait_for(
+        lambda: service.workers[0].snapshot.step + service.workers[1].snapshot.step > step, "a canary must have run"
+    )
+    for worker in service.workers:
+        worker.paused = True
+    wait_for(lambda: service.client.get("/readyz").status_code == 503, "an idle fleet that does not decode")
+    assert "canary" in service.client.get("/readyz").json()["reason"]
+    for worker in service.workers:
+        worker.paused = False
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "ready again")
+
+
+def test_worker_of_another_model(start, wait_for):
+    service = start(1, ready=False, vocab_size=399)
+    wait_for(lambda: service.failures != [], "a mismatch must be named")
+    assert "400 token ids" in service.failures[0]
+
+
+def test_stopping_worker_takes_nothing_new(start, wait_for):
+    service = start(2)
+    worker = service.workers[0]
+    worker.snapshot = dataclasses.replace(worker.snapshot, state="stopping")
+    worker.do(lambda: worker.say(worker.snapshot))
+    wait_for(lambda: service.client.get("/readyz").status_code == 503, "a stopping worker")
+    assert service.post(COMPLETIONS, prompt="x").status_code == 503
+    assert service.failures == []

@@ -1,0 +1,128 @@
+"""The codec: what is encoded comes back equal; anything else is a ProtocolError and nothing worse."""
+
+import typing
+from dataclasses import fields
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from moeyard_worker import protocol
+from moeyard_worker.protocol import (
+    FINISH_REASONS,
+    REJECT_REASONS,
+    WORKER_STATES,
+    ProtocolError,
+    SamplingParams,
+    Submit,
+    TokenLogprob,
+    Tokens,
+    decode,
+    encode,
+)
+
+ints = st.integers(min_value=-(2**63), max_value=2**64 - 1)
+floats = st.floats(allow_nan=False)
+VALUES = {
+    int: ints,
+    float: floats,
+    str: st.text(),
+    bool: st.booleans(),
+    int | None: st.none() | ints,
+    str | None: st.none() | st.text(),
+    float | None: st.none() | floats,
+    tuple[int, ...]: st.lists(ints, max_size=5).map(tuple),
+    dict[int, float]: st.dictionaries(ints, floats, max_size=3),
+}
+CHOICES = {"finish_reason": FINISH_REASONS, "reason": REJECT_REASONS, "state": WORKER_STATES}
+
+
+def instances(cls):
+    """Any value of a message class, from its annotations."""
+    kwargs = {}
+    for field in fields(cls):
+        if field.name in CHOICES:
+            kwargs[field.name] = st.sampled_from(CHOICES[field.name])
+        elif field.type is SamplingParams:
+            kwargs[field.name] = instances(SamplingParams)
+        elif field.type == tuple[TokenLogprob, ...]:
+            kwargs[field.name] = st.just(())
+        elif field.type == tuple[tuple[int, float], ...]:
+            kwargs[field.name] = st.lists(st.tuples(ints, floats), max_size=3).map(tuple)
+        else:
+            kwargs[field.name] = VALUES[field.type]
+    return st.builds(cls, **kwargs)
+
+
+tokens_with_logprobs = st.lists(st.tuples(ints, instances(TokenLogprob)), min_size=1, max_size=4).map(
+    lambda pairs: Tokens(
+        request_id="r", start=0, token_ids=tuple(i for i, _ in pairs), logprobs=tuple(lp for _, lp in pairs)
+    )
+)
+messages = st.one_of(*(instances(cls) for cls in typing.get_args(protocol.Message)), tokens_with_logprobs)
+json_like = st.recursive(
+    st.none() | st.booleans() | ints | floats | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | ints, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(messages)
+def test_round_trip(message):
+    assert decode(encode(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_garbage_bytes(frame):
+    with pytest.raises(ProtocolError):
+        decode(frame)
+
+
+@given(json_like)
+def test_garbage_values(value):
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(value))
+
+
+@given(messages, st.data())
+def test_one_damaged_field(message, data):
+    """Whatever stands in one field, decoding gives a message or a ProtocolError."""
+    body = msgpack.unpackb(encode(message), strict_map_key=False)
+    name = data.draw(st.sampled_from(sorted(body)))
+    body[name] = data.draw(json_like)
+    frame = msgpack.packb(body)
+    try:
+        decoded = decode(frame)
+    except ProtocolError:
+        return
+    assert msgpack.unpackb(encode(decoded), strict_map_key=False).keys() == body.keys()
+
+
+@given(messages, st.data())
+def test_truncated_frame(message, data):
+    frame = encode(message)
+    cut = data.draw(st.integers(min_value=0, max_value=len(frame) - 1))
+    with pytest.raises(ProtocolError):
+        decode(frame[:cut])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"extra": 1}, "unknown field 'extra'"),
+        ({"request_id": 7}, "submit.request_id"),
+        ({"prompt_token_ids": [1, True]}, "submit.prompt_token_ids"),
+        ({"prompt_token_ids": None}, "submit.prompt_token_ids"),
+        ({"type": "order"}, "unknown message type 'order'"),
+        ({"type": ["submit"]}, "unknown message type"),
+        ({"v": 2}, "protocol version 2"),
+        ({"sampling": {"max_tokens": 1.5}}, "submit.sampling.max_tokens"),
+        ({"sampling": {}}, "max_tokens"),
+        ({"sampling": {"max_tokens": 1, "top_p": True}}, "submit.sampling.top_p"),
+    ],
+)
+def test_errors_name_the_field(change, named):
+    message = Submit(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))
+    body = {**msgpack.unpackb(encode(message), strict_map_key=False), **change}
+    with pytest.raises(ProtocolError, match="(?s).*" + named.replace(".", r"\.")):
+        decode(msgpack.packb(body))

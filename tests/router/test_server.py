@@ -1,0 +1,108 @@
+"""The program around the app: signals, open streams at the end, and what importing it loads."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from moeyard_router.config import RouterConfig, WorkerAddress
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import socket, sys
+from pathlib import Path
+from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.server import run_router
+sock = socket.socket(fileno=int(sys.argv[1]))
+config = RouterConfig(model_name="tiny", model_path=Path(sys.argv[2]), max_model_len=256, vocab_size=400,
+    eos_token_ids=(1,), workers=(WorkerAddress(rank=0, endpoint=sys.argv[3]),), shutdown_grace=0.3)
+run_router(config, sock, on_ready=lambda: print("ready", flush=True), on_failed=lambda why: print(why, flush=True))
+print("ended", flush=True)
+"""
+CONFIG = {"model_name": "m", "model_path": Path("/m"), "max_model_len": 8, "vocab_size": 9}
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": f"{ROOT}/worker:{ROOT}/router"}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_open_streams_in_order(start, checkpoint, wait_for, signum):
+    worker = start(1).workers[0]  # its own router stays; a second router may use the same worker
+    worker.pace = 0.01
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        command = [sys.executable, "-c", PROGRAM, str(sock.fileno()), str(checkpoint), worker.endpoint]
+        with subprocess.Popen(
+            command,
+            pass_fds=[sock.fileno()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        ) as process:
+            assert process.stdout.readline() == "ready\n"
+            lines, began = [], None
+            body = {"prompt": "x", "max_tokens": 250, "stream": True}
+            with httpx.Client(base_url=url) as client, client.stream("POST", "/v1/completions", json=body) as answer:
+                for line in filter(None, answer.iter_lines()):
+                    lines.append(line)
+                    if began is None:
+                        process.send_signal(signum)
+                        began = time.monotonic()
+            out, err = process.communicate(timeout=5)
+            took = time.monotonic() - began
+    assert process.returncode == 0, err
+    assert out == "ended\n"
+    assert err == ""
+    assert "the router is shutting down" in lines[-1]
+    assert len(lines) > 10, "the stream goes on for its grace"
+    assert took < 2.5
+    wait_for(lambda: len(worker.aborts) == 1, "the worker is told")
+
+
+def test_requests_that_fit_the_grace_are_finished(start, wait_for):
+    service = start(1, shutdown_grace=3.0)
+    service.workers[0].pace = 0.005
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(service.post("/v1/completions", prompt="x", max_tokens=60)))
+    thread.start()
+    wait_for(lambda: len(service.submits) == 1, "it must run")
+    began = time.monotonic()
+    service.server.stop()
+    thread.join(5)
+    assert answers[0].status_code == 200
+    assert answers[0].json()["usage"]["completion_tokens"] == 60
+    assert time.monotonic() - began < 2.0
+
+
+def test_imports_neither_torch_nor_ray_nor_the_worker():
+    code = (
+        "import sys, moeyard_router.server as s;"
+        "bad = {'torch', 'ray', 'transformers', 'numpy', 'triton'} & set(sys.modules);"
+        "bad |= {m for m in sys.modules if m.startswith('moeyard_worker.')} - {'moeyard_worker.protocol'};"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"workers": ()}, "workers"),
+        ({"workers": (WorkerAddress(rank=1, endpoint="tcp://h:1"),)}, "ranks"),
+        ({"max_inflight": 0}, "max_inflight"),
+        ({"step_deadline": 0.0}, "step_deadline"),
+        ({"eos_token_ids": (9,)}, "eos_token_ids"),
+    ],
+)
+def test_bad_config(change, named):
+    workers = (WorkerAddress(rank=0, endpoint="tcp://h:1"),)
+    with pytest.raises(ValueError, match=named):
+        RouterConfig(**{**CONFIG, "workers": workers, **change})
