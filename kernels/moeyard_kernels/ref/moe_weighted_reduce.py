@@ -1,32 +1,86 @@
-"""The weighted sum of a token's expert outputs, in top-k order, with the rounding of a chain of fused multiply-adds."""
+"""The weighted sum of a token's expert outputs, in top-k order, with the rounding of a chain of fused multiply-adds.
+
+Torch has no fused multiply-add that is one on every path, so the chain runs in fp64. There a product of two fp32
+values is exact, hence one step is an addition in fp64 and a rounding to fp32: two roundings. They differ from one only
+if the fp64 sum is inexact and lies exactly half-way between two fp32 values, which one bit pattern tells: the 29 bits
+that the rounding drops are 1000... (Subnormal results drop more bits; sums that may be such are caught by magnitude.)
+Then, and only then, the chain is run again with sums rounded to odd, which makes the second rounding the only one.
+"""
 
 import torch
+
+# Rows are summed in pieces of about this many fp64 values, which stay in a core's cache.
+_PIECE = 32 * 1024
+_DROPPED = (1 << 29) - 1
+_HALF_WAY = 1 << 28
 
 
 def moe_weighted_reduce(
     partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.moe_weighted_reduce`."""
-    acc = partial.new_zeros(partial.shape[0], partial.shape[2], dtype=torch.float64)
-    for k in range(partial.shape[1]):
-        acc = _fma(weights[:, k : k + 1].double(), partial[:, k].double(), acc).float().double()
-    total = acc.float()
-    if shared is not None:
-        total += shared
-    return total.to(partial.dtype)
+    num_tokens, _, hidden = partial.shape
+    out = torch.empty(num_tokens, hidden, dtype=partial.dtype)
+    step = max(1, _PIECE // max(1, hidden))
+    w64 = weights.double().unsqueeze(2)
+    for t in range(0, num_tokens, step):
+        piece = slice(t, min(t + step, num_tokens))
+        acc = _chain(w64[piece], partial[piece].double())
+        if shared is not None:
+            acc += shared[piece]
+        out[piece] = acc
+    return out
 
 
-def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c of fp32 values held in fp64, rounded to odd in fp64, so that a rounding to fp32 is the only one.
+def _chain(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """fp32 chain acc = fma(w[:, k], x[:, k], acc) over k, of fp32 values held in fp64: w [T, K, 1], x [T, K, H]."""
+    num_tokens, top_k, hidden = x.shape
+    # Adding zero turns a product of -0 into the +0 that fma(a, b, +0) is.
+    acc = (w[:, 0] * x[:, 0]).add_(0.0).float()
+    if top_k == 1:
+        return acc
+    accs = x.new_empty(top_k - 1, num_tokens, hidden)
+    sums = torch.empty_like(accs)
+    for k in range(1, top_k):
+        accs[k - 1] = acc
+        acc = torch.addcmul(accs[k - 1], w[:, k], x[:, k], out=sums[k - 1]).float()
+    half_way = (sums.view(torch.int64) & _DROPPED) == _HALF_WAY
+    if half_way.any() and _any_inexact(half_way, accs, sums, w, x):
+        return _chain_to_odd(w, x)
+    # A sum is only inexact near the subnormal range if the accumulator is there: below 2^-125 and not zero, it does not
+    # survive this scaling.
+    acc32 = accs.float()
+    if not torch.equal(acc32 * 2.0**-24 * 2.0**24, acc32):
+        return _chain_to_odd(w, x)
+    return acc
 
-    The product of two fp32 values is exact in fp64; two-sum gives the error of the addition. Boldo and Melquiond,
-    "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd" (IEEE TC 57, 2008).
+
+def _any_inexact(where: torch.Tensor, accs: torch.Tensor, sums: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether any of the sums at `where` [K - 1, T, H] differs from accumulator plus product."""
+    k, t, h = where.nonzero(as_tuple=True)
+    p, c, s = w[t, k + 1, 0] * x[t, k + 1, h], accs[k, t, h], sums[k, t, h]
+    return bool((_error(p, c, s) != 0).any())
+
+
+def _chain_to_odd(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The chain with every fp64 sum rounded to odd (towards the odd neighbour if inexact), then to fp32.
+
+    Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008.
     """
-    p = a * b
-    s = p + c
+    acc = torch.zeros_like(x[:, 0])
+    for k in range(x.shape[1]):
+        p = w[:, k] * x[:, k]
+        s = p + acc
+        error = _error(p, acc, s)
+        away = torch.where(s > 0, error > 0, error < 0)
+        toward = torch.where(s > 0, error < 0, error > 0)
+        bits = s.view(torch.int64)
+        bits += (away.long() - toward.long()) * (1 - (bits & 1))
+        acc = s.float().double()
+    return acc.float()
+
+
+def _error(p: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """p + c - s exactly, for s = p + c rounded (Knuth's two-sum)."""
     t = s - p
-    error = (p - (s - t)) + (c - t)
-    bits = s.view(torch.int64)
-    step = torch.where((error > 0) == (s > 0), 1, -1)
-    bits += step * ((error != 0) & ((bits & 1) == 0))
-    return s
+    return (p - (s - t)) + (c - t)

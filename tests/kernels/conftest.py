@@ -1,0 +1,47 @@
+"""Kernel tests: seeds from the test's name, and Triton's interpreter where there is no GPU.
+
+Triton reads TRITON_INTERPRET when a kernel is decorated, so it is set before any test module imports one.
+"""
+
+import os
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+@pytest.fixture(autouse=True)
+def seed_from_name(request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(zlib.crc32(request.node.name.encode()))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fused_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the interpreter's fp32 `tl.fma` round once, as a GPU's does: triton 3.7 rounds the product too."""
+    rounds_twice = InterpreterBuilder.create_fma
+
+    def create_fma(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+        if z.data.dtype != np.float32:
+            return rounds_twice(self, x, y, z)
+        p, c = x.data.astype(np.float64) * y.data.astype(np.float64), z.data.astype(np.float64)
+        s = p + c
+        t = s - p
+        error = (p - (s - t)) + (c - t)
+        # Round the fp64 sum to odd, then to fp32.
+        outward = np.where(s > 0, np.sign(error), -np.sign(error)).astype(np.int64)
+        bits = s.view(np.int64)
+        bits = bits + outward * (1 - (bits & 1))
+        return TensorHandle(bits.view(np.float64).astype(np.float32), z.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_fma", create_fma)

@@ -1,0 +1,170 @@
+"""The weighted reduce: reference and Triton kernel against exact rational arithmetic, bit for bit."""
+
+import itertools
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+from moeyard_kernels import moe_weighted_reduce as triton_kernel
+from moeyard_kernels import ops
+from moeyard_kernels.ref import moe_weighted_reduce as reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def round_to_fp32(exact: Fraction) -> float:
+    """The fp32 value nearest to `exact`, ties to even, in integers."""
+    magnitude = abs(exact)
+    # floor(log2(magnitude)) is this or one less; fp32 has 24 bits, and steps of 2^-149 at the least.
+    top = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    top -= magnitude < Fraction(2) ** top
+    unit = Fraction(2) ** max(top - 23, -149)
+    steps, rest = divmod(magnitude, unit)
+    if rest * 2 > unit or (rest * 2 == unit and steps % 2):
+        steps += 1
+    value = float(steps * unit)
+    return -value if exact < 0 else value
+
+
+def exact_chain(x: torch.Tensor, w: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+    """[T, H] fp32: the documented chain, one Fraction at a time."""
+    out = torch.empty(x.shape[0], x.shape[2])
+    for t, h in itertools.product(range(x.shape[0]), range(x.shape[2])):
+        acc = 0.0
+        for k in range(x.shape[1]):
+            acc = round_to_fp32(Fraction(w[t, k].item()) * Fraction(x[t, k, h].item()) + Fraction(acc))
+        if shared is not None:
+            acc = round_to_fp32(Fraction(acc) + Fraction(shared[t, h].item()))
+        out[t, h] = acc
+    return out
+
+
+def run_kernel(x: torch.Tensor, w: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+    # What the allocator hands out next is this block, full of NaN.
+    poison = torch.full((x.shape[0], x.shape[2]), float("nan"), device=DEVICE)
+    del poison
+    return triton_kernel.moe_weighted_reduce(
+        x.to(DEVICE), w.to(DEVICE), None if shared is None else shared.to(DEVICE)
+    ).cpu()
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("with_shared", [False, True], ids=["routed", "shared"])
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "hidden"),
+    [(2, 1, 40), (1, 2, 33), (3, 3, 1), (1, 4, 257), (2, 5, 31), (1, 6, 64), (1, 7, 17), (1, 8, 1025)],
+    ids=lambda n: str(n),
+)
+def test_kernel_and_reference_equal_the_exact_chain(
+    num_tokens: int, top_k: int, hidden: int, with_shared: bool, dtype: torch.dtype
+) -> None:
+    x = torch.randn(num_tokens, top_k, hidden).to(dtype)
+    w = torch.rand(num_tokens, top_k)
+    shared = torch.randn(num_tokens, hidden).to(dtype) if with_shared else None
+    from_kernel = run_kernel(x, w, shared)
+    from_reference = ops.moe_weighted_reduce(x, w, shared)
+    wanted = exact_chain(x, w, shared).to(dtype)
+    assert from_kernel.dtype == from_reference.dtype == dtype
+    assert torch.equal(bits(from_kernel), bits(wanted))
+    assert torch.equal(bits(from_reference), bits(wanted))
+
+
+def near_powers_of_two(rng: random.Random, count: int) -> list[tuple[int, int]]:
+    """Pairs of integers below 2^24 whose product is 2^47 give or take less than 2^17, but not 2^47."""
+    pairs = []
+    while len(pairs) < count:
+        m = rng.randrange(2**23 + 1, 2**24)
+        for n in (2**47 // m, 2**47 // m + 1):
+            if 2**23 < n < 2**24 and 0 < abs(m * n - 2**47) < 2**17:
+                pairs.append((m, n))
+    return pairs
+
+
+@pytest.mark.parametrize("scale", [0, -40, 60, -126], ids=["at-1", "at-2^-40", "at-2^60", "subnormal"])
+def test_sums_a_hair_off_the_middle_round_once(scale: int, request: pytest.FixtureRequest) -> None:
+    rng = random.Random(request.node.name)
+    cases, weights = [], []
+    for m, n in near_powers_of_two(rng, 64):
+        # The accumulator is `start`, the product half of its last place give or take a hair that fp64 cannot hold.
+        start = rng.choice((1, -1)) * (2**23 + rng.randrange(2**23))
+        half = scale - 23 - 1 - 47
+        w, x = m * 2.0 ** (half // 2), rng.choice((1, -1)) * n * 2.0 ** (half - half // 2)
+        cases.append([start * 2.0 ** (scale - 23), x, rng.random() * 2.0**scale])
+        weights.append([1.0, w, rng.random()])
+    x, w = torch.tensor(cases).unsqueeze(2), torch.tensor(weights)
+    once = exact_chain(x[:, :2], w[:, :2], None)
+    twice = torch.addcmul(x[:, 0].double(), w[:, 1:2].double(), x[:, 1].double()).float()
+    assert not torch.equal(once, twice), "these cases need no care"
+    assert torch.equal(bits(ops.moe_weighted_reduce(x[:, :2], w[:, :2])), bits(once))
+    assert torch.equal(bits(ops.moe_weighted_reduce(x, w)), bits(exact_chain(x, w, None)))
+    # All 64 columns in one token for the kernel, which costs per program: the weight moves to the column's data.
+    wide = torch.stack((x[:, 0, 0], w[:, 1])).unsqueeze(0)
+    same_weight = torch.tensor([[1.0, x[0, 1, 0].item()]])
+    assert torch.equal(bits(run_kernel(wide, same_weight, None)), bits(exact_chain(wide, same_weight, None)))
+    assert torch.equal(bits(ops.moe_weighted_reduce(wide, same_weight)), bits(exact_chain(wide, same_weight, None)))
+
+
+def test_wide_range_of_magnitudes() -> None:
+    column, pair = torch.randint(-75, 30, (1, 1, 150)), torch.randint(-15, 16, (2, 4, 150))
+    x = torch.randn(2, 4, 150) * torch.exp2((column + pair).float())
+    w = torch.rand(2, 4) * torch.exp2(torch.randint(-60, -50, (2, 4)).float())
+    x[:, :, ::7] = 0
+    wanted = exact_chain(x, w, None)
+    assert ((wanted != 0) & (wanted.abs() < 2.0**-126)).any(), "no subnormal sum among the cases"
+    assert torch.equal(bits(ops.moe_weighted_reduce(x, w)), bits(wanted))
+    if DEVICE == "cpu":  # a GPU agrees here too, unless it flushes subnormals
+        assert torch.equal(bits(run_kernel(x, w, None)), bits(wanted))
+
+
+def test_odd_chain_equals_the_quick_one_and_carries_infinities() -> None:
+    x, w = torch.randn(4, 6, 50).double(), torch.rand(4, 6, 1).double()
+    x, w = x.float().double(), w.float().double()
+    assert torch.equal(reference._chain(w, x), reference._chain_to_odd(w, x))
+    x[0, 2, 0], x[1, 3, 1], x[2, 0, 2], x[2, 1, 2] = float("inf"), float("nan"), float("inf"), float("-inf")
+    for chain in (reference._chain, reference._chain_to_odd):
+        out = chain(w, x)
+        assert out[0, 0] == float("inf")
+        assert out[1, 1].isnan()
+        assert out[2, 2].isnan()
+        assert out.isfinite().sum() == out.numel() - 3
+
+
+def test_pieces_and_neighbours_do_not_show() -> None:
+    x, w, shared = torch.randn(150, 4, 512), torch.rand(150, 4), torch.randn(150, 512)
+    whole = ops.moe_weighted_reduce(x, w, shared)
+    for t in (0, 63, 64, 149):
+        assert torch.equal(ops.moe_weighted_reduce(x[t : t + 1], w[t : t + 1], shared[t : t + 1]), whole[t : t + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_no_tokens(dtype: torch.dtype) -> None:
+    x, w = torch.zeros(0, 4, 8, dtype=dtype), torch.zeros(0, 4)
+    assert run_kernel(x, w, None).shape == ops.moe_weighted_reduce(x, w).shape == (0, 8)
+
+
+def test_the_order_of_experts_is_the_callers() -> None:
+    x, w = torch.randn(8, 4, 64), torch.rand(8, 4)
+    turned = ops.moe_weighted_reduce(x.flip(1), w.flip(1))
+    assert not torch.equal(turned, ops.moe_weighted_reduce(x, w))
+    torch.testing.assert_close(turned, ops.moe_weighted_reduce(x, w))
+
+
+def test_the_kernel_refuses_what_its_grid_cannot_hold() -> None:
+    x = torch.empty(1).expand(1, 1, 65536 * 1024)
+    with pytest.raises(ValueError, match=r"\[1, 1, 67108864\] exceeds the grid"):
+        triton_kernel.moe_weighted_reduce(x, torch.ones(1, 1))
+
+
+def test_bad_arguments_are_named() -> None:
+    x, w = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"partial must be fp32 or bf16 \[T, K, H\], got float16 \[2, 3, 4\]"):
+        ops.moe_weighted_reduce(x.half(), w)
+    with pytest.raises(ValueError, match=r"weights float32 \[2, 2\], expected fp32 \[2, 3\]"):
+        ops.moe_weighted_reduce(x, w[:, :2])
+    with pytest.raises(ValueError, match=r"shared float32 \[1, 4\], expected torch.float32 \[2, 4\]"):
+        ops.moe_weighted_reduce(x, w, torch.zeros(1, 4))
