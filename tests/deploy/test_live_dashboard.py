@@ -178,10 +178,10 @@ def wait_until_all_have_values(prometheus: str, queries: dict[str, str]) -> None
 
 @pytest.mark.usefixtures("traffic")
 def test_every_target_is_up(prometheus: str) -> None:
+    up = {"moeyard-worker": 2, "moeyard-router": 1}
     wait_until_all_have_values(
-        prometheus, {"ranks": 'up{job="moeyard-worker"} == 1', "router": 'up{job="moeyard-router"} == 1'}
+        prometheus, {job: f'count(up{{job="{job}"}} == 1) == {count}' for job, count in up.items()}
     )
-    assert evaluate(prometheus, 'count(up{job="moeyard-worker"} == 1)') == [2.0]
     assert evaluate(prometheus, "up == 0") == []
 
 
