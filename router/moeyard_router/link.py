@@ -104,13 +104,13 @@ class WorkerLink:
         fault: str | None = None
         for _ in range(_FRAMES_PER_TURN):
             try:
-                frames = sock.recv_multipart(zmq.NOBLOCK)
+                frame = sock.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
             try:
-                if len(frames) != 1:
-                    raise ProtocolError(f"{len(frames)} frames in one message")
-                messages.append(decode(frames[0]))
+                if frame.more:
+                    raise ProtocolError("a message of several frames")
+                messages.append(decode(frame.buffer))
             except ProtocolError as error:
                 fault = f"worker {self.rank} broke the protocol: {error}"
                 break

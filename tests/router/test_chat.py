@@ -104,7 +104,7 @@ def test_broken_file_is_named(directory, name):
 
 
 def test_missing_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match="tokenizer.json"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
         TextCodec(tmp_path)
 
 

@@ -1,4 +1,6 @@
-"""Streamed text is the decoding of all tokens, however they arrive; stop strings cut where the whole text would be cut."""
+"""Streamed text is the decoding of all tokens, however they arrive; stop strings cut as they would cut the whole text."""
+
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -44,7 +46,7 @@ stop_strings = st.lists(st.text("ab�ä ", min_size=1, max_size=4), min_size=1,
 def pieces_of(tokens, ids, cuts, **options):
     detokenizer = Detokenizer(tokens, **options)
     bounds = sorted({0, len(ids), *(c % (len(ids) + 1) for c in cuts)})
-    pieces = [detokenizer.push(ids[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [detokenizer.push(ids[a:b]) for a, b in pairwise(bounds)]
     return [*pieces, detokenizer.finish()]
 
 
@@ -111,7 +113,7 @@ def test_stop_strings_cut_the_whole_text(text, stops, cuts, include):
     matcher = StopMatcher(stops, include_stop=include)
     bounds = sorted({0, len(text), *(c % (len(text) + 1) for c in cuts)})
     out, stop = "", None
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in pairwise(bounds):
         matched = matcher.push(text[a:b])
         out += matched.text
         assert text.startswith(out)

@@ -78,6 +78,13 @@ def test_garbage_bytes(frame):
         decode(frame)
 
 
+@pytest.mark.parametrize("frame", [b"\x81\x90\x01", b"\x81\x80\x01", b"\xc7\x00\xff", b"\x91" * 5000 + b"\x01", b""])
+def test_frames_that_msgpack_itself_stumbles_over(frame):
+    """A list or a map as a key, a broken timestamp, deep nesting, nothing at all."""
+    with pytest.raises(ProtocolError):
+        decode(frame)
+
+
 @given(json_like)
 def test_garbage_values(value):
     with pytest.raises(ProtocolError):
@@ -116,6 +123,7 @@ def test_truncated_frame(message, data):
         ({"type": "order"}, "unknown message type 'order'"),
         ({"type": ["submit"]}, "unknown message type"),
         ({"v": 2}, "protocol version 2"),
+        ({"v": True}, "protocol version True"),
         ({"sampling": {"max_tokens": 1.5}}, "submit.sampling.max_tokens"),
         ({"sampling": {}}, "max_tokens"),
         ({"sampling": {"max_tokens": 1, "top_p": True}}, "submit.sampling.top_p"),

@@ -10,7 +10,7 @@ Every `Submit` is answered by exactly one `Done` or `Rejected`; `Tokens` of a re
 
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Union, get_args
+from typing import Any, ClassVar, Literal, Union, cast, get_args
 
 import msgpack
 
@@ -178,12 +178,12 @@ def decode(frame: bytes) -> Message:
     """Parse one frame; raises `ProtocolError` naming what is wrong with it."""
     try:
         body = msgpack.unpackb(frame, raw=False, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a map or list as the key of a map
         raise ProtocolError(f"not msgpack: {error}") from error
     if not isinstance(body, dict):
         raise ProtocolError(f"a message is a map, got {type(body).__name__}")
     version, kind = body.pop("v", None), body.pop("type", None)
-    if version != PROTOCOL_VERSION:
+    if not _is_int(version) or version != PROTOCOL_VERSION:
         raise ProtocolError(f"protocol version {version!r}, this side speaks {PROTOCOL_VERSION}")
     cls = _MESSAGES.get(kind) if isinstance(kind, str) else None
     if cls is None:
@@ -201,13 +201,15 @@ def _plain(value: Any) -> Any:
 
 
 def _build(cls: Any, body: dict[Any, Any], where: str) -> Any:
-    known = {f.name: f for f in fields(cls)}
-    for name in body:
-        if name not in known:
-            raise ProtocolError(f"{where}: unknown field {name!r}")
+    checks = _FIELD_CHECKS[cls]
     kwargs = {}
     for name, value in body.items():
-        kwargs[name] = _check(cls.__annotations__[name], value, f"{where}.{name}")
+        if name not in checks:
+            raise ProtocolError(f"{where}: unknown field {name!r}")
+        ok, kwargs[name] = checks[name](value, where)
+        if not ok:
+            kind = cls.__annotations__[name]
+            raise ProtocolError(f"{where}.{name}: expected {getattr(kind, '__name__', kind)}, got {value!r:.80}")
     try:
         message = cls(**kwargs)
     except TypeError as error:
@@ -224,56 +226,96 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or _is_int(value)
 
 
-def _check(kind: Any, value: Any, where: str) -> Any:
-    """Check `value` against one of the annotations used above and return it in its Python form."""
-    ok, out = False, value
-    if kind is int:
-        ok = _is_int(value)
-    elif kind is float:
-        ok, out = _is_number(value), float(value) if _is_number(value) else value
-    elif kind is str:
-        ok = isinstance(value, str)
-    elif kind is bool:
-        ok = isinstance(value, bool)
-    elif kind == int | None:
-        ok = value is None or _is_int(value)
-    elif kind == str | None:
-        ok = value is None or isinstance(value, str)
-    elif kind == float | None:
-        ok, out = value is None or _is_number(value), float(value) if _is_number(value) else value
-    elif kind is SamplingParams:
-        ok = isinstance(value, dict)
-        out = _build(SamplingParams, value, where) if ok else value
-    elif kind == tuple[int, ...]:
-        ok = isinstance(value, list) and all(map(_is_int, value))
-        out = tuple(value) if ok else value
-    elif kind == dict[int, float]:
-        ok = isinstance(value, dict) and all(_is_int(k) and _is_number(v) for k, v in value.items())
-        out = {k: float(v) for k, v in value.items()} if ok else value
-    elif kind == tuple[TokenLogprob, ...]:
-        ok = isinstance(value, list) and all(isinstance(v, dict) for v in value)
-        out = tuple(_build(TokenLogprob, v, where) for v in value) if ok else value
-    elif kind == tuple[tuple[int, float], ...]:
-        ok = isinstance(value, list) and all(
-            isinstance(v, list) and len(v) == 2 and _is_int(v[0]) and _is_number(v[1]) for v in value
-        )
-        out = tuple((v[0], float(v[1])) for v in value) if ok else value
-    else:
-        raise AssertionError(f"{where}: no check for {kind}")
-    if not ok:
-        raise ProtocolError(f"{where}: expected {getattr(kind, '__name__', kind)}, got {value!r:.80}")
-    return out
+def _int(value: Any, where: str) -> tuple[bool, Any]:
+    return _is_int(value), value
 
 
-def _check_values(message: Any, where: str) -> None:
-    allowed = {
+def _float(value: Any, where: str) -> tuple[bool, Any]:
+    return (True, float(value)) if _is_number(value) else (False, value)
+
+
+def _str(value: Any, where: str) -> tuple[bool, Any]:
+    return isinstance(value, str), value
+
+
+def _bool(value: Any, where: str) -> tuple[bool, Any]:
+    return isinstance(value, bool), value
+
+
+def _int_or_none(value: Any, where: str) -> tuple[bool, Any]:
+    return value is None or _is_int(value), value
+
+
+def _str_or_none(value: Any, where: str) -> tuple[bool, Any]:
+    return value is None or isinstance(value, str), value
+
+
+def _float_or_none(value: Any, where: str) -> tuple[bool, Any]:
+    return (True, None) if value is None else _float(value, where)
+
+
+def _ints(value: Any, where: str) -> tuple[bool, Any]:
+    ok = isinstance(value, list) and all(map(_is_int, value))
+    return ok, tuple(value) if ok else value
+
+
+def _int_to_float(value: Any, where: str) -> tuple[bool, Any]:
+    ok = isinstance(value, dict) and all(_is_int(k) and _is_number(v) for k, v in value.items())
+    return ok, {k: float(v) for k, v in value.items()} if ok else value
+
+
+def _pairs(value: Any, where: str) -> tuple[bool, Any]:
+    ok = isinstance(value, list) and all(
+        isinstance(v, list) and len(v) == 2 and _is_int(v[0]) and _is_number(v[1]) for v in value
+    )
+    return ok, tuple((v[0], float(v[1])) for v in value) if ok else value
+
+
+def _sampling(value: Any, where: str) -> tuple[bool, Any]:
+    ok = isinstance(value, dict)
+    return ok, _build(SamplingParams, value, f"{where}.sampling") if ok else value
+
+
+def _logprobs(value: Any, where: str) -> tuple[bool, Any]:
+    ok = isinstance(value, list) and all(isinstance(v, dict) for v in value)
+    return ok, tuple(_build(TokenLogprob, v, f"{where}.logprobs") for v in value) if ok else value
+
+
+# One check per annotation used above: (value from msgpack, where it stands) -> (whether it fits, its Python form).
+_CHECKS = MappingProxyType(
+    {
+        int: _int,
+        float: _float,
+        str: _str,
+        bool: _bool,
+        int | None: _int_or_none,
+        str | None: _str_or_none,
+        float | None: _float_or_none,
+        tuple[int, ...]: _ints,
+        dict[int, float]: _int_to_float,
+        tuple[tuple[int, float], ...]: _pairs,
+        SamplingParams: _sampling,
+        tuple[TokenLogprob, ...]: _logprobs,
+    }
+)
+_CHOICES = MappingProxyType(
+    {
         Done: ("finish_reason", FINISH_REASONS),
         Rejected: ("reason", REJECT_REASONS),
         Snapshot: ("state", WORKER_STATES),
-    }.get(type(message))
-    if allowed is not None:
-        name, values = allowed
-        if getattr(message, name) not in values:
-            raise ProtocolError(f"{where}.{name}: {getattr(message, name)!r} is not one of {', '.join(values)}")
+    }
+)
+_FIELD_CHECKS: MappingProxyType[type, dict[str, Any]] = MappingProxyType(
+    {
+        cls: {f.name: _CHECKS[cast(Any, f.type)] for f in fields(cls)}
+        for cls in (*get_args(Message), SamplingParams, TokenLogprob)
+    }
+)
+
+
+def _check_values(message: Any, where: str) -> None:
+    name, values = _CHOICES.get(type(message), (None, ()))
+    if name is not None and getattr(message, name) not in values:
+        raise ProtocolError(f"{where}.{name}: {getattr(message, name)!r} is not one of {', '.join(values)}")
     if isinstance(message, Tokens) and message.logprobs and len(message.logprobs) != len(message.token_ids):
         raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs for {len(message.token_ids)} tokens")
