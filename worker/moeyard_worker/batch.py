@@ -9,8 +9,9 @@ from moeyard_kernels.ops import BLOCK, DecodePlan, plan_decode
 
 from moeyard_worker.request import Chunk, Step
 
-# Matrix products see rows in multiples of this many, so that a row's bits do not depend on how many there are.
-ROW_TILE = 16
+# The absorbed products of latent attention see decode rows in multiples of this many: fewer than four rows take another
+# path of the CPU's matrix product, with other bits.
+DECODE_TILE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +32,12 @@ class PromptSegment:
 class Batch:
     """The rows of one step: prompt rows, decode rows, padding.
 
-    num_tokens real rows T, of which num_prefill come first; num_rows is T padded so that it and the decode rows alone
-    (rows num_prefill .. num_prefill + num_decode_rows) are multiples of 16.
+    num_tokens real rows T, of which num_prefill come first; num_rows is T padded (`pad_rows`) and holds the decode rows
+    padded to `DECODE_TILE` too: rows num_prefill .. num_prefill + num_decode_rows.
     token_ids, positions: [num_rows] int64, zero in the padding.
     slots: [T] int64, page * page_size + offset of each row's cache entry.
     plan: which pages the T - num_prefill decode rows read.
-    sample_rows: [num_sampled padded to 16] int64, rows whose logits are wanted; the padding repeats row 0.
+    sample_rows: [num_sampled padded] int64, rows whose logits are wanted; the padding repeats row 0.
     """
 
     num_tokens: int
@@ -58,15 +59,20 @@ class Batch:
 
 
 def pad_rows(count: int) -> int:
-    """The next multiple of 16."""
-    return count + -count % ROW_TILE
+    """Row counts that `linear` computes without padding them again, so that the padding is made once per step.
+
+    Coarser for more rows, since the library behind it builds a kernel per count.
+    """
+    tile = DECODE_TILE if count <= 16 else 8 if count <= 64 else 32 if count <= 512 else 128
+    return count + -count % tile
 
 
 def build_batch(step: Step, *, page_size: int, window: int | None) -> Batch:
     """Lay out a step's rows; `window` is the attention's sliding window."""
     num_tokens, num_prefill = step.num_tokens, step.num_prefill_tokens
-    num_decode_rows = pad_rows(num_tokens - num_prefill)
-    num_rows = max(pad_rows(num_tokens), pad_rows(num_prefill + num_decode_rows))
+    num_decode = num_tokens - num_prefill
+    num_decode_rows = num_decode + -num_decode % DECODE_TILE
+    num_rows = pad_rows(num_prefill + num_decode_rows)
     token_ids = np.zeros(num_rows, dtype=np.int64)
     positions = np.zeros(num_rows, dtype=np.int64)
     slots = np.empty(num_tokens, dtype=np.int64)

@@ -1,7 +1,7 @@
 """Loading: dense weights stream from disk into their final place, experts stay in the file as memory-mapped views.
 
-Peak memory is what a rank keeps plus one scratch block: a stored tensor of the served dtype is read straight into the
-rows of its parameter, another dtype goes through `_SCRATCH_BYTES` at a time.
+Peak memory is what a rank keeps plus one parameter: a stored tensor of the served dtype is read straight into the rows
+of its parameter, another dtype goes through `_SCRATCH_BYTES` at a time; a matrix is then packed for the kernels.
 """
 
 import mmap
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from moeyard_kernels.ops import pack_weight
 
 from moeyard_worker.checkpoint_check import CheckedCheckpoint, check_checkpoint
 from moeyard_worker.checkpoint_error import CheckpointError
@@ -45,7 +46,7 @@ class DenseLoader:
         self._progress = progress
 
     def load(self, weight: Weight) -> torch.Tensor:
-        """The parameter `weight` describes, in the served dtype (float32 where it says so)."""
+        """The parameter `weight` describes, in the served dtype or float32 where it says so; a matrix is packed."""
         dtype = torch.float32 if weight.fp32 else self._dtype
         filled = sum(num_elements(part.shape) for part in weight.parts)
         allocate = torch.empty if filled == num_elements(weight.shape) else torch.zeros
@@ -53,7 +54,7 @@ class DenseLoader:
         for part in weight.parts:
             rows = out.view(-1, *part.shape[1:])[part.row : part.row + part.shape[0]]
             self._read(part.key, self._checkpoint.index.entries[part.key], rows.view(-1))
-        return out
+        return pack_weight(out) if weight.matrix else out
 
     def _read(self, key: str, entry: TensorEntry, out: torch.Tensor) -> None:
         """Fill the flat `out` from the file, block by block."""

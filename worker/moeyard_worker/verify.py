@@ -42,7 +42,7 @@ MODEL_CLASSES = MappingProxyType(
 )
 # Differences of logits relative to the largest logit. float32 only differs in the order of sums; bfloat16 rounds after
 # every operation, in other places here and there.
-TOLERANCE = MappingProxyType({torch.float32: 1e-4, torch.bfloat16: 5e-2})
+TOLERANCE = MappingProxyType({"float32": 1e-4, "bfloat16": 5e-2})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,12 +164,14 @@ def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -
     return model_class.from_pretrained(directory, config=config, dtype=dtype, local_files_only=True).eval()
 
 
-def verify(directory: Path | str, *, dtype: torch.dtype = torch.float32) -> int:
+def verify(directory: Path | str, *, dtype: str = "float32") -> int:
     """Print a table of differences and return 0 when logits and tokens agree, 1 when not or when it cannot be checked.
 
-    Raises CheckpointError for a checkpoint that cannot be read. Greedy tokens decide in float32 only: in bfloat16 near
-    ties fall either way.
+    `dtype` is "float32" or "bfloat16". Raises CheckpointError for a checkpoint that cannot be read. Greedy tokens
+    decide in float32 only: in bfloat16 near ties fall either way.
     """
+    if dtype not in TOLERANCE:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(TOLERANCE)}")
     if find_spec("transformers") is None:
         print("moeyard verify needs transformers: pip install 'moeyard[verify]'")
         return 1
@@ -179,8 +181,8 @@ def verify(directory: Path | str, *, dtype: torch.dtype = torch.float32) -> int:
         print(f"{directory}: no test prompt and {NUM_NEW_TOKENS} tokens fit {config.max_position} positions")
         return 1
     num_pages = -(-(max(map(len, prompts)) + NUM_NEW_TOKENS) // PAGE_SIZE)
-    runner = local_runner(directory, dtype=dtype, num_pages=num_pages)
-    model = reference_model(directory, config.family, dtype=dtype)
+    runner = local_runner(directory, dtype=getattr(torch, dtype), num_pages=num_pages)
+    model = reference_model(directory, config.family, dtype=getattr(torch, dtype))
     print(f"{directory}: {config.family}, {config.num_layers} layers, {config.num_experts} experts, {dtype}")
     print(f"{'prompt tokens':>14} {'max abs':>10} {'max rel':>10} {'greedy tokens equal':>20}")
     agree = True
@@ -190,7 +192,7 @@ def verify(directory: Path | str, *, dtype: torch.dtype = torch.float32) -> int:
             f"{result.prompt_length:>14} {result.max_abs:>10.2e} {result.max_rel:>10.2e}"
             f" {result.tokens_agree:>13} of {result.num_tokens}"
         )
-        exact = dtype != torch.float32 or result.tokens_agree == result.num_tokens
+        exact = dtype != "float32" or result.tokens_agree == result.num_tokens
         agree = agree and exact and result.max_rel <= TOLERANCE[dtype]
     print("agrees with transformers" if agree else "DIFFERS from transformers")
     return 0 if agree else 1

@@ -1,7 +1,7 @@
 """What a layer stores and from which checkpoint tensors it is put together. Pure."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,14 +15,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of `shape`; rows that no part fills are zero. `fp32`: kept in float32 whatever dtype is served.
+    """A parameter of `shape`; rows that no part fills are zero.
 
-    The parts' rows are counted in the flattened form [-1, *parts[0].shape[1:]] of the parameter.
+    `fp32`: kept in float32 whatever dtype is served. `matrix`: only ever the right side of `linear`, so that it is kept
+    in that kernel's own layout. The parts' rows are counted in the flattened form [-1, *parts[0].shape[1:]].
     """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     fp32: bool = False
+    matrix: bool = False
 
 
 def weight(key: str, *shape: int, fp32: bool = False) -> Weight:
@@ -30,17 +32,23 @@ def weight(key: str, *shape: int, fp32: bool = False) -> Weight:
     return Weight(shape, (Part(key, shape),), fp32)
 
 
-def stacked(*rows: tuple[str | None, int], width: tuple[int, ...] = ()) -> Weight:
-    """Checkpoint tensors on top of each other: (key, number of rows) each, all of trailing shape `width`.
+def matrix(key: str, *shape: int, fp32: bool = False) -> Weight:
+    """A matrix of a linear layer that is one checkpoint tensor."""
+    return replace(weight(key, *shape, fp32=fp32), matrix=True)
+
+
+def stacked(*rows: tuple[str | None, int], width: int | None = None) -> Weight:
+    """Checkpoint tensors on top of each other, (key, number of rows) each: a matrix of `width` columns, or a vector.
 
     A key of None leaves its rows zero (the bias of a projection that has none).
     """
+    columns = () if width is None else (width,)
     parts, row = [], 0
     for key, count in rows:
         if key is not None:
-            parts.append(Part(key, (count, *width), row))
+            parts.append(Part(key, (count, *columns), row))
         row += count
-    return Weight((row, *width), tuple(parts))
+    return Weight((row, *columns), tuple(parts), matrix=width is not None)
 
 
 def num_elements(shape: tuple[int, ...]) -> int:

@@ -7,6 +7,7 @@ depends on whether it is prompt or output, and on nothing else.
 """
 
 import torch
+import torch.nn.functional as F
 from moeyard_kernels import ops
 
 from moeyard_worker.attention_config import MlaConfig
@@ -39,9 +40,9 @@ class MlaAttention:
         self._q_kv_a, self._q_kv_a_bias = q_kv_a, q_kv_a_bias
         self._q_norm, self._q_b, self._kv_norm = q_norm, q_b, kv_norm
         self._o, self._o_bias = o, o_bias
-        self._kv_b = kv_b.transpose(1, 2)  # [Hq, R, nope + Dv]
-        self._k_absorb = kv_b[:, : config.nope_dim]  # [Hq, nope, R]
-        self._v_expand = kv_b[:, config.nope_dim :].transpose(1, 2)  # [Hq, R, Dv]
+        self._kv_b = _columns(kv_b.transpose(1, 2))  # [Hq, R, nope + Dv]
+        self._k_absorb = _columns(kv_b[:, : config.nope_dim])  # [Hq, nope, R]
+        self._v_expand = _columns(kv_b[:, config.nope_dim :].transpose(1, 2))  # [Hq, R, Dv]
         self._num_first = q_kv_a.shape[0] - config.latent_dim
 
     def forward(
@@ -72,7 +73,7 @@ class MlaAttention:
         rows = cache.read(part.pages)  # [L, R + Dr], L a multiple of 64
         latent = rows[:, : config.kv_lora_rank].expand(config.num_heads, -1, -1)
         kv = torch.bmm(latent, self._kv_b)
-        k_nope, v = kv[..., : config.nope_dim], kv[..., config.nope_dim :]
+        k_nope, v = kv[..., : config.nope_dim], kv[..., config.nope_dim : config.nope_dim + config.v_dim]
         k_rope = rows[:, config.kv_lora_rank :].expand(config.num_heads, -1, -1)
         here = slice(part.begin, part.end)
         return ops.attn_prefill(
@@ -84,16 +85,24 @@ class MlaAttention:
         )
 
     def _decode(self, q: torch.Tensor, q_rope: torch.Tensor, batch: Batch, cache: LatentLayer) -> torch.Tensor:
-        """[decode rows, Hq, Dv] in the absorbed form; both products run over rows padded to a multiple of 16."""
+        """[decode rows, Hq, Dv] in the absorbed form; both products run over padded rows."""
         config = self._config
         padded = slice(batch.num_prefill, batch.num_prefill + batch.num_decode_rows)
         q_latent = torch.bmm(q[padded, :, : config.nope_dim].transpose(0, 1), self._k_absorb).transpose(0, 1)
         out = q.new_zeros(batch.num_decode_rows, config.num_heads, config.kv_lora_rank)
         out[: batch.num_decode] = ops.mla_decode(
-            q_latent[: batch.num_decode],
+            q_latent[: batch.num_decode, :, : config.kv_lora_rank],
             q_rope[batch.num_prefill : batch.num_tokens],
             cache.rows,
             plan=batch.plan,
             scale=config.scale,
         )
-        return torch.bmm(out.transpose(0, 1), self._v_expand).transpose(0, 1)[: batch.num_decode]
+        v = torch.bmm(out.transpose(0, 1), self._v_expand).transpose(0, 1)
+        return v[: batch.num_decode, :, : config.v_dim]
+
+
+def _columns(weight: torch.Tensor) -> torch.Tensor:
+    """weight [X, K, N] with N padded to a multiple of 16 by zeros: products of fewer columns take paths of the CPU's
+    library on which a row's bits depend on its place. A view where nothing is missing."""
+    missing = -weight.shape[2] % 16
+    return F.pad(weight, (0, missing)) if missing else weight

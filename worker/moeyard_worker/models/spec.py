@@ -12,7 +12,7 @@ from moeyard_worker.attention_config import GqaConfig, MlaConfig
 from moeyard_worker.model_config import ModelConfig
 from moeyard_worker.models import deepseek, mixtral, qwen3_moe
 from moeyard_worker.models.names import Names
-from moeyard_worker.weights import Weight, stacked, weight
+from moeyard_worker.weights import Weight, matrix, stacked, weight
 
 NAMES = MappingProxyType(
     {
@@ -96,7 +96,7 @@ def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
     """The weights of `config`; `keys` of the checkpoint decide between layouts that are both in use."""
     names = NAMES[config.family]
     hidden = config.hidden_size
-    lm_head = None if config.tie_word_embeddings else weight(names.lm_head, config.vocab_size, hidden)
+    lm_head = None if config.tie_word_embeddings else matrix(names.lm_head, config.vocab_size, hidden)
     return ModelSpec(
         config=config,
         names=names,
@@ -132,8 +132,8 @@ def _gqa(attention: GqaConfig, hidden: int, at: str) -> dict[str, Weight]:
     width = attention.head_dim
     rows = [(name, heads * width) for name, heads in _gqa_heads(attention)]
     specs = {
-        "qkv": stacked(*((f"{at}{name}.weight", count) for name, count in rows), width=(hidden,)),
-        "o": weight(f"{at}o_proj.weight", hidden, attention.num_heads * width),
+        "qkv": stacked(*((f"{at}{name}.weight", count) for name, count in rows), width=hidden),
+        "o": matrix(f"{at}o_proj.weight", hidden, attention.num_heads * width),
     }
     if attention.bias:
         specs["qkv_bias"] = stacked(*((f"{at}{name}.bias", count) for name, count in rows))
@@ -153,17 +153,17 @@ def _mla(attention: MlaConfig, hidden: int, at: str) -> dict[str, Weight]:
     first = ("q_proj", heads * attention.qk_dim) if query_rank is None else ("q_a_proj", query_rank)
     down = ("kv_a_proj_with_mqa", attention.latent_dim)
     specs = {
-        "q_kv_a": stacked(*((f"{at}{name}.weight", count) for name, count in (first, down)), width=(hidden,)),
+        "q_kv_a": stacked(*((f"{at}{name}.weight", count) for name, count in (first, down)), width=hidden),
         "kv_norm": weight(f"{at}kv_a_layernorm.weight", rank),
         "kv_b": Weight(
             (heads, attention.nope_dim + attention.v_dim, rank),
             weight(f"{at}kv_b_proj.weight", heads * (attention.nope_dim + attention.v_dim), rank).parts,
         ),
-        "o": weight(f"{at}o_proj.weight", hidden, heads * attention.v_dim),
+        "o": matrix(f"{at}o_proj.weight", hidden, heads * attention.v_dim),
     }
     if query_rank is not None:
         specs["q_norm"] = weight(f"{at}q_a_layernorm.weight", query_rank)
-        specs["q_b"] = weight(f"{at}q_b_proj.weight", heads * attention.qk_dim, query_rank)
+        specs["q_b"] = matrix(f"{at}q_b_proj.weight", heads * attention.qk_dim, query_rank)
     if attention.bias:
         # The undivided query projection never has a bias.
         query_bias = (None if query_rank is None else f"{at}q_a_proj.bias", first[1])
@@ -174,14 +174,14 @@ def _mla(attention: MlaConfig, hidden: int, at: str) -> dict[str, Weight]:
 
 def _mlp(hidden: int, width: int, at: str) -> dict[str, Weight]:
     return {
-        "gate_up": stacked((f"{at}gate_proj.weight", width), (f"{at}up_proj.weight", width), width=(hidden,)),
-        "down": weight(f"{at}down_proj.weight", hidden, width),
+        "gate_up": stacked((f"{at}gate_proj.weight", width), (f"{at}up_proj.weight", width), width=hidden),
+        "down": matrix(f"{at}down_proj.weight", hidden, width),
     }
 
 
 def _moe(config: ModelConfig, names: Names, at: str) -> dict[str, Weight]:
     gate, hidden = config.gate, config.hidden_size
-    specs = {"gate": weight(at + names.gate, config.num_experts, hidden, fp32=gate.fp32_logits)}
+    specs = {"gate": matrix(at + names.gate, config.num_experts, hidden, fp32=gate.fp32_logits)}
     if gate.bias:
         specs["gate_bias"] = weight(at + names.gate_bias, config.num_experts, fp32=True)
     if config.shared_intermediate_size:

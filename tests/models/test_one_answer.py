@@ -1,0 +1,149 @@
+"""One answer: the bits of a position's logits, however its step was put together."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from moeyard_worker.request import Chunk, Step
+from moeyard_worker.runner import Runner
+from moeyard_worker.verify import greedy_tokens, local_runner
+
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+
+OPTIONS = {
+    "deepseek_v3": {"num_hidden_layers": 2},
+    # Widths that are no multiple of a vector register.
+    "deepseek_v2": {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "kv_lora_rank": 18,
+        "q_lora_rank": None,
+    },
+    "qwen3_moe": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 12},
+    "mixtral": {"sliding_window": 40},
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROMPT_LENGTH, NUM_TOKENS = 150, 20
+PAGES = 11  # of 16 positions
+
+
+@pytest.fixture(params=[f"{family}-{dtype}" for family in OPTIONS for dtype in DTYPES], scope="module")
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    family, dtype = request.param.split("-")
+    directory = make_checkpoint(tmp_path_factory.mktemp(family), family, dtype=DTYPES[dtype], **OPTIONS[family])
+    return local_runner(directory, dtype=DTYPES[dtype], num_pages=4 * PAGES)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in (PROMPT_LENGTH, 33, 97)]
+
+
+@pytest.fixture(scope="module")
+def alone(runner: Runner, prompts: list[list[int]]) -> tuple[list[int], torch.Tensor]:
+    """The first prompt by itself, in one chunk."""
+    return greedy_tokens(runner, prompts[0], NUM_TOKENS)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 16, 64])
+def test_prompt_chunks(runner: Runner, prompts: list[list[int]], alone: tuple, chunk_size: int) -> None:
+    tokens, logits = greedy_tokens(runner, prompts[0], NUM_TOKENS, first_page=PAGES, chunk_size=chunk_size)
+    assert tokens == alone[0]
+    assert torch.equal(logits, alone[1])
+
+
+def make_chunk(ids: list[int], start: int, size: int, *, prompt: bool, first_page: int, reverse: bool = False) -> Chunk:
+    pages = range(first_page, first_page + PAGES)
+    return Chunk(
+        request_id="",
+        start=start,
+        token_ids=tuple(ids[start : start + size]),
+        pages=tuple(reversed(pages)) if reverse else tuple(pages),
+        prompt=prompt,
+        sample=True,
+    )
+
+
+@pytest.mark.parametrize("chunk_size", [9, 48])
+def test_mixed_batch(runner: Runner, prompts: list[list[int]], alone: tuple, chunk_size: int) -> None:
+    """The first request decodes while two others are prefilled in chunks and then decode too, on scattered pages."""
+    tokens, expected = alone
+    ids = [*prompts[0], *tokens]
+    others = [list(prompt) for prompt in prompts[1:]]
+    done = [0, 0]
+    runner.forward(Step(prefill=(make_chunk(ids, 0, PROMPT_LENGTH, prompt=True, first_page=0, reverse=True),)))
+    for i in range(1, NUM_TOKENS):
+        prefill, decode = [], []
+        for which, other in enumerate(others):
+            page, left = (which + 1) * PAGES, len(prompts[which + 1]) - done[which]
+            if left > 0:
+                prefill.append(make_chunk(other, done[which], min(chunk_size, left), prompt=True, first_page=page))
+            else:
+                decode.append(make_chunk(other, done[which], 1, prompt=False, first_page=page))
+        decode.insert(1, make_chunk(ids, PROMPT_LENGTH + i - 1, 1, prompt=False, first_page=0, reverse=True))
+        step = Step(prefill=tuple(prefill), decode=tuple(decode))
+        logits = runner.forward(step)
+        mine = next(n for n, chunk in enumerate(step.sampled) if chunk.pages[0] == PAGES - 1)
+        assert torch.equal(logits[mine], expected[i]), i
+        for which, other in enumerate(others):
+            chunk = next(c for c in step.chunks if c.pages[0] == (which + 1) * PAGES)
+            done[which] += chunk.num_tokens
+            if done[which] == len(other):
+                other.append(int(logits[step.sampled.index(chunk)].argmax()))
+    for which, other in enumerate(others):
+        length = len(prompts[which + 1])
+        expected_tokens, _ = greedy_tokens(runner, prompts[which + 1], len(other) - length, first_page=3 * PAGES)
+        assert other[length:] == expected_tokens
+
+
+@pytest.mark.parametrize("chunk_size", [2, 6, NUM_TOKENS - 1])
+def test_recomputed_outputs(runner: Runner, prompts: list[list[int]], alone: tuple, chunk_size: int) -> None:
+    """Output positions computed again, several rows of one sequence in one decode chunk, beside another's prompt."""
+    tokens, expected = alone
+    ids = [*prompts[0], *tokens]
+    runner.forward(Step(prefill=(make_chunk(ids, 0, PROMPT_LENGTH, prompt=True, first_page=2 * PAGES),)))
+    # KV of these positions must come from the recomputation, not from an earlier run.
+    for start in range(0, NUM_TOKENS - 1, chunk_size):
+        size = min(chunk_size, NUM_TOKENS - 1 - start)
+        again = make_chunk(ids, PROMPT_LENGTH + start, size, prompt=False, first_page=2 * PAGES)
+        other = make_chunk(prompts[1], 0, 33, prompt=True, first_page=PAGES)
+        logits = runner.forward(Step(prefill=(other,), decode=(again,)))
+        assert torch.equal(logits[1], expected[start + size])
+
+
+def test_only_sampled_rows_are_returned(runner: Runner, prompts: list[list[int]], alone: tuple) -> None:
+    ids = [*prompts[0], *alone[0]]
+    silent = Chunk(request_id="", start=0, token_ids=(1, 2, 3), pages=(PAGES,), prompt=True, sample=False)
+    assert runner.forward(Step(prefill=(silent,))).shape == (0, VOCAB_SIZE)
+    runner.forward(Step(prefill=(make_chunk(ids, 0, PROMPT_LENGTH, prompt=True, first_page=0),)))
+    decode = make_chunk(ids, PROMPT_LENGTH, 1, prompt=False, first_page=0)
+    logits = runner.forward(Step(prefill=(silent,), decode=(decode,)))
+    assert logits.shape[1] == VOCAB_SIZE
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits[0], alone[1][1])
+
+
+def test_idle_step_takes_part_in_every_exchange(tmp_path: Path) -> None:
+    runner = local_runner(make_checkpoint(tmp_path, "deepseek_v3"), dtype=torch.float32, num_pages=1)
+    exchange = runner._model._layers[1].moe._exchange  # type: ignore[union-attr]
+    calls: list[tuple[str, int]] = []
+    dispatch, combine = exchange.dispatch, exchange.combine
+
+    def spy_dispatch(x: torch.Tensor, ids: torch.Tensor, *, layer: int, num_prefill_tokens: int) -> object:
+        assert x.shape == (0, 64)
+        assert ids.shape == (0, 2)
+        assert ids.dtype == torch.int64
+        calls.append(("dispatch", layer))
+        return dispatch(x, ids, layer=layer, num_prefill_tokens=num_prefill_tokens)
+
+    def spy_combine(out: torch.Tensor, handle: object) -> torch.Tensor:
+        calls.append(("combine", out.shape[0]))
+        return combine(out, handle)
+
+    exchange.dispatch, exchange.combine = spy_dispatch, spy_combine
+    assert runner.forward(Step.empty()).shape == (0, VOCAB_SIZE)
+    assert calls == [("dispatch", 1), ("combine", 0), ("dispatch", 2), ("combine", 0)]
