@@ -1,10 +1,13 @@
 """y = x @ weight.T (+ bias) with rows that do not know how many they are.
 
 CPU matrix products choose their kernel by the number of rows M, and with it the order of the sum over K. Measured with
-torch 2.13 on AVX-512 (fp32 and bf16, K 16 to 7168, N 8 to 4096, odd ones too, M 1 to 128, one thread): a plain weight
-gives a row the same bits for every M >= 4 (fp32, MKL; M < 4 takes vector kernels) and every M >= 2 (bf16, oneDNN); a
-packed weight for every M >= 2, at 1.2 to 2 times the speed. So M is padded to a small multiple. A packed and a plain
-weight may differ in bits: a model packs a given weight always or never.
+torch 2.13 on AVX-512 (fp32 and bf16; K 16 to 7168, N 1 to 4096, odd ones too; M 1 to 160, rows at any offset; the same
+with 1 and 2 threads):
+- a packed weight gives a row the same bits for every M >= 2, and is 1.2 to 2 times as fast (oneDNN);
+- a plain bf16 weight for every M >= 2 (oneDNN);
+- a plain fp32 weight for every M >= 4 (MKL), except that with N < 12 and K not a multiple of 4 a row's bits depend on its
+  place, whatever M. Zeros up to a multiple of 4 cure that.
+A packed and a plain weight may differ in bits: a model packs a given weight always or never.
 """
 
 import torch
@@ -39,6 +42,9 @@ def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     if weight.is_mkldnn:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return y
+    num_out, dim = weight.shape
+    if num_out < 16 and dim % 4 and x.dtype == torch.float32:
+        x, weight = F.pad(x, (0, -dim % 4)), F.pad(weight, (0, -dim % 4))
     return F.linear(x, weight, bias)
 
 

@@ -1,0 +1,61 @@
+"""Rotary embedding against the functions of the Hugging Face models."""
+
+import pytest
+import torch
+from moeyard_kernels import ops
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
+from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def angles(num_tokens: int, dim: int) -> torch.Tensor:
+    return torch.outer(torch.arange(num_tokens).float(), 10000.0 ** -(torch.arange(0, dim, 2) / dim))
+
+
+@DTYPES
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("dim", [2, 10, 64])
+def test_equals_transformers(dim: int, interleaved: bool, dtype: torch.dtype) -> None:
+    x = torch.randn(9, 3, dim).to(dtype)
+    phase = angles(9, dim)
+    cos, sin = phase.cos().to(dtype), phase.sin().to(dtype)
+    theirs = apply_rotary_pos_emb_interleave if interleaved else apply_rotary_pos_emb
+    wanted, _ = theirs(x[None], x[None], cos.repeat(1, 2)[None], sin.repeat(1, 2)[None], unsqueeze_dim=2)
+    assert torch.equal(ops.rope(x, cos, sin, interleaved=interleaved), wanted[0])
+    assert torch.equal(ops.rope(x, cos.repeat(1, 2), sin.repeat(1, 2), interleaved=interleaved), wanted[0])
+
+
+@DTYPES
+def test_equals_deepseek_v2_up_to_the_order_of_pairs(dtype: torch.dtype) -> None:
+    x, phase = torch.randn(9, 3, 16).to(dtype), angles(9, 16)
+    wanted, _ = apply_rotary_emb(
+        x.transpose(0, 1)[None], x.transpose(0, 1)[None], torch.polar(torch.ones_like(phase), phase)[None]
+    )
+    wanted = wanted[0].transpose(0, 1)
+    y = ops.rope(x, phase.cos(), phase.sin(), interleaved=True)
+    assert y.dtype == dtype
+    halves = torch.cat((wanted[..., 0::2], wanted[..., 1::2]), -1)
+    # Their complex product may fuse one of its two products; bf16 rounds that away but for rare half-way cases.
+    torch.testing.assert_close(y, halves, rtol=0, atol=1e-6 if dtype == torch.float32 else 2.0**-7)
+
+
+@DTYPES
+def test_rows_are_independent(dtype: torch.dtype) -> None:
+    x, phase = torch.randn(40, 5, 24).to(dtype), angles(40, 24)
+    whole = ops.rope(x, phase.cos(), phase.sin(), interleaved=True)
+    for t in (0, 17, 39):
+        row = slice(t, t + 1)
+        assert torch.equal(ops.rope(x[row], phase[row].cos(), phase[row].sin(), interleaved=True), whole[row])
+    assert ops.rope(x[:0], phase[:0].cos(), phase[:0].sin(), interleaved=False).shape == (0, 5, 24)
+
+
+def test_bad_arguments_are_named() -> None:
+    x, cos = torch.zeros(2, 3, 4), torch.zeros(2, 2)
+    with pytest.raises(ValueError, match=r"x must be \[T, heads, even D\], got float32 \[2, 3, 5\]"):
+        ops.rope(torch.zeros(2, 3, 5), cos, cos, interleaved=False)
+    with pytest.raises(ValueError, match=r"cos float32 \[2, 3\] does not fit x float32 \[2, 3, 4\]"):
+        ops.rope(x, torch.zeros(2, 3), torch.zeros(2, 3), interleaved=False)
+    with pytest.raises(ValueError, match=r"cos float32 \[2, 2\] and sin float32 \[2, 4\] differ"):
+        ops.rope(x, cos, torch.zeros(2, 4), interleaved=False)

@@ -1,0 +1,37 @@
+"""Row scaling: reference and Triton kernel against the formula, bit for bit."""
+
+import pytest
+import torch
+from moeyard_kernels import ops
+from moeyard_kernels import scale_rows as triton_kernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("scale_dtype", DTYPES, ids=["scale-fp32", "scale-bf16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(3, 40), (5, 1), (1, 1025), (0, 7)], ids=lambda n: str(n))
+def test_kernel_and_reference_equal_the_formula(
+    num_tokens: int, hidden: int, dtype: torch.dtype, scale_dtype: torch.dtype
+) -> None:
+    x, scale = torch.randn(num_tokens, hidden).to(dtype), torch.rand(num_tokens).to(scale_dtype)
+    on_device = x.to(DEVICE, copy=True)
+    assert triton_kernel.scale_rows_(on_device, scale.to(DEVICE)) is on_device
+    in_place = x.clone()
+    assert ops.scale_rows_(in_place, scale) is in_place
+    # The product of two fp32 values is exact in fp64.
+    wanted = (x.double() * scale.double()[:, None]).float().to(dtype)
+    assert torch.equal(on_device.cpu(), wanted)
+    assert torch.equal(in_place, wanted)
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"scale float32 \[2\] does not fit x float32 \[3, 4\]"):
+        ops.scale_rows_(torch.zeros(3, 4), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"x must be fp32 or bf16 \[T, H\], got int64 \[3, 4\]"):
+        ops.scale_rows_(torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3))
+    with pytest.raises(ValueError, match=r"x with strides \(1, 3\) is not contiguous"):
+        triton_kernel.scale_rows_(torch.zeros(4, 3).T, torch.zeros(3))
+    with pytest.raises(ValueError, match=r"\[1, 67108864\] exceeds the grid"):
+        triton_kernel.scale_rows_(torch.empty(1, 65536 * 1024, dtype=torch.bfloat16), torch.zeros(1))

@@ -1,0 +1,114 @@
+"""The gates against the Hugging Face routers of the four families."""
+
+import pytest
+import torch
+from moeyard_kernels import ops
+from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+HIDDEN = 32
+
+
+def check(router: torch.nn.Module, **gate: object) -> None:
+    """Compare `ops.topk_gate` with what `router` makes of 64 random tokens, expert by expert."""
+    torch.nn.init.normal_(router.weight)
+    with torch.no_grad():
+        logits, weights, ids = router(torch.randn(64, HIDDEN))
+    ours, our_ids = ops.topk_gate(logits.float(), **gate)
+    assert our_ids.dtype == torch.int64
+    assert ours.dtype == torch.float32
+    num_experts = logits.shape[1]
+    dense = torch.zeros(64, num_experts).scatter_(1, ids, weights)
+    our_dense = torch.zeros(64, num_experts).scatter_(1, our_ids, ours)
+    torch.testing.assert_close(our_dense, dense, rtol=1e-6, atol=1e-8)
+    assert torch.equal(our_ids.sort(-1).values, ids.sort(-1).values)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (5, 5), (3, 1)], ids=lambda n: str(n))
+def test_mixtral(num_experts: int, top_k: int) -> None:
+    config = MixtralConfig(hidden_size=HIDDEN, num_local_experts=num_experts, num_experts_per_tok=top_k)
+    check(MixtralTopKRouter(config), top_k=top_k, scoring="softmax", renormalize=True)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_qwen3_moe(renormalize: bool) -> None:
+    config = Qwen3MoeConfig(hidden_size=HIDDEN, num_experts=60, num_experts_per_tok=8, norm_topk_prob=renormalize)
+    check(Qwen3MoeTopKRouter(config), top_k=8, scoring="softmax", renormalize=renormalize)
+
+
+@pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
+def test_deepseek_v2(method: str) -> None:
+    config = DeepseekV2Config(
+        hidden_size=HIDDEN, n_routed_experts=24, num_experts_per_tok=6, topk_method=method, n_group=6, topk_group=3,
+        routed_scaling_factor=16.0,
+    )  # fmt: skip
+    groups = {} if method == "greedy" else {"num_groups": 6, "topk_groups": 3}
+    check(DeepseekV2TopkRouter(config), top_k=6, scoring="softmax", renormalize=False, scaling=16.0, **groups)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("num_groups", "topk_groups"), [(1, 1), (4, 2), (8, 8)], ids=lambda n: str(n))
+def test_deepseek_v3(num_groups: int, topk_groups: int, renormalize: bool) -> None:
+    config = DeepseekV3Config(
+        hidden_size=HIDDEN, n_routed_experts=32, num_experts_per_tok=6, n_group=num_groups, topk_group=topk_groups,
+        norm_topk_prob=renormalize, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    router = DeepseekV3TopkRouter(config)
+    router.e_score_correction_bias.copy_(torch.randn(32) * 0.2)
+    check(
+        router, top_k=6, scoring="sigmoid", renormalize=renormalize, bias=router.e_score_correction_bias,
+        num_groups=num_groups, topk_groups=topk_groups, group_score="top2sum", scaling=2.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_falling_order_and_lowest_id_among_equals(scoring: str) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 2.0, -1.0, 0.0]]).repeat(33, 1)
+    _, ids = ops.topk_gate(logits, top_k=6, scoring=scoring, renormalize=False)
+    assert ids.tolist() == [[1, 3, 5, 2, 4, 0]] * 33
+    _, ids = ops.topk_gate(
+        torch.zeros(4, 8),
+        top_k=3,
+        scoring=scoring,
+        renormalize=False,
+        num_groups=4,
+        topk_groups=2,
+        group_score="top2sum",
+    )
+    assert ids.tolist() == [[0, 1, 2]] * 4
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("num_experts", [5, 16, 33, 256])
+def test_rows_are_independent(num_experts: int, scoring: str) -> None:
+    logits, bias = torch.randn(50, num_experts) * 3, torch.randn(num_experts)
+    gate = {"top_k": 4, "scoring": scoring, "renormalize": True, "bias": bias}
+    weights, ids = ops.topk_gate(logits, **gate)
+    for count in (1, 2, 3, 17, 49):
+        for start in (0, 50 - count):
+            part, part_ids = ops.topk_gate(logits[start : start + count].clone(), **gate)
+            assert torch.equal(part, weights[start : start + count])
+            assert torch.equal(part_ids, ids[start : start + count])
+    assert ops.topk_gate(logits[:0], **gate)[1].shape == (0, 4)
+
+
+def test_bad_arguments_are_named() -> None:
+    logits = torch.zeros(2, 8)
+    good = {"top_k": 2, "scoring": "softmax", "renormalize": True}
+    for change, message in [
+        ({"top_k": 9}, "top_k 9 of 8 experts"),
+        ({"scoring": "tanh"}, "scoring 'tanh' is neither"),
+        ({"bias": torch.zeros(7)}, r"bias must be fp32 \[8\], got float32 \[7\]"),
+        ({"num_groups": 3}, "8 experts in 3 groups"),
+        ({"num_groups": 4, "topk_groups": 5}, "topk_groups 5 of 4 groups"),
+        ({"num_groups": 8, "topk_groups": 1}, "top_k 2 exceeds 1 groups of 1"),
+        ({"num_groups": 4, "topk_groups": 2, "group_score": "sum"}, "group_score 'sum' is neither"),
+        ({"num_groups": 8, "topk_groups": 4, "group_score": "top2sum"}, "'top2sum' of groups of 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ops.topk_gate(logits, **(good | change))
+    with pytest.raises(ValueError, match=r"logits must be fp32 \[T, E\], got bfloat16 \[2, 8\]"):
+        ops.topk_gate(logits.bfloat16(), **good)
