@@ -1,0 +1,219 @@
+"""config.json into one normal form: old and new keys, per-layer kinds, stop ids, and refusals that name the key."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moeyard_worker.attention_config import GqaConfig, MlaConfig
+from moeyard_worker.checkpoint_error import CheckpointError
+from moeyard_worker.layers.rope import inverse_frequencies
+from moeyard_worker.model_config import load_model_config
+from transformers import DeepseekV3Config, Qwen3MoeConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+BASE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "max_position_embeddings": 1024,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "max_position_embeddings": 1024,
+        "rope_theta": 1000000.0,
+    },
+}
+
+
+def write(directory: Path, family: str, remove: tuple[str, ...] = (), **changes: Any) -> Path:
+    config = {key: value for key, value in {**BASE[family], **changes}.items() if key not in remove}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_importing_it_loads_no_torch() -> None:
+    code = "import sys, moeyard_worker.model_config, moeyard_worker.checkpoint_check; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_deepseek_v3(tmp_path: Path) -> None:
+    config = load_model_config(write(tmp_path, "deepseek_v3"))
+    assert isinstance(config.attention, MlaConfig)
+    assert config.attention.scale == 24**-0.5
+    assert config.moe_layers == (1, 2, 3)
+    assert config.shared_intermediate_size == 64
+    assert config.gate.group_score == "top2sum"
+    assert config.gate.fp32_logits
+    assert config.rope.interleaved
+    assert config.rope.dim == 8
+    # 4 layers of 32 + 8 values.
+    assert config.state_spec(2).bytes_per_token == 4 * 40 * 2
+    assert config.state_spec(2).prefix_reusable
+
+
+def test_qwen3_moe(tmp_path: Path) -> None:
+    config = load_model_config(write(tmp_path, "qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[3]))
+    assert isinstance(config.attention, GqaConfig)
+    assert config.moe_layers == (1, 5)
+    assert config.rope.theta == 1000000.0
+    assert config.attention.head_dim == 32
+    assert config.attention.sliding_window is None
+    assert config.state_spec(4).bytes_per_token == 6 * 2 * 2 * 32 * 4
+
+
+def test_sliding_window_of_qwen3_moe_needs_its_switch(tmp_path: Path) -> None:
+    off = load_model_config(write(tmp_path, "qwen3_moe", sliding_window=64)).attention
+    on = load_model_config(write(tmp_path, "qwen3_moe", sliding_window=64, use_sliding_window=True)).attention
+    assert isinstance(off, GqaConfig)
+    assert isinstance(on, GqaConfig)
+    assert (off.sliding_window, on.sliding_window) == (None, 64)
+
+
+def test_moe_layer_freq(tmp_path: Path) -> None:
+    directory = write(tmp_path, "deepseek_v3", moe_layer_freq=2, first_k_dense_replace=0)
+    assert load_model_config(directory).moe_layers == (0, 2)
+
+
+def test_stop_ids_join_both_files(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", eos_token_id=7, bos_token_id=1)
+    assert load_model_config(tmp_path).eos_token_ids == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
+    config = load_model_config(tmp_path)
+    assert config.eos_token_ids == (9, 7)
+    assert config.bos_token_id == 1
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 50000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "yarn-plain": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "truncate": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("old_keys", [False, True])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_rope_matches_transformers(tmp_path: Path, family: str, name: str, old_keys: bool) -> None:
+    rope = dict(ROPES[name])
+    config_class = {"deepseek_v3": DeepseekV3Config, "qwen3_moe": Qwen3MoeConfig}[family]
+    reference = config_class(**{**BASE[family], "rope_parameters": dict(rope)})
+    expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](reference, device=None)
+    if old_keys:
+        theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+        write(tmp_path, family, rope_theta=theta, rope_scaling={"type": kind, **rope})
+    else:
+        write(tmp_path, family, rope_parameters=rope, remove=("rope_theta",))
+    config = load_model_config(tmp_path)
+    torch.testing.assert_close(inverse_frequencies(config.rope), expected, rtol=1e-6, atol=0)
+    assert config.rope.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "architecture": (
+        "qwen3_moe",
+        {"model_type": "llama"},
+        "model_type 'llama' is not supported (supported: deepseek_v3",
+    ),
+    "no architecture": ("qwen3_moe", {"model_type": None}, "model_type None is not supported"),
+    "activation": ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    "quantized": (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "fp8"}},
+        "quantization_config is not supported",
+    ),
+    "dtype": ("qwen3_moe", {"torch_dtype": "float16"}, "dtype 'float16' is not supported"),
+    "missing": ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank is missing"),
+    "not a number": ("qwen3_moe", {"hidden_size": "64"}, "hidden_size is '64', expected an integer"),
+    "heads": ("qwen3_moe", {"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide 4 heads"),
+    "rope kind": ("qwen3_moe", {"rope_scaling": {"type": "longrope"}}, "rope_scaling: rope_type 'longrope'"),
+    "rope factor": ("qwen3_moe", {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+    "partial rotation": ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+    "rope per layer": ("qwen3_moe", {"rope_parameters": {"full": {"rope_theta": 1.0}}}, "differs per layer type"),
+    "gate": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+    "groups": ("deepseek_v3", {"n_group": 3}, "n_group is 3 of 8 experts"),
+    "small groups": ("deepseek_v3", {"n_group": 8, "topk_group": 4}, "a group needs at least 2"),
+    "few groups": ("deepseek_v3", {"n_group": 4, "num_experts_per_tok": 3}, "too few experts to choose 3 from"),
+    "top_k": ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, more than the 8 experts"),
+    "dense": ("deepseek_v3", {"first_k_dense_replace": 4}, "no layer is a Mixture-of-Experts layer"),
+    "v2 weights": (
+        "deepseek_v3",
+        {"model_type": "deepseek_v2", "norm_topk_prob": True},
+        "norm_topk_prob True is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tmp_path: Path, case: str) -> None:
+    family, changes, message = REFUSED[case]
+    write(tmp_path, family, **changes)
+    with pytest.raises(CheckpointError) as error:
+        load_model_config(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path}/config.json: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read as JSON"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json: expected a JSON object, got list"):
+        load_model_config(tmp_path)

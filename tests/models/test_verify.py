@@ -1,0 +1,62 @@
+"""`moeyard verify`: the table, the verdict, and what it says when it cannot check."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from moeyard_worker import verify as module
+from moeyard_worker.checkpoint_error import CheckpointError
+from moeyard_worker.verify import local_runner, sample_prompts, verify
+
+from tests.checkpoints import edit_config, make_checkpoint
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "mixtral"])
+def test_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str) -> None:
+    make_checkpoint(tmp_path, family, num_hidden_layers=2)
+    assert verify(tmp_path) == 0
+    out = capsys.readouterr().out
+    assert out.count("32 of 32") == 4
+    assert out.endswith("agrees with transformers\n")
+
+
+def test_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2, dtype=torch.bfloat16)
+    assert verify(tmp_path, dtype="bfloat16") == 0
+    assert ", bfloat16\n" in capsys.readouterr().out
+
+
+def test_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is another checkpoint: the verdict must not depend on anything but the numbers."""
+    make_checkpoint(tmp_path / "ours", "qwen3_moe")
+    make_checkpoint(tmp_path / "theirs", "qwen3_moe", seed=1)
+    other = module.reference_model(tmp_path / "theirs", "qwen3_moe", dtype=torch.float32)
+    monkeypatch.setattr(module, "reference_model", lambda *args, **kwargs: other)
+    assert verify(tmp_path / "ours") == 1
+    assert "DIFFERS" in capsys.readouterr().out
+
+
+def test_texts_where_there_is_a_tokenizer(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", tokenizer=True)
+    runner = local_runner(tmp_path, dtype=torch.float32, num_pages=1)
+    prompts = sample_prompts(tmp_path, runner.config)
+    assert [len(prompt) for prompt in prompts] == [len(text) for text in module.PROMPT_TEXTS]
+
+
+def test_without_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert verify(tmp_path) == 1
+    assert capsys.readouterr().out == "moeyard verify needs transformers: pip install 'moeyard[verify]'\n"
+
+
+def test_refusals(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    with pytest.raises(ValueError, match="dtype 'float16'"):
+        verify(tmp_path, dtype="float16")
+    with pytest.raises(ValueError, match="page_size 24 does not divide 64"):
+        local_runner(tmp_path, dtype=torch.float32, num_pages=1, page_size=24)
+    edit_config(tmp_path, model_type="llama")
+    with pytest.raises(CheckpointError, match="'llama' is not supported"):
+        verify(tmp_path)
