@@ -33,7 +33,7 @@ class TextCodec:
             raise ValueError(f"{path}: no such file; the router needs a checkpoint with a tokenizer.json")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception for any file it cannot parse
+        except Exception as error:  # boundary: tokenizers raises bare Exception for any bad file
             raise ValueError(f"{path}: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

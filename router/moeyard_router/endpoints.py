@@ -22,7 +22,7 @@ from moeyard_router.replies import DONE_EVENT, ReplyWriter, error_event
 from moeyard_router.schema import ChatRequest, CompletionRequest, parse
 
 _JSON = (b"content-type", b"application/json")
-_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
 class GenerateEndpoint:
@@ -85,7 +85,7 @@ async def _whole(job: Job, generation: Generation, writer: ReplyWriter, send: Se
 async def _stream(job: Job, generation: Generation, writer: ReplyWriter, send: Send) -> None:
     """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status."""
     deltas = await generation.step()
-    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+    await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS]})
     try:
         while True:
             chunks = [writer.chunk(index, delta, generation.choices) for index, delta in deltas.items()]

@@ -1,17 +1,20 @@
 """The one error a client sees, in OpenAI's shape."""
 
+from types import MappingProxyType
 from typing import Any
 
 # vLLM spells `type` after the status too; clients look at the status and the message.
-_TYPES = {
-    400: "invalid_request_error",
-    404: "not_found_error",
-    405: "method_not_allowed_error",
-    413: "request_too_large_error",
-    429: "rate_limit_error",
-    500: "internal_server_error",
-    503: "service_unavailable_error",
-}
+_TYPES = MappingProxyType(
+    {
+        400: "invalid_request_error",
+        404: "not_found_error",
+        405: "method_not_allowed_error",
+        413: "request_too_large_error",
+        429: "rate_limit_error",
+        500: "internal_server_error",
+        503: "service_unavailable_error",
+    }
+)
 
 
 class ApiError(Exception):

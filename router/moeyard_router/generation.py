@@ -1,6 +1,7 @@
 """One request while it runs: events of the fleet in, deltas of its choices or one error out."""
 
 import time
+from types import MappingProxyType
 
 from moeyard_worker.protocol import Done, Rejected, Tokens
 
@@ -12,7 +13,9 @@ from moeyard_router.intake import Job
 from moeyard_router.metrics import RouterMetrics, Timing
 from moeyard_router.ticket import Event, Lost, Ticket
 
-_REJECT_STATUS = {"queue_full": 429, "prompt_too_long": 400, "never_fits": 400, "bad_request": 400, "fleet_failed": 503}
+_REJECT_STATUS = MappingProxyType(
+    {"queue_full": 429, "prompt_too_long": 400, "never_fits": 400, "bad_request": 400, "fleet_failed": 503}
+)
 
 
 class ClientGone(Exception):

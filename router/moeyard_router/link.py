@@ -110,7 +110,7 @@ class WorkerLink:
             try:
                 if frame.more:
                     raise ProtocolError("a message of several frames")
-                messages.append(decode(frame.buffer))
+                messages.append(decode(frame.bytes))
             except ProtocolError as error:
                 fault = f"worker {self.rank} broke the protocol: {error}"
                 break

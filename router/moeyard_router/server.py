@@ -116,7 +116,7 @@ class _Server(uvicorn.Server):
             await asyncio.wait([ending])
 
     async def _end_requests(self) -> None:
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # boundary: the grace is over, as expected
             await asyncio.wait_for(self._hurry.wait(), self._grace)
         self._fleet.end_all(_STOPPING)
 

@@ -1,4 +1,4 @@
-"""Streamed text is the decoding of all tokens, however they arrive; stop strings cut as they would cut the whole text."""
+"""Streamed text is the decoding of all tokens, however they arrive, and stop strings cut it as they cut the whole."""
 
 from itertools import pairwise
 

@@ -8,9 +8,10 @@ Router to worker: `Hello`, `Submit`, `Abort`. Worker to router: `Snapshot`, `Tok
 Every `Submit` is answered by exactly one `Done` or `Rejected`; `Tokens` of a request precede its `Done`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Union, cast, get_args
+from typing import Any, ClassVar, Literal, Union, get_args
 
 import msgpack
 
@@ -201,15 +202,16 @@ def _plain(value: Any) -> Any:
 
 
 def _build(cls: Any, body: dict[Any, Any], where: str) -> Any:
-    checks = _FIELD_CHECKS[cls]
+    rules = _FIELD_RULES[cls]
     kwargs = {}
     for name, value in body.items():
-        if name not in checks:
+        if name not in rules:
             raise ProtocolError(f"{where}: unknown field {name!r}")
-        ok, kwargs[name] = checks[name](value, where)
-        if not ok:
+        fits, form = rules[name]
+        if not fits(value):
             kind = cls.__annotations__[name]
             raise ProtocolError(f"{where}.{name}: expected {getattr(kind, '__name__', kind)}, got {value!r:.80}")
+        kwargs[name] = value if form is None else form(value, f"{where}.{name}")
     try:
         message = cls(**kwargs)
     except TypeError as error:
@@ -226,89 +228,44 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or _is_int(value)
 
 
-def _int(value: Any, where: str) -> tuple[bool, Any]:
-    return _is_int(value), value
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_int(value[0]) and _is_number(value[1])
 
 
-def _float(value: Any, where: str) -> tuple[bool, Any]:
-    return (True, float(value)) if _is_number(value) else (False, value)
-
-
-def _str(value: Any, where: str) -> tuple[bool, Any]:
-    return isinstance(value, str), value
-
-
-def _bool(value: Any, where: str) -> tuple[bool, Any]:
-    return isinstance(value, bool), value
-
-
-def _int_or_none(value: Any, where: str) -> tuple[bool, Any]:
-    return value is None or _is_int(value), value
-
-
-def _str_or_none(value: Any, where: str) -> tuple[bool, Any]:
-    return value is None or isinstance(value, str), value
-
-
-def _float_or_none(value: Any, where: str) -> tuple[bool, Any]:
-    return (True, None) if value is None else _float(value, where)
-
-
-def _ints(value: Any, where: str) -> tuple[bool, Any]:
-    ok = isinstance(value, list) and all(map(_is_int, value))
-    return ok, tuple(value) if ok else value
-
-
-def _int_to_float(value: Any, where: str) -> tuple[bool, Any]:
-    ok = isinstance(value, dict) and all(_is_int(k) and _is_number(v) for k, v in value.items())
-    return ok, {k: float(v) for k, v in value.items()} if ok else value
-
-
-def _pairs(value: Any, where: str) -> tuple[bool, Any]:
-    ok = isinstance(value, list) and all(
-        isinstance(v, list) and len(v) == 2 and _is_int(v[0]) and _is_number(v[1]) for v in value
-    )
-    return ok, tuple((v[0], float(v[1])) for v in value) if ok else value
-
-
-def _sampling(value: Any, where: str) -> tuple[bool, Any]:
-    ok = isinstance(value, dict)
-    return ok, _build(SamplingParams, value, f"{where}.sampling") if ok else value
-
-
-def _logprobs(value: Any, where: str) -> tuple[bool, Any]:
-    ok = isinstance(value, list) and all(isinstance(v, dict) for v in value)
-    return ok, tuple(_build(TokenLogprob, v, f"{where}.logprobs") for v in value) if ok else value
-
-
-# One check per annotation used above: (value from msgpack, where it stands) -> (whether it fits, its Python form).
-_CHECKS = MappingProxyType(
+# Per annotation used above: whether a value from msgpack fits, and how it gets its Python form (None: it has it).
+_RULES: MappingProxyType[Any, tuple[Callable[[Any], bool], Callable[[Any, str], Any] | None]] = MappingProxyType(
     {
-        int: _int,
-        float: _float,
-        str: _str,
-        bool: _bool,
-        int | None: _int_or_none,
-        str | None: _str_or_none,
-        float | None: _float_or_none,
-        tuple[int, ...]: _ints,
-        dict[int, float]: _int_to_float,
-        tuple[tuple[int, float], ...]: _pairs,
-        SamplingParams: _sampling,
-        tuple[TokenLogprob, ...]: _logprobs,
+        int: (_is_int, None),
+        float: (_is_number, lambda v, _: float(v)),
+        str: (lambda v: isinstance(v, str), None),
+        bool: (lambda v: isinstance(v, bool), None),
+        int | None: (lambda v: v is None or _is_int(v), None),
+        str | None: (lambda v: v is None or isinstance(v, str), None),
+        float | None: (lambda v: v is None or _is_number(v), lambda v, _: v if v is None else float(v)),
+        tuple[int, ...]: (lambda v: isinstance(v, list) and all(map(_is_int, v)), lambda v, _: tuple(v)),
+        dict[int, float]: (
+            lambda v: isinstance(v, dict) and all(_is_int(k) and _is_number(x) for k, x in v.items()),
+            lambda v, _: {k: float(x) for k, x in v.items()},
+        ),
+        tuple[tuple[int, float], ...]: (
+            lambda v: isinstance(v, list) and all(map(_is_pair, v)),
+            lambda v, _: tuple((k, float(x)) for k, x in v),
+        ),
+        SamplingParams: (lambda v: isinstance(v, dict), lambda v, where: _build(SamplingParams, v, where)),
+        tuple[TokenLogprob, ...]: (
+            lambda v: isinstance(v, list) and all(isinstance(x, dict) for x in v),
+            lambda v, where: tuple(_build(TokenLogprob, x, where) for x in v),
+        ),
     }
+)
+_FIELD_RULES = MappingProxyType(
+    {cls: {f.name: _RULES[f.type] for f in fields(cls)} for cls in (*get_args(Message), SamplingParams, TokenLogprob)}
 )
 _CHOICES = MappingProxyType(
     {
         Done: ("finish_reason", FINISH_REASONS),
         Rejected: ("reason", REJECT_REASONS),
         Snapshot: ("state", WORKER_STATES),
-    }
-)
-_FIELD_CHECKS: MappingProxyType[type, dict[str, Any]] = MappingProxyType(
-    {
-        cls: {f.name: _CHECKS[cast(Any, f.type)] for f in fields(cls)}
-        for cls in (*get_args(Message), SamplingParams, TokenLogprob)
     }
 )
 
