@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
+
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.slab import ExchangeShape
 from moeyard_worker.experts.placement import partition

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import zmq
+
 from moeyard_worker.config import EngineConfig
 from moeyard_worker.protocol import (
     Abort,

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from moeyard import __version__
 from moeyard_worker.config import DTYPES, EXCHANGES, POLICIES, EngineConfig, parse_size
+from moeyard_worker.experts.sim import belady, format_table, simulate
 
 DEFAULTS: dict[str, Any] = {f.name: None if f.default is MISSING else f.default for f in fields(EngineConfig)}
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo"
@@ -183,9 +184,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     sim = commands.add_parser("cache-sim", help="replay recorded routing through an expert-cache policy")
     sim.add_argument("file", help="what --record-routing wrote")
-    sim.add_argument(
-        "--policy", choices=POLICIES, default=DEFAULTS["expert_policy"], help="residency policy (default %(default)s)"
-    )
+    sim.add_argument("--policy", choices=POLICIES, help="residency policy (default: as recorded)")
     sim.add_argument(
         "--slots", type=int, nargs="+", metavar="N", help="slots per rank; several compare (default: as recorded)"
     )
@@ -216,7 +215,12 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_cache_sim(args: argparse.Namespace) -> int:
     """`moeyard cache-sim`."""
-    raise NotImplementedError
+    path = Path(args.file)
+    for slots in args.slots or [None]:
+        result = simulate(path, args.policy, slots)
+        optima = belady(path, max(rank.num_slots for rank in result.ranks) if slots is None else slots)
+        print(format_table(result, optima))
+    return 0
 
 
 def fail(message: str) -> NoReturn:

@@ -9,10 +9,10 @@ import ray
 
 
 class RankActor:
-    """Methods are the worker's own, in its order: setup, connect, load, start, wait; `progress` and `stop` at any time."""
+    """Methods are the worker's own, in its order: setup, connect, load, start, wait; `progress` and `stop` any time."""
 
     def setup(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Bind the rank's sockets (`host` None: on the node's address); returns its endpoints and the id of its node."""
+        """Bind the rank's sockets (`host` None: the node's address); returns its endpoints and its node."""
         # Imported here and not above: the launcher imports this module and must not pay for torch.
         from moeyard_worker.actor import WorkerActor, WorkerSpec
 

@@ -4,6 +4,7 @@ Ray is the control plane only: it places, starts and watches the workers. Reques
 it.
 """
 
+import contextlib
 import logging
 import secrets
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -178,7 +180,13 @@ class RayFleet:
         if self._group is not None and self._address is not None:
             remove_placement_group(self._group)
         self._actors = []
+        children = psutil.Process().children(recursive=True)
         ray.shutdown()
+        # Ray leaves its agents to notice the end by themselves, half a minute later.
+        _, alive = psutil.wait_procs(children, timeout=STOP_SECONDS)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def end_reason(ref: Any) -> str:

@@ -80,8 +80,8 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
                 report = ranks[0].report
                 print(
                     f"ready: {url}/v1 serves {name} ({report['dtype']}) on {len(ranks)} workers, expert slots "
-                    f"{report['expert_slots']}/{report['num_experts']} per worker, up to {router.max_model_len} tokens, "
-                    f"after {running.seconds:.1f} s",
+                    f"{report['expert_slots']}/{report['num_experts']} per worker, up to {router.max_model_len} "
+                    f"tokens, after {running.seconds:.1f} s",
                     flush=True,
                 )
                 if on_ready is not None:

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from moeyard_worker.protocol import Done, TokenLogprob, Tokens
-
 from moeyard_router.detokenizer import Detokenizer, StopMatcher, TokenBytes
 from moeyard_router.intake import Job
+from moeyard_worker.protocol import Done, TokenLogprob, Tokens
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
-from moeyard_worker.protocol import Abort, Done, Message, Rejected, SamplingParams, Snapshot, Submit, Tokens
 
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
@@ -18,6 +17,7 @@ from moeyard_router.link import LinkEvents, WorkerLink
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.policy import RankLoad, choose_rank
 from moeyard_router.ticket import Lost, Ticket
+from moeyard_worker.protocol import Abort, Done, Message, Rejected, SamplingParams, Snapshot, Submit, Tokens
 
 _RETRY_AFTER = 1.0  # seconds; told to clients when the queue is full
 

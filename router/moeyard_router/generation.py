@@ -3,8 +3,6 @@
 import time
 from types import MappingProxyType
 
-from moeyard_worker.protocol import Done, Rejected, Tokens
-
 from moeyard_router.choice import Choice, Delta
 from moeyard_router.detokenizer import TokenBytes
 from moeyard_router.errors import ApiError
@@ -12,6 +10,7 @@ from moeyard_router.fleet import Fleet
 from moeyard_router.intake import Job
 from moeyard_router.metrics import RouterMetrics, Timing
 from moeyard_router.ticket import Event, Lost, Ticket
+from moeyard_worker.protocol import Done, Rejected, Tokens
 
 _REJECT_STATUS = MappingProxyType(
     {"queue_full": 429, "prompt_too_long": 400, "never_fits": 400, "bad_request": 400, "fleet_failed": 503}

@@ -5,12 +5,11 @@ import dataclasses
 import secrets
 from dataclasses import dataclass
 
-from moeyard_worker.protocol import SamplingParams
-
 from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, bad_request
 from moeyard_router.schema import ChatRequest, CompletionRequest
+from moeyard_worker.protocol import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of max_tokens for /v1/completions
 _THREAD_TEXT = 8192  # characters; shorter texts are tokenized faster than a thread is woken

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
-from moeyard_worker.protocol import Hello, Message, ProtocolError, decode, encode
 from zmq.utils.monitor import recv_monitor_message
 
 from moeyard_router.config import WorkerAddress
+from moeyard_worker.protocol import Hello, Message, ProtocolError, decode, encode
 
 _FRAMES_PER_TURN = 256  # then other work of the event loop gets its turn
 

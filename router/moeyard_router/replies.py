@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
-from moeyard_worker.protocol import TokenLogprob
 
 from moeyard_router.choice import Choice, Delta
 from moeyard_router.detokenizer import TokenBytes
 from moeyard_router.intake import Job
+from moeyard_worker.protocol import TokenLogprob
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
 DONE_EVENT = b"data: [DONE]\n\n"

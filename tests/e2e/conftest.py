@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from tests.checkpoints import make_checkpoint
 from tests.fleet import ProcessPool
 

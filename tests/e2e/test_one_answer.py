@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fleet import Answer, Fleet, ProcessPool, start_fleet
+
 from moeyard_worker.config import EngineConfig
 from moeyard_worker.model_config import load_model_config
-
-from tests.fleet import Answer, Fleet, ProcessPool, start_fleet
 
 PAGE = 16
 NUM_PAGES = {"ample": 256, "scarce": 10}
@@ -41,7 +41,8 @@ class Case:
 
 def cases() -> list[Case]:
     """The whole product; one rank has no exchange to choose."""
-    product = itertools.product((1, 2, 4), ("shm", "tcp"), ("min", "half", "all"), ("slru", "lru"), (16, 64, 2048), NUM_PAGES)
+    exchanges, slots, policies, chunks = ("shm", "tcp"), ("min", "half", "all"), ("slru", "lru"), (16, 64, 2048)
+    product = itertools.product((1, 2, 4), exchanges, slots, policies, chunks, NUM_PAGES)
     return [Case(*values) for values in product if not (values[0] == 1 and values[1] == "tcp")]
 
 

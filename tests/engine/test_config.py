@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moeyard_worker.config import EngineConfig, SchedulerConfig, format_size, parse_size
 
 SCHEDULER = {"num_pages": 8, "page_size": 16, "max_model_len": 64, "vocab_size": 100}

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.sampler import sample
 from moeyard_worker.scheduler import Sampled, Sequence

@@ -5,10 +5,10 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.engine.scheduler_harness import Harness
+
 from moeyard_worker.config import SchedulerConfig
 from moeyard_worker.protocol import SamplingParams, Submit
-
-from tests.engine.scheduler_harness import Harness
 
 VOCAB = 11
 # Prompts are cut from few texts, so that many share a prefix of whole pages.

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.policies import POLICIES, start_policy

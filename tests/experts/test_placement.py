@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moeyard_worker.experts.placement import owner_of, partition
 
 

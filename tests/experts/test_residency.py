@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moeyard_worker.experts.policies import POLICIES, cycle_length, make_policy, start_policy
 from moeyard_worker.experts.policy import Counters, Key, Phase, Placed, ResidencyPolicy, Segment
 from moeyard_worker.experts.slru import SegmentedLru

@@ -1,6 +1,7 @@
 """From the user's wish to a number of slots."""
 
 import pytest
+
 from moeyard_worker.experts.slots import resolve_slots
 
 MIB = 2**20

@@ -5,12 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import moeyard_worker
 import msgpack
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import moeyard_worker
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.policies import POLICIES

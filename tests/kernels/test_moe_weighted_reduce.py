@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+
 from moeyard_kernels import moe_weighted_reduce as triton_kernel
 from moeyard_kernels import ops
 from moeyard_kernels.ref import moe_weighted_reduce as reference

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from moeyard_kernels import ops
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
+
+from moeyard_kernels import ops
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from moeyard_kernels import ops
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
+
+from moeyard_kernels import ops
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from moeyard_kernels import ops
 from moeyard_kernels import scale_rows as triton_kernel
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tests.checkpoints import edit_config, edit_tensors, make_checkpoint
+
 from moeyard_worker.checkpoint import DenseLoader, MappedExperts, open_checkpoint
 from moeyard_worker.checkpoint_check import CheckedCheckpoint
 from moeyard_worker.checkpoint_error import CheckpointError
@@ -16,9 +19,6 @@ from moeyard_worker.checkpoint_index import open_index
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.model_config import load_model_config
 from moeyard_worker.weights import Weight
-from safetensors.torch import load_file
-
-from tests.checkpoints import edit_config, edit_tensors, make_checkpoint
 
 LAYER = "model.layers.1."
 

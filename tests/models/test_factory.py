@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-
 from tests.checkpoints import FAMILIES, make_checkpoint
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from moeyard_worker.verify import greedy_tokens, local_runner, prompt_logits, reference_model
-
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+
+from moeyard_worker.verify import greedy_tokens, local_runner, prompt_logits, reference_model
 
 YARN = {
     "rope_type": "yarn",

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, Qwen3MoeConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from moeyard_worker.attention_config import GqaConfig, MlaConfig
 from moeyard_worker.checkpoint_error import CheckpointError
 from moeyard_worker.layers.rope import inverse_frequencies
 from moeyard_worker.model_config import load_model_config
-from transformers import DeepseekV3Config, Qwen3MoeConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 BASE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {

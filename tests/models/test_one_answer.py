@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+
 from moeyard_worker.request import Chunk, Step
 from moeyard_worker.runner import Runner
 from moeyard_worker.verify import greedy_tokens, local_runner
-
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 OPTIONS = {
     "deepseek_v3": {"num_hidden_layers": 2},

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.checkpoints import edit_config, make_checkpoint
+
 from moeyard_worker import verify as module
 from moeyard_worker.checkpoint_error import CheckpointError
 from moeyard_worker.verify import local_runner, sample_prompts, verify
-
-from tests.checkpoints import edit_config, make_checkpoint
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "mixtral"])

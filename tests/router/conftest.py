@@ -15,6 +15,8 @@ import httpx
 import pytest
 import uvloop
 import zmq
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
 from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.server import RouterServer
@@ -31,7 +33,6 @@ from moeyard_worker.protocol import (
     decode,
     encode,
 )
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCAB_SIZE = 400  # a little more than the tokenizer has, as padded embeddings do
 MAX_MODEL_LEN = 256

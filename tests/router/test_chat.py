@@ -4,6 +4,7 @@ import json
 
 import jinja2
 import pytest
+
 from moeyard_router.chat import ChatTemplate, TextCodec
 from moeyard_router.errors import ApiError
 

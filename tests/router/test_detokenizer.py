@@ -5,8 +5,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from moeyard_router.detokenizer import Detokenizer, StopMatcher, TokenBytes
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from moeyard_router.detokenizer import Detokenizer, StopMatcher, TokenBytes
 
 
 def byte_level():

@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+
 from moeyard_worker.protocol import Rejected
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

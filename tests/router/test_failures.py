@@ -9,6 +9,7 @@ import time
 
 import httpx
 import pytest
+
 from moeyard_worker.protocol import Done, Hello, Tokens
 
 COMPLETIONS = "/v1/completions"

@@ -7,6 +7,7 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moeyard_worker import protocol
 from moeyard_worker.protocol import (
     FINISH_REASONS,

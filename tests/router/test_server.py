@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from moeyard_router.config import RouterConfig, WorkerAddress
 
 ROOT = Path(__file__).parents[2]

@@ -1,8 +1,8 @@
 """One rank of the fleet: builds the parts in order and runs the engine. Ray (deploy) or a test drives it.
 
 Life: construct (sockets bound, nothing loaded) -> `endpoints` -> `connect` (meet the peers) -> `load` (weights, caches)
--> `start` -> `wait` until the engine ends. `progress` and `stop` may be called at any time, from any thread. What crosses a method is
-plain values, so that a launcher needs no torch to drive a worker.
+-> `start` -> `wait` until the engine ends. `progress` and `stop` may be called at any time, from any thread. What
+crosses a method is plain values, so that a launcher needs no torch to drive a worker.
 """
 
 import logging
@@ -82,6 +82,7 @@ class WorkerActor:
         self._loaded = 0
         self._total = 0
         self._engine: Engine | None = None
+        self._recording: RoutingRecorder | None = None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
@@ -113,6 +114,7 @@ class WorkerActor:
         """
         config, model = self._spec.config, self._model
         plan = self._plan(psutil.virtual_memory().available // ranks_on_host)
+        self._recording = self._recorder(plan)
         experts = self.experts = ExpertCache(
             source=MappedExperts(self._checkpoint),
             layers=model.moe_layers,
@@ -123,14 +125,12 @@ class WorkerActor:
             num_slots=plan.expert_slots,
             top_k=model.top_k,
             policy=config.expert_policy,
-            recorder=self._recorder(plan),
+            recorder=self._recording,
         )
         self._total = self._checkpoint.dense_bytes()
         if experts.all_resident:
             self._total += experts.num_slots * self._expert_bytes()
-        exchange = build_exchange(
-            config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement
-        )
+        exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
         runner = Runner(
             self._checkpoint,
             exchange=exchange,
@@ -220,6 +220,8 @@ class WorkerActor:
             self._crash = error
         finally:
             self._mesh.close()
+            if self._recording is not None:
+                self._recording.close()
             self._stopped.set()
 
     def wait(self) -> None:

@@ -5,8 +5,8 @@ from itertools import chain
 
 import numpy as np
 import torch
-from moeyard_kernels.ops import BLOCK, DecodePlan, plan_decode
 
+from moeyard_kernels.ops import BLOCK, DecodePlan, plan_decode
 from moeyard_worker.request import Chunk, Step
 
 # The absorbed products of latent attention see decode rows in multiples of this many: fewer than four rows take another

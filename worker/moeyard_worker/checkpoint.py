@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from moeyard_kernels.ops import pack_weight
 
+from moeyard_kernels.ops import pack_weight
 from moeyard_worker.checkpoint_check import CheckedCheckpoint, check_checkpoint
 from moeyard_worker.checkpoint_error import CheckpointError
 from moeyard_worker.checkpoint_index import TensorEntry, open_index

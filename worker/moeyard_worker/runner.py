@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from moeyard_kernels.ops import BLOCK
 
+from moeyard_kernels.ops import BLOCK
 from moeyard_worker.attention_config import GqaConfig
 from moeyard_worker.batch import build_batch
 from moeyard_worker.checkpoint import DenseLoader

@@ -136,8 +136,10 @@ class Mesh:
         for peer in self.peers:
             self._connect_peer(self._wires, endpoints[peer])
         unsent, unheard = set(self.peers), set(self.peers)
-        while unsent or unheard:
+        while True:
             unsent -= {peer for peer in unsent if self._send_hello(self._wires, endpoints[peer])}
+            if not unsent and not unheard:
+                break
             remaining = limit - perf_counter()
             self._wires.poll(min(remaining, CONNECT_SLICE_S) if unsent else remaining)
             for peer in sorted(unheard):
@@ -246,6 +248,7 @@ class Mesh:
         if hello != expected:
             # The token is a secret, so the message leaves it out.
             theirs = f"rank {hello.rank} of {hello.world_size}, epoch {hello.epoch}"
+            theirs += "" if hello.token == self._endpoint.token else ", without the token"
             self._raise(f"what connected as rank {peer} of {self.world_size}, epoch {self.epoch}, is {theirs}")
 
     def _wait(self, peer: int, *, phase: Phase, layer: int | None, since: float) -> Frame:

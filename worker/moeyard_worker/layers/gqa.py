@@ -1,8 +1,8 @@
 """Grouped-query attention over paged keys and values."""
 
 import torch
-from moeyard_kernels import ops
 
+from moeyard_kernels import ops
 from moeyard_worker.attention_config import GqaConfig
 from moeyard_worker.batch import Batch
 from moeyard_worker.cache.pools import KvLayer

@@ -8,8 +8,8 @@ depends on whether it is prompt or output, and on nothing else.
 
 import torch
 import torch.nn.functional as F
-from moeyard_kernels import ops
 
+from moeyard_kernels import ops
 from moeyard_worker.attention_config import MlaConfig
 from moeyard_worker.batch import Batch, PromptSegment
 from moeyard_worker.cache.pools import LatentLayer

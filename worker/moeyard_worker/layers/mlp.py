@@ -1,6 +1,7 @@
 """The gated MLP of dense layers and shared experts."""
 
 import torch
+
 from moeyard_kernels import ops
 
 

@@ -4,8 +4,8 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from moeyard_kernels import ops
 
+from moeyard_kernels import ops
 from moeyard_worker.batch import Batch
 from moeyard_worker.exchange.base import Dispatched, Exchange
 from moeyard_worker.layers.mlp import Mlp

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from moeyard_kernels import ops
 
+from moeyard_kernels import ops
 from moeyard_worker.attention_config import GqaConfig, MlaConfig
 from moeyard_worker.batch import Batch
 from moeyard_worker.cache.pools import KvLayer, KvPool, LatentLayer, LatentPool
