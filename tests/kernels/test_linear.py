@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from moeyard_kernels import ops
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

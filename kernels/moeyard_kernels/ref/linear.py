@@ -5,8 +5,8 @@ torch 2.13 on AVX-512 (fp32 and bf16; K 16 to 7168, N 1 to 4096, odd ones too; M
 with 1 and 2 threads):
 - a packed weight gives a row the same bits for every M >= 2, and is 1.2 to 2 times as fast (oneDNN);
 - a plain bf16 weight for every M >= 2 (oneDNN);
-- a plain fp32 weight for every M >= 4 (MKL), except that with N < 12 and K not a multiple of 4 a row's bits depend on its
-  place, whatever M. Zeros up to a multiple of 4 cure that.
+- a plain fp32 weight for every M >= 4 (MKL), except that with N < 12 and K not a multiple of 4 a row's bits depend on
+  its place, whatever M. Zeros up to a multiple of 4 cure that.
 A packed and a plain weight may differ in bits: a model packs a given weight always or never.
 """
 
