@@ -63,7 +63,10 @@ class Exchange(Protocol):
         ...
 
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Return expert_out [P, H] (pair order of `Dispatched`) home: [T, K, H], unweighted, one row per (token, k)."""
+        """Return expert_out [P, H] (pair order of `Dispatched`) home: [T, K, H], unweighted, one row per (token, k).
+
+        The result may lie in memory that peers write to: it is valid until this rank's next `dispatch`.
+        """
         ...
 
     def close(self) -> None:

@@ -1,0 +1,214 @@
+"""Rank processes for the tests: start some, call functions in all of them, collect what each returned or raised."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import torch
+import zmq
+from exchange_reference import Observed, Scenario, expert_outputs, make_layer
+
+from moeyard_worker.exchange.base import Exchange, ExchangeError
+from moeyard_worker.exchange.factory import build_exchange, build_mesh
+from moeyard_worker.exchange.lockstep import Lockstep
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.rendezvous import MeshEndpoint
+from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.experts.placement import partition
+
+REPLY_TIMEOUT_S = 60
+
+
+@dataclass(slots=True)
+class Rank:
+    """What a rank process holds between calls."""
+
+    rank: int
+    pipe: Connection
+    mesh: Mesh = field(init=False)
+    exchange: Exchange = field(init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An exception of a rank: its text, and when it was raised (monotonic seconds, the same clock on all ranks)."""
+
+    message: str
+    at: float
+
+
+class Fleet:
+    """`num_ranks` processes. Killed for good on exit."""
+
+    def __init__(self, num_ranks: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "numpy", "zmq", "msgpack"])
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for process in self.processes:
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+
+    def start(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
+        """Let one rank run function(its `Rank`, *args)."""
+        self.pipes[rank].send((function, args))
+
+    def result(self, rank: int) -> Any:
+        """What the rank's oldest unanswered call returned, or a `Failed`."""
+        assert self.pipes[rank].poll(REPLY_TIMEOUT_S), f"no reply of rank {rank}"
+        return self.pipes[rank].recv()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run function(Rank, *args) on all ranks at once; their results by rank."""
+        for rank in range(len(self.pipes)):
+            self.start(rank, function, *args)
+        return [self.result(rank) for rank in range(len(self.pipes))]
+
+    def connect(
+        self, kind: str, shape: ExchangeShape, *, deadline: float = 30.0, hosts: str | None = None
+    ) -> list[MeshEndpoint]:
+        """Build mesh and exchange on all ranks; `hosts[r]` is the pretended host of rank r."""
+        endpoints = self.call(open_mesh, kind, shape, len(self.pipes), deadline, hosts)
+        results = self.call(connect_exchange, kind, shape, endpoints)
+        assert results == [None] * len(self.pipes), results
+        return endpoints
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    state = Rank(rank, pipe)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            reply = function(state, *args)
+        except ExchangeError as error:
+            reply = Failed(str(error), time.perf_counter())
+        pipe.send(reply)
+
+
+def open_mesh(
+    state: Rank, kind: str, shape: ExchangeShape, world_size: int, deadline: float, hosts: str | None
+) -> MeshEndpoint:
+    """First phase of the rendezvous."""
+    state.mesh = build_mesh(
+        kind,
+        shape=shape,
+        rank=state.rank,
+        world_size=world_size,
+        deadline=deadline,
+        host_id=hosts[state.rank] if hosts else None,
+    )
+    return state.mesh.endpoint()
+
+
+def connect_exchange(state: Rank, kind: str, shape: ExchangeShape, endpoints: list[MeshEndpoint]) -> None:
+    """Second phase."""
+    state.mesh.connect(endpoints)
+    placement = partition(shape.num_experts, len(endpoints))
+    state.exchange = build_exchange(kind, mesh=state.mesh, shape=shape, placement=placement)
+
+
+def run_layers(state: Rank, shape: ExchangeShape, scenario: Scenario, step: int, num_layers: int) -> list[Observed]:
+    """One lockstep step over `num_layers` layers; returns copies of everything observed."""
+    seen = []
+    state.exchange.begin_step(step)
+    for number in range(num_layers):
+        layer = make_layer(shape, scenario, state.rank, number)
+        got = state.exchange.dispatch(layer.x, layer.topk_ids, layer=2 * number, num_prefill_tokens=layer.num_prefill)
+        rows = got.rows.clone()
+        outputs = expert_outputs(shape, len(got.row_of_pair), state.rank, number)
+        assert torch.equal(got.rows.view(torch.uint8), rows.view(torch.uint8)), "rows changed before combine"
+        home = state.exchange.combine(outputs, got.handle)
+        seen.append(
+            Observed(
+                rows=rows,
+                row_of_pair=got.row_of_pair.tolist(),
+                counts=got.num_tokens_per_expert,
+                decode_counts=got.num_decode_per_expert,
+                home=home.clone(),
+            )
+        )
+    return seen
+
+
+def die(state: Rank, number: int) -> None:
+    """Tell the test when, then stop for good: `number` is SIGKILL or SIGSTOP."""
+    state.pipe.send(time.perf_counter())
+    os.kill(os.getpid(), number)
+
+
+def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, *, victim: int, phase: str, number: int) -> None:
+    """Steps without end; in step 2, layer 1, rank `victim` gets signal `number` just before its part in `phase`."""
+    for step in range(1000):
+        state.exchange.begin_step(step)
+        for layer in range(2):
+            made = make_layer(shape, scenario, state.rank, layer)
+            fatal = state.rank == victim and (step, layer) == (2, 1)
+            if fatal and phase == "dispatch":
+                die(state, number)
+            got = state.exchange.dispatch(made.x, made.topk_ids, layer=layer, num_prefill_tokens=made.num_prefill)
+            if fatal:
+                # The others have time to be deep in their wait: that is what must be interrupted.
+                time.sleep(0.05)
+                die(state, number)
+            state.exchange.combine(expert_outputs(shape, len(got.row_of_pair), state.rank, layer), got.handle)
+
+
+def idle(state: Rank, seconds: float) -> float:
+    """Wait for a peer as an idle engine does; returns the process's CPU seconds in that time."""
+    lockstep = Lockstep(state.mesh)
+    poller = zmq.Poller()
+    for socket in state.mesh.poll_sockets():
+        poller.register(socket, zmq.POLLIN)
+    start, limit = time.process_time(), time.perf_counter() + seconds
+    while (remaining := limit - time.perf_counter()) > 0:
+        poller.poll(int(remaining * 1000) + 1)
+        assert not lockstep.peer_started(0)
+    return time.process_time() - start
+
+
+def join_when_started(state: Rank, step: int, num_tokens: int) -> tuple[int, ...]:
+    """Block until a peer starts `step`, then take part in it."""
+    lockstep = Lockstep(state.mesh)
+    poller = zmq.Poller()
+    for socket in state.mesh.poll_sockets():
+        poller.register(socket, zmq.POLLIN)
+    while not lockstep.peer_started(step):
+        poller.poll()
+    return lockstep.agree(step, num_tokens)
+
+
+def agree(state: Rank, step: int, num_tokens: int) -> tuple[int, ...]:
+    """Start `step`."""
+    return Lockstep(state.mesh).agree(step, num_tokens)
+
+
+def close(state: Rank) -> None:
+    """Close twice: the second time must be harmless."""
+    state.exchange.close()
+    state.exchange.close()
+    state.mesh.close()

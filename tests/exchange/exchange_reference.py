@@ -1,0 +1,125 @@
+"""What dispatch and combine must produce, written as plain loops over (source, token, k) in one process."""
+
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+
+from moeyard_worker.exchange.slab import ExchangeShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer's input on one rank."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    num_prefill: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What one rank saw of one layer: the fields of `Dispatched` and the result of `combine`."""
+
+    rows: torch.Tensor
+    row_of_pair: list[int]
+    counts: tuple[int, ...]
+    decode_counts: tuple[int, ...]
+    home: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Tokens per rank and how they choose experts; `prefill` is the share of prompt rows."""
+
+    name: str
+    tokens: tuple[int, int, int, int]
+    routing: str
+    prefill: float = 0.0
+
+
+SCENARIOS = (
+    Scenario(name="uneven", tokens=(5, 1, 8, 3), routing="random"),
+    Scenario(name="zero_on_some", tokens=(0, 7, 0, 2), routing="random", prefill=0.5),
+    Scenario(name="zero_on_all", tokens=(0, 0, 0, 0), routing="random"),
+    Scenario(name="one_decode_row", tokens=(1, 0, 0, 0), routing="random"),
+    Scenario(name="all_to_first_rank", tokens=(4, 6, 1, 9), routing="first", prefill=1.0),
+    Scenario(name="all_to_last_rank", tokens=(4, 6, 1, 9), routing="last", prefill=0.3),
+    Scenario(name="duplicates", tokens=(6, 3, 2, 7), routing="duplicates", prefill=0.6),
+    Scenario(name="large", tokens=(900, 3, 400, 0), routing="random", prefill=0.9),
+)
+
+
+def generator(*key: object) -> torch.Generator:
+    """Seeded from the text of `key`, the same in every process."""
+    return torch.Generator().manual_seed(crc32(repr(key).encode()))
+
+
+def make_layer(shape: ExchangeShape, scenario: Scenario, rank: int, number: int) -> Layer:
+    """The input of rank `rank` in layer `number`."""
+    random = generator(scenario.name, rank, number)
+    num_tokens = scenario.tokens[rank]
+    if scenario.routing == "duplicates":
+        ids = torch.randint(shape.num_experts, (num_tokens, shape.top_k), generator=random)
+    else:
+        scores = torch.rand(num_tokens, shape.num_experts, generator=random)
+        if scenario.routing == "first":
+            scores[:, : shape.top_k] += 1
+        elif scenario.routing == "last":
+            scores[:, -shape.top_k :] += 1
+        ids = scores.topk(shape.top_k, dim=1).indices.contiguous()
+    return Layer(
+        x=random_rows(shape, num_tokens, random), topk_ids=ids, num_prefill=round(num_tokens * scenario.prefill)
+    )
+
+
+def random_rows(shape: ExchangeShape, num_rows: int, random: torch.Generator) -> torch.Tensor:
+    """[num_rows, hidden] of random bits, NaNs and infinities included: an exchange moves bits, it does not compute."""
+    words = torch.randint(-(2**15), 2**15, (num_rows, shape.hidden * shape.dtype.itemsize // 2), generator=random)
+    return words.to(torch.int16).view(shape.dtype)
+
+
+def expert_outputs(shape: ExchangeShape, num_pairs: int, rank: int, number: int) -> torch.Tensor:
+    """What the experts of rank `rank` answer in layer `number`: arbitrary rows, different for every pair."""
+    return random_rows(shape, num_pairs, generator("experts", rank, number))
+
+
+def reference(shape: ExchangeShape, placement: tuple[range, ...], layers: list[Layer], number: int) -> list[Observed]:
+    """What every rank must observe for the ranks' inputs `layers`."""
+    seen = []
+    homes = [torch.empty(*layer.topk_ids.shape, shape.hidden, dtype=shape.dtype) for layer in layers]
+    for rank, experts in enumerate(placement):
+        row_of: dict[tuple[int, int], int] = {}
+        rows: list[torch.Tensor] = []
+        pairs: list[tuple[int, int, int, int]] = []
+        for source, layer in enumerate(layers):
+            for token, chosen in enumerate(layer.topk_ids.tolist()):
+                for k, expert in enumerate(chosen):
+                    if expert in experts:
+                        if (source, token) not in row_of:
+                            row_of[source, token] = len(rows)
+                            rows.append(layer.x[token])
+                        pairs.append((expert, source, token, k))
+        pairs.sort()
+        outputs = expert_outputs(shape, len(pairs), rank, number)
+        for output, (_, source, token, k) in zip(outputs, pairs, strict=True):
+            homes[source][token, k] = output
+        counts, decode_counts = [0] * len(experts), [0] * len(experts)
+        for expert, source, token, _ in pairs:
+            counts[expert - experts.start] += 1
+            decode_counts[expert - experts.start] += token >= layers[source].num_prefill
+        seen.append(
+            Observed(
+                rows=torch.stack(rows) if rows else torch.empty(0, shape.hidden, dtype=shape.dtype),
+                row_of_pair=[row_of[source, token] for _, source, token, _ in pairs],
+                counts=tuple(counts),
+                decode_counts=tuple(decode_counts),
+                home=homes[rank],
+            )
+        )
+    return seen
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes: NaN differs from NaN, its bits do not."""
+    return tensor.contiguous().view(torch.uint8)

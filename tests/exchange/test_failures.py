@@ -1,0 +1,76 @@
+"""A rank that dies or stops in the middle of a step is named by all others, soon, and leaves nothing behind."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from exchange_fleet import Failed, Fleet, idle, run_until
+from exchange_reference import SCENARIOS
+
+from moeyard_worker.exchange.slab import ExchangeShape
+
+SHAPE = ExchangeShape(num_experts=16, top_k=3, hidden=37, dtype=torch.float32, max_tokens=16)
+SCENARIO = SCENARIOS[0]
+# Far above the milliseconds it takes (a busy machine), far below the deadline (30 s), which is not what ends the wait.
+SOON_S = 2.0
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+@pytest.mark.parametrize("kind", ["zmq", "zmq-tcp"])
+@pytest.mark.parametrize("ranks", [2, 4], ids=lambda ranks: f"{ranks}ranks")
+def test_a_killed_rank_is_named_long_before_the_deadline(ranks: int, kind: str, phase: str) -> None:
+    victim = ranks - 1
+    with Fleet(ranks) as fleet:
+        fleet.connect(kind, SHAPE, deadline=30)
+        for rank in range(ranks):
+            fleet.start(rank, run_to_the_end, victim, phase, int(signal.SIGKILL))
+        died_at = fleet.result(victim)
+        for rank in range(ranks - 1):
+            failed = fleet.result(rank)
+            assert isinstance(failed, Failed)
+            assert failed.message.startswith(f"rank {victim} lost at step 2, layer 1, {phase}"), failed
+            assert 0 < failed.at - died_at < SOON_S
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+@pytest.mark.parametrize("kind", ["zmq", "zmq-tcp"])
+def test_a_stopped_rank_is_named_at_the_deadline(kind: str, phase: str) -> None:
+    deadline = 0.7
+    with Fleet(3) as fleet:
+        fleet.connect(kind, SHAPE, deadline=deadline)
+        for rank in range(3):
+            fleet.start(rank, run_to_the_end, 1, phase, int(signal.SIGSTOP))
+        stopped_at = fleet.result(1)
+        for rank in (0, 2):
+            failed = fleet.result(rank)
+            assert isinstance(failed, Failed)
+            assert failed.message.startswith(f"rank 1 silent at step 2, layer 1, {phase} ({deadline:.1f} s)"), failed
+            assert failed.at - stopped_at < deadline + SOON_S
+
+
+def run_to_the_end(state: object, victim: int, phase: str, number: int) -> None:
+    """run_until with its keywords, for `Fleet.start`."""
+    run_until(state, SHAPE, SCENARIO, victim=victim, phase=phase, number=number)  # type: ignore[arg-type]
+
+
+def test_a_connected_fleet_killed_at_once_leaves_no_file() -> None:
+    with Fleet(3) as fleet:
+        endpoints = fleet.connect("zmq", SHAPE)
+        for process in fleet.processes:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+    assert all(endpoint.slab_path.startswith("/dev/shm/moeyard-") for endpoint in endpoints)
+    assert not [endpoint.slab_path for endpoint in endpoints if Path(endpoint.slab_path).exists()]
+    sockets = [Path(address.removeprefix("ipc://")) for endpoint in endpoints for address in endpoint.ipc if address]
+    assert len(sockets) == 3
+    assert not [path for path in sockets if path.exists() or path.parent.exists()]
+
+
+@pytest.mark.parametrize("kind", ["zmq", "zmq-tcp"])
+def test_idle_ranks_use_no_processor(kind: str) -> None:
+    with Fleet(3) as fleet:
+        fleet.connect(kind, SHAPE)
+        for cpu_seconds in fleet.call(idle, 1.0):
+            assert cpu_seconds < 0.03

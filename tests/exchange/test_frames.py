@@ -1,0 +1,125 @@
+"""The frame codec: what is encoded comes back, and nothing else is ever decoded."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeyard_worker.exchange.frames import (
+    MAX_REASON_BYTES,
+    NO_LAYER,
+    TAG_BYTES,
+    FrameError,
+    Hello,
+    Phase,
+    Plan,
+    Tag,
+    decode_hello,
+    decode_plan,
+    decode_poison,
+    decode_tag,
+    encode_hello,
+    encode_plan,
+    encode_poison,
+    encode_tag,
+)
+
+U16, U32, U64 = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+LAYERS = st.integers(0, NO_LAYER - 1)
+
+
+@st.composite
+def tags(draw: st.DrawFn) -> Tag:
+    phase = draw(st.sampled_from(Phase))
+    layer = draw(LAYERS) if phase in (Phase.DISPATCH, Phase.COMBINE) else None
+    return Tag(epoch=draw(U32), step=draw(U64), layer=layer, phase=phase, source=draw(U16))
+
+
+PLANS = st.builds(Plan, epoch=U32, step=U64, source=U16, num_tokens=U32)
+HELLOS = st.builds(Hello, rank=U16, world_size=U16, epoch=U32, token=st.text())
+DECODERS = (decode_tag, decode_plan, decode_poison, decode_hello)
+
+
+@given(tags())
+def test_tag_round_trip(tag: Tag) -> None:
+    frame = encode_tag(tag)
+    assert len(frame) == TAG_BYTES
+    assert decode_tag(frame) == tag
+    assert decode_tag(frame + b"payload") == tag
+
+
+@given(tags(), tags())
+def test_two_tags_have_the_same_bytes_only_if_equal(one: Tag, other: Tag) -> None:
+    assert (encode_tag(one) == encode_tag(other)) == (one == other)
+
+
+@given(PLANS)
+def test_plan_round_trip(plan: Plan) -> None:
+    assert decode_plan(encode_plan(plan)) == plan
+
+
+@given(HELLOS)
+def test_hello_round_trip(hello: Hello) -> None:
+    assert decode_hello(encode_hello(hello)) == hello
+
+
+@given(U32, U64, U16, st.text(max_size=3000))
+def test_poison_keeps_the_reason_up_to_its_limit(epoch: int, step: int, source: int, reason: str) -> None:
+    tag = Tag(epoch=epoch, step=step, layer=None, phase=Phase.POISON, source=source)
+    back, kept = decode_poison(encode_poison(tag, reason))
+    assert back == tag
+    assert reason.startswith(kept)
+    assert kept == reason or len(kept.encode()) > MAX_REASON_BYTES - 4
+
+
+@given(st.binary(max_size=80))
+def test_other_bytes_are_frame_errors(noise: bytes) -> None:
+    for decode in DECODERS:
+        with pytest.raises(FrameError):
+            decode(noise)
+
+
+@given(st.one_of(PLANS.map(encode_plan), HELLOS.map(encode_hello)), st.data())
+def test_a_damaged_frame_is_an_error_or_another_frame(frame: bytes, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(frame) - 1))
+    damaged = frame[:at] + bytes([frame[at] ^ data.draw(st.integers(1, 255))]) + frame[at + 1 :]
+    for decode in DECODERS:
+        try:
+            decoded = decode(damaged)
+        except FrameError:
+            continue
+        assert decode is decode_tag or decoded != decode(frame)
+
+
+@given(PLANS.map(encode_plan), st.integers(0, 23))
+def test_a_cut_plan_is_an_error(frame: bytes, length: int) -> None:
+    with pytest.raises(FrameError, match="bytes"):
+        decode_plan(frame[:length])
+    with pytest.raises(FrameError, match="25"):
+        decode_plan(frame + b"x")
+
+
+@pytest.mark.parametrize(
+    ("tag", "message"),
+    [
+        (Tag(epoch=2**32, step=0, layer=None, phase=Phase.PLAN, source=0), "epoch 4294967296"),
+        (Tag(epoch=0, step=-1, layer=None, phase=Phase.PLAN, source=0), "step -1"),
+        (Tag(epoch=0, step=0, layer=NO_LAYER, phase=Phase.DISPATCH, source=0), "layer 65535"),
+    ],
+)
+def test_a_field_out_of_range_is_not_encoded(tag: Tag, message: str) -> None:
+    with pytest.raises(FrameError, match=message):
+        encode_tag(tag)
+
+
+def test_errors_say_what_is_wrong() -> None:
+    frame = encode_plan(Plan(epoch=1, step=812, source=3, num_tokens=5))
+    with pytest.raises(FrameError, match="frame version 9, this side speaks 1"):
+        decode_tag(frame[:2] + b"\x09" + frame[3:])
+    with pytest.raises(FrameError, match="77 is not a valid Phase"):
+        decode_tag(frame[:3] + b"\x4d" + frame[4:])
+    with pytest.raises(FrameError, match="expected a hello, got plan of rank 3, epoch 1, step 812"):
+        decode_hello(frame)
+    with pytest.raises(FrameError, match="a frame starts with"):
+        decode_tag(b"xx" + frame[2:])
+    with pytest.raises(FrameError, match="5000000000 tokens"):
+        encode_plan(Plan(epoch=1, step=812, source=3, num_tokens=5_000_000_000))

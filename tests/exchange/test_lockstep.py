@@ -1,0 +1,107 @@
+"""Plan frames: who has work starts, who has none joins, and nobody takes part in another step."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from exchange_fleet import Fleet, agree, join_when_started
+
+from moeyard_worker.exchange.base import ExchangeError
+from moeyard_worker.exchange.frames import Phase, Plan, encode_plan, pack_tag
+from moeyard_worker.exchange.lockstep import Lockstep
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.slab import ExchangeShape
+
+SHAPE = ExchangeShape(num_experts=4, top_k=1, hidden=1, dtype=torch.float32, max_tokens=1)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Mesh, Mesh]]:
+    """Two connected ranks in this process."""
+    first, second = (Mesh(rank=rank, world_size=2, epoch=1, deadline=10) for rank in range(2))
+    endpoints = [first.endpoint(), second.endpoint()]
+    thread = threading.Thread(target=second.connect, args=(endpoints,))
+    thread.start()
+    first.connect(endpoints)
+    thread.join()
+    yield first, second
+    first.close()
+    second.close()
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    lockstep = Lockstep(Mesh(rank=0, world_size=1))
+    assert lockstep.agree(0, 7) == (7,)
+    assert not lockstep.peer_started(1)
+    assert len(lockstep.wait_seconds) == 1
+
+
+@pytest.mark.parametrize("kind", ["zmq", "zmq-tcp"])
+def test_idle_ranks_join_a_step_that_one_starts(kind: str) -> None:
+    with Fleet(3) as fleet:
+        fleet.connect(kind, SHAPE)
+        for step, starter in enumerate((1, 0, 2)):
+            for rank in range(3):
+                if rank != starter:
+                    fleet.start(rank, join_when_started, step, 0)
+            fleet.start(starter, agree, step, 5)
+            counts = tuple(5 if rank == starter else 0 for rank in range(3))
+            assert [fleet.result(rank) for rank in range(3)] == [counts] * 3
+
+
+@pytest.mark.parametrize("kind", ["zmq", "zmq-tcp"])
+def test_all_ranks_may_start_at_once(kind: str) -> None:
+    with Fleet(4) as fleet:
+        fleet.connect(kind, SHAPE)
+        for step in range(20):
+            assert fleet.call(agree, step, step) == [(step,) * 4] * 4
+
+
+def test_peer_started_sees_a_plan_and_leaves_it(pair: tuple[Mesh, Mesh]) -> None:
+    first, second = pair
+    idle, busy = Lockstep(first), []
+    assert not idle.peer_started(0)
+    starter = threading.Thread(target=lambda: busy.append(Lockstep(second).agree(0, 9)))
+    starter.start()
+    while not idle.peer_started(0):
+        first.poll_sockets()[0].poll(10_000)
+    assert idle.peer_started(0)
+    assert idle.agree(0, 0) == (0, 9)
+    starter.join()
+    assert busy == [(0, 9)]
+    assert len(idle.wait_seconds) == 1
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (encode_plan(Plan(epoch=1, step=6, source=1, num_tokens=1)), "rank 1 plans the wrong step: expected step 5"),
+        (encode_plan(Plan(epoch=2, step=5, source=1, num_tokens=1)), "rank 1 plans the wrong step: expected step 5"),
+        (pack_tag(1, 5, 0, Phase.COMBINE, 1), "rank 1 sent the wrong frame between steps: expected a plan"),
+    ],
+    ids=["step", "epoch", "phase"],
+)
+def test_a_wrong_frame_between_steps_is_named(pair: tuple[Mesh, Mesh], frame: bytes, message: str) -> None:
+    first, second = pair
+    second.send(0, frame)
+    first.poll_sockets()[0].poll(10_000)
+    with pytest.raises(ExchangeError, match=message):
+        Lockstep(first).peer_started(5)
+    second.poll_sockets()[0].poll(10_000)
+    with pytest.raises(ExchangeError, match=message):
+        second.check_peers()
+
+
+def test_a_plan_for_another_step_ends_the_agreement(pair: tuple[Mesh, Mesh]) -> None:
+    first, second = pair
+    second.send(0, encode_plan(Plan(epoch=1, step=6, source=1, num_tokens=1)))
+    with pytest.raises(ExchangeError, match=r"expected plan of rank 1, epoch 1, step 5, got plan of rank 1.* step 6"):
+        Lockstep(first).agree(5, 1)
+
+
+def test_a_plan_of_the_wrong_size_is_named(pair: tuple[Mesh, Mesh]) -> None:
+    first, second = pair
+    second.send(0, encode_plan(Plan(epoch=1, step=5, source=1, num_tokens=1)) + b"x")
+    with pytest.raises(ExchangeError, match="rank 1 sent a bad plan: a plan frame has 24 bytes, got 25"):
+        Lockstep(first).agree(5, 1)

@@ -1,0 +1,363 @@
+"""Strict frames and named failures, with the ranks of a mesh in one process."""
+
+import contextlib
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import perf_counter
+
+import msgpack
+import pytest
+import zmq
+
+from moeyard_worker.exchange.base import ExchangeError
+from moeyard_worker.exchange.frames import (
+    NO_LAYER,
+    Hello,
+    Phase,
+    Tag,
+    encode_hello,
+    encode_poison,
+    encode_tag,
+    pack_tag,
+)
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.rendezvous import MeshEndpoint
+from moeyard_worker.exchange.slab import SharedFile
+
+STEP, LAYER, EPOCH = 812, 17, 4
+Opener = Callable[..., list[Mesh]]
+
+
+@pytest.fixture
+def meshes() -> Iterator[Opener]:
+    """Opens the meshes of one fleet (connected unless told otherwise) and closes them all at the end."""
+    opened: list[Mesh] = []
+
+    def open_all(world_size: int, *, connected: bool = True, **options: object) -> list[Mesh]:
+        options = {"deadline": 30.0, "epoch": EPOCH, "slab_bytes": 4096, **options}
+        ranks = [Mesh(rank=rank, world_size=world_size, **options) for rank in range(world_size)]  # type: ignore[arg-type]
+        opened.extend(ranks)
+        if connected:
+            assert connect_all(ranks) == [None] * world_size
+            for mesh in ranks:
+                mesh.step = STEP
+        return ranks
+
+    yield open_all
+    for mesh in opened:
+        mesh.close()
+
+
+def connect_all(
+    ranks: list[Mesh], endpoints: list[MeshEndpoint] | None = None, timeout: float = 20.0
+) -> list[str | None]:
+    """Connect all ranks at once; what each raised, if anything."""
+    endpoints = endpoints or [mesh.endpoint() for mesh in ranks]
+    errors: list[str | None] = [None] * len(ranks)
+
+    def connect(mesh: Mesh) -> None:
+        try:
+            mesh.connect(endpoints, timeout)
+        except ExchangeError as error:
+            errors[mesh.rank] = str(error)
+
+    threads = [threading.Thread(target=connect, args=(mesh,)) for mesh in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def receive(mesh: Mesh, phase: Phase = Phase.COMBINE) -> list[bytes]:
+    return [bytes(frame) for frame in mesh.recv_all(phase, layer=LAYER, since=perf_counter())]
+
+
+def tag(source: int, *, epoch: int = EPOCH, step: int = STEP, layer: int = LAYER, phase: int = Phase.COMBINE) -> bytes:
+    return pack_tag(epoch, step, layer, phase, source)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_frames_arrive_by_rank_and_in_order(meshes: Opener, transport: str) -> None:
+    ranks = meshes(3, transport=transport)
+    for peer in (2, 1):
+        ranks[peer].send(0, tag(peer, phase=Phase.DISPATCH) + b"first %d" % peer)
+        ranks[peer].send(0, tag(peer) + b"second %d" % peer)
+    assert [frame[20:] for frame in receive(ranks[0], Phase.DISPATCH)] == [b"", b"first 1", b"first 2"]
+    assert [frame[20:] for frame in receive(ranks[0])] == [b"", b"second 1", b"second 2"]
+
+
+WRONG = {
+    "stale_step": (tag(1, step=811), "combine of rank 1, epoch 4, step 811, layer 17"),
+    "step_ahead": (tag(1, step=813), "combine of rank 1, epoch 4, step 813, layer 17"),
+    "layer": (tag(1, layer=18), "combine of rank 1, epoch 4, step 812, layer 18"),
+    "phase": (tag(1, phase=Phase.DISPATCH), "dispatch of rank 1, epoch 4, step 812, layer 17"),
+    "epoch": (tag(1, epoch=3), "combine of rank 1, epoch 3, step 812, layer 17"),
+    "source": (tag(2), "combine of rank 2, epoch 4, step 812, layer 17"),
+    "plan": (tag(1, phase=Phase.PLAN, layer=NO_LAYER), "plan of rank 1, epoch 4, step 812"),
+    "short": (b"mY", "no frame: a frame of 2 bytes, a tag has 20"),
+    "noise": (b"x" * 64, "no frame: a frame starts with b'mY', got b'xx'"),
+    "poison_of_other_epoch": (
+        encode_poison(Tag(epoch=3, step=1, layer=None, phase=Phase.POISON, source=1), "old news"),
+        "poison of rank 1, epoch 3, step 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("frame", "found"), WRONG.values(), ids=WRONG)
+def test_a_wrong_frame_is_named_on_every_rank(meshes: Opener, transport: str, frame: bytes, found: str) -> None:
+    ranks = meshes(3, transport=transport)
+    ranks[1].send(0, frame)
+    expected = f"rank 1 sent the wrong frame: expected combine of rank 1, epoch 4, step 812, layer 17, got {found}"
+    with pytest.raises(ExchangeError) as raised:
+        receive(ranks[0])
+    assert str(raised.value) == expected
+    for other in ranks[1:]:
+        with pytest.raises(ExchangeError) as raised:
+            receive(other)
+        assert str(raised.value) == f"{expected} (told by rank 0)"
+    with pytest.raises(ExchangeError, match="wrong frame"):
+        ranks[0].send(1, tag(0))
+
+
+def test_a_duplicate_is_named(meshes: Opener) -> None:
+    ranks = meshes(2)
+    for _ in range(2):
+        ranks[1].send(0, tag(1, phase=Phase.DISPATCH))
+    receive(ranks[0], Phase.DISPATCH)
+    with pytest.raises(ExchangeError, match=r"expected combine of rank 1, .*, got dispatch of rank 1"):
+        receive(ranks[0])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_silence_is_named_at_the_deadline(meshes: Opener, transport: str) -> None:
+    ranks = meshes(4, transport=transport, deadline=0.2)
+    ranks[1].send(0, tag(1))
+    ranks[2].send(0, tag(2))
+    start = perf_counter()
+    with pytest.raises(ExchangeError) as raised:
+        receive(ranks[0])
+    assert str(raised.value) == "rank 3 silent at step 812, layer 17, combine (0.2 s)"
+    assert perf_counter() - start >= 0.2
+    wait_for_event(ranks[3])
+    with pytest.raises(ExchangeError, match=r"^rank 3 silent .* \(told by rank 0\)$"):
+        ranks[3].check_peers()
+
+
+def test_all_silent_ranks_are_named(meshes: Opener) -> None:
+    ranks = meshes(4, deadline=0.1)
+    ranks[2].send(0, tag(2))
+    with pytest.raises(ExchangeError, match=r"^ranks 1, 3 silent at step 812, layer 17, combine \(0.1 s\)$"):
+        receive(ranks[0])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_a_peer_sent_before_it_left_still_counts(meshes: Opener, transport: str) -> None:
+    ranks = meshes(3, transport=transport)
+    for peer in (1, 2):
+        ranks[peer].send(0, tag(peer))
+    ranks[1].close()
+    receive(ranks[0])
+    wait_for_event(ranks[0])
+    with pytest.raises(ExchangeError, match=r"^rank 1 lost after step 812$"):
+        ranks[0].check_peers()
+    with pytest.raises(ExchangeError, match=r"^rank 1 lost after step 812$"):
+        ranks[0].recv_all(Phase.PLAN, layer=None, since=perf_counter())
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_sending_to_a_peer_that_left_is_named(meshes: Opener, transport: str) -> None:
+    ranks = meshes(2, transport=transport)
+    ranks[0].close()
+    wait_for_event(ranks[1])
+    with pytest.raises(ExchangeError, match=r"^rank 0 lost at step 812, layer 17, combine$"):
+        send_many(ranks[1])
+
+
+def send_many(mesh: Mesh) -> None:
+    """More than could ever be queued: the event of an end may be a moment ahead of the queue's."""
+    for _ in range(1000):
+        mesh.send(0, tag(mesh.rank))
+
+
+def wait_for_event(mesh: Mesh) -> None:
+    """Block as an idle engine does."""
+    poller = zmq.Poller()
+    for socket in mesh.poll_sockets():
+        poller.register(socket, zmq.POLLIN)
+    assert poller.poll(10_000), "no event"
+
+
+def test_the_first_reason_reaches_everybody_and_stays(meshes: Opener) -> None:
+    ranks = meshes(3)
+    ranks[1].fail("rank 1 out of memory at step 812")
+    ranks[1].fail("something later")
+    for other in (0, 2):
+        wait_for_event(ranks[other])
+        with pytest.raises(ExchangeError, match=r"^rank 1 out of memory at step 812 \(told by rank 1\)$"):
+            ranks[other].check_peers()
+    for mesh in ranks:
+        with pytest.raises(ExchangeError, match=r"^rank 1 out of memory at step 812"):
+            mesh.check_peers()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_files_are_private_and_gone_once_connected(meshes: Opener, transport: str, tmp_path: Path) -> None:
+    ranks = meshes(3, connected=False, transport=transport, runtime_dir=str(tmp_path))
+    endpoints = [mesh.endpoint() for mesh in ranks]
+    slabs = [Path(endpoint.slab_path) for endpoint in endpoints if endpoint.slab_path]
+    assert len(slabs) == (3 if transport == "shm" else 0)
+    assert len(list(tmp_path.iterdir())) == (3 if transport == "shm" else 0)
+    for slab in slabs:
+        assert slab.parent == Path("/dev/shm")
+        assert stat.S_IMODE(os.stat(slab).st_mode) == 0o600
+    assert connect_all(ranks) == [None] * 3
+    assert not any(slab.exists() for slab in slabs)
+    assert not list(tmp_path.iterdir())
+    for mesh in ranks:
+        assert sorted(mesh.peer_slabs) == (list(mesh.peers) if transport == "shm" else [])
+    if transport == "shm":
+        ranks[0].own_slab.memory[5] = 99  # type: ignore[union-attr]
+        assert ranks[2].peer_slabs[0].memory[5] == 99
+
+
+def test_files_are_gone_when_nobody_came(meshes: Opener, tmp_path: Path) -> None:
+    (mesh, other) = meshes(2, connected=False, runtime_dir=str(tmp_path))
+    endpoints = [mesh.endpoint(), other.endpoint()]
+    with pytest.raises(ExchangeError, match=r"^rank 1 did not answer within 0.1 s of connecting$"):
+        mesh.connect(endpoints, timeout=0.1)
+    mesh.close()
+    other.close()
+    assert not list(tmp_path.iterdir())
+    assert not any(Path(endpoint.slab_path).exists() for endpoint in endpoints)
+
+
+def test_a_rank_that_ended_before_connecting_is_named(meshes: Opener) -> None:
+    gone, mesh = meshes(2, connected=False, transport="tcp")
+    endpoints = [gone.endpoint(), mesh.endpoint()]
+    gone.close()
+    with pytest.raises(ExchangeError, match=r"^rank 0 refused the connection while connecting$"):
+        mesh.connect(endpoints, timeout=10)
+
+
+def test_an_endpoint_is_plain_values(meshes: Opener) -> None:
+    endpoint = meshes(3)[1].endpoint()
+    back = msgpack.unpackb(msgpack.packb(asdict(endpoint)), use_list=False)
+    assert MeshEndpoint(**back) == endpoint
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epoch": 3}, "rank 1 has epoch 3, rank 0 has 4"),
+        ({"fingerprint": "tcp top_k=8"}, "rank 1 has fingerprint 'tcp top_k=8', rank 0 has 'shm top_k=4'"),
+        ({"slab_bytes": 8}, "rank 1 has slab_bytes 8, rank 0 has 4096"),
+        ({"world_size": 3}, "rank 1 has world_size 3, rank 0 has 2"),
+        ({"rank": 0}, "endpoint 1 is of rank 0: give them in rank order"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_ranks_that_disagree_never_connect(meshes: Opener, change: dict[str, object], message: str) -> None:
+    ranks = meshes(2, connected=False, fingerprint="top_k=4")
+    endpoints = [ranks[0].endpoint(), replace(ranks[1].endpoint(), **change)]  # type: ignore[arg-type]
+    with pytest.raises(ExchangeError) as raised:
+        ranks[0].connect(endpoints)
+    assert str(raised.value) == message
+
+
+def test_somebody_without_the_token_is_named(meshes: Opener) -> None:
+    ranks = meshes(2, connected=False)
+    endpoints = [ranks[0].endpoint(), ranks[1].endpoint()]
+    forged = [replace(endpoints[0], token="guess"), endpoints[1]]
+    ranks[1]._endpoint = forged[1]
+    errors: list[str | None] = [None, None]
+
+    def connect(rank: int, given: list[MeshEndpoint]) -> None:
+        try:
+            ranks[rank].connect(given, timeout=10)
+        except ExchangeError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=connect, args=args) for args in ((0, endpoints), (1, forged))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors[0] == "what connected as rank 1 of 2, epoch 4, is rank 1 of 2, epoch 4, without the token"
+
+
+def test_strangers_are_turned_away_and_change_nothing(meshes: Opener) -> None:
+    ranks = meshes(2, transport="tcp")
+    with zmq.Context() as context, context.socket(zmq.PAIR) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.IMMEDIATE, 1)
+        monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        stranger.connect(ranks[0].endpoint().tcp[1])
+        hello = Hello(rank=1, world_size=2, epoch=EPOCH, token=ranks[0].endpoint().token)
+        stranger.setsockopt(zmq.SNDTIMEO, 1000)
+        with contextlib.suppress(zmq.Again):
+            stranger.send(encode_hello(hello))
+        assert monitor.poll(10_000)
+        stranger.disable_monitor()
+        monitor.close()
+    for _ in range(20):
+        ranks[1].send(0, tag(1))
+        assert receive(ranks[0])[1] == tag(1)
+        ranks[0].check_peers()
+
+
+def test_a_mesh_of_one_opens_nothing(meshes: Opener) -> None:
+    (mesh,) = meshes(1)
+    assert mesh.poll_sockets() == []
+    assert mesh.own_slab is None
+    assert mesh.recv_all(Phase.COMBINE, layer=LAYER, since=perf_counter()) == [b""]
+    mesh.check_peers()
+    mesh.fail("broken")
+    with pytest.raises(ExchangeError, match="broken"):
+        mesh.check_peers()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host": "0.0.0.0"}, "one concrete address, got '0.0.0.0'"),
+        ({"deadline": 0}, "deadline must be positive, got 0"),
+        ({"transport": "udp"}, "got 'udp'"),
+        ({"runtime_dir": "/tmp/" + "d" * 100}, "at most 107 bytes"),
+    ],
+    ids=["wildcard", "deadline", "transport", "long_path"],
+)
+def test_bad_options_are_refused_and_leave_nothing(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mesh(rank=0, world_size=2, **options)  # type: ignore[arg-type]
+
+
+def test_only_the_given_address_listens(meshes: Opener) -> None:
+    ranks = meshes(3, connected=False, transport="tcp", host="127.0.0.1")
+    addresses = [address for mesh in ranks for address in mesh.endpoint().tcp if address]
+    assert len(addresses) == 3
+    assert all(address.startswith("tcp://127.0.0.1:") for address in addresses)
+
+
+def test_no_room_is_said_with_both_numbers() -> None:
+    with pytest.raises(OSError, match=r"no room for \d+ KiB in /dev/shm \(\d+ KiB free\)"):
+        SharedFile.create(1 << 50)
+
+
+def test_memory_of_another_size_is_not_mapped() -> None:
+    shared = SharedFile.create(4096)
+    try:
+        with pytest.raises(OSError, match="4096 bytes of user"):
+            SharedFile.open(shared.path, 8192)
+    finally:
+        shared.unlink()
+    shared.unlink()
+
+
+def test_tags_of_equal_meaning_are_equal_bytes() -> None:
+    assert tag(3) == encode_tag(Tag(epoch=EPOCH, step=STEP, layer=LAYER, phase=Phase.COMBINE, source=3))
