@@ -187,6 +187,16 @@ class Fleet:
             ranks.append(entry)
         return {"failure": self.failure, "stopping": self.stopping, "inflight": self.num_inflight, "workers": ranks}
 
+    def validate(self) -> None:
+        """Assert that the counts per worker are the sums over what is in flight, and tickets know what is theirs."""
+        for worker in self._workers:
+            mine = [f for f in self._flights.values() if f.rank == worker.link.rank]
+            assert worker.own == len(mine), f"rank {worker.link.rank} counts {worker.own} of {len(mine)} sequences"
+            assert worker.own_tokens == sum(f.tokens for f in mine)
+        for name, flight in self._flights.items():
+            assert flight.ticket is None or flight.ticket.runs(flight.index, name), f"{name} is nobody's"
+        assert self.failure is None or not self._flights, "a failed fleet has nothing in flight"
+
     def _loads(self) -> list[RankLoad]:
         return [
             RankLoad(

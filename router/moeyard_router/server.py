@@ -26,8 +26,8 @@ class RouterServer:
     """One router. `serve` runs it in the current event loop until `stop`, which any thread may call.
 
     `on_ready` is called once, in the loop, when every worker has decoded; `on_failed` once, with the reason, when the
-    fleet is lost (the router then goes on to answer 503 until it is stopped). Raises `ValueError` for a checkpoint
-    directory without a usable tokenizer.
+    fleet is lost (the router then goes on to answer 503 until it is stopped). Neither may block. Raises `ValueError`
+    for a checkpoint directory without a usable tokenizer.
     """
 
     def __init__(
@@ -149,13 +149,17 @@ def run_router(
     runs until the process ends. See `RouterServer` for the callbacks.
     """
     server = RouterServer(config, sock, on_ready=on_ready, on_failed=on_failed)
+    mine = threading.current_thread() is threading.main_thread()
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)} if mine else {}
 
     async def main() -> None:
-        if threading.current_thread() is threading.main_thread():
-            loop = asyncio.get_running_loop()
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(signum, server.stop)
+        for signum in before:
+            asyncio.get_running_loop().add_signal_handler(signum, server.stop)
         await server.serve()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())
+    finally:
+        for signum, handler in before.items():  # a closing event loop leaves the system's defaults behind
+            signal.signal(signum, handler)

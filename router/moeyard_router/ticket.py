@@ -53,6 +53,10 @@ class Ticket:
         """For the fleet: sequence `index` runs under this id."""
         self._open[index] = request_id
 
+    def runs(self, index: int, request_id: str) -> bool:
+        """Whether sequence `index` runs under this id."""
+        return self._open.get(index) == request_id
+
     def wake(self) -> None:
         """Let a waiting `events` return, if only with an empty list."""
         self._arrived.set()

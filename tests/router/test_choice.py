@@ -1,0 +1,108 @@
+"""A choice's text, ids and end do not depend on how its tokens were cut into messages."""
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from moeyard_router.choice import Choice, Delta
+from moeyard_router.detokenizer import TokenBytes
+from moeyard_router.intake import Job, Prompt, Sequence
+from moeyard_worker.protocol import Done, SamplingParams, TokenLogprob, Tokens
+
+LETTERS = ["a", "b", "c", "Ġ", "ð", "Ł", "Ļ", "Ĥ", "ab", "bc"]  # four of them are the bytes of one emoji
+TOKENIZER = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(LETTERS)}, merges=[]))
+TOKENIZER.decoder = decoders.ByteLevel()
+TOKENIZER.add_special_tokens(["<eos>"])
+EOS = len(LETTERS)
+TOKENS = TokenBytes(TOKENIZER)
+JOB = Job(
+    chat=False, prompts=(Prompt(token_ids=(0,)),), sequences=(), stops=(), include_stop=False, skip_special_tokens=True,
+    stop_ids=frozenset((EOS,)), stream=True, include_usage=False, continuous_usage=False, return_token_ids=True,
+    echo=False, logprobs=0,
+)  # fmt: skip
+
+ids_lists = st.lists(st.integers(min_value=0, max_value=EOS), min_size=1, max_size=25)
+stops = st.lists(st.text("abc 🙂�", min_size=1, max_size=3), max_size=3)
+cuts = st.lists(st.integers(min_value=1, max_value=6), min_size=25, max_size=25)
+
+
+def run(job, output, sizes):
+    """Feed a worker's messages until the choice ends; everything it gave, and each delta."""
+    sampling = job.sequences[0].sampling
+    choice = Choice(job, index=0, tokens=TOKENS)
+    ends = {EOS, *sampling.stop_token_ids}
+    length = next((i + 1 for i, t in enumerate(output) if t in ends and i >= sampling.min_tokens), None)
+    reason, output = ("length", output) if length is None else ("stop", output[:length])
+    deltas, start = [], 0
+    for size in sizes:
+        ids = tuple(output[start : start + size])
+        if not ids or choice.finish_reason is not None:
+            break
+        logprobs = tuple(TokenLogprob(logprob=float(-i), rank=1) for i in ids)
+        deltas.append(choice.tokens(Tokens(request_id="r", start=start, token_ids=ids, logprobs=logprobs)))
+        start += size
+    if choice.finish_reason is None:
+        stop_id = output[-1] if reason == "stop" else None
+        deltas.append(
+            choice.done(
+                Done(
+                    request_id="r", finish_reason=reason, prompt_tokens=1, cached_tokens=0,
+                    completion_tokens=len(output), stop_token_id=stop_id,
+                )
+            )
+        )  # fmt: skip
+    assert choice.finish_reason == deltas[-1].finish_reason
+    assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+    total = Delta()
+    for delta in deltas:
+        total.extend(delta)
+    assert choice.num_tokens == len(total.token_ids) == len(total.logprobs)
+    assert [-i for i in total.token_ids] == [lp.logprob for lp in total.logprobs]
+    return total
+
+
+def job_with(*, stop_strings=(), include=False, skip=True, stop_token_ids=(), min_tokens=0):
+    sampling = SamplingParams(max_tokens=100, stop_token_ids=tuple(stop_token_ids), min_tokens=min_tokens)
+    return dataclasses.replace(
+        JOB,
+        sequences=(Sequence(index=0, prompt=0, sampling=sampling),),
+        stops=tuple(stop_strings),
+        include_stop=include,
+        skip_special_tokens=skip,
+        stop_ids=JOB.stop_ids | set(stop_token_ids),
+    )
+
+
+@given(
+    ids_lists, stops, cuts, st.booleans(), st.booleans(), st.lists(st.integers(0, EOS - 1), max_size=2),
+    st.integers(min_value=0, max_value=4),
+)  # fmt: skip
+def test_cuts_change_nothing(output, stop_strings, sizes, include, skip, stop_token_ids, min_tokens):
+    job = job_with(
+        stop_strings=stop_strings, include=include, skip=skip, stop_token_ids=stop_token_ids, min_tokens=min_tokens
+    )
+    assert run(job, output, sizes) == run(job, output, [100]) == run(job, output, [1] * 100)
+
+
+@given(ids_lists, cuts)
+def test_without_stops_the_text_is_the_decoding(output, sizes):
+    total = run(job_with(), output, sizes)
+    assert total.text == TOKENIZER.decode(total.token_ids)
+    assert total.finish_reason == ("stop" if EOS in output else "length")
+    assert total.stop_reason is None
+
+
+@given(ids_lists, stops, cuts, st.booleans())
+def test_the_stop_string_ends_text_and_tokens(output, stop_strings, sizes, include):
+    total = run(job_with(stop_strings=stop_strings, include=include), output, sizes)
+    shown = TOKENIZER.decode(total.token_ids)
+    if total.stop_reason is None:
+        assert total.text == shown
+        assert not any(s in shown for s in stop_strings)
+    else:
+        at = shown.index(total.text + ("" if include else total.stop_reason))
+        assert at == 0
+        before = TOKENIZER.decode(total.token_ids[:-1]).removesuffix("�")
+        assert not any(s in before for s in stop_strings), "no token after the one that completed the stop string"
