@@ -20,6 +20,7 @@ import psutil
 from tqdm import tqdm
 
 from moeyard import ray_config
+from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.server import run_router
 from moeyard_worker.checkpoint_check import check_checkpoint
@@ -51,7 +52,7 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
     check_before_start(config, model, local=args.ray_address is None)
     sock = bind(args.host, args.port)
     if args.ray_address is None:
-        ray_config.prepare_local()
+        ray_config.prepare_local(config.threads)
     else:
         ray_config.prepare_remote()
     # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
@@ -117,6 +118,7 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
 def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool) -> None:
     """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
     checkpoint = check_checkpoint(open_index(config.model_path), model)
+    TextCodec(Path(config.model_path))
     shards = partition(model.num_experts, config.num_workers)
     if not local:
         return
