@@ -30,7 +30,7 @@ def attn_prefill(
         num_kv_heads, num_q_heads // num_kv_heads, num_rows + -num_rows % ROW_TILE, dim, dtype=torch.float32
     )
     torch.mul(q.view(num_rows, num_kv_heads, -1, dim).permute(1, 2, 0, 3), scale, out=q32[:, :, :num_rows])
-    tile = max(ROW_TILE, min(256, _MAX_SCORES // (num_q_heads * k32.shape[1]) // ROW_TILE * ROW_TILE))
+    tile = max(ROW_TILE, min(64, _MAX_SCORES // (num_q_heads * k32.shape[1]) // ROW_TILE * ROW_TILE))
     for t in range(0, num_rows, tile):
         count = min(tile, num_rows - t)
         done = _tile(q32[:, :, t : t + tile], k32, v32, low, start + t, window)
@@ -68,6 +68,6 @@ def _tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, low: int, start: in
     p = scores.exp_()
     acc = p.new_zeros(num_kv_heads, group * m, v.shape[2])
     for b in range(0, last - first, BLOCK):
-        acc = torch.baddbmm(acc, p[:, :, b : b + BLOCK], v[:, first + b : first + b + BLOCK])
+        acc.baddbmm_(p[:, :, b : b + BLOCK], v[:, first + b : first + b + BLOCK])
     total = p.view(num_kv_heads, group * m, -1, BLOCK).sum(-1).cumsum(-1)[..., -1:]
     return acc.div_(total).view(num_kv_heads, group, m, -1)

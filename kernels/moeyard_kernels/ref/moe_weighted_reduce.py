@@ -1,18 +1,17 @@
 """The weighted sum of a token's expert outputs, in top-k order, with the rounding of a chain of fused multiply-adds.
 
 Torch has no fused multiply-add that is one on every path, so the chain runs in fp64. There a product of two fp32
-values is exact, hence one step is an addition in fp64 and a rounding to fp32: two roundings. They differ from one only
-if the fp64 sum is inexact and lies exactly half-way between two fp32 values, which one bit pattern tells: the 29 bits
-that the rounding drops are 1000... (Subnormal results drop more bits; sums that may be such are caught by magnitude.)
-Then, and only then, the chain is run again with sums rounded to odd, which makes the second rounding the only one.
+values is exact, hence one step is an addition in fp64 and a rounding to fp32: two roundings. They could differ from one
+only if the fp64 sum lay so close to the middle of two fp32 values that its own error mattered. So each sum is moved by
+one to two of its last places to either side, which encloses the exact one: if both ends round to the same fp32 value,
+rounding being monotonic, so does the exact sum. If not, and the sum was inexact, the chain is run again with sums
+rounded to odd, which makes the second rounding the only one.
 """
 
 import torch
 
 # Rows are summed in pieces of about this many fp64 values, which stay in a core's cache.
 _PIECE = 32 * 1024
-_DROPPED = (1 << 29) - 1
-_HALF_WAY = 1 << 28
 
 
 def moe_weighted_reduce(
@@ -20,16 +19,22 @@ def moe_weighted_reduce(
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.moe_weighted_reduce`."""
     num_tokens, _, hidden = partial.shape
-    out = torch.empty(num_tokens, hidden, dtype=partial.dtype)
     step = max(1, _PIECE // max(1, hidden))
     w64 = weights.double().unsqueeze(2)
+    if num_tokens <= step:
+        return _reduce(w64, partial, shared)
+    out = torch.empty(num_tokens, hidden, dtype=partial.dtype)
     for t in range(0, num_tokens, step):
-        piece = slice(t, min(t + step, num_tokens))
-        acc = _chain(w64[piece], partial[piece].double())
-        if shared is not None:
-            acc += shared[piece]
-        out[piece] = acc
+        piece = slice(t, t + step)
+        out[piece] = _reduce(w64[piece], partial[piece], None if shared is None else shared[piece])
     return out
+
+
+def _reduce(w: torch.Tensor, partial: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+    acc = _chain(w, partial.double())
+    if shared is not None:
+        acc += shared
+    return acc.to(partial.dtype)
 
 
 def _chain(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -44,15 +49,10 @@ def _chain(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     for k in range(1, top_k):
         accs[k - 1] = acc
         acc = torch.addcmul(accs[k - 1], w[:, k], x[:, k], out=sums[k - 1]).float()
-    half_way = (sums.view(torch.int64) & _DROPPED) == _HALF_WAY
-    if half_way.any() and _any_inexact(half_way, accs, sums, w, x):
-        return _chain_to_odd(w, x)
-    # A sum is only inexact near the subnormal range if the accumulator is there: below 2^-125 and not zero, it does not
-    # survive this scaling.
-    acc32 = accs.float()
-    if not torch.equal(acc32 * 2.0**-24 * 2.0**24, acc32):
-        return _chain_to_odd(w, x)
-    return acc
+    above, below = (sums * (1 + 2.0**-52)).float(), (sums * (1 - 2.0**-52)).float()
+    if torch.equal(above, below) or not _any_inexact(above != below, accs, sums, w, x):
+        return acc
+    return _chain_to_odd(w, x)
 
 
 def _any_inexact(where: torch.Tensor, accs: torch.Tensor, sums: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> bool:
