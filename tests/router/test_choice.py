@@ -106,3 +106,11 @@ def test_the_stop_string_ends_text_and_tokens(output, stop_strings, sizes, inclu
         assert at == 0
         before = TOKENIZER.decode(total.token_ids[:-1]).removesuffix("�")
         assert not any(s in before for s in stop_strings), "no token after the one that completed the stop string"
+
+
+def test_the_first_min_tokens_are_not_searched():
+    a, b, c = 0, 1, 2
+    total = run(job_with(stop_strings=["a"], min_tokens=1), [a, b, a, c], [1] * 4)
+    assert (total.text, total.stop_reason, total.token_ids) == ("ab", "a", [a, b, a])
+    total = run(job_with(stop_strings=["a"], min_tokens=0), [a, b, a, c], [1] * 4)
+    assert (total.text, total.stop_reason, total.token_ids) == ("", "a", [a])

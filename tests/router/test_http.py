@@ -1,5 +1,7 @@
 """What a client sees when all is well: both endpoints, whole and streamed, over real HTTP and ZMQ."""
 
+import threading
+
 import pytest
 
 STORY = "The quick brown fox 你好 says 🙂 to the lazy dog, again and again. "
@@ -285,3 +287,19 @@ def test_connection_is_kept_alive(service):
     with stream as answer:
         answer.read()
     assert "close" not in (first.headers.get("connection", ""), answer.headers.get("connection", ""))
+
+
+def test_a_choice_that_stops_is_aborted_while_others_run(service, codec, wait_for):
+    stopping = codec.encode("one two", add_special_tokens=False)
+    story = codec.encode(STORY * 9, add_special_tokens=False)
+    for worker in service.workers:
+        worker.pace = 0.01
+        worker.script = lambda submit: [*stopping, *story] if submit.sampling.seed == 7 else story
+    answers = []
+    body = {"prompt": "x", "n": 2, "seed": 7, "max_tokens": 150, "stop": "two"}
+    thread = threading.Thread(target=lambda: answers.append(service.complete(**body)))
+    thread.start()
+    wait_for(lambda: len(service.aborts) == 1, "the stopped choice must give its place back")
+    assert not answers, "the other choice must still run"
+    thread.join()
+    assert [c["finish_reason"] for c in answers[0]["choices"]] == ["stop", "length"]
