@@ -143,14 +143,14 @@ def test_silent_worker_is_found_by_heartbeats(start, wait_for):
         return cables[-1].endpoint
 
     try:
-        service = start(2, through=through, step_deadline=0.5)
+        service = start(2, through=through, step_deadline=2.0)
         service.workers[0].paused = service.workers[1].paused = True
         answers = []
         thread = threading.Thread(target=lambda: answers.append(service.post(COMPLETIONS, prompt="x", n=2)))
         thread.start()
         wait_for(lambda: len(service.submits) == 2, "the workers must have the request")
         cables[1].cut = True
-        assert wait_for(lambda: service.failures != [], "a cut cable must be noticed") < 0.6
+        assert wait_for(lambda: service.failures != [], "a cut cable must be noticed") < 2.0
         thread.join(1)
         assert answers[0].status_code == 503
         assert "worker 1" in answers[0].json()["error"]["message"]

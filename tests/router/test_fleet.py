@@ -80,7 +80,6 @@ async def play(operations, fails):
                 ended.append((rank, name))
             elif operation in ("abort", "close"):
                 client = next(c for c in clients if name in c.names)
-                await client.take()
                 indexes = range(len(client.names)) if operation == "close" else [client.names.index(name)]
                 client.silenced.update(i for i in indexes if client.names[i] in running)
                 client.ticket.close() if operation == "close" else client.ticket.abort(indexes[0])
