@@ -15,13 +15,19 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Ray's own metrics and task history: nobody looks at them here, and idle processes would wake to send them.
+        "RAY_enable_metrics_collection": "0",
+        "RAY_task_events_report_interval_ms": "0",
+        "RAY_event_stats": "0",
+        "RAY_kill_idle_workers_interval_ms": "0",
     }
 )
 
 
-def prepare_local() -> None:
-    """Environment for a private Ray on this machine. Must run before `import ray`."""
-    os.environ.update(LOCAL_ENVIRONMENT)
+def prepare_local(threads: int) -> None:
+    """Environment for a private Ray on this machine with `threads` OpenMP threads per worker. Before `import ray`."""
+    # Processes inherit it from this one, so that actors take the workers that Ray starts beforehand.
+    os.environ.update({**LOCAL_ENVIRONMENT, **worker_environment(threads)})
     if os.environ.get("RAY_AUTH_MODE", "token") == "token":
         os.environ["RAY_AUTH_MODE"] = "token"
         # Only this process and its children need it; a token of the user's own is respected.

@@ -111,7 +111,8 @@ class RayFleet:
             cpus = ray.cluster_resources().get("CPU", 0)
             raise FleetError(f"{count} workers need one CPU each, the Ray cluster has {cpus:g}; use fewer --workers")
         remote_class = ray.remote(max_concurrency=4, num_cpus=1)(RankActor)
-        environment = {"env_vars": worker_environment(self._config.threads)}
+        # Nodes of a cluster do not inherit the launcher's environment (ray_config.prepare_local).
+        environment = {"env_vars": worker_environment(self._config.threads)} if self._address else None
         for rank in range(count):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
             actor = remote_class.options(scheduling_strategy=strategy, runtime_env=environment, max_restarts=0)
