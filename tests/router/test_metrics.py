@@ -34,6 +34,7 @@ def test_counts(start):
     service.stream("/v1/completions", prompt="x", max_tokens=9, stop=" quick")
     assert service.post("/v1/completions", prompt="").status_code == 400
     assert service.client.get("/nowhere/at/all").status_code == 404
+    service.wait_idle()
     families = scrape(service)
     model = {"model_name": "tiny"}
     assert value(families, "moeyard_prompt_tokens_total", **model) == 4 + 2
