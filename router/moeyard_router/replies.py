@@ -146,8 +146,13 @@ class ReplyWriter:
         return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": list(raw)}
 
     def _spell(self, token_id: int) -> str:
-        """A token's text; if that is not whole characters, `bytes:` and its bytes in hex, so that no two look alike."""
+        """A token's text; if that is not whole characters, `bytes:` and its bytes in hex, so that no two look alike.
+
+        Ids that the tokenizer does not know have no text to tell them apart; they are spelled `token_id:` and the id.
+        """
         raw = self._tokens.of(token_id)
+        if not raw:
+            return f"token_id:{token_id}"
         try:
             return raw.decode()
         except UnicodeDecodeError:
