@@ -1,6 +1,7 @@
 """The vectorized routing against plain loops, for any ids, sources and shards."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,7 +9,7 @@ from moeyard_worker.exchange.routing import route
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[int], list[int], range]:
+def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[int], list[int], range, int]:
     num_experts, top_k = draw(st.integers(1, 9)), draw(st.integers(1, 4))
     sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
     num_slots = sum(sizes) * top_k
@@ -16,14 +17,14 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[int], list[int], range]:
     prefill = [draw(st.integers(0, size)) for size in sizes]
     start = draw(st.integers(0, num_experts - 1))
     experts = range(start, draw(st.integers(start + 1, num_experts)))
-    return np.array(ids, np.int64).reshape(-1, top_k), sizes, prefill, experts
+    return np.array(ids, np.int64).reshape(-1, top_k), sizes, prefill, experts, num_experts
 
 
 @given(cases())
-def test_route_equals_the_loops(case: tuple[np.ndarray, list[int], list[int], range]) -> None:
-    ids, sizes, prefill, experts = case
+def test_route_equals_the_loops(case: tuple[np.ndarray, list[int], list[int], range, int]) -> None:
+    ids, sizes, prefill, experts, num_experts = case
     bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-    got = route(ids, token_bounds=bounds, num_prefill=prefill, experts=experts)
+    got = route(ids, token_bounds=bounds, num_prefill=prefill, experts=experts, num_experts=num_experts)
 
     top_k = ids.shape[1]
     rows = [token for token, chosen in enumerate(ids.tolist()) if any(e in experts for e in chosen)]
@@ -47,3 +48,9 @@ def test_route_equals_the_loops(case: tuple[np.ndarray, list[int], list[int], ra
     assert got.counts == tuple(chosen.count(expert) for expert in experts)
     assert got.decode_counts == tuple(decode.count(expert) for expert in experts)
     assert got.row_of_pair.dtype == np.int64
+
+
+@pytest.mark.parametrize("expert", [-1, 4])
+def test_an_id_out_of_range_is_refused(expert: int) -> None:
+    with pytest.raises((AssertionError, ValueError), match=r"expert id 4 of 4|negative"):
+        route(np.array([[0], [expert]]), token_bounds=[0, 2], num_prefill=[0], experts=range(4), num_experts=4)

@@ -1,10 +1,11 @@
 """The index work of a dispatch: which token rows a rank needs, and its pairs grouped by expert. Pure numpy.
 
 A slot is one (token, k) of the tokens of all sources stacked in rank order: slot = token * top_k + k. A pair is a slot
-whose expert lives on this rank. Every array here holds a few hundred integers at most in a decode step, where the cost
-is the number of numpy calls.
+whose expert lives on this rank. In a decode step every array here holds a few dozen integers, so that the cost is the
+number of numpy calls, and each counts several times over when its code is cold after a wait.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,42 +35,55 @@ class Routing:
     decode_counts: tuple[int, ...]
 
 
-def route(topk_ids: np.ndarray, *, token_bounds: Sequence[int], num_prefill: Sequence[int], experts: range) -> Routing:
+def route(
+    topk_ids: np.ndarray,
+    *,
+    token_bounds: Sequence[int],
+    num_prefill: Sequence[int],
+    experts: range,
+    num_experts: int,
+) -> Routing:
     """Route topk_ids [S, K] (int64, all sources stacked) to the contiguous local `experts`.
 
-    Source s has the tokens [token_bounds[s], token_bounds[s + 1]), the first num_prefill[s] of them prompt rows.
+    Source s has the tokens [token_bounds[s], token_bounds[s + 1]), the first num_prefill[s] of them prompt rows. An id
+    outside [0, num_experts) is an assertion (a ValueError of numpy's when negative).
     """
-    num_experts, top_k = len(experts), topk_ids.shape[1]
-    local = topk_ids.reshape(-1) - experts.start
-    pair_slots = slots_below(local, num_experts)
-    local = local[pair_slots]
-    tokens = pair_slots // top_k
-    first = np.ones(tokens.size, dtype=bool)
-    np.not_equal(tokens[1:], tokens[:-1], out=first[1:])
-    row_tokens = tokens[first]
-    order = local.argsort(kind="stable")
-    pair_of_slot = np.empty_like(order)
-    pair_of_slot[order] = np.arange(order.size)
-    bounds = np.array(token_bounds)
-    counts = np.bincount(local, minlength=num_experts)
-    decode_counts = counts
-    if any(num_prefill):
-        prompt = np.zeros(token_bounds[-1], dtype=bool)
-        for start, num in zip(token_bounds, num_prefill, strict=False):
-            prompt[start : start + num] = True
-        decode_counts = np.bincount(local[~prompt[tokens]], minlength=num_experts)
+    top_k, flat = topk_ids.shape[1], topk_ids.reshape(-1)
+    num_slots_per_expert = np.bincount(flat, minlength=num_experts).tolist()
+    assert len(num_slots_per_expert) == num_experts, f"expert id {len(num_slots_per_expert) - 1} of {num_experts}"
+    counts = tuple(num_slots_per_expert[experts.start : experts.stop])
+    first = sum(num_slots_per_expert[: experts.start])
+    # All slots by expert, then slot: the local experts' part of it is the pair order.
+    slots = flat.argsort(kind="stable")[first : first + sum(counts)]
+    tokens = slots // top_k
+    needed = np.zeros(token_bounds[-1] + 1, dtype=bool)
+    needed[1:][tokens] = True
+    rows_before = needed.cumsum()
+    pair_of_slot = slots.argsort()
+    pair_slots = slots[pair_of_slot]
     return Routing(
-        row_tokens=row_tokens,
-        row_bounds=row_tokens.searchsorted(bounds).tolist(),
-        row_of_pair=(first.cumsum() - 1)[order],
+        row_tokens=needed[1:].nonzero()[0],
+        row_bounds=[int(rows_before[bound]) for bound in token_bounds],
+        row_of_pair=rows_before[tokens],
         pair_slots=pair_slots,
-        slot_bounds=tokens.searchsorted(bounds).tolist(),
+        slot_bounds=[bisect_left(pair_slots, bound * top_k) for bound in token_bounds],
         pair_of_slot=pair_of_slot,
-        counts=tuple(counts.tolist()),
-        decode_counts=tuple(decode_counts.tolist()),
+        counts=counts,
+        decode_counts=_decode_counts(flat[slots] - experts.start, tokens, token_bounds, num_prefill, len(counts))
+        if any(num_prefill)
+        else counts,
     )
 
 
-def slots_below(local_ids: np.ndarray, num_experts: int) -> np.ndarray:
-    """The positions (ascending) of `local_ids` (int64, contiguous) that lie in [0, num_experts)."""
-    return (local_ids.view(np.uint64) < num_experts).nonzero()[0]
+def _decode_counts(
+    local: np.ndarray, tokens: np.ndarray, token_bounds: Sequence[int], num_prefill: Sequence[int], num_local: int
+) -> tuple[int, ...]:
+    prompt = np.zeros(token_bounds[-1], dtype=bool)
+    for start, num in zip(token_bounds, num_prefill, strict=False):
+        prompt[start : start + num] = True
+    return tuple(np.bincount(local[~prompt[tokens]], minlength=num_local).tolist())
+
+
+def slots_of(flat_ids: np.ndarray, experts: range) -> np.ndarray:
+    """The positions (ascending) of `flat_ids` (int64, contiguous) whose expert is one of `experts`."""
+    return ((flat_ids >= experts.start) & (flat_ids < experts.stop)).nonzero()[0]

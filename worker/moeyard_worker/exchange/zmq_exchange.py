@@ -20,7 +20,7 @@ from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStat
 from moeyard_worker.exchange.frames import TAG_BYTES, Phase, pack_tag
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.outbox import Outbox
-from moeyard_worker.exchange.routing import Routing, route, slots_below
+from moeyard_worker.exchange.routing import Routing, route, slots_of
 from moeyard_worker.exchange.slab import ExchangeShape, Slab
 from moeyard_worker.exchange.wires import Frame
 
@@ -71,6 +71,7 @@ class ZmqExchange:
         self._placement = placement
         self._slab = Slab(shape, mesh.own_slab.memory if mesh.own_slab else bytearray(shape.slab_bytes))
         self._home = self._slab.home_tensor(shape)
+        self._home_view = self._home[:0].view(0, shape.top_k, shape.hidden)
         self._near = {peer: Slab(shape, shared.memory) for peer, shared in mesh.peer_slabs.items()}
         self._far = {peer: Outbox() for peer in mesh.peers if peer not in self._near}
         self._row_type = np.dtype(f"V{shape.row_bytes}")
@@ -94,7 +95,6 @@ class ZmqExchange:
         assert ids.shape == (num_tokens, shape.top_k), (ids.shape, shape)
         assert num_tokens <= shape.max_tokens, f"{num_tokens} tokens, the exchange was sized for {shape.max_tokens}"
         assert 0 <= num_prefill_tokens <= num_tokens, num_prefill_tokens
-        assert not num_tokens or ids.view(np.uint64).max() < shape.num_experts, "an expert id out of range"
         own = _Source(ids, self._as_rows(x), num_prefill_tokens, picked=False)
         remote_slots = self._send_tokens(own, layer)
         frames = self._mesh.recv_all(Phase.DISPATCH, layer=layer, since=start)
@@ -107,6 +107,7 @@ class ZmqExchange:
             token_bounds=token_bounds,
             num_prefill=[source.num_prefill for source in sources],
             experts=self._placement[self.rank],
+            num_experts=shape.num_experts,
         )
         self._open = ZmqHandle(layer, num_tokens, routing, token_bounds, remote_slots)
         dispatched = Dispatched(
@@ -151,9 +152,10 @@ class ZmqExchange:
             self._bring_home(peer, frames[peer], handle)
         num_slots = handle.num_tokens * shape.top_k
         self.stats.bytes_received += (num_slots - (last - first)) * shape.row_bytes
-        home = self._home[:num_slots].view(handle.num_tokens, shape.top_k, shape.hidden)
+        if handle.num_tokens != self._home_view.shape[0]:
+            self._home_view = self._home[:num_slots].view(handle.num_tokens, shape.top_k, shape.hidden)
         self.stats.seconds["combine"].append(perf_counter() - start)
-        return home
+        return self._home_view
 
     def close(self) -> None:
         """Close the mesh and drop the shared memory."""
@@ -174,8 +176,7 @@ class ZmqExchange:
                 self._mesh.send(peer, head)
         remote_slots = {}
         for peer, outbox in self._far.items():
-            shard = self._placement[peer]
-            slots = slots_below(own.ids.reshape(-1) - shard.start, len(shard))
+            slots = slots_of(own.ids.reshape(-1), self._placement[peer])
             tokens = np.unique(slots // top_k)
             rows_start = _HEAD_BYTES + 4 * own.ids.size
             frame = outbox.frame(rows_start + tokens.size * row_bytes)
@@ -210,7 +211,7 @@ class ZmqExchange:
     def _gather_rows(self, sources: list[_Source], routing: Routing, token_bounds: list[int]) -> torch.Tensor:
         """The rows this rank needs, [R, H], sources in rank order."""
         num_rows = routing.row_bounds[-1]
-        if num_rows > len(self._rows):
+        if num_rows > len(self._raw_rows):
             self._rows = torch.empty(2 * num_rows, self._shape.hidden, dtype=self._shape.dtype)
             self._raw_rows = self._as_rows(self._rows)
         for rank, source in enumerate(sources):
@@ -248,7 +249,7 @@ class ZmqExchange:
         assert tensor.is_contiguous(), tensor.stride()
         # numpy knows no bfloat16.
         array = (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
-        return array.view(self._row_type).reshape(-1)
+        return np.ndarray((len(array),), self._row_type, array)
 
     def _malformed(self, peer: int, frame: Frame, layer: int, phase: Phase) -> ExchangeError:
         where = f"step {self._mesh.step}, layer {layer}, {phase.name.lower()}"
