@@ -1,0 +1,158 @@
+"""A fleet as its clients see it: real workers without Ray, the real router before them, plain HTTP."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+from tests.fleet import Fleet, ProcessPool, start_fleet
+
+from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.server import RouterServer
+from moeyard_worker.config import EngineConfig
+from moeyard_worker.model_config import load_model_config
+
+MODEL_NAME = "tiny"
+PAGE = 16
+READY_SECONDS = 30.0
+
+
+def engine_config(model: Path, *, num_workers: int, num_pages: int = 128, **overrides: Any) -> EngineConfig:
+    """A small engine: `num_pages` KV pages of 16 tokens in fp32, steps of at most 256 rows."""
+    bytes_per_token = load_model_config(model).state_spec(4).bytes_per_token
+    options: dict[str, Any] = {"max_batch_tokens": 256, "max_num_seqs": 16, **overrides}
+    return EngineConfig(
+        model_path=str(model),
+        num_workers=num_workers,
+        kv_memory=num_pages * PAGE * bytes_per_token,
+        page_size=PAGE,
+        **options,
+    )
+
+
+@dataclass(slots=True)
+class HttpFleet:
+    """A running fleet behind its router. `failures` is what the router reported through `on_failed`."""
+
+    url: str
+    client: httpx.Client
+    fleet: Fleet
+    failures: list[str]
+
+    def post(self, **body: Any) -> httpx.Response:
+        """POST /v1/completions."""
+        return self.client.post("/v1/completions", json=body)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """A completion that must succeed, with its token ids."""
+        answer = self.post(**{"return_token_ids": True, **body})
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def choice(self, **body: Any) -> dict[str, Any]:
+        """The only choice of a completion."""
+        (choice,) = self.complete(**body)["choices"]
+        return dict(choice)
+
+    def choices_at_once(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The only choice of each of several requests that are submitted together, one connection each."""
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            return list(pool.map(lambda body: self.choice(**body), bodies))
+
+    def snapshots(self) -> list[dict[str, Any]]:
+        """The latest snapshot of every rank, from /v1/fleet."""
+        workers = self.client.get("/v1/fleet").json()["workers"]
+        return [dict(worker["snapshot"]) for worker in workers]
+
+    def num_running(self) -> int:
+        """Sequences that run now, over all ranks."""
+        return sum(int(s["num_running"]) for s in self.snapshots())
+
+    def samples(self, name: str) -> list[dict[tuple[str, ...], float]]:
+        """Each rank's series of one metric: label values in the order of their names, without `rank` -> value."""
+        return [_series(httpx.get(e["metrics_url"]).text, name) for e in self.fleet.endpoints]
+
+    def total(self, name: str) -> float:
+        """One counter summed over ranks and labels."""
+        return sum(sum(series.values()) for series in self.samples(name))
+
+
+def _series(page: str, name: str) -> dict[tuple[str, ...], float]:
+    found = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name == name:
+                labels = tuple(sample.labels[key] for key in sorted(sample.labels) if key != "rank")
+                found[labels] = sample.value
+    return found
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 5.0) -> float:
+    """Poll until `condition` holds; the seconds that took. Fails with `what`."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds, f"{what}: not within {seconds} s"
+        time.sleep(0.01)
+    return time.monotonic() - begun
+
+
+def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The events of a streamed answer, without the final [DONE]."""
+    for line in answer.iter_lines():
+        if line and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+@contextlib.contextmanager
+def serve_http(pool: ProcessPool, config: EngineConfig, **overrides: Any) -> Iterator[HttpFleet]:
+    """Start workers and a router (`overrides` are fields of RouterConfig); everything is stopped at the end."""
+    model = load_model_config(config.model_path)
+    with start_fleet(pool, config) as fleet:
+        options: dict[str, Any] = {
+            "model_name": MODEL_NAME,
+            "model_path": Path(config.model_path),
+            "workers": tuple(
+                WorkerAddress(rank=rank, endpoint=e["frontend"], metrics_url=e["metrics_url"])
+                for rank, e in enumerate(fleet.endpoints)
+            ),
+            "max_model_len": min(report["max_model_len"] for report in fleet.reports),
+            "vocab_size": model.vocab_size,
+            "eos_token_ids": model.eos_token_ids,
+            "shutdown_grace": 0.2,
+        }
+        with _route(RouterConfig(**{**options, **overrides})) as (url, failures):
+            with httpx.Client(base_url=url, timeout=60) as client:
+                yield HttpFleet(url, client, fleet, failures)
+            assert failures == []
+
+
+@contextlib.contextmanager
+def _route(config: RouterConfig) -> Iterator[tuple[str, list[str]]]:
+    """Run a router in a thread of its own until the block ends; yields its URL and its list of failures."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    ready, failures = threading.Event(), list[str]()
+    server = RouterServer(config, sock, on_ready=ready.set, on_failed=failures.append)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(server.serve())
+
+    thread = threading.Thread(target=run, name="router")
+    thread.start()
+    try:
+        assert ready.wait(READY_SECONDS), f"the router was not ready: {failures}"
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}", failures
+    finally:
+        server.stop()
+        thread.join(10)
+        assert not thread.is_alive(), "the router did not stop"

@@ -1,0 +1,55 @@
+"""What a fleet costs while nobody asks anything, and how fast it then answers."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.e2e.http_fleet import HttpFleet, engine_config, serve_http
+from tests.fleet import ProcessPool
+
+IDLE_SECONDS = 3.0
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def http(processes: ProcessPool, checkpoints: dict[str, Path]) -> Iterator[HttpFleet]:
+    """Two ranks behind the router, warm."""
+    with serve_http(processes, engine_config(checkpoints["mla"], num_workers=2)) as service:
+        service.choice(prompt=[1, 2, 3], max_tokens=8)
+        yield service
+
+
+def cpu_seconds(http: HttpFleet) -> float:
+    """Processor time of both ranks so far, in user and kernel mode."""
+    times = [psutil.Process(rank.process.pid).cpu_times() for rank in http.fleet.ranks]
+    return sum(t.user + t.system for t in times)
+
+
+def test_idle_fleet_blocks_and_answers_at_once(http: HttpFleet) -> None:
+    # Past the one look at their invariants that engines take a second after their last work.
+    time.sleep(1.5)
+    steps = [s["step"] for s in http.snapshots()]
+    workers, router, begun = cpu_seconds(http), time.process_time(), time.monotonic()
+    time.sleep(IDLE_SECONDS)
+    seconds = time.monotonic() - begun
+    assert cpu_seconds(http) - workers < 0.03 * seconds
+    assert time.process_time() - router < 0.03 * seconds, "the process of the router and this test"
+    assert [s["step"] for s in http.snapshots()] == steps
+
+    waits = []
+    for i in range(5):
+        begun = time.monotonic()
+        assert len(http.choice(prompt=[i], max_tokens=1, ignore_eos=True)["token_ids"]) == 1
+        waits.append(time.monotonic() - begun)
+        time.sleep(0.3)
+    # Any polling on the way would show: five answers at random moments of an interval wait for half of it.
+    assert statistics.median(waits) < 0.1, waits
+
+
+def test_worker_memory(http: HttpFleet) -> None:
+    # The weights of this checkpoint are about 1 MB.
+    for rank in http.fleet.ranks:
+        assert psutil.Process(rank.process.pid).memory_full_info().uss < 700 * MIB
