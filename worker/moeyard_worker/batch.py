@@ -5,6 +5,7 @@ from itertools import chain
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from moeyard_kernels.ops import BLOCK, DecodePlan, plan_decode
 from moeyard_worker.request import Chunk, Step
@@ -65,6 +66,11 @@ def pad_rows(count: int) -> int:
     """
     tile = DECODE_TILE if count <= 16 else 8 if count <= 64 else 32 if count <= 512 else 128
     return count + -count % tile
+
+
+def pad_heads(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """x [M, heads, D] with zero rows behind it up to `num_rows`; x itself when nothing is missing."""
+    return x if x.shape[0] == num_rows else F.pad(x, (0, 0, 0, 0, 0, num_rows - x.shape[0]))
 
 
 def build_batch(step: Step, *, page_size: int, window: int | None) -> Batch:

@@ -4,7 +4,7 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_worker.attention_config import GqaConfig
-from moeyard_worker.batch import Batch
+from moeyard_worker.batch import Batch, pad_heads
 from moeyard_worker.cache.pools import KvLayer
 
 
@@ -26,7 +26,11 @@ class GqaAttention:
     ) -> None:
         self._config, self._eps, self._interleaved = config, eps, interleaved
         self._qkv, self._qkv_bias, self._o, self._o_bias = qkv, qkv_bias, o, o_bias
-        self._q_norm, self._k_norm = q_norm, k_norm
+        self._qk_norm: torch.Tensor | None = None
+        if q_norm is not None and k_norm is not None:
+            # One pass over all heads: a norm of weight one, then each head's own weight; a factor of one is exact.
+            heads = (q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1))
+            self._qk_norm, self._one = torch.cat(heads), torch.ones_like(q_norm)
 
     def forward(
         self, x: torch.Tensor, batch: Batch, cos: torch.Tensor, sin: torch.Tensor, *, cache: KvLayer
@@ -36,13 +40,20 @@ class GqaAttention:
         num_q, num_qk = config.num_heads, config.num_heads + config.num_kv_heads
         qkv = ops.linear(x, self._qkv, self._qkv_bias).view(x.shape[0], -1, config.head_dim)
         qk = qkv[:, :num_qk]
-        if self._q_norm is not None and self._k_norm is not None:
-            q = ops.rms_norm(qk[:, :num_q], self._q_norm, self._eps)
-            qk = torch.cat((q, ops.rms_norm(qk[:, num_q:], self._k_norm, self._eps)), 1)
+        if self._qk_norm is not None:
+            qk = ops.rms_norm(qk, self._one, self._eps).mul_(self._qk_norm)
         qk = ops.rope(qk, cos, sin, interleaved=self._interleaved)
         cache.write(batch.slots, qk[: batch.num_tokens, num_q:], qkv[: batch.num_tokens, num_qk:])
-        q = qk[:, :num_q]
-        out = x.new_zeros(x.shape[0], num_q, config.head_dim)
+        out = self._attend(qk[:, :num_q], batch, cache)
+        return ops.linear(out.flatten(1), self._o, self._o_bias)
+
+    def _attend(self, q: torch.Tensor, batch: Batch, cache: KvLayer) -> torch.Tensor:
+        """q [num_rows, Hq, D] -> the same shape, zero in the padding."""
+        config = self._config
+        if not batch.segments:
+            done = ops.gqa_decode(q[: batch.num_decode], cache.k, cache.v, plan=batch.plan, scale=config.scale)
+            return pad_heads(done, batch.num_rows)
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         for part in batch.segments:
             k, v = cache.read(part.pages)
             out[part.begin : part.end] = ops.attn_prefill(
@@ -51,4 +62,4 @@ class GqaAttention:
         if batch.num_decode:
             rows = slice(batch.num_prefill, batch.num_tokens)
             out[rows] = ops.gqa_decode(q[rows], cache.k, cache.v, plan=batch.plan, scale=config.scale)
-        return ops.linear(out.flatten(1), self._o, self._o_bias)
+        return out

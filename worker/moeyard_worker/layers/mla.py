@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from moeyard_kernels import ops
 from moeyard_worker.attention_config import MlaConfig
-from moeyard_worker.batch import Batch, PromptSegment
+from moeyard_worker.batch import Batch, PromptSegment, pad_heads
 from moeyard_worker.cache.pools import LatentLayer
 
 
@@ -52,20 +52,30 @@ class MlaAttention:
         config = self._config
         rows = ops.linear(x, self._q_kv_a, self._q_kv_a_bias)
         first, latent, k_rope = torch.split_with_sizes(rows, (self._num_first, config.kv_lora_rank, config.rope_dim), 1)
-        k_rope = ops.rope(k_rope.unsqueeze(1), cos, sin, interleaved=self._interleaved).squeeze(1)
-        latent = torch.cat((ops.rms_norm(latent, self._kv_norm, config.norm_eps), k_rope), 1)
-        cache.write(batch.slots, latent[: batch.num_tokens])
         if self._q_norm is not None and self._q_b is not None:
             first = ops.linear(ops.rms_norm(first, self._q_norm, config.norm_eps), self._q_b)
         q = first.view(-1, config.num_heads, config.qk_dim)
-        q_rope = ops.rope(q[..., config.nope_dim :], cos, sin, interleaved=self._interleaved)
+        # The key's rotated part rotates as one more head of the query.
+        rotated = torch.cat((q[..., config.nope_dim :], k_rope.unsqueeze(1)), 1)
+        rotated = ops.rope(rotated, cos, sin, interleaved=self._interleaved)
+        q_rope, k_rope = rotated[:, : config.num_heads], rotated[:, config.num_heads]
+        latent = torch.cat((ops.rms_norm(latent, self._kv_norm, config.norm_eps), k_rope), 1)
+        cache.write(batch.slots, latent[: batch.num_tokens])
 
-        out = x.new_zeros(x.shape[0], config.num_heads, config.v_dim)
+        out = self._attend(q, q_rope, batch, cache)
+        return ops.linear(out.flatten(1), self._o, self._o_bias)
+
+    def _attend(self, q: torch.Tensor, q_rope: torch.Tensor, batch: Batch, cache: LatentLayer) -> torch.Tensor:
+        """[num_rows, Hq, Dv]; what the padding holds is finite."""
+        if not batch.segments:
+            return pad_heads(self._decode(q, q_rope, batch, cache), batch.num_rows)
+        out = q.new_zeros(batch.num_rows, self._config.num_heads, self._config.v_dim)
         for part in batch.segments:
             out[part.begin : part.end] = self._prompt(q, q_rope, part, cache)
         if batch.num_decode:
-            out[batch.num_prefill : batch.num_tokens] = self._decode(q, q_rope, batch, cache)
-        return ops.linear(out.flatten(1), self._o, self._o_bias)
+            done = self._decode(q, q_rope, batch, cache)
+            out[batch.num_prefill : batch.num_tokens] = done[: batch.num_decode]
+        return out
 
     def _prompt(self, q: torch.Tensor, q_rope: torch.Tensor, part: PromptSegment, cache: LatentLayer) -> torch.Tensor:
         """[rows of the part, Hq, Dv] from keys and values decompressed per head."""
@@ -85,20 +95,19 @@ class MlaAttention:
         )
 
     def _decode(self, q: torch.Tensor, q_rope: torch.Tensor, batch: Batch, cache: LatentLayer) -> torch.Tensor:
-        """[decode rows, Hq, Dv] in the absorbed form; both products run over padded rows."""
-        config = self._config
-        padded = slice(batch.num_prefill, batch.num_prefill + batch.num_decode_rows)
-        q_latent = torch.bmm(q[padded, :, : config.nope_dim].transpose(0, 1), self._k_absorb).transpose(0, 1)
-        out = q.new_zeros(batch.num_decode_rows, config.num_heads, config.kv_lora_rank)
-        out[: batch.num_decode] = ops.mla_decode(
+        """[padded decode rows, Hq, Dv] in the absorbed form; both products run over padded rows."""
+        config, begin = self._config, batch.num_prefill
+        q_nope = q[begin : begin + batch.num_decode_rows, :, : config.nope_dim]
+        q_latent = torch.bmm(q_nope.transpose(0, 1), self._k_absorb).transpose(0, 1)
+        latent = ops.mla_decode(
             q_latent[: batch.num_decode, :, : config.kv_lora_rank],
-            q_rope[batch.num_prefill : batch.num_tokens],
+            q_rope[begin : batch.num_tokens],
             cache.rows,
             plan=batch.plan,
             scale=config.scale,
         )
-        v = torch.bmm(out.transpose(0, 1), self._v_expand).transpose(0, 1)
-        return v[: batch.num_decode, :, : config.v_dim]
+        latent = pad_heads(latent, batch.num_decode_rows)
+        return torch.bmm(latent.transpose(0, 1), self._v_expand).transpose(0, 1)[..., : config.v_dim]
 
 
 def _columns(weight: torch.Tensor) -> torch.Tensor:
