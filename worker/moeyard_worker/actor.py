@@ -220,6 +220,8 @@ class WorkerActor:
             self._crash = error
         finally:
             self._mesh.close()
+            # Routers must not go on talking to a rank that has ended.
+            self._frontend.close()
             if self._recording is not None:
                 self._recording.close()
             self._stopped.set()
@@ -237,4 +239,5 @@ class WorkerActor:
             self._stopped.wait()
         self._mesh.close()
         self._frontend.close()
+        self._metrics.close()
         self._stopped.set()

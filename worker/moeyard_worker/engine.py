@@ -86,6 +86,7 @@ class Engine:
                 self._turn()
         except BaseException as error:
             self._poison(f"rank {self.rank} failed at step {self.step}: {type(error).__name__}: {error}")
+            self._refuse_unread()
             raise
         finally:
             for reply in self._scheduler.fail_all("the worker is stopping"):
@@ -134,6 +135,12 @@ class Engine:
                 self._send(client, self._snapshot())
             else:
                 log.warning("a router sent a %s, which only workers send", message.type)
+
+    def _refuse_unread(self) -> None:
+        """Answer the requests that nobody will read any more."""
+        for client, message in self._frontend.receive():
+            if isinstance(message, Submit):
+                self._submit(client, message)
 
     def _submit(self, client: bytes, message: Submit) -> None:
         rejected: Rejected | None

@@ -9,6 +9,9 @@ from moeyard_worker.protocol import Message, ProtocolError, decode, encode
 
 log = logging.getLogger(__name__)
 
+# How long closing waits for replies that were sent to leave; nothing waits when they have.
+CLOSE_LINGER_MS = 500
+
 
 class Frontend:
     """Binds tcp://host:0 and speaks to any number of routers, each known by its ZMQ identity."""
@@ -56,5 +59,5 @@ class Frontend:
         return True
 
     def close(self) -> None:
-        """Close the socket at once; replies already handed to ZMQ may be lost."""
-        self._context.destroy(linger=0)
+        """Close the socket; what was sent still leaves, for at most CLOSE_LINGER_MS. Safe to call twice."""
+        self._context.destroy(linger=CLOSE_LINGER_MS)

@@ -1,0 +1,285 @@
+"""Ranks that die, stop or break in a real fleet: every request ends exactly once, by name and in time.
+
+Processes are really killed and stopped. What the protocol shows is seen with tests/fleet.py's client, which fails on
+its own when a request is answered twice; what HTTP shows, with a router in front.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.http_fleet import HttpFleet, engine_config, serve_http, wait_for
+from tests.fleet import Answer, Client, Fleet, ProcessPool, RankProcess, call_all, start_fleet
+
+from moeyard_worker.actor import WorkerActor, WorkerSpec
+from moeyard_worker.protocol import Done, Rejected
+
+DEADLINE = 1.0
+# What a reply may take beyond the deadline on a machine whose two cores are shared with the rest of a test run.
+SLACK = 1.0
+LONG = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
+PER_RANK = 6
+# Who is gone, in the words of the router or of a rank that missed it, whichever come first.
+GONE = r"(worker {0} at tcp://\S+ is gone|rank {0} (lost|silent) at step)"
+# The step and the place in it where a rank was missed: between the layers, or in one of them.
+PLACE = r"step \d+(, layer \d+, (dispatch|combine)|, plan)"
+
+
+@pytest.fixture
+def model(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["mla"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No shared memory, no socket file and no folder of ours stays behind, whoever was killed."""
+    before = leftovers()
+    yield
+    # Other fleets of this machine may be meeting right now; their names go within seconds, a leftover stays.
+    new = leftovers() - before
+    wait_for(lambda: not new & leftovers(), f"{new} must be removed", 20.0)
+
+
+def leftovers() -> set[Path]:
+    """What a mesh gives a name while its ranks meet."""
+    return {*Path("/dev/shm").glob("moeyard-*"), *Path("/tmp").glob("moeyard-*")}
+
+
+def kill(rank: RankProcess) -> None:
+    assert rank.process.pid is not None
+    os.kill(rank.process.pid, signal.SIGKILL)
+    rank.process.join(5)
+
+
+@contextlib.contextmanager
+def stopped(rank: RankProcess) -> Iterator[None]:
+    """A process that is there and does nothing."""
+    assert rank.process.pid is not None
+    os.kill(rank.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(rank.process.pid, signal.SIGCONT)
+
+
+def submit_everywhere(fleet: Fleet, **sampling: Any) -> dict[int, list[str]]:
+    """Requests on every rank, all of them decoding when this returns; their names by rank."""
+    names: dict[int, list[str]] = {}
+    for rank in range(len(fleet.ranks)):
+        names[rank] = [f"r{rank}-{i}" for i in range(PER_RANK)]
+        for i, name in enumerate(names[rank]):
+            fleet.client.submit(rank, name, range(1, 5 + i), **{**LONG, **sampling})
+    fleet.client.wait_for(lambda: all(a.token_ids for a in fleet.client.answers.values()))
+    return names
+
+
+def error_of(answer: Answer) -> str:
+    """The named error that ended a request which was running."""
+    assert isinstance(answer.end, Done), answer.end
+    assert answer.end.finish_reason == "error"
+    assert answer.end.completion_tokens == len(answer.token_ids), "tokens sent and tokens counted differ"
+    assert answer.end.error is not None
+    return answer.end.error
+
+
+def refusal_of(client: Client, rank: int, name: str) -> str:
+    """The reason for which a rank refuses a new request."""
+    client.submit(rank, name, (1, 2, 3), **LONG)
+    (answer,) = client.wait(name, timeout=SLACK)
+    assert isinstance(answer.end, Rejected), answer.end
+    assert answer.end.reason == "fleet_failed"
+    return answer.end.message
+
+
+def test_rank_killed_while_decoding(processes: ProcessPool, model: Path) -> None:
+    """All requests of the ranks that live end with the name of the dead one and the place where it was missed."""
+    with start_fleet(processes, engine_config(model, num_workers=3, step_deadline=DEADLINE)) as fleet:
+        fleet.client.hello()
+        names = submit_everywhere(fleet)
+        kill(fleet.ranks[2])
+        answers = fleet.client.wait(*names[0], *names[1], timeout=DEADLINE + SLACK)
+        errors = {error_of(answer) for answer in answers}
+        # One loss has one name, whoever saw it first.
+        (error,) = {e.removesuffix(" (told by rank 0)").removesuffix(" (told by rank 1)") for e in errors}
+        assert re.fullmatch(rf"rank 2 lost at {PLACE}", error)
+        for rank in (0, 1):
+            assert refusal_of(fleet.client, rank, f"late-{rank}") in errors
+        fleet.client.wait_for(lambda: {fleet.client.snapshots[r].state for r in (0, 1)} == {"failed"})
+        assert {fleet.client.snapshots[r].failure for r in (0, 1)} == errors
+        assert not fleet.client.pump(0.1), "words after the end"
+
+
+def test_stopped_rank_is_named_at_the_deadline(processes: ProcessPool, model: Path) -> None:
+    """A rank that is there and silent; when it comes back it learns that it was given up."""
+    with start_fleet(processes, engine_config(model, num_workers=2, step_deadline=DEADLINE)) as fleet:
+        names = submit_everywhere(fleet)
+        with stopped(fleet.ranks[1]):
+            begun = time.monotonic()
+            answers = fleet.client.wait(*names[0], timeout=DEADLINE + SLACK)
+            took = time.monotonic() - begun
+            (error,) = {error_of(answer) for answer in answers}
+            assert re.fullmatch(rf"rank 1 silent at {PLACE} \({DEADLINE} s\)", error)
+            assert took > 0.8 * DEADLINE, f"given up after {took:.2f} s"
+            assert refusal_of(fleet.client, 0, "late-0") == error
+        (told,) = {error_of(answer) for answer in fleet.client.wait(*names[1], timeout=SLACK)}
+        assert told == f"{error} (told by rank 0)"
+        assert refusal_of(fleet.client, 1, "late-1") == told
+
+
+def test_rank_killed_while_idle(processes: ProcessPool, model: Path) -> None:
+    """Nobody was stepping: the others notice at once and refuse what comes."""
+    with start_fleet(processes, engine_config(model, num_workers=2, step_deadline=DEADLINE)) as fleet:
+        client = fleet.client
+        client.hello()
+        client.wait_for(lambda: len(client.snapshots) == 2)
+        kill(fleet.ranks[0])
+        client.wait_for(lambda: client.snapshots[1].state == "failed", timeout=DEADLINE + SLACK)
+        assert client.snapshots[1].failure == "rank 0 lost after step 0"
+        assert refusal_of(client, 1, "late") == "rank 0 lost after step 0"
+
+
+@contextlib.contextmanager
+def worker_here(config: Any, others: list[RankProcess]) -> Iterator[tuple[WorkerActor, Client]]:
+    """Rank 0 in this process, where a test can break it, and the other ranks in theirs."""
+    specs = [
+        {"config": config, "rank": rank, "epoch": 3, "host": "127.0.0.1", "version": "test"}
+        for rank in range(config.num_workers)
+    ]
+    worker = WorkerActor(WorkerSpec(**specs[0]))
+    endpoints = [worker.endpoints(), *call_all(others, "setup", [(spec,) for spec in specs[1:]])]
+    mesh = [e["mesh"] for e in endpoints]
+    for rank in others:
+        rank.send("connect", mesh)
+    worker.connect(mesh)
+    for rank in others:
+        rank.result()
+    worker.load(config.num_workers)
+    call_all(others, "load", [(config.num_workers,)] * len(others))
+    worker.start()
+    call_all(others, "start", [()] * len(others))
+    client = Client([e["frontend"] for e in endpoints])
+    try:
+        yield worker, client
+    finally:
+        client.close()
+        worker.stop()
+        call_all(others, "stop", [()] * len(others))
+
+
+def test_broken_invariant_ends_requests_by_name(processes: ProcessPool, model: Path) -> None:
+    """A bug in one rank: its requests and the others' end with its words, then the rank itself ends."""
+    config = engine_config(model, num_workers=2, step_deadline=DEADLINE)
+    with worker_here(config, processes.take(1)) as (worker, client):
+        fleet_names = [f"r{rank}-{i}" for rank in (0, 1) for i in range(PER_RANK)]
+        for name in fleet_names:
+            client.submit(int(name[1]), name, (1, 2, 3), **LONG)
+        client.wait_for(lambda: all(a.token_ids for a in client.answers.values()))
+
+        def broken(*_: Any) -> Any:
+            raise AssertionError("page 7 is owned twice")
+
+        worker.scheduler.complete = broken  # type: ignore[method-assign]
+        errors = {error_of(answer) for answer in client.wait(*fleet_names, timeout=DEADLINE + SLACK)}
+        (error,) = {e.removesuffix(" (told by rank 0)") for e in errors}
+        assert re.fullmatch(r"rank 0 failed at step \d+: AssertionError: page 7 is owned twice", error)
+        assert refusal_of(client, 1, "late") == f"{error} (told by rank 0)"
+        with pytest.raises(AssertionError, match="page 7 is owned twice"):
+            worker.wait()
+
+
+def test_requests_unread_when_a_rank_breaks_are_refused(model: Path) -> None:
+    """What had arrived but was not read when the invariant broke gets its one reply too."""
+    with worker_here(engine_config(model, num_workers=1), []) as (worker, client):
+        arrived = threading.Event()
+        schedule = worker.scheduler.schedule
+
+        def broken(now: float) -> Any:
+            schedule(now)
+            assert arrived.wait(10)
+            raise AssertionError("no such page")
+
+        worker.scheduler.schedule = broken  # type: ignore[method-assign]
+        client.submit(0, "running", (1, 2), **LONG)
+        wait_for(lambda: worker.scheduler.num_running == 1, "the first request runs")
+        client.submit(0, "unread", (1, 2), **LONG)
+        time.sleep(0.2)  # for the frame to reach the other end's queue; nothing can be seen of it there
+        arrived.set()
+        client.wait(timeout=SLACK)
+        assert error_of(client.answers["running"]) == "rank 0 failed at step 0: AssertionError: no such page"
+        end = client.answers["unread"].end
+        assert isinstance(end, Rejected)
+        assert (end.reason, end.message) == ("fleet_failed", "rank 0 failed at step 0: AssertionError: no such page")
+
+
+def stream(http: HttpFleet, lines: list[str], **body: Any) -> None:
+    """A streamed completion's data lines, kept as they come."""
+    with http.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, **LONG, **body}) as answer:
+        lines.extend(line.removeprefix("data: ") for line in answer.iter_lines() if line)
+
+
+def check_lost_over_http(
+    http: HttpFleet, harm: contextlib.AbstractContextManager[None], *, named: str, seconds: float
+) -> None:
+    """Streams and whole answers in flight, a loss, and what clients see of it within `seconds`: the pattern `named`."""
+    streams: list[list[str]] = [[] for _ in range(8)]
+    whole: list[Any] = []
+    threads = [threading.Thread(target=stream, args=(http, lines)) for lines in streams]
+    threads += [threading.Thread(target=lambda: whole.append(http.post(prompt="x", **LONG))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: all(streams) and http.num_running() >= len(threads), "all requests decode")
+    assert http.client.get("/readyz").status_code == 200
+    begun = time.monotonic()
+    with harm:
+        wait_for(lambda: http.client.get("/readyz").status_code == 503, "not ready any more", seconds)
+        for thread in threads:
+            thread.join(seconds)
+            assert not thread.is_alive(), "a client hangs"
+        assert time.monotonic() - begun < seconds
+        messages = [answer.json()["error"]["message"] for answer in whole]
+        for lines in streams:
+            (error,) = [line for line in lines if "error" in line]
+            assert lines[-1] == error, "nothing follows the error"
+            messages.append(json.loads(error)["error"]["message"])
+        assert all(re.search(named, message) for message in messages), messages
+        assert {answer.status_code for answer in whole} <= {500, 503}
+        refused = http.post(prompt="x", max_tokens=1)
+        assert refused.status_code == 503
+        assert re.search(named, refused.json()["error"]["message"])
+        assert re.search(named, http.client.get("/readyz").json()["reason"])
+        assert http.client.get("/livez").status_code == 200
+    (failure,) = http.failures
+    assert re.search(named, failure)
+    http.failures.clear()
+
+
+@contextlib.contextmanager
+def killed(rank: RankProcess) -> Iterator[None]:
+    kill(rank)
+    yield
+
+
+def test_rank_killed_behind_a_router(processes: ProcessPool, model: Path) -> None:
+    config = engine_config(model, num_workers=2, step_deadline=DEADLINE)
+    with serve_http(processes, config, step_deadline=DEADLINE) as http:
+        check_lost_over_http(http, killed(http.fleet.ranks[1]), named=GONE.format(1), seconds=SLACK)
+
+
+def test_rank_stopped_behind_a_router(processes: ProcessPool, model: Path) -> None:
+    config = engine_config(model, num_workers=2, step_deadline=DEADLINE)
+    with serve_http(processes, config, step_deadline=DEADLINE) as http:
+        check_lost_over_http(http, stopped(http.fleet.ranks[1]), named=GONE.format(1), seconds=DEADLINE + SLACK)
+
+
+def test_only_rank_killed_behind_a_router(processes: ProcessPool, model: Path) -> None:
+    config = engine_config(model, num_workers=1, step_deadline=DEADLINE)
+    with serve_http(processes, config, step_deadline=DEADLINE) as http:
+        check_lost_over_http(http, killed(http.fleet.ranks[0]), named=GONE.format(0), seconds=SLACK)
