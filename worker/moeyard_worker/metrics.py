@@ -1,6 +1,8 @@
 """Prometheus metrics of one rank; values come from the parts' own counters. Names and buckets: docs/metrics.md."""
 
 import platform
+import threading
+from wsgiref.simple_server import WSGIServer
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -11,9 +13,25 @@ from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.scheduler import Scheduler
 
 # Seconds. The first set is for waits of a request, the second for what happens many times in a step.
-REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75)
+REQUEST_BUCKETS: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75)
 REQUEST_BUCKETS += (1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0)
-STEP_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15)
+STEP_BUCKETS: tuple[float, ...] = (
+    0.001,
+    0.002,
+    0.003,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+)
 STEP_BUCKETS += (0.25, 0.5, 1.0, 2.5)
 EXCHANGE_BUCKETS = (
     5e-6,
@@ -43,6 +61,7 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self._rank = str(rank)
         self._totals: dict[tuple[str, ...], float] = {}
+        self._server: WSGIServer | None = None
         self.queue_seconds = self._histogram("queue_seconds", "Arrival to first scheduled", REQUEST_BUCKETS)
         self.prefill_seconds = self._histogram("prefill_seconds", "First scheduled to first token", REQUEST_BUCKETS)
         self.step_seconds = self._histogram("step_seconds", "One lockstep step of this rank", STEP_BUCKETS)
@@ -94,8 +113,14 @@ class WorkerMetrics:
 
     def serve(self, host: str, port: int = 0) -> int:
         """Answer scrapes on host:port (0 picks one) in a daemon thread; returns the port."""
-        server, _ = start_http_server(port, addr=host, registry=self.registry)
-        return int(server.server_port)
+        self._server, _ = start_http_server(port, addr=host, registry=self.registry)
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stop answering scrapes and free the port. Returns at once: the server looks for its end every 0.5 s."""
+        server, self._server = self._server, None
+        if server is not None:
+            threading.Thread(target=_end, args=(server,), name="metrics-end", daemon=True).start()
 
     def _advance(self, name: str, total: float, *labels: str) -> None:
         """Set a counter to a running total kept elsewhere."""
@@ -158,6 +183,11 @@ class WorkerMetrics:
         _drain(stats.stall_seconds, self.expert_stall)
         if stats.load_imbalance:
             self._gauge("expert_load_imbalance", max(stats.load_imbalance.values()))
+
+
+def _end(server: WSGIServer) -> None:
+    server.shutdown()
+    server.server_close()
 
 
 def _drain(values: list[float], histogram: Histogram) -> None:
