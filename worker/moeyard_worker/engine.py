@@ -112,7 +112,7 @@ class Engine:
 
     def _block(self) -> None:
         """Wait for a message, a peer or `stop`; check the invariants once when the wait grows long."""
-        ready = dict(self._poller.poll(IDLE_CHECK_SECONDS * 1000))
+        ready = dict(self._poller.poll(int(IDLE_CHECK_SECONDS * 1000)))
         if not ready:
             self._scheduler.validate()
             ready = dict(self._poller.poll())
