@@ -6,7 +6,7 @@ a named failure at once, new ones are refused with it.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import zmq
@@ -183,7 +183,7 @@ class Fleet:
                 "router_inflight": worker.own,
             }
             if s is not None:
-                entry["snapshot"] = {name: getattr(s, name) for name in Snapshot.__dataclass_fields__ if name != "rank"}
+                entry["snapshot"] = {f.name: getattr(s, f.name) for f in fields(s) if f.name != "rank"}
             ranks.append(entry)
         return {"failure": self.failure, "stopping": self.stopping, "inflight": self.num_inflight, "workers": ranks}
 

@@ -1,6 +1,10 @@
 """The router's metrics: names, labels, buckets, and that they count what happened."""
 
+import dataclasses
+
 from prometheus_client.parser import text_string_to_metric_families
+
+from moeyard_worker.protocol import Snapshot
 
 TOKEN = [0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03]
 TOKEN += [0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5]
@@ -92,4 +96,6 @@ def test_fleet_page(service):
     assert page["failure"] is None
     assert page["unready"] is None
     assert [w["rank"] for w in page["workers"]] == [0, 1]
-    assert page["workers"][0]["snapshot"]["kv_pages_total"] == 64
+    snapshot = page["workers"][0]["snapshot"]
+    assert snapshot["kv_pages_total"] == 64
+    assert set(snapshot) == {f.name for f in dataclasses.fields(Snapshot)} - {"rank"}
