@@ -1,20 +1,17 @@
 """Triton: the weighted sum of a token's expert outputs, in top-k order, shared expert last."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-# The largest extent of a CUDA grid in y.
+# The largest extent of a CUDA grid in y. (Kernel parameters carry no annotations: a GPU build would compile them.)
 _MAX_GRID_Y = 65535
 
 
 @triton.jit
-def _moe_weighted_reduce_kernel(
-    p_partial: Any, p_weights: Any, p_shared: Any, p_out: Any,
-    H: int, K: tl.constexpr, HAS_SHARED: tl.constexpr, BH: tl.constexpr,
-) -> None:  # fmt: skip
+def _moe_weighted_reduce_kernel(  # type: ignore[no-untyped-def]
+    p_partial, p_weights, p_shared, p_out, H, K: tl.constexpr, HAS_SHARED: tl.constexpr, BH: tl.constexpr
+):
     """One program sums one token's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
     i_t = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)

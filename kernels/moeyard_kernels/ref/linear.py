@@ -16,7 +16,8 @@ import torch.nn.functional as F
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     """weight [N, K] in the blocked layout of oneDNN (an opaque copy of the same size), or itself without oneDNN."""
-    if not torch.backends.mkldnn.is_available():
+    # A single output is a vector product, which oneDNN sums in another order for some counts.
+    if weight.shape[0] == 1 or not torch.backends.mkldnn.is_available():
         return weight
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return packed
