@@ -161,7 +161,7 @@ def die(state: Rank, number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, *, victim: int, phase: str, number: int) -> None:
+def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int, phase: str, number: int) -> None:
     """Steps without end; in step 2, layer 1, rank `victim` gets signal `number` just before its part in `phase`."""
     for step in range(1000):
         state.exchange.begin_step(step)

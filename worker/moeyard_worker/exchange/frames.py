@@ -166,6 +166,6 @@ def decode_hello(frame: bytes) -> Hello:
     for name, kind in kinds.items():
         if type(body[name]) is not kind:
             raise FrameError(f"hello.{name}: expected {kind.__name__}, got {body[name]!r:.80}")
-    if (body["rank"], body["epoch"]) != (tag.source, tag.epoch):
+    if (body["rank"], body["epoch"], 0) != (tag.source, tag.epoch, tag.step):
         raise FrameError(f"hello: rank {body['rank']}, epoch {body['epoch']} in a {tag}")
     return Hello(**body)

@@ -1,0 +1,167 @@
+"""What the ZMQ exchange refuses: calls that break its contract, and frames whose tag is right but whose body is not."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moeyard_worker.exchange.base import ExchangeError
+from moeyard_worker.exchange.factory import build_exchange, build_mesh, resolve_kind
+from moeyard_worker.exchange.frames import Phase, pack_tag
+from moeyard_worker.exchange.local import LocalExchange
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.exchange.zmq_exchange import ZmqExchange
+from moeyard_worker.experts.placement import partition
+
+SHAPE = ExchangeShape(num_experts=4, top_k=2, hidden=8, dtype=torch.float32, max_tokens=3)
+X = torch.arange(16.0).view(2, 8)
+IDS = torch.tensor([[0, 1], [2, 3]])
+
+
+@pytest.fixture
+def alone() -> Iterator[ZmqExchange]:
+    """A fleet of one rank."""
+    exchange = ZmqExchange(Mesh(rank=0, world_size=1, slab_bytes=SHAPE.slab_bytes), shape=SHAPE, placement=(range(4),))
+    yield exchange
+    exchange.close()
+
+
+@pytest.fixture(params=["zmq", "zmq-tcp"])
+def with_peer(request: pytest.FixtureRequest) -> Iterator[tuple[str, ZmqExchange, Mesh]]:
+    """Rank 0's exchange, and rank 1's bare mesh to send it anything."""
+    meshes = [build_mesh(request.param, shape=SHAPE, rank=rank, world_size=2, deadline=10) for rank in range(2)]
+    endpoints = [mesh.endpoint() for mesh in meshes]
+    thread = threading.Thread(target=meshes[1].connect, args=(endpoints,))
+    thread.start()
+    meshes[0].connect(endpoints)
+    thread.join()
+    exchange = ZmqExchange(meshes[0], shape=SHAPE, placement=partition(4, 2))
+    exchange.begin_step(9)
+    yield request.param, exchange, meshes[1]
+    exchange.close()
+    meshes[1].close()
+
+
+def test_more_rows_than_it_was_sized_for(alone: ZmqExchange) -> None:
+    with pytest.raises(AssertionError, match="4 tokens, the exchange was sized for 3"):
+        alone.dispatch(torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), layer=0, num_prefill_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("x", "ids"),
+    [
+        (X.double(), IDS),
+        (torch.zeros(2, 9), IDS),
+        (X, IDS[:1]),
+        (X, torch.tensor([[0, 1], [2, 4]])),
+        (torch.zeros(8, 2).t(), IDS),
+    ],
+    ids=["dtype", "hidden", "tokens", "expert", "strides"],
+)
+def test_inputs_that_do_not_fit(alone: ZmqExchange, x: torch.Tensor, ids: torch.Tensor) -> None:
+    with pytest.raises(AssertionError):
+        alone.dispatch(x, ids, layer=0, num_prefill_tokens=0)
+
+
+def test_dispatch_and_combine_alternate(alone: ZmqExchange) -> None:
+    first = alone.dispatch(X, IDS, layer=0, num_prefill_tokens=0)
+    with pytest.raises(AssertionError, match="dispatch of layer 1 before the combine of layer 0"):
+        alone.dispatch(X, IDS, layer=1, num_prefill_tokens=0)
+    with pytest.raises(AssertionError, match="step 1 begins before the combine of layer 0"):
+        alone.begin_step(1)
+    with pytest.raises(AssertionError):
+        alone.combine(torch.zeros(3, 8), first.handle)
+    alone.combine(torch.zeros(4, 8), first.handle)
+    with pytest.raises(AssertionError, match="once"):
+        alone.combine(torch.zeros(4, 8), first.handle)
+
+
+def test_stats_count_time_and_bytes(alone: ZmqExchange) -> None:
+    alone.combine(torch.zeros(4, 8), alone.dispatch(X, IDS, layer=0, num_prefill_tokens=0).handle)
+    assert [len(alone.stats.seconds[phase]) for phase in ("dispatch", "combine")] == [1, 1]
+    assert (alone.stats.bytes_sent, alone.stats.bytes_received) == (0, 0)
+
+
+HEAD = pack_tag(0, 9, 5, Phase.DISPATCH, 1)
+ROW = b"r" * 32
+
+
+@pytest.mark.parametrize(
+    ("kinds", "body"),
+    [
+        (("zmq", "zmq-tcp"), b""),
+        (("zmq", "zmq-tcp"), bytes([4, 0, 0, 0, 0, 0, 0, 0])),
+        (("zmq", "zmq-tcp"), bytes([1, 0, 0, 0, 2, 0, 0, 0])),
+        (("zmq",), bytes(8) + b"x"),
+        (("zmq-tcp",), bytes([1, 0, 0, 0, 0, 0, 0, 0]) + bytes(4)),
+        (("zmq-tcp",), bytes([1, 0, 0, 0, 0, 0, 0, 0]) + bytes(8) + ROW[1:]),
+    ],
+    ids=["no_counts", "too_many_tokens", "prompt_rows", "long_doorbell", "half_ids", "part_of_a_row"],
+)
+def test_a_malformed_dispatch_is_named(
+    with_peer: tuple[str, ZmqExchange, Mesh], kinds: tuple[str, ...], body: bytes
+) -> None:
+    kind, exchange, peer = with_peer
+    if kind not in kinds:
+        body = b""
+    peer.send(0, HEAD + body)
+    message = f"rank 1 sent a malformed frame of {20 + len(body)} bytes at step 9, layer 5, dispatch"
+    with pytest.raises(ExchangeError, match=message):
+        exchange.dispatch(X, IDS, layer=5, num_prefill_tokens=0)
+
+
+def test_rows_that_nobody_asked_for_are_named(with_peer: tuple[str, ZmqExchange, Mesh]) -> None:
+    kind, exchange, peer = with_peer
+    if kind == "zmq":
+        pytest.skip("with shared memory the receiver picks its rows")
+    ids_of_rank_1 = torch.tensor([2, 3], dtype=torch.int32).numpy().tobytes()
+    peer.send(0, HEAD + bytes([1, 0, 0, 0, 0, 0, 0, 0]) + ids_of_rank_1 + ROW)
+    with pytest.raises(ExchangeError, match="rank 1 sent 1 rows, its ids ask for 0"):
+        exchange.dispatch(X, IDS, layer=5, num_prefill_tokens=0)
+
+
+def test_a_combine_of_the_wrong_size_is_named(with_peer: tuple[str, ZmqExchange, Mesh]) -> None:
+    _, exchange, peer = with_peer
+    peer.send(0, HEAD + bytes(8))
+    handle = exchange.dispatch(X, IDS, layer=5, num_prefill_tokens=0).handle
+    peer.send(0, pack_tag(0, 9, 5, Phase.COMBINE, 1) + ROW)
+    with pytest.raises(ExchangeError, match="rank 1 sent a malformed frame of 52 bytes at step 9, layer 5, combine"):
+        exchange.combine(torch.zeros(2, 8), handle)
+
+
+def test_the_kinds() -> None:
+    assert resolve_kind("auto", 1) == "local"
+    assert resolve_kind("auto", 2) == "zmq"
+    assert resolve_kind("zmq-tcp", 2) == "zmq-tcp"
+    with pytest.raises(ValueError, match="the local exchange serves one rank, not 2"):
+        resolve_kind("local", 2)
+    with pytest.raises(ValueError, match="unknown exchange 'nvlink', known: auto, local, zmq, zmq-tcp"):
+        resolve_kind("nvlink", 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("auto", LocalExchange), ("local", LocalExchange), ("zmq", ZmqExchange)]
+)
+def test_one_rank_builds_without_peers(kind: str, expected: type) -> None:
+    mesh = build_mesh(kind, shape=SHAPE, rank=0, world_size=1)
+    mesh.connect([mesh.endpoint()])
+    exchange = build_exchange(kind, mesh=mesh, shape=SHAPE, placement=partition(4, 1))
+    assert type(exchange) is expected
+    exchange.close()
+
+
+@pytest.mark.parametrize("placement", [(range(4), range(4)), (range(2, 4), range(2)), (range(4),)])
+def test_a_placement_must_cover_the_experts_in_order(placement: tuple[range, ...]) -> None:
+    mesh = build_mesh("zmq", shape=SHAPE, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="does not place 4 experts on 2 ranks"):
+        ZmqExchange(mesh, shape=SHAPE, placement=placement)
+    mesh.close()
+
+
+@pytest.mark.parametrize("change", [{"top_k": 0}, {"dtype": torch.float16}], ids=["top_k", "dtype"])
+def test_a_shape_that_cannot_be_moved(change: dict[str, object]) -> None:
+    sizes = {"num_experts": 4, "top_k": 2, "hidden": 8, "dtype": torch.float32, "max_tokens": 3}
+    with pytest.raises(ValueError, match="got"):
+        ExchangeShape(**(sizes | change))  # type: ignore[arg-type]
