@@ -25,7 +25,17 @@ MAY_IMPORT = {
 }
 # Inside the worker a part may import itself and what stands before it, so that imports point one way.
 WORKER_ORDER = (
-    *("protocol", "request", "config", "checkpoint_error", "philox", "weights", "sampling_check", "cache.spec"),
+    *(
+        "protocol",
+        "request",
+        "sequence",
+        "config",
+        "checkpoint_error",
+        "philox",
+        "weights",
+        "sampling_check",
+        "cache.spec",
+    ),
     *("config_fields", "rope_config", "attention_config", "model_config"),
     *("cache", "exchange", "experts", "memory", "scheduler", "batch", "layers", "models"),
     *("checkpoint_index", "checkpoint_check", "checkpoint", "sampler", "runner", "frontend", "metrics", "engine"),

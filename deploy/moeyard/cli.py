@@ -2,15 +2,19 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from moeyard import __version__
 from moeyard_worker.config import DTYPES, EXCHANGES, POLICIES, EngineConfig, parse_size
 from moeyard_worker.experts.sim import belady, format_table, simulate
 
-DEFAULTS: dict[str, Any] = {f.name: None if f.default is MISSING else f.default for f in fields(EngineConfig)}
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {f.name: None if f.default is MISSING else f.default for f in fields(EngineConfig)}
+)
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo"
 
 

@@ -36,9 +36,9 @@ class RankActor:
         """Start stepping."""
         self._worker.start()
 
-    def wait(self) -> str | None:
-        """Block until the engine ends; returns what failed, or None after `stop`."""
-        return self._worker.wait()
+    def wait(self) -> None:
+        """Block until the engine ends; raises what ended it when that was not `stop`."""
+        self._worker.wait()
 
     def stop(self) -> None:
         """End the engine after its current step."""

@@ -186,7 +186,7 @@ class RayFleet:
         # Ray leaves its agents to notice the end by themselves, half a minute later.
         _, alive = psutil.wait_procs(children, timeout=STOP_SECONDS)
         for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it ended meanwhile
                 process.kill()
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from moeyard_worker.config import SchedulerConfig
 from moeyard_worker.protocol import Done, Rejected, SamplingParams, Submit, Tokens
 from moeyard_worker.request import Chunk, Step
-from moeyard_worker.scheduler import Reply, Sampled, Scheduler
+from moeyard_worker.scheduler import Scheduler
+from moeyard_worker.sequence import Reply, Sampled
 
 Cell = int | None
 

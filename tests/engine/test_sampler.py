@@ -9,7 +9,7 @@ import torch
 
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.sampler import sample
-from moeyard_worker.scheduler import Sampled, Sequence
+from moeyard_worker.sequence import Sampled, Sequence
 
 V = 40
 

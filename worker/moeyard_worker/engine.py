@@ -214,9 +214,9 @@ class Engine:
         )
 
     def _report(self, *, force: bool) -> None:
-        """Send a snapshot to every router when load or state changed; a busy rank does so at most every 20 ms."""
+        """Send a snapshot to every router after a step or a change of load; a busy rank does so at most every 20 ms."""
         scheduler = self._scheduler
-        load = (self.failure, scheduler.num_running, scheduler.num_waiting, scheduler.pool.num_free)
+        load = (self.failure, self.step, scheduler.num_running, scheduler.num_waiting, scheduler.pool.num_free)
         now = time.monotonic()
         busy = scheduler.has_work() and now - self._reported_at < SNAPSHOT_SECONDS
         if not force and (load == self._reported or busy):

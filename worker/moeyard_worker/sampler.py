@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moeyard_worker.philox import exponential_noise
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
-from moeyard_worker.scheduler import Sampled, Sequence
+from moeyard_worker.sequence import Sampled, Sequence
 
 
 def sample(logits: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> list[Sampled]:
