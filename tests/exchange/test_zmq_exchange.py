@@ -88,34 +88,44 @@ HEAD = pack_tag(0, 9, 5, Phase.DISPATCH, 1)
 ROW = b"r" * 32
 
 
+ONE_TOKEN = bytes([1, 0, 0, 0, 0, 0, 0, 0])
+
+
 @pytest.mark.parametrize(
-    ("kinds", "body"),
+    ("with_peer", "body"),
     [
-        (("zmq", "zmq-tcp"), b""),
-        (("zmq", "zmq-tcp"), bytes([4, 0, 0, 0, 0, 0, 0, 0])),
-        (("zmq", "zmq-tcp"), bytes([1, 0, 0, 0, 2, 0, 0, 0])),
-        (("zmq",), bytes(8) + b"x"),
-        (("zmq-tcp",), bytes([1, 0, 0, 0, 0, 0, 0, 0]) + bytes(4)),
-        (("zmq-tcp",), bytes([1, 0, 0, 0, 0, 0, 0, 0]) + bytes(8) + ROW[1:]),
+        ("zmq", b""),
+        ("zmq-tcp", b""),
+        ("zmq", bytes([4, 0, 0, 0, 0, 0, 0, 0])),
+        ("zmq-tcp", bytes([4, 0, 0, 0, 0, 0, 0, 0])),
+        ("zmq", bytes([1, 0, 0, 0, 2, 0, 0, 0])),
+        ("zmq", bytes(8) + b"x"),
+        ("zmq-tcp", ONE_TOKEN + bytes(4)),
+        ("zmq-tcp", ONE_TOKEN + bytes(8) + ROW[1:]),
     ],
-    ids=["no_counts", "too_many_tokens", "prompt_rows", "long_doorbell", "half_ids", "part_of_a_row"],
+    ids=[
+        "shm-no_counts",
+        "tcp-no_counts",
+        "shm-too_many_tokens",
+        "tcp-too_many_tokens",
+        "shm-too_many_prompt_rows",
+        "shm-long_doorbell",
+        "tcp-half_ids",
+        "tcp-part_of_a_row",
+    ],
+    indirect=["with_peer"],
 )
-def test_a_malformed_dispatch_is_named(
-    with_peer: tuple[str, ZmqExchange, Mesh], kinds: tuple[str, ...], body: bytes
-) -> None:
-    kind, exchange, peer = with_peer
-    if kind not in kinds:
-        body = b""
+def test_a_malformed_dispatch_is_named(with_peer: tuple[str, ZmqExchange, Mesh], body: bytes) -> None:
+    _, exchange, peer = with_peer
     peer.send(0, HEAD + body)
     message = f"rank 1 sent a malformed frame of {20 + len(body)} bytes at step 9, layer 5, dispatch"
     with pytest.raises(ExchangeError, match=message):
         exchange.dispatch(X, IDS, layer=5, num_prefill_tokens=0)
 
 
+@pytest.mark.parametrize("with_peer", ["zmq-tcp"], indirect=True)
 def test_rows_that_nobody_asked_for_are_named(with_peer: tuple[str, ZmqExchange, Mesh]) -> None:
-    kind, exchange, peer = with_peer
-    if kind == "zmq":
-        pytest.skip("with shared memory the receiver picks its rows")
+    _, exchange, peer = with_peer
     ids_of_rank_1 = torch.tensor([2, 3], dtype=torch.int32).numpy().tobytes()
     peer.send(0, HEAD + bytes([1, 0, 0, 0, 0, 0, 0, 0]) + ids_of_rank_1 + ROW)
     with pytest.raises(ExchangeError, match="rank 1 sent 1 rows, its ids ask for 0"):
