@@ -36,6 +36,7 @@ __all__ = [
     "mla_decode",
     "moe_weighted_reduce",
     "pack_weight",
+    "padded_rows",
     "plan_decode",
     "rms_norm",
     "rope",
@@ -54,6 +55,14 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     if weight.dim() != 2 or weight.dtype not in _FLOATS:
         raise ValueError(f"pack_weight: weight must be fp32 or bf16 [N, K], got {_show(weight)}")
     return weight if weight.is_cuda else _linear.pack_weight(weight)
+
+
+def padded_rows(num_rows: int) -> int:
+    """The count up to which a step's rows are best padded once, so that `linear` need not copy in every layer.
+
+    Right for packed weights; a plain weight of the same step pads a little further by itself.
+    """
+    return _linear.padded_rows(num_rows, packed=True)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

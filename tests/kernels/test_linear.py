@@ -73,3 +73,14 @@ def test_bad_arguments_are_named() -> None:
         ops.linear(x, weight, torch.zeros(3))
     with pytest.raises(ValueError, match=r"weight must be fp32 or bf16 \[N, K\], got float32 \[3\]"):
         ops.pack_weight(torch.zeros(3))
+
+
+@DTYPES
+def test_a_step_padded_once_is_not_copied_again(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = ops.pack_weight(torch.randn(24, 16).to(dtype))
+    monkeypatch.setattr(torch.Tensor, "new_zeros", None)
+    for count in (1, 2, 5, 16, 17, 100, 1000):
+        rows = ops.padded_rows(count)
+        assert rows >= max(count, 2)
+        assert ops.linear(torch.randn(rows, 16).to(dtype), weight).shape == (rows, 24)
+    assert ops.padded_rows(0) == 0

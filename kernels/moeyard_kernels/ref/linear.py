@@ -23,14 +23,14 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def padded_rows(num_rows: int, weight: torch.Tensor) -> int:
-    """The row count that `num_rows` rows are computed with.
+def padded_rows(num_rows: int, *, packed: bool) -> int:
+    """The row count that `num_rows` rows are computed with; 0 stays 0.
 
     Besides the minimum that the bits need, counts are thinned out, because oneDNN compiles a kernel per count (about
     1 ms once) and keeps 1024 of them.
     """
     if num_rows <= 16:
-        tile = 2 if weight.is_mkldnn else 4
+        tile = 2 if packed else 4
     elif num_rows <= 64:
         tile = 8
     else:
@@ -54,7 +54,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     num_rows = x.shape[0]
     if num_rows == 0:
         return x.new_empty(0, weight.shape[0])
-    total = padded_rows(num_rows, weight)
+    total = padded_rows(num_rows, packed=weight.is_mkldnn)
     if total == num_rows:
         return project(x, weight, bias)
     padded = x.new_zeros(total, x.shape[1])

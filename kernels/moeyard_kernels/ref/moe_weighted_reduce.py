@@ -11,7 +11,7 @@ rounded to odd, which makes the second rounding the only one.
 import torch
 
 # Rows are summed in pieces of about this many fp64 values, which stay in a core's cache.
-_PIECE = 32 * 1024
+_PIECE = 16 * 1024
 
 
 def moe_weighted_reduce(
@@ -44,22 +44,19 @@ def _chain(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     acc = (w[:, 0] * x[:, 0]).add_(0.0).float()
     if top_k == 1:
         return acc
-    accs = x.new_empty(top_k - 1, num_tokens, hidden)
+    accs = x.new_empty(num_tokens, top_k - 1, hidden)
     sums = torch.empty_like(accs)
     for k in range(1, top_k):
-        accs[k - 1] = acc
-        acc = torch.addcmul(accs[k - 1], w[:, k], x[:, k], out=sums[k - 1]).float()
-    above, below = (sums * (1 + 2.0**-52)).float(), (sums * (1 - 2.0**-52)).float()
-    if torch.equal(above, below) or not _any_inexact(above != below, accs, sums, w, x):
-        return acc
-    return _chain_to_odd(w, x)
-
-
-def _any_inexact(where: torch.Tensor, accs: torch.Tensor, sums: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether any of the sums at `where` [K - 1, T, H] differs from accumulator plus product."""
-    k, t, h = where.nonzero(as_tuple=True)
-    p, c, s = w[t, k + 1, 0] * x[t, k + 1, h], accs[k, t, h], sums[k, t, h]
-    return bool((_error(p, c, s) != 0).any())
+        c, s = accs[:, k - 1], sums[:, k - 1]
+        c.copy_(acc)
+        acc = torch.addcmul(c, w[:, k], x[:, k], out=s).float()
+    apart = (sums * (1 + 2.0**-52)).float() != (sums * (1 - 2.0**-52)).float()
+    if apart.any():
+        # A sum is exact if taking off either summand, of which one is at least an exact operation, gives the other.
+        p = w[:, 1:] * x[:, 1:]
+        if (apart & ((sums - accs != p) | (sums - p != accs))).any():
+            return _chain_to_odd(w, x)
+    return acc
 
 
 def _chain_to_odd(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -71,16 +68,12 @@ def _chain_to_odd(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     for k in range(x.shape[1]):
         p = w[:, k] * x[:, k]
         s = p + acc
-        error = _error(p, acc, s)
+        # Knuth's two-sum: p + acc - s exactly.
+        t = s - p
+        error = (p - (s - t)) + (acc - t)
         away = torch.where(s > 0, error > 0, error < 0)
         toward = torch.where(s > 0, error < 0, error > 0)
         bits = s.view(torch.int64)
         bits += (away.long() - toward.long()) * (1 - (bits & 1))
         acc = s.float().double()
     return acc.float()
-
-
-def _error(p: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """p + c - s exactly, for s = p + c rounded (Knuth's two-sum)."""
-    t = s - p
-    return (p - (s - t)) + (c - t)
