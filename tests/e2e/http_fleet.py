@@ -106,6 +106,18 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 5.0) -> 
     return time.monotonic() - begun
 
 
+def wait_until_idle(http: HttpFleet, seconds: float = 5.0) -> None:
+    """Until every rank runs nothing and has all its pages back."""
+
+    def idle() -> bool:
+        return all(
+            s["num_running"] == s["num_waiting"] == 0 and s["kv_pages_free"] == s["kv_pages_total"]
+            for s in http.snapshots()
+        )
+
+    wait_for(idle, "an idle fleet", seconds)
+
+
 def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer, without the final [DONE]."""
     for line in answer.iter_lines():

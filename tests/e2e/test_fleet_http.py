@@ -1,0 +1,143 @@
+"""Requests and the fleet's books: prefix hits, clients that leave, requests that never fit, expert-cache counters.
+
+Two ranks over a tiny pool of pages and few expert slots, recording their routing all the while.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.checkpoints import VOCAB_SIZE
+from tests.e2e.http_fleet import PAGE, HttpFleet, engine_config, events, serve_http, wait_for, wait_until_idle
+from tests.fleet import ProcessPool
+
+from moeyard_worker.experts.sim import simulate
+
+NUM_PAGES = 24
+MAX_MODEL_LEN = NUM_PAGES * PAGE
+SLOTS = 5
+PROMPT = [7, 91, 3, 200, 64, 12, 5]
+GREEDY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the routing is recorded."""
+    return tmp_path_factory.mktemp("routing") / "trace"
+
+
+@pytest.fixture(scope="module")
+def fleet(processes: ProcessPool, checkpoints: dict[str, Path], recording: Path) -> Iterator[HttpFleet]:
+    """Two ranks with 5 slots each for 2 x 4 experts."""
+    config = engine_config(
+        checkpoints["mla"], num_workers=2, num_pages=NUM_PAGES, expert_slots=SLOTS, record_routing=str(recording)
+    )
+    with serve_http(processes, config, canary_interval=600.0) as http:
+        yield http
+
+
+@pytest.fixture
+def http(fleet: HttpFleet) -> Iterator[HttpFleet]:
+    """The fleet; afterwards nothing may run, wait or hold pages."""
+    yield fleet
+    wait_until_idle(fleet)
+
+
+def test_prefix_hit_is_visible(http: HttpFleet) -> None:
+    name = "moeyard_prefix_cache_hit_tokens_total"
+    body = {**GREEDY, "prompt": [(31 * i) % VOCAB_SIZE for i in range(70)], "max_tokens": 4}
+    before = http.total(name)
+    miss, hit = http.complete(**body), http.complete(**body)
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (miss, hit)]
+    assert cached == [0, 64]
+    assert miss["choices"] == hit["choices"]
+    wait_for(lambda: http.total(name) == before + 64, "the hit in the metrics", 2.0)
+
+
+def _read_some(answer: httpx.Response) -> int:
+    return sum(1 for _, _ in zip(events(answer), range(5), strict=False))
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_client_that_leaves_frees_its_slot(http: HttpFleet, stream: bool) -> None:
+    begun = http.total("moeyard_generation_tokens_total")
+    body = {**GREEDY, "max_tokens": MAX_MODEL_LEN - len(PROMPT), "stream": stream}
+    if stream:
+        with http.client.stream("POST", "/v1/completions", json=body) as answer:
+            assert _read_some(answer) == 5
+            wait_for(lambda: http.num_running() == 1, "the request in the snapshots")
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            http.client.post("/v1/completions", json=body, timeout=0.25)
+    wait_until_idle(http, seconds=1.0)
+    wait_for(lambda: http.total("moeyard_num_requests_running") == 0, "the gauge", 1.0)
+    num_tokens = http.total("moeyard_generation_tokens_total") - begun
+    assert 0 < num_tokens < body["max_tokens"], "the request ran to its end"
+
+
+def test_request_that_never_fits_is_refused_at_once(http: HttpFleet) -> None:
+    long = {**GREEDY, "max_tokens": 300, "stream": True}
+    with http.client.stream("POST", "/v1/completions", json=long):
+        wait_for(lambda: http.num_running() == 1, "the request in the snapshots")
+        begun = time.monotonic()
+        answer = http.post(prompt=[1] * 300, max_tokens=MAX_MODEL_LEN - 299)
+        assert time.monotonic() - begun < 0.5
+        assert http.num_running() == 1, "it should be refused while the other runs, not after it"
+    assert answer.status_code == 400
+    assert str(MAX_MODEL_LEN) in answer.json()["error"]["message"]
+    fits = http.choice(**{**GREEDY, "prompt": [1] * 300}, max_tokens=MAX_MODEL_LEN - 300)
+    assert len(fits["token_ids"]) == MAX_MODEL_LEN - 300
+
+
+Totals = tuple[dict[tuple[str, ...], float], ...]
+
+
+def test_simulator_counts_what_the_engine_counted(recording: Path, http: HttpFleet) -> None:
+    others = [
+        {"prompt": [3 * n] * (9 * n), "temperature": 1, "seed": n, "max_tokens": 12, "ignore_eos": True}
+        for n in range(1, 6)
+    ]
+    http.choices_at_once(others)
+    # Replies leave before their step is counted, so the sides agree as soon as the last step is over.
+    for name, sources in {
+        "the metrics": lambda: metrics_totals(http),
+        "the simulator": lambda: simulated_totals(recording),
+    }.items():
+        wait_for(equal(sources, lambda: engine_totals(http)), f"{name} and the engine's counters equal", 2.0)
+    for rank in engine_totals(http):
+        hits, misses, evictions = (sum(totals.values()) for totals in rank)
+        assert min(hits, misses, evictions) > 0
+        assert misses == evictions + SLOTS, "every slot was filled once without an eviction"
+    other = simulate(recording, policy="lru")
+    assert other.total.num_hits != simulate(recording).total.num_hits, "the policies count alike"
+
+
+def equal(one: Callable[[], list[Totals]], other: Callable[[], list[Totals]]) -> Callable[[], bool]:
+    return lambda: one() == other()
+
+
+def engine_totals(http: HttpFleet) -> list[Totals]:
+    """Per rank, what the expert cache counted: hits, misses, evictions by (phase, segment) or (phase,)."""
+    return [as_totals(*counters) for counters in http.fleet.call("counters")]
+
+
+def simulated_totals(recording: Path) -> list[Totals]:
+    """The same from a replay of the record."""
+    return [as_totals(r.counters.hits, r.counters.misses, r.counters.evictions) for r in simulate(recording).ranks]
+
+
+def as_totals(hits: dict[Any, int], misses: dict[Any, int], evictions: dict[Any, int]) -> Totals:
+    def by_label(counts: dict[Any, int]) -> dict[tuple[str, ...], float]:
+        # Prometheus' labels in the order of their names: phase before segment.
+        return {(key,) if isinstance(key, str) else tuple(reversed(key)): float(n) for key, n in counts.items()}
+
+    return by_label(hits), by_label(misses), by_label(evictions)
+
+
+def metrics_totals(http: HttpFleet) -> list[Totals]:
+    """The same from the pages that Prometheus reads."""
+    names = [f"moeyard_expert_cache_{what}_total" for what in ("hits", "misses", "evictions")]
+    return list(zip(*(http.samples(name) for name in names), strict=True))
