@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from moeyard_kernels.checks import FLOATS, check_expert, check_groups, check_norm, check_plan, show
 from moeyard_kernels.decode_plan import BLOCK, DecodePlan, plan_decode
 from moeyard_kernels.ref import attn_prefill as _attn_prefill
 from moeyard_kernels.ref import gqa_decode as _gqa_decode
@@ -52,8 +53,8 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     On a CPU: a blocked copy of the same size, opaque but for `shape` and `dtype`, 1.2 to 2 times as fast for few rows.
     Its bits may differ from those of the plain weight, so a given weight is packed always or never. On CUDA: itself.
     """
-    if weight.dim() != 2 or weight.dtype not in _FLOATS:
-        raise ValueError(f"pack_weight: weight must be fp32 or bf16 [N, K], got {_show(weight)}")
+    if weight.dim() != 2 or weight.dtype not in FLOATS:
+        raise ValueError(f"pack_weight: weight must be fp32 or bf16 [N, K], got {show(weight)}")
     return weight if weight.is_cuda else _linear.pack_weight(weight)
 
 
@@ -68,11 +69,11 @@ def padded_rows(num_rows: int) -> int:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [M, K] @ weight [N, K].T + bias [N] -> [M, N]; fp32 or bf16, all alike. M may be 0; `weight` may be packed."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"linear: x {_show(x)} does not fit weight {_show(weight)}")
-    if x.dtype != weight.dtype or x.dtype not in _FLOATS:
-        raise ValueError(f"linear: x {_show(x)} and weight {_show(weight)} must share a dtype, fp32 or bf16")
+        raise ValueError(f"linear: x {show(x)} does not fit weight {show(weight)}")
+    if x.dtype != weight.dtype or x.dtype not in FLOATS:
+        raise ValueError(f"linear: x {show(x)} and weight {show(weight)} must share a dtype, fp32 or bf16")
     if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
-        raise ValueError(f"linear: bias {_show(bias)} does not fit weight {_show(weight)}")
+        raise ValueError(f"linear: bias {show(bias)} does not fit weight {show(weight)}")
     if x.is_cuda:
         raise _missing("linear")
     return _linear.linear(x, weight, bias)
@@ -80,7 +81,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """weight [D] * cast(x32 / sqrt(mean(x32^2) + eps)) for x [..., D]; the cast is to x's dtype, x32 is x in fp32."""
-    _check_norm("rms_norm", x, weight)
+    check_norm("rms_norm", x, weight)
     if x.is_cuda:
         raise _missing("rms_norm")
     return _rms_norm.rms_norm(x, weight, eps)
@@ -90,9 +91,9 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(r, weight, eps), r) with r = x + residual rounded to the dtype; x, residual [..., D], weight [D]."""
-    _check_norm("add_rms_norm", x, weight)
+    check_norm("add_rms_norm", x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(f"add_rms_norm: residual {_show(residual)} is not like x {_show(x)}")
+        raise ValueError(f"add_rms_norm: residual {show(residual)} is not like x {show(x)}")
     if x.is_cuda:
         raise _missing("add_rms_norm")
     return _rms_norm.add_rms_norm(x, residual, weight, eps)
@@ -107,11 +108,11 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: 
     and sin in x's dtype for mixtral, qwen3_moe and deepseek_v3, in fp32 for deepseek_v2 (complex fp32, one rounding).
     """
     if x.dim() != 3 or x.shape[2] % 2:
-        raise ValueError(f"rope: x must be [T, heads, even D], got {_show(x)}")
+        raise ValueError(f"rope: x must be [T, heads, even D], got {show(x)}")
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
-        raise ValueError(f"rope: cos {_show(cos)} and sin {_show(sin)} differ")
+        raise ValueError(f"rope: cos {show(cos)} and sin {show(sin)} differ")
     if cos.dim() != 2 or cos.shape[0] != x.shape[0] or cos.shape[1] not in (x.shape[2], x.shape[2] // 2):
-        raise ValueError(f"rope: cos {_show(cos)} does not fit x {_show(x)}")
+        raise ValueError(f"rope: cos {show(cos)} does not fit x {show(x)}")
     if x.is_cuda:
         raise _missing("rope")
     return _rope.rope(x, cos, sin, interleaved=interleaved)
@@ -120,7 +121,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate_up[:, :I]) * gate_up[:, I:] -> [M, I] for gate_up [M, 2 I]; each factor is rounded to the dtype."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
-        raise ValueError(f"silu_mul: gate_up must be [M, 2 I], got {_show(gate_up)}")
+        raise ValueError(f"silu_mul: gate_up must be [M, 2 I], got {show(gate_up)}")
     if gate_up.is_cuda:
         raise _missing("silu_mul")
     return _silu_mul.silu_mul(gate_up)
@@ -146,16 +147,16 @@ def topk_gate(
     `scaling`. Outside the chosen groups a score is -inf (sigmoid) or 0 (softmax) for the choice, as in transformers.
     """
     if logits.dim() != 2 or logits.dtype != torch.float32:
-        raise ValueError(f"topk_gate: logits must be fp32 [T, E], got {_show(logits)}")
+        raise ValueError(f"topk_gate: logits must be fp32 [T, E], got {show(logits)}")
     num_experts = logits.shape[1]
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"topk_gate: top_k {top_k} of {num_experts} experts")
     if scoring not in ("softmax", "sigmoid"):
         raise ValueError(f"topk_gate: scoring {scoring!r} is neither 'softmax' nor 'sigmoid'")
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != (num_experts,)):
-        raise ValueError(f"topk_gate: bias must be fp32 [{num_experts}], got {_show(bias)}")
+        raise ValueError(f"topk_gate: bias must be fp32 [{num_experts}], got {show(bias)}")
     if num_groups != 1 or topk_groups != 1:
-        _check_groups(num_experts, top_k, num_groups, topk_groups, group_score)
+        check_groups(num_experts, top_k, num_groups, topk_groups, group_score)
     if logits.is_cuda:
         raise _missing("topk_gate")
     return _topk_gate.topk_gate(
@@ -186,10 +187,10 @@ def grouped_mlp(
     group covers keep what `out` holds, so hits and misses can be computed by two calls into one `out`. Returns `out`.
     """
     if rows.dim() != 2 or row_of_pair.dim() != 1 or row_of_pair.dtype != torch.int64:
-        raise ValueError(f"grouped_mlp: rows {_show(rows)} must be [R, H], row_of_pair {_show(row_of_pair)} int64 [P]")
+        raise ValueError(f"grouped_mlp: rows {show(rows)} must be [R, H], row_of_pair {show(row_of_pair)} int64 [P]")
     num_pairs, hidden, num_slots = row_of_pair.shape[0], rows.shape[1], len(gate_up)
-    if out.shape != (num_pairs, hidden) or out.dtype != rows.dtype or rows.dtype not in _FLOATS:
-        raise ValueError(f"grouped_mlp: out {_show(out)} for {num_pairs} pairs of rows {_show(rows)}, fp32 or bf16")
+    if out.shape != (num_pairs, hidden) or out.dtype != rows.dtype or rows.dtype not in FLOATS:
+        raise ValueError(f"grouped_mlp: out {show(out)} for {num_pairs} pairs of rows {show(rows)}, fp32 or bf16")
     if len(down) != num_slots:
         raise ValueError(f"grouped_mlp: {num_slots} slots of gate_up, {len(down)} of down")
     for start, count, slot in groups:
@@ -198,7 +199,7 @@ def grouped_mlp(
                 f"grouped_mlp: group ({start}, {count}, {slot}) is outside {num_pairs} pairs or {num_slots} slots"
             )
     if groups:
-        _check_expert(gate_up[groups[0][2]], down[groups[0][2]], rows)
+        check_expert(gate_up[groups[0][2]], down[groups[0][2]], rows)
     if rows.is_cuda:
         raise _missing("grouped_mlp")
     return _grouped_mlp.grouped_mlp(rows, row_of_pair, groups, gate_up, down, out)
@@ -212,14 +213,14 @@ def moe_weighted_reduce(
     acc = 0 in fp32; for k = 0..K-1: acc = fma(weights[t, k], float(partial[t, k]), acc); then acc + float(shared), and
     one rounding to the dtype. Reference and Triton kernel agree bit for bit.
     """
-    if partial.dim() != 3 or partial.dtype not in _FLOATS:
-        raise ValueError(f"moe_weighted_reduce: partial must be fp32 or bf16 [T, K, H], got {_show(partial)}")
+    if partial.dim() != 3 or partial.dtype not in FLOATS:
+        raise ValueError(f"moe_weighted_reduce: partial must be fp32 or bf16 [T, K, H], got {show(partial)}")
     num_tokens, top_k, hidden = partial.shape
     if weights.shape != (num_tokens, top_k) or weights.dtype != torch.float32:
-        raise ValueError(f"moe_weighted_reduce: weights {_show(weights)}, expected fp32 [{num_tokens}, {top_k}]")
+        raise ValueError(f"moe_weighted_reduce: weights {show(weights)}, expected fp32 [{num_tokens}, {top_k}]")
     if shared is not None and (shared.shape != (num_tokens, hidden) or shared.dtype != partial.dtype):
         raise ValueError(
-            f"moe_weighted_reduce: shared {_show(shared)}, expected {partial.dtype} [{num_tokens}, {hidden}]"
+            f"moe_weighted_reduce: shared {show(shared)}, expected {partial.dtype} [{num_tokens}, {hidden}]"
         )
     if partial.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
@@ -231,10 +232,10 @@ def moe_weighted_reduce(
 
 def scale_rows_(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x [T, H] becomes round(float(x) * float(scale[t])) in place, its own rounded pass; scale [T]. Returns x."""
-    if x.dim() != 2 or x.dtype not in _FLOATS:
-        raise ValueError(f"scale_rows_: x must be fp32 or bf16 [T, H], got {_show(x)}")
-    if scale.shape != x.shape[:1] or scale.dtype not in _FLOATS:
-        raise ValueError(f"scale_rows_: scale {_show(scale)} does not fit x {_show(x)}")
+    if x.dim() != 2 or x.dtype not in FLOATS:
+        raise ValueError(f"scale_rows_: x must be fp32 or bf16 [T, H], got {show(x)}")
+    if scale.shape != x.shape[:1] or scale.dtype not in FLOATS:
+        raise ValueError(f"scale_rows_: scale {show(scale)} does not fit x {show(x)}")
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import scale_rows as triton_kernel
@@ -253,10 +254,10 @@ def attn_prefill(
     depend on its own row and the keys it sees, not on the chunk, L or the tile.
     """
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
-        raise ValueError(f"attn_prefill: q {_show(q)}, k {_show(k)}, v {_show(v)} do not fit")
+        raise ValueError(f"attn_prefill: q {show(q)}, k {show(k)}, v {show(v)} do not fit")
     if k.shape[0] == 0 or q.shape[1] % k.shape[0]:
         raise ValueError(f"attn_prefill: {q.shape[1]} query heads over {k.shape[0]} key heads")
-    if q.dtype not in _FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
+    if q.dtype not in FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"attn_prefill: q {q.dtype}, k {k.dtype}, v {v.dtype} must share a dtype, fp32 or bf16")
     if start < 0 or k.shape[1] < start + q.shape[0]:
         raise ValueError(f"attn_prefill: start {start} + {q.shape[0]} queries exceed {k.shape[1]} keys")
@@ -276,15 +277,15 @@ def gqa_decode(
     `plan_decode` (it holds lengths, pages and window). A row's bits depend on the row and the keys it sees.
     """
     if q.dim() != 3 or k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
-        raise ValueError(f"gqa_decode: q {_show(q)}, k_cache {_show(k_cache)}, v_cache {_show(v_cache)} do not fit")
+        raise ValueError(f"gqa_decode: q {show(q)}, k_cache {show(k_cache)}, v_cache {show(v_cache)} do not fit")
     if q.shape[2] != k_cache.shape[3] or k_cache.shape[0] == 0 or q.shape[1] % k_cache.shape[0]:
-        raise ValueError(f"gqa_decode: q {_show(q)} does not fit k_cache {_show(k_cache)}")
-    if q.dtype not in _FLOATS or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
+        raise ValueError(f"gqa_decode: q {show(q)} does not fit k_cache {show(k_cache)}")
+    if q.dtype not in FLOATS or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
         raise ValueError(
             f"gqa_decode: q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype} must share a dtype, "
             f"fp32 or bf16"
         )
-    _check_plan("gqa_decode", plan, q.shape[0], k_cache.shape[2])
+    check_plan("gqa_decode", plan, q.shape[0], k_cache.shape[2])
     if q.is_cuda:
         raise _missing("gqa_decode")
     return _gqa_decode.gqa_decode(q, k_cache, v_cache, plan=plan, scale=scale)
@@ -299,63 +300,21 @@ def mla_decode(
     values are also the values. `plan` is the step's `plan_decode`.
     """
     if q_latent.dim() != 3 or q_rope.dim() != 3 or q_latent.shape[:2] != q_rope.shape[:2]:
-        raise ValueError(f"mla_decode: q_latent {_show(q_latent)} does not fit q_rope {_show(q_rope)}")
+        raise ValueError(f"mla_decode: q_latent {show(q_latent)} does not fit q_rope {show(q_rope)}")
     if latent_cache.dim() != 3 or latent_cache.shape[2] != q_latent.shape[2] + q_rope.shape[2]:
         raise ValueError(
-            f"mla_decode: latent_cache {_show(latent_cache)} does not hold {q_latent.shape[2]} + {q_rope.shape[2]}"
+            f"mla_decode: latent_cache {show(latent_cache)} does not hold {q_latent.shape[2]} + {q_rope.shape[2]}"
         )
-    if q_latent.dtype not in _FLOATS or q_rope.dtype != q_latent.dtype or latent_cache.dtype != q_latent.dtype:
+    if q_latent.dtype not in FLOATS or q_rope.dtype != q_latent.dtype or latent_cache.dtype != q_latent.dtype:
         raise ValueError(
             f"mla_decode: q_latent {q_latent.dtype}, q_rope {q_rope.dtype}, latent_cache {latent_cache.dtype} must "
             f"share a dtype, fp32 or bf16"
         )
-    _check_plan("mla_decode", plan, q_latent.shape[0], latent_cache.shape[1])
+    check_plan("mla_decode", plan, q_latent.shape[0], latent_cache.shape[1])
     if q_latent.is_cuda:
         raise _missing("mla_decode")
     return _mla_decode.mla_decode(q_latent, q_rope, latent_cache, plan=plan, scale=scale)
 
 
-_FLOATS = (torch.float32, torch.bfloat16)
-
-
-def _show(x: torch.Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
-
-
 def _missing(op: str) -> NotImplementedError:
     return NotImplementedError(f"{op}: no Triton kernel yet, CPU tensors only")
-
-
-def _check_expert(gate_up: torch.Tensor, down: torch.Tensor, rows: torch.Tensor) -> None:
-    hidden = rows.shape[1]
-    if gate_up.dim() != 2 or gate_up.shape[1] != hidden or down.shape != (hidden, gate_up.shape[0] // 2):
-        raise ValueError(f"grouped_mlp: gate_up {_show(gate_up)}, down {_show(down)} do not fit rows {_show(rows)}")
-    if gate_up.dtype != rows.dtype or down.dtype != rows.dtype:
-        raise ValueError(f"grouped_mlp: gate_up {gate_up.dtype}, down {down.dtype} for rows of {rows.dtype}")
-
-
-def _check_norm(op: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-    if x.dim() == 0 or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
-        raise ValueError(f"{op}: weight {_show(weight)} does not fit x {_show(x)}")
-    if x.dtype not in _FLOATS or weight.dtype != x.dtype:
-        raise ValueError(f"{op}: x {x.dtype} and weight {weight.dtype} must share a dtype, fp32 or bf16")
-
-
-def _check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int, group_score: str) -> None:
-    if num_groups < 1 or num_experts % num_groups:
-        raise ValueError(f"topk_gate: {num_experts} experts in {num_groups} groups")
-    if not 1 <= topk_groups <= num_groups:
-        raise ValueError(f"topk_gate: topk_groups {topk_groups} of {num_groups} groups")
-    if top_k > num_experts // num_groups * topk_groups:
-        raise ValueError(f"topk_gate: top_k {top_k} exceeds {topk_groups} groups of {num_experts // num_groups}")
-    if group_score not in ("max", "top2sum"):
-        raise ValueError(f"topk_gate: group_score {group_score!r} is neither 'max' nor 'top2sum'")
-    if group_score == "top2sum" and num_experts // num_groups < 2:
-        raise ValueError(f"topk_gate: group_score 'top2sum' of groups of {num_experts // num_groups}")
-
-
-def _check_plan(op: str, plan: DecodePlan, num_rows: int, page_size: int) -> None:
-    if plan.num_rows != num_rows or plan.page_size != page_size:
-        raise ValueError(
-            f"{op}: the plan is for {plan.num_rows} rows and pages of {plan.page_size}, got {num_rows} and {page_size}"
-        )
