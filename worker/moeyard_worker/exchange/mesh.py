@@ -7,7 +7,7 @@ with the same root cause; after that every call raises the first reason again.
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Literal, NoReturn
 
@@ -17,18 +17,22 @@ from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.frames import (
     NO_LAYER,
     TAG_BYTES,
-    FrameError,
     Hello,
     Phase,
     Tag,
-    decode_hello,
-    decode_poison,
     decode_tag,
     encode_hello,
     encode_poison,
     pack_tag,
 )
-from moeyard_worker.exchange.rendezvous import MeshEndpoint, check_endpoints, check_host, host_identity
+from moeyard_worker.exchange.naming import is_poison, name_frame, name_ranks, told_reason, where_in_step
+from moeyard_worker.exchange.rendezvous import (
+    MeshEndpoint,
+    check_endpoints,
+    check_hello,
+    check_host,
+    host_identity,
+)
 from moeyard_worker.exchange.slab import SharedFile
 from moeyard_worker.exchange.wires import Frame, Wires
 
@@ -149,7 +153,7 @@ class Mesh:
                 elif peer in self._wires.lost:
                     self._raise(f"rank {peer} {self._wires.lost[peer]} while connecting")
             if remaining <= 0 and (unsent or unheard):
-                self._raise(f"{_ranks(unsent | unheard)} did not answer within {timeout:.1f} s of connecting")
+                self._raise(f"{name_ranks(unsent | unheard)} did not answer within {timeout:.1f} s of connecting")
         self._remove_names()
 
     def send(self, peer: int, frame: Frame) -> None:
@@ -238,18 +242,11 @@ class Mesh:
         return wires.send(peer.rank, encode_hello(hello))
 
     def _check_hello(self, peer: int, frame: Frame) -> None:
-        if len(frame) > 3 and frame[3] == Phase.POISON:
+        if is_poison(frame):
             self._raise_unexpected(peer, frame, self._tag(Phase.HELLO, None, peer))
-        try:
-            hello = decode_hello(bytes(frame))
-        except FrameError as error:
-            self._raise(f"rank {peer} sent no hello: {error}")
-        expected = Hello(rank=peer, world_size=self.world_size, epoch=self.epoch, token=self._endpoint.token)
-        if hello != expected:
-            # The token is a secret, so the message leaves it out.
-            theirs = f"rank {hello.rank} of {hello.world_size}, epoch {hello.epoch}"
-            theirs += "" if hello.token == self._endpoint.token else ", without the token"
-            self._raise(f"what connected as rank {peer} of {self.world_size}, epoch {self.epoch}, is {theirs}")
+        complaint = check_hello(frame, peer, self._endpoint)
+        if complaint is not None:
+            self._raise(complaint)
 
     def _wait(self, peer: int, *, phase: Phase, layer: int | None, since: float) -> Frame:
         """Wait on everything until `peer`, whose frame is due, has one."""
@@ -262,12 +259,12 @@ class Mesh:
                 return wires.inbox[peer].popleft()
             self._raise_if_told(wires)
             due = [other for other in self.peers if other >= peer and not wires.inbox[other]]
-            where = _where(self.step, layer, phase)
+            where = where_in_step(self.step, layer, phase)
             for other in due:
                 if other in wires.lost:
                     self._raise(f"rank {other} {wires.lost[other]} at {where}")
             if late:
-                self._raise(f"{_ranks(due)} silent at {where} ({self.deadline:.1f} s)")
+                self._raise(f"{name_ranks(due)} silent at {where} ({self.deadline:.1f} s)")
 
     def _open_wires(self) -> Wires:
         if self.failure is not None:
@@ -285,22 +282,17 @@ class Mesh:
     def _raise_if_told(self, wires: Wires) -> None:
         for peer, inbox in wires.inbox.items():
             for frame in inbox:
-                if len(frame) > 3 and frame[3] == Phase.POISON:
+                if is_poison(frame):
                     self._raise_unexpected(peer, frame, self._tag(Phase.POISON, None, peer))
 
     def _raise_unexpected(self, peer: int, frame: Frame, expected: Tag) -> NoReturn:
         """Take over the reason of a poison frame; call any other frame by its name."""
-        try:
-            tag = decode_tag(bytes(frame[:TAG_BYTES]))
-            if tag.phase is Phase.POISON and (tag.source, tag.epoch) == (peer, self.epoch):
-                _, reason = decode_poison(bytes(frame))
-                # The teller told everybody: repeating it would only cross with the same news.
-                self.failure = reason
-                raise ExchangeError(f"{reason} (told by rank {peer})")
-            found = str(tag)
-        except FrameError as error:
-            found = f"no frame: {error}"
-        self._raise(f"rank {peer} sent the wrong frame: expected {expected}, got {found}")
+        reason = told_reason(frame, peer, self.epoch)
+        if reason is None:
+            self._raise(f"rank {peer} sent the wrong frame: expected {expected}, got {name_frame(frame)}")
+        # The teller told everybody: repeating it would only cross with the same news.
+        self.failure = reason
+        raise ExchangeError(f"{reason} (told by rank {peer})")
 
     def _raise_undeliverable(self, peer: int, frame: Frame) -> NoReturn:
         assert self._wires is not None
@@ -308,7 +300,7 @@ class Mesh:
         self._raise_if_told(self._wires)
         tag = decode_tag(bytes(frame[:TAG_BYTES]))
         end = self._wires.lost.get(peer, "takes no frames")
-        self._raise(f"rank {peer} {end} at {_where(tag.step, tag.layer, tag.phase)}")
+        self._raise(f"rank {peer} {end} at {where_in_step(tag.step, tag.layer, tag.phase)}")
 
     def _remove_names(self) -> None:
         if self._wires is not None:
@@ -318,13 +310,3 @@ class Mesh:
         if self._own_directory is not None:
             shutil.rmtree(self._own_directory, ignore_errors=True)
             self._own_directory = None
-
-
-def _where(step: int, layer: int | None, phase: Phase) -> str:
-    return f"step {step}{'' if layer is None else f', layer {layer}'}, {phase.name.lower()}"
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """ "rank 3", or "ranks 1, 3"."""
-    names = [str(rank) for rank in sorted(ranks)]
-    return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(names)}"

@@ -1,0 +1,40 @@
+"""The words of the mesh's errors: which ranks, where in a step, which frame. Pure."""
+
+from collections.abc import Iterable
+
+from moeyard_worker.exchange.frames import TAG_BYTES, FrameError, Phase, decode_poison, decode_tag
+
+Frame = bytes | memoryview
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """E.g. "rank 3", or "ranks 1, 3"."""
+    names = [str(rank) for rank in sorted(ranks)]
+    return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(names)}"
+
+
+def where_in_step(step: int, layer: int | None, phase: Phase) -> str:
+    """E.g. "step 812, layer 17, combine"."""
+    return f"step {step}{'' if layer is None else f', layer {layer}'}, {phase.name.lower()}"
+
+
+def name_frame(frame: Frame) -> str:
+    """The tag of a frame in words, or why it has none."""
+    try:
+        return str(decode_tag(bytes(frame[:TAG_BYTES])))
+    except FrameError as error:
+        return f"no frame: {error}"
+
+
+def is_poison(frame: Frame) -> bool:
+    """Whether a frame's tag claims to be of poison."""
+    return len(frame) >= TAG_BYTES and frame[3] == Phase.POISON
+
+
+def told_reason(frame: Frame, peer: int, epoch: int) -> str | None:
+    """The reason in a poison frame of `peer` in `epoch`; None for any other frame."""
+    try:
+        tag, reason = decode_poison(bytes(frame))
+    except FrameError:
+        return None
+    return reason if (tag.source, tag.epoch) == (peer, epoch) else None
