@@ -9,9 +9,9 @@ with 1 and 2 threads):
   its place, whatever M. Zeros up to a multiple of 4 cure that.
 A packed and a plain weight may differ in bits: a model packs a given weight always or never.
 
-The measurements are an AMD EPYC's. An Intel Xeon with AMX (torch 2.11) agrees for packed fp32 weights; for plain fp32 and
-for bf16 it needs MKL_CBWR=AVX512,STRICT and ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment before torch is
-loaded (both also right, and free, on the EPYC): else MKL's order depends on a row's place, and AMX's on the count.
+The measurements are an AMD EPYC's. An Intel Xeon with AMX (torch 2.11) agrees for packed fp32 weights. For plain fp32
+and for bf16 it needs MKL_CBWR=AVX512,STRICT and ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment before torch is
+loaded (right, and free, on the EPYC too): else MKL's order depends on a row's place, and AMX's on the count.
 """
 
 import torch
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """weight [N, K] in the blocked layout of oneDNN (an opaque copy of the same size), or itself where that cannot be."""
+    """weight [N, K] in the blocked layout of oneDNN (an opaque copy of the same size), or itself without it."""
     # A single output is a vector product, which oneDNN sums in another order for some counts.
     if weight.shape[0] == 1 or not torch.backends.mkldnn.is_available():
         return weight
