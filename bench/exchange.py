@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
-from moeyard_worker.exchange.factory import build_exchange, build_mesh
+from moeyard_worker.exchange.factory import build_exchange, build_mesh, resolve_kind
 from moeyard_worker.exchange.slab import ExchangeShape
 from moeyard_worker.experts.placement import partition
 
@@ -119,6 +119,7 @@ def main() -> None:
         print("us, median / p99       tokens    dtype           dispatch            combine               both")
     for kind in args.kinds:
         for ranks in args.ranks:
+            resolve_kind(kind, ranks)
             for tokens in args.tokens:
                 for dtype in args.dtypes:
                     case = Case(
