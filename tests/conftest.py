@@ -1,12 +1,13 @@
 """Shared test set-up: seeds from the test's own name, one OpenMP thread."""
 
-import os
 import zlib
 
-# Before torch is imported anywhere: two OpenMP threads beside a busy process collapse (docs/architecture.md).
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import pytest
+
+from moeyard_worker.config import set_cpu_environment
+
+# Before torch is imported anywhere: test processes compute as workers do (docs/architecture.md).
+set_cpu_environment()
 
 
 @pytest.fixture

@@ -87,8 +87,11 @@ class RankProcess:
             raise RuntimeError(value)
         return value
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Tell the process to end, without waiting for it."""
         self._connection.close()
+
+    def join(self) -> None:
         self.process.join(5)
         if self.process.is_alive():
             self.process.kill()
@@ -108,7 +111,9 @@ class ProcessPool:
 
     def close(self) -> None:
         for rank in self._ranks:
-            rank.close()
+            rank.hang_up()
+        for rank in self._ranks:
+            rank.join()
 
 
 @dataclass(slots=True)
