@@ -1,6 +1,7 @@
 """Command line: `moeyard serve | demo | verify | cache-sim`. Errors of use are one line on stderr and exit code 2."""
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -9,13 +10,30 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from moeyard import __version__
-from moeyard_worker.config import DTYPES, EXCHANGES, POLICIES, EngineConfig, parse_size
+from moeyard_worker.config import DTYPES, EXCHANGES, POLICIES, EngineConfig, parse_size, set_cpu_environment
 from moeyard_worker.experts.sim import belady, format_table, simulate
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {f.name: None if f.default is MISSING else f.default for f in fields(EngineConfig)}
 )
+# Flags whose names differ from the field they set.
+FLAGS = MappingProxyType({"num_workers": "--workers", "prefix_caching": "--no-prefix-caching"})
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and where to read on, and exit with code 2."""
+        fail(f"{message}; see `{self.prog} --help`")
+
+
+def port(text: str) -> int:
+    """argparse type of a TCP port, 0 included."""
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; ports go from 0 to 65535")
+    return int(text)
 
 
 def size(text: str) -> int:
@@ -42,7 +60,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="expert-parallel ranks, one Ray actor each (default %(default)s)",
     )
     add("--host", default="127.0.0.1", help="address of the API (default %(default)s)")
-    add("--port", type=int, default=8000, help="port of the API, 0 picks one (default %(default)s)")
+    add("--port", type=port, default=8000, help="port of the API, 0 picks one (default %(default)s)")
     add("--served-model-name", metavar="NAME", help="model name of the API (default: name of the directory)")
     add(
         "--exchange",
@@ -133,7 +151,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--metrics-port-base",
-        type=int,
+        type=port,
         default=0,
         metavar="P",
         help="worker r exports metrics at P + r (default: any free port)",
@@ -142,6 +160,19 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The EngineConfig that the flags describe; raises ValueError naming the flag at fault."""
+    try:
+        return _engine_config(args)
+    except ValueError as error:
+        raise ValueError(with_flags(str(error))) from error
+
+
+def with_flags(message: str) -> str:
+    """A message about fields of EngineConfig in words of the command line."""
+    names = "|".join(f.name for f in fields(EngineConfig) if "_" in f.name)
+    return re.sub(rf"\b({names})\b", lambda m: FLAGS.get(m[0], f"--{m[0].replace('_', '-')}"), message)
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         model_path=str(Path(args.model).resolve()),
         num_workers=args.workers,
@@ -165,7 +196,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(prog="moeyard", description="Serve Mixture-of-Experts language models.")
+    parser = Parser(prog="moeyard", description="Serve Mixture-of-Experts language models.")
     parser.add_argument("--version", action="version", version=f"moeyard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -212,6 +243,7 @@ def run_demo(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """`moeyard verify`."""
+    set_cpu_environment()
     from moeyard_worker.verify import verify  # imports torch and transformers
 
     return verify(args.model, dtype=args.dtype)
@@ -229,7 +261,7 @@ def run_cache_sim(args: argparse.Namespace) -> int:
 
 def fail(message: str) -> NoReturn:
     """Print one line on stderr and exit with code 2."""
-    print(f"moeyard: {message}", file=sys.stderr)
+    print(f"moeyard: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -238,7 +270,9 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except ValueError as error:
         fail(str(error))
     except KeyboardInterrupt:
         return 130

@@ -16,9 +16,11 @@ class RankActor:
         # Imported here and not above: the launcher imports this module and must not pay for torch.
         from moeyard_worker.actor import WorkerActor, WorkerSpec
 
-        host = spec.pop("host") or ray.util.get_node_ip_address()
+        node = ray.get_runtime_context().get_node_id()
+        # The address under which the cluster knows the node: `ray start --node-ip-address` may have chosen it.
+        host = spec.pop("host") or next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
         self._worker = WorkerActor(WorkerSpec(host=host, **spec))
-        return {**self._worker.endpoints(), "node": ray.get_runtime_context().get_node_id()}
+        return {**self._worker.endpoints(), "node": node}
 
     def connect(self, mesh: list[dict[str, Any]]) -> None:
         """Meet the peers."""

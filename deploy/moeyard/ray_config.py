@@ -9,17 +9,29 @@ import secrets
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from moeyard_worker.config import CPU_ENVIRONMENT
+
 LOCAL_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes ray.init bind 127.0.0.1 only
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        # The driver gets SIGTERM to stop: no stack trace for it.
+        "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # Ray's own metrics and task history: nobody looks at them here, and idle processes would wake to send them.
         "RAY_enable_metrics_collection": "0",
         "RAY_task_events_report_interval_ms": "0",
         "RAY_event_stats": "0",
         "RAY_kill_idle_workers_interval_ms": "0",
+    }
+)
+
+REMOTE_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
     }
 )
 
@@ -36,11 +48,15 @@ def prepare_local(threads: int) -> None:
 
 def prepare_remote() -> None:
     """Environment for joining a running cluster, whose token comes from the operator. Must run before `import ray`."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_DEDUP_LOGS"] = "0"
+    os.environ.update(REMOTE_ENVIRONMENT)
+
+
+def uses_tls() -> bool:
+    """Whether the operator has Ray's own connections encrypted."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
 def worker_environment(threads: int) -> dict[str, str]:
     """Environment of each worker process."""
     # One OpenMP thread per worker as a rule: two collapse beside any busy process (libgomp spins).
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **CPU_ENVIRONMENT}

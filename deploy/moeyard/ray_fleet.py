@@ -6,6 +6,7 @@ it.
 
 import contextlib
 import logging
+import re
 import secrets
 import socket
 import threading
@@ -22,12 +23,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeyard import __version__
 from moeyard.ray_actor import RankActor
-from moeyard.ray_config import worker_environment
+from moeyard.ray_config import uses_tls, worker_environment
 from moeyard_worker.config import EngineConfig
 
 Progress = Callable[[int, int], None]
 
 CONNECT_SECONDS = 3.0
+# Length 0, type SETTINGS, no flags, stream 0 (RFC 9113, 4.1 and 6.5).
+HTTP2_EMPTY_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 PLACEMENT_SECONDS = 60.0
 PROGRESS_SECONDS = 0.2
 STOP_SECONDS = 3.0
@@ -106,10 +109,14 @@ class RayFleet:
 
     def _place(self) -> None:
         count = self._config.num_workers
+        cpus = ray.cluster_resources().get("CPU", 0)
+        if cpus < count:
+            raise FleetError(f"{count} workers need one CPU each, the Ray cluster has {cpus:g}; use fewer --workers")
         self._group = placement_group([{"CPU": 1}] * count, strategy="PACK")
         if not self._group.wait(timeout_seconds=PLACEMENT_SECONDS):
-            cpus = ray.cluster_resources().get("CPU", 0)
-            raise FleetError(f"{count} workers need one CPU each, the Ray cluster has {cpus:g}; use fewer --workers")
+            raise FleetError(
+                f"{count} of the Ray cluster's {cpus:g} CPUs did not become free; stop what else runs there"
+            )
         remote_class = ray.remote(max_concurrency=4, num_cpus=1)(RankActor)
         # Nodes of a cluster do not inherit the launcher's environment (ray_config.prepare_local).
         environment = {"env_vars": worker_environment(self._config.threads)} if self._address else None
@@ -199,19 +206,29 @@ def end_reason(ref: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    """The first line of an error's message that says something; of an actor's failed start, the last: its cause."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return lines[-1] if "creation task" in lines[0] else lines[0]
 
 
 def check_reachable(address: str) -> None:
-    """Raise FleetError when nothing listens at host:port; Ray itself would try for half a minute."""
+    """Raise FleetError when no Ray listens at host:port; Ray itself would try for minutes, with lines of its own."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         raise FleetError(f"--ray-address {address!r} is not HOST:PORT")
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as connection:
+            if uses_tls():
+                return
+            # Ray speaks gRPC, so HTTP/2: both sides begin with SETTINGS, ours after a preface (RFC 9113, 3.4).
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_EMPTY_SETTINGS)
+            answer = connection.recv(len(HTTP2_EMPTY_SETTINGS))
     except OSError as error:
         raise FleetError(
             f"no Ray at {address}: {error.strerror or error}; start one with `ray start --head`"
         ) from error
+    if answer[3:4] != HTTP2_EMPTY_SETTINGS[3:4]:
+        raise FleetError(f"what listens at {address} is no Ray; give the address that `ray start --head` printed")

@@ -5,6 +5,7 @@ on stderr and leaves no process behind.
 """
 
 import argparse
+import os
 import signal
 import socket
 import sys
@@ -122,6 +123,8 @@ def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool)
     shards = partition(model.num_experts, config.num_workers)
     if not local:
         return
+    if config.record_routing is not None and not os.access(Path(config.record_routing).parent, os.W_OK):
+        raise ValueError(f"--record-routing {config.record_routing}: its directory cannot be written; name another one")
     itemsize = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
     plan_memory(
         config=config,
@@ -157,15 +160,20 @@ def report_skipped(skipped: dict[str, str]) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes loaded over all ranks, on stderr."""
-    with tqdm(desc="loading weights", unit="B", unit_scale=True, unit_divisor=1024, total=0, leave=False) as bar:
+    """A bar of bytes loaded over all ranks, on stderr if that is a terminal."""
+    loaded = 0
+    with tqdm(
+        desc="loading weights", unit="B", unit_scale=True, unit_divisor=1024, total=0, leave=False, disable=None
+    ) as bar:
 
         def progress(done: int, total: int) -> None:
+            nonlocal loaded
             bar.total = total
-            bar.update(done - bar.n)
+            bar.update(done - loaded)
+            loaded = done
 
         yield progress
-    print(f"loaded {format_size(bar.n)} of weights", file=sys.stderr, flush=True)
+    print(f"loaded {format_size(loaded)} of weights", file=sys.stderr, flush=True)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
