@@ -162,7 +162,7 @@ def test_truncated_file(tmp_path: Path) -> None:
         stream.truncate(size - 1000)
     message = refused(tmp_path)
     assert message.startswith(f"{file}: truncated: model.")
-    assert message.endswith(f"the file has {size - 1000}")
+    assert message.endswith(f"the file has {size - 1000}; download it again")
 
 
 def test_truncated_header(tmp_path: Path) -> None:

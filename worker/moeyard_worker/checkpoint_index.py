@@ -119,6 +119,8 @@ def _check_layout(file: Path, entries: Mapping[str, TensorEntry], data_start: in
             raise CheckpointError(f"{file}: {key} starts at byte {entry.start}, expected {position}")
         position += entry.num_bytes
         if position > size:
-            raise CheckpointError(f"{file}: truncated: {key} ends at byte {position}, the file has {size}")
+            raise CheckpointError(
+                f"{file}: truncated: {key} ends at byte {position}, the file has {size}; download it again"
+            )
     if position != size:
         raise CheckpointError(f"{file}: {size - position} bytes follow the last tensor")

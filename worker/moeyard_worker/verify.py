@@ -155,6 +155,7 @@ def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -
     """The checkpoint as a transformers model for inference."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     model_class = getattr(transformers, MODEL_CLASSES[family])
     # The model type names how stored tensors are converted; under a name it does not know transformers would skip that
     # and leave the experts at random values.
@@ -167,14 +168,13 @@ def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -
 def verify(directory: Path | str, *, dtype: str = "float32") -> int:
     """Print a table of differences and return 0 when logits and tokens agree, 1 when not or when it cannot be checked.
 
-    `dtype` is "float32" or "bfloat16". Raises CheckpointError for a checkpoint that cannot be read. Greedy tokens
-    decide in float32 only: in bfloat16 near ties fall either way.
+    `dtype` is "float32" or "bfloat16". Raises CheckpointError for a checkpoint that cannot be read and ValueError when
+    transformers is not installed. Greedy tokens decide in float32 only: in bfloat16 near ties fall either way.
     """
     if dtype not in TOLERANCE:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(TOLERANCE)}")
     if find_spec("transformers") is None:
-        print("moeyard verify needs transformers: pip install 'moeyard[verify]'")
-        return 1
+        raise ValueError("verify needs transformers: pip install 'moeyard[verify]'")
     config = load_model_config(directory)
     prompts = sample_prompts(directory, config)
     if not prompts:

@@ -1,0 +1,202 @@
+"""Bad input through the real command line: one line that says what and what to do, soon, and nothing left running."""
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.checkpoints import edit_config, edit_tensors, make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "deploy" / "demo"
+MARKER = "MOEYARD_TEST_MARKER"
+# Generous for a busy machine; quietly these take a second.
+SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def marked(marker: str) -> list[psutil.Process]:
+    """Processes that inherited `marker`, orphans included."""
+    entry = f"{MARKER}={marker}".encode()
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if entry in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                found.append(process)
+        except OSError:
+            continue  # it has ended, or it is not ours to read
+    return found
+
+
+def moeyard(*arguments: str, without: str | None = None) -> Outcome:
+    """Run the command line to its end; whatever it leaves behind fails the test. `without`: a module to hide."""
+    marker = secrets.token_hex(8)
+    folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
+    command = [sys.executable, "-m", "moeyard", *arguments]
+    if without is not None:
+        hide = f"import sys; sys.modules[{without!r}] = None; from moeyard.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", hide, *arguments]
+    begun = time.monotonic()
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=2 * SECONDS,
+        env={**os.environ, "PYTHONPATH": folders, MARKER: marker},
+        check=False,
+    )
+    seconds = time.monotonic() - begun
+    left = [process.name() for process in marked(marker)]
+    assert not left, f"still running: {left}"
+    return Outcome(done.returncode, done.stdout, done.stderr, seconds)
+
+
+def check_refused(outcome: Outcome, *says: str) -> None:
+    """One line on stderr, nothing on stdout, a code that is not 0."""
+    assert outcome.code == 2, outcome
+    assert outcome.out == ""
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("moeyard: "), line
+    assert len(line) < 300, line
+    for part in says:
+        assert part in line, line
+    assert outcome.seconds < SECONDS
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small sound checkpoint, to be spoilt in a copy."""
+    return make_checkpoint(tmp_path_factory.mktemp("cli") / "tiny", "qwen3_moe", tokenizer=True)
+
+
+@pytest.fixture
+def spoilt(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    copy = tmp_path / "spoilt"
+    copy.mkdir()
+    for file in checkpoint.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+def test_truncated_file(spoilt: Path) -> None:
+    file = spoilt / "model.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, size - 100)
+    check_refused(moeyard("serve", str(spoilt), "--port", "0"), str(file), "download")
+
+
+def test_file_cut_within_its_header(spoilt: Path) -> None:
+    os.truncate(spoilt / "model.safetensors", 20)
+    check_refused(moeyard("serve", str(spoilt), "--port", "0"), str(spoilt / "model.safetensors"))
+
+
+def test_missing_tensor(spoilt: Path) -> None:
+    key = "model.layers.1.mlp.experts.3.up_proj.weight"
+    edit_tensors(spoilt, remove=[key])
+    check_refused(moeyard("serve", str(spoilt), "--port", "0"), key, str(spoilt))
+
+
+def test_unsupported_architecture(spoilt: Path) -> None:
+    edit_config(spoilt, model_type="llama", architectures=["LlamaForCausalLM"])
+    check_refused(moeyard("serve", str(spoilt), "--port", "0"), "llama", "deepseek_v3")
+
+
+def test_no_tokenizer(spoilt: Path) -> None:
+    (spoilt / "tokenizer.json").unlink()
+    check_refused(moeyard("serve", str(spoilt), "--port", "0"), "tokenizer.json")
+
+
+def test_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        check_refused(moeyard("serve", "--port", port), f"127.0.0.1:{port}", "choose another --port")
+
+
+@pytest.fixture
+def not_ray() -> Iterator[str]:
+    """The address of a server that does not speak Ray's protocol."""
+    command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        port = server.stdout.readline().split(" port ")[1].split()[0]
+        yield f"127.0.0.1:{port}"
+        server.terminate()
+
+
+def test_address_of_something_that_is_no_ray(not_ray: str) -> None:
+    check_refused(moeyard("serve", "--port", "0", "--ray-address", not_ray), not_ray, "no Ray", "ray start --head")
+
+
+def test_dead_ray_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    outcome = moeyard("serve", "--port", "0", "--ray-address", address)
+    check_refused(outcome, address, "ray start --head")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "/no/such/checkpoint"], ["/no/such/checkpoint", "Hugging Face directory"]),
+        (["serve", "--expert-slots", "0"], ["--expert-slots", "at least 1", "got 0"]),
+        (["serve", "--expert-memory", "1KiB"], ["--expert-memory", "1 KiB", "at least one expert"]),
+        (["serve", "--workers", "33"], ["33", "32 experts"]),
+        (["serve", "--workers", "0"], ["--workers", "got 0"]),
+        (["serve", "--kv-memory", "100TiB"], ["--kv-memory 100 TiB", "free memory"]),
+        (["serve", "--kv-memory", "12XB"], ["--kv-memory", "'12XB'", "2GiB"]),
+        (["serve", "--max-model-len", "9999999"], ["--max-model-len 9999999", "4096"]),
+        (["serve", "--port", "99999"], ["--port", "99999", "65535"]),
+        (["serve", "--host", "203.0.113.7"], ["203.0.113.7", "choose another"]),
+        (["serve", "--record-routing", "/no/such/folder/trace"], ["--record-routing", "/no/such/folder/trace"]),
+        (["serve", "--ray-address", "nonsense"], ["--ray-address", "'nonsense'", "HOST:PORT"]),
+        (["serve", "--exchange", "pigeon"], ["--exchange", "pigeon", "zmq-tcp"]),
+        (["serve", "--step-deadline", "-1"], ["--step-deadline", "-1"]),
+        (["serve", "--bogus"], ["--bogus", "--help"]),
+        (["bogus"], ["bogus", "serve", "--help"]),
+        ([], ["COMMAND", "--help"]),
+        (["verify", "/no/such/checkpoint"], ["/no/such/checkpoint", "Hugging Face directory"]),
+        (["cache-sim", "/no/such/trace"], ["/no/such/trace"]),
+        (["cache-sim", str(DEMO / "config.json")], [str(DEMO / "config.json")]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_arguments(arguments: list[str], says: list[str]) -> None:
+    check_refused(moeyard(*arguments), *says)
+
+
+def test_help_and_version() -> None:
+    """Quick, because a user looks here first: neither torch nor Ray is loaded."""
+    outcome = moeyard("--version")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith("moeyard 0.")
+    outcome = moeyard("serve", "--help")
+    assert outcome.code == 0
+    assert "--expert-slots" in outcome.out
+
+
+def test_verify_of_the_demo() -> None:
+    outcome = moeyard("verify", str(DEMO))
+    assert outcome.code == 0, outcome
+    assert outcome.err == ""
+    assert outcome.out.endswith("agrees with transformers\n")
+
+
+def test_verify_without_transformers() -> None:
+    check_refused(moeyard("verify", str(DEMO), without="transformers"), "transformers", "pip install")
