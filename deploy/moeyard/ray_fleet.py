@@ -8,10 +8,11 @@ import contextlib
 import logging
 import re
 import secrets
+import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,18 +93,20 @@ class RayFleet:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
         if self._address is None:
             # The object store carries nothing but call arguments: its smallest size.
-            ray.init(
-                address="local",
-                num_cpus=self._config.num_workers,
-                num_gpus=0,
-                include_dashboard=False,
-                object_store_memory=80 * 1024**2,
-                **quiet,
-            )
+            with own_sigterm():
+                ray.init(
+                    address="local",
+                    num_cpus=self._config.num_workers,
+                    num_gpus=0,
+                    include_dashboard=False,
+                    object_store_memory=80 * 1024**2,
+                    **quiet,
+                )
             return
         check_reachable(self._address)
         try:
-            ray.init(address=self._address, **quiet)
+            with own_sigterm():
+                ray.init(address=self._address, **quiet)
         except (ConnectionError, RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
             raise FleetError(f"cannot join Ray at {self._address}: {first_line(error)}") from error
 
@@ -178,8 +181,18 @@ class RayFleet:
     def stop(self) -> None:
         """Stop the actors and leave Ray (a private one ends with its processes). Safe to call twice."""
         self._stopping.set()
-        if not ray.is_initialized():
-            return
+        children = psutil.Process().children(recursive=True)
+        if ray.is_initialized():
+            self._stop_actors()
+        # Also ends what an interrupted ray.init had started.
+        ray.shutdown()
+        # Ray leaves its agents to notice the end by themselves, half a minute later.
+        _, alive = psutil.wait_procs(children, timeout=STOP_SECONDS)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it ended meanwhile
+                process.kill()
+
+    def _stop_actors(self) -> None:
         stops = [actor.stop.remote() for actor in self._actors]
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
@@ -188,13 +201,21 @@ class RayFleet:
         if self._group is not None and self._address is not None:
             remove_placement_group(self._group)
         self._actors = []
-        children = psutil.Process().children(recursive=True)
-        ray.shutdown()
-        # Ray leaves its agents to notice the end by themselves, half a minute later.
-        _, alive = psutil.wait_procs(children, timeout=STOP_SECONDS)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it ended meanwhile
-                process.kill()
+
+
+@contextlib.contextmanager
+def own_sigterm() -> Iterator[None]:
+    """ray.init replaces the handler of SIGTERM: put it back, and let the signal unwind this block as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def end_reason(ref: Any) -> str:

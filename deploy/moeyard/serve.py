@@ -131,7 +131,7 @@ def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool)
         state=model.state_spec(itemsize),
         max_position=model.max_position,
         dense_bytes=checkpoint.dense_bytes(),
-        expert_bytes=3 * model.hidden_size * model.moe_intermediate_size * itemsize,
+        expert_bytes=model.expert_bytes(itemsize),
         num_local_experts=len(shards[0]) * len(model.moe_layers),
         available=psutil.virtual_memory().available // config.num_workers,
     )
@@ -195,12 +195,13 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C must not cut the clean-up short and leave processes."""
+    """A second Ctrl-C or SIGTERM must not cut the clean-up short and leave processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,306 @@
+"""The real `moeyard serve` and `moeyard demo`, Ray included: ready line, requests, sockets, memory, idle time, ends."""
+
+import ipaddress
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = str(ROOT / "deploy" / "demo")
+MARKER = "MOEYARD_TEST_MARKER"
+# The promise is 20 s on two cores that nothing else uses; a shared machine may take longer without telling anything.
+READY_SECONDS = 20.0
+BUSY_READY_SECONDS = 120.0
+STOP_SECONDS = 10.0
+MAX_WORKER_BYTES = 700 * 1024**2
+MAX_IDLE_CORES = 0.03
+SETTLE_SECONDS, IDLE_SECONDS = 3.0, 10.0
+READY = re.compile(
+    r"ready: (?P<url>http://127\.0\.0\.1:\d+)/v1 serves demo \((float32|bfloat16)\) on \d+ workers?, expert slots "
+    r"\d+/\d+ per worker, up to \d+ tokens, after \d+\.\d s\n"
+)
+
+pytestmark = pytest.mark.timeout(BUSY_READY_SECONDS + 120)
+
+
+class Command:
+    """A running command line whose every process can be found by a marker in its environment."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self._marker = f"{MARKER}={secrets.token_hex(8)}"
+        self.out, self.err = folder / "out", folder / "err"
+        folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
+        name, value = self._marker.split("=")
+        self.quiet = os.getloadavg()[0] < (os.cpu_count() or 1)
+        self.shared_before = shared_files()
+        self.begun = time.monotonic()
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "moeyard", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "PYTHONPATH": folders, name: value},
+                start_new_session=True,
+            )
+        self.url = ""
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes of this command, orphans included."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if self._marker.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                    found.append(process)
+            except OSError:
+                continue  # it has ended, or it is not ours to read
+        return found
+
+    def workers(self) -> list[psutil.Process]:
+        """The ranks' processes."""
+        return [p for p in self.processes() if "".join(p.cmdline()).startswith("ray::RankActor")]
+
+    def wait_ready(self) -> float:
+        """Seconds until the ready line."""
+        self.wait_for(lambda: READY.search(self.out.read_text()) is not None, BUSY_READY_SECONDS)
+        match = READY.search(self.out.read_text())
+        assert match is not None
+        self.url = match["url"]
+        return time.monotonic() - self.begun
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.report("it ended")
+            assert time.monotonic() < deadline, self.report(f"not within {seconds} s")
+            time.sleep(0.05)
+
+    def report(self, what: str) -> str:
+        """What happened, with the command's own words."""
+        return f"{what}; code {self.process.poll()}\n{self.out.read_text()}\n{self.err.read_text()}"
+
+    def check_end(self, code: int) -> float:
+        """Seconds until it has ended in an orderly way: its code, no process, nothing in shared memory."""
+        begun = time.monotonic()
+        try:
+            assert self.process.wait(STOP_SECONDS) == code, self.report("another code")
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.report(f"still running after {STOP_SECONDS} s")) from None
+        seconds = time.monotonic() - begun
+        left = [(p.pid, p.cmdline()) for p in self.processes()]
+        assert not left, self.report(f"still running: {left}")
+        assert "Traceback" not in self.err.read_text(), self.err.read_text()
+        assert shared_files() <= self.shared_before | other_shared_files(self.shared_before), "shared memory is left"
+        return seconds
+
+    def close(self) -> None:
+        """End what a failed test has left."""
+        for process in self.processes():
+            process.kill()
+        self.process.wait(STOP_SECONDS)
+
+
+def shared_files() -> set[Path]:
+    return set(Path("/dev/shm").glob("moeyard-*"))
+
+
+def other_shared_files(before: set[Path]) -> set[Path]:
+    """New files that vanish by themselves: fleets of other tests have them for the moments in which ranks meet."""
+    new = shared_files() - before
+    if new:
+        time.sleep(5)
+    return new - shared_files()
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """Start command lines; what is still running at the end is killed."""
+    started: list[Command] = []
+
+    def start(*arguments: str) -> Command:
+        started.append(Command(tmp_path, *arguments))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """One fleet of two workers for all tests that do not harm it; the last of them ends it."""
+    served = Command(tmp_path_factory.mktemp("serve"), "serve", DEMO, "--workers", "2", "--port", "0")
+    try:
+        seconds = served.wait_ready()
+        print(f"ready after {seconds:.1f} s, load {os.getloadavg()[0]:.1f}")
+        if served.quiet:
+            assert seconds < READY_SECONDS
+        yield served
+    finally:
+        served.close()
+
+
+def chat(url: str, **body: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": "Hello"}]
+    fields = {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0, **body}
+    return httpx.post(f"{url}/v1/chat/completions", json=fields, timeout=30)
+
+
+def test_one_ready_line(service: Command) -> None:
+    """Scripts wait for it, so stdout has nothing else; stderr has words for people and no bars."""
+    assert READY.fullmatch(service.out.read_text())
+    assert re.fullmatch(r"loaded [\d.]+ MiB of weights\n", service.err.read_text())
+
+
+def test_requests(service: Command) -> None:
+    whole = chat(service.url)
+    assert whole.status_code == 200, whole.text
+    text = whole.json()["choices"][0]["message"]["content"]
+    assert whole.json()["usage"]["completion_tokens"] == 8
+    streamed = chat(service.url, stream=True)
+    lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    pieces = [httpx.Response(200, text=line).json()["choices"][0]["delta"].get("content", "") for line in lines[:-1]]
+    assert "".join(pieces) == text
+    (model,) = httpx.get(f"{service.url}/v1/models").json()["data"]
+    assert model["id"] == "demo"
+    assert httpx.get(f"{service.url}/readyz").status_code == 200
+    assert httpx.get(f"{service.url}/livez").status_code == 200
+
+
+def test_metrics(service: Command) -> None:
+    """The router's page, and the workers' pages under the addresses that it tells Prometheus."""
+    chat(service.url)
+    assert "moeyard_time_to_first_token_seconds_bucket" in httpx.get(f"{service.url}/metrics").text
+    targets = [t for group in httpx.get(f"{service.url}/metrics/targets").json() for t in group["targets"]]
+    pages = [httpx.get(f"http://{target}/metrics").text for target in targets]
+    assert sum("moeyard_exchange_seconds_bucket" in page for page in pages) == 2
+
+
+def test_bad_requests_harm_nobody(service: Command) -> None:
+    assert chat(service.url, messages="Hello").status_code == 400
+    assert chat(service.url, max_tokens=10**6).status_code == 400
+    assert chat(service.url, bogus=1).status_code == 400
+    assert chat(service.url).status_code == 200
+
+
+def test_listens_on_loopback_only(service: Command) -> None:
+    """Ray's processes too."""
+    addresses = {
+        (process.name(), ipaddress.ip_address(connection.laddr.ip))
+        for process in service.processes()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses, "nothing listens at all"
+    beyond = [(n, ip) for n, ip in addresses if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback]
+    assert not beyond
+
+
+def test_memory_of_workers(service: Command) -> None:
+    workers = service.workers()
+    assert len(workers) == 2
+    sizes = [worker.memory_full_info() for worker in workers]
+    print("workers, MiB:", [(s.rss >> 20, s.pss >> 20, s.uss >> 20) for s in sizes], "(RSS, PSS, USS)")
+    assert all(size.rss < MAX_WORKER_BYTES for size in sizes)
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    return sum(sum(p.cpu_times()[:2]) for p in processes)
+
+
+def test_idle_fleet_sleeps(service: Command) -> None:
+    """Workers and router; Ray's own daemons are shown beside them."""
+    time.sleep(SETTLE_SECONDS)
+    workers = service.workers()
+    router = [psutil.Process(service.process.pid)]
+    rest = [p for p in service.processes() if p not in workers + router]
+    groups = {"workers": workers, "router": router, "Ray": rest}
+    before = {name: cpu_seconds(group) for name, group in groups.items()}
+    begun = time.monotonic()
+    time.sleep(IDLE_SECONDS)
+    seconds = time.monotonic() - begun
+    used = {name: (cpu_seconds(group) - before[name]) / seconds for name, group in groups.items()}
+    print("idle, cores:", {name: round(value, 4) for name, value in used.items()})
+    assert used["workers"] + used["router"] < MAX_IDLE_CORES
+
+
+def test_ctrl_c_in_a_terminal(service: Command) -> None:
+    """It reaches every process of the group, Ray's included. The last test of the shared fleet."""
+    os.killpg(service.process.pid, signal.SIGINT)
+    print(f"ended in {service.check_end(0):.1f} s")
+    assert READY.fullmatch(service.out.read_text())
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(service.url)
+
+
+def test_lost_worker_and_interrupt_of_the_launcher_alone(command: Callable[..., Command]) -> None:
+    served = command("serve", DEMO, "--workers", "2", "--port", "0")
+    served.wait_ready()
+    with httpx.stream(
+        "POST",
+        f"{served.url}/v1/completions",
+        json={"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True},
+        timeout=30,
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        served.workers()[1].kill()
+        *_, last = (line for line in lines if line)
+    named = r"(worker [01] .* is gone|rank [01] lost at step \d+)"
+    assert re.search(rf'"error".*{named}', last), last
+    unready = httpx.get(f"{served.url}/readyz")
+    assert unready.status_code == 503
+    assert re.search(named, unready.text)
+    refused = chat(served.url)
+    assert refused.status_code == 503
+    assert re.search(named, refused.text)
+    pattern = rf"moeyard: the fleet failed: .*{named}.*; restart moeyard serve\n"
+    served.wait_for(lambda: re.search(pattern, served.err.read_text()) is not None, 5)
+    served.process.send_signal(signal.SIGINT)
+    served.check_end(1)
+
+
+def test_sigterm_ends_streams(command: Callable[..., Command]) -> None:
+    """As a service manager stops it, with a client in the middle of an answer."""
+    served = command("serve", DEMO, "--workers", "1", "--port", "0")
+    served.wait_ready()
+    body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        served.process.send_signal(signal.SIGTERM)
+        *_, last = (line for line in lines if line)
+    assert last == "data: [DONE]" or "stopping" in last or "shutting down" in last, last
+    served.check_end(0)
+
+
+def test_sigterm_while_starting(command: Callable[..., Command]) -> None:
+    started = command("serve", DEMO, "--workers", "1", "--port", "0")
+    started.wait_for(lambda: len(started.processes()) > 2, 60)
+    started.process.send_signal(signal.SIGTERM)
+    started.check_end(130)
+    assert started.out.read_text() == ""
+
+
+def test_demo_once(command: Callable[..., Command]) -> None:
+    shown = command("demo", "--once", "--port", "0")
+    assert shown.process.wait(BUSY_READY_SECONDS) == 0, shown.report("it failed")
+    shown.check_end(0)
+    out = shown.out.read_text()
+    for row in ("tokens +48", r"TTFT +[\d.]+ ms", r"TPOT +[\d.]+ ms", r"expert-cache hit rate +[\d.]+ %"):
+        assert re.search(f"(?m)^{row}$", out), out
+    assert re.search(r"(?m)^exchange per layer +\d+ us ", out)
+    assert re.search(r"(?m)^API +http://127\.0\.0\.1:\d+/v1$", out)
+    assert len(re.findall(r"(?m)http://127\.0\.0\.1:\d+/metrics$", out)) == 3
