@@ -4,7 +4,7 @@ import zlib
 
 import pytest
 
-from moeyard_worker.config import set_cpu_environment
+from moeyard_worker.cpu_config import set_cpu_environment
 
 # Before torch is imported anywhere: test processes compute as workers do (docs/architecture.md).
 set_cpu_environment()

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from moeyard import __version__
-from moeyard_worker.config import DTYPES, EXCHANGES, POLICIES, EngineConfig, parse_size, set_cpu_environment
+from moeyard_worker.config import DTYPES, EXCHANGES, POLICIES, EngineConfig, parse_size
+from moeyard_worker.cpu_config import set_cpu_environment
 from moeyard_worker.experts.sim import belady, format_table, simulate
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(

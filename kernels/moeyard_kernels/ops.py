@@ -59,11 +59,8 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def padded_rows(num_rows: int) -> int:
-    """The count up to which a step's rows are best padded once, so that `linear` need not copy in every layer.
-
-    Right for packed weights; a plain weight of the same step pads a little further by itself.
-    """
-    return _linear.padded_rows(num_rows, packed=True)
+    """The count up to which a step's rows are best padded once, so that `linear` need not copy in every layer."""
+    return _linear.padded_rows(num_rows)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from moeyard_kernels import ops
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.policies import POLICIES, start_policy
 from moeyard_worker.experts.policy import Counters
-from moeyard_worker.experts.slab import ALIGNMENT, Slab, slot_bytes
+from moeyard_worker.experts.slab import Slab
 
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = (1, 2, 4), range(3, 9), 24, 20, 2
 TOTAL = len(LAYERS) * len(EXPERTS)
@@ -179,18 +180,14 @@ def test_load_imbalance_is_the_busiest_over_the_mean() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_slots_are_equal_and_hold_an_expert_rounded_once(dtype: torch.dtype) -> None:
-    slab = Slab(num_slots=3, hidden=10, intermediate=7, dtype=dtype)
-    slab.blobs.fill_(float("nan"))
-    gate, up, down = torch.randn(7, 10), torch.randn(7, 10), torch.randn(10, 7)
-    slab.write(1, gate, up, down)
-    assert torch.equal(slab.gate_up[1], torch.cat([gate, up]).to(dtype))
-    assert torch.equal(slab.down[1], down.to(dtype))
-    assert slab.gate_up[1].is_contiguous()
-    assert slab.down[1].is_contiguous()
-    for slot in (0, 2):
-        assert slab.gate_up[slot].isnan().all()
-        assert slab.down[slot].isnan().all()
-        assert (slab.gate_up[slot].data_ptr() - slab.gate_up[1].data_ptr()) % ALIGNMENT == 0
-        assert (slab.down[slot].data_ptr() - slab.gate_up[1].data_ptr()) % ALIGNMENT == 0
-    assert slab.blobs.numel() * dtype.itemsize == 3 * slot_bytes(hidden=10, intermediate=7, dtype=dtype)
+def test_a_slot_holds_its_expert_packed_and_rounded_once(dtype: torch.dtype) -> None:
+    slab = Slab(num_slots=3, hidden=16, intermediate=8, dtype=dtype)
+    experts = [(torch.randn(8, 16), torch.randn(8, 16), torch.randn(16, 8)) for _ in range(3)]
+    # Slot 0 is written twice: nothing of its first expert may stay, and no slot may share memory with another.
+    for slot, expert in ((0, 2), (1, 1), (0, 0), (2, 2)):
+        slab.write(slot, *experts[expert])
+    x, h = torch.randn(5, 16).to(dtype), torch.randn(5, 8).to(dtype)
+    for slot, (gate, up, down) in enumerate(experts):
+        gate_up = ops.pack_weight(torch.cat([gate, up]).to(dtype))
+        assert torch.equal(ops.linear(x, slab.gate_up[slot]), ops.linear(x, gate_up))
+        assert torch.equal(ops.linear(h, slab.down[slot]), ops.linear(h, ops.pack_weight(down.to(dtype))))

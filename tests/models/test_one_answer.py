@@ -22,7 +22,7 @@ OPTIONS = {
         "kv_lora_rank": 18,
         "q_lora_rank": None,
     },
-    "qwen3_moe": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 12},
+    "qwen3_moe": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 10},
     "mixtral": {"sliding_window": 40},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -129,7 +129,7 @@ class WorkerActor:
         )
         self._total = self._checkpoint.dense_bytes()
         if experts.all_resident:
-            self._total += experts.num_slots * self._expert_bytes()
+            self._total += experts.num_slots * model.expert_bytes(self._dtype.itemsize)
         exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
         runner = Runner(
             self._checkpoint,
@@ -176,17 +176,13 @@ class WorkerActor:
             "skipped": dict(self._checkpoint.skipped),
         }
 
-    def _expert_bytes(self) -> int:
-        """One expert in one layer, in the served dtype."""
-        return 3 * self._model.hidden_size * self._model.moe_intermediate_size * self._dtype.itemsize
-
     def _plan(self, available: int) -> MemoryPlan:
         return plan_memory(
             config=self._spec.config,
             state=self._model.state_spec(self._dtype.itemsize),
             max_position=self._model.max_position,
             dense_bytes=self._checkpoint.dense_bytes(),
-            expert_bytes=self._expert_bytes(),
+            expert_bytes=self._model.expert_bytes(self._dtype.itemsize),
             num_local_experts=len(self._experts) * len(self._model.moe_layers),
             available=available,
         )

@@ -1,21 +1,11 @@
 """Engine configuration: frozen, resolved once. Sizes are bytes, times are seconds. Imports no torch."""
 
-import os
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
 ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp"]
 EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp")
-# Of every process that computes, set before torch is loaded. An Intel Xeon needs the first two for one answer: without
-# them MKL's order of summation depends on a row's place and AMX's on the number of rows (kernels/.../ref/linear.py).
-CPU_ENVIRONMENT = MappingProxyType(
-    {
-        "MKL_CBWR": "AVX512,STRICT",
-        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-)
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
 DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
 POLICIES: tuple[str, ...] = ("slru", "lru")
@@ -104,12 +94,6 @@ def _require_rows(config: SchedulerConfig | EngineConfig) -> None:
             f"max_num_seqs {config.max_num_seqs} exceeds max_batch_tokens {config.max_batch_tokens}: "
             "every running sequence needs a row of the step"
         )
-
-
-def set_cpu_environment() -> None:
-    """Give this process CPU_ENVIRONMENT and, unless the user chose, one OpenMP thread. Before torch is imported."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.update(CPU_ENVIRONMENT)
 
 
 def parse_size(text: str) -> int:

@@ -71,6 +71,10 @@ class ModelConfig:
         """Experts per token."""
         return self.gate.top_k
 
+    def expert_bytes(self, dtype_bytes: int) -> int:
+        """One routed expert in one layer: gate, up and down."""
+        return 3 * self.hidden_size * self.moe_intermediate_size * dtype_bytes
+
     def state_spec(self, dtype_bytes: int) -> StateSpec:
         """The cache cost of one token on one rank: keys and values, or the latent row, over all layers."""
         attention = self.attention

@@ -1,6 +1,7 @@
 """Causal attention of consecutive prompt positions of one sequence."""
 
 import torch
+import torch.nn.functional as F
 
 from moeyard_kernels.decode_plan import BLOCK
 
@@ -20,6 +21,9 @@ def attn_prefill(
     """
     num_rows, num_q_heads, dim = q.shape
     num_kv_heads, dim_v = k.shape[0], v.shape[2]
+    if dim_v % ROW_TILE:
+        # A product with few columns may sum a row by its place (as in linear.py); values get columns of zeros.
+        v = F.pad(v, (0, -dim_v % ROW_TILE))
     out = q.new_empty(num_rows, num_q_heads, dim_v)
     if num_rows == 0:
         return out
@@ -34,7 +38,7 @@ def attn_prefill(
     for t in range(0, num_rows, tile):
         count = min(tile, num_rows - t)
         done = _tile(q32[:, :, t : t + tile], k32, v32, low, start + t, window)
-        out[t : t + count] = done[:, :, :count].permute(2, 0, 1, 3).reshape(count, num_q_heads, dim_v)
+        out[t : t + count] = done[:, :, :count, :dim_v].permute(2, 0, 1, 3).reshape(count, num_q_heads, dim_v)
     return out
 
 

@@ -27,7 +27,7 @@ def grouped_mlp(
         if count == 0:
             continue
         w_in, w_out = gate_up[slot], down[slot]
-        stop = start + padded_rows(count, packed=w_in.is_mkldnn)
+        stop = start + padded_rows(count)
         if stop > row_of_pair.shape[0]:
             row_of_pair = F.pad(row_of_pair[:num_pairs], (0, stop - num_pairs))
         x = rows.index_select(0, row_of_pair[start:stop])

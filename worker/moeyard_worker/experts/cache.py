@@ -59,7 +59,6 @@ class ExpertCache:
         top_k: int,
         policy: str = "slru",
         recorder: RoutingRecorder | None = None,
-        device: torch.device | None = None,
     ) -> None:
         assert experts, "a rank owns at least one expert per layer"
         assert experts.step == 1, f"a shard is contiguous, got {experts}"
@@ -71,9 +70,7 @@ class ExpertCache:
         self._recorder = recorder
         self._step = 0
         self._store: HostStore | None = HostStore(source, hidden=hidden, intermediate=intermediate)
-        self._slab = Slab(
-            num_slots=self._policy.num_slots, hidden=hidden, intermediate=intermediate, dtype=dtype, device=device
-        )
+        self._slab = Slab(num_slots=self._policy.num_slots, hidden=hidden, intermediate=intermediate, dtype=dtype)
         # With everything resident the policy is not asked. An expert of layer L, local id e, sits in slot
         # _first_slot[L] + e (the order of `start_policy`), and what the policy would count follows from whether a
         # decode row has used it: _unsettled[L] are the local ids that none has.

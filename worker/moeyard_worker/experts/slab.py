@@ -1,43 +1,37 @@
-"""Device memory of the expert cache: equal slots, each one contiguous blob that holds one expert."""
+"""Device memory of the expert cache: equal slots, each of which holds one expert in the form its kernel wants."""
 
 import torch
 
-# Slots start at equal alignments, so that no library may choose other code (and other bits) for another slot.
-ALIGNMENT = 256
+from moeyard_kernels.ops import pack_weight
 
 
 class Slab:
-    """`gate_up` [S, 2I, H] (gate rows first) and `down` [S, H, I]: two views of one allocation of S blobs.
+    """S slots. `gate_up[s]` [2I, H] (gate rows first) and `down[s]` [H, I] are packed for the CPU's matrix products.
 
-    The blobs are not initialized. Within a slot both matrices are contiguous; the stride between slots is larger than
-    one matrix, since a slot's `down` follows its `gate_up`.
+    Every slot is packed, however its expert came to be there, because a packed and a plain matrix may differ in the
+    bits of their products. A slot takes memory when it is first written.
     """
 
-    def __init__(
-        self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device | None = None
-    ) -> None:
-        down_start, blob_size = _layout(hidden, intermediate, dtype)
+    def __init__(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
         self.num_slots = num_slots
         self.intermediate = intermediate
-        self.blobs = torch.empty(num_slots, blob_size, dtype=dtype, device=device)
-        matrix = intermediate * hidden
-        self.gate_up = self.blobs[:, : 2 * matrix].view(num_slots, 2 * intermediate, hidden)
-        self.down = self.blobs[:, down_start : down_start + matrix].view(num_slots, hidden, intermediate)
+        self.dtype = dtype
+        self._gate_up = torch.empty(2 * intermediate, hidden, dtype=dtype)
+        self._down = torch.empty(hidden, intermediate, dtype=dtype)
+        empty = torch.empty(0, dtype=dtype)
+        self.gate_up = [empty] * num_slots
+        self.down = [empty] * num_slots
 
     def write(self, slot: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
-        """Copy one expert, gate and up [I, H] and down [H, I], into a slot, rounding to the slab's dtype."""
-        self.gate_up[slot, : self.intermediate].copy_(gate)
-        self.gate_up[slot, self.intermediate :].copy_(up)
-        self.down[slot].copy_(down)
+        """Put one expert, gate and up [I, H] and down [H, I], into a slot, rounded to the slab's dtype."""
+        self._gate_up[: self.intermediate].copy_(gate)
+        self._gate_up[self.intermediate :].copy_(up)
+        self._down.copy_(down)
+        self.gate_up[slot] = _packed(self._gate_up)
+        self.down[slot] = _packed(self._down)
 
 
-def slot_bytes(*, hidden: int, intermediate: int, dtype: torch.dtype) -> int:
-    """Bytes of one slot, alignment included."""
-    return _layout(hidden, intermediate, dtype)[1] * dtype.itemsize
-
-
-def _layout(hidden: int, intermediate: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Elements before `down`, and of the whole blob."""
-    step = ALIGNMENT // dtype.itemsize
-    down_start = -(-2 * intermediate * hidden // step) * step
-    return down_start, -(-(down_start + intermediate * hidden) // step) * step
+def _packed(matrix: torch.Tensor) -> torch.Tensor:
+    """A copy of `matrix` in the kernels' form, which on some machines is the plain one."""
+    packed = pack_weight(matrix)
+    return packed.clone() if packed is matrix else packed

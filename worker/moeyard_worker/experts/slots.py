@@ -14,7 +14,7 @@ def resolve_slots(
     """Slots of one rank's expert cache, from 1 to `num_experts` (all layers of the rank's shard together).
 
     `slots` is the wanted number (more than `num_experts` means all) and `memory_bytes` the memory wanted instead; with
-    neither, all experts if they fit into `available_bytes`, else what fits. `expert_bytes` is one slot (`slot_bytes`).
+    neither, all experts if they fit into `available_bytes`, else what fits. `expert_bytes` is one slot.
     Raises ValueError, naming both numbers, for less than 1 slot or more memory than there is, and when both are given.
     """
     if slots is not None and memory_bytes is not None:

@@ -24,4 +24,4 @@ class HostStore:
         ):
             assert tensor.shape == shape, f"layer {layer} expert {expert}: {name} is {tuple(tensor.shape)}, not {shape}"
         slab.write(slot, gate, up, down)
-        return (gate.numel() + up.numel() + down.numel()) * slab.blobs.dtype.itemsize
+        return (gate.numel() + up.numel() + down.numel()) * slab.dtype.itemsize

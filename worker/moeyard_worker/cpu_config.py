@@ -1,0 +1,20 @@
+"""Environment of processes that compute on a CPU. Imports no torch: it must be set before torch is loaded."""
+
+import os
+from types import MappingProxyType
+
+# Of every process that computes, set before torch is loaded. An Intel Xeon needs the first two for one answer: without
+# them MKL's order of summation depends on a row's place and AMX's on the number of rows (kernels/.../ref/linear.py).
+CPU_ENVIRONMENT = MappingProxyType(
+    {
+        "MKL_CBWR": "AVX512,STRICT",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+)
+
+
+def set_cpu_environment() -> None:
+    """Give this process CPU_ENVIRONMENT and, unless the user chose, one OpenMP thread. Before torch is imported."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update(CPU_ENVIRONMENT)
