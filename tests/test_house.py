@@ -31,6 +31,7 @@ WORKER_ORDER = (
         "sequence",
         "config",
         "checkpoint_error",
+        "cpu_config",
         "philox",
         "weights",
         "sampling_check",
