@@ -1,13 +1,20 @@
-"""Shared test set-up: seeds from the test's own name, one OpenMP thread."""
+"""Shared test set-up: compute as workers do, Triton's interpreter where there is no GPU, seeds from the test's name."""
 
+import os
 import zlib
 
 import pytest
 
 from moeyard_worker.cpu_config import set_cpu_environment
 
-# Before torch is imported anywhere: test processes compute as workers do (docs/architecture.md).
+# Before torch is imported anywhere: one thread, and bits that keep (docs/architecture.md).
 set_cpu_environment()
+
+import torch  # noqa: E402 - after its settings
+
+if not torch.cuda.is_available():
+    # Triton reads it when its own library is decorated, so before anything imports triton.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture

@@ -1,18 +1,10 @@
-"""Kernel tests: seeds from the test's name, and Triton's interpreter where there is no GPU.
+"""Kernel tests: seeds from the test's name, and a Triton interpreter that rounds as a GPU does."""
 
-Triton reads TRITON_INTERPRET when a kernel is decorated, so it is set before any test module imports one.
-"""
-
-import os
 import zlib
 
 import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 

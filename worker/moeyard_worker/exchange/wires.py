@@ -139,10 +139,12 @@ class Wires:
         inbox = self.inbox[peer]
         return inbox.popleft() if inbox else self._read(peer, 0)
 
-    def poll(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for anything to happen, and file it into `inbox` and `lost`."""
-        if self._poller.poll(max(0, int(timeout * 1000) + 1) if timeout > 0 else 0):
+    def poll(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for anything to happen, and file it into `inbox` and `lost`; whether it did."""
+        happened = bool(self._poller.poll(max(0, int(timeout * 1000) + 1) if timeout > 0 else 0))
+        if happened:
             self.drain()
+        return happened
 
     def drain(self) -> None:
         """File what has happened; never blocks. Ends first: whatever a peer sent before its end is read after it."""
