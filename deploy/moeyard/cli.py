@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from moeyard import __version__
-from moeyard_worker.config import DTYPES, EXCHANGES, POLICIES, EngineConfig, parse_size
+from moeyard_worker.config import DTYPE_BYTES, DTYPES, EXCHANGES, POLICIES, EngineConfig, parse_size
 from moeyard_worker.cpu_config import set_cpu_environment
 from moeyard_worker.experts.sim import belady, format_table, simulate
 
@@ -111,9 +111,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-num-seqs",
         type=int,
-        default=DEFAULTS["max_num_seqs"],
         metavar="N",
-        help="sequences running at once on a rank (default %(default)s)",
+        help=f"sequences running at once on a rank (default {DEFAULTS['max_num_seqs']}, or --max-batch-tokens if less)",
     )
     add(
         "--prefill-chunk",
@@ -142,7 +141,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=DEFAULTS["threads"],
         metavar="N",
-        help="OpenMP threads of a worker (default %(default)s)",
+        help="OpenMP threads of a worker, 1 or 2 (default %(default)s)",
     )
     add("--ray-address", metavar="HOST:PORT", help="a running Ray cluster; without it a private one is started here")
     add(
@@ -155,7 +154,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=port,
         default=0,
         metavar="P",
-        help="worker r exports metrics at P + r (default: any free port)",
+        help="worker r exports metrics at P + r (default: any free port each)",
     )
 
 
@@ -175,7 +174,7 @@ def with_flags(message: str) -> str:
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
-        model_path=str(Path(args.model).resolve()),
+        model_path=str(Path(args.model or bundled_model()).resolve()),
         num_workers=args.workers,
         exchange=args.exchange,
         dtype=args.dtype,
@@ -186,7 +185,8 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         kv_memory=args.kv_memory,
         max_model_len=args.max_model_len,
         max_batch_tokens=args.max_batch_tokens,
-        max_num_seqs=min(args.max_num_seqs, args.max_batch_tokens),
+        # Only a default may be lowered without a word.
+        max_num_seqs=args.max_num_seqs or min(DEFAULTS["max_num_seqs"], args.max_batch_tokens),
         prefill_chunk=args.prefill_chunk,
         max_waiting=args.max_waiting,
         prefix_caching=not args.no_prefix_caching,
@@ -202,20 +202,20 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve a checkpoint behind an OpenAI-compatible API")
-    serve.add_argument(
-        "model", nargs="?", default=str(DEMO_MODEL), help="local Hugging Face directory (default: the bundled demo)"
-    )
+    serve.add_argument("model", nargs="?", help="local Hugging Face directory (default: the bundled demo)")
     add_engine_arguments(serve)
     serve.set_defaults(run=run_serve)
 
     demo = commands.add_parser("demo", help="serve the bundled checkpoint, stream one chat completion and show figures")
     demo.add_argument("--once", action="store_true", help="exit after the figures")
     add_engine_arguments(demo)
-    demo.set_defaults(run=run_demo, model=str(DEMO_MODEL), workers=2)
+    demo.set_defaults(run=run_demo, model=None, workers=2)
 
     verify = commands.add_parser("verify", help="compare a checkpoint's logits and greedy tokens with transformers")
     verify.add_argument("model", help="local Hugging Face directory")
-    verify.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (default %(default)s)")
+    verify.add_argument(
+        "--dtype", choices=tuple(DTYPE_BYTES), default="float32", help="to compute in (default %(default)s)"
+    )
     verify.set_defaults(run=run_verify)
 
     sim = commands.add_parser("cache-sim", help="replay recorded routing through an expert-cache policy")
@@ -226,6 +226,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sim.set_defaults(run=run_cache_sim)
     return parser
+
+
+def bundled_model() -> str:
+    """Directory of the demo checkpoint, which only a checkout of the project has; raises ValueError elsewhere."""
+    if not DEMO_MODEL.is_dir():
+        raise ValueError("the demo checkpoint is not part of an installed package; name a MODEL or use a checkout")
+    return str(DEMO_MODEL)
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -255,7 +262,7 @@ def run_cache_sim(args: argparse.Namespace) -> int:
     path = Path(args.file)
     for slots in args.slots or [None]:
         result = simulate(path, args.policy, slots)
-        optima = belady(path, max(rank.num_slots for rank in result.ranks) if slots is None else slots)
+        optima = belady(path, slots)
         print(format_table(result, optima))
     return 0
 

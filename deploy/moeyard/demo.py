@@ -100,6 +100,8 @@ def stream_chat(running: Running) -> Timing:
         if event.get("usage"):
             num_tokens = event["usage"]["completion_tokens"]
     connection.close()
+    if not first:
+        raise ValueError("the answer has no text")
     return Timing(
         num_tokens=num_tokens,
         time_to_first_token=first - begun,

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -150,6 +150,8 @@ class RayFleet:
             except RayActorError as error:
                 rank = refs.index(done[0])
                 raise FleetError(f"worker {rank} died while starting: {first_line(error)}") from error
+            except RayError as error:
+                raise FleetError(f"Ray could not run worker {refs.index(done[0])}: {first_line(error)}") from error
         return list(ray.get(refs))
 
     def _follow(self, loads: list[Any], progress: Progress) -> None:
@@ -159,7 +161,7 @@ class RayFleet:
             try:
                 parts = ray.get([actor.progress.remote() for actor in self._actors], timeout=STOP_SECONDS)
                 progress(sum(done for done, _ in parts), sum(total for _, total in parts))
-            except (GetTimeoutError, RayActorError, RayTaskError):
+            except RayError:
                 # Its cause, if any, is raised by the load itself.
                 pass
             if not pending:
@@ -222,7 +224,7 @@ def end_reason(ref: Any) -> str:
     """Why a rank's `wait` ended."""
     try:
         return ray.get(ref) or "stopped"
-    except (RayActorError, RayTaskError) as error:
+    except RayError as error:
         return first_line(error)
 
 

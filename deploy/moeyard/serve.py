@@ -91,7 +91,13 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
 
             def failed(reason: str) -> None:
                 failures.append(reason)
-                print(f"moeyard: the fleet failed: {reason}; restart moeyard serve", file=sys.stderr, flush=True)
+                # A rank that computes, or reads cold experts, beyond the deadline in one layer looks dead to its peers.
+                slow = (
+                    "; if it was only slow, raise --step-deadline or lower --prefill-chunk"
+                    if "silent" in reason
+                    else ""
+                )
+                print(f"moeyard: the fleet failed: {reason}{slow}; restart moeyard serve", file=sys.stderr, flush=True)
 
             router = RouterConfig(
                 model_name=name,

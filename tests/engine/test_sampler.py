@@ -274,5 +274,16 @@ def test_sampling_leaves_the_logits_alone(seed: int) -> None:
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-3, 1.0])
+@pytest.mark.parametrize("scale", [1.0, 3e38])
+def test_no_allowed_edit_leaves_nothing_to_choose(scale: float, temperature: float, seed: int) -> None:
+    """The ends of every range at once, on logits up to the largest fp32: some token is always chosen."""
+    logits = logits_for(seed, 50).clamp(-1, 1) * scale
+    edits = {"logit_bias": {1: 100.0, 2: -100.0}, "presence_penalty": 2.0, "frequency_penalty": -2.0, "min_p": 1.0}
+    for penalty in (0.01, 100.0):
+        chosen = one(logits, output=(1, 1, 2), temperature=temperature, repetition_penalty=penalty, **edits)
+        assert 0 <= chosen.token_id < 50
+
+
 def test_no_rows() -> None:
     assert sample(torch.empty(16, V), [], ()) == []

@@ -52,7 +52,13 @@ def shapes(chunks: tuple[Chunk, ...]) -> list[tuple[str, int, int, bool]]:
         (submit("r", 3, logprobs=-1), "bad_request", "logprobs .*, got -1"),
         (submit("r", 3, logit_bias={100: 1.0}), "bad_request", "logit_bias .* 100, .* vocabulary of 100"),
         (submit("r", 3, logit_bias={-1: 1.0}), "bad_request", "logit_bias .* -1, .* vocabulary of 100"),
-        (submit("r", 3, logit_bias={5: float("inf")}), "bad_request", "logit_bias .* 5 .* finite, got inf"),
+        (submit("r", 3, repetition_penalty=1e-320), "bad_request", "repetition_penalty .*, got 1e-320"),
+        (
+            submit("r", 3, min_tokens=1, stop_token_ids=tuple(range(100))),
+            "bad_request",
+            "min_tokens holds back every stop token",
+        ),
+        (submit("r", 3, logit_bias={5: float("inf")}), "bad_request", "logit_bias .* 5 .*-100, 100.*got inf"),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
@@ -16,18 +17,49 @@ from moeyard_worker.exchange.slab import ExchangeShape
 SHAPE = ExchangeShape(num_experts=4, top_k=1, hidden=1, dtype=torch.float32, max_tokens=1)
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Mesh, Mesh]]:
+def connected_pair(transport: Literal["shm", "tcp"] = "shm") -> tuple[Mesh, Mesh]:
     """Two connected ranks in this process."""
-    first, second = (Mesh(rank=rank, world_size=2, epoch=1, deadline=10) for rank in range(2))
+    first, second = (Mesh(rank=rank, world_size=2, epoch=1, deadline=10, transport=transport) for rank in range(2))
     endpoints = [first.endpoint(), second.endpoint()]
     thread = threading.Thread(target=second.connect, args=(endpoints,))
     thread.start()
     first.connect(endpoints)
     thread.join()
+    return first, second
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Mesh, Mesh]]:
+    first, second = connected_pair()
     yield first, second
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("ends", [0, 1])
+def test_what_a_peer_says_before_it_ends_is_heard(ends: int, transport: Literal["shm", "tcp"]) -> None:
+    """Every time, although the end may overtake it: the frames it sent are read first, and its reason is taken over."""
+    for _ in range(25):
+        pair = connected_pair(transport)
+        reasons: list[str] = []
+
+        def stay(mesh: Mesh = pair[1 - ends], reasons: list[str] = reasons) -> None:
+            try:
+                for step in range(1, 10):
+                    Lockstep(mesh).agree(step, 1)
+            except ExchangeError as error:
+                reasons.append(str(error))
+
+        thread = threading.Thread(target=stay)
+        thread.start()
+        for step in range(1, 4):
+            Lockstep(pair[ends]).agree(step, 1)
+        pair[ends].fail("the root cause")
+        pair[ends].close()
+        thread.join()
+        pair[1 - ends].close()
+        assert reasons == [f"the root cause (told by rank {ends})"]
 
 
 def test_one_rank_agrees_with_itself() -> None:

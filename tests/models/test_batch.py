@@ -6,7 +6,8 @@ import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
-from moeyard_worker.batch import build_batch, pad_rows
+from moeyard_kernels.ops import padded_rows
+from moeyard_worker.batch import build_batch
 from moeyard_worker.cache.pools import KvPool, LatentPool
 from moeyard_worker.model_config import load_model_config
 from moeyard_worker.models.decoder import make_pool
@@ -28,7 +29,7 @@ def test_rows_of_a_mixed_step() -> None:
     )
     batch = build_batch(step, page_size=4, window=None)
     assert (batch.num_tokens, batch.num_prefill, batch.num_decode, batch.num_decode_rows) == (9, 6, 3, 4)
-    assert batch.num_rows == pad_rows(10) == 12
+    assert batch.num_rows == padded_rows(10) == 12
     assert batch.token_ids.tolist() == [11, 12, 13, 14, 15, 16, 17, 18, 19, 0, 0, 0]
     assert batch.positions.tolist() == [0, 1, 2, 6, 7, 8, 9, 3, 4, 0, 0, 0]
     assert batch.slots.tolist() == [20, 21, 22, 9 * 4 + 2, 9 * 4 + 3, 4 * 4, 3 * 4 + 1, 6 * 4 + 3, 8 * 4]
@@ -66,7 +67,7 @@ def test_padded_decode_rows_are_inside(prefill: int, decode: int) -> None:
     batch = build_batch(step, page_size=16, window=None)
     assert batch.num_decode_rows % 4 == 0
     assert batch.num_decode <= batch.num_decode_rows < batch.num_decode + 4
-    assert batch.num_prefill + batch.num_decode_rows <= batch.num_rows == pad_rows(batch.num_rows)
+    assert batch.num_prefill + batch.num_decode_rows <= batch.num_rows == padded_rows(batch.num_rows)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])

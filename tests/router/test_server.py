@@ -30,7 +30,7 @@ CONFIG = {"model_name": "m", "model_path": Path("/m"), "max_model_len": 8, "voca
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": f"{ROOT}/worker:{ROOT}/router"}
+    return {**os.environ, "PYTHONPATH": f"{ROOT}/worker:{ROOT}/router:{os.environ.get('PYTHONPATH', '')}"}
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

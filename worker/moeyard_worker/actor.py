@@ -78,7 +78,13 @@ class WorkerActor:
         )
         self._frontend = Frontend(spec.host)
         self._metrics = WorkerMetrics(rank=spec.rank, version=spec.version)
-        self._metrics_port = self._metrics.serve(spec.host, spec.metrics_port)
+        try:
+            self._metrics_port = self._metrics.serve(spec.host, spec.metrics_port)
+        except OSError as error:
+            raise ValueError(
+                f"metrics of worker {spec.rank} cannot listen on {spec.host}:{spec.metrics_port}: {error.strerror}; "
+                "choose another --metrics-port-base"
+            ) from error
         self._loaded = 0
         self._total = 0
         self._engine: Engine | None = None
@@ -232,7 +238,9 @@ class WorkerActor:
         """End the engine after its current step and free sockets and shared memory. Safe to call twice."""
         if self._engine is not None and self._thread is not None:
             self._engine.stop()
-            self._stopped.wait()
+            self._thread.join()
+            self._engine.close()
+            self._engine = None
         self._mesh.close()
         self._frontend.close()
         self._metrics.close()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from moeyard_kernels.ops import BLOCK, DecodePlan, plan_decode
+from moeyard_kernels.ops import BLOCK, DecodePlan, padded_rows, plan_decode
 from moeyard_worker.request import Chunk, Step
 
 # The absorbed products of latent attention see decode rows in multiples of this many: fewer than four rows take another
@@ -33,8 +33,8 @@ class PromptSegment:
 class Batch:
     """The rows of one step: prompt rows, decode rows, padding.
 
-    num_tokens real rows T, of which num_prefill come first; num_rows is T padded (`pad_rows`) and holds the decode rows
-    padded to `DECODE_TILE` too: rows num_prefill .. num_prefill + num_decode_rows.
+    num_tokens real rows T, of which num_prefill come first; num_rows is T padded (`padded_rows`) and holds the decode
+    rows padded to `DECODE_TILE` too: rows num_prefill .. num_prefill + num_decode_rows.
     token_ids, positions: [num_rows] int64, zero in the padding.
     slots: [T] int64, page * page_size + offset of each row's cache entry.
     plan: which pages the T - num_prefill decode rows read.
@@ -59,15 +59,6 @@ class Batch:
         return self.num_tokens - self.num_prefill
 
 
-def pad_rows(count: int) -> int:
-    """Row counts that `linear` computes without padding them again, so that the padding is made once per step.
-
-    Coarser for more rows, since the library behind it builds a kernel per count.
-    """
-    tile = DECODE_TILE if count <= 16 else 8 if count <= 64 else 32 if count <= 512 else 128
-    return count + -count % tile
-
-
 def pad_heads(x: torch.Tensor, num_rows: int) -> torch.Tensor:
     """x [M, heads, D] with zero rows behind it up to `num_rows`; x itself when nothing is missing."""
     return x if x.shape[0] == num_rows else F.pad(x, (0, 0, 0, 0, 0, num_rows - x.shape[0]))
@@ -78,7 +69,7 @@ def build_batch(step: Step, *, page_size: int, window: int | None) -> Batch:
     num_tokens, num_prefill = step.num_tokens, step.num_prefill_tokens
     num_decode = num_tokens - num_prefill
     num_decode_rows = num_decode + -num_decode % DECODE_TILE
-    num_rows = pad_rows(num_prefill + num_decode_rows)
+    num_rows = padded_rows(num_prefill + num_decode_rows)
     token_ids = np.zeros(num_rows, dtype=np.int64)
     positions = np.zeros(num_rows, dtype=np.int64)
     slots = np.empty(num_tokens, dtype=np.int64)
@@ -102,7 +93,7 @@ def build_batch(step: Step, *, page_size: int, window: int | None) -> Batch:
         if chunk.sample:
             samples.append(end - 1)
         begin = end
-    sample_rows = np.zeros(pad_rows(len(samples)), dtype=np.int64)
+    sample_rows = np.zeros(padded_rows(len(samples)), dtype=np.int64)
     sample_rows[: len(samples)] = samples
     return Batch(
         num_tokens=num_tokens,

@@ -25,9 +25,9 @@ class SchedulerConfig:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
-    max_batch_tokens: int = 2048
+    max_batch_tokens: int = 512
     max_num_seqs: int = 64
-    prefill_chunk: int = 2048
+    prefill_chunk: int = 512
     max_waiting: int = 1024
     prefix_caching: bool = True
 
@@ -54,9 +54,9 @@ class EngineConfig:
     kv_memory: int | None = None
     page_size: int = 16
     max_model_len: int | None = None
-    max_batch_tokens: int = 2048
+    max_batch_tokens: int = 512
     max_num_seqs: int = 64
-    prefill_chunk: int = 2048
+    prefill_chunk: int = 512
     max_waiting: int = 1024
     prefix_caching: bool = True
     step_deadline: float = 5.0
@@ -71,6 +71,10 @@ class EngineConfig:
         _require_rows(self)
         if not 0 < self.step_deadline < float("inf"):
             raise ValueError(f"step_deadline must be a positive number of seconds, got {self.step_deadline}")
+        if self.threads > 2:
+            # Measured: torch splits an elementwise operation over three threads inside a row, whose tail then takes a
+            # scalar path with other bits. With two it splits between rows.
+            raise ValueError(f"threads must be 1 or 2, got {self.threads}: with more, bits depend on the batch")
         if self.exchange == "local" and self.num_workers != 1:
             raise ValueError(f"exchange 'local' is for one worker, got {self.num_workers} workers")
         if self.expert_slots is not None and self.expert_memory is not None:

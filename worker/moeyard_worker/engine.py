@@ -76,6 +76,10 @@ class Engine:
         self._stopping = True
         os.eventfd_write(self._wake, 1)
 
+    def close(self) -> None:
+        """Give back what the loop was woken with; after `run` has returned, and no `stop` follows."""
+        os.close(self._wake)
+
     def run(self) -> None:
         """Serve until `stop`. A broken invariant ends every request by name and is raised."""
         for socket in self._mesh.poll_sockets():
@@ -186,13 +190,14 @@ class Engine:
             return
         log.error("fleet failed: %s", failure)
         self.failure = failure
-        for reply in self._scheduler.fail_all(failure):
-            self._frontend.send(reply.client, reply.message)
-        self._report(force=True)
+        # Peers first: what broke may be the scheduler, and then ending its requests breaks too.
         for socket in self._peer_sockets:
             self._poller.unregister(socket)
         self._peer_sockets = []
         self._mesh.fail(failure)
+        for reply in self._scheduler.fail_all(failure):
+            self._frontend.send(reply.client, reply.message)
+        self._report(force=True)
 
     def _snapshot(self) -> Snapshot:
         scheduler = self._scheduler
@@ -214,9 +219,10 @@ class Engine:
         )
 
     def _report(self, *, force: bool) -> None:
-        """Send a snapshot to every router after a step or a change of load; a busy rank does so at most every 20 ms."""
+        """Send a snapshot to every router when the load changed; a busy rank also after a step, at most every 20 ms."""
         scheduler = self._scheduler
-        load = (self.failure, self.step, scheduler.num_running, scheduler.num_waiting, scheduler.pool.num_free)
+        step = self.step if scheduler.has_work() else None
+        load = (self.failure, step, scheduler.num_running, scheduler.num_waiting, scheduler.pool.num_free)
         now = time.monotonic()
         busy = scheduler.has_work() and now - self._reported_at < SNAPSHOT_SECONDS
         if not force and (load == self._reported or busy):

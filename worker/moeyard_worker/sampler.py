@@ -16,6 +16,8 @@ from moeyard_worker.philox import exponential_noise
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
 from moeyard_worker.sequence import Sampled, Sequence
 
+LARGEST_LOGIT = 1e300
+
 
 def sample(logits: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> list[Sampled]:
     """Next token of each sequence from logits [>= len(sequences), V] fp32, row i for sequence i."""
@@ -46,6 +48,8 @@ def _choose(row: NDArray[np.float32], sequence: Sequence, eos_token_ids: tuple[i
     logits = row.astype(np.float64)
     if _edits_logits(params):
         _edit(logits, params, sequence.prompt, sequence.output)
+        # Whatever a request asks for, its logits stay finite: inf - inf would leave nothing to choose from.
+        np.clip(logits, -LARGEST_LOGIT, LARGEST_LOGIT, out=logits)
     if len(sequence.output) < params.min_tokens:
         held_back = params.stop_token_ids + (() if params.ignore_eos else eos_token_ids)
         logits[[t for t in held_back if 0 <= t < logits.size]] = -np.inf

@@ -17,7 +17,7 @@ def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
         ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
         ("top_k", params.top_k >= 0, "at least 0"),
         ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
-        ("repetition_penalty", 0 < params.repetition_penalty < infinity, "above 0 and finite"),
+        ("repetition_penalty", 0.01 <= params.repetition_penalty <= 100, "in [0.01, 100]"),
         ("presence_penalty", -2 <= params.presence_penalty <= 2, "in [-2, 2]"),
         ("frequency_penalty", -2 <= params.frequency_penalty <= 2, "in [-2, 2]"),
         ("logprobs", params.logprobs is None or params.logprobs >= 0, "at least 0"),
@@ -28,6 +28,6 @@ def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
     for token_id, bias in params.logit_bias.items():
         if not 0 <= token_id < vocab_size:
             return f"logit_bias names token id {token_id}, which is outside the vocabulary of {vocab_size}"
-        if not -infinity < bias < infinity:
-            return f"logit_bias of token id {token_id} must be finite, got {bias}"
+        if not -100 <= bias <= 100:
+            return f"logit_bias of token id {token_id} must be in [-100, 100], got {bias}"
     return None

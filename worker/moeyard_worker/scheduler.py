@@ -90,6 +90,8 @@ class Scheduler:
                 f"the prompt has {len(prompt)} tokens, which leaves no room for output within the limit of "
                 f"{config.max_model_len}",
             )
+        if params.min_tokens > 0 and len({*params.stop_token_ids, *config.eos_token_ids}) >= config.vocab_size:
+            return no("bad_request", "min_tokens holds back every stop token, and here that is the whole vocabulary")
         total = len(prompt) + params.max_tokens
         if total > config.max_model_len:
             return no(

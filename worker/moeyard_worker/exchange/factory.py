@@ -1,15 +1,13 @@
 """Choosing and building the exchange of a fleet, in the two phases that a rendezvous needs."""
 
-from typing import Literal
+from typing import cast
 
+from moeyard_worker.config import EXCHANGES, ExchangeKind
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.slab import ExchangeShape
 from moeyard_worker.exchange.zmq_exchange import ZmqExchange
-
-ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp"]
-EXCHANGE_KINDS: tuple[ExchangeKind, ...] = ("auto", "local", "zmq", "zmq-tcp")
 
 
 def resolve_kind(kind: str, world_size: int) -> ExchangeKind:
@@ -17,13 +15,13 @@ def resolve_kind(kind: str, world_size: int) -> ExchangeKind:
 
     Raises ValueError for an unknown kind, or for "local" with more than one rank.
     """
-    if kind not in EXCHANGE_KINDS:
-        raise ValueError(f"unknown exchange {kind!r}, known: {', '.join(EXCHANGE_KINDS)}")
+    if kind not in EXCHANGES:
+        raise ValueError(f"unknown exchange {kind!r}, known: {', '.join(EXCHANGES)}")
     if kind == "local" and world_size > 1:
         raise ValueError(f"the local exchange serves one rank, not {world_size}")
     if kind == "auto":
         return "local" if world_size == 1 else "zmq"
-    return kind
+    return cast(ExchangeKind, kind)
 
 
 def build_mesh(

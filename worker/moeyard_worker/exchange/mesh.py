@@ -40,7 +40,7 @@ Transport = Literal["shm", "tcp"]
 
 # Room for a frame's tag and counts beside the largest payload, which is smaller than a slab.
 FRAME_SLACK_BYTES = 1 << 16
-# While a hello waits for its connection there is no event to wait for (IMMEDIATE), hence short waits, at start only.
+# While a hello waits for its peer to connect there is no event to wait for, hence short waits, at start only.
 CONNECT_SLICE_S = 0.005
 # A rank that was itself stopped wakes past the deadline with its peers' frames still on their way in: it must not
 # accuse them before it has looked once more.

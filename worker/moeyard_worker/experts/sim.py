@@ -62,16 +62,16 @@ def simulate(path: Path, policy: str | None = None, slots: int | None = None) ->
     return SimResult(policy=name, ranks=ranks, total=total)
 
 
-def belady(path: Path, slots: int) -> tuple[Optimum, ...]:
+def belady(path: Path, slots: int | None = None) -> tuple[Optimum, ...]:
     """Per rank, hits that no policy can exceed: keep the experts whose next use is nearest (Belady, 1966).
 
     An access counts its hits before anything is replaced. A hit is then an expert kept from one use to its next, at
     most `slots` are kept at a time, and choosing those that end first is optimal. It is a bound, tight but for less
     than one slot: a miss may be used here without taking a slot for the moment, which the engine cannot do.
     """
-    if slots < 1:
+    if slots is not None and slots < 1:
         raise ValueError(f"the expert cache needs at least 1 slot, got {slots}")
-    return tuple(_optimum(trace, slots) for trace in read_trace(path))
+    return tuple(_optimum(t, t.header.num_slots if slots is None else slots) for t in read_trace(path))
 
 
 def format_table(result: SimResult, optima: Sequence[Optimum] = ()) -> str:
