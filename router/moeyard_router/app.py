@@ -15,10 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig
 from moeyard_router.endpoints import GenerateEndpoint
-from moeyard_router.errors import ApiError
+from moeyard_router.errors import ApiError, unknown_model
 from moeyard_router.fleet import Fleet
 from moeyard_router.health import Health
 from moeyard_router.metrics import METRICS_CONTENT_TYPE, RouterMetrics
+
+_MODELS = "/v1/models"
 
 
 def create_app(
@@ -31,10 +33,12 @@ def create_app(
     routes = [
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/models", pages.models),
+        Route(_MODELS, pages.models),
+        Route(f"{_MODELS}/{{id:path}}", pages.model),  # names of models have slashes
         Route("/v1/fleet", pages.fleet),
         Route("/livez", pages.livez),
         Route("/readyz", pages.readyz),
+        Route("/health", pages.readyz),  # vLLM's name for it
         Route("/metrics", pages.metrics),
         Route("/metrics/targets", pages.metrics_targets),
     ]
@@ -55,7 +59,20 @@ class _Pages:
 
     async def models(self, request: Request) -> Response:
         """The one model that is served, in OpenAI's list."""
-        card = {
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """That model by its name; 404 for any other."""
+        name = request.path_params["id"]
+        if not name:  # /v1/models/ with a slash too many
+            return await self.models(request)
+        if name != self._config.model_name:
+            error = unknown_model(name, self._config.model_name)
+            return _json(error.body(), error.status)
+        return _json(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
             "id": self._config.model_name,
             "object": "model",
             "created": self._created,
@@ -64,7 +81,6 @@ class _Pages:
             "parent": None,
             "max_model_len": self._config.max_model_len,
         }
-        return _json({"object": "list", "data": [card]})
 
     async def fleet(self, request: Request) -> Response:
         """State and latest snapshot of every rank."""
@@ -101,7 +117,7 @@ class _Pages:
 
 
 class _CountAnswers:
-    """Counts every answer by route and status; paths that are no route share one label."""
+    """Counts every answer by route and status; paths that are no route share one label, as do models by name."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics, paths: frozenset[str]) -> None:
         self._app = app
@@ -110,7 +126,11 @@ class _CountAnswers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass everything through."""
-        path = scope["path"] if scope.get("path") in self._paths else "other"
+        path = scope.get("path", "")
+        if path.startswith(f"{_MODELS}/"):
+            path = f"{_MODELS}/{{id}}"
+        elif path not in self._paths:
+            path = "other"
 
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":

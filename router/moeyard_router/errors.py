@@ -45,6 +45,12 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
 
+def unknown_model(name: str, served: str) -> ApiError:
+    """A 404 for a model that is not the one served."""
+    message = f"the model '{name}' does not exist; this server has '{served}'"
+    return ApiError(404, message, param="model", reason="unknown_model")
+
+
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """A 400 that names the field at fault."""
     return ApiError(400, message, param=param)

@@ -114,4 +114,5 @@ def _as_error(event: Done | Rejected | Lost) -> ApiError:
         return ApiError(status, event.message, reason=event.reason, retry_after=event.retry_after)
     if event.finish_reason == "abort":
         return ApiError(503, "the worker aborted the request", reason="")
-    return ApiError(500, f"the worker failed on this request: {event.error}", reason="")
+    # Workers end a request with an error only when the fleet is lost or stopping.
+    return ApiError(503, f"the worker failed on this request: {event.error}", reason="")

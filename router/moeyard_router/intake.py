@@ -5,14 +5,15 @@ import dataclasses
 import secrets
 from dataclasses import dataclass
 
-from moeyard_router.chat import TextCodec
+from moeyard_router.chat import ChatTemplate, TextCodec
 from moeyard_router.config import RouterConfig
-from moeyard_router.errors import ApiError, bad_request
+from moeyard_router.errors import ApiError, bad_request, unknown_model
 from moeyard_router.schema import ChatRequest, CompletionRequest
 from moeyard_worker.protocol import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of max_tokens for /v1/completions
 _THREAD_TEXT = 8192  # characters; shorter texts are tokenized faster than a thread is woken
+_MESSAGE_TEXT = 64  # characters that rendering one message counts for, however short it is
 _SEEDS = 2**63
 
 
@@ -75,15 +76,12 @@ class Intake:
         if self._codec.template is None:
             raise bad_request(f"model '{self._config.model_name}' has no chat template", "messages")
         self._check_choices(request.n or 1, 1)
-        going_on = bool(request.continue_final_message)
-        text = self._codec.template.render(
-            [m.model_dump(exclude_none=True) for m in request.messages],
-            add_generation_prompt=not going_on
-            if request.add_generation_prompt is None
-            else request.add_generation_prompt,
-            continue_final_message=going_on,
-            variables=request.chat_template_kwargs or {},
-        )
+        size = sum(len(m.content) + _MESSAGE_TEXT for m in request.messages)
+        # What a template does with variables of its own is unknown here.
+        if size < _THREAD_TEXT and not request.chat_template_kwargs:
+            text = _render(self._codec.template, request)
+        else:
+            text = await asyncio.to_thread(_render, self._codec.template, request)
         if not text:
             raise bad_request("the chat template made an empty prompt of these messages", "messages")
         prompt = await self._prompt(text, special=bool(request.add_special_tokens), echo=False)
@@ -93,8 +91,7 @@ class Intake:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._config.model_name:
-            message = f"the model '{name}' does not exist; this server has '{self._config.model_name}'"
-            raise ApiError(404, message, param="model", reason="unknown_model")
+            raise unknown_model(name, self._config.model_name)
 
     def _check_choices(self, n: int, num_prompts: int) -> None:
         limit = min(self._config.max_choices, self._config.max_inflight)
@@ -210,3 +207,15 @@ class Intake:
             bias[int(key)] = value
         self._check_ids(list(bias), "logit_bias")
         return bias
+
+
+def _render(template: ChatTemplate, request: ChatRequest) -> str:
+    """The prompt of a chat; unless it goes on with its last message, it asks for an answer by default."""
+    going_on = bool(request.continue_final_message)
+    asks = request.add_generation_prompt
+    return template.render(
+        [m.model_dump(exclude_none=True) for m in request.messages],
+        add_generation_prompt=not going_on if asks is None else asks,
+        continue_final_message=going_on,
+        variables=request.chat_template_kwargs or {},
+    )

@@ -274,6 +274,16 @@ def test_models(service):
     (card,) = service.client.get("/v1/models").json()["data"]
     assert card["id"] == "tiny"
     assert card["max_model_len"] == 256
+    assert service.client.get("/v1/models/tiny").json() == card
+    assert service.client.get("/v1/models/").json()["data"] == [card]
+
+
+def test_model_with_a_slash_in_its_name(start):
+    service = start(1, model_name="maker/tiny-1")
+    for path in ("maker/tiny-1", "maker%2Ftiny-1"):
+        assert service.client.get(f"/v1/models/{path}").json()["id"] == "maker/tiny-1"
+    metrics = service.client.get("/metrics").text
+    assert 'path="/v1/models/{id}",status="200"} 2.0' in metrics
 
 
 def test_requests_spread_over_the_ranks(service):
