@@ -37,11 +37,14 @@ class TextCodec:
             raise ValueError(f"{path}: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        config = _read_json(directory / "tokenizer_config.json") or {}
-        self.special_tokens = _special_tokens(config)
-        self.token_bytes = TokenBytes(self._tokenizer)
-        source = _template_source(directory, config)
-        self.template = ChatTemplate(source, self.special_tokens) if source is not None else None
+        try:
+            self.token_bytes = TokenBytes(self._tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        path = directory / "tokenizer_config.json"
+        config = _read_object(path) or {}
+        self.special_tokens = _special_tokens(path, config)
+        self.template = _template(directory, config, self.special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Releases the interpreter lock, so long texts belong in a thread."""
@@ -138,33 +141,66 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _read_json(path: Path) -> Any:
-    """The parsed file, or None if there is none; raises `ValueError` naming it if it is broken."""
+def _read_text(path: Path) -> str:
+    """The file's text; raises `ValueError` naming it if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, or None if there is no file; raises `ValueError` naming it if it is anything else."""
     if not path.is_file():
         return None
+    text = _read_text(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens; tokenizer_config.json (`path`) spells each as a string or as an object with `content`."""
+    tokens = {}
+    for name in _NAMED_TOKENS:
+        given = config.get(name)
+        token = given.get("content") if isinstance(given, dict) else given
+        if isinstance(token, str):
+            tokens[name] = token
+        elif given is not None:
+            raise ValueError(f"{path}: {name} must be a string or an object with a string 'content', got {given!r:.80}")
+    return tokens
+
+
+def _template(directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+    """The chat template of a checkpoint, or None; raises `ValueError` naming its file if it cannot be used."""
+    path, source = _template_source(directory, config)
+    if source is None:
+        return None
+    try:
+        return ChatTemplate(source, special_tokens)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens; tokenizer_config.json spells each as a string or as an object with `content`."""
-    named = {name: config.get(name) for name in _NAMED_TOKENS}
-    return {n: t["content"] if isinstance(t, dict) else str(t) for n, t in named.items() if t is not None}
-
-
-def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template: chat_template.jinja, else chat_template.json, else the `chat_template` of the config."""
+def _template_source(directory: Path, config: Mapping[str, Any]) -> tuple[Path, str | None]:
+    """File and text of the chat template: chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return path, _read_text(path)
     path = directory / "chat_template.json"
-    own = _read_json(path)
+    own: Mapping[str, Any] | None = _read_object(path)
     if own is None:
         path, own = directory / "tokenizer_config.json", config
-    found = own.get("chat_template") if isinstance(own, dict) else own
+    found = own.get("chat_template")
     if isinstance(found, list):
+        for entry in found:
+            if not (isinstance(entry, dict) and isinstance(entry.get("name"), str) and "template" in entry):
+                raise ValueError(f"{path}: a chat_template of a list needs a name and a template, got {entry!r:.80}")
         found = {entry["name"]: entry["template"] for entry in found}
     if isinstance(found, dict):
         if "default" not in found:
@@ -172,4 +208,4 @@ def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
         found = found["default"]
     if found is not None and not isinstance(found, str):
         raise ValueError(f"{path}: chat_template must be a string or a list of named ones")
-    return found
+    return path, found

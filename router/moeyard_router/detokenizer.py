@@ -29,7 +29,8 @@ def _byte_level_alphabet() -> dict[str, int]:
 class TokenBytes:
     """The bytes of every token of a tokenizer. Ids without a token (padding of the vocabulary) have none.
 
-    Raises `ValueError` for a decoder that is not a token-to-bytes map (WordPiece, CTC and the like).
+    Raises `ValueError` for a decoder that is not a token-to-bytes map (WordPiece, CTC and the like), or that replaces
+    by a regular expression, whose dialect is not Python's.
     A leading space that a sentencepiece decoder would strip is kept: output follows a prompt, it begins no text.
     """
 
@@ -57,7 +58,7 @@ class TokenBytes:
 def _decoder_rule(decoder: dict[str, Any] | None) -> Any:
     """The token -> bytes function of a tokenizer.json `decoder` entry."""
     if decoder is None:
-        raise ValueError("tokenizer.json has no decoder; ByteLevel or ByteFallback is needed")
+        raise ValueError("no decoder; ByteLevel or ByteFallback is needed")
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [p["type"] for p in parts]
     if kinds == ["ByteLevel"]:
@@ -71,9 +72,10 @@ def _decoder_rule(decoder: dict[str, Any] | None) -> Any:
 
         return byte_level
     if "ByteFallback" not in kinds or not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
-        raise ValueError(
-            f"tokenizer.json: cannot stream decoder {'+'.join(kinds)}; ByteLevel or ByteFallback is needed"
-        )
+        raise ValueError(f"cannot stream decoder {'+'.join(kinds)}; ByteLevel or ByteFallback is needed")
+    for part in parts:
+        if part["type"] == "Replace" and "String" not in part["pattern"]:
+            raise ValueError(f"cannot stream a decoder that replaces the pattern {part['pattern']}; a string is needed")
     replacements = [(p["pattern"]["String"], p["content"]) for p in parts if p["type"] == "Replace"]
 
     def byte_fallback(token: str) -> bytes:

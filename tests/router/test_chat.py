@@ -1,12 +1,18 @@
 """A checkpoint's text files: where templates are found, how they render, and what broken files say."""
 
+import asyncio
 import json
+import threading
+from pathlib import Path
 
 import jinja2
 import pytest
 
 from moeyard_router.chat import ChatTemplate, TextCodec
+from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
+from moeyard_router.intake import Intake
+from moeyard_router.schema import ChatRequest
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " <b>hi</b> "}]
 # What real templates use: trimmed blocks, loop controls, namespaces, tojson, generation blocks, strftime_now.
@@ -97,22 +103,94 @@ def test_no_named_default(directory):
         TextCodec(directory)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.json"])
 def test_broken_file_is_named(directory, name):
     (directory / name).write_text("{")
     with pytest.raises(ValueError, match=name):
         TextCodec(directory)
 
 
+REGEX_DECODER = {
+    "type": "Sequence",
+    "decoders": [{"type": "Replace", "pattern": {"Regex": "a+"}, "content": " "}, {"type": "ByteFallback"}],
+}
+
+
+def config_with(value):
+    return json.dumps(value).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer_config.json", b"[]", "list"),
+        ("tokenizer_config.json", b"null", "NoneType"),
+        ("tokenizer_config.json", b"[" * 10**5, "recursion"),
+        ("tokenizer_config.json", b'{"bos_token": "\xff"}', "utf-8"),
+        ("tokenizer_config.json", config_with({"bos_token": {"x": 1}}), "bos_token"),
+        ("tokenizer_config.json", config_with({"eos_token": {"content": None}}), "eos_token"),
+        ("tokenizer_config.json", config_with({"pad_token": 3}), "pad_token"),
+        ("tokenizer_config.json", config_with({"chat_template": 3}), "chat_template"),
+        ("tokenizer_config.json", config_with({"chat_template": [{"n": 1}]}), "chat_template.*'n'"),
+        ("tokenizer_config.json", config_with({"chat_template": ["x"]}), "chat_template.*'x'"),
+        ("tokenizer_config.json", config_with({"chat_template": [{"name": [], "template": ""}]}), "chat_template"),
+        ("tokenizer_config.json", config_with({"chat_template": [{"name": "default", "template": 3}]}), "string"),
+        ("tokenizer_config.json", config_with({"chat_template": "{% if %}"}), "line 1"),
+        ("chat_template.json", b"[1]", "list"),
+        ("chat_template.jinja", b"\xff", "utf-8"),
+        ("chat_template.jinja", b"a\n{% if %}", "line 2"),
+    ],
+)
+def test_malformed_file_is_named_in_one_line(directory, name, content, says):
+    (directory / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"/{name}: .*{says}") as caught:
+        TextCodec(directory)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("decoder", "says"), [(None, "no decoder"), (REGEX_DECODER, r"pattern .*a\+")])
+def test_tokenizer_that_cannot_stream_is_named(directory, decoder, says):
+    path = directory / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "decoder": decoder}))
+    with pytest.raises(ValueError, match=rf"/tokenizer\.json: .*{says}"):
+        TextCodec(directory)
+
+
+@pytest.mark.parametrize(
+    ("body", "threaded"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}]}, False),
+        ({"messages": [{"role": "user", "content": "a" * 9000}]}, True),
+        ({"messages": [{"role": "user", "content": ""}] * 200}, True),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"thinking": True}}, True),
+    ],
+    ids=["small", "long text", "many messages", "variables"],
+)
+def test_large_chats_are_rendered_beside_the_event_loop(checkpoint, monkeypatch, body, threaded):
+    codec = TextCodec(checkpoint)
+    render, threads = codec.template.render, []
+
+    def recording(*args, **options):
+        threads.append(threading.current_thread())
+        return render(*args, **options)
+
+    monkeypatch.setattr(codec.template, "render", recording)
+    config = RouterConfig(
+        model_name="tiny",
+        model_path=Path(checkpoint),
+        workers=(WorkerAddress(rank=0, endpoint="ipc://unused"),),
+        max_model_len=10**6,
+        vocab_size=400,
+    )
+    job = asyncio.run(Intake(config, codec).chat(ChatRequest.model_validate(body)))
+    text = render(body["messages"], add_generation_prompt=True, continue_final_message=False, variables={})
+    assert list(job.prompts[0].token_ids) == codec.encode(text, add_special_tokens=False)
+    assert [thread is not threading.main_thread() for thread in threads] == [threaded]
+
+
 def test_missing_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         TextCodec(tmp_path)
-
-
-def test_broken_template_says_where(directory):
-    (directory / "chat_template.jinja").write_text("{{ a }}\n{% if %}")
-    with pytest.raises(ValueError, match="line 2"):
-        TextCodec(directory)
 
 
 def test_templates_are_sandboxed():
