@@ -146,9 +146,10 @@ class ReplyWriter:
         return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": list(raw)}
 
     def _spell(self, token_id: int) -> str:
-        """A token's text; if that is not whole characters, `bytes:` and its bytes in hex, so that no two look alike.
+        """A token's text; if that is not whole characters, `bytes:` and its bytes in hex, which U+FFFD would hide.
 
-        Ids that the tokenizer does not know have no text to tell them apart; they are spelled `token_id:` and the id.
+        Ids that the tokenizer does not know have no text; they are spelled `token_id:` and the id. Tokens of the same
+        bytes look alike (byte fallback has `<0x41>` beside `A`); of such, `top_logprobs` of a completion keeps one.
         """
         raw = self._tokens.of(token_id)
         if not raw:

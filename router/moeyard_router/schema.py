@@ -1,7 +1,8 @@
 """The request bodies of /v1/completions and /v1/chat/completions: strict types, explicit ranges, nothing ignored.
 
 Names, defaults and ranges are OpenAI's and, for the extensions, vLLM's. A field that is absent or null takes its
-default. A field that is unknown, or known elsewhere but not served here, is an error that names it.
+default. A field that is unknown, or known elsewhere but not served here, is an error that names it; the latter may
+stand as null, which many clients write for what they do not use.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -13,6 +14,18 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from moeyard_router.errors import ApiError, bad_request
 
 MAX_STOP_STRINGS = 16
+# Fields of OpenAI's and vLLM's requests (of either endpoint) that ask for something this server does not do.
+NOT_SERVED = (
+    *("allowed_token_ids", "audio", "bad_words", "best_of", "cache_salt", "chat_template", "documents"),
+    *("function_call", "functions", "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json"),
+    *("guided_json_object", "guided_regex", "guided_whitespace_pattern", "include_reasoning", "kv_transfer_params"),
+    *("length_penalty", "logits_processors", "metadata", "mm_processor_kwargs", "modalities", "parallel_tool_calls"),
+    *("prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "prompt_embeds", "prompt_logprobs"),
+    *("reasoning_effort", "request_id", "response_format", "return_tokens_as_token_ids", "safety_identifier"),
+    *("service_tier", "spaces_between_special_tokens", "store", "structural_tag", "structured_outputs", "suffix"),
+    *("tool_choice", "tools", "truncate_prompt_tokens", "use_beam_search", "verbosity", "vllm_xargs"),
+    "web_search_options",
+)
 _UINT63 = 2**63 - 1
 
 Seed = Annotated[int, Field(ge=-_UINT63 - 1, le=_UINT63)]
@@ -50,7 +63,7 @@ class _Generation(_Strict):
     ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     logit_bias: dict[str, Bias] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -58,6 +71,15 @@ class _Generation(_Strict):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_not_served(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Without the fields of NOT_SERVED if they ask for nothing."""
+        for name in NOT_SERVED:
+            if name in data and not _asks_nothing(name, data):
+                raise PydanticCustomError(name, "is not served here; leave it out or null")
+        return {name: value for name, value in data.items() if name not in NOT_SERVED}
 
     @field_validator("stop", mode="after")
     @classmethod
@@ -85,6 +107,17 @@ class _Generation(_Strict):
     def stops(self) -> tuple[str, ...]:
         """Stop strings, without repetitions; () for none."""
         return self.stop or ()
+
+
+def _asks_nothing(name: str, data: dict[str, Any]) -> bool:
+    """Whether a field of NOT_SERVED has a value under which the answer is the same as without it."""
+    value = data[name]
+    if name == "response_format":
+        return value in (None, {"type": "text"})
+    if name == "best_of":
+        n = data.get("n")
+        return value is None or (type(value) is int and value == (1 if n is None else n))
+    return value is None
 
 
 class CompletionRequest(_Generation):
@@ -128,9 +161,12 @@ class TextPart(_Strict):
 
 
 class ChatMessage(_Strict):
-    """One turn. `content` is a string or a list of text parts; parts are joined by newlines, as vLLM does."""
+    """One turn. `content` is a string or a list of text parts; parts are joined by newlines, as vLLM does.
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    Tools are not served, so nobody has the role `tool`.
+    """
+
+    role: Literal["system", "developer", "user", "assistant"]
     content: Any
     name: str | None = None
 
@@ -190,9 +226,11 @@ def parse(body: bytes, kind: type[RequestT]) -> RequestT:
 
 def _as_api_error(detail: ErrorDetails) -> ApiError:
     # An error of a whole model has no location; its type is the field's name (see the validators above).
-    param = ".".join(str(part) for part in detail["loc"]) or detail["type"]
+    param = ".".join(str(part) for part in detail["loc"]) if detail["loc"] else detail["type"]
     if detail["type"] == "extra_forbidden":
         return bad_request(f"unknown or unsupported field '{param}'", param)
+    if detail["type"] == "literal_error" and isinstance(detail["input"], str):
+        return bad_request(f"'{param}': {detail['msg']}, got '{detail['input']:.40}'", param)
     if detail["type"] == "missing":
         return bad_request(f"'{param}' is required", param)
     return bad_request(f"'{param}': {detail['msg']}", param)

@@ -51,6 +51,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "x", "presence_penalty": 2.1}, "presence_penalty"),
     ({"prompt": "x", "frequency_penalty": -2.1}, "frequency_penalty"),
     ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "x", "repetition_penalty": 0.009}, "repetition_penalty"),
     ({"prompt": "x", "logit_bias": {"400": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
@@ -71,6 +72,7 @@ BAD_CHATS = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "king", "content": "hi"}]}, "messages.0.role"),
+    ({"messages": [*HELLO, {"role": "tool", "content": "hi"}]}, "messages.1.role"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages.0.tool_calls"),
@@ -86,12 +88,27 @@ BAD_CHATS = [
     ({"messages": HELLO, "n": 129}, "n"),
 ]
 
-UNSUPPORTED = [
-    "audio", "best_of", "extra_body", "function_call", "functions", "guided_json", "guided_regex", "length_penalty",
-    "metadata", "modalities", "parallel_tool_calls", "prediction", "priority", "prompt_logprobs", "reasoning_effort",
-    "response_format", "service_tier", "store", "structured_outputs", "suffix", "temprature", "tool_choice", "tools",
-    "truncate_prompt_tokens", "use_beam_search", "web_search_options",
+NOT_SERVED = [
+    "audio", "best_of", "function_call", "functions", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
+    "length_penalty", "metadata", "modalities", "parallel_tool_calls", "prediction", "priority", "prompt_logprobs",
+    "reasoning_effort", "response_format", "service_tier", "store", "structured_outputs", "suffix", "tool_choice",
+    "tools", "truncate_prompt_tokens", "use_beam_search", "web_search_options",
 ]  # fmt: skip
+UNKNOWN = ["extra_body", "temprature", "guided", ""]
+ASKING = [
+    ("tools", []),
+    ("tool_choice", "none"),
+    ("store", False),
+    ("suffix", ""),
+    ("prompt_logprobs", 0),
+    ("response_format", {}),
+    ("response_format", "text"),
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "text", "schema": {}}),
+    ("best_of", 2),
+    ("best_of", True),
+    ("best_of", "1"),
+]
 
 
 def check_error(answer, status, param):
@@ -117,11 +134,43 @@ def test_bad_chat(service, body, param):
     assert service.submits == []
 
 
-@pytest.mark.parametrize("field", UNSUPPORTED)
-def test_unsupported_field_is_named(service, field):
+def each_endpoint(service, field, value):
+    """The answers of both endpoints to a request with this field."""
     for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})):
-        message = check_error(service.post(path, **body, **{field: None}), 400, field)
-        assert f"'{field}'" in message
+        yield service.post(path, **body, max_tokens=1, **{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [*((name, [{}]) for name in NOT_SERVED), *ASKING], ids=str)
+def test_field_that_is_not_served_is_named(service, field, value):
+    for answer in each_endpoint(service, field, value):
+        assert f"'{field}'" in check_error(answer, 400, field)
+    assert service.submits == []
+
+
+@pytest.mark.parametrize("value", [None, 1], ids=str)
+@pytest.mark.parametrize("field", UNKNOWN)
+def test_unknown_field_is_named_even_if_null(service, field, value):
+    for answer in each_endpoint(service, field, value):
+        assert f"unknown or unsupported field '{field}'" in check_error(answer, 400, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [*((name, None) for name in NOT_SERVED), ("response_format", {"type": "text"}), ("best_of", 1)],
+    ids=str,
+)
+def test_field_that_asks_for_nothing_is_accepted(service, field, value):
+    assert [answer.status_code for answer in each_endpoint(service, field, value)] == [200, 200]
+
+
+def test_best_of_must_be_n(service):
+    assert len(service.complete(prompt="x", max_tokens=1, n=2, best_of=2)["choices"]) == 2
+    check_error(service.post(COMPLETIONS, prompt="x", n=2, best_of=1), 400, "best_of")
+
+
+def test_role_that_is_not_served_is_named(service):
+    message = check_error(service.post(CHAT, messages=[{"role": "tool", "content": "x"}]), 400, "messages.0.role")
+    assert "got 'tool'" in message
 
 
 def test_messages_say_both_numbers(service):
@@ -151,6 +200,7 @@ def test_wrong_method_and_path(service):
     assert "POST" in answer.headers["allow"]
     check_error(service.client.post("/v1/models"), 405, None)
     check_error(service.client.get("/v2/nothing"), 404, None)
+    assert "'other/one'" in check_error(service.client.get("/v1/models/other/one"), 404, "model")
 
 
 def test_template_refusal(start, checkpoint, tmp_path):
