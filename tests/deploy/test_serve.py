@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -304,3 +305,53 @@ def test_demo_once(command: Callable[..., Command]) -> None:
     assert re.search(r"(?m)^exchange per layer +\d+ us ", out)
     assert re.search(r"(?m)^API +http://127\.0\.0\.1:\d+/v1$", out)
     assert len(re.findall(r"(?m)http://127\.0\.0\.1:\d+/metrics$", out)) == 3
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A Ray cluster of one node that somebody else started, with a token."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        # Ray wants its port outside 10002 to 19999, where it places workers; the kernel's own range lies above.
+        port = probe.getsockname()[1]
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    start = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2", "--block"]
+    with (tmp_path / "ray").open("wb") as log:
+        head = subprocess.Popen(
+            [*ray, *start, "--include-dashboard=false"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    try:
+        deadline = time.monotonic() + BUSY_READY_SECONDS
+        while b"Ray runtime started" not in (tmp_path / "ray").read_bytes():
+            assert head.poll() is None, (tmp_path / "ray").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "ray").read_text()
+            time.sleep(0.1)
+        yield f"127.0.0.1:{port}"
+    finally:
+        children = psutil.Process(head.pid).children(recursive=True)
+        head.terminate()
+        head.wait(STOP_SECONDS)
+        for process in psutil.wait_procs(children, timeout=STOP_SECONDS)[1]:
+            process.kill()
+
+
+def test_serves_on_a_running_cluster_and_leaves_it_running(cluster: str, command: Callable[..., Command]) -> None:
+    served = command(
+        "serve", DEMO, "--workers", "2", "--port", "0", "--ray-address", cluster, "--worker-host", "127.0.0.1"
+    )
+    served.wait_ready()
+    body = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()
+    assert answer["usage"]["completion_tokens"] == 4
+    served.process.send_signal(signal.SIGINT)
+    served.check_end(0)
+    # The cluster is the operator's: it goes on, with the workers' CPUs free for the next fleet.
+    again = command(
+        "serve", DEMO, "--workers", "2", "--port", "0", "--ray-address", cluster, "--worker-host", "127.0.0.1"
+    )
+    again.wait_ready()
+    assert httpx.post(f"{again.url}/v1/completions", json=body, timeout=60).json()["choices"] == answer["choices"]
+    again.process.send_signal(signal.SIGINT)
+    again.check_end(0)
