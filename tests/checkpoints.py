@@ -119,7 +119,7 @@ def make_checkpoint(
     return directory
 
 
-def randomize(model: torch.nn.Module, seed: int) -> None:
+def randomize(model: transformers.PreTrainedModel, seed: int) -> None:
     """Fill every parameter and buffer that is saved with seeded noise at a scale that keeps activations near 1."""
     generator = torch.Generator().manual_seed(seed)
     state = model.state_dict()
@@ -130,7 +130,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             noise *= 0.2
         elif tensor.ndim == 1:
             noise = (0.0 if name.endswith("bias") else 1.0) + 0.1 * noise
-        elif "embed_tokens" not in name:
+        elif "embed_tokens" not in name or model.config.tie_word_embeddings:
+            # An embedding that is also the head stays small like one: larger, every token would predict itself.
             # A gate's logits get a wide spread, so that the top-k choice is clear of rounding noise.
             gain = 2.0 if ".gate.weight" in name else 1.0
             noise *= gain * max(tensor.shape[-1], 1) ** -0.5

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tests.checkpoints import make_checkpoint
 from tests.fleet import ProcessPool
 
@@ -18,9 +19,16 @@ def processes() -> Iterator[ProcessPool]:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One checkpoint per attention kind, with a tokenizer: mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE)."""
+    """One checkpoint per attention kind and dtype, with 8 experts each.
+
+    mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE) are fp32 and have a tokenizer; mla_bf16 is DeepSeek-V3 again,
+    gqa_bf16 Mixtral with a window that is shorter than most prompts.
+    """
     root = tmp_path_factory.mktemp("checkpoints")
+    bf16 = torch.bfloat16
     return {
         "mla": make_checkpoint(root / "mla", "deepseek_v3", tokenizer=True),
         "gqa": make_checkpoint(root / "gqa", "qwen3_moe", tokenizer=True),
+        "mla_bf16": make_checkpoint(root / "mla_bf16", "deepseek_v3", dtype=bf16),
+        "gqa_bf16": make_checkpoint(root / "gqa_bf16", "mixtral", dtype=bf16, sliding_window=24),
     }

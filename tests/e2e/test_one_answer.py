@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 from tests.fleet import Answer, Fleet, ProcessPool, start_fleet
 
-from moeyard_worker.config import EngineConfig
+from moeyard_worker.config import DTYPE_BYTES, EngineConfig
 from moeyard_worker.model_config import load_model_config
 
 PAGE = 16
 NUM_PAGES = {"ample": 256, "scarce": 10}
 LOCAL_EXPERTS = {1: 8, 2: 4, 4: 2}
-NUM_MOE_LAYERS = {"mla": 2, "gqa": 3}
 VOCAB = 272
 
 
@@ -59,10 +58,11 @@ def requests() -> dict[str, tuple[list[int], dict[str, Any]]]:
     }
 
 
-def config(case: Case, model: Path, kind: str) -> EngineConfig:
+def config(case: Case, model: Path) -> EngineConfig:
     """The engine configuration of a case."""
-    total = LOCAL_EXPERTS[case.ranks] * NUM_MOE_LAYERS[kind]
-    bytes_per_token = load_model_config(model).state_spec(4).bytes_per_token
+    read = load_model_config(model)
+    total = LOCAL_EXPERTS[case.ranks] * len(read.moe_layers)
+    bytes_per_token = read.state_spec(DTYPE_BYTES[read.dtype]).bytes_per_token
     return EngineConfig(
         model_path=str(model),
         num_workers=case.ranks,
@@ -105,15 +105,15 @@ def expected(processes: ProcessPool, checkpoints: dict[str, Path]) -> dict[str, 
         case = Case(1, "shm", "all", "slru", 2048, "ample")
         answers = {}
         for name in requests():
-            with start_fleet(processes, config(case, model, kind)) as fleet:
+            with start_fleet(processes, config(case, model)) as fleet:
                 answers[name] = run_alone(fleet, "reference", name, 0)
         out[kind] = answers
     return out
 
 
-def check(case: Case, kind: str, processes: ProcessPool, model: Path, expected: dict[str, tuple[Any, ...]]) -> None:
+def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, tuple[Any, ...]]) -> None:
     """Run the requests of one case and compare bits."""
-    with start_fleet(processes, config(case, model, kind)) as fleet:
+    with start_fleet(processes, config(case, model)) as fleet:
         # A miss alone, then all at once on one rank ("c" hits its prefix, scarce pages preempt), then hits alone.
         assert run_alone(fleet, "alone", "c", 0) == expected["c"]
         assert run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0)) == expected
@@ -124,12 +124,12 @@ def check(case: Case, kind: str, processes: ProcessPool, model: Path, expected: 
         stats = fleet.call("stats")[0]
         assert stats["prefix_hit_tokens"] > 0
         assert (stats["num_preemptions"] > 0) == (case.pages == "scarce"), stats
-        assert stats["num_free"] == stats["num_pages"]
+        assert stats["num_free"] == stats["num_pages"] == NUM_PAGES[case.pages]  # so it ran in the checkpoint's dtype
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_mla(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]) -> None:
-    check(case, "mla", processes, checkpoints["mla"], expected["mla"])
+    check(case, processes, checkpoints["mla"], expected["mla"])
 
 
 GQA_CASES = [
@@ -144,4 +144,34 @@ GQA_CASES = [
 
 @pytest.mark.parametrize("case", GQA_CASES, ids=str)
 def test_gqa(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]) -> None:
-    check(case, "gqa", processes, checkpoints["gqa"], expected["gqa"])
+    check(case, processes, checkpoints["gqa"], expected["gqa"])
+
+
+BF16_CASES = {
+    "mla_bf16": [
+        Case(1, "shm", "half", "lru", 16, "scarce"),
+        Case(2, "shm", "all", "slru", 2048, "ample"),
+        Case(2, "tcp", "min", "slru", 64, "scarce"),
+        Case(4, "shm", "half", "slru", 2048, "scarce"),
+        Case(4, "tcp", "min", "lru", 16, "ample"),
+        Case(4, "tcp", "all", "lru", 64, "scarce"),
+    ],
+    "gqa_bf16": [
+        Case(1, "shm", "min", "slru", 2048, "ample"),
+        Case(2, "shm", "min", "lru", 16, "scarce"),
+        Case(2, "tcp", "half", "slru", 64, "ample"),
+        Case(4, "shm", "half", "lru", 16, "ample"),
+        Case(4, "shm", "all", "slru", 64, "scarce"),
+        Case(4, "tcp", "min", "slru", 2048, "scarce"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [pytest.param(kind, case, id=f"{kind}-{case}") for kind in BF16_CASES for case in BF16_CASES[kind]],
+)
+def test_bf16(
+    kind: str, case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]
+) -> None:
+    check(case, processes, checkpoints[kind], expected[kind])
