@@ -2,9 +2,9 @@
 
     python bench/resources.py [--workers 2] [--idle-seconds 20] [--json FILE]
 
-The time runs from the start of the process to its ready line, Ray included. Idle CPU is the CPU time of all processes
-of a group over the idle window, in percent of one core: the fleet (workers and the process with the router), and Ray's own
-daemons beside it. Memory is a worker's unique set (USS) less the bytes of the weights it loaded.
+The time runs from the start of the process to its ready line, Ray included. Idle CPU is the CPU time of all
+processes of a group over the idle window, in percent of one core: the fleet (workers and the process with the router),
+and Ray's own daemons beside it. Memory is a worker's unique set (USS) less the bytes of the weights it loaded.
 """
 
 import argparse
