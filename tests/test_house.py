@@ -32,6 +32,7 @@ WORKER_ORDER = (
         "config",
         "checkpoint_error",
         "cpu_config",
+        "host_memory",
         "philox",
         "weights",
         "sampling_check",

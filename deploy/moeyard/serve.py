@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import psutil
 from tqdm import tqdm
 
 from moeyard import ray_config
@@ -28,6 +27,7 @@ from moeyard_worker.checkpoint_check import check_checkpoint
 from moeyard_worker.checkpoint_index import open_index
 from moeyard_worker.config import DTYPE_BYTES, EngineConfig, format_size
 from moeyard_worker.experts.placement import partition
+from moeyard_worker.host_memory import available_memory
 from moeyard_worker.memory import plan_memory
 from moeyard_worker.model_config import ModelConfig, load_model_config
 
@@ -134,12 +134,11 @@ def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool)
     itemsize = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
     plan_memory(
         config=config,
-        state=model.state_spec(itemsize),
-        max_position=model.max_position,
-        dense_bytes=checkpoint.dense_bytes(),
-        expert_bytes=model.expert_bytes(itemsize),
+        model=model,
+        itemsize=itemsize,
+        resident_bytes=checkpoint.resident_bytes(itemsize),
         num_local_experts=len(shards[0]) * len(model.moe_layers),
-        available=psutil.virtual_memory().available // config.num_workers,
+        available=available_memory() // config.num_workers,
     )
 
 

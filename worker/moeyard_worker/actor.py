@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from moeyard_worker.checkpoint import MappedExperts, open_checkpoint
@@ -24,6 +23,7 @@ from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.experts.trace import RoutingRecorder, TraceHeader
 from moeyard_worker.frontend import Frontend
+from moeyard_worker.host_memory import available_memory
 from moeyard_worker.memory import MemoryPlan, plan_memory
 from moeyard_worker.metrics import WorkerMetrics
 from moeyard_worker.model_config import load_model_config
@@ -85,6 +85,7 @@ class WorkerActor:
                 f"metrics of worker {spec.rank} cannot listen on {spec.host}:{spec.metrics_port}: {error.strerror}; "
                 "choose another --metrics-port-base"
             ) from error
+        self._available: int | None = None
         self._loaded = 0
         self._total = 0
         self._engine: Engine | None = None
@@ -104,6 +105,8 @@ class WorkerActor:
     def connect(self, mesh: list[dict[str, Any]]) -> None:
         """Meet the peers: their endpoints in rank order."""
         self._mesh.connect([MeshEndpoint(**fields) for fields in mesh], timeout=MEET_SECONDS)
+        # No rank loads before all have met: in `load` peers of this host would already be taking what is measured.
+        self._available = available_memory()
 
     def progress(self) -> tuple[int, int]:
         """Bytes loaded so far and in all (0, 0 before `load`)."""
@@ -115,11 +118,12 @@ class WorkerActor:
     def load(self, ranks_on_host: int) -> dict[str, Any]:
         """Load this rank's weights and allocate its caches; returns what was decided (sizes in bytes).
 
-        `ranks_on_host` workers share the host's free memory evenly. Raises ValueError when something does not fit and
-        CheckpointError for a bad file.
+        `ranks_on_host` workers share evenly what was free on the host when they had met. Raises ValueError when
+        something does not fit and CheckpointError for a bad file.
         """
         config, model = self._spec.config, self._model
-        plan = self._plan(psutil.virtual_memory().available // ranks_on_host)
+        assert self._available is not None, "load comes after connect"
+        plan = self._plan(self._available // ranks_on_host)
         self._recording = self._recorder(plan)
         experts = self.experts = ExpertCache(
             source=MappedExperts(self._checkpoint),
@@ -185,12 +189,13 @@ class WorkerActor:
     def _plan(self, available: int) -> MemoryPlan:
         return plan_memory(
             config=self._spec.config,
-            state=self._model.state_spec(self._dtype.itemsize),
-            max_position=self._model.max_position,
-            dense_bytes=self._checkpoint.dense_bytes(),
-            expert_bytes=self._model.expert_bytes(self._dtype.itemsize),
+            model=self._model,
+            itemsize=self._dtype.itemsize,
+            resident_bytes=self._checkpoint.resident_bytes(self._dtype.itemsize),
             num_local_experts=len(self._experts) * len(self._model.moe_layers),
             available=available,
+            # Peers of one host reserve theirs when they are constructed.
+            slab_allocated=self._mesh.own_slab is not None,
         )
 
     def _recorder(self, plan: MemoryPlan) -> RoutingRecorder | None:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from moeyard_worker.checkpoint_error import CheckpointError
 from moeyard_worker.checkpoint_index import DTYPE_BYTES, INDEX_NAME, SINGLE_NAME, CheckpointIndex
 from moeyard_worker.model_config import ModelConfig
+from moeyard_worker.models.resident import resident_bytes
 from moeyard_worker.models.spec import ModelSpec, model_spec
 
 
@@ -20,8 +21,12 @@ class CheckedCheckpoint:
     skipped: Mapping[str, str]
 
     def dense_bytes(self) -> int:
-        """Bytes that every rank reads of its own: everything but experts."""
+        """Bytes that every rank reads of its own, as stored: everything but experts. What `progress` adds up to."""
         return sum(self.index.entries[part.key].num_bytes for each in self.spec.dense() for part in each.parts)
+
+    def resident_bytes(self, itemsize: int) -> int:
+        """Bytes that the same weights take in memory, served in values of `itemsize` bytes."""
+        return resident_bytes(self.spec, itemsize)
 
     def expert_bytes(self, experts: range) -> int:
         """Bytes of the experts of all layers that a rank which owns `experts` reads."""

@@ -1,0 +1,418 @@
+"""How a rank's memory is divided: what is refused and why, and that the parts never exceed the whole."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.checkpoints import make_checkpoint
+
+from moeyard_worker.attention_config import GqaConfig, MlaConfig
+from moeyard_worker.checkpoint import open_checkpoint
+from moeyard_worker.config import EngineConfig, format_size
+from moeyard_worker.exchange.local import LocalExchange
+from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.host_memory import available_memory, cgroup_available
+from moeyard_worker.memory import AUTO_KV_SHARE, MemoryPlan, plan_memory, prefix_bytes, slab_bytes, step_bytes
+from moeyard_worker.model_config import GateConfig, ModelConfig, load_model_config
+from moeyard_worker.rope_config import RopeConfig
+from moeyard_worker.runner import Runner
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+GQA = GqaConfig(num_heads=8, num_kv_heads=2, head_dim=64, scale=1.0, bias=False, qk_norm=False, sliding_window=None)
+MLA = MlaConfig(num_heads=8, q_lora_rank=None, kv_lora_rank=64, nope_dim=32, rope_dim=16, v_dim=32, scale=1, bias=False)
+MODEL = ModelConfig(
+    family="qwen3_moe",
+    hidden_size=512,
+    num_layers=4,
+    vocab_size=1000,
+    max_position=4096,
+    rms_eps=1e-6,
+    tie_word_embeddings=False,
+    attention=GQA,
+    rope=RopeConfig(kind="default", dim=64, theta=1e4, interleaved=False),
+    intermediate_size=1024,
+    moe_layers=(0, 1, 2, 3),
+    gate=GateConfig(top_k=2, scoring="softmax", renormalize=True),
+    num_experts=8,
+    moe_intermediate_size=256,
+    shared_intermediate_size=0,
+    bos_token_id=None,
+    eos_token_ids=(),
+    dtype="float32",
+    num_mtp_layers=0,
+)
+PAGE_BYTES = 16 * 2 * 2 * 64 * 4 * 4
+EXPERT_BYTES = 3 * 512 * 256 * 4
+
+
+def plan(available: int, *, dense: int = 10 * MIB, model: ModelConfig = MODEL, **options: Any) -> MemoryPlan:
+    return plan_memory(
+        config=EngineConfig(model_path="", **options),
+        model=model,
+        itemsize=4,
+        resident_bytes=dense,
+        num_local_experts=32,
+        available=available,
+    )
+
+
+def refused(available: int, **options: Any) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is what the tests look at
+        plan(available, **options)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_everything_fits() -> None:
+    done = plan(8 * GIB)
+    assert done.expert_slots == 32
+    assert done.num_pages == 64 * 4096 // 16, "what 64 sequences of full length can use"
+    assert done.max_model_len == 4096
+    assert done.reserve.margin == 8 * GIB // 20
+    assert done.reserve.exchange == 0, "a single worker exchanges nothing"
+
+
+def test_what_does_not_fit_shrinks() -> None:
+    done = plan(120 * MIB)
+    assert 0 < done.expert_slots < 32
+    assert done.max_model_len == done.num_pages * 16 < 4096
+
+
+def test_dense_weights_do_not_fit() -> None:
+    text = refused(100 * MIB, dense=90 * MIB)
+    assert "90 MiB" in text
+    assert "100 MiB" in text
+    assert "margin 5 MiB" in text
+    assert "--max-batch-tokens" in text
+
+
+def test_weights_that_fit_alone_are_refused_for_the_reserve() -> None:
+    reserve = plan(GIB, dense=MIB).reserve
+    plan(GIB, dense=GIB - reserve.total - 64 * MIB)
+    assert str(reserve) in refused(GIB, dense=GIB - reserve.total)
+
+
+def test_max_model_len_beyond_the_model() -> None:
+    assert refused(8 * GIB, max_model_len=5000) == "--max-model-len 5000 exceeds the model's 4096"
+
+
+def test_kv_memory_does_not_fit() -> None:
+    text = refused(GIB, kv_memory=2 * GIB)
+    free = GIB - 10 * MIB - plan(GIB).reserve.total
+    assert text.startswith(f"--kv-memory 2 GiB does not fit: this worker has {format_size(free)} of free memory")
+    assert "a reserve of" in text
+    assert text.endswith("lower --kv-memory")
+
+
+def test_kv_memory_leaves_no_room_for_its_longest_sequence() -> None:
+    """The pages alone would fit."""
+    free = GIB - 10 * MIB - plan(GIB).reserve.total
+    needed = 4096 * prefix_bytes(MODEL, 4)
+    kv = (free - needed) // PAGE_BYTES * PAGE_BYTES
+    text = refused(GIB, kv_memory=kv + PAGE_BYTES)
+    assert f"attention over 4096 tokens takes {format_size(needed)}" in text
+    assert "expert" in refused(GIB, kv_memory=kv)
+    assert plan(GIB, kv_memory=kv - EXPERT_BYTES).expert_slots == 1
+
+
+def test_too_few_pages() -> None:
+    text = refused(8 * GIB, kv_memory=2 * PAGE_BYTES - 1)
+    assert "holds 1 pages of 64 KiB, at least 2" in text
+    assert "raise --kv-memory" in text
+    assert plan(8 * GIB, kv_memory=2 * PAGE_BYTES).num_pages == 2
+    assert plan(8 * GIB, kv_memory=2 * PAGE_BYTES).max_model_len == 32
+
+
+def test_max_model_len_needs_more_pages() -> None:
+    text = refused(8 * GIB, max_model_len=100, kv_memory=6 * PAGE_BYTES)
+    assert "--max-model-len 100 needs 7 KV pages, memory holds 6" in text
+    assert plan(8 * GIB, max_model_len=100, kv_memory=7 * PAGE_BYTES).max_model_len == 100
+
+
+def test_expert_memory_does_not_fit() -> None:
+    text = refused(GIB, expert_memory=GIB)
+    assert text.startswith("--expert-memory 1 GiB is more than the ")
+    assert f"{plan(GIB).reserve})" in text
+
+
+def test_expert_memory_below_one_expert() -> None:
+    text = refused(GIB, expert_memory=EXPERT_BYTES - 1)
+    assert "needs at least one expert, 1.5 MiB, but --expert-memory gives it" in text
+    assert "reserve" not in text, "not what is in the way"
+    assert plan(GIB, expert_memory=EXPERT_BYTES).expert_slots == 1
+
+
+def test_expert_slots_do_not_fit() -> None:
+    text = refused(120 * MIB, expert_slots=32, kv_memory=PAGE_BYTES * 256)
+    assert text.startswith("32 expert slots need 48 MiB, but this worker has ")
+    assert "lower --expert-slots" in text
+    assert "beside 16 MiB of KV and a reserve of" in text
+
+
+def test_no_room_for_one_expert() -> None:
+    reserve = plan(GIB).reserve.total
+    text = refused(GIB, dense=GIB - reserve - 300 * KIB, kv_memory=2 * PAGE_BYTES)
+    assert "needs at least one expert, 1.5 MiB, but this worker has left " in text
+    assert "a reserve of" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_slab_is_what_the_exchange_allocates(dtype: torch.dtype) -> None:
+    shape = ExchangeShape(num_experts=8, top_k=2, hidden=512, dtype=dtype, max_tokens=100)
+    config = EngineConfig(model_path="", num_workers=2, max_batch_tokens=100)
+    size = slab_bytes(config, MODEL, dtype.itemsize)
+    assert 0 <= shape.slab_bytes - size < 3 * 64
+    assert slab_bytes(replace(config, num_workers=1), MODEL, dtype.itemsize) == 0
+    assert slab_bytes(replace(config, num_workers=1, exchange="zmq"), MODEL, dtype.itemsize) == size
+
+
+def test_slab_is_reserved_once() -> None:
+    config = EngineConfig(model_path="", num_workers=2)
+    sizes = {"model": MODEL, "itemsize": 4, "resident_bytes": MIB, "num_local_experts": 16, "available": GIB}
+    before = plan_memory(config=config, **sizes)
+    after = plan_memory(config=config, **sizes, slab_allocated=True)
+    assert before.reserve.exchange == slab_bytes(config, MODEL, 4) > 0
+    assert after.reserve == replace(before.reserve, exchange=0)
+
+
+@given(
+    config=st.builds(
+        EngineConfig,
+        model_path=st.just(""),
+        num_workers=st.integers(1, 4),
+        max_batch_tokens=st.integers(64, 2048),
+        max_model_len=st.none() | st.integers(1, 4096),
+        kv_memory=st.none() | st.integers(1, GIB),
+        expert_slots=st.none() | st.integers(1, 64),
+        page_size=st.sampled_from((1, 16, 64)),
+    ),
+    attention=st.sampled_from((GQA, MLA)),
+    itemsize=st.sampled_from((2, 4)),
+    dense=st.integers(1, GIB),
+    num_experts=st.integers(1, 64),
+    available=st.integers(1, 4 * GIB),
+)
+def test_parts_never_exceed_what_is_available(
+    config: EngineConfig, attention: GqaConfig | MlaConfig, itemsize: int, dense: int, num_experts: int, available: int
+) -> None:
+    model = replace(MODEL, attention=attention)
+    try:
+        done = plan_memory(
+            config=config,
+            model=model,
+            itemsize=itemsize,
+            resident_bytes=dense,
+            num_local_experts=num_experts,
+            available=available,
+        )
+    except ValueError:
+        return
+    free = available - dense - done.reserve.total
+    kv = done.num_pages * config.page_size * model.state_spec(itemsize).bytes_per_token
+    prefix = done.max_model_len * prefix_bytes(model, itemsize)
+    assert kv + prefix + done.expert_slots * model.expert_bytes(itemsize) <= free
+    assert done.reserve.workspace == step_bytes(config, model)
+    assert done.reserve.margin == int(available * 0.05)
+    assert 1 <= done.expert_slots <= num_experts
+    assert done.max_model_len <= done.num_pages * config.page_size
+    if config.kv_memory is None:
+        assert kv + prefix <= free * AUTO_KV_SHARE
+    else:
+        assert kv <= config.kv_memory
+
+
+def held_bytes(root: object) -> int:
+    """Bytes of all tensors that are reachable from an object of ours, shared memory once."""
+    storages: dict[object, int] = {}
+    seen: set[int] = set()
+    stack = [root]
+    while stack:
+        each = stack.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            # What is packed for the kernels has no storage to look at.
+            key = id(each) if each.is_mkldnn else each.untyped_storage().data_ptr()
+            storages[key] = each.numel() * each.dtype.itemsize if each.is_mkldnn else each.untyped_storage().nbytes()
+        elif isinstance(each, dict):
+            stack.extend(each.values())
+        elif isinstance(each, list | tuple):
+            stack.extend(each)
+        elif type(each).__module__.startswith("moeyard_worker"):
+            stack.extend(vars(each).values() if hasattr(each, "__dict__") else ())
+    return sum(storages.values())
+
+
+class NoExperts:
+    """A runner that only loads asks for nothing."""
+
+    def run(self, layer: int, dispatched: object) -> torch.Tensor:
+        raise AssertionError
+
+
+ODD = {"kv_lora_rank": 40, "qk_nope_head_dim": 20, "v_head_dim": 24}
+PARTLY_ODD = {"kv_lora_rank": 40, "qk_nope_head_dim": 16, "v_head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {"attention_bias": True, "q_lora_rank": None}),
+        ("deepseek_v2", ODD),
+        ("deepseek_v2", PARTLY_ODD),
+        ("qwen3_moe", {"attention_bias": True}),
+        ("mixtral", {"tie_word_embeddings": True}),
+    ],
+    ids=["deepseek_v3", "bias", "odd", "partly_odd", "qwen3_moe", "mixtral_tied"],
+)
+@pytest.mark.parametrize("served", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["from_fp32", "from_bf16"])
+def test_resident_bytes_are_what_a_runner_holds(
+    tmp_path: Path, family: str, overrides: dict[str, Any], served: torch.dtype, stored: torch.dtype
+) -> None:
+    make_checkpoint(tmp_path, family, dtype=stored, **overrides)
+    model = load_model_config(tmp_path)
+    checkpoint = open_checkpoint(tmp_path, model)
+    runner = Runner(
+        checkpoint,
+        exchange=LocalExchange(num_experts=8),
+        experts=NoExperts(),
+        dtype=served,
+        num_pages=2,
+        page_size=16,
+    )
+    pool = 2 * 16 * model.state_spec(served.itemsize).bytes_per_token
+    assert held_bytes(runner) == checkpoint.resident_bytes(served.itemsize) + pool
+
+
+# The peak of one step, measured in a process of its own: a first step has warmed up all libraries.
+_PEAK = """
+import re, sys
+from pathlib import Path
+from moeyard_worker.cpu_config import set_cpu_environment
+set_cpu_environment()
+import torch
+from moeyard_worker.checkpoint import MappedExperts, open_checkpoint
+from moeyard_worker.exchange.local import LocalExchange
+from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.model_config import load_model_config
+from moeyard_worker.request import Chunk, Step
+from moeyard_worker.runner import Runner
+torch.set_num_threads(1)
+directory, dtype = sys.argv[1], getattr(torch, sys.argv[2])
+model = load_model_config(directory)
+checkpoint = open_checkpoint(directory, model)
+experts = ExpertCache(
+    source=MappedExperts(checkpoint), layers=model.moe_layers, experts=range(8), hidden=model.hidden_size,
+    intermediate=model.moe_intermediate_size, dtype=dtype, num_slots=99, top_k=model.top_k,
+)
+experts.preload()
+runner = Runner(
+    checkpoint, exchange=LocalExchange(num_experts=8), experts=experts, dtype=dtype, num_pages=256, page_size=16,
+)
+def step(start, count):
+    tokens = tuple(i % 1000 for i in range(count))
+    chunk = Chunk(request_id="a", start=start, token_ids=tokens, pages=tuple(range(256)), prompt=True, sample=True)
+    return runner.forward(Step(prefill=(chunk,)))
+def status(key):
+    return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+step(0, 16)
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+before = status("VmRSS")
+step(4096 - 512, 512)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_step_stays_within_its_estimate(tmp_path: Path, family: str, dtype: str) -> None:
+    """A chunk of 512 rows at the end of 4096 positions; the estimate is not more than three times too large."""
+    heads = {
+        "deepseek_v3": {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
+        "qwen3_moe": {"head_dim": 128},
+    }[family]
+    make_checkpoint(
+        tmp_path, family, hidden_size=512, vocab_size=1024, intermediate_size=1024, num_hidden_layers=2,
+        num_attention_heads=16, num_key_value_heads=16, max_position_embeddings=4096, moe_intermediate_size=256,
+        **heads,
+    )  # fmt: skip
+    model = load_model_config(tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(tmp_path), dtype],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+    )
+    peak = int(run.stdout)
+    config = EngineConfig(model_path="", max_batch_tokens=512)
+    estimate = step_bytes(config, model) + 4096 * prefix_bytes(model, 4 if dtype == "float32" else 2)
+    assert estimate / 3 < peak < estimate, (peak / MIB, estimate / MIB)
+
+
+def group(root: Path, path: str, *, limit: str, current: int = 0, inactive: int = 0, active: int = 0) -> None:
+    directory = root / path
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.max").write_text(f"{limit}\n")
+    (directory / "memory.current").write_text(f"{current}\n")
+    stat = f"anon 1\nfile {inactive + active}\ninactive_file {inactive}\nactive_file {active}\n"
+    (directory / "memory.stat").write_text(stat)
+
+
+def test_no_control_group(tmp_path: Path) -> None:
+    assert cgroup_available(tmp_path / "none", "") is None
+    assert cgroup_available(tmp_path, "4:memory:/a\n0::/\n") is None
+
+
+def test_group_of_a_container(tmp_path: Path) -> None:
+    """Its own group is what it sees as the root."""
+    group(tmp_path, "", limit="1000", current=300)
+    assert cgroup_available(tmp_path, "0::/\n") == 700
+    assert cgroup_available(tmp_path, "0::/../other\n") == 700
+    group(tmp_path, "", limit="max", current=300)
+    assert cgroup_available(tmp_path, "0::/\n") is None
+
+
+def test_tightest_group_counts(tmp_path: Path) -> None:
+    group(tmp_path, "a.slice", limit="1000", current=600)
+    group(tmp_path, "a.slice/b.scope", limit="max", current=100)
+    group(tmp_path, "c.slice", limit="10", current=0)
+    assert cgroup_available(tmp_path, "1:cpu:/x\n0::/a.slice/b.scope\n") == 400
+    group(tmp_path, "a.slice/b.scope", limit="350", current=100)
+    assert cgroup_available(tmp_path, "0::/a.slice/b.scope\n") == 250
+
+
+def test_page_cache_is_available(tmp_path: Path) -> None:
+    group(tmp_path, "", limit="1000", current=990, inactive=500, active=200)
+    assert cgroup_available(tmp_path, "0::/\n") == 710
+
+
+def test_group_over_its_limit(tmp_path: Path) -> None:
+    group(tmp_path, "", limit="1000", current=1200)
+    assert cgroup_available(tmp_path, "0::/\n") == 0
+
+
+def test_available_memory_is_at_most_the_hosts() -> None:
+    assert 0 < available_memory() <= psutil.virtual_memory().total
+
+
+def test_reserve_is_named_in_full() -> None:
+    config = {"num_workers": 2, "max_batch_tokens": 1024}
+    text = refused(GIB, dense=2 * GIB, **config)
+    sizes = re.search(r"a reserve of (.*) MiB \(exchange (.*) MiB, one step (.*) MiB, margin (.*) MiB\)", text)
+    assert sizes is not None
+    total, *parts = (float(size) for size in sizes.groups())
+    assert total == pytest.approx(sum(parts), abs=0.3)
+    assert min(parts) > 0

@@ -1,0 +1,40 @@
+"""How much memory this process may still take: what the host has, or less where a control group limits us."""
+
+from pathlib import Path
+
+import psutil
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+def available_memory() -> int:
+    """Bytes that all processes of our control group can still allocate together without swapping or being killed."""
+    available = int(psutil.virtual_memory().available)
+    limit = cgroup_available(CGROUP_ROOT, OWN_CGROUP.read_text() if OWN_CGROUP.exists() else "")
+    return available if limit is None else min(available, limit)
+
+
+def cgroup_available(root: Path, own: str) -> int | None:
+    """Bytes left in the tightest of our control groups (version 2, mounted at `root`), None without a limit.
+
+    `own` is the text of /proc/self/cgroup. A group's limit binds its descendants, so all up to the root are looked at.
+    Format: docs.kernel.org/admin-guide/cgroup-v2.html. memory.current counts the page cache too, which the kernel gives
+    up before it kills anyone (a served checkpoint is mapped, so this is most of it): files' pages count as available.
+    """
+    path = next((line[3:] for line in own.splitlines() if line.startswith("0::/")), "/")
+    # In a container's own namespace the path is "/"; one that leads out of it is not visible below `root`.
+    group = root if ".." in path else root / path.lstrip("/")
+    groups = (group, *(parent for parent in group.parents if parent.is_relative_to(root)))
+    left = [room for each in groups if (room := _room(each)) is not None]
+    return min(left, default=None)
+
+
+def _room(group: Path) -> int | None:
+    """Bytes left in one group; None where it has no limit (the root has no such file)."""
+    limit = group / "memory.max"
+    if not limit.is_file() or (text := limit.read_text().strip()) == "max":
+        return None
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    used = int((group / "memory.current").read_text()) - int(stat["inactive_file"]) - int(stat["active_file"])
+    return max(0, int(text) - max(0, used))
