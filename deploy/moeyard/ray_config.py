@@ -16,6 +16,8 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes ray.init bind 127.0.0.1 only
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        # Ray gives its workers niceness 15: whatever else runs would go before a step, and before all other ranks.
+        "RAY_worker_niceness": "0",
         # The driver gets SIGTERM to stop: no stack trace for it.
         "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -13,7 +13,6 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -23,6 +22,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeyard import __version__
+from moeyard.rank import Rank
 from moeyard.ray_actor import RankActor
 from moeyard.ray_config import uses_tls, worker_environment
 from moeyard_worker.config import EngineConfig
@@ -39,16 +39,6 @@ STOP_SECONDS = 3.0
 
 class FleetError(ValueError):
     """The fleet cannot start; one line that says what and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    """A started rank: where routers and Prometheus reach it, and what it decided while loading."""
-
-    rank: int
-    frontend: str
-    metrics_url: str
-    report: dict[str, Any]
 
 
 class RayFleet:

@@ -20,6 +20,7 @@ from types import FrameType
 from tqdm import tqdm
 
 from moeyard import ray_config
+from moeyard.rank import Rank
 from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.server import run_router
@@ -39,8 +40,6 @@ class Running:
     url: str
     model_name: str
     metrics_urls: tuple[str, ...]
-    num_moe_layers: int
-    seconds: float
 
 
 def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[[Running], None] | None = None) -> int:
@@ -62,57 +61,24 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
     fleet = RayFleet(
         config, address=args.ray_address, worker_host=args.worker_host, metrics_port_base=args.metrics_port_base
     )
-    name = args.served_model_name or Path(config.model_path).name
-    url = f"http://{args.host}:{sock.getsockname()[1]}"
     failures: list[str] = []
+
+    def failed(reason: str) -> None:
+        failures.append(reason)
+        report_failure(reason)
+
     with sigterm_as_interrupt():
         try:
             with progress_bar() as progress:
                 ranks = fleet.start(progress)
             report_skipped(ranks[0].report["skipped"])
+            router = router_config(args, config, model, ranks=ranks, port=sock.getsockname()[1])
 
             def ready() -> None:
-                running = Running(
-                    url=url,
-                    model_name=name,
-                    metrics_urls=tuple(rank.metrics_url for rank in ranks),
-                    num_moe_layers=len(model.moe_layers),
-                    seconds=time.monotonic() - begun,
-                )
-                report = ranks[0].report
-                print(
-                    f"ready: {url}/v1 serves {name} ({report['dtype']}) on {len(ranks)} workers, expert slots "
-                    f"{report['expert_slots']}/{report['num_experts']} per worker, up to {router.max_model_len} "
-                    f"tokens, after {running.seconds:.1f} s",
-                    flush=True,
-                )
+                running = report_ready(router, ranks, seconds=time.monotonic() - begun)
                 if on_ready is not None:
                     on_ready(running)
 
-            def failed(reason: str) -> None:
-                failures.append(reason)
-                # A rank that computes, or reads cold experts, beyond the deadline in one layer looks dead to its peers.
-                slow = (
-                    "; if it was only slow, raise --step-deadline or lower --prefill-chunk"
-                    if "silent" in reason
-                    else ""
-                )
-                print(f"moeyard: the fleet failed: {reason}{slow}; restart moeyard serve", file=sys.stderr, flush=True)
-
-            router = RouterConfig(
-                model_name=name,
-                model_path=Path(config.model_path),
-                workers=tuple(
-                    WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url) for r in ranks
-                ),
-                max_model_len=min(rank.report["max_model_len"] for rank in ranks),
-                vocab_size=model.vocab_size,
-                eos_token_ids=model.eos_token_ids,
-                host=args.host,
-                port=sock.getsockname()[1],
-                max_inflight=config.num_workers * (config.max_num_seqs + config.max_waiting),
-                step_deadline=config.step_deadline,
-            )
             fleet.watch(lambda rank, reason: print(f"moeyard: worker {rank} ended: {reason}", file=sys.stderr))
             run_router(router, sock, on_ready=ready, on_failed=failed)
         finally:
@@ -120,6 +86,44 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
                 fleet.stop()
                 sock.close()
     return 1 if failures else 0
+
+
+def router_config(
+    args: argparse.Namespace, config: EngineConfig, model: ModelConfig, *, ranks: list[Rank], port: int
+) -> RouterConfig:
+    """The router before these ranks. What they decided while loading bounds the length of a sequence."""
+    return RouterConfig(
+        model_name=args.served_model_name or Path(config.model_path).name,
+        model_path=Path(config.model_path),
+        workers=tuple(WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url) for r in ranks),
+        max_model_len=min(rank.report["max_model_len"] for rank in ranks),
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        host=args.host,
+        port=port,
+        max_inflight=config.num_workers * (config.max_num_seqs + config.max_waiting),
+        step_deadline=config.step_deadline,
+    )
+
+
+def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> Running:
+    """Print the ready line."""
+    url = f"http://{router.host}:{router.port}"
+    report = ranks[0].report
+    print(
+        f"ready: {url}/v1 serves {router.model_name} ({report['dtype']}) on {len(ranks)} workers, expert slots "
+        f"{report['expert_slots']}/{report['num_experts']} per worker, up to {router.max_model_len} tokens, after "
+        f"{seconds:.1f} s",
+        flush=True,
+    )
+    return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
+
+
+def report_failure(reason: str) -> None:
+    """Say that the fleet is lost, and what may help."""
+    # A rank that computes, or reads cold experts, beyond the deadline in one layer looks dead to its peers.
+    slow = "; if it was only slow, raise --step-deadline or lower --prefill-chunk" if "silent" in reason else ""
+    print(f"moeyard: the fleet failed: {reason}{slow}; restart moeyard serve", file=sys.stderr, flush=True)
 
 
 def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool) -> None:
