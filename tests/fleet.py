@@ -158,7 +158,7 @@ class Client:
 
     def pump(self, timeout: float) -> bool:
         """Take what has arrived within `timeout` seconds; False when nothing did."""
-        ready = self._poller.poll(timeout * 1000)
+        ready = self._poller.poll(int(timeout * 1000))
         for socket, _ in ready:
             while True:
                 try:
