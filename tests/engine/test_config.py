@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeyard_worker import config as config_module
 from moeyard_worker.config import EngineConfig, SchedulerConfig, format_size, parse_size
+from moeyard_worker.experts import policies
 
 SCHEDULER = {"num_pages": 8, "page_size": 16, "max_model_len": 64, "vocab_size": 100}
 LIMITS = ("max_batch_tokens", "max_num_seqs", "prefill_chunk", "max_waiting")
@@ -99,3 +101,7 @@ def test_not_sizes(text: str) -> None:
 @given(st.integers(1, 1 << 50))
 def test_a_formatted_size_reads_back_to_four_digits(size: int) -> None:
     assert parse_size(format_size(size)) == pytest.approx(size, rel=1e-3)
+
+
+def test_the_flag_offers_the_policies_there_are() -> None:
+    assert set(config_module.POLICIES) == set(policies.POLICIES)

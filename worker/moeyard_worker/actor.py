@@ -177,6 +177,7 @@ class WorkerActor:
             frontend=self._frontend,
             metrics=self._metrics,
         )
+        log.info("rank %d serves %s with %s", self._spec.rank, config.model_path, plan)
         return {
             "dtype": str(self._dtype).removeprefix("torch."),
             "num_pages": plan.num_pages,
