@@ -172,10 +172,10 @@ class Wires:
         return [*self._sockets.values(), *self._monitors.values()]
 
     def close(self) -> None:
-        """Close everything; frames already sent still leave, for at most CLOSE_LINGER_MS."""
-        for socket in self._sockets.values():
+        """Close everything; frames already sent to peers that are there still leave, for at most CLOSE_LINGER_MS."""
+        for peer, socket in self._sockets.items():
             socket.disable_monitor()
-            socket.close(linger=CLOSE_LINGER_MS)
+            socket.close(linger=0 if peer in self.lost else CLOSE_LINGER_MS)
         for monitor in self._monitors.values():
             monitor.close(linger=0)
         self._context.term()
