@@ -202,6 +202,7 @@ def shift(header: dict) -> None:
         ),
         (lambda header: header["model.norm.weight"].update(data_offsets=[-4, 252]), "malformed header entry"),
         (lambda header: header["model.norm.weight"].pop("dtype"), "malformed header entry"),
+        (lambda header: header["model.norm.weight"].update(dtype=[]), "malformed header entry"),
         (lambda header: header.pop("model.norm.weight"), "bytes follow the last tensor"),
     ],
 )
@@ -213,9 +214,10 @@ def test_bad_headers(tmp_path: Path, change: Callable[[dict], None], message: st
     assert message in error
 
 
-def test_garbage_header(tmp_path: Path) -> None:
+@pytest.mark.parametrize("header", [b"\xff" * 64, b"[" * 100_000], ids=["bytes", "nesting"])
+def test_garbage_header(tmp_path: Path, header: bytes) -> None:
     make_checkpoint(tmp_path, "mixtral")
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 16) + b"\xff" * 64)
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     assert "the header is not JSON" in refused(tmp_path)
 
 

@@ -90,7 +90,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         raw = stream.read(length)
     try:
         header = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{file}: the header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: the header is not a JSON object")
@@ -106,7 +106,7 @@ def _entry(file: Path, key: str, value: Any, data_start: int) -> TensorEntry:
         numbers_ok = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)) and begin <= end
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{file}: {key} has a malformed header entry {value!r:.80}") from error
-    itemsize = DTYPE_BYTES.get(dtype) or _OTHER_DTYPE_BYTES.get(dtype)
+    itemsize = (DTYPE_BYTES.get(dtype) or _OTHER_DTYPE_BYTES.get(dtype)) if isinstance(dtype, str) else None
     if not numbers_ok or itemsize is None or math.prod(shape) * itemsize != end - begin:
         raise CheckpointError(f"{file}: {key} has a malformed header entry {value!r:.80}")
     return TensorEntry(file, dtype, shape, data_start + begin, end - begin)

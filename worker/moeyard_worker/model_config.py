@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 from moeyard_worker.attention_config import GqaConfig, MlaConfig, parse_gqa, parse_mla
 from moeyard_worker.cache.spec import StateSpec
+from moeyard_worker.config import DTYPE_BYTES
 from moeyard_worker.config_fields import Fields, read_json
 from moeyard_worker.rope_config import RopeConfig
-
-DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +99,8 @@ def load_model_config(directory: Path | str) -> ModelConfig:
     stop = Fields(str(generation), read_json(generation)) if generation.exists() else Fields(str(generation), {})
     bos = config.integers("bos_token_id") or stop.integers("bos_token_id")
     dtype = config.values.get("dtype") or config.values.get("torch_dtype") or "float32"
-    if dtype not in DTYPES:
-        raise config.error("dtype", f"{dtype!r} is not supported (supported: {', '.join(DTYPES)})")
+    if dtype not in DTYPE_BYTES:
+        raise config.error("dtype", f"{dtype!r} is not supported (supported: {', '.join(DTYPE_BYTES)})")
     model = ModelConfig(
         family=family,
         hidden_size=config.integer("hidden_size"),
