@@ -1,0 +1,174 @@
+"""The expert cache on what the demo model's router chose for held-out text.
+
+tests/experts/data/demo-routing is the trace of one rank and one stream, demo-routing.json what the engine of every run
+counted on these accesses: `python bench/cache.py --keep-trace tests/experts/data/demo-routing` records both anew.
+"""
+
+import hashlib
+import importlib.util
+import itertools
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tests.fleet import Client
+
+from moeyard_worker.actor import WorkerActor, WorkerSpec
+from moeyard_worker.config import EngineConfig
+from moeyard_worker.experts.policies import POLICIES
+from moeyard_worker.experts.policy import Counters
+from moeyard_worker.experts.sim import belady, simulate
+from moeyard_worker.experts.trace import RankTrace, read_trace
+from moeyard_worker.model_config import ModelConfig, load_model_config
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "deploy" / "demo"
+TRACE = Path(__file__).parent / "data" / "demo-routing"
+NOTES = TRACE.with_name("demo-routing.json")
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)
+MARGIN = 0.02  # of the hit rate
+
+Replays = dict[tuple[str, int], Counters]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    """bench/cache.py, which is a script."""
+    spec = importlib.util.spec_from_file_location("bench_cache", ROOT / "bench" / "cache.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelConfig:
+    return load_model_config(DEMO)
+
+
+@pytest.fixture(scope="module")
+def trace() -> RankTrace:
+    [trace] = read_trace(TRACE)
+    return trace
+
+
+@pytest.fixture(scope="module")
+def sizes(trace: RankTrace) -> list[int]:
+    """Slots at each of `SHARES`."""
+    return [round(share * len(trace.header.layers) * len(trace.header.experts)) for share in SHARES]
+
+
+@pytest.fixture(scope="module")
+def replays(sizes: list[int]) -> Replays:
+    """What the simulator counts, by policy and slots."""
+    return {
+        (policy, slots): simulate(TRACE, policy, slots).total for policy, slots in itertools.product(POLICIES, sizes)
+    }
+
+
+def decode_hits(counters: Counters) -> int:
+    return sum(count for (_, phase), count in counters.hits.items() if phase == "decode")
+
+
+def decode_rate(counters: Counters) -> float:
+    hits = decode_hits(counters)
+    return hits / (hits + counters.misses["decode"])
+
+
+def test_the_trace_is_of_the_bundled_checkpoint(trace: RankTrace, model: ModelConfig) -> None:
+    recorded = json.loads(NOTES.read_text())["model_sha256"]
+    bundled = hashlib.sha256((DEMO / "model.safetensors").read_bytes()).hexdigest()
+    assert recorded == bundled, "the demo model has changed: record its routing anew (see the top of this file)"
+    header = trace.header
+    assert (header.layers, header.experts, header.top_k) == (model.moe_layers, range(model.num_experts), model.top_k)
+
+
+def test_every_expert_is_used_and_none_dominates(trace: RankTrace) -> None:
+    """A trace of a collapsed router would say nothing about a cache."""
+    uses = Counter((access.layer, expert) for access in trace for expert in access.decode)
+    assert set(uses) == set(itertools.product(trace.header.layers, trace.header.experts))
+    num_accesses = Counter(access.layer for access in trace if access.decode)
+    assert max(count / num_accesses[layer] for (layer, _), count in uses.items()) < 0.75
+
+
+def test_the_simulator_counts_what_the_engine_counted(bench: ModuleType, replays: Replays, sizes: list[int]) -> None:
+    full, *partial = json.loads(NOTES.read_text())["engine"]
+    recorded = {(run["policy"], run["slots"]): run["ranks"] for run in partial}
+    assert recorded == {key: [bench.flat(counters)] for key, counters in replays.items()}
+    everything = simulate(TRACE, full["policy"], full["slots"]).total
+    assert full["ranks"] == [bench.flat(everything)]
+    assert everything.num_hits > 0
+    assert everything.num_misses == everything.num_evictions == 0
+
+
+def test_no_policy_beats_what_none_can_exceed(bench: ModuleType, replays: Replays, sizes: list[int]) -> None:
+    for slots in sizes:
+        [best] = belady(TRACE, slots)
+        for policy in POLICIES:
+            counters = replays[policy, slots]
+            assert best.num_hits + best.num_misses == counters.num_hits + counters.num_misses
+            assert counters.num_hits <= best.num_hits, (policy, slots)
+    slots = sizes[1]
+    [best] = belady(TRACE, slots)
+    bound = bench.decode_bound(TRACE, slots)
+    assert max(decode_hits(replays[policy, slots]) for policy in POLICIES) <= bound <= best.num_hits
+
+
+def test_lru_never_loses_by_more_slots(replays: Replays, sizes: list[int]) -> None:
+    """More slots hold all that fewer would (Mattson's stack property); of all accesses, and of decode's."""
+    assert sizes == sorted(sizes)
+    for count in (lambda c: c.num_hits, decode_hits):
+        hits = [count(replays["lru", slots]) for slots in sizes]
+        assert hits == sorted(hits)
+
+
+def test_slru_is_not_far_below_lru(replays: Replays, sizes: list[int]) -> None:
+    """A probation that cannot hold one token's cycle would hit nothing at 5 and 10 % where lru hits."""
+    for slots in sizes:
+        assert decode_rate(replays["slru", slots]) >= decode_rate(replays["lru", slots]) - MARGIN, slots
+        slru, lru = (replays[policy, slots].hit_rate for policy in ("slru", "lru"))
+        assert slru is not None
+        assert lru is not None
+        assert slru >= lru - MARGIN, slots
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_live_engine_counts_what_the_simulator_does(
+    bench: ModuleType, model: ModelConfig, tmp_path: Path, policy: str
+) -> None:
+    slots = round(0.1 * len(model.moe_layers) * model.num_experts)
+    config = EngineConfig(
+        model_path=str(DEMO),
+        expert_slots=slots,
+        expert_policy=policy,
+        record_routing=str(tmp_path / "trace"),
+        max_model_len=160,
+        max_num_seqs=4,
+    )
+    worker = WorkerActor(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
+    client = None
+    try:
+        endpoints = worker.endpoints()
+        worker.connect([endpoints["mesh"]])
+        worker.load(1)
+        worker.start()
+        client = Client([endpoints["frontend"]])
+        for i, request in enumerate(bench.load_requests(DEMO, DEMO / "heldout.jsonl", 3)):
+            client.submit(0, str(i), request.prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
+        answers = client.wait()
+    finally:
+        if client is not None:
+            client.close()
+        worker.stop()
+    assert [len(answer.token_ids) for answer in answers] == [12] * 3
+    worker.experts.validate()
+    [rank] = simulate(tmp_path / "trace").ranks
+    assert (rank.counters, rank.num_slots) == (worker.experts.stats.counters, slots)
+    assert rank.counters.num_evictions > 0
