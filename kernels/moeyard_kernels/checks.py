@@ -44,3 +44,7 @@ def check_plan(op: str, plan: DecodePlan, num_rows: int, page_size: int) -> None
         raise ValueError(
             f"{op}: the plan is for {plan.num_rows} rows and pages of {plan.page_size}, got {num_rows} and {page_size}"
         )
+
+
+def missing(op: str) -> NotImplementedError:
+    return NotImplementedError(f"{op}: no Triton kernel yet, CPU tensors only")

@@ -1,0 +1,171 @@
+"""`python -m moeyard_kernels.bench`: prove every op equal on this GPU, then time it beside its unfused or torch chain.
+
+    python -m moeyard_kernels.bench [--op NAME ...] [--csv FILE]    the table
+    python -m moeyard_kernels.bench --tune [--op NAME ...]          choose configs and store them for this device
+
+No speed is reported for an op whose equality gate fails, and the exit status is then 1. Times are medians of graph
+replays after a cold L2; "copy" is the share of the copy bandwidth (read + write) measured in the same run.
+"""
+
+import argparse
+import csv
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from moeyard_kernels import tuning
+from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.timing import Timer
+
+# Each has `cases() -> Iterator[Case]`; inputs live only while their case is at hand.
+MODULES = ("elementwise", "reduce", "linear", "gate", "moe", "mla_decode", "gqa_decode", "attn_prefill", "sample")
+HEADS = ("op", "shape", "us", "GB/s", "TFLOP/s", "copy %", "baseline", "us there", "speedup", "target", "met")
+
+
+def all_cases(ops: Sequence[str]) -> Iterator[Case]:
+    """Cases of the named ops (all when none is named), made one after the other."""
+    for name in MODULES:
+        module = importlib.import_module(f"moeyard_kernels.bench.{name}")
+        if ops and not set(ops) & set(module.OPS):
+            continue
+        for case in module.cases():
+            if not ops or case.op in ops:
+                yield case
+            torch.cuda.empty_cache()
+
+
+def describe(target: Target | None) -> str:
+    """The target in words for the table."""
+    if target is None:
+        return ""
+    words = {"copy": "{:.0%} of copy", "us": "<= {:g} us", "tflops": ">= {:g} TFLOP/s", "speedup": ">= {:g}x"}
+    return words[target.kind].format(target.bound)
+
+
+def row_of(case: Case, timer: Timer) -> list[str]:
+    """Gate, time and judge one case. Raises AssertionError when the gate is red."""
+    case.gate()
+    seconds = timer.seconds(case.run)
+    baseline = timer.seconds(case.baseline) if case.baseline else None
+    bandwidth, rate = case.num_bytes / seconds, case.num_flops / seconds
+    share = bandwidth / timer.copy_bandwidth
+    met = ""
+    if case.target:
+        reached = {
+            "copy": share,
+            "us": -seconds * 1e6,
+            "tflops": rate * 1e-12,
+            "speedup": baseline / seconds if baseline else 0.0,
+        }[case.target.kind]
+        met = "yes" if reached >= (-case.target.bound if case.target.kind == "us" else case.target.bound) else "no"
+    return [
+        case.op,
+        case.shape,
+        f"{seconds * 1e6:.1f}",
+        f"{bandwidth * 1e-9:.0f}",
+        f"{rate * 1e-12:.0f}" if case.num_flops else "",
+        f"{share:.0%}",
+        case.baseline_name,
+        f"{baseline * 1e6:.1f}" if baseline else "",
+        f"{baseline / seconds:.2f}" if baseline else "",
+        describe(case.target),
+        met,
+    ]
+
+
+def report(ops: Sequence[str], csv_file: Path | None) -> int:
+    """Print the table as it grows, and write it to `csv_file`. Returns the exit status."""
+    timer = Timer()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {timer.copy_bandwidth * 1e-12:.2f} TB/s")
+    print("| " + " | ".join(HEADS) + " |\n|" + "---|" * len(HEADS))
+    rows, red = [], 0
+    for case in all_cases(ops):
+        try:
+            rows.append(row_of(case, timer))
+        except AssertionError as error:
+            red += 1
+            print(f"RED {case.op} {case.shape}: {error}", flush=True)
+            continue
+        print("| " + " | ".join(rows[-1]) + " |", flush=True)
+    if csv_file:
+        with csv_file.open("w", newline="") as file:
+            csv.writer(file).writerows([HEADS, *rows])
+    print(f"{len(rows)} timed, {sum(row[-1] == 'no' for row in rows)} short of their target, {red} red")
+    return 1 if red else 0
+
+
+def tune(ops: Sequence[str]) -> int:
+    """Time every variant that gives the default's bits, and store the fastest of each shape class."""
+    compile_all(ops)
+    timer = Timer()
+    path = tuning.device_file(torch.cuda.get_device_name())
+    table = json.loads(path.read_text()) if path.exists() else {}
+    red = 0
+    for case in all_cases(ops):
+        if not case.variants or case.tune_key is None:
+            continue
+        wanted = case.run()
+        timed = []
+        for config, run in case.variants:
+            try:
+                assert_bits(f"{case.op} {case.shape} {dict(config)}", run(), wanted)
+            except AssertionError as error:
+                red += 1
+                print(f"RED {error}", flush=True)
+                continue
+            timed.append((timer.seconds(run), dict(config)))
+        best = min(timed, key=lambda pair: pair[0])
+        op, shape_class = case.tune_key
+        table.setdefault(op, {})[shape_class] = best[1]
+        ranking = ", ".join(f"{s * 1e6:.1f} {c}" for s, c in sorted(timed, key=lambda pair: pair[0])[:4])
+        print(f"{op} {case.shape} [{shape_class}]: {ranking}; slowest {max(timed)[0] * 1e6:.1f}", flush=True)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    return 1 if red else 0
+
+
+def compile_all(ops: Sequence[str]) -> None:
+    """Fill Triton's cache with every variant from several processes at once: one at a time takes minutes."""
+    count = max(1, (os.cpu_count() or 1) - 1)
+    command = [sys.executable, "-m", "moeyard_kernels.bench", *(f"--op={op}" for op in ops)]
+    workers = [subprocess.Popen([*command, f"--compile={i}/{count}"]) for i in range(count)]
+    for worker in workers:
+        worker.wait()
+
+
+def compile_part(ops: Sequence[str], part: str) -> int:
+    """Run every `count`-th variant once, beginning with the `index`-th (part: "index/count")."""
+    index, count = map(int, part.split("/"))
+    n = 0
+    for case in all_cases(ops):
+        for _, run in case.variants:
+            if n % count == index:
+                run()
+            n += 1
+    torch.cuda.synchronize()
+    return 0
+
+
+def main() -> int:
+    """Command line of the bench."""
+    parser = argparse.ArgumentParser(prog="python -m moeyard_kernels.bench", description="time the kernels on this GPU")
+    parser.add_argument("--op", action="append", default=[], help="only this op (may be repeated)")
+    parser.add_argument("--csv", type=Path, help="write the table there too")
+    parser.add_argument("--tune", action="store_true", help="choose and store configs for this device")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "moeyard_kernels.bench: no CUDA device: nothing to time here\n")
+    if args.compile:
+        return compile_part(args.op, args.compile)
+    return tune(args.op) if args.tune else report(args.op, args.csv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""One line of the kernel bench: an op at a shape, how its equality is proven, what it must reach."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from moeyard_kernels.tuning import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the op must reach.
+
+    "copy": at least `bound` of the copy bandwidth of the same run. "us": at most so many microseconds. "tflops": at
+    least so many TFLOP/s. "speedup": at least so many times as fast as the baseline of the same run.
+    """
+
+    kind: Literal["copy", "us", "tflops", "speedup"]
+    bound: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """`run` launches the op without a host sync and may be captured in a graph; so may `baseline`.
+
+    `gate` proves on this device and these shapes (smaller where the proof would take long) what the op promises bit for
+    bit, and raises AssertionError saying what differs. `num_bytes` are the fewest bytes that must move (each input read
+    once, each output written once), `num_flops` the operations of the matrix products. `variants`: every config that
+    may be chosen for this shape, as (config, run with it), for `--tune`; `tune_key` is (op, shape class) of the store.
+    """
+
+    op: str
+    shape: str
+    run: Callable[[], object]
+    gate: Callable[[], None]
+    num_bytes: int
+    num_flops: int = 0
+    target: Target | None = None
+    baseline: Callable[[], object] | None = None
+    baseline_name: str = ""
+    variants: Sequence[tuple[Config, Callable[[], object]]] = ()
+    tune_key: tuple[str, str] | None = None
+
+
+def assert_bits(what: str, got: object, wanted: object) -> None:
+    """Raise AssertionError unless two tensors (or tuples of them) hold the same bytes (a NaN equals itself)."""
+    if isinstance(got, tuple | list) and isinstance(wanted, tuple | list):
+        assert len(got) == len(wanted), f"{what}: {len(got)} results, {len(wanted)} wanted"
+        for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+            assert_bits(f"{what}[{i}]", a, b)
+        return
+    assert isinstance(got, torch.Tensor), what
+    assert isinstance(wanted, torch.Tensor), what
+    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), f"{what}: {got.shape} {got.dtype}"
+    a, b = got.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)
+    if not torch.equal(a, b):
+        differing = int((got != wanted).sum())
+        raise AssertionError(f"{what}: {differing} of {got.numel()} values differ")

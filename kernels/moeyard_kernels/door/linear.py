@@ -1,0 +1,35 @@
+"""The door to projections. See `ops` for the rules."""
+
+import torch
+
+from moeyard_kernels.checks import FLOATS, missing, show
+from moeyard_kernels.ref import linear as _linear
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """weight [N, K] (fp32 or bf16) in the form that `linear` and `grouped_mlp` are fastest with.
+
+    On a CPU: a blocked copy of the same size, opaque but for `shape` and `dtype`, 1.2 to 2 times as fast for few rows.
+    Its bits may differ from those of the plain weight, so a given weight is packed always or never. On CUDA: itself.
+    """
+    if weight.dim() != 2 or weight.dtype not in FLOATS:
+        raise ValueError(f"pack_weight: weight must be fp32 or bf16 [N, K], got {show(weight)}")
+    return weight if weight.is_cuda else _linear.pack_weight(weight)
+
+
+def padded_rows(num_rows: int) -> int:
+    """The count up to which a step's rows are best padded once, so that `linear` need not copy in every layer."""
+    return _linear.padded_rows(num_rows)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [M, K] @ weight [N, K].T + bias [N] -> [M, N]; fp32 or bf16, all alike. M may be 0; `weight` may be packed."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"linear: x {show(x)} does not fit weight {show(weight)}")
+    if x.dtype != weight.dtype or x.dtype not in FLOATS:
+        raise ValueError(f"linear: x {show(x)} and weight {show(weight)} must share a dtype, fp32 or bf16")
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
+        raise ValueError(f"linear: bias {show(bias)} does not fit weight {show(weight)}")
+    if x.is_cuda:
+        raise missing("linear")
+    return _linear.linear(x, weight, bias)

@@ -1,0 +1,53 @@
+"""The door to the gate: which experts a token goes to, and in what order they are computed. See `ops`."""
+
+from typing import Literal
+
+import torch
+
+from moeyard_kernels.checks import check_groups, missing, show
+from moeyard_kernels.ref import topk_gate as _topk_gate
+
+
+def topk_gate(
+    logits: torch.Tensor,
+    *,
+    top_k: int,
+    scoring: Literal["softmax", "sigmoid"],
+    renormalize: bool,
+    bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    group_score: Literal["max", "top2sum"] = "max",
+    scaling: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts for logits [T, E] fp32 -> (weights [T, K] fp32, ids [T, K] int64), by falling score.
+
+    scores = softmax or sigmoid of the logits; the choice is by scores + bias [E] fp32 (ties: the lowest id), within the
+    `topk_groups` best of `num_groups` groups of consecutive experts, a group counting as its best score or the sum of
+    its two best. Weights are the unbiased scores, divided by their sum (+ 1e-20 for sigmoid) if `renormalize`, times
+    `scaling`. Outside the chosen groups a score is -inf (sigmoid) or 0 (softmax) for the choice, as in transformers.
+    """
+    if logits.dim() != 2 or logits.dtype != torch.float32:
+        raise ValueError(f"topk_gate: logits must be fp32 [T, E], got {show(logits)}")
+    num_experts = logits.shape[1]
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"topk_gate: top_k {top_k} of {num_experts} experts")
+    if scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"topk_gate: scoring {scoring!r} is neither 'softmax' nor 'sigmoid'")
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (num_experts,)):
+        raise ValueError(f"topk_gate: bias must be fp32 [{num_experts}], got {show(bias)}")
+    if num_groups != 1 or topk_groups != 1:
+        check_groups(num_experts, top_k, num_groups, topk_groups, group_score)
+    if logits.is_cuda:
+        raise missing("topk_gate")
+    return _topk_gate.topk_gate(
+        logits,
+        top_k=top_k,
+        scoring=scoring,
+        renormalize=renormalize,
+        bias=bias,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        group_score=group_score,
+        scaling=scaling,
+    )
