@@ -8,10 +8,11 @@ there are, on its place among them or on its neighbours.
 """
 
 from moeyard_kernels.decode_plan import BLOCK, DecodePlan, plan_decode
-from moeyard_kernels.door.attention import attn_prefill, gqa_decode, mla_decode
+from moeyard_kernels.door.decode import gqa_decode, mla_decode
 from moeyard_kernels.door.elementwise import add_rms_norm, rms_norm, rope, scale_rows_, silu_mul
 from moeyard_kernels.door.experts import grouped_mlp, moe_weighted_reduce
 from moeyard_kernels.door.linear import linear, pack_weight, padded_rows
+from moeyard_kernels.door.prefill import attn_prefill
 from moeyard_kernels.door.routing import topk_gate
 
 __all__ = [
