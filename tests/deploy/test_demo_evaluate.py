@@ -87,6 +87,16 @@ def test_heldout_figures_equal_those_of_one_token_at_a_time(model, documents) ->
     assert mtp["main_right"] == pytest.approx(sum(right) / len(right))
 
 
+def test_one_forward_equals_a_forward_for_each_token(model, documents) -> None:
+    ids = documents[1].ids
+    assert len(ids) <= WINDOW + 1
+    expected = one_by_one(model, ids)
+    result = model.forward(torch.tensor([ids[:-1]]))
+    assert result.logits[0].argmax(-1).tolist() == expected["greedy"]
+    assert result.drafts[0].argmax(-1).tolist() == expected["drafts"]
+    assert len(set(expected["drafts"])) > 5
+
+
 def test_load_counts_every_predicting_position_once(model, documents) -> None:
     result = measure.measure_heldout(model, documents)
     num_tokens = sum(len(document.ids) - 1 for document in documents)
