@@ -4,7 +4,7 @@
     python deploy/demo/model_card.py [--folder deploy/demo]
 
 Reads of the folder: config.json, model.safetensors, data.json (prepare_data.py), training.json (train.py) and
-evaluation.json (evaluate.py). No number of the card is written here.
+evaluation.json (evaluate.py). The words stand in card_template.md; numbers come from those files alone.
 """
 
 import argparse
@@ -21,73 +21,6 @@ from demo.curves import draw
 
 HERE = Path(__file__).resolve().parent
 USAGE_PROMPT = "In the beginning"
-
-CARD = """\
----
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: text-generation
-tags: [mixture-of-experts, deepseek_v3, multi-token-prediction]
----
-
-# moeyard demo
-
-{millions:.1f} million parameters with the architecture of DeepSeek-V3, multi-token prediction included, trained from
-nothing on a few public-domain books. It travels with the source, so that `make demo`, the expert cache and the tests
-have a model whose routing and drafts mean something. It writes in the manner of what it read and knows nothing else.
-
-    make demo                                        # serve it and stream a chat completion
-    .venv/bin/moeyard serve deploy/demo --workers 2  # serve it
-
-In transformers (no remote code), with its MTP layer as the drafter:
-
-    import transformers
-    tokenizer = transformers.AutoTokenizer.from_pretrained("deploy/demo")
-    # transformers looks for an MTP layer where the real model keeps it, at layer 61
-    transformers.DeepseekV3ForCausalLM._keys_to_ignore_on_load_unexpected = [r"model\\.layers\\.{mtp_layer}\\..*"]
-    model = transformers.DeepseekV3ForCausalLM.from_pretrained("deploy/demo", dtype="float32")
-    inputs = tokenizer("{usage_prompt}", return_tensors="pt")
-    print(tokenizer.decode(model.generate(**inputs, max_new_tokens=60, do_sample=False, use_mtp=True)[0]))
-
-## Architecture
-
-{architecture}
-
-{parameters}
-
-## Data
-
-{data}
-
-## Training
-
-{training}
-
-![Loss, held-out bits per byte and expert load over the steps](curves.svg)
-
-The held-out curves are `train.py`'s own estimates (windows without overlap); the figures below are `evaluate.py`'s.
-
-## Measured
-
-`python deploy/demo/evaluate.py`, in float32 on the stored weights, with transformers {transformers} and torch {torch};
-`python deploy/demo/model_card.py` wrote this page.
-
-{figures}
-
-## Samples
-
-Made by moeyard in float32, each with its seed; **bold** is the prompt: the first words of a
-held-out text, or a question through the chat template. They are not chosen: `evaluate.py` writes the same ten again.
-
-{samples}
-
-## Intended use and limits
-
-For demonstrations and tests of serving: routing, caching, speculation, chat formats. It is a toy: it parrots a handful
-of old texts and the views of their time, makes up names, verses and speeches that nobody wrote or gave, follows no
-instruction but the forms of request it was trained on, and is not for facts, advice or any decision. English only.
-"""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, text: bool = False) -> str:
@@ -263,9 +196,29 @@ def training_text(training: dict[str, Any]) -> str:
 
 
 def data_text(data: dict[str, Any]) -> str:
-    """Sources and licences of data.json."""
-    keys = list(dict.fromkeys(key for row in data["sources"] for key in row))
-    return table(keys, [[row.get(key, "") for key in keys] for row in data["sources"]], text=True)
+    """Sources, licences and sizes of data.json, and how held-out documents were chosen."""
+    rows = [
+        (
+            row["source"],
+            f"`{row['package']}` {row['version']} ({row['registry']})",
+            row["package_licence"],
+            row["why_public_domain"],
+            *(f"{row[part]['documents']:,} / {row[part]['bytes'] / 1e3:,.1f}" for part in ("train", "heldout")),
+        )
+        for row in data["sources"]
+    ]
+    head = ("source", "package", "its licence", "why the text is in the public domain", "train", "held out")
+    split = data["split"]
+    left_out = "; ".join(split["left_out_for_shared_passages"]) or "none"
+    return f"""\
+Public-domain English from package registries, fetched and checked by `prepare_data.py`; the last two columns are
+documents / thousand bytes.
+
+{table(head, rows, text=True)}
+
+A hash of its source and title decides that a document is held out, about {split["share"]:.1%} of the text; training
+never sees it. Of those, a document that shares more than {split["max_shared_shingles"]:.0%} of its 50-character passages
+with the training text is left out of both: {left_out}."""
 
 
 def write_card(folder: Path) -> None:
@@ -276,18 +229,22 @@ def write_card(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     counts = count_parameters(folder)
     limits = {row["figure"]: row["limit"] for row in result["bounds"]}
-    text = CARD.format(
-        millions=counts["total"] / 1e6,
-        mtp_layer=config["num_hidden_layers"],
-        usage_prompt=USAGE_PROMPT,
-        architecture=architecture(folder),
-        parameters=table(("parameters", ""), [(name, f"{count:,}") for name, count in counts.items()]),
-        data=data_text(data),
-        training=training_text(training),
-        transformers=result["transformers"],
-        torch=result["torch"],
-        figures=figures(result),
-        samples=samples(result),
+    text = (
+        (HERE / "card_template.md")
+        .read_text()
+        .format(
+            millions=counts["total"] / 1e6,
+            mtp_layer=config["num_hidden_layers"],
+            usage_prompt=USAGE_PROMPT,
+            architecture=architecture(folder),
+            parameters=table(("parameters", ""), [(name, f"{count:,}") for name, count in counts.items()]),
+            data=data_text(data),
+            training=training_text(training),
+            transformers=result["transformers"],
+            torch=result["torch"],
+            figures=figures(result),
+            samples=samples(result),
+        )
     )
     (folder / "README.md").write_text(text)
     picture = draw(training["curve"], limits["held-out bits per byte"], limits["busiest expert of a layer / mean"])

@@ -45,7 +45,18 @@ def folder(directory: Path, result) -> Path:
         "seconds": 90.0,
     }
     (directory / "training.json").write_text(json.dumps(training | {"tokens": 80000, "curve": curve}))
-    (directory / "data.json").write_text(json.dumps({"sources": [{"source": "sea", "licence": "nobody's"}]}))
+    source = {
+        "source": "sea",
+        "package": "sea-stories",
+        "version": "1.2",
+        "registry": "npm",
+        "package_licence": "nobody's",
+        "why_public_domain": "drowned in 1700",
+        "train": {"documents": 1234, "bytes": 56789},
+        "heldout": {"documents": 2, "bytes": 99},
+    }
+    split = {"share": 0.013, "max_shared_shingles": 0.03, "left_out_for_shared_passages": ["sea: Storms"]}
+    (directory / "data.json").write_text(json.dumps({"sources": [source], "split": split}))
     model_card.write_card(directory)
     return directory
 
@@ -60,7 +71,9 @@ def test_card_says_what_was_recorded(folder: Path, result) -> None:
         assert f"{row['least']:.3f}" in card
     for row in result["heldout"]["sources"].values():
         assert f"{row['bits_per_byte']:.3f}" in card
-    for text in ("python train.py --steps 800", "77", "Abacus", "1.5 minutes", "80,000", "nobody's", "curves.svg"):
+    for text in ("python train.py --steps 800", "77", "Abacus", "1.5 minutes", "80,000", "curves.svg"):
+        assert text in card
+    for text in ("sea-stories", "1.2", "nobody's", "drowned in 1700", "1,234 / 56.8", "2 / 0.1", "1.3%", "sea: Storms"):
         assert text in card
     assert card.count("seed ") >= len(result["samples"]) == len(TEXTS["sea"]) + len(TEXTS["verse"])
 
