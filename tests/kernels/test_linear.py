@@ -84,3 +84,16 @@ def test_a_step_padded_once_is_not_copied_again(dtype: torch.dtype, monkeypatch:
         assert rows >= max(count, 2)
         assert ops.linear(torch.randn(rows, 16).to(dtype), weight).shape == (rows, 24)
     assert ops.padded_rows(0) == 0
+
+
+@PACKED
+@DTYPES
+def test_a_pair_is_two_projections(dtype: torch.dtype, packed: bool) -> None:
+    x, a, b = torch.randn(5, 64).to(dtype), torch.randn(24, 64).to(dtype), torch.randn(17, 64).to(dtype)
+    if packed:
+        a, b = ops.pack_weight(a), ops.pack_weight(b)
+    y_a, y_b = ops.linear_pair(x, a, b)
+    assert torch.equal(y_a, ops.linear(x, a))
+    assert torch.equal(y_b, ops.linear(x, b))
+    with pytest.raises(ValueError, match=r"linear_pair: x \w+ \[5, 64\] does not fit weight_b \w+ \[17, 3\]"):
+        ops.linear_pair(x, a, torch.zeros(17, 3, dtype=dtype))

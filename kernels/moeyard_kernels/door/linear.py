@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, missing, show
+from moeyard_kernels.checks import FLOATS, show
 from moeyard_kernels.ref import linear as _linear
 
 
@@ -22,14 +22,39 @@ def padded_rows(num_rows: int) -> int:
     return _linear.padded_rows(num_rows)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [M, K] @ weight [N, K].T + bias [N] -> [M, N]; fp32 or bf16, all alike. M may be 0; `weight` may be packed."""
+def _check(op: str, x: torch.Tensor, weight: torch.Tensor, name: str) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"linear: x {show(x)} does not fit weight {show(weight)}")
+        raise ValueError(f"{op}: x {show(x)} does not fit {name} {show(weight)}")
     if x.dtype != weight.dtype or x.dtype not in FLOATS:
-        raise ValueError(f"linear: x {show(x)} and weight {show(weight)} must share a dtype, fp32 or bf16")
+        raise ValueError(f"{op}: x {show(x)} and {name} {show(weight)} must share a dtype, fp32 or bf16")
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [M, K] @ weight [N, K].T + bias [N] -> [M, N]; fp32 or bf16, all alike. M may be 0; `weight` may be packed.
+
+    Sums and the bias are fp32, with one rounding to the dtype at the end.
+    """
+    _check("linear", x, weight, "weight")
     if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
         raise ValueError(f"linear: bias {show(bias)} does not fit weight {show(weight)}")
     if x.is_cuda:
-        raise missing("linear")
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import linear as triton_kernel
+
+        return triton_kernel.linear(x, weight, bias)
     return _linear.linear(x, weight, bias)
+
+
+def linear_pair(x: torch.Tensor, weight_a: torch.Tensor, weight_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(linear(x, weight_a), linear(x, weight_b)), bit for bit, in one launch on a GPU.
+
+    For two projections of one input: q_a and kv_a, gate and up. x [M, K], weight_a [Na, K], weight_b [Nb, K].
+    """
+    _check("linear_pair", x, weight_a, "weight_a")
+    _check("linear_pair", x, weight_b, "weight_b")
+    if x.is_cuda:
+        # As above.
+        from moeyard_kernels import linear as triton_kernel
+
+        return triton_kernel.linear_pair(x, weight_a, weight_b)
+    return _linear.linear(x, weight_a), _linear.linear(x, weight_b)

@@ -1,0 +1,195 @@
+"""The Triton projections: the same bits for every number of rows, every config, one weight or a pair.
+
+Interpreted, products are numpy's, whose sums follow the tile: there the inputs are small integers, whose sums are exact
+in any order, so that indices and masks are what is tested. On a GPU the inputs are random and the bits are compared.
+"""
+
+import pytest
+import torch
+
+from moeyard_kernels import launch, linear, ops
+from moeyard_kernels.tuning import Config
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+BF16, FP32 = torch.bfloat16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+GPU_ONLY = pytest.mark.skipif(not CUDA, reason="compares the bits of a GPU's tensor cores")
+COUNTS = (1, 2, 3, 8, 16, 17, 64, 65, 128, 300, 1024)
+# N, K of Kimi-K2's q_a and kv_a, q_b and o, and two odd ones.
+MODEL_SHAPES = [(2112, 7168), (12288, 1536), (7168, 8192), (5120, 2048), (576, 7168), (257, 200), (100, 72)]
+
+
+def config_id(config: Config) -> str:
+    return "-".join(f"{name}{value}" for name, value in config.items())
+
+
+def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    if CUDA:
+        return torch.randn(*shape, device=DEVICE).to(dtype)
+    return torch.randint(-4, 5, shape).to(dtype)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+def poison(num_rows: int, num_out: int, dtype: torch.dtype) -> None:
+    """What the allocator hands out next is this block, full of NaN."""
+    stored = dtype if CUDA else FP32
+    block = torch.full((num_rows, num_out), float("nan"), device=DEVICE, dtype=stored)
+    del block
+
+
+def assert_right(y: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    """Exact where sums are (integers), near float64 otherwise."""
+    assert y.dtype == dtype
+    if not CUDA:
+        assert torch.equal(y, wanted.to(dtype))
+    elif wanted.numel():
+        error = ((y.double() - wanted).norm() / wanted.norm()).item()
+        assert error < (1e-2 if dtype == BF16 else 1e-6), error
+
+
+@pytest.mark.parametrize("config", linear.CONFIGS, ids=config_id)
+def test_every_config_is_right_at_odd_shapes(config: Config) -> None:
+    dtypes = [FP32, BF16] if config in linear.FP32_CONFIGS else [BF16]
+    for dtype in dtypes:
+        for num_rows, num_a, num_b, dim in [(5, 70, 19, 72), (17, 33, 40, 100)]:
+            x, bias = draw(num_rows, dim, dtype=dtype), draw(num_a, dtype=dtype)
+            a, b = draw(num_a, dim, dtype=dtype), draw(num_b, dim, dtype=dtype)
+            poison(num_rows, num_a, dtype)
+            y = linear.linear(x, a, bias, config=config)
+            assert_right(y, exact(x, a, bias), dtype)
+            poison(num_rows, num_b, dtype)
+            y_a, y_b = linear.linear_pair(x, a, b, config=config)
+            assert_right(y_a, exact(x, a), dtype)
+            assert_right(y_b, exact(x, b), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(("num_rows", "num_out", "dim"), [(1, 24, 16), (70, 130, 65), (130, 40, 128), (65, 1, 33)])
+def test_default_config_with_and_without_bias(num_rows: int, num_out: int, dim: int, dtype: torch.dtype) -> None:
+    x, weight, bias = draw(num_rows, dim, dtype=dtype), draw(num_out, dim, dtype=dtype), draw(num_out, dtype=dtype)
+    poison(num_rows, num_out, dtype)
+    y = linear.linear(x, weight)
+    assert_right(y, exact(x, weight), dtype)
+    assert_right(linear.linear(x, weight, bias), exact(x, weight, bias), dtype)
+    y_a, y_b = linear.linear_pair(x, weight, weight[: num_out // 2])
+    assert torch.equal(y_a, y)
+    assert torch.equal(y_b, y[:, : num_out // 2])
+
+
+@DTYPES
+def test_no_rows_no_outputs_and_nothing_to_sum(dtype: torch.dtype) -> None:
+    x, weight, bias = draw(3, 16, dtype=dtype), draw(5, 16, dtype=dtype), draw(5, dtype=dtype)
+    assert linear.linear(x[:0], weight, bias).shape == (0, 5)
+    assert linear.linear(x, weight[:0]).shape == (3, 0)
+    assert [y.shape for y in linear.linear_pair(x[:0], weight, weight[:2])] == [(0, 5), (0, 2)]
+    assert torch.equal(linear.linear_pair(x, weight[:0], weight)[1], linear.linear(x, weight))
+    empty = linear.linear(x[:, :0].contiguous(), weight[:, :0].contiguous(), bias)
+    assert torch.equal(empty, bias.expand(3, 5))
+
+
+def test_a_row_ignores_what_its_neighbours_hold() -> None:
+    x, weight = draw(20, 64, dtype=BF16), draw(40, 64, dtype=BF16)
+    whole = linear.linear(x, weight)
+    others = torch.full_like(x, float("nan"))
+    others[7] = x[7]
+    assert torch.equal(linear.linear(others, weight)[7], whole[7])
+
+
+def test_misaligned_rows_take_a_kernel_that_can_read_them() -> None:
+    stream = next(c for c in linear.CONFIGS if c["TMA"])
+    x, weight = draw(40, 60, dtype=BF16), draw(33, 60, dtype=BF16)
+    assert_right(linear.linear(x, weight, config=stream), exact(x, weight), BF16)
+    store = draw(1 + 40 * 64, dtype=BF16)
+    x, weight = store[1:].view(40, 64), draw(33, 64, dtype=BF16)
+    assert_right(linear.linear(x, weight, config=stream), exact(x, weight), BF16)
+
+
+def test_layouts_are_checked_before_any_launch() -> None:
+    x, weight = draw(4, 8, dtype=FP32), draw(6, 8, dtype=FP32)
+    with pytest.raises(ValueError, match=r"linear: weight float32 \[6, 8\] with strides \(1, 6\) is not contiguous"):
+        linear.linear(x, weight.T.contiguous().T)
+    with pytest.raises(ValueError, match=r"linear: weight_b float32 \[3, 8\] with strides \(16, 1\) is not contiguous"):
+        linear.linear_pair(x, weight, weight[::2])
+
+
+def test_the_shape_class_rounds_rows_up() -> None:
+    assert linear.shape_class(1, 2112, 7168) == linear.shape_class(8, 2112, 7168) == "M8 N2112 K7168"
+    assert linear.shape_class(9, 5, 6) == "M16 N5 K6"
+    assert linear.shape_class(100_000, 5, 6) == "M4096 N5 K6"
+
+
+@GPU_ONLY
+@pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
+def test_a_row_alone_equals_the_row_in_any_batch(shape: tuple[int, int]) -> None:
+    num_out, dim = shape
+    x, weight = draw(4096, dim, dtype=BF16), draw(num_out, dim, dtype=BF16)
+    poison(4096, num_out, BF16)
+    whole = linear.linear(x, weight)
+    assert_right(whole, exact(x, weight), BF16)
+    for count in COUNTS:
+        for start in (0, 4096 - count):
+            part = linear.linear(x[start : start + count], weight)
+            assert torch.equal(part, whole[start : start + count]), f"{count} rows from {start}"
+
+
+@GPU_ONLY
+@pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
+def test_every_config_gives_the_same_bits(shape: tuple[int, int]) -> None:
+    num_out, dim = shape
+    x, weight, bias = draw(300, dim, dtype=BF16), draw(num_out, dim, dtype=BF16), draw(num_out, dtype=BF16)
+    wanted = linear.linear(x, weight, bias)
+    half = num_out // 2
+    for config in linear.CONFIGS:
+        for count in (1, 64, 300):
+            got = linear.linear(x[:count], weight, bias, config=config)
+            assert torch.equal(got, wanted[:count]), f"{count} rows, {dict(config)}"
+        plain = linear.linear(x, weight, config=config)
+        for count in (1, 300):
+            y_a, y_b = linear.linear_pair(x[:count], weight[:half], weight[half:], config=config)
+            assert torch.equal(y_a, plain[:count, :half]), f"{count} rows, {dict(config)}"
+            assert torch.equal(y_b, plain[:count, half:]), f"{count} rows, {dict(config)}"
+
+
+@GPU_ONLY
+@pytest.mark.parametrize(("num_out", "dim"), [(256, 7168), (100, 300)])
+def test_fp32_rows_and_configs_are_equal(num_out: int, dim: int) -> None:
+    x, weight = draw(300, dim, dtype=FP32), draw(num_out, dim, dtype=FP32)
+    wanted = linear.linear(x, weight)
+    assert_right(wanted, exact(x, weight), FP32)
+    for count in (1, 2, 17, 64, 65, 300):
+        for config in (None, *linear.FP32_CONFIGS):
+            assert torch.equal(linear.linear(x[:count], weight, config=config), wanted[:count]), f"{count}, {config}"
+
+
+@GPU_ONLY
+@pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
+def test_no_worse_than_torch(shape: tuple[int, int]) -> None:
+    x, weight = draw(64, shape[1], dtype=BF16), draw(*shape, dtype=BF16)
+    wanted = exact(x, weight)
+    ours, torchs = ((y.double() - wanted).norm() for y in (linear.linear(x, weight), x @ weight.T))
+    assert ours <= torchs * 1.05
+
+
+@GPU_ONLY
+def test_a_graph_replays_it() -> None:
+    x, weight = draw(8, 256, dtype=BF16), draw(96, 256, dtype=BF16)
+    for config in (None, *linear.CONFIGS):
+        linear.linear_pair(x, weight, weight, config=config)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y, _ = linear.linear_pair(x, weight, weight, config=config)
+        x.copy_(draw(8, 256, dtype=BF16))
+        graph.replay()
+        assert torch.equal(y, linear.linear(x, weight))
+
+
+@GPU_ONLY
+def test_the_door_runs_triton_and_checks_nothing_on_the_host() -> None:
+    x, weight = draw(8, 256, dtype=BF16), draw(96, 256, dtype=BF16)
+    with launch.checked():
+        assert torch.equal(ops.linear(x, weight), linear.linear(x, weight))
