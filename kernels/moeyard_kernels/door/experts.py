@@ -5,8 +5,82 @@ from collections.abc import Sequence
 import torch
 
 from moeyard_kernels.checks import FLOATS, check_expert, missing, show
+from moeyard_kernels.ref import expert_layout as _expert_layout
+from moeyard_kernels.ref import grouped_gemm as _grouped_gemm
 from moeyard_kernels.ref import grouped_mlp as _grouped_mlp
 from moeyard_kernels.ref import moe_weighted_reduce as _moe_weighted_reduce
+from moeyard_kernels.ref.expert_layout import ExpertLayout
+
+_BLOCK_ROWS = (16, 32, 64, 128)
+
+
+def expert_layout(
+    topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int
+) -> ExpertLayout:
+    """Group the pairs t * K + k of topk_ids [T, K] (int64 or int32) by slot_of_expert [E] int32, -1: not here.
+
+    Pairs of one slot stay in order, and each slot begins at a multiple of `block_rows` (16, 32, 64 or 128; see
+    `expert_block_rows`); pairs of experts that are not here are in no block. No host sync: all counts stay on the
+    device. Ids must lie in [0, E), slots in [-1, num_slots): checked on a CPU, and on a GPU within `launch.checked()`.
+    """
+    if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"expert_layout: topk_ids must be int64 or int32 [T, K], got {show(topk_ids)}")
+    if slot_of_expert.dim() != 1 or slot_of_expert.dtype != torch.int32 or not len(slot_of_expert):
+        raise ValueError(f"expert_layout: slot_of_expert must be int32 [E], got {show(slot_of_expert)}")
+    if topk_ids.device != slot_of_expert.device:
+        raise ValueError(f"expert_layout: topk_ids is on {topk_ids.device}, slot_of_expert on {slot_of_expert.device}")
+    if num_slots < 1 or block_rows not in _BLOCK_ROWS:
+        raise ValueError(f"expert_layout: {num_slots} slots in blocks of {block_rows} rows, expected {_BLOCK_ROWS}")
+    if topk_ids.is_cuda:
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import expert_layout as triton_kernel
+
+        return triton_kernel.expert_layout(topk_ids, slot_of_expert, num_slots=num_slots, block_rows=block_rows)
+    return _expert_layout.expert_layout(topk_ids, slot_of_expert, num_slots=num_slots, block_rows=block_rows)
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    layout: ExpertLayout,
+    *,
+    top_k: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One unweighted row per pair: out[t * K + k] = down[slot] @ silu_mul(gate_up[slot] @ x[t]) -> [T * K, H].
+
+    x [T, H], gate_up [S, 2 I, H] and down [S, H, I] (contiguous, fp32 or bf16), slots as `layout` has them. Rows of
+    pairs that are in no block of the layout are left as they are: garbage in a new `out`, while hits and misses may be
+    computed by two calls into one. A row's bits depend on that row and its expert alone, not on the layout. Rounding
+    points: both halves of the first product, silu, its product with the up half, and the result.
+    """
+    if x.dim() != 2 or x.dtype not in FLOATS:
+        raise ValueError(f"grouped_gemm: x must be fp32 or bf16 [T, H], got {show(x)}")
+    hidden, num_pairs = x.shape[1], x.shape[0] * top_k
+    if gate_up.dim() != 3 or gate_up.shape[0] != layout.num_slots or gate_up.shape[1] % 2 or gate_up.shape[2] != hidden:
+        raise ValueError(
+            f"grouped_gemm: gate_up {show(gate_up)} for x {show(x)}, expected [{layout.num_slots}, 2 I, {hidden}]"
+        )
+    wanted = (layout.num_slots, hidden, gate_up.shape[1] // 2)
+    if down.shape != wanted:
+        raise ValueError(f"grouped_gemm: down {show(down)} for gate_up {show(gate_up)}, expected {list(wanted)}")
+    if gate_up.dtype != x.dtype or down.dtype != x.dtype:
+        raise ValueError(f"grouped_gemm: gate_up {gate_up.dtype}, down {down.dtype} for x of {x.dtype}")
+    if top_k < 1 or layout.num_pairs != num_pairs:
+        raise ValueError(f"grouped_gemm: layout of {layout.num_pairs} pairs for {x.shape[0]} tokens, top_k {top_k}")
+    if out is not None and (out.shape != (num_pairs, hidden) or out.dtype != x.dtype):
+        raise ValueError(f"grouped_gemm: out {show(out)}, expected {x.dtype} [{num_pairs}, {hidden}]")
+    for name, other in (("gate_up", gate_up), ("down", down), ("layout", layout.pairs), ("out", out)):
+        if other is not None and other.device != x.device:
+            raise ValueError(f"grouped_gemm: {name} is on {other.device}, x on {x.device}")
+    if x.is_cuda:
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import grouped_gemm as triton_kernel
+
+        return triton_kernel.grouped_gemm(x, gate_up, down, layout, top_k=top_k, out=out)
+    out = x.new_empty(num_pairs, hidden) if out is None else out
+    return _grouped_gemm.grouped_gemm(x, gate_up, down, layout, out, top_k=top_k)
 
 
 def grouped_mlp(

@@ -1,0 +1,144 @@
+"""The routed experts: the layout of a step's pairs, and both products over it, at the shapes of real models."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from moeyard_kernels import expert_layout, grouped_gemm
+from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.ops import ExpertLayout, expert_block_rows
+from moeyard_kernels.ref import expert_layout as layout_reference
+from moeyard_kernels.tuning import Config
+
+OPS = ("expert_layout", "grouped_gemm")
+TOP_K = 8
+# Name, experts, hidden size, intermediate size of an expert.
+MODELS = (("Qwen3-30B-A3B", 128, 2048, 768), ("Kimi-Linear", 256, 2304, 1024))
+
+
+def cases() -> Iterator[Case]:
+    """Layouts, then each model's experts at 1 to 64 decode rows and at a prompt of 4096."""
+    for num_tokens, num_experts in ((64, 128), (64, 256), (64, 384), (4096, 128)):
+        yield _layout_case(num_tokens, num_experts)
+    for name, num_experts, hidden, inner in MODELS:
+        weights = _normal(num_experts, 2 * inner, hidden), _normal(num_experts, hidden, inner)
+        for num_tokens in (1, 8, 64, 4096):
+            yield from _expert_cases(f"{name} T={num_tokens}", num_tokens, *weights)
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    """Standard normal for activations, scaled to keep variance for weights (three dimensions)."""
+    std = shape[-1] ** -0.5 if len(shape) == 3 else 1.0
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, std)
+
+
+def _route(num_tokens: int, num_experts: int) -> torch.Tensor:
+    """[T, TOP_K] int64 on the GPU: random experts, distinct within a token."""
+    return torch.rand(num_tokens, num_experts, device="cuda").argsort(1)[:, :TOP_K].contiguous()
+
+
+def _lay_out(topk_ids: torch.Tensor, num_slots: int, block_rows: int | None = None) -> ExpertLayout:
+    slots = torch.arange(num_slots, dtype=torch.int32, device="cuda")
+    block_rows = block_rows or expert_block_rows(topk_ids.numel(), num_slots)
+    return expert_layout.expert_layout(topk_ids, slots, num_slots=num_slots, block_rows=block_rows)
+
+
+def _layout_case(num_tokens: int, num_experts: int) -> Case:
+    topk_ids = _route(num_tokens, num_experts)
+    slots = torch.arange(num_experts, dtype=torch.int32, device="cuda")
+    num_pairs = topk_ids.numel()
+    block_rows = expert_block_rows(num_pairs, num_experts)
+
+    def gate() -> None:
+        got = _lay_out(topk_ids, num_experts)
+        wanted = layout_reference.expert_layout(
+            topk_ids.cpu(), slots.cpu(), num_slots=num_experts, block_rows=block_rows
+        )
+        used = int(wanted.num_blocks)
+        assert_bits("num_blocks", got.num_blocks.cpu(), wanted.num_blocks)
+        assert_bits("counts", got.counts.cpu(), wanted.counts)
+        assert_bits("slot_of_block", got.slot_of_block[:used].cpu(), wanted.slot_of_block[:used])
+        assert_bits("pairs", got.pairs[: used * block_rows].cpu(), wanted.pairs[: used * block_rows])
+
+    def chain() -> object:
+        in_order, pairs = torch.sort(slots[topk_ids.flatten()], stable=True)
+        return pairs, torch.searchsorted(in_order, slots)
+
+    return Case(
+        op="expert_layout",
+        shape=f"{num_pairs} rows, E={num_experts}",
+        run=lambda: _lay_out(topk_ids, num_experts),
+        gate=gate,
+        num_bytes=num_pairs * 12 + num_experts * 8,
+        target=Target("us", 6) if num_pairs == 512 else None,
+        baseline=chain,
+        baseline_name="torch sort, no padding",
+    )
+
+
+def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Tensor) -> Iterator[Case]:
+    """The op, then each of its launches by itself with the configs to choose from."""
+    num_slots, hidden, inner = down.shape
+    x, topk_ids = _normal(num_tokens, hidden), _route(num_tokens, num_slots)
+    layout = _lay_out(topk_ids, num_slots)
+    num_pairs = topk_ids.numel()
+    active = int((layout.counts > 0).sum())
+    h, out = x.new_empty(layout.pairs.shape[0], inner), x.new_empty(num_pairs, hidden)
+
+    def run(layout: ExpertLayout = layout, x: torch.Tensor = x) -> torch.Tensor:
+        return grouped_gemm.grouped_gemm(x, gate_up, down, layout, top_k=TOP_K)
+
+    def gate() -> None:
+        whole = run()
+        for block_rows in (16, 64, 128):
+            assert_bits(f"blocks of {block_rows}", run(_lay_out(topk_ids, num_slots, block_rows)), whole)
+        for t in (0, num_tokens - 1):
+            one = run(_lay_out(topk_ids[t : t + 1].contiguous(), num_slots), x[t : t + 1])
+            assert_bits(f"token {t} alone", one, whole[t * TOP_K : (t + 1) * TOP_K])
+
+    order = topk_ids.flatten().argsort(stable=True)
+    in_order = x[order // TOP_K]
+    ends = layout.counts.cumsum(0).int()
+
+    def chain() -> torch.Tensor:
+        first, second = F.grouped_mm(in_order, gate_up.mT, offs=ends).chunk(2, dim=1)
+        return F.grouped_mm(F.silu(first) * second, down.mT, offs=ends)
+
+    step_bytes = {"gate_up": active * 2 * inner * hidden * 2, "down": active * hidden * inner * 2}
+    step_flops = {"gate_up": num_pairs * 4 * inner * hidden, "down": num_pairs * 2 * inner * hidden}
+    copy = Target("copy", 0.7 if num_tokens == 1 else 0.85)
+    yield Case(
+        op="grouped_gemm",
+        shape=f"{shape}, {active} experts",
+        run=run,
+        gate=gate,
+        num_bytes=sum(step_bytes.values()),
+        num_flops=sum(step_flops.values()),
+        target=Target("speedup", 1.25) if num_tokens == 4096 else copy,
+        baseline=chain,
+        baseline_name="torch grouped_mm",
+    )
+
+    def launch(step: str, config: Config | None = None) -> torch.Tensor:
+        if step == "gate_up":
+            return grouped_gemm.gate_up_rows(x, gate_up, layout, top_k=TOP_K, out=h, config=config)
+        return grouped_gemm.down_pairs(h, down, layout, out=out, config=config)
+
+    # The second launch's rows: without them it would multiply what the allocator left.
+    launch("gate_up")
+    for step, num_out, dim in (("gate_up", inner, hidden), ("down", hidden, inner)):
+        name = grouped_gemm.shape_class(step, num_pairs, num_slots, layout.block_rows, num_out, dim)
+        yield Case(
+            op="grouped_gemm",
+            shape=f"{shape}, {step}",
+            run=lambda step=step: launch(step),  # type: ignore[misc]
+            gate=lambda: None,
+            num_bytes=step_bytes[step],
+            num_flops=step_flops[step],
+            variants=[
+                (config, lambda step=step, config=config: launch(step, config))  # type: ignore[misc]
+                for config in grouped_gemm.candidates(layout.block_rows)
+            ],
+            tune_key=("grouped_gemm", name),
+        )

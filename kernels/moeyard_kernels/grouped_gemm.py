@@ -1,0 +1,232 @@
+"""Triton: the routed experts as two launches over an `ExpertLayout`, one output row per (token, k) pair.
+
+    h[r] = silu_mul(gate_up[slot] @ x[pair // K])   for each row r of a block and the slot of that block
+    out[pair] = down[slot] @ h[r]
+
+One kernel does both: a program multiplies one block of rows with BN outputs of its expert (BN gates and the BN ups that
+belong to them), K ascending in one fp32 accumulator per output, so that a row's bits do not depend on the tile, on
+`block_rows` or on the other rows. The grid holds the most blocks that the shapes allow; programs beyond the number in
+use leave at once. The second launch may begin while the first one drains (programmatic dependent launch): it asks for
+its weights, which no kernel before it wrote, and then waits for the rows.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moeyard_kernels import launch, tuning
+from moeyard_kernels.ref.expert_layout import ExpertLayout
+from moeyard_kernels.rounding import INTERPRETED, round_to
+from moeyard_kernels.silu_mul import silu_mul_values
+from moeyard_kernels.tuning import Config
+
+OP = "grouped_gemm"
+
+
+def _tile(BN: int, BK: int, num_warps: int, num_stages: int, SWAP: int = 0, TMA: int = 0, AHEAD: int = 0) -> Config:
+    """SWAP: the weights' rows fill the tensor cores' rows. TMA: weights by descriptor. AHEAD: fetch them to the L2."""
+    return tuning.config(
+        BN=BN, BK=BK, SWAP=SWAP, TMA=TMA, AHEAD=AHEAD, num_warps=num_warps, num_stages=num_stages
+    )  # fmt: skip
+
+
+CONFIGS: tuple[Config, ...] = (
+    _tile(16, 256, 2, 4),
+    _tile(16, 256, 4, 4),
+    _tile(32, 128, 4, 4),
+    _tile(64, 128, 4, 3, SWAP=1),
+)
+WIDE_CONFIGS: tuple[Config, ...] = (_tile(64, 64, 4, 4), _tile(128, 64, 8, 3))
+# fp32 products run on the plain cores, which is slow however they are cut.
+FP32_CONFIGS: tuple[Config, ...] = (_tile(32, 32, 4, 2), _tile(16, 64, 4, 2))
+
+
+def candidates(block_rows: int) -> tuple[Config, ...]:
+    """The configs worth timing for blocks of so many rows."""
+    return CONFIGS if block_rows <= 32 else WIDE_CONFIGS
+
+
+def shape_class(step: str, num_pairs: int, num_slots: int, block_rows: int, num_out: int, dim: int) -> str:
+    """The class that configs are stored under; step is "gate_up" or "down", pairs round up to a power of 8."""
+    pairs = next((n for n in (8, 64, 512, 4096) if num_pairs <= n), 32768)
+    return f"{step} P{pairs} S{num_slots} B{block_rows} N{num_out} K{dim}"
+
+
+def default_config(num_pairs: int, block_rows: int, dtype: torch.dtype) -> Config:
+    """The config of a shape that nobody tuned."""
+    if dtype == torch.float32:
+        return FP32_CONFIGS[0]
+    if block_rows >= 64:
+        return _tile(64, 64, 4, 4) if block_rows == 64 else _tile(64, 64, 8, 4)
+    return _tile(16, 256, 4, 4) if num_pairs <= 16 else _tile(32, 128, 4, 4)
+
+
+@triton.jit
+def _fetch_rows(p_rows, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask the L2 for BYTES (a multiple of 16) from each address on."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [p_rows.to(tl.int64), tl.full(p_rows.shape, BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _add_product(b_a, b_w, b_acc, SWAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """b_acc + a [BM, BK] @ w [BN, BK].T, transposed if SWAP. The interpreter gets bf16 products wrong."""
+    if INTERPRETED:
+        b_a, b_w = b_a.to(tl.float32), b_w.to(tl.float32)
+    if SWAP:
+        b_acc = tl.dot(b_w, tl.trans(b_a), b_acc, input_precision="ieee")
+    else:
+        b_acc = tl.dot(b_a, tl.trans(b_w), b_acc, input_precision="ieee")
+    return b_acc
+
+
+@triton.jit
+def _expert_kernel(  # type: ignore[no-untyped-def]
+    p_a, p_w, d_w, p_pairs, p_slot_of_block, p_num_blocks, p_out, N: tl.constexpr, K: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One block of BM rows by BN outputs. GATED: gather a's rows and store h [rows, N]; else read h, scatter to pairs.
+
+    p_w [S, 2 N or N, K], d_w its rows as a descriptor if TMA. Grid: (most blocks * ceil(N / BN),).
+    """
+    WN: tl.constexpr = 2 * N if GATED else N
+    if PDL and GATED:
+        tl.extra.cuda.gdc_launch_dependents()
+    i_b = tl.program_id(0) // tl.cdiv(N, BN)
+    i_n = tl.program_id(0) % tl.cdiv(N, BN)
+    if i_b >= tl.load(p_num_blocks):
+        return
+    i_slot = tl.load(p_slot_of_block + i_b)
+    o_n = i_n * BN + tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    # Outputs past N read the weights of the last one; nothing of them is stored.
+    p_bw = p_w + (i_slot.to(tl.int64) * WN + tl.minimum(o_n, N - 1)) * K  # [BN]
+    if AHEAD:
+        _fetch_rows(p_bw, K * p_w.dtype.element_ty.primitive_bitwidth // 8)
+        if GATED:
+            _fetch_rows(p_bw + N * K, K * p_w.dtype.element_ty.primitive_bitwidth // 8)
+    o_r = i_b.to(tl.int64) * BM + tl.arange(0, BM)
+    b_pair = tl.load(p_pairs + o_r)  # [BM]
+    m_r = b_pair >= 0
+    if GATED:
+        p_ba = p_a + tl.where(m_r, b_pair // TOP_K, 0).to(tl.int64) * K  # [BM]
+    else:
+        p_ba = p_a + o_r * K
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+
+    b_acc = tl.zeros([BN, BM] if SWAP else [BM, BN], dtype=tl.float32)
+    b_up = b_acc
+    for i_k in range(0, K, BK):
+        m_a = m_r[:, None] & (i_k + o_k < K)[None, :] if K % BK else m_r[:, None]
+        b_a = tl.load(p_ba[:, None] + (i_k + o_k)[None, :], mask=m_a, other=0.0)  # [BM, BK]
+        if TMA:
+            b_w = d_w.load([i_slot * WN + i_n * BN, i_k])
+        elif K % BK:
+            b_w = tl.load(p_bw[:, None] + (i_k + o_k)[None, :], mask=(i_k + o_k < K)[None, :], other=0.0)
+        else:
+            b_w = tl.load(p_bw[:, None] + (i_k + o_k)[None, :])
+        b_acc = _add_product(b_a, b_w, b_acc, SWAP)
+        if GATED:
+            if TMA:
+                b_w = d_w.load([i_slot * WN + i_n * BN + N, i_k])
+            elif K % BK:
+                b_w = tl.load(p_bw[:, None] + (i_k + o_k)[None, :] + N * K, mask=(i_k + o_k < K)[None, :], other=0.0)
+            else:
+                b_w = tl.load(p_bw[:, None] + (i_k + o_k)[None, :] + N * K)
+            b_up = _add_product(b_a, b_w, b_up, SWAP)
+
+    if GATED:
+        DTYPE: tl.constexpr = p_w.dtype.element_ty
+        b_acc = silu_mul_values(round_to(b_acc, DTYPE), round_to(b_up, DTYPE), DTYPE)
+        # The interpreter stores h in fp32, unrounded otherwise.
+        b_acc = round_to(b_acc, DTYPE)
+        p_row = p_out + o_r * N
+    else:
+        p_row = p_out + b_pair.to(tl.int64) * N
+    if SWAP:
+        b_acc = tl.trans(b_acc)
+    p_bo = p_row[:, None] + o_n[None, :]
+    tl.store(p_bo, b_acc.to(p_out.dtype.element_ty), mask=m_r[:, None] & (o_n < N)[None, :])
+
+
+def _launch(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertLayout, top_k: int, cfg: Config) -> Any:
+    """Run one of the two products; top_k is 0 for the second. Returns the compiled kernel."""
+    num_out, dim = w.shape[1] // (2 if top_k else 1), w.shape[2]
+    meta: dict[str, Any] = dict(cfg)
+    aligned = dim * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
+    meta["TMA"] = meta["TMA"] if aligned else 0
+    meta["AHEAD"] = meta["AHEAD"] if aligned and w.is_cuda else 0
+    d_w = TensorDescriptor.from_tensor(w.view(-1, dim), [cfg["BN"], cfg["BK"]]) if meta["TMA"] else w
+    if w.is_cuda:
+        meta["launch_pdl"] = meta["PDL"] = torch.cuda.get_device_capability(w.device) >= (9, 0)
+    else:
+        meta["PDL"] = False
+    grid = (layout.slot_of_block.shape[0] * triton.cdiv(num_out, cfg["BN"]),)
+    return _expert_kernel[grid](
+        a, w, d_w, layout.pairs, layout.slot_of_block, layout.num_blocks, out, N=num_out, K=dim, TOP_K=max(top_k, 1),
+        GATED=top_k > 0, BM=layout.block_rows, **meta,
+    )  # fmt: skip
+
+
+def _config(w: torch.Tensor, layout: ExpertLayout, step: str, num_out: int) -> Config:
+    name = shape_class(step, layout.num_pairs, layout.num_slots, layout.block_rows, num_out, w.shape[2])
+    return tuning.choose(OP, name, w, lambda: default_config(layout.num_pairs, layout.block_rows, w.dtype))
+
+
+def gate_up_rows(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    layout: ExpertLayout,
+    *,
+    top_k: int,
+    out: torch.Tensor,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """The first launch: h [rows of the layout, I], of which the rows of pairs are written."""
+    _launch(x, gate_up, out, layout, top_k, config or _config(gate_up, layout, "gate_up", gate_up.shape[1] // 2))
+    return out
+
+
+def down_pairs(
+    h: torch.Tensor, down: torch.Tensor, layout: ExpertLayout, *, out: torch.Tensor, config: Config | None = None
+) -> torch.Tensor:
+    """The second launch: out [P, H], of which the rows of the layout's pairs are written."""
+    _launch(h, down, out, layout, 0, config or _config(down, layout, "down", down.shape[1]))
+    return out
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    layout: ExpertLayout,
+    *,
+    top_k: int,
+    out: torch.Tensor | None = None,
+    configs: tuple[Config | None, Config | None] = (None, None),
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.grouped_gemm`. `configs`: of gate_up and of down, where they are not to be looked up."""
+    launch.check_layout(OP, x=x, gate_up=gate_up, down=down, pairs=layout.pairs, out=out)
+    hidden, inner = x.shape[1], down.shape[2]
+    if layout.slot_of_block.shape[0] * triton.cdiv(max(hidden, inner), 16) > launch.MAX_GRID_X:
+        raise ValueError(f"{OP}: {layout.slot_of_block.shape[0]} blocks of {hidden} outputs exceed the grid of a GPU")
+    stored = launch.new_output(layout.num_pairs, hidden, like=x)
+    if out is not None:
+        # The interpreter does not store bf16: it gets a copy.
+        stored = out if stored.dtype == out.dtype else stored.copy_(out)
+    if layout.num_pairs and gate_up.numel():
+        h = launch.new_output(layout.pairs.shape[0], inner, like=x)
+        gate_up_rows(x, gate_up, layout, top_k=top_k, out=h, config=configs[0])
+        down_pairs(h, down, layout, out=stored, config=configs[1])
+    return launch.finish(stored, x.dtype) if out is None or out is stored else out.copy_(stored)

@@ -1,0 +1,73 @@
+"""Which (token, k) pairs each resident expert computes, as blocks of rows that hold one expert each."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayout:
+    """Rows of a step's pairs t * K + k, grouped by slot; made by `ops.expert_layout`, read by `ops.grouped_gemm`.
+
+    counts: [num_slots] int32, pairs of each slot.
+    pairs: [rows] int32. Slot s has counts[s] rows from a multiple of block_rows on, slots ascending, pairs ascending
+    within a slot; the rest of a slot's last block is -1. Rows from num_blocks * block_rows on are not written.
+    slot_of_block: [rows / block_rows] int32, of which the first num_blocks are written.
+    num_blocks: [1] int32, on the device: nobody waits for it.
+    """
+
+    block_rows: int
+    num_pairs: int
+    num_slots: int
+    counts: torch.Tensor
+    pairs: torch.Tensor
+    slot_of_block: torch.Tensor
+    num_blocks: torch.Tensor
+
+
+def max_blocks(num_pairs: int, num_slots: int, block_rows: int) -> int:
+    """The most blocks that so many pairs can need: every slot that has any wastes at most block_rows - 1 rows."""
+    return (num_pairs + min(num_slots, num_pairs) * (block_rows - 1)) // block_rows
+
+
+def expert_block_rows(num_pairs: int, num_slots: int) -> int:
+    """The rows per block that suit so many pairs: few enough to waste little, enough to read weights seldom."""
+    return 16 if num_pairs <= 16 * num_slots else 64 if num_pairs <= 192 * num_slots else 128
+
+
+def expert_layout(
+    topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int
+) -> ExpertLayout:
+    """See `moeyard_kernels.ops.expert_layout`. What the kernel leaves unwritten is -1 here."""
+    num_pairs = topk_ids.numel()
+    _check_range("topk_ids", topk_ids, 0, len(slot_of_expert))
+    _check_range("slot_of_expert", slot_of_expert, -1, num_slots)
+    slots = slot_of_expert[topk_ids.flatten().long()].long()
+    here = (slots >= 0).nonzero().flatten()
+    order = here[torch.sort(slots[here], stable=True).indices]
+    counts = torch.bincount(slots[here], minlength=num_slots)
+    blocks = (counts + (block_rows - 1)) // block_rows
+    capacity = max_blocks(num_pairs, num_slots, block_rows)
+    # Rows that padding puts before each slot, on top of the pairs before it.
+    shift = (blocks.cumsum(0) - blocks) * block_rows - (counts.cumsum(0) - counts)
+    pairs = torch.full((capacity * block_rows,), -1, dtype=torch.int32)
+    pairs[torch.arange(len(order)) + shift[slots[order]]] = order.int()
+    slot_of_block = torch.full((capacity,), -1, dtype=torch.int32)
+    slot_of_block[: int(blocks.sum())] = torch.repeat_interleave(blocks).int()
+    return ExpertLayout(
+        block_rows=block_rows,
+        num_pairs=num_pairs,
+        num_slots=num_slots,
+        counts=counts.int(),
+        pairs=pairs,
+        slot_of_block=slot_of_block,
+        num_blocks=blocks.sum(dtype=torch.int32).reshape(1),
+    )
+
+
+def _check_range(name: str, index: torch.Tensor, low: int, high: int) -> None:
+    if index.numel() == 0:
+        return
+    least, most = (int(x) for x in torch.aminmax(index))
+    if least < low or most >= high:
+        raise ValueError(f"expert_layout: {name} holds {least} to {most}, outside {low} to {high - 1}")

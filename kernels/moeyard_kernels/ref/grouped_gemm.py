@@ -1,0 +1,21 @@
+"""The routed experts over a layout: each slot's rows through its gated MLP, one output row per pair."""
+
+import torch
+
+from moeyard_kernels.ref.expert_layout import ExpertLayout
+from moeyard_kernels.ref.linear import linear
+from moeyard_kernels.ref.silu_mul import silu_mul
+
+
+def grouped_gemm(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, layout: ExpertLayout, out: torch.Tensor, *, top_k: int
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.grouped_gemm`."""
+    num_blocks = int(layout.num_blocks)
+    rows = layout.pairs.view(-1, layout.block_rows)
+    for slot in layout.slot_of_block[:num_blocks].unique().tolist():
+        pairs = rows[:num_blocks][layout.slot_of_block[:num_blocks] == slot].flatten()
+        pairs = pairs[pairs >= 0].long()
+        y = linear(silu_mul(linear(x[pairs // top_k], gate_up[slot])), down[slot])
+        out[pairs] = y
+    return out

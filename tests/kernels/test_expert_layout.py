@@ -1,0 +1,125 @@
+"""The expert layout: kernel and reference against the rules, read pair by pair."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from moeyard_kernels import expert_layout as triton_kernel
+from moeyard_kernels import launch, ops
+from moeyard_kernels.ops import ExpertLayout
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def routing(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
+    """[T, K] int64, distinct experts per token."""
+    return torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].contiguous()
+
+
+def run_kernel(topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, num_slots: int, block_rows: int) -> ExpertLayout:
+    # What the allocator hands out next holds no layout.
+    poison = [torch.full((n,), -7, dtype=torch.int32, device=DEVICE) for n in (topk_ids.numel() * block_rows, 4096)]
+    del poison
+    return triton_kernel.expert_layout(
+        topk_ids.to(DEVICE), slot_of_expert.to(DEVICE), num_slots=num_slots, block_rows=block_rows
+    )
+
+
+def check(
+    layout: ExpertLayout, topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, num_slots: int, block_rows: int
+) -> None:
+    """The docstring of ExpertLayout, by plain lists."""
+    slots = [int(slot_of_expert[e]) for e in topk_ids.flatten().tolist()]
+    pairs, names = layout.pairs.tolist(), layout.slot_of_block.tolist()
+    row = 0
+    for slot in range(num_slots):
+        wanted = [p for p, s in enumerate(slots) if s == slot]
+        assert int(layout.counts[slot]) == len(wanted)
+        blocks = -(-len(wanted) // block_rows)
+        padding = [-1] * (blocks * block_rows - len(wanted))
+        assert pairs[row : row + blocks * block_rows] == wanted + padding, f"slot {slot}"
+        assert names[row // block_rows : row // block_rows + blocks] == [slot] * blocks
+        row += blocks * block_rows
+    assert layout.num_blocks.tolist() == [row // block_rows]
+    assert len(names) * block_rows == len(pairs) >= row
+    assert (layout.block_rows, layout.num_pairs, layout.num_slots) == (block_rows, topk_ids.numel(), num_slots)
+    for x in (layout.counts, layout.pairs, layout.slot_of_block, layout.num_blocks):
+        assert x.dtype == torch.int32
+
+
+def some_slots(num_experts: int, num_slots: int) -> torch.Tensor:
+    """[E] int32: experts in random slots, -1 for those that have none."""
+    slots = torch.full((num_experts,), -1, dtype=torch.int32)
+    used = min(num_experts, num_slots)
+    slots[torch.randperm(num_experts)[:used]] = torch.randperm(num_slots)[:used].int()
+    return slots
+
+
+SHAPES = [
+    (1, 1, 1, 1, 16),
+    (1, 8, 128, 128, 16),
+    (3, 2, 5, 4, 32),
+    (64, 8, 384, 384, 16),
+    (64, 8, 256, 31, 64),
+    (5, 3, 7, 11, 128),
+    (130, 8, 10, 9, 16),
+    (161, 8, 64, 64, 128),
+]
+if DEVICE == "cuda":
+    SHAPES += [(4096, 8, 128, 128, 64), (4096, 8, 384, 48, 128), (16384, 6, 160, 160, 16), (1, 8, 1024, 1024, 16)]
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts", "num_slots", "block_rows"), SHAPES, ids=str)
+def test_kernel_and_reference_follow_the_rules(
+    num_tokens: int, top_k: int, num_experts: int, num_slots: int, block_rows: int
+) -> None:
+    topk_ids, slot_of_expert = routing(num_tokens, top_k, num_experts), some_slots(num_experts, num_slots)
+    layout = run_kernel(topk_ids, slot_of_expert, num_slots, block_rows)
+    check(layout, topk_ids, slot_of_expert, num_slots, block_rows)
+    reference = ops.expert_layout(topk_ids, slot_of_expert, num_slots=num_slots, block_rows=block_rows)
+    check(reference, topk_ids, slot_of_expert, num_slots, block_rows)
+    assert layout.pairs.shape == reference.pairs.shape
+
+
+@pytest.mark.parametrize("num_tokens", [9, 300], ids=["one-launch", "two-launches"])
+@pytest.mark.parametrize("which", ["all-to-one", "none-here", "one-here"])
+def test_unbalanced_and_masked(which: str, num_tokens: int) -> None:
+    topk_ids, slot_of_expert = routing(num_tokens, 4, 12), torch.arange(12, dtype=torch.int32)
+    if which == "all-to-one":
+        topk_ids[:] = 7
+    else:
+        slot_of_expert[:] = -1
+        slot_of_expert[5] = 3 if which == "one-here" else -1
+    layout = run_kernel(topk_ids, slot_of_expert, 12, 32)
+    check(layout, topk_ids, slot_of_expert, 12, 32)
+
+
+@pytest.mark.parametrize("make", [run_kernel, None], ids=["kernel", "reference"])
+def test_no_tokens_and_int32_ids(make: Callable[..., ExpertLayout] | None) -> None:
+    slots = torch.arange(8, dtype=torch.int32)
+    for topk_ids in (torch.zeros(0, 4, dtype=torch.int64), routing(6, 2, 8).int()):
+        if make:
+            layout = make(topk_ids, slots, 8, 16)
+        else:
+            layout = ops.expert_layout(topk_ids, slots, num_slots=8, block_rows=16)
+        check(layout, topk_ids, slots, 8, 16)
+
+
+def test_bad_arguments_are_named() -> None:
+    ids, slots = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"topk_ids must be int64 or int32 \[T, K\], got float32 \[2, 3\]"):
+        ops.expert_layout(ids.float(), slots, num_slots=4, block_rows=16)
+    with pytest.raises(ValueError, match=r"slot_of_expert must be int32 \[E\], got int64 \[4\]"):
+        ops.expert_layout(ids, slots.long(), num_slots=4, block_rows=16)
+    with pytest.raises(ValueError, match=r"4 slots in blocks of 24 rows, expected \(16, 32, 64, 128\)"):
+        ops.expert_layout(ids, slots, num_slots=4, block_rows=24)
+    with pytest.raises(ValueError, match="not contiguous"):
+        triton_kernel.expert_layout(ids.T.to(DEVICE), slots.to(DEVICE), num_slots=4, block_rows=16)
+    for run in (ops.expert_layout, triton_kernel.expert_layout):
+        device = "cpu" if run is ops.expert_layout else DEVICE
+        with launch.checked():
+            with pytest.raises(ValueError, match=r"topk_ids .*holds 0 to 4, outside 0 to 3"):
+                run((ids + torch.tensor([0, 1, 4])).to(device), slots.to(device), num_slots=4, block_rows=16)
+            with pytest.raises(ValueError, match=r"slot_of_expert .*holds 0 to 4, outside -1 to 3"):
+                run(ids.to(device), (slots + torch.tensor([0, 1, 4, 0]).int()).to(device), num_slots=4, block_rows=16)

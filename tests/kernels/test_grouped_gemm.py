@@ -1,0 +1,215 @@
+"""The routed experts over a layout: against float64, and one answer whatever the layout and the tile.
+
+The interpreter multiplies with numpy, whose sums depend on the shape: there the inputs are such that every sum is
+exact, which proves that each tile multiplies the right things. On a GPU the same tests run on random values as well.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from moeyard_kernels import expert_layout as layout_kernel
+from moeyard_kernels import grouped_gemm as triton_kernel
+from moeyard_kernels import ops, silu_mul
+from moeyard_kernels.ops import ExpertLayout
+from moeyard_kernels.rounding import INTERPRETED
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+KINDS = ["exact", "random"] if GPU else ["exact"]
+
+
+class Experts:
+    """Tokens, weights and routing of one case, on DEVICE; `exact`: sums that no order changes."""
+
+    def __init__(self, T: int, K: int, E: int, H: int, I: int, *, dtype: torch.dtype, exact: bool) -> None:  # noqa: E741
+        self.top_k = K
+        self.topk_ids = torch.rand(T, E).argsort(1)[:, :K].contiguous().to(DEVICE)
+        self.slot_of_expert = torch.arange(E, dtype=torch.int32, device=DEVICE)
+        if exact:
+            # Small integers; each output takes one value of h.
+            x, gate_up = torch.randint(-4, 5, (T, H), device=DEVICE), torch.randint(-4, 5, (E, 2 * I, H), device=DEVICE)
+            down = torch.zeros(E, H, I, device=DEVICE)
+            down.scatter_(2, torch.randint(0, I, (E, H, 1), device=DEVICE), 0.5)
+            self.x, self.gate_up, self.down = x.to(dtype), (gate_up / 64).to(dtype), down.to(dtype)
+        else:
+            generator = torch.Generator(DEVICE).manual_seed(T * H)
+            scale = ((T, H), 1.0), ((E, 2 * I, H), H**-0.5), ((E, H, I), I**-0.5)
+            self.x, self.gate_up, self.down = (
+                torch.empty(shape, dtype=dtype, device=DEVICE).normal_(0, std, generator=generator)
+                for shape, std in scale
+            )
+
+    def layout(self, block_rows: int = 16) -> ExpertLayout:
+        return layout_kernel.expert_layout(
+            self.topk_ids, self.slot_of_expert, num_slots=len(self.gate_up), block_rows=block_rows
+        )
+
+    def run(
+        self, block_rows: int = 16, config: triton_kernel.Config | None = None, rows: slice = slice(None)
+    ) -> torch.Tensor:
+        """[T, K, H] of the tokens in `rows`; NaN where no expert is here."""
+        topk_ids = self.topk_ids[rows].contiguous()
+        layout = layout_kernel.expert_layout(
+            topk_ids, self.slot_of_expert, num_slots=len(self.gate_up), block_rows=block_rows
+        )
+        x = self.x[rows].contiguous()
+        out = torch.full((topk_ids.numel(), x.shape[1]), float("nan"), dtype=x.dtype, device=DEVICE)
+        y = triton_kernel.grouped_gemm(
+            x, self.gate_up, self.down, layout, top_k=self.top_k, out=out, configs=(config, config)
+        )
+        assert y is out
+        return y.view(*topk_ids.shape, x.shape[1])
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def relative_error(y: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((y.double() - wanted).norm() / wanted.norm())
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+BF16_CONFIGS = (*triton_kernel.CONFIGS, *triton_kernel.WIDE_CONFIGS)
+CONFIGS = {torch.bfloat16: BF16_CONFIGS, torch.float32: triton_kernel.FP32_CONFIGS}
+
+
+@DTYPES
+@pytest.mark.parametrize(("T", "K", "E", "H", "I"), [(1, 1, 1, 16, 16), (5, 2, 4, 40, 24), (3, 3, 3, 72, 33)], ids=str)
+def test_against_float64_and_the_reference(T: int, K: int, E: int, H: int, I: int, dtype: torch.dtype) -> None:  # noqa: E741
+    case = Experts(T, K, E, H, I, dtype=dtype, exact=False)
+    y = case.run().view(T * K, H)
+    cpu = ops.expert_layout(case.topk_ids.cpu(), case.slot_of_expert.cpu(), num_slots=E, block_rows=16)
+    reference = ops.grouped_gemm(case.x.cpu(), case.gate_up.cpu(), case.down.cpu(), cpu, top_k=K)
+    wanted, chain = [], []
+    for t in range(T):
+        for e in case.topk_ids[t].tolist():
+            gate, up = (case.gate_up[e].double() @ case.x[t].double()).chunk(2)
+            wanted.append(case.down[e].double() @ (F.silu(gate) * up))
+            gate, up = F.linear(case.x[t : t + 1], case.gate_up[e]).chunk(2, dim=1)
+            chain.append(F.linear(F.silu(gate) * up, case.down[e])[0])
+    exact = torch.stack(wanted)
+    bound = 1e-2 if dtype == torch.bfloat16 else 1e-6
+    assert relative_error(y, exact) < bound
+    assert relative_error(y, exact) <= 1.2 * relative_error(torch.stack(chain), exact) + 1e-8
+    assert relative_error(reference.to(DEVICE), exact) < bound
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_tile_and_block_size(kind: str, dtype: torch.dtype) -> None:
+    case = Experts(7, 2, 3, 48, 40, dtype=dtype, exact=kind == "exact")
+    whole = case.run()
+    for config in CONFIGS[dtype]:
+        assert torch.equal(bits(case.run(config=config)), bits(whole)), f"{dict(config)}"
+    for block_rows in (32, 64, 128):
+        assert torch.equal(bits(case.run(block_rows)), bits(whole)), f"blocks of {block_rows}"
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbours_slots_and_masks_do_not_show(kind: str, dtype: torch.dtype) -> None:
+    case = Experts(6, 2, 4, 32, 16, dtype=dtype, exact=kind == "exact")
+    whole = case.run()
+    assert whole.isfinite().all()
+    for t in (0, 5):
+        assert torch.equal(bits(case.run(rows=slice(t, t + 1))), bits(whole[t : t + 1]))
+    assert torch.equal(bits(case.run(rows=slice(1, 4))), bits(whole[1:4]))
+    # The same experts in other slots.
+    turned = torch.tensor([2, 0, 3, 1], device=DEVICE)
+    case.slot_of_expert = turned.int()
+    gate_up, down = case.gate_up, case.down
+    case.gate_up, case.down = torch.empty_like(gate_up), torch.empty_like(down)
+    case.gate_up[turned], case.down[turned] = gate_up, down
+    assert torch.equal(bits(case.run()), bits(whole))
+    # One expert is not here: its pairs keep what was there, the others do not notice.
+    case.slot_of_expert[1] = -1
+    some = case.run()
+    away = case.topk_ids == 1
+    assert some[away].isnan().all()
+    assert torch.equal(bits(some[~away]), bits(whole[~away]))
+
+
+@DTYPES
+def test_all_to_one_expert(dtype: torch.dtype) -> None:
+    case = Experts(40, 1, 3, 24, 16, dtype=dtype, exact=True)
+    case.topk_ids[:] = 1
+    whole = case.run()
+    assert torch.equal(bits(case.run(rows=slice(39, 40))), bits(whole[39:]))
+    assert torch.equal(bits(case.run(32)), bits(whole))
+
+
+@DTYPES
+def test_no_tokens_and_nobody_here(dtype: torch.dtype) -> None:
+    case = Experts(3, 2, 4, 16, 16, dtype=dtype, exact=True)
+    assert case.run(rows=slice(0, 0)).shape == (0, 2, 16)
+    case.slot_of_expert[:] = -1
+    assert case.run().isnan().all()
+
+
+@triton.jit
+def _sequential_kernel(p_x, p_w, p_y, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """y = x @ w.T with one accumulator."""
+    o_m, o_n, o_k = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    b_y = tl.zeros([BM, BN], dtype=tl.float32)
+    for k in range(0, K, BK):
+        b_x = tl.load(
+            p_x + o_m[:, None] * K + k + o_k[None, :], mask=(o_m[:, None] < M) & (k + o_k[None, :] < K), other=0.0
+        )
+        b_w = tl.load(
+            p_w + o_n[None, :] * K + k + o_k[:, None], mask=(o_n[None, :] < N) & (k + o_k[:, None] < K), other=0.0
+        )
+        if INTERPRETED:
+            b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
+        b_y = tl.dot(b_x, b_w, b_y, input_precision="ieee")
+    m_y = (o_m[:, None] < M) & (o_n[None, :] < N)
+    tl.store(p_y + o_m[:, None] * N + o_n[None, :], b_y.to(p_y.dtype.element_ty), mask=m_y)
+
+
+def sequential(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(len(x), 16), triton.cdiv(len(w), 64))
+    _sequential_kernel[grid](x, w, y, len(x), len(w), x.shape[1], BM=16, BN=64, BK=32)
+    return y
+
+
+@pytest.mark.skipif(not GPU, reason="real shapes take a GPU")
+@pytest.mark.parametrize(
+    ("T", "K", "E", "H", "I"),
+    [(64, 8, 128, 2048, 768), (8, 8, 256, 2304, 1024), (600, 8, 16, 2048, 768), (9, 6, 64, 2048, 1408)],
+    ids=["Qwen3-30B-A3B", "Kimi-Linear", "Qwen3-long", "DeepSeek-V2-Lite"],
+)
+def test_real_shapes_equal_the_chain_per_expert(T: int, K: int, E: int, H: int, I: int) -> None:  # noqa: E741
+    case = Experts(T, K, E, H, I, dtype=torch.bfloat16, exact=False)
+    whole = case.run(64)
+    for config in BF16_CONFIGS:
+        assert torch.equal(bits(case.run(config=config)), bits(whole)), f"{dict(config)}"
+    assert torch.equal(bits(case.run(128)), bits(whole))
+    for t in (0, T // 2, T - 1):
+        assert torch.equal(bits(case.run(rows=slice(t, t + 1))), bits(whole[t : t + 1]))
+    for e in case.topk_ids.unique()[:8].tolist():
+        t, k = (case.topk_ids == e).nonzero(as_tuple=True)
+        h = silu_mul.silu_mul(sequential(case.x[t], case.gate_up[e]))
+        assert torch.equal(bits(sequential(h, case.down[e])), bits(whole[t, k])), f"expert {e}"
+
+
+def test_bad_arguments_are_named() -> None:
+    case = Experts(2, 2, 3, 16, 8, dtype=torch.float32, exact=True)
+    x, gate_up, down, layout = case.x, case.gate_up, case.down, case.layout()
+    with pytest.raises(ValueError, match=r"x must be fp32 or bf16 \[T, H\], got float16 \[2, 16\]"):
+        ops.grouped_gemm(x.half(), gate_up, down, layout, top_k=2)
+    with pytest.raises(ValueError, match=r"gate_up float32 \[2, 16, 16\] for x .*, expected \[3, 2 I, 16\]"):
+        ops.grouped_gemm(x, gate_up[:2], down, layout, top_k=2)
+    with pytest.raises(ValueError, match=r"down float32 \[3, 8, 16\] for .*, expected \[3, 16, 8\]"):
+        ops.grouped_gemm(x, gate_up, down.mT, layout, top_k=2)
+    with pytest.raises(ValueError, match=r"gate_up torch.bfloat16, down torch.float32 for x of torch.float32"):
+        ops.grouped_gemm(x, gate_up.bfloat16(), down, layout, top_k=2)
+    with pytest.raises(ValueError, match="layout of 4 pairs for 2 tokens, top_k 3"):
+        ops.grouped_gemm(x, gate_up, down, layout, top_k=3)
+    with pytest.raises(ValueError, match=r"out float32 \[4, 8\], expected torch.float32 \[4, 16\]"):
+        ops.grouped_gemm(x, gate_up, down, layout, top_k=2, out=torch.zeros(4, 8, device=DEVICE))
+    with pytest.raises(ValueError, match=r"gate_up .* is not contiguous"):
+        triton_kernel.grouped_gemm(x, gate_up.mT.contiguous().mT, down, layout, top_k=2)
