@@ -217,8 +217,8 @@ documents / thousand bytes.
 {table(head, rows, text=True)}
 
 A hash of its source and title decides that a document is held out, about {split["share"]:.1%} of the text; training
-never sees it. Of those, a document that shares more than {split["max_shared_shingles"]:.0%} of its 50-character passages
-with the training text is left out of both: {left_out}."""
+never sees it. Of those, a document of which more than {split["max_shared_shingles"]:.0%} of the 50-character passages
+stand in the training text too is left out of both: {left_out}."""
 
 
 def write_card(folder: Path) -> None:
