@@ -7,29 +7,53 @@ One answer: on a CPU with one thread, a row of any result depends on that row's 
 there are, on its place among them or on its neighbours.
 """
 
-from moeyard_kernels.decode_plan import BLOCK, DecodePlan, plan_decode
-from moeyard_kernels.door.decode import gqa_decode, mla_decode
-from moeyard_kernels.door.elementwise import add_rms_norm, rms_norm, rope, scale_rows_, silu_mul
-from moeyard_kernels.door.experts import grouped_mlp, moe_weighted_reduce
-from moeyard_kernels.door.linear import linear, pack_weight, padded_rows
-from moeyard_kernels.door.prefill import attn_prefill
+from moeyard_kernels.decode_plan import BLOCK, DecodePlan, DecodeTables, plan_decode
+from moeyard_kernels.door.decode import attn_combine, gqa_decode, mla_decode
+from moeyard_kernels.door.elementwise import (
+    add_rms_norm,
+    mla_split_qkv_a_norm,
+    residual_add_scaled,
+    rms_norm,
+    scale_rows_,
+    silu_mul,
+)
+from moeyard_kernels.door.experts import expert_layout, grouped_gemm, grouped_mlp, moe_weighted_reduce
+from moeyard_kernels.door.linear import linear, linear_pair, pack_weight, padded_rows
+from moeyard_kernels.door.prefill import attn_prefill, attn_prefill_varlen
+from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_write_mla
 from moeyard_kernels.door.routing import topk_gate
+from moeyard_kernels.prefill_plan import PrefillPlan, plan_prefill
+from moeyard_kernels.ref.expert_layout import ExpertLayout, expert_block_rows
 
 __all__ = [
     "BLOCK",
     "DecodePlan",
+    "DecodeTables",
+    "ExpertLayout",
+    "PrefillPlan",
     "add_rms_norm",
+    "attn_combine",
     "attn_prefill",
+    "attn_prefill_varlen",
+    "expert_block_rows",
+    "expert_layout",
     "gqa_decode",
+    "grouped_gemm",
     "grouped_mlp",
     "linear",
+    "linear_pair",
     "mla_decode",
+    "mla_split_qkv_a_norm",
     "moe_weighted_reduce",
     "pack_weight",
     "padded_rows",
     "plan_decode",
+    "plan_prefill",
+    "residual_add_scaled",
     "rms_norm",
     "rope",
+    "rope_cache_write_gqa",
+    "rope_cache_write_mla",
     "scale_rows_",
     "silu_mul",
     "topk_gate",

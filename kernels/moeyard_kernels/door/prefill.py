@@ -3,7 +3,9 @@
 import torch
 
 from moeyard_kernels.checks import FLOATS, missing, show
+from moeyard_kernels.prefill_plan import PrefillPlan
 from moeyard_kernels.ref import attn_prefill as _attn_prefill
+from moeyard_kernels.ref import attn_prefill_varlen as _attn_prefill_varlen
 
 
 def attn_prefill(
@@ -28,3 +30,83 @@ def attn_prefill(
     if q.is_cuda:
         raise missing("attn_prefill")
     return _attn_prefill.attn_prefill(q, k, v, start=start, scale=scale, window=window)
+
+
+def attn_prefill_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    plan: PrefillPlan,
+    scale: float,
+    k_rope: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of several chunks q [T, Hq, Dk] over their prefixes -> [T, Hq, Dv] in q's dtype.
+
+    `plan` is the step's `plan_prefill`. Paged: k [Hkv, num_pages, page, Dk] and v [Hkv, num_pages, page, Dv], caches
+    as the pools lay them out, contiguous. Else k [L, Hkv, Dk] and v [L, Hkv, Dv] hold the chunks' keys one after the
+    other; strides are free but for the last, so both may be parts of one product. With `k_rope` [L, Dr], k holds the
+    first Dk - Dr of each head's key and k_rope the rest, which all heads share (latent attention).
+    Keys and values that a chunk sees are finite; what other rows and pages hold (NaN too) does not show. With
+    `return_lse` also the log of the sum of exp(scale q . k), [T, Hq] fp32. A query's bits depend on its row and the
+    keys it sees, not on the chunk, its neighbours or where keys lie.
+    """
+    _check_varlen(q, k, v, plan, k_rope, scale)
+    if q.is_cuda:
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import attn_prefill as triton_kernel
+
+        return triton_kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale, k_rope=k_rope, return_lse=return_lse)
+    table = plan.page_table
+    if table is not None and table.numel() and int(table.max()) >= k.shape[1]:
+        raise ValueError(f"attn_prefill_varlen: the plan's page_table names page {int(table.max())}, k is {show(k)}")
+    out, lse = _attn_prefill_varlen.attn_prefill_varlen(
+        q, k, v, k_rope=k_rope, cu_q=plan.cu_q.tolist(), starts=plan.starts.tolist(), page_table=table,
+        cu_kv=[] if plan.cu_kv is None else plan.cu_kv.tolist(), scale=scale, window=plan.window,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _check_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, k_rope: torch.Tensor | None, scale: float
+) -> None:
+    """Raise ValueError naming the argument and both values unless everything fits the plan."""
+    op, paged = "attn_prefill_varlen", plan.page_size > 0
+    rank, heads = (4, 0) if paged else (3, 1)
+    if q.dim() != 3 or k.dim() != rank or v.dim() != rank or k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"{op}: q {show(q)}, k {show(k)}, v {show(v)} do not fit a {'paged' if paged else 'flat'} plan"
+        )
+    shared = 0
+    if k_rope is not None:
+        if paged or k_rope.dim() != 2 or k_rope.shape[0] != k.shape[0]:
+            raise ValueError(f"{op}: k_rope {show(k_rope)} does not fit k {show(k)} ({'paged' if paged else 'flat'})")
+        shared = k_rope.shape[1]
+    if q.shape[2] != k.shape[-1] + shared:
+        raise ValueError(f"{op}: q {show(q)} for keys {show(k)} and {shared} shared dimensions")
+    if k.shape[heads] == 0 or q.shape[1] % k.shape[heads]:
+        raise ValueError(f"{op}: {q.shape[1]} query heads over {k.shape[heads]} key heads")
+    tensors = {"q": q, "k": k, "v": v} | ({} if k_rope is None else {"k_rope": k_rope})
+    for name, x in tensors.items():
+        if x.dtype != q.dtype or q.dtype not in FLOATS:
+            raise ValueError(f"{op}: {name} {x.dtype} and q {q.dtype} must share a dtype, fp32 or bf16")
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(
+                f"{op}: {name} {show(x)} with strides {x.stride()} is not contiguous in its last dimension"
+            )
+        if x.device != plan.cu_q.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, the plan on {plan.cu_q.device}")
+    if plan.num_rows != q.shape[0]:
+        raise ValueError(f"{op}: the plan is for {plan.num_rows} rows, q is {show(q)}")
+    if paged:
+        if k.shape[2] != plan.page_size:
+            raise ValueError(f"{op}: the plan is for pages of {plan.page_size}, k is {show(k)}")
+        if not k.is_contiguous() or not v.is_contiguous():
+            raise ValueError(
+                f"{op}: k {show(k)} and v {show(v)} with strides {k.stride()}, {v.stride()}: contiguous only"
+            )
+    elif plan.num_kv_rows > k.shape[0]:
+        raise ValueError(f"{op}: the plan is for {plan.num_kv_rows} rows of keys, k is {show(k)}")
+    if not scale > 0:
+        raise ValueError(f"{op}: scale {scale} is not positive")

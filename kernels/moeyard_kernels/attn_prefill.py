@@ -1,0 +1,283 @@
+"""Triton: causal attention of several prompt chunks over their prefixes, paged or contiguous, in one launch.
+
+For the query at position p of head h, over keys j = 0 .. p (or the last `window`) of key head h // (Hq // Hkv):
+
+    out = sum_j softmax_j(scale q . k_j) v_j
+
+Keys are visited in ascending blocks of `block_n(Dk, Dv)` positions, counted from position 0, with an online softmax in
+fp32: s = q . k (d ascending; 192 as 128, then 64), m' = max(m, max s), alpha = exp2((m - m') c), c = scale log2(e),
+p = exp2(fma(s, c, -(m' c))), l = fma(l, alpha, sum p), acc = alpha acc + bf16(p) v. A block that a row does not see
+leaves its m, l and acc as they are (alpha = 1, p = 0, and acc holds no -0 that 0 could change, but see the end of the
+kernel). So a row's bits depend on its query, the keys it sees and the block, never on the tile, the chunk or the batch.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moeyard_kernels import launch, tuning
+from moeyard_kernels.prefill_plan import TILE, PrefillPlan
+from moeyard_kernels.tuning import Config
+
+OP = "attn_prefill"
+
+# Rows per program, whether full blocks of keys come by TMA (where layout and pages allow), and how it is scheduled.
+CONFIGS: tuple[Config, ...] = tuple(
+    tuning.config(num_warps=num_warps, num_stages=num_stages, BM=bm, TMA=tma)
+    for bm, num_warps in ((64, 4), (128, 4), (128, 8))
+    for tma in (0, 1)
+    for num_stages in (2, 3)
+)
+
+# A row's greatest score before its first key: below any real one, and finite, so that alpha never is NaN. What a row
+# does not see scores less still: exp2 of the difference is 0 in any case.
+_NO_SCORE = tl.constexpr(-1e30)
+_UNSEEN = tl.constexpr(-2e38)
+
+
+def block_n(dim_k: int, dim_v: int) -> int:
+    """Keys per inner block: part of the formula, so no tile may change it."""
+    return 64 if dim_k + dim_v > 256 else 128
+
+
+def split_dim(dim: int) -> tuple[int, int]:
+    """dim as the sum of two powers of two, the larger first (the second may be 0). Raises ValueError if it is none."""
+    first = 1 << (dim.bit_length() - 1)
+    rest = dim - first
+    if first < 16 or rest & (rest - 1) or 0 < rest < 16:
+        raise ValueError(f"{OP}: head dimension {dim} is no sum of one or two powers of two from 16 on")
+    return first, rest
+
+
+def shape_class(*, dim_k: int, dim_v: int, paged: bool) -> str:
+    """What tiles are chosen by."""
+    return f"D{dim_k} V{dim_v} {'paged' if paged else 'rows'}"
+
+
+def default_config(*, dim_k: int, dim_v: int, dtype: torch.dtype) -> Config:
+    """For shapes that nobody tuned; fp32 runs without tensor cores, in small tiles."""
+    if dtype == torch.float32:
+        return tuning.config(num_warps=4, num_stages=1, BM=32, TMA=0)
+    return tuning.config(num_warps=8, num_stages=2, BM=128, TMA=1)
+
+
+@triton.jit
+def _load(  # type: ignore[no-untyped-def]
+    p_x, d_x, i_row, o_row, m_row, s_row, i_col,
+    D: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows of a block of keys or values: [BN, D]; where masked, rows that m_row leaves out are zero."""
+    if TMA:
+        b_x = d_x.load([i_row, i_col])
+    else:
+        p_block = p_x + o_row[:, None] * s_row + i_col + tl.arange(0, D)[None, :]
+        b_x = tl.load(p_block, mask=m_row[:, None], other=0.0) if MASKED else tl.load(p_block)
+    return b_x.to(tl.float32) if WIDE else b_x
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    b_acc, b_m, b_l, b_q, b_q2, o_p, i_low, i_begin, i_end, i_seen, i_base, p_pages,
+    p_k, p_k2, p_v, d_k, d_k2, d_v, s_k, s_k2, s_v, i_col_k, i_col_k2, i_col_v, c, window,
+    D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    TMA: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Take in the keys of blocks [i_begin, i_end). Keys outside [i_low, i_seen) are loaded as zeros (if masked)."""
+    for i_n in tl.range(i_begin, i_end, num_stages=STAGES):
+        o_n = i_n * BN + tl.arange(0, BN)
+        m_n = (o_n >= i_low) & (o_n < i_seen)
+        i_row = i_base + i_n * BN
+        o_row = i_base.to(tl.int64) + o_n
+        if PAGE > 0:
+            if TMA:
+                i_row = i_base + tl.load(p_pages + i_n * BN // PAGE) * PAGE + i_n * BN % PAGE
+            else:
+                b_page = tl.load(p_pages + o_n // PAGE, mask=m_n, other=0) if MASKED else tl.load(p_pages + o_n // PAGE)
+                o_row = i_base.to(tl.int64) + b_page.to(tl.int64) * PAGE + o_n % PAGE
+
+        b_k = _load(p_k, d_k, i_row, o_row, m_n, s_k, i_col_k, D1, TMA, MASKED, WIDE)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if D2 > 0:
+            b_k2 = _load(p_k2, d_k2, i_row, o_row, m_n, s_k2, i_col_k2, D2, TMA, MASKED, WIDE)
+            b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
+        if MASKED:
+            m_s = o_n[None, :] <= o_p[:, None]
+            if WINDOW:
+                m_s = m_s & (o_n[None, :] > o_p[:, None] - window)
+            b_s = tl.where(m_s, b_s, _UNSEEN)
+        b_top = tl.maximum(b_m, tl.max(b_s, 1))
+        b_alpha = tl.exp2((b_m - b_top) * c)
+        b_shift = -(b_top * c)
+        b_p = tl.exp2(tl.fma(b_s, tl.full(b_s.shape, c, tl.float32), tl.broadcast_to(b_shift[:, None], b_s.shape)))
+        b_l = tl.fma(b_l, b_alpha, tl.sum(b_p, 1))
+        b_m = b_top
+        b_v = _load(p_v, d_v, i_row, o_row, m_n, s_v, i_col_v, DV, TMA, MASKED, WIDE)
+        b_acc = b_acc * b_alpha[:, None]
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+    return b_acc, b_m, b_l
+
+
+@triton.jit
+def _attn_prefill_kernel(  # type: ignore[no-untyped-def]
+    p_q, p_k, p_k2, p_v, d_k, d_k2, d_v, p_out, p_lse, p_cu_q, p_starts, p_tiles, p_keys,
+    c, window, s_q, s_q_head, s_k, s_k_head, s_k2, s_k2_head, s_v, s_v_head, num_pages, max_pages,
+    GROUP: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    TMA: tl.constexpr, LSE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program computes BM queries of one head. Grid: (Hq, N PARTS), where a tile of the plan has PARTS programs."""
+    i_h = tl.program_id(0)
+    i_tile = tl.program_id(1) // PARTS
+    i_b = tl.load(p_tiles + i_tile * 2)
+    i_first = tl.load(p_tiles + i_tile * 2 + 1) + (PARTS - 1 - tl.program_id(1) % PARTS) * BM
+    i_q = tl.load(p_cu_q + i_b)
+    num_q = tl.load(p_cu_q + i_b + 1) - i_q
+    if i_first < num_q:
+        start = tl.load(p_starts + i_b)
+        i_kv = i_h // GROUP
+        o_m = i_first + tl.arange(0, BM)
+        m_m = o_m < num_q
+        o_p = start + o_m
+
+        # Of the tile: the first query's position, the first position behind the last query.
+        i_p = start + i_first
+        i_seen = tl.minimum(i_p + BM, start + num_q)
+        i_low = 0
+        i_start = 0
+        i_lower = 0
+        if WINDOW:
+            i_low = tl.maximum(i_p - window + 1, 0)
+            i_start = i_low // BN
+            # The first block that no query's window cuts.
+            i_lower = tl.cdiv(tl.maximum(i_seen - window, 0), BN)
+        i_stop = tl.cdiv(i_seen, BN)
+        i_lower = tl.minimum(i_lower, i_stop)
+        # Blocks that every query sees to their end.
+        i_upper = tl.maximum((i_p + 1) // BN, i_lower)
+
+        p_pages = p_keys + i_b.to(tl.int64) * max_pages
+        i_base = i_kv * num_pages * PAGE if PAGE > 0 else tl.load(p_keys + i_b)
+        i_col_k = i_kv * s_k_head
+        i_col_k2 = i_kv * s_k2_head
+        i_col_v = i_kv * s_v_head
+
+        o_q = (i_q + o_m).to(tl.int64) * s_q + i_h * s_q_head
+        b_q = tl.load(p_q + o_q[:, None] + tl.arange(0, D1)[None, :], mask=m_m[:, None], other=0.0)
+        b_q2 = b_q
+        if D2 > 0:
+            b_q2 = tl.load(p_q + o_q[:, None] + (D1 + tl.arange(0, D2))[None, :], mask=m_m[:, None], other=0.0)
+        if WIDE:
+            b_q = b_q.to(tl.float32)
+            b_q2 = b_q2.to(tl.float32)
+
+        b_acc = tl.zeros([BM, DV], dtype=tl.float32)
+        b_m = tl.full([BM], _NO_SCORE, tl.float32)
+        b_l = tl.zeros([BM], dtype=tl.float32)
+        if WINDOW:
+            b_acc, b_m, b_l = _attend(
+                b_acc, b_m, b_l, b_q, b_q2, o_p, i_low, i_start, i_lower, i_seen, i_base, p_pages,
+                p_k, p_k2, p_v, d_k, d_k2, d_v, s_k, s_k2, s_v, i_col_k, i_col_k2, i_col_v, c, window,
+                D1, D2, DV, BN, PAGE, WINDOW, False, True, WIDE, 1,
+            )  # fmt: skip
+        b_acc, b_m, b_l = _attend(
+            b_acc, b_m, b_l, b_q, b_q2, o_p, i_low, i_lower, i_upper, i_seen, i_base, p_pages,
+            p_k, p_k2, p_v, d_k, d_k2, d_v, s_k, s_k2, s_v, i_col_k, i_col_k2, i_col_v, c, window,
+            D1, D2, DV, BN, PAGE, WINDOW, TMA, False, WIDE, STAGES,
+        )  # fmt: skip
+        b_acc, b_m, b_l = _attend(
+            b_acc, b_m, b_l, b_q, b_q2, o_p, i_low, i_upper, i_stop, i_seen, i_base, p_pages,
+            p_k, p_k2, p_v, d_k, d_k2, d_v, s_k, s_k2, s_v, i_col_k, i_col_k2, i_col_v, c, window,
+            D1, D2, DV, BN, PAGE, WINDOW, False, True, WIDE, 1,
+        )  # fmt: skip
+
+        b_l = tl.where(m_m, b_l, 1.0)
+        # An accumulator that underflowed to -0 may have met a masked block's +0 or not: + 0 makes either +0.
+        b_out = b_acc / b_l[:, None] + 0.0
+        o_out = (i_q + o_m).to(tl.int64) * (tl.num_programs(0) * DV) + i_h * DV
+        p_block = p_out + o_out[:, None] + tl.arange(0, DV)[None, :]
+        tl.store(p_block, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None])
+        if LSE:
+            b_lse = (b_m * c + tl.log2(b_l)) * 0.6931471805599453
+            tl.store(p_lse + (i_q + o_m).to(tl.int64) * tl.num_programs(0) + i_h, b_lse, mask=m_m)
+
+
+def attn_prefill_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    plan: PrefillPlan,
+    scale: float,
+    k_rope: torch.Tensor | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """See `moeyard_kernels.ops.attn_prefill_varlen`. Raises ValueError for what its grid or its dots cannot hold."""
+    num_rows, num_heads, dim_k = q.shape
+    paged = plan.page_size > 0
+    dim_v, num_kv_heads = v.shape[-1], k.shape[0] if paged else k.shape[1]
+    first, second = split_dim(dim_k)
+    if dim_v != split_dim(dim_v)[0]:
+        raise ValueError(f"{OP}: value dimension {dim_v} is no power of two")
+    if k_rope is not None and (first, second) != (k.shape[-1], k_rope.shape[-1]):
+        raise ValueError(f"{OP}: k {list(k.shape)} and k_rope {list(k_rope.shape)}, expected {first} and {second} wide")
+    if config is None:
+        config = tuning.choose(
+            OP, shape_class(dim_k=dim_k, dim_v=dim_v, paged=paged), q,
+            lambda: default_config(dim_k=dim_k, dim_v=dim_v, dtype=q.dtype),
+        )  # fmt: skip
+    parts = TILE // config["BM"]
+    if plan.tiles.shape[0] * parts > launch.MAX_GRID_Y:
+        raise ValueError(f"{OP}: {plan.tiles.shape[0]} tiles of {TILE} queries exceed the grid of a GPU")
+    if paged and k.shape[0] * k.shape[1] * k.shape[2] >= 2**31:
+        raise ValueError(f"{OP}: k {list(k.shape)} holds more than 2^31 - 1 rows")
+    if plan.page_table is not None:
+        launch.check_indices(OP, low=0, high=k.shape[1], page_table=plan.page_table)
+    out = launch.new_output(num_rows, num_heads, dim_v, like=q)
+    lse = launch.new_output(num_rows, num_heads, like=q, dtype=torch.float32) if return_lse else out
+    if out.numel():
+        keys = _Rows(k, first, paged)
+        rope = _Rows(k[..., first:] if k_rope is None else k_rope, second, paged) if second else keys
+        values = _Rows(v, dim_v, paged)
+        block = block_n(dim_k, dim_v)
+        tma = bool(config["TMA"]) and (not paged or plan.page_size % block == 0)
+        tma = tma and all(x.tma_ready() for x in (keys, rope, values))
+        _attn_prefill_kernel[(num_heads, plan.tiles.shape[0] * parts)](
+            q, keys.x, rope.x, values.x, *(x.descriptor(block) if tma else None for x in (keys, rope, values)),
+            out, lse, plan.cu_q, plan.starts, plan.tiles, plan.page_table if paged else plan.cu_kv,
+            scale * math.log2(math.e), plan.window or 0, q.stride(0), q.stride(1),
+            keys.row, keys.head, rope.row, rope.head, values.row, values.head,
+            k.shape[1] if paged else 0, plan.page_table.shape[1] if plan.page_table is not None else 0,
+            GROUP=num_heads // num_kv_heads, D1=first, D2=second, DV=dim_v, BM=config["BM"], BN=block, PARTS=parts,
+            PAGE=plan.page_size, WINDOW=plan.window is not None, TMA=tma, LSE=return_lse,
+            WIDE=launch.interpreted() and q.dtype == torch.bfloat16, STAGES=config["num_stages"],
+            num_warps=config["num_warps"], num_stages=config["num_stages"],
+        )  # fmt: skip
+    out = launch.finish(out, q.dtype)
+    return (out, lse) if return_lse else out
+
+
+class _Rows:
+    """Keys or values as rows of memory: `row` elements from one position to the next, `head` from head to head.
+
+    Paged ones [Hkv, num_pages, page, D] are rows of all heads below each other (head 0); contiguous ones [L, Hkv, D]
+    have heads side by side, and shared ones [L, D] one for all.
+    """
+
+    def __init__(self, x: torch.Tensor, width: int, paged: bool) -> None:
+        self.x, self.width = x, width
+        self.row = x.stride(-2) if paged else x.stride(0)
+        self.head = x.stride(1) if x.dim() == 3 and not paged else 0
+        self._count = x.shape[0] * x.shape[1] * x.shape[2] if paged else x.shape[0]
+        self._columns = width if self.head == 0 else self.head * (x.shape[1] - 1) + width
+
+    def tma_ready(self) -> bool:
+        """Whether the copy engine takes it: 16-byte starts, and a row at least as long as what is read of it."""
+        size = self.x.element_size()
+        return self.x.data_ptr() % 16 == 0 and self.row * size % 16 == 0 and self._columns <= self.row
+
+    def descriptor(self, block: int) -> TensorDescriptor:
+        return TensorDescriptor(self.x, [self._count, self._columns], [self.row, 1], [block, self.width])
