@@ -4,31 +4,49 @@ import torch
 import triton
 import triton.language as tl
 
-# The largest extent of a CUDA grid in y. (Kernel parameters carry no annotations: a GPU build would compile them.)
-_MAX_GRID_Y = 65535
+from moeyard_kernels import tuning
+from moeyard_kernels.launch import MAX_GRID_X, MAX_GRID_Y, check_layout
+from moeyard_kernels.rounding import round_to
+
+CONFIGS = tuple(
+    tuning.config(BH=block, num_warps=warps)
+    for block, warps in ((256, 1), (512, 1), (1024, 2), (1024, 4), (2048, 2), (2048, 4), (4096, 4), (4096, 8))
+)
+
+
+def shape_class(num_rows: int, hidden: int) -> str:
+    """Decode steps want many small programs, prompts few large ones."""
+    return f"{'few' if num_rows <= 64 else 'many'} H{hidden}"
+
+
+def default_config(num_rows: int, hidden: int) -> tuning.Config:
+    """The config of shapes that nobody tuned."""
+    block = 256 if num_rows <= 64 else 2048
+    block = min(block, max(16, triton.next_power_of_2(hidden)))
+    return tuning.config(BH=block, num_warps=1 if block <= 512 else 4)
 
 
 @triton.jit
-def _scale_rows_kernel(p_x, p_scale, p_out, H, BH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program scales one row's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
     i_t = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     m_h = o_h < H
     b_x = tl.load(p_x + i_t * H + o_h, mask=m_h, other=0.0).to(tl.float32)
-    b_y = b_x * tl.load(p_scale + i_t).to(tl.float32)
-    tl.store(p_out + i_t * H + o_h, b_y.to(p_out.dtype.element_ty), mask=m_h)
+    b_y = round_to(b_x * tl.load(p_scale + i_t).to(tl.float32), p_x.dtype.element_ty)
+    tl.store(p_x + i_t * H + o_h, b_y.to(p_x.dtype.element_ty), mask=m_h)
 
 
-def scale_rows_(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def scale_rows_(x: torch.Tensor, scale: torch.Tensor, *, config: tuning.Config | None = None) -> torch.Tensor:
     """See `moeyard_kernels.ops.scale_rows_`. Raises ValueError for a strided x or what its grid cannot hold."""
     num_rows, hidden = x.shape
-    if not x.is_contiguous():
-        raise ValueError(f"scale_rows_: x with strides {x.stride()} is not contiguous")
-    block = min(1024, triton.next_power_of_2(max(1, hidden)))
-    if triton.cdiv(hidden, block) > _MAX_GRID_Y or num_rows > 2**31 - 1:
+    config = config or tuning.choose(
+        "scale_rows_", shape_class(num_rows, hidden), x, lambda: default_config(num_rows, hidden)
+    )
+    num_blocks = triton.cdiv(hidden, config["BH"])
+    if num_blocks > MAX_GRID_Y or num_rows > MAX_GRID_X:
         raise ValueError(f"scale_rows_: [{num_rows}, {hidden}] exceeds the grid of a GPU")
-    # The interpreter truncates fp32 to bf16 in stores, so there fp32 is stored and torch rounds.
-    out = x if x.is_cuda or x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+    check_layout("scale_rows_", x=x, scale=scale)
     if x.numel():
-        _scale_rows_kernel[(num_rows, triton.cdiv(hidden, block))](x, scale.contiguous(), out, hidden, BH=block)
-    return x if out is x else x.copy_(out)
+        _scale_rows_kernel[(num_rows, num_blocks)](x, scale, hidden, **config)
+    return x

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from moeyard_kernels import moe_weighted_reduce as triton_kernel
-from moeyard_kernels import ops
+from moeyard_kernels import ops, tuning
 from moeyard_kernels.ref import moe_weighted_reduce as reference
+from moeyard_kernels.tuning import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -41,13 +42,20 @@ def exact_chain(x: torch.Tensor, w: torch.Tensor, shared: torch.Tensor | None) -
     return out
 
 
-def run_kernel(x: torch.Tensor, w: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+def run_kernel(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    shared: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    x, w = x.to(DEVICE), w.to(DEVICE)
+    shared = None if shared is None else shared.to(DEVICE)
+    residual = None if residual is None else residual.to(DEVICE)
     # What the allocator hands out next is this block, full of NaN.
     poison = torch.full((x.shape[0], x.shape[2]), float("nan"), device=DEVICE)
     del poison
-    return triton_kernel.moe_weighted_reduce(
-        x.to(DEVICE), w.to(DEVICE), None if shared is None else shared.to(DEVICE)
-    ).cpu()
+    return triton_kernel.moe_weighted_reduce(x, w, shared, residual, config=config).cpu()
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -73,6 +81,34 @@ def test_kernel_and_reference_equal_the_exact_chain(
     assert from_kernel.dtype == from_reference.dtype == dtype
     assert torch.equal(bits(from_kernel), bits(wanted))
     assert torch.equal(bits(from_reference), bits(wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("with_shared", [False, True], ids=["routed", "shared"])
+def test_the_residual_is_added_to_the_rounded_sum(with_shared: bool, dtype: torch.dtype) -> None:
+    x, w, residual = torch.randn(3, 8, 300).to(dtype), torch.rand(3, 8), torch.randn(3, 300).to(dtype)
+    shared = torch.randn(3, 300).to(dtype) if with_shared else None
+    fused = run_kernel(x, w, shared, residual)
+    assert torch.equal(bits(fused), bits(residual + run_kernel(x, w, shared)))
+    assert torch.equal(bits(fused), bits(ops.moe_weighted_reduce(x, w, shared, residual)))
+
+
+@pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
+def test_every_config_gives_the_same_bits(config: Config) -> None:
+    x, w, shared = torch.randn(1, 3, 300).bfloat16(), torch.rand(1, 3), torch.randn(1, 300).bfloat16()
+    wanted = ops.moe_weighted_reduce(x, w, shared)
+    assert torch.equal(bits(run_kernel(x, w, shared, config=config)), bits(wanted))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a size for a GPU")
+@pytest.mark.parametrize("hidden", [2048, 7168])
+def test_a_row_is_the_same_in_every_batch(hidden: int) -> None:
+    x, w, shared = torch.randn(4096, 8, hidden).bfloat16(), torch.rand(4096, 8), torch.randn(4096, hidden).bfloat16()
+    whole = run_kernel(x, w, shared)
+    for rows in (slice(0, 1), slice(4095, 4096), slice(17, 81)):
+        part = run_kernel(x[rows], w[rows], shared[rows])
+        assert torch.equal(bits(part), bits(whole[rows]))
+        assert torch.equal(bits(part), bits(ops.moe_weighted_reduce(x[rows], w[rows], shared[rows])))
 
 
 def near_powers_of_two(rng: random.Random, count: int) -> list[tuple[int, int]]:
@@ -158,7 +194,7 @@ def test_the_order_of_experts_is_the_callers() -> None:
 def test_the_kernel_refuses_what_its_grid_cannot_hold() -> None:
     x = torch.empty(1).expand(1, 1, 65536 * 1024)
     with pytest.raises(ValueError, match=r"\[1, 1, 67108864\] exceeds the grid"):
-        triton_kernel.moe_weighted_reduce(x, torch.ones(1, 1))
+        triton_kernel.moe_weighted_reduce(x, torch.ones(1, 1), config=tuning.config(BH=1024))
 
 
 def test_bad_arguments_are_named() -> None:
@@ -169,3 +205,7 @@ def test_bad_arguments_are_named() -> None:
         ops.moe_weighted_reduce(x, w[:, :2])
     with pytest.raises(ValueError, match=r"shared float32 \[1, 4\], expected torch.float32 \[2, 4\]"):
         ops.moe_weighted_reduce(x, w, torch.zeros(1, 4))
+    with pytest.raises(ValueError, match=r"residual bfloat16 \[2, 4\], expected torch.float32 \[2, 4\]"):
+        ops.moe_weighted_reduce(x, w, None, torch.zeros(2, 4).bfloat16())
+    with pytest.raises(ValueError, match=r"partial float32 \[2, 3, 4\] with strides .* is not contiguous"):
+        triton_kernel.moe_weighted_reduce(torch.zeros(3, 2, 4).transpose(0, 1), w)

@@ -6,7 +6,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
 from moeyard_kernels import ops
+from moeyard_kernels import rms_norm as triton_kernel
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
@@ -38,6 +40,58 @@ def test_rows_are_independent(dim: int, dtype: torch.dtype) -> None:
     assert ops.rms_norm(x[:0], weight, 1e-6).shape == (0, dim)
 
 
+def run_kernel(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # What the allocator hands out next is this block, full of NaN.
+    poison = torch.full(x.shape, float("nan"), device=DEVICE)
+    del poison
+    return triton_kernel.rms_norm(x, weight, 1e-6)
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [1, 7, 64, 129, 512, 1536, 7168])
+def test_kernel_equals_the_formula(dim: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, dim).to(dtype), torch.randn(dim).to(dtype)
+    y = run_kernel(x.to(DEVICE), weight.to(DEVICE)).cpu()
+    assert y.dtype == dtype
+    x64 = x.double()
+    normed = (x64 / (x64.square().mean(-1, keepdim=True) + 1e-6).sqrt()).to(dtype).double()
+    tolerance = 2.0**-7 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(y.double(), normed * weight.double(), rtol=tolerance, atol=1e-30)
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [48, 512, 2048])
+def test_kernel_rows_are_independent_and_fused_equals_the_chain(dim: int, dtype: torch.dtype) -> None:
+    count = 9 if DEVICE == "cpu" else 4096
+    x, residual = torch.randn(count, dim).to(DEVICE, dtype), torch.randn(count, dim).to(DEVICE, dtype)
+    weight = torch.randn(dim).to(DEVICE, dtype)
+    normed, total = triton_kernel.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, run_kernel(total, weight))
+    for t in (0, 3, count - 1):
+        assert torch.equal(run_kernel(total[t : t + 1].clone(), weight), normed[t : t + 1])
+    assert run_kernel(x[:0], weight).shape == (0, dim)
+
+
+@DTYPES
+def test_kernel_takes_rows_out_of_wider_ones(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(3, 7, 64).to(DEVICE, dtype), torch.randn(64).to(DEVICE, dtype)
+    assert torch.equal(run_kernel(x[:, 2:5], weight), run_kernel(x[:, 2:5].contiguous(), weight))
+    flat = x.view(3, 448)
+    assert torch.equal(run_kernel(flat[:, 64:128], weight), run_kernel(flat[:, 64:128].contiguous(), weight))
+    assert torch.equal(run_kernel(x[:, 0], weight), run_kernel(x, weight)[:, 0])
+    assert torch.equal(run_kernel(x[0, 1], weight), run_kernel(x, weight)[0, 1])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="sizes for a GPU")
+@pytest.mark.parametrize("dim", [128, 1536, 5120, 7168])
+def test_a_row_is_the_same_in_every_batch(dim: int) -> None:
+    x, weight = torch.randn(4096, dim).to(DEVICE, torch.bfloat16), torch.randn(dim).to(DEVICE, torch.bfloat16)
+    whole = run_kernel(x, weight)
+    for rows in (slice(0, 1), slice(17, 18), slice(4095, 4096), slice(100, 163)):
+        assert torch.equal(run_kernel(x[rows].clone(), weight), whole[rows])
+
+
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"rms_norm: weight float32 \[3\] does not fit x float32 \[2, 4\]"):
         ops.rms_norm(torch.zeros(2, 4), torch.zeros(3), 1e-6)
@@ -45,3 +99,7 @@ def test_bad_arguments_are_named() -> None:
         ops.rms_norm(torch.zeros(2, 4), torch.zeros(4).bfloat16(), 1e-6)
     with pytest.raises(ValueError, match=r"residual float32 \[1, 4\] is not like x float32 \[2, 4\]"):
         ops.add_rms_norm(torch.zeros(2, 4), torch.zeros(1, 4), torch.zeros(4), 1e-6)
+    with pytest.raises(ValueError, match=r"x float32 \[4, 2\] with strides \(1, 4\) is not contiguous in its last"):
+        triton_kernel.rms_norm(torch.zeros(2, 4).T, torch.zeros(2), 1e-6)
+    with pytest.raises(ValueError, match=r"residual float32 \[4, 2\] with strides \(1, 4\) is not contiguous"):
+        triton_kernel.add_rms_norm(torch.zeros(4, 2), torch.zeros(2, 4).T, torch.zeros(2), 1e-6)

@@ -7,7 +7,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
 
 from moeyard_kernels import ops
+from moeyard_kernels import rope as triton_kernel
+from moeyard_kernels.tuning import Config
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
@@ -52,6 +55,42 @@ def test_rows_are_independent(dtype: torch.dtype) -> None:
     assert ops.rope(x[:0], phase[:0].cos(), phase[:0].sin(), interleaved=False).shape == (0, 5, 24)
 
 
+def run_kernel(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, config: Config | None = None
+) -> torch.Tensor:
+    x, cos, sin = x.to(DEVICE), cos.to(DEVICE), sin.to(DEVICE)
+    # What the allocator hands out next is this block, full of NaN.
+    poison = torch.full(x.shape, float("nan"), device=DEVICE)
+    del poison
+    return triton_kernel.rope(x, cos, sin, interleaved=interleaved, config=config).cpu()
+
+
+@DTYPES
+@pytest.mark.parametrize("angle_dtype", [torch.float32, torch.bfloat16], ids=["angles-fp32", "angles-bf16"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize(("num_heads", "dim"), [(3, 2), (1, 10), (9, 64)], ids=lambda n: str(n))
+def test_kernel_equals_the_reference_bit_for_bit(
+    num_heads: int, dim: int, interleaved: bool, angle_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    count = 2 if DEVICE == "cpu" else 300
+    x, phase = torch.randn(count, num_heads, dim).to(dtype), angles(count, dim) + 0.3
+    cos, sin = phase.cos().to(angle_dtype), phase.sin().to(angle_dtype)
+    wanted = ops.rope(x, cos, sin, interleaved=interleaved)
+    assert torch.equal(run_kernel(x, cos, sin, interleaved), wanted)
+    wide = torch.cat((cos, sin), 1)
+    wide_x = torch.cat((torch.zeros(count, num_heads, 16).to(dtype), x), 2)
+    assert torch.equal(run_kernel(wide_x[:, :, 16:], wide[:, : dim // 2], wide[:, dim // 2 :], interleaved), wanted)
+    assert run_kernel(x[:0], cos[:0], sin[:0], interleaved).shape == (0, num_heads, dim)
+
+
+@pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
+def test_every_config_gives_the_same_bits(config: Config) -> None:
+    x, phase = torch.randn(1, 9, 24).bfloat16(), angles(2, 24)[1:]
+    for interleaved in (False, True):
+        wanted = ops.rope(x, phase.cos(), phase.sin(), interleaved=interleaved)
+        assert torch.equal(run_kernel(x, phase.cos(), phase.sin(), interleaved, config), wanted)
+
+
 def test_bad_arguments_are_named() -> None:
     x, cos = torch.zeros(2, 3, 4), torch.zeros(2, 2)
     with pytest.raises(ValueError, match=r"x must be \[T, heads, even D\], got float32 \[2, 3, 5\]"):
@@ -60,3 +99,5 @@ def test_bad_arguments_are_named() -> None:
         ops.rope(x, torch.zeros(2, 3), torch.zeros(2, 3), interleaved=False)
     with pytest.raises(ValueError, match=r"cos float32 \[2, 2\] and sin float32 \[2, 4\] differ"):
         ops.rope(x, cos, torch.zeros(2, 4), interleaved=False)
+    with pytest.raises(ValueError, match=r"x float32 \[2, 3, 4\] with strides \(1, 8, 2\) is not contiguous"):
+        triton_kernel.rope(torch.zeros(3, 4, 2).permute(2, 0, 1), cos, cos, interleaved=False)

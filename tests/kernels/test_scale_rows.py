@@ -5,6 +5,7 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels import scale_rows as triton_kernel
+from moeyard_kernels.tuning import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -27,12 +28,21 @@ def test_kernel_and_reference_equal_the_formula(
     assert torch.equal(in_place, wanted)
 
 
+@pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
+def test_every_config_gives_the_same_bits(config: Config) -> None:
+    x, scale = torch.randn(1, 700).bfloat16(), torch.rand(1)
+    wanted = ops.scale_rows_(x.clone(), scale)
+    on_device = x.to(DEVICE, copy=True)
+    triton_kernel.scale_rows_(on_device, scale.to(DEVICE), config=config)
+    assert torch.equal(on_device.cpu(), wanted)
+
+
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"scale float32 \[2\] does not fit x float32 \[3, 4\]"):
         ops.scale_rows_(torch.zeros(3, 4), torch.zeros(2))
     with pytest.raises(ValueError, match=r"x must be fp32 or bf16 \[T, H\], got int64 \[3, 4\]"):
         ops.scale_rows_(torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3))
-    with pytest.raises(ValueError, match=r"x with strides \(1, 3\) is not contiguous"):
+    with pytest.raises(ValueError, match=r"x float32 \[3, 4\] with strides \(1, 3\) is not contiguous"):
         triton_kernel.scale_rows_(torch.zeros(4, 3).T, torch.zeros(3))
-    with pytest.raises(ValueError, match=r"\[1, 67108864\] exceeds the grid"):
-        triton_kernel.scale_rows_(torch.empty(1, 65536 * 1024, dtype=torch.bfloat16), torch.zeros(1))
+    with pytest.raises(ValueError, match=r"\[1, 268435456\] exceeds the grid"):
+        triton_kernel.scale_rows_(torch.empty(1).expand(1, 65536 * 4096), torch.zeros(1))

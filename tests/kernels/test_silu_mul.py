@@ -5,6 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from moeyard_kernels import ops
+from moeyard_kernels import silu_mul as triton_kernel
+from moeyard_kernels.tuning import Config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -22,6 +26,37 @@ def test_values_and_rows(dim: int, dtype: torch.dtype) -> None:
     assert ops.silu_mul(x[:0]).shape == (0, dim)
 
 
+def run_kernel(x: torch.Tensor, config: Config | None = None) -> torch.Tensor:
+    # What the allocator hands out next is this block, full of NaN.
+    poison = torch.full((x.shape[0], x.shape[1] // 2), float("nan"), device=DEVICE)
+    del poison
+    return triton_kernel.silu_mul(x, config=config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dim", [1, 33, 512])
+def test_kernel_values_and_rows(dim: int, dtype: torch.dtype) -> None:
+    count = 5 if DEVICE == "cpu" else 4096
+    x = (torch.randn(count, 2 * dim) * 4).to(DEVICE, dtype)
+    whole = run_kernel(x)
+    assert whole.dtype == dtype
+    exact = (F.silu(x[:, :dim].double()).to(dtype) * x[:, dim:]).double()
+    torch.testing.assert_close(whole.double(), exact, rtol=2.0**-7 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+    assert torch.equal(run_kernel(x[count - 1 :].clone()), whole[count - 1 :])
+    assert torch.equal(run_kernel(F.pad(x, (0, 8))[:, : 2 * dim]), whole)
+    assert run_kernel(x[:0]).shape == (0, dim)
+
+
+@pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
+def test_every_config_gives_the_same_bits(config: Config) -> None:
+    x = torch.randn(1, 600).to(DEVICE, torch.bfloat16)
+    assert torch.equal(run_kernel(x, config), run_kernel(x))
+
+
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match=r"gate_up must be \[M, 2 I\], got float32 \[2, 5\]"):
+    with pytest.raises(ValueError, match=r"gate_up must be fp32 or bf16 \[M, 2 I\], got float32 \[2, 5\]"):
         ops.silu_mul(torch.zeros(2, 5))
+    with pytest.raises(
+        ValueError, match=r"gate_up float32 \[4, 2\] with strides \(1, 4\) is not contiguous in its last"
+    ):
+        triton_kernel.silu_mul(torch.zeros(2, 4).T)

@@ -9,7 +9,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from moeyard_kernels import ops
+from moeyard_kernels import topk_gate as triton_kernel
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN = 32
 
 
@@ -96,6 +98,72 @@ def test_rows_are_independent(num_experts: int, scoring: str) -> None:
     assert ops.topk_gate(logits[:0], **gate)[1].shape == (0, 4)
 
 
+def run_kernel(logits: torch.Tensor, **gate: object) -> tuple[torch.Tensor, torch.Tensor]:
+    on_device = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in gate.items()}
+    logits = logits.to(DEVICE)
+    # What the allocator hands out next are these blocks.
+    poison = torch.full((logits.shape[0], gate["top_k"]), float("nan"), device=DEVICE)
+    poisoned_ids = torch.full(poison.shape, -1, device=DEVICE)
+    del poison, poisoned_ids
+    weights, ids = triton_kernel.topk_gate(logits, **on_device)
+    return weights.cpu(), ids.cpu()
+
+
+GATES = {
+    "mixtral": (8, {"top_k": 2, "scoring": "softmax", "renormalize": True}),
+    "qwen3": (60, {"top_k": 8, "scoring": "softmax", "renormalize": True}),
+    "v2-lite": (33, {"top_k": 5, "scoring": "softmax", "renormalize": False}),
+    "v2": (
+        40,
+        {"top_k": 6, "scoring": "softmax", "renormalize": False, "scaling": 16.0, "num_groups": 8, "topk_groups": 3},
+    ),
+    "kimi": (384, {"top_k": 8, "scoring": "sigmoid", "renormalize": True, "scaling": 2.5}),
+    "v3": (
+        64,
+        {
+            **{"top_k": 8, "scoring": "sigmoid", "renormalize": True, "scaling": 2.5},
+            **{"num_groups": 8, "topk_groups": 4, "group_score": "top2sum"},
+        },
+    ),
+    "all": (5, {"top_k": 5, "scoring": "sigmoid", "renormalize": False}),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_kernel_agrees_with_the_reference(name: str) -> None:
+    num_experts, gate = GATES[name]
+    if gate["scoring"] == "sigmoid":
+        gate = {**gate, "bias": torch.randn(num_experts) * 0.2}
+    logits = torch.randn(6 if DEVICE == "cpu" else 4096, num_experts) * 3
+    weights, ids = run_kernel(logits, **gate)
+    wanted, wanted_ids = ops.topk_gate(logits, **gate)
+    assert ids.dtype == torch.int64
+    assert torch.equal(ids, wanted_ids)
+    torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=1e-30)
+    for t in (0, 5):
+        part, part_ids = run_kernel(logits[t : t + 1].clone(), **gate)
+        assert torch.equal(part, weights[t : t + 1])
+        assert torch.equal(part_ids, ids[t : t + 1])
+    assert run_kernel(logits[:0], **gate)[1].shape == (0, gate["top_k"])
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_kernel_takes_the_lowest_id_among_equals(scoring: str) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 2.0, -1.0, 0.0]])
+    gate = {"scoring": scoring, "renormalize": False}
+    assert run_kernel(logits, top_k=6, **gate)[1].tolist() == [[1, 3, 5, 2, 4, 0]]
+    groups = {"num_groups": 4, "topk_groups": 2}
+    for group_score in ("max", "top2sum"):
+        _, ids = run_kernel(torch.zeros(1, 8), top_k=3, **gate, **groups, group_score=group_score)
+        assert ids.tolist() == [[0, 1, 2]]
+    # Scores that vanish, and a bias that turns their order around.
+    logits = torch.tensor([[80.0, -80.0, -70.0, 0.0, -80.0]])
+    bias = torch.tensor([-3.0, 0.5, 0.5, -0.5, 0.5])
+    for chosen in ({}, {"bias": bias}):
+        gate = {"top_k": 4, "scoring": scoring, "renormalize": False, **chosen}
+        assert torch.equal(run_kernel(logits, **gate)[1], ops.topk_gate(logits, **gate)[1])
+
+
 def test_bad_arguments_are_named() -> None:
     logits = torch.zeros(2, 8)
     good = {"top_k": 2, "scoring": "softmax", "renormalize": True}
@@ -113,3 +181,5 @@ def test_bad_arguments_are_named() -> None:
             ops.topk_gate(logits, **(good | change))
     with pytest.raises(ValueError, match=r"logits must be fp32 \[T, E\], got bfloat16 \[2, 8\]"):
         ops.topk_gate(logits.bfloat16(), **good)
+    with pytest.raises(ValueError, match=r"logits float32 \[8, 2\] with strides \(1, 8\) is not contiguous"):
+        triton_kernel.topk_gate(logits.T, **good)

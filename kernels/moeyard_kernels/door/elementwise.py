@@ -1,10 +1,11 @@
-"""The door to what every layer does: norms, rotary embedding, activations, sums. See `ops` for the rules."""
+"""The door to what every layer does: norms, activations, sums. See `ops` for the rules."""
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, check_norm, missing, show
+from moeyard_kernels.checks import FLOATS, check_norm, show
+from moeyard_kernels.ref import mla_split_qkv_a_norm as _mla_split_qkv_a_norm
+from moeyard_kernels.ref import residual_add_scaled as _residual_add_scaled
 from moeyard_kernels.ref import rms_norm as _rms_norm
-from moeyard_kernels.ref import rope as _rope
 from moeyard_kernels.ref import scale_rows as _scale_rows
 from moeyard_kernels.ref import silu_mul as _silu_mul
 
@@ -13,7 +14,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """weight [D] * cast(x32 / sqrt(mean(x32^2) + eps)) for x [..., D]; the cast is to x's dtype, x32 is x in fp32."""
     check_norm("rms_norm", x, weight)
     if x.is_cuda:
-        raise missing("rms_norm")
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import rms_norm as triton_kernel
+
+        return triton_kernel.rms_norm(x, weight, eps)
     return _rms_norm.rms_norm(x, weight, eps)
 
 
@@ -25,35 +29,47 @@ def add_rms_norm(
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(f"add_rms_norm: residual {show(residual)} is not like x {show(x)}")
     if x.is_cuda:
-        raise missing("add_rms_norm")
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import rms_norm as triton_kernel
+
+        return triton_kernel.add_rms_norm(x, residual, weight, eps)
     return _rms_norm.add_rms_norm(x, residual, weight, eps)
 
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    """Rotate x [T, heads, D] by the angles of cos, sin [T, D/2] (or [T, D]: the first half counts) -> [T, heads, D].
+def mla_split_qkv_a_norm(
+    qkv_a: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split qkv_a [T, Rq + R + Dr] by q_weight [Rq] and kv_weight [R]: (q_a [T, Rq], kv_a [T, R], k_rope [T, Dr]).
 
-    A pair (a, b) becomes (a cos - b sin, b cos + a sin); pairs are (i, i + D/2), or (2i, 2i + 1) if `interleaved`. The
-    result is in the first form either way, as deepseek_v3 leaves it in transformers 5.17; deepseek_v2 leaves the pairs
-    in place, which permutes queries and keys alike. Rounding points are those of the wider dtype of x and cos: pass cos
-    and sin in x's dtype for mixtral, qwen3_moe and deepseek_v3, in fp32 for deepseek_v2 (complex fp32, one rounding).
+    q_a and kv_a are `rms_norm` of their columns, bit for bit, k_rope is a copy.
     """
-    if x.dim() != 3 or x.shape[2] % 2:
-        raise ValueError(f"rope: x must be [T, heads, even D], got {show(x)}")
-    if cos.shape != sin.shape or cos.dtype != sin.dtype:
-        raise ValueError(f"rope: cos {show(cos)} and sin {show(sin)} differ")
-    if cos.dim() != 2 or cos.shape[0] != x.shape[0] or cos.shape[1] not in (x.shape[2], x.shape[2] // 2):
-        raise ValueError(f"rope: cos {show(cos)} does not fit x {show(x)}")
-    if x.is_cuda:
-        raise missing("rope")
-    return _rope.rope(x, cos, sin, interleaved=interleaved)
+    if qkv_a.dim() != 2 or qkv_a.dtype not in FLOATS:
+        raise ValueError(f"mla_split_qkv_a_norm: qkv_a must be fp32 or bf16 [T, Rq + R + Dr], got {show(qkv_a)}")
+    for name, weight in (("q_weight", q_weight), ("kv_weight", kv_weight)):
+        if weight.dim() != 1 or weight.dtype != qkv_a.dtype or not weight.shape[0]:
+            raise ValueError(f"mla_split_qkv_a_norm: {name} {show(weight)} must be {qkv_a.dtype} of one dimension")
+    if q_weight.shape[0] + kv_weight.shape[0] >= qkv_a.shape[1]:
+        raise ValueError(
+            f"mla_split_qkv_a_norm: q_weight {show(q_weight)} and kv_weight {show(kv_weight)} leave nothing of qkv_a "
+            f"{show(qkv_a)}"
+        )
+    if qkv_a.is_cuda:
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import mla_split_qkv_a_norm as triton_kernel
+
+        return triton_kernel.mla_split_qkv_a_norm(qkv_a, q_weight, kv_weight, eps)
+    return _mla_split_qkv_a_norm.mla_split_qkv_a_norm(qkv_a, q_weight, kv_weight, eps)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate_up[:, :I]) * gate_up[:, I:] -> [M, I] for gate_up [M, 2 I]; each factor is rounded to the dtype."""
-    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
-        raise ValueError(f"silu_mul: gate_up must be [M, 2 I], got {show(gate_up)}")
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.dtype not in FLOATS:
+        raise ValueError(f"silu_mul: gate_up must be fp32 or bf16 [M, 2 I], got {show(gate_up)}")
     if gate_up.is_cuda:
-        raise missing("silu_mul")
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import silu_mul as triton_kernel
+
+        return triton_kernel.silu_mul(gate_up)
     return _silu_mul.silu_mul(gate_up)
 
 
@@ -69,3 +85,22 @@ def scale_rows_(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
         return triton_kernel.scale_rows_(x, scale)
     return _scale_rows.scale_rows_(x, scale)
+
+
+def residual_add_scaled(hidden: torch.Tensor, shared: torch.Tensor, routed: torch.Tensor, scale: float) -> torch.Tensor:
+    """hidden + round(fma(routed, scale, shared)) -> [T, H] for three [T, H] of one dtype, fp32 or bf16.
+
+    The chain it replaces: t = shared + scale * routed in one fma (fp32, `scale` rounded to fp32), rounded to the dtype;
+    then hidden + t, rounded. Reference and Triton kernel agree bit for bit.
+    """
+    if hidden.dim() != 2 or hidden.dtype not in FLOATS:
+        raise ValueError(f"residual_add_scaled: hidden must be fp32 or bf16 [T, H], got {show(hidden)}")
+    for name, x in (("shared", shared), ("routed", routed)):
+        if x.shape != hidden.shape or x.dtype != hidden.dtype:
+            raise ValueError(f"residual_add_scaled: {name} {show(x)} is not like hidden {show(hidden)}")
+    if hidden.is_cuda:
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import residual_add_scaled as triton_kernel
+
+        return triton_kernel.residual_add_scaled(hidden, shared, routed, scale)
+    return _residual_add_scaled.residual_add_scaled(hidden, shared, routed, scale)

@@ -117,25 +117,30 @@ def grouped_mlp(
 
 
 def moe_weighted_reduce(
-    partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
+    partial: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """partial [T, K, H], weights [T, K] fp32, shared [T, H] -> [T, H] in partial's dtype (fp32 or bf16).
+    """partial [T, K, H], weights [T, K] fp32, shared and residual [T, H] -> [T, H] in partial's dtype (fp32 or bf16).
 
     acc = 0 in fp32; for k = 0..K-1: acc = fma(weights[t, k], float(partial[t, k]), acc); then acc + float(shared), and
-    one rounding to the dtype. Reference and Triton kernel agree bit for bit.
+    one rounding to the dtype. With a residual, residual + that, rounded again: the bits of adding it afterwards.
+    Reference and Triton kernel agree bit for bit.
     """
     if partial.dim() != 3 or partial.dtype not in FLOATS:
         raise ValueError(f"moe_weighted_reduce: partial must be fp32 or bf16 [T, K, H], got {show(partial)}")
     num_tokens, top_k, hidden = partial.shape
     if weights.shape != (num_tokens, top_k) or weights.dtype != torch.float32:
         raise ValueError(f"moe_weighted_reduce: weights {show(weights)}, expected fp32 [{num_tokens}, {top_k}]")
-    if shared is not None and (shared.shape != (num_tokens, hidden) or shared.dtype != partial.dtype):
-        raise ValueError(
-            f"moe_weighted_reduce: shared {show(shared)}, expected {partial.dtype} [{num_tokens}, {hidden}]"
-        )
+    for name, x in (("shared", shared), ("residual", residual)):
+        if x is not None and (x.shape != (num_tokens, hidden) or x.dtype != partial.dtype):
+            raise ValueError(
+                f"moe_weighted_reduce: {name} {show(x)}, expected {partial.dtype} [{num_tokens}, {hidden}]"
+            )
     if partial.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import moe_weighted_reduce as triton_kernel
 
-        return triton_kernel.moe_weighted_reduce(partial, weights, shared)
-    return _moe_weighted_reduce.moe_weighted_reduce(partial, weights, shared)
+        return triton_kernel.moe_weighted_reduce(partial, weights, shared, residual)
+    return _moe_weighted_reduce.moe_weighted_reduce(partial, weights, shared, residual)

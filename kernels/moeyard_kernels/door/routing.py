@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from moeyard_kernels.checks import check_groups, missing, show
+from moeyard_kernels.checks import check_groups, show
 from moeyard_kernels.ref import topk_gate as _topk_gate
 
 
@@ -39,7 +39,20 @@ def topk_gate(
     if num_groups != 1 or topk_groups != 1:
         check_groups(num_experts, top_k, num_groups, topk_groups, group_score)
     if logits.is_cuda:
-        raise missing("topk_gate")
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import topk_gate as triton_kernel
+
+        return triton_kernel.topk_gate(
+            logits,
+            top_k=top_k,
+            scoring=scoring,
+            renormalize=renormalize,
+            bias=bias,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            group_score=group_score,
+            scaling=scaling,
+        )
     return _topk_gate.topk_gate(
         logits,
         top_k=top_k,

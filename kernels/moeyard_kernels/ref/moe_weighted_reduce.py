@@ -15,9 +15,14 @@ _PIECE = 16 * 1024
 
 
 def moe_weighted_reduce(
-    partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
+    partial: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.moe_weighted_reduce`."""
+    if residual is not None:
+        return residual + moe_weighted_reduce(partial, weights, shared)
     num_tokens, _, hidden = partial.shape
     step = max(1, _PIECE // max(1, hidden))
     w64 = weights.double().unsqueeze(2)

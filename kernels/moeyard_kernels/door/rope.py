@@ -1,0 +1,120 @@
+"""The door to rotary embedding and to what a step writes into the paged cache. See `ops` for the rules."""
+
+import torch
+
+from moeyard_kernels.checks import FLOATS, show
+from moeyard_kernels.ref import rope as _rope
+from moeyard_kernels.ref import rope_cache_write as _rope_cache_write
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Rotate x [T, heads, D] by the angles of cos, sin [T, D/2] (or [T, D]: the first half counts) -> [T, heads, D].
+
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin); pairs are (i, i + D/2), or (2i, 2i + 1) if `interleaved`. The
+    result is in the first form either way, as deepseek_v3 leaves it in transformers 5.17; deepseek_v2 leaves the pairs
+    in place, which permutes queries and keys alike. Rounding points are those of the wider dtype of x and cos: pass cos
+    and sin in x's dtype for mixtral, qwen3_moe and deepseek_v3, in fp32 for deepseek_v2 (complex fp32, one rounding).
+    """
+    _check_rope("rope", "x", x, cos, sin)
+    if x.is_cuda:
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import rope as triton_kernel
+
+        return triton_kernel.rope(x, cos, sin, interleaved=interleaved)
+    return _rope.rope(x, cos, sin, interleaved=interleaved)
+
+
+def rope_cache_write_gqa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    interleaved: bool,
+) -> torch.Tensor:
+    """`rope` of q [T, Hq, D] -> the same shape; `rope` of k [T, Hkv, D], and v as it is, go into the caches.
+
+    k_cache, v_cache [Hkv, num_pages, page, D] of any strides whose last is one; slot_mapping [T] int64 is page number *
+    page + place in the page, all different, or -1 for a token that is not written. Bits: those of `rope` and a copy.
+    """
+    op = "rope_cache_write_gqa"
+    _check_rope(op, "q", q, cos, sin)
+    _check_rope(op, "k", k, cos, sin)
+    if k.shape[2] != q.shape[2] or k.dtype != q.dtype:
+        raise ValueError(f"{op}: k {show(k)} does not fit q {show(q)}")
+    if v.shape != k.shape or v.dtype != k.dtype:
+        raise ValueError(f"{op}: v {show(v)} is not like k {show(k)}")
+    _check_slots(op, q, slot_mapping)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4 or (cache.shape[0], cache.shape[3]) != k.shape[1:] or cache.dtype != k.dtype:
+            raise ValueError(f"{op}: {name} {show(cache)} does not fit k {show(k)}")
+    if v_cache.shape != k_cache.shape:
+        raise ValueError(f"{op}: v_cache {show(v_cache)} is not like k_cache {show(k_cache)}")
+    if q.is_cuda:
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import rope_cache_write as triton_kernel
+
+        return triton_kernel.rope_cache_write_gqa(
+            q, k, v, cos, sin, slot_mapping, k_cache, v_cache, interleaved=interleaved
+        )
+    return _rope_cache_write.rope_cache_write_gqa(
+        q, k, v, cos, sin, slot_mapping, k_cache, v_cache, interleaved=interleaved
+    )
+
+
+def rope_cache_write_mla(
+    q_rope: torch.Tensor,
+    kv_a: torch.Tensor,
+    k_rope: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    interleaved: bool,
+) -> torch.Tensor:
+    """`rope` of q_rope [T, Hq, Dr] -> the same shape; kv_a [T, R] and `rope` of k_rope [T, Dr] go into the cache.
+
+    cache [num_pages, page, R + Dr] of any strides whose last is one; slot_mapping [T] int64 as in
+    `rope_cache_write_gqa`. Bits: those of `rope` and a copy.
+    """
+    op = "rope_cache_write_mla"
+    _check_rope(op, "q_rope", q_rope, cos, sin)
+    num_tokens, dim = q_rope.shape[0], q_rope.shape[2]
+    if k_rope.shape != (num_tokens, dim) or k_rope.dtype != q_rope.dtype:
+        raise ValueError(f"{op}: k_rope {show(k_rope)} does not fit q_rope {show(q_rope)}")
+    if kv_a.dim() != 2 or kv_a.shape[0] != num_tokens or kv_a.dtype != q_rope.dtype:
+        raise ValueError(f"{op}: kv_a {show(kv_a)} does not fit q_rope {show(q_rope)}")
+    _check_slots(op, q_rope, slot_mapping)
+    if cache.dim() != 3 or cache.shape[2] != kv_a.shape[1] + dim or cache.dtype != q_rope.dtype:
+        raise ValueError(f"{op}: cache {show(cache)} does not fit kv_a {show(kv_a)} and k_rope {show(k_rope)}")
+    if q_rope.is_cuda:
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import rope_cache_write as triton_kernel
+
+        return triton_kernel.rope_cache_write_mla(
+            q_rope, kv_a, k_rope, cos, sin, slot_mapping, cache, interleaved=interleaved
+        )
+    return _rope_cache_write.rope_cache_write_mla(
+        q_rope, kv_a, k_rope, cos, sin, slot_mapping, cache, interleaved=interleaved
+    )
+
+
+def _check_rope(op: str, name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    if x.dim() != 3 or x.shape[2] % 2:
+        raise ValueError(f"{op}: {name} must be [T, heads, even D], got {show(x)}")
+    if cos.shape != sin.shape or cos.dtype != sin.dtype:
+        raise ValueError(f"{op}: cos {show(cos)} and sin {show(sin)} differ")
+    if cos.dim() != 2 or cos.shape[0] != x.shape[0] or cos.shape[1] not in (x.shape[2], x.shape[2] // 2):
+        raise ValueError(f"{op}: cos {show(cos)} does not fit {name} {show(x)}")
+    if x.dtype not in FLOATS or cos.dtype not in FLOATS:
+        raise ValueError(f"{op}: {name} {show(x)} and cos {show(cos)} must be fp32 or bf16")
+
+
+def _check_slots(op: str, q: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    if slot_mapping.shape != q.shape[:1] or slot_mapping.dtype != torch.int64:
+        raise ValueError(f"{op}: slot_mapping {show(slot_mapping)}, expected int64 [{q.shape[0]}]")

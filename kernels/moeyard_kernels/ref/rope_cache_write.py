@@ -1,0 +1,42 @@
+"""A step's rotation of queries and keys, and its keys and values written into the paged cache."""
+
+import torch
+
+from moeyard_kernels.ref.rope import rope
+
+
+def rope_cache_write_gqa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, interleaved: bool,
+) -> torch.Tensor:  # fmt: skip
+    """See `moeyard_kernels.ops.rope_cache_write_gqa`."""
+    tokens, page, entry = _entries("rope_cache_write_gqa", slot_mapping, *k_cache.shape[1:3])
+    rotated = rope(k, cos, sin, interleaved=interleaved)
+    k_cache[:, page, entry] = rotated[tokens].transpose(0, 1)
+    v_cache[:, page, entry] = v[tokens].transpose(0, 1)
+    return rope(q, cos, sin, interleaved=interleaved)
+
+
+def rope_cache_write_mla(
+    q_rope: torch.Tensor, kv_a: torch.Tensor, k_rope: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    slot_mapping: torch.Tensor, cache: torch.Tensor, *, interleaved: bool,
+) -> torch.Tensor:  # fmt: skip
+    """See `moeyard_kernels.ops.rope_cache_write_mla`."""
+    tokens, page, entry = _entries("rope_cache_write_mla", slot_mapping, *cache.shape[:2])
+    rotated = rope(k_rope.unsqueeze(1), cos, sin, interleaved=interleaved).squeeze(1)
+    cache[page, entry] = torch.cat((kv_a, rotated), 1)[tokens]
+    return rope(q_rope, cos, sin, interleaved=interleaved)
+
+
+def _entries(
+    op: str, slots: torch.Tensor, num_pages: int, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(Tokens that are written, their pages, their places in the page). Raises ValueError for a slot outside."""
+    if slots.numel() and (int(slots.min()) < -1 or int(slots.max()) >= num_pages * page_size):
+        raise ValueError(
+            f"{op}: slot_mapping {list(slots.shape)} holds {int(slots.min())} to {int(slots.max())}, outside -1 to "
+            f"{num_pages * page_size - 1}"
+        )
+    tokens = (slots >= 0).nonzero().squeeze(1)
+    kept = slots[tokens]
+    return tokens, kept // page_size, kept % page_size

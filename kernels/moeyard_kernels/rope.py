@@ -1,0 +1,114 @@
+"""Triton: rotary position embedding in the two layouts that checkpoints use."""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels import tuning
+from moeyard_kernels.launch import MAX_GRID_X, MAX_GRID_Y, finish, new_output
+from moeyard_kernels.rounding import round_to
+from moeyard_kernels.rows import check_rows
+
+CONFIGS = tuple(
+    tuning.config(BN=heads, num_warps=warps)
+    for heads, warps in ((4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (64, 4), (64, 8), (128, 8))
+)
+
+
+def shape_class(num_tokens: int, num_heads: int, dim: int) -> str:
+    """Decode steps want many small programs, prompts few large ones."""
+    return f"{'few' if num_tokens <= 64 else 'many'} N{num_heads} D{dim}"
+
+
+def default_config(num_tokens: int, num_heads: int, dim: int) -> tuning.Config:
+    """The config of shapes that nobody tuned: about this many elements per program."""
+    half = max(16, triton.next_power_of_2(dim // 2))
+    heads = max(1, (512 if num_tokens <= 64 else 2048) // half)
+    heads = min(heads, triton.next_power_of_2(num_heads))
+    return tuning.config(BN=heads, num_warps=max(1, min(4, heads * half // 512)))
+
+
+@triton.jit
+def rotate(b_first, b_second, b_cos, b_sin, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(a cos - b sin, b cos + a sin), each product and sum rounded to WIDE, the wider dtype of x and cos.
+
+    Launch with `enable_fp_fusion=False`: in fp32 the roundings of the products are those of fp32 itself.
+    """
+    b_new_first = round_to(b_first * b_cos, WIDE) - round_to(b_second * b_sin, WIDE)
+    b_new_second = round_to(b_second * b_cos, WIDE) + round_to(b_first * b_sin, WIDE)
+    return round_to(b_new_first, WIDE), round_to(b_new_second, WIDE)
+
+
+@triton.jit
+def rotated_heads(  # type: ignore[no-untyped-def]
+    p_x, stride_n, o_n, N, p_cos, p_sin, HALF, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
+):
+    """The rotated halves [BN, BH] (fp32, rounded to x's dtype) of heads o_n of one token. BH covers HALF = D / 2."""
+    o_h = tl.arange(0, BH)
+    m_h = o_h < HALF
+    m_n = (o_n < N)[:, None]
+    if INTERLEAVED:
+        o_d = tl.arange(0, 2 * BH)
+        b_x = tl.load(
+            p_x + o_n.to(tl.int64)[:, None] * stride_n + o_d[None, :], mask=m_n & (o_d < 2 * HALF)[None, :], other=0.0
+        ).to(tl.float32)
+        b_first, b_second = tl.split(tl.reshape(b_x, [BN, BH, 2]))
+    else:
+        p_first = p_x + o_n.to(tl.int64)[:, None] * stride_n + o_h[None, :]
+        b_first = tl.load(p_first, mask=m_n & m_h[None, :], other=0.0).to(tl.float32)
+        b_second = tl.load(p_first + HALF, mask=m_n & m_h[None, :], other=0.0).to(tl.float32)
+    b_cos = tl.load(p_cos + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+    b_sin = tl.load(p_sin + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+    if p_cos.dtype.element_ty == tl.float32:
+        b_first, b_second = rotate(b_first, b_second, b_cos, b_sin, tl.float32)
+    else:
+        b_first, b_second = rotate(b_first, b_second, b_cos, b_sin, p_x.dtype.element_ty)
+    return round_to(b_first, p_x.dtype.element_ty), round_to(b_second, p_x.dtype.element_ty)
+
+
+@triton.jit
+def store_halves(  # type: ignore[no-untyped-def]
+    p_out, stride_n, o_n, m_n, b_first, b_second, HALF, BH: tl.constexpr
+):
+    """Store the halves [BN, BH] of heads o_n where m_n, one after the other."""
+    o_h = tl.arange(0, BH)
+    m_x = m_n[:, None] & (o_h < HALF)[None, :]
+    p_first = p_out + o_n.to(tl.int64)[:, None] * stride_n + o_h[None, :]
+    tl.store(p_first, b_first.to(p_out.dtype.element_ty), mask=m_x)
+    tl.store(p_first + HALF, b_second.to(p_out.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def _rope_kernel(  # type: ignore[no-untyped-def]
+    p_x, p_cos, p_sin, p_out, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
+    INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
+):  # fmt: skip
+    """Heads [i_n BN, i_n BN + BN) of one token. Grid: (T, ceil(N / BN))."""
+    i_t = tl.program_id(0).to(tl.int64)
+    o_n = tl.program_id(1) * BN + tl.arange(0, BN)
+    b_first, b_second = rotated_heads(
+        p_x + i_t * stride_t, stride_n, o_n, N, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, HALF,
+        INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
+    )  # fmt: skip
+    store_halves(p_out + i_t * N * 2 * HALF, 2 * HALF, o_n, o_n < N, b_first, b_second, HALF, BH=BH)
+
+
+def rope(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, config: tuning.Config | None = None
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.rope`. x [T, heads, D] may be a view whose heads are contiguous each."""
+    num_tokens, num_heads, dim = x.shape
+    config = config or tuning.choose(
+        "rope", shape_class(num_tokens, num_heads, dim), x, lambda: default_config(num_tokens, num_heads, dim)
+    )
+    num_blocks = triton.cdiv(num_heads, config["BN"])
+    if num_blocks > MAX_GRID_Y or num_tokens > MAX_GRID_X:
+        raise ValueError(f"rope: {list(x.shape)} exceeds the grid of a GPU")
+    check_rows("rope", x=x, cos=cos, sin=sin)
+    out = new_output(*x.shape, like=x)
+    if out.numel():
+        _rope_kernel[(num_tokens, num_blocks)](
+            x, cos, sin, out, num_heads, x.stride(0), x.stride(1), cos.stride(0), sin.stride(0), dim // 2,
+            INTERLEAVED=interleaved, BH=max(16, triton.next_power_of_2(dim // 2)), enable_fp_fusion=False, **config,
+        )  # fmt: skip
+    return finish(out, x.dtype)

@@ -1,0 +1,156 @@
+"""Rotation fused with the cache write: one launch against `rope` and a copy, bit for bit, for both kinds of cache."""
+
+import pytest
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels import rope_cache_write as triton_kernel
+from moeyard_kernels.launch import checked
+from moeyard_kernels.tuning import Config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+ANGLES = pytest.mark.parametrize("angle_dtype", [torch.float32, torch.bfloat16], ids=["angles-fp32", "angles-bf16"])
+LAYOUT = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+PAGE = 16
+
+
+def angles(num_tokens: int, half: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    phase = torch.randn(num_tokens, half)
+    return phase.cos().to(dtype), phase.sin().to(dtype)
+
+
+def slots_for(num_tokens: int, num_pages: int) -> torch.Tensor:
+    slots = torch.randperm(num_pages * PAGE)[:num_tokens]
+    slots[1::3] = -1
+    return slots
+
+
+def poison(*shape: int) -> None:
+    """What the allocator hands out next is this block, full of NaN."""
+    block = torch.full(shape, float("nan"), device=DEVICE)
+    del block
+
+
+def run_gqa(args: list[torch.Tensor], interleaved: bool, config: Config | None = None) -> list[torch.Tensor]:
+    on_device = [x.to(DEVICE, copy=True) if x.is_contiguous() else x.to(DEVICE) for x in args]
+    poison(*args[0].shape)
+    out = triton_kernel.rope_cache_write_gqa(*on_device, interleaved=interleaved, config=config)
+    return [x.cpu() for x in (out, *on_device[-2:])]
+
+
+@DTYPES
+@ANGLES
+@LAYOUT
+@pytest.mark.parametrize(("num_q", "num_kv", "dim"), [(4, 1, 10), (9, 3, 32)], ids=lambda n: str(n))
+def test_gqa_equals_rope_and_a_copy(
+    num_q: int, num_kv: int, dim: int, interleaved: bool, angle_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    count = 3 if DEVICE == "cpu" else 200
+    qkv = torch.randn(count, num_q + 2 * num_kv, dim).to(dtype)
+    q, k, v = qkv[:, :num_q], qkv[:, num_q : num_q + num_kv], qkv[:, num_q + num_kv :]
+    cos, sin = angles(count, dim // 2, angle_dtype)
+    slots = slots_for(count, 20)
+    caches = [torch.full((num_kv, 20, PAGE, dim), 7.0).to(dtype) for _ in range(2)]
+    got = run_gqa([q, k, v, cos, sin, slots, *caches], interleaved)
+    wanted = [cache.clone() for cache in caches]
+    rotated = ops.rope(k, cos, sin, interleaved=interleaved)
+    for t, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            wanted[0][:, slot // PAGE, slot % PAGE] = rotated[t]
+            wanted[1][:, slot // PAGE, slot % PAGE] = v[t]
+    assert torch.equal(got[0], ops.rope(q, cos, sin, interleaved=interleaved))
+    assert torch.equal(got[1], wanted[0])
+    assert torch.equal(got[2], wanted[1])
+    out = ops.rope_cache_write_gqa(q, k, v, cos, sin, slots, *caches, interleaved=interleaved)
+    assert all(torch.equal(a, b) for a, b in zip((out, *caches), got, strict=True))
+
+
+def run_mla(args: list[torch.Tensor], interleaved: bool, config: Config | None = None) -> list[torch.Tensor]:
+    on_device = [x.to(DEVICE, copy=True) if x.is_contiguous() else x.to(DEVICE) for x in args]
+    poison(*args[0].shape)
+    out = triton_kernel.rope_cache_write_mla(*on_device, interleaved=interleaved, config=config)
+    return [x.cpu() for x in (out, on_device[-1])]
+
+
+def mla_inputs(
+    count: int, heads: int, latent: int, dim: int, dtype: torch.dtype, angle_dtype: torch.dtype
+) -> list[torch.Tensor]:
+    q = torch.randn(count, heads, 24 + dim).to(dtype)[:, :, 24:]
+    rows = torch.randn(count, 8 + latent + dim).to(dtype)
+    cache = torch.full((20, PAGE, latent + dim), 7.0).to(dtype)
+    slots = slots_for(count, 20)
+    return [q, rows[:, 8 : 8 + latent], rows[:, 8 + latent :], *angles(count, dim // 2, angle_dtype), slots, cache]
+
+
+@DTYPES
+@ANGLES
+@LAYOUT
+@pytest.mark.parametrize(("heads", "latent", "dim"), [(5, 20, 10), (16, 64, 32)], ids=lambda n: str(n))
+def test_mla_equals_rope_and_a_copy(
+    heads: int, latent: int, dim: int, interleaved: bool, angle_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    args = mla_inputs(3 if DEVICE == "cpu" else 200, heads, latent, dim, dtype, angle_dtype)
+    got = run_mla(args, interleaved)
+    q, kv_a, k_rope, cos, sin, slots, cache = args
+    wanted = cache.clone()
+    rotated = ops.rope(k_rope.unsqueeze(1), cos, sin, interleaved=interleaved).squeeze(1)
+    for t, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            wanted[slot // PAGE, slot % PAGE] = torch.cat((kv_a[t], rotated[t]))
+    assert torch.equal(got[0], ops.rope(q, cos, sin, interleaved=interleaved))
+    assert torch.equal(got[1], wanted)
+    out = ops.rope_cache_write_mla(*args, interleaved=interleaved)
+    assert torch.equal(out, got[0])
+    assert torch.equal(cache, wanted)
+
+
+@pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
+def test_every_config_gives_the_same_bits(config: Config) -> None:
+    args = mla_inputs(1, 9, 20, 24, torch.bfloat16, torch.float32)
+    for interleaved in (False, True):
+        plain = run_mla(args, interleaved)
+        assert all(torch.equal(a, b) for a, b in zip(run_mla(args, interleaved, config), plain, strict=True))
+
+
+def test_the_caches_may_have_any_strides() -> None:
+    q, kv, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    cos, sin = angles(3, 4, torch.float32)
+    slots = torch.tensor([17, 0, 5])
+    plain = [torch.zeros(2, 2, PAGE, 8, device=DEVICE) for _ in range(2)]
+    other = [torch.zeros(2, PAGE, 2, 8, device=DEVICE).permute(2, 0, 1, 3) for _ in range(2)]
+    inputs = [x.to(DEVICE) for x in (q, kv, v, cos, sin, slots)]
+    for caches in (plain, other):
+        triton_kernel.rope_cache_write_gqa(*inputs, *caches, interleaved=False)
+    assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+    assert bool(plain[0].any())
+
+
+def test_no_tokens() -> None:
+    args = mla_inputs(0, 4, 16, 8, torch.float32, torch.float32)
+    assert run_mla(args, True)[0].shape == (0, 4, 8)
+    assert ops.rope_cache_write_mla(*args, interleaved=True).shape == (0, 4, 8)
+
+
+def test_bad_arguments_are_named() -> None:
+    args = mla_inputs(2, 4, 16, 8, torch.float32, torch.float32)
+    names = ("q_rope", "kv_a", "k_rope", "cos", "sin", "slot_mapping", "cache")
+
+    def refused(message: str, **changes: torch.Tensor) -> None:
+        given = dict(zip(names, args, strict=True)) | changes
+        with pytest.raises(ValueError, match=message):
+            ops.rope_cache_write_mla(**given, interleaved=True)
+
+    refused(r"kv_a float32 \[3, 16\] does not fit q_rope float32 \[2, 4, 8\]", kv_a=torch.zeros(3, 16))
+    refused(r"k_rope float32 \[2, 6\] does not fit q_rope", k_rope=torch.zeros(2, 6))
+    refused(r"slot_mapping int32 \[2\], expected int64 \[2\]", slot_mapping=args[5].int())
+    refused(r"cache float32 \[20, 16, 23\] does not fit kv_a", cache=torch.zeros(20, PAGE, 23))
+    refused(r"slot_mapping .* holds 3 to 320, outside -1 to 319", slot_mapping=torch.tensor([3, 320]))
+    args[5] = torch.tensor([-2, 0])
+    with checked(), pytest.raises(ValueError, match=r"slot_mapping int64 \[2\] holds -2 to 0, outside -1 to 319"):
+        triton_kernel.rope_cache_write_mla(*(x.to(DEVICE) for x in args), interleaved=True)
+    q, cos, cache = torch.zeros(2, 4, 8), torch.zeros(2, 4), torch.zeros(2, 3, PAGE, 8)
+    with pytest.raises(ValueError, match=r"k_cache float32 \[2, 3, 16, 8\] does not fit k float32 \[2, 4, 8\]"):
+        ops.rope_cache_write_gqa(q, q, q, cos, cos, torch.zeros(2).long(), cache, cache, interleaved=False)
+    with pytest.raises(ValueError, match=r"v float32 \[2, 2, 8\] is not like k float32 \[2, 4, 8\]"):
+        ops.rope_cache_write_gqa(q, q, q[:, :2], cos, cos, torch.zeros(2).long(), cache, cache, interleaved=False)
