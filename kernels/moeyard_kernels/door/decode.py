@@ -1,20 +1,52 @@
 """The door to attention over paged caches. See `ops` for the rules."""
 
+from typing import Literal, overload
+
 import torch
 
-from moeyard_kernels.checks import FLOATS, check_plan, missing, show
-from moeyard_kernels.decode_plan import DecodePlan
+from moeyard_kernels.checks import FLOATS, check_plan, show
+from moeyard_kernels.decode_plan import GQA_SPLIT, MLA_SPLIT, DecodePlan, DecodeTables
+from moeyard_kernels.ref import attn_combine as _attn_combine
+from moeyard_kernels.ref import decode_splits as _decode_splits
 from moeyard_kernels.ref import gqa_decode as _gqa_decode
 from moeyard_kernels.ref import mla_decode as _mla_decode
 
 
+@overload
 def gqa_decode(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, plan: DecodePlan, scale: float
-) -> torch.Tensor:
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    plan: DecodePlan | DecodeTables,
+    scale: float,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def gqa_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    plan: DecodePlan | DecodeTables,
+    scale: float,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def gqa_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    plan: DecodePlan | DecodeTables,
+    scale: float,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [B, Hq, Dk], each row over its own pages -> [B, Hq, Dv] in q's dtype.
 
-    k_cache [Hkv, num_pages, page, Dk] and v_cache [Hkv, num_pages, page, Dv], finite everywhere; `plan` is the step's
-    `plan_decode` (it holds lengths, pages and window). A row's bits depend on the row and the keys it sees.
+    k_cache [Hkv, num_pages, page, Dk] and v_cache [Hkv, num_pages, page, Dv]; `plan` is the step's `plan_decode` (it
+    holds lengths, pages and window), and the caches are then finite everywhere, or its `DecodeTables`, the only plan
+    that a GPU takes, under which positions that no query sees may hold anything. A row's bits depend on the row and
+    the keys it sees. With `return_lse` (DecodeTables only) also ln(sum(exp(scores))) as fp32 [B, Hq].
     """
     if q.dim() != 3 or k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(f"gqa_decode: q {show(q)}, k_cache {show(k_cache)}, v_cache {show(v_cache)} do not fit")
@@ -25,19 +57,54 @@ def gqa_decode(
             f"gqa_decode: q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype} must share a dtype, "
             f"fp32 or bf16"
         )
-    check_plan("gqa_decode", plan, q.shape[0], k_cache.shape[2])
+    if isinstance(plan, DecodePlan):
+        check_plan("gqa_decode", plan, q.shape[0], k_cache.shape[2])
+        _check_host("gqa_decode", q, return_lse)
+        return _gqa_decode.gqa_decode(q, k_cache, v_cache, plan=plan, scale=scale)
+    _check_tables("gqa_decode", plan, q.shape[0], k_cache.shape[2], scale, q=q, k_cache=k_cache, v_cache=v_cache)
     if q.is_cuda:
-        raise missing("gqa_decode")
-    return _gqa_decode.gqa_decode(q, k_cache, v_cache, plan=plan, scale=scale)
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import gqa_decode as triton_kernel
+
+        out, lse = triton_kernel.gqa_decode(q, k_cache, v_cache, tables=plan, scale=scale)
+    else:
+        out, lse = _decode_splits.gqa_decode(q, k_cache, v_cache, tables=plan, scale=scale, split=GQA_SPLIT)
+    return (out, lse) if return_lse else out
 
 
+@overload
 def mla_decode(
-    q_latent: torch.Tensor, q_rope: torch.Tensor, latent_cache: torch.Tensor, *, plan: DecodePlan, scale: float
-) -> torch.Tensor:
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    *,
+    plan: DecodePlan | DecodeTables,
+    scale: float,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def mla_decode(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    *,
+    plan: DecodePlan | DecodeTables,
+    scale: float,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def mla_decode(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    *,
+    plan: DecodePlan | DecodeTables,
+    scale: float,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Absorbed latent attention: q_latent [B, Hq, R], q_rope [B, Hq, Dr] over latent_cache -> [B, Hq, R] in q's dtype.
 
-    latent_cache [num_pages, page, R + Dr] is finite everywhere; every query head reads the one latent, whose first R
-    values are also the values. `plan` is the step's `plan_decode`.
+    latent_cache is [num_pages, page, R + Dr]; every query head reads the one latent, whose first R values are also the
+    values. `plan`, what the cache may hold, and `return_lse` are as in `gqa_decode`.
     """
     if q_latent.dim() != 3 or q_rope.dim() != 3 or q_latent.shape[:2] != q_rope.shape[:2]:
         raise ValueError(f"mla_decode: q_latent {show(q_latent)} does not fit q_rope {show(q_rope)}")
@@ -50,7 +117,73 @@ def mla_decode(
             f"mla_decode: q_latent {q_latent.dtype}, q_rope {q_rope.dtype}, latent_cache {latent_cache.dtype} must "
             f"share a dtype, fp32 or bf16"
         )
-    check_plan("mla_decode", plan, q_latent.shape[0], latent_cache.shape[1])
+    if isinstance(plan, DecodePlan):
+        check_plan("mla_decode", plan, q_latent.shape[0], latent_cache.shape[1])
+        _check_host("mla_decode", q_latent, return_lse)
+        return _mla_decode.mla_decode(q_latent, q_rope, latent_cache, plan=plan, scale=scale)
+    _check_tables(
+        "mla_decode", plan, q_latent.shape[0], latent_cache.shape[1], scale,
+        q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache,
+    )  # fmt: skip
     if q_latent.is_cuda:
-        raise missing("mla_decode")
-    return _mla_decode.mla_decode(q_latent, q_rope, latent_cache, plan=plan, scale=scale)
+        # As above.
+        from moeyard_kernels import mla_decode as triton_kernel
+
+        out, lse = triton_kernel.mla_decode(q_latent, q_rope, latent_cache, tables=plan, scale=scale)
+    else:
+        out, lse = _decode_splits.mla_decode(q_latent, q_rope, latent_cache, tables=plan, scale=scale, split=MLA_SPLIT)
+    return (out, lse) if return_lse else out
+
+
+def attn_combine(
+    partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over S consecutive pieces of the keys: partial [B, S, H, D] -> [B, H, D] in `dtype`.
+
+    partial fp32, lse [B, S, H] fp32 (natural logarithms; -inf for a piece that saw nothing, whose partial is finite).
+    out = sum_s w_s partial_s / sum_s w_s, s ascending, w_s = exp(lse_s - max lse). Also returns the log-sum-exp of
+    all, [B, H]. One piece comes back bit for bit; all of -inf gives zeros and -inf.
+    """
+    if partial.dim() != 4 or partial.dtype != torch.float32 or partial.shape[1] == 0:
+        raise ValueError(f"attn_combine: partial must be fp32 [B, S, H, D], got {show(partial)}")
+    if lse.shape != partial.shape[:3] or lse.dtype != torch.float32:
+        raise ValueError(f"attn_combine: lse {show(lse)}, expected fp32 {list(partial.shape[:3])}")
+    if dtype not in FLOATS:
+        raise ValueError(f"attn_combine: dtype {dtype} is neither fp32 nor bf16")
+    _check_devices("attn_combine", partial=partial, lse=lse)
+    if partial.is_cuda:
+        # As above.
+        from moeyard_kernels import attn_combine as triton_kernel
+
+        return triton_kernel.attn_combine(partial, lse, dtype=dtype)
+    return _attn_combine.attn_combine(partial, lse, dtype=dtype)
+
+
+def _check_host(op: str, q: torch.Tensor, return_lse: bool) -> None:
+    if q.is_cuda:
+        raise ValueError(f"{op}: q is on {q.device} and the plan is a DecodePlan, which is for CPU tensors")
+    if return_lse:
+        raise ValueError(f"{op}: return_lse with a DecodePlan, expected DecodeTables")
+
+
+def _check_devices(op: str, **tensors: torch.Tensor) -> None:
+    """Raise ValueError unless all are contiguous and on the first one's device."""
+    first_name, first = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if not x.is_contiguous():
+            raise ValueError(f"{op}: {name} {show(x)} with strides {x.stride()} is not contiguous")
+        if x.device != first.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, {first_name} on {first.device}")
+
+
+def _check_tables(
+    op: str, tables: DecodeTables, num_rows: int, page_size: int, scale: float, **tensors: torch.Tensor
+) -> None:
+    if tables.num_rows != num_rows or tables.page_size != page_size:
+        raise ValueError(
+            f"{op}: the tables are for {tables.num_rows} rows and pages of {tables.page_size}, got {num_rows} and "
+            f"{page_size}"
+        )
+    if not scale > 0:
+        raise ValueError(f"{op}: scale {scale} is not positive")
+    _check_devices(op, **tensors, page_table=tables.page_table)

@@ -1,0 +1,105 @@
+"""Triton: merge attention over consecutive splits of the keys, in ascending order, by their log-sum-exps.
+
+top = max lse_s;  w_s = 2^((lse_s - top) log2(e));  l = l + w_s;  o = fma(w_s, partial_s, o);  out = o / l;
+lse = top + ln(l). One split gives its partial back bit for bit, and one that saw nothing (lse -inf) changes no bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.decode_plan import DecodeTables
+from moeyard_kernels.decode_tables import UNFUSED, split_span
+from moeyard_kernels.launch import finish, interpreted, new_output
+
+# Splits read at once: loads in flight, no part of the order.
+_AHEAD = 8
+
+
+@triton.jit(
+    do_not_specialize=(
+        "N",
+        "S",
+    )
+)
+def _attn_combine_kernel(  # type: ignore[no-untyped-def]
+    p_part, p_lse, p_lens, p_out, p_out_lse, N, S,
+    M: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_LENS: tl.constexpr, BX: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """One program merges BX rows, counted over p_part [N / M, S, M, D] and p_lse [N / M, S, M]. p_out: [N, D]."""
+    o_x = tl.program_id(0) * BX + tl.arange(0, BX)
+    o_d, o_s = tl.arange(0, BD), tl.arange(0, BS)
+    m_x, m_d = o_x < N, o_d < D
+    if HAS_LENS:
+        o_q = tl.arange(0, BQ)
+        m_q = m_x[:, None] & (o_q < Q)[None, :]
+        b_lens = tl.load(p_lens + (o_x // M)[:, None] * Q + o_q[None, :], mask=m_q, other=0)
+        i_first, i_end = split_span(b_lens, WINDOW, SPLIT, 1)
+        b_count = i_end - i_first
+    else:
+        b_count = tl.where(m_x, S, 0)
+    i_count = tl.max(b_count, 0)
+    # Row of split 0; the next split lies M rows on.
+    o_row = (o_x // M).to(tl.int64) * S * M + o_x % M
+    b_top = tl.full([BX], float("-inf"), dtype=tl.float32)
+    for i_s in tl.range(0, i_count, BS):
+        m_s = (i_s + o_s)[None, :] < b_count[:, None]
+        b_lse = tl.load(p_lse + o_row[:, None] + (i_s + o_s)[None, :] * M, mask=m_s, other=float("-inf"))
+        b_top = tl.maximum(b_top, tl.max(b_lse, 1))
+    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_sum = tl.zeros([BX], dtype=tl.float32)
+    b_acc = tl.zeros([BX, BD], dtype=tl.float32)
+    for i_s in tl.range(0, i_count, AHEAD):
+        for u in tl.static_range(AHEAD):
+            m_s = i_s + u < b_count
+            o_part = o_row + (i_s + u) * M
+            b_lse = tl.load(p_lse + o_part, mask=m_s, other=float("-inf"))
+            b_part = tl.load(p_part + o_part[:, None] * D + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0)
+            b_w = tl.exp2((b_lse - b_top) * 1.4426950408889634)
+            b_sum += b_w
+            b_acc = tl.fma(tl.broadcast_to(b_w[:, None], b_part.shape), b_part, b_acc)
+    m_any = b_sum > 0
+    b_sum = tl.where(m_any, b_sum, 1.0)
+    b_lse = tl.where(m_any, b_top + tl.log2(b_sum) * 0.6931471805599453, float("-inf"))
+    b_acc = b_acc * tl.div_rn(tl.full([BX], 1.0, dtype=tl.float32), b_sum)[:, None]
+    p_o = p_out + o_x[:, None].to(tl.int64) * D + o_d[None, :]
+    tl.store(p_o, b_acc.to(p_out.dtype.element_ty), mask=m_x[:, None] & m_d[None, :])
+    tl.store(p_out_lse + o_x, b_lse, mask=m_x)
+
+
+def attn_combine(partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `moeyard_kernels.ops.attn_combine`."""
+    return _combine(partial, lse, dtype=dtype, heads=partial.shape[2], tables=None, split=1)
+
+
+def combine_splits(
+    partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype, heads: int, tables: DecodeTables, split: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge what the decode attentions leave, partial [B, S, Q heads, D] and lse [B, S, Q heads], where it was written.
+
+    Returns (out [B Q, heads, D], lse [B Q, heads]).
+    """
+    return _combine(partial, lse, dtype=dtype, heads=heads, tables=tables, split=split)
+
+
+def _combine(
+    partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype, heads: int, tables: DecodeTables | None, split: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_sequences, num_splits, num_rows, dim = partial.shape
+    count = num_sequences * num_rows
+    out = new_output(count, dim, like=partial, dtype=dtype)
+    out_lse = new_output(count, like=partial)
+    # An interpreted program costs the same whatever its tile.
+    rows = triton.next_power_of_2(count) if interpreted() else 1
+    if out.numel():
+        _attn_combine_kernel[(triton.cdiv(count, rows),)](
+            partial, lse, lse if tables is None else tables.kv_lens, out, out_lse, count, num_splits,
+            M=num_rows, Q=num_rows // heads, D=dim, WINDOW=0 if tables is None else tables.window or 0, SPLIT=split,
+            HAS_LENS=tables is not None, BX=rows, BQ=triton.next_power_of_2(num_rows // heads),
+            BS=min(32, triton.next_power_of_2(num_splits)), BD=triton.next_power_of_2(dim), AHEAD=_AHEAD,
+            num_warps=4 if dim > 128 else 1, **UNFUSED,
+        )  # fmt: skip
+    rows_out = count // heads
+    return finish(out, dtype).view(rows_out, heads, dim), out_lse.view(rows_out, heads)

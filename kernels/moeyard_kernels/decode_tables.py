@@ -1,0 +1,102 @@
+"""Triton: what the decode attentions over device-side tables share.
+
+Which work there is, where a query's splits begin and end, and the sum over keys in one order for every layout.
+
+A sequence's keys are cut at multiples of SPLIT positions. Its splits are numbered from 0 at the first one that any of
+its queries sees; a query sees nothing of some of them when a window or a shorter length says so, and such a split
+leaves its sums as they are, bit for bit.
+"""
+
+from types import MappingProxyType
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.decode_plan import DecodeTables
+from moeyard_kernels.launch import check_indices
+
+LOG2E = 1.4426950408889634
+# Launched with it, products and sums stay apart unless `tl.fma` says otherwise: no tile is contracted its own way.
+UNFUSED = MappingProxyType({"enable_fp_fusion": False})
+
+
+def check_tables(op: str, tables: DecodeTables, num_pages: int) -> None:
+    """Raise ValueError for lengths and pages that are none; free on a GPU unless within `launch.checked()`."""
+    longest = tables.page_table.shape[1] * tables.page_size
+    check_indices(op, low=0, high=longest + 1, kv_lens=tables.kv_lens)
+    check_indices(op, low=0, high=num_pages, page_table=tables.page_table)
+
+
+def num_programs(work: int, x: torch.Tensor, per_multiprocessor: int) -> int:
+    """How many programs share `work` pieces at most: as many as run at once (two if interpreted, where each costs)."""
+    if not x.is_cuda:
+        return min(work, 2)
+    return min(work, per_multiprocessor * torch.cuda.get_device_properties(x.device).multi_processor_count)
+
+
+@triton.jit
+def split_span(b_lens, WINDOW: tl.constexpr, SPLIT: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(first, end) of the splits that queries of these lengths see, over AXIS. A length of 0 is no query."""
+    i_end = tl.cdiv(tl.max(b_lens, AXIS), SPLIT)
+    if WINDOW > 0:
+        b_low = tl.where(b_lens > 0, tl.maximum(b_lens - WINDOW, 0), 2147483647)
+        i_first = tl.minimum(tl.min(b_low, AXIS) // SPLIT, i_end)
+    else:
+        i_first = tl.zeros_like(i_end)
+    return i_first, i_end
+
+
+@triton.jit
+def work_ends(  # type: ignore[no-untyped-def]
+    p_lens, B, Q: tl.constexpr, BB: tl.constexpr, BQ: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, LEAST
+):
+    """[BB] int32: how many splits the sequences 0 to b have in all, at least LEAST each. p_lens: [B, Q]."""
+    o_b, o_q = tl.arange(0, BB), tl.arange(0, BQ)
+    m_b = (o_b < B)[:, None] & (o_q < Q)[None, :]
+    b_lens = tl.load(p_lens + o_b[:, None] * Q + o_q[None, :], mask=m_b, other=0)
+    i_first, i_end = split_span(b_lens, WINDOW, SPLIT, 1)
+    return tl.cumsum(tl.where(o_b < B, tl.maximum(i_end - i_first, LEAST), 0), 0)
+
+
+@triton.jit
+def find_work(i_work, b_ends):  # type: ignore[no-untyped-def]
+    """(sequence, which of its splits) of the i_work-th piece, counted over all sequences in order."""
+    m_before = b_ends <= i_work
+    return tl.sum(m_before.to(tl.int32), 0), i_work - tl.max(tl.where(m_before, b_ends, 0), 0)
+
+
+@triton.jit
+def sum_over_keys(b_x, BM: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum the BN values along AXIS by halves, (n, n + BN / 2) first: `tl.sum` follows the layout, hence the tile."""
+    for i in tl.static_range(LOG2_BN):
+        if AXIS == 1:
+            b_x = tl.sum(tl.reshape(b_x, [BM, 2, BN >> (i + 1)]), 1)
+        else:
+            b_x = tl.sum(tl.reshape(b_x, [2, BN >> (i + 1), BM]), 0)
+    return tl.reshape(b_x, [BM])
+
+
+@triton.jit
+def softmax_step(b_s, m_seen, b_m, b_l, c, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One block of scores b_s, keys along AXIS, into the running maximum b_m and the sums b_l (one per key of a block).
+
+    c > 0: the scale times log2(e). Returns (p, what earlier sums are multiplied by, new b_m, new b_l).
+    """
+    b_s = tl.where(m_seen, b_s * c, float("-inf"))
+    b_new = tl.maximum(b_m, tl.max(b_s, AXIS))
+    # Where nothing was seen yet, -inf less -inf would be NaN.
+    b_top = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_s - tl.expand_dims(b_top, AXIS))
+    b_alpha = tl.exp2(b_m - b_top)
+    return b_p, b_alpha, b_new, tl.fma(b_l, tl.broadcast_to(tl.expand_dims(b_alpha, AXIS), b_s.shape), b_p)
+
+
+@triton.jit
+def split_result(b_m, b_l, BM: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(what the sum of values is multiplied by, log-sum-exp in natural logarithms) of a split; (0, -inf) if unseen."""
+    b_sum = sum_over_keys(b_l, BM, BN, LOG2_BN, AXIS)
+    m_any = b_sum > 0
+    b_sum = tl.where(m_any, b_sum, 1.0)
+    b_lse = (b_m + tl.log2(b_sum)) * 0.6931471805599453
+    return tl.where(m_any, tl.div_rn(1.0, b_sum), 0.0), tl.where(m_any, b_lse, float("-inf"))

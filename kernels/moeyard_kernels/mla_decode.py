@@ -1,0 +1,194 @@
+"""Triton: absorbed latent decode attention (MLA) over device-side tables, split along the keys.
+
+For the rows of a sequence (its queries times heads), per split of SPLIT positions and in it per block of BN, ascending:
+
+    s = q_latent k_latent^T + q_rope k_rope^T;  s = c s;  m' = max(m, max s);  p = 2^(s - m');  a = 2^(m - m')
+    l = fma(l, a, p) per key of a block;  o = o a + bf16(p) k_latent
+
+with c = scale log2(e), sums in fp32. A split gives o / sum(l) and its log-sum-exp, which `attn_combine` merges. SPLIT
+and BN are part of the answer; how many rows a tile has and which way round the products are taken (SWAP) are not.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels import tuning
+from moeyard_kernels.attn_combine import combine_splits
+from moeyard_kernels.decode_plan import BLOCK, MLA_SPLIT, DecodeTables
+from moeyard_kernels.decode_tables import (
+    LOG2E,
+    UNFUSED,
+    check_tables,
+    find_work,
+    num_programs,
+    softmax_step,
+    split_result,
+    split_span,
+    work_ends,
+)
+from moeyard_kernels.launch import check_layout, finish, interpreted, new_output
+from moeyard_kernels.rounding import round_to
+
+# Positions per split.
+SPLIT = 1024
+
+
+@triton.jit(
+    do_not_specialize=(
+        "B",
+        "MAX_PAGES",
+        "S",
+    )
+)
+def _mla_decode_kernel(  # type: ignore[no-untyped-def]
+    p_q, p_r, p_kv, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S,
+    Q: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, BB: tl.constexpr, BQ: tl.constexpr,
+    BR: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Programs take (sequence, split, tile of rows) in turns. p_out: [B, S, Q H, R], p_lse: [B, S, Q H]."""
+    M: tl.constexpr = Q * H
+    TILES: tl.constexpr = (M + BM - 1) // BM
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    b_ends = work_ends(p_lens, B, Q, BB, BQ, WINDOW, SPLIT, S == 1)
+    o_r, o_d, o_q = tl.arange(0, BR), tl.arange(0, BD), tl.arange(0, BQ)
+    for i_item in tl.range(tl.program_id(0), tl.max(b_ends, 0) * TILES, tl.num_programs(0)):
+        i_b, i_s = find_work(i_item // TILES, b_ends)
+        b_lens = tl.load(p_lens + i_b * Q + o_q, mask=o_q < Q, other=0)
+        i_first, _ = split_span(b_lens, WINDOW, SPLIT, 0)
+        o_m = (i_item % TILES) * BM + tl.arange(0, BM)
+        m_m = o_m < M
+        b_len = tl.load(p_lens + i_b * Q + o_m // H, mask=m_m, other=0)
+        i_high = tl.minimum(tl.max(b_len, 0), (i_first + i_s + 1) * SPLIT)
+        i_low = (i_first + i_s) * SPLIT
+        b_low = tl.zeros_like(b_len)
+        if WINDOW > 0:
+            b_low = tl.maximum(b_len - WINDOW, 0)
+            i_low = tl.maximum(i_low, tl.min(tl.where(b_len > 0, b_low, 2147483647), 0) // BN * BN)
+
+        i_row = (i_b * M).to(tl.int64)
+        b_q = tl.load(
+            p_q + (i_row + o_m)[:, None] * R + o_r[None, :], mask=m_m[:, None] & (o_r < R)[None, :], other=0.0
+        )
+        b_r = tl.load(
+            p_r + (i_row + o_m)[:, None] * D + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0
+        )
+        if UPCAST:
+            b_q, b_r = b_q.to(tl.float32), b_r.to(tl.float32)
+        if SWAP:
+            b_q, b_r = tl.trans(b_q), tl.trans(b_r)
+            b_acc = tl.zeros([BR, BM], dtype=tl.float32)
+            b_l = tl.zeros([BN, BM], dtype=tl.float32)
+        else:
+            b_acc = tl.zeros([BM, BR], dtype=tl.float32)
+            b_l = tl.zeros([BM, BN], dtype=tl.float32)
+        b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
+        for i_n in tl.range(i_low, i_high, BN):
+            o_n = i_n + tl.arange(0, BN)
+            m_n = o_n < i_high
+            if PAGE == BN:
+                i_page = tl.load(p_table + i_b.to(tl.int64) * MAX_PAGES + i_n // PAGE).to(tl.int64)
+                o_row = i_page * PAGE + tl.arange(0, BN)
+            else:
+                i_page = tl.load(p_table + i_b.to(tl.int64) * MAX_PAGES + o_n // PAGE, mask=m_n, other=0).to(tl.int64)
+                o_row = i_page * PAGE + o_n % PAGE
+            p_row = p_kv + o_row[:, None] * (R + D)
+            m_latent = m_n[:, None]
+            m_rope = m_n[:, None]
+            if BR != R:
+                m_latent = m_latent & (o_r < R)[None, :]
+            if BD != D:
+                m_rope = m_rope & (o_d < D)[None, :]
+            b_kv = tl.load(p_row + o_r[None, :], mask=m_latent, other=0.0)
+            b_k = tl.load(p_row + R + o_d[None, :], mask=m_rope, other=0.0)
+            if UPCAST:
+                b_kv, b_k = b_kv.to(tl.float32), b_k.to(tl.float32)
+            if SWAP:
+                b_s = tl.dot(b_kv, b_q, input_precision="ieee")
+                b_s = tl.dot(b_k, b_r, b_s, input_precision="ieee")
+                m_seen = (o_n[:, None] < b_len[None, :]) & (o_n[:, None] >= b_low[None, :])
+            else:
+                b_s = tl.dot(b_q, tl.trans(b_kv), input_precision="ieee")
+                b_s = tl.dot(b_r, tl.trans(b_k), b_s, input_precision="ieee")
+                m_seen = (o_n[None, :] < b_len[:, None]) & (o_n[None, :] >= b_low[:, None])
+            b_p, b_alpha, b_m, b_l = softmax_step(b_s, m_seen, b_m, b_l, c, AXIS)
+            if UPCAST:
+                b_p = round_to(b_p, p_kv.dtype.element_ty)
+            b_acc = b_acc * tl.expand_dims(b_alpha, AXIS)
+            if SWAP:
+                b_acc = tl.dot(tl.trans(b_kv), b_p.to(b_kv.dtype), b_acc, input_precision="ieee")
+            else:
+                b_acc = tl.dot(b_p.to(b_kv.dtype), b_kv, b_acc, input_precision="ieee")
+
+        b_inv, b_lse = split_result(b_m, b_l, BM, BN, LOG2_BN, AXIS)
+        b_acc = b_acc * tl.expand_dims(b_inv, AXIS)
+        if SWAP:
+            b_acc = tl.trans(b_acc)
+        i_out = (i_b.to(tl.int64) * S + i_s) * M
+        m_out = m_m[:, None] & (o_r < R)[None, :]
+        tl.store(p_out + (i_out + o_m)[:, None] * R + o_r[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_out)
+        tl.store(p_lse + i_out + o_m, b_lse, mask=m_m)
+
+
+# BM: rows (queries times heads) of a tile. SWAP: keys are the rows of the products, which suits few heads. PER_SM: how
+# many programs a multiprocessor is given.
+CONFIGS = (
+    tuning.config(BM=16, SWAP=1, PER_SM=1, num_warps=4, num_stages=2),
+    tuning.config(BM=16, SWAP=0, PER_SM=2, num_warps=4, num_stages=2),
+    tuning.config(BM=32, SWAP=1, PER_SM=1, num_warps=8, num_stages=2),
+    tuning.config(BM=64, SWAP=0, PER_SM=1, num_warps=8, num_stages=2),
+)
+
+
+def shape_class(rows: int, sequences: int) -> str:
+    """The class of a launch: rows per sequence (queries times heads), and whether sequences are few."""
+    return f"M{rows} {'few' if sequences <= 8 else 'many'}"
+
+
+def default_config(rows: int) -> tuning.Config:
+    """The config for shapes that nobody tuned."""
+    return CONFIGS[0 if rows <= 16 else 3]
+
+
+def mla_decode(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    *,
+    tables: DecodeTables,
+    scale: float,
+    split: int = MLA_SPLIT,
+    config: tuning.Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `moeyard_kernels.ops.mla_decode`. Returns (out [rows, Hq, R], lse [rows, Hq] fp32)."""
+    check_layout(
+        "mla_decode", q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache, page_table=tables.page_table
+    )
+    heads, rank = q_latent.shape[1:]
+    sequences, queries, splits = tables.num_sequences, tables.num_queries, tables.max_splits(split)
+    rows = queries * heads
+    check_tables("mla_decode", tables, latent_cache.shape[0])
+    if config is None:
+        config = tuning.choose(
+            "mla_decode", shape_class(rows, sequences), q_latent, default=lambda: default_config(rows)
+        )
+    partial = new_output(
+        sequences, splits, rows, rank, like=q_latent, dtype=q_latent.dtype if splits == 1 else torch.float32
+    )
+    lse = new_output(sequences, splits, rows, like=q_latent, dtype=torch.float32)
+    if q_latent.numel():
+        work = sequences * splits * triton.cdiv(rows, config["BM"])
+        _mla_decode_kernel[(num_programs(work, q_latent, config["PER_SM"]),)](
+            q_latent, q_rope, latent_cache, tables.page_table, tables.kv_lens, partial, lse,
+            scale * LOG2E, sequences, tables.page_table.shape[1], splits,
+            Q=queries, H=heads, R=rank, D=q_rope.shape[2], PAGE=tables.page_size, WINDOW=tables.window or 0,
+            SPLIT=split, BN=BLOCK, LOG2_BN=BLOCK.bit_length() - 1,
+            BB=triton.next_power_of_2(sequences), BQ=triton.next_power_of_2(queries),
+            BR=max(16, triton.next_power_of_2(rank)), BD=max(16, triton.next_power_of_2(q_rope.shape[2])),
+            BM=config["BM"], SWAP=bool(config["SWAP"]), UPCAST=interpreted(),
+            num_warps=config["num_warps"], num_stages=config["num_stages"], **UNFUSED,
+        )  # fmt: skip
+    if splits > 1:
+        return combine_splits(partial, lse, dtype=q_latent.dtype, heads=heads, tables=tables, split=split)
+    return finish(partial, q_latent.dtype).view(q_latent.shape), lse.view(-1, heads)

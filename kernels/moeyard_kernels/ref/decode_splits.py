@@ -1,0 +1,46 @@
+"""Decode attention over device-side tables, split along the keys: softmax per split, then the merge in order."""
+
+import torch
+
+from moeyard_kernels.decode_plan import DecodeTables
+from moeyard_kernels.ref.attn_combine import attn_combine
+
+
+def gqa_decode(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, tables: DecodeTables, scale: float, split: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `moeyard_kernels.ops.gqa_decode`; also returns the log-sum-exp [rows, Hq] fp32."""
+    num_kv_heads, num_q = k_cache.shape[0], tables.num_queries
+    out, lse = q.new_zeros(*q.shape[:2], v_cache.shape[3]), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    for row, length in enumerate(tables.kv_lens.flatten().tolist()):
+        if length == 0:
+            continue
+        pages = tables.page_table[row // num_q, : -(-length // tables.page_size)].long()
+        low = max(0, length - tables.window) if tables.window else 0
+        k = k_cache[:, pages].flatten(1, 2)[:, :length].float()
+        v = v_cache[:, pages].flatten(1, 2)[:, :length].float()
+        heads = q[row].float().view(num_kv_heads, -1, q.shape[2])
+        partials, lses = [], []
+        for start in range(low // split * split, length, split):
+            span = slice(max(start, low), min(start + split, length))
+            scores = heads @ k[:, span].transpose(1, 2) * scale
+            lses.append(scores.logsumexp(-1).flatten())
+            partials.append((scores.softmax(-1) @ v[:, span]).flatten(0, 1))
+        merged = attn_combine(torch.stack(partials)[None], torch.stack(lses)[None], dtype=q.dtype)
+        out[row], lse[row] = merged[0][0], merged[1][0]
+    return out, lse
+
+
+def mla_decode(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    *,
+    tables: DecodeTables,
+    scale: float,
+    split: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `moeyard_kernels.ops.mla_decode`; also returns the log-sum-exp [rows, Hq] fp32."""
+    keys = latent_cache.unsqueeze(0)
+    values = keys[..., : q_latent.shape[2]]
+    return gqa_decode(torch.cat((q_latent, q_rope), -1), keys, values, tables=tables, scale=scale, split=split)

@@ -1,0 +1,160 @@
+"""The grouped decode kernel: values and log-sum-exps against float64, bits against every batch, page and tile."""
+
+import pytest
+import torch
+from tests.kernels.decode_cases import DEVICE, Paged, assert_same, exact, paged, poison, relative, torch_chain
+
+from moeyard_kernels import gqa_decode as kernel
+from moeyard_kernels import ops
+from moeyard_kernels.decode_plan import GQA_SPLIT, DecodeTables
+from moeyard_kernels.launch import checked
+
+GPU = DEVICE == "cuda"
+# On a GPU the true splits; interpreted ones are short, because a program costs by its blocks.
+SPLIT = GQA_SPLIT if GPU else 128
+LENS = [1, 63, 64, 65, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 70]
+# Query heads, key heads, width of keys, of values, page.
+SHAPES = (
+    [(32, 4, 128, 128, 64), (32, 8, 128, 128, 16), (16, 16, 64, 64, 32), (6, 2, 96, 40, 16)]
+    if GPU
+    else [(6, 2, 24, 40, 16)]
+)
+BY_SHAPE = pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v", "page"), SHAPES, ids=lambda n: str(n))
+WINDOWS = pytest.mark.parametrize("window", [None, 100], ids=lambda w: f"window-{w}")
+# numpy's products follow the tile, a GPU's do not.
+ONE_TILE = {} if GPU else {"config": kernel.CONFIGS[0]}
+
+
+def attend(q: torch.Tensor, held: Paged, tables: DecodeTables, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    poison(q.shape[0] * q.shape[1] * held.caches[1].shape[-1], q.dtype)
+    scale = q.shape[2] ** -0.5
+    return kernel.gqa_decode(q, *held.caches, tables=tables, scale=scale, **{"split": SPLIT, **options})  # type: ignore[arg-type]
+
+
+def queries(rows: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(rows, heads, dim).to(DEVICE, dtype)
+
+
+@BY_SHAPE
+@WINDOWS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_values(
+    heads: int, kv_heads: int, dim: int, dim_v: int, page: int, window: int | None, dtype: torch.dtype
+) -> None:
+    held = paged([*LENS, 0], page, heads=kv_heads, dims=(dim, dim_v), dtype=dtype)
+    q = queries(len(LENS) + 1, heads, dim, dtype)
+    out, lse = attend(q, held, held.tables(torch.tensor([*LENS, 0]), window=window))
+    assert out.dtype == dtype
+    assert (out[-1] == 0).all()
+    assert (lse[-1] == float("-inf")).all()
+    worst, chain_worst = 0.0, 0.0
+    for row, length in enumerate(LENS):
+        keys, values = held.of(0, row, length), held.of(1, row, length)
+        wanted, wanted_lse = exact(q[row], keys, values, scale=dim**-0.5, window=window)
+        worst = max(worst, relative(out[row], wanted))
+        torch.testing.assert_close(lse[row].double().cpu(), wanted_lse, rtol=0, atol=1e-5)
+        chain = torch_chain(q[row], keys, values, scale=dim**-0.5, window=window)
+        chain_worst = max(chain_worst, relative(chain, wanted))
+    assert worst <= (2e-6 if dtype == torch.float32 else min(1e-2, chain_worst))
+
+
+@BY_SHAPE
+def test_batch_and_pages_do_not_show(heads: int, kv_heads: int, dim: int, dim_v: int, page: int) -> None:
+    held = paged(LENS, page, heads=kv_heads, dims=(dim, dim_v), dtype=torch.bfloat16)
+    q = queries(len(LENS), heads, dim)
+    whole = attend(q, held, held.tables(torch.tensor(LENS)))
+    moved = held.moved()
+    assert_same(attend(q, moved, moved.tables(torch.tensor(LENS))), whole, "other pages")
+    groups = [[r] for r in range(len(LENS))] if GPU else [[0], [5], [7]]
+    if GPU:
+        groups += [[r % len(LENS) for r in range(64)]]
+    for rows in [*groups, [3, 2, 7, 0]]:
+        got = attend(q[rows], held, held.tables(torch.tensor(LENS)[rows], rows))
+        assert_same(got, (whole[0][rows], whole[1][rows]), f"rows {rows}")
+
+
+@BY_SHAPE
+@WINDOWS
+def test_queries_of_a_sequence_share_and_do_not_show(
+    heads: int, kv_heads: int, dim: int, dim_v: int, page: int, window: int | None
+) -> None:
+    ends = [70, SPLIT + 3, 2 * SPLIT + 64]
+    held = paged(ends, page, heads=kv_heads, dims=(dim, dim_v), dtype=torch.bfloat16)
+    for count in (2, 5, 16) if GPU else (5,):
+        # Ascending lengths, and a padding row.
+        lens = torch.tensor(ends)[:, None] - torch.arange(count).flip(0)
+        lens[0, 1] = 0
+        q = queries(len(ends) * count, heads, dim)
+        out, lse = attend(q, held, held.tables(lens, window=window), **ONE_TILE)
+        for row in range(len(ends) * count) if GPU else (1, 3, 6, 14):
+            tables = held.tables(lens.flatten()[row : row + 1], [row // count], window=window)
+            alone = attend(q[row : row + 1], held, tables, **ONE_TILE)
+            assert_same(alone, (out[row : row + 1], lse[row : row + 1]), f"query {row} of {count}")
+
+
+@BY_SHAPE
+@pytest.mark.parametrize("count", [1, 3, 16] if GPU else [2])
+def test_configs_agree(count: int, heads: int, kv_heads: int, dim: int, dim_v: int, page: int) -> None:
+    """Bit for bit: interpreted on values whose every sum is exact, since numpy's products follow the tile."""
+    held = paged(LENS[2:], page, heads=kv_heads, dims=(dim, dim_v), dtype=torch.bfloat16)
+    lens = torch.tensor(LENS[2:])[:, None] - torch.arange(count)
+    q = queries(lens.numel(), heads, dim)
+    if not GPU:
+        held.caches[1].mul_(2).round_()
+        q = q * 0
+    results = [attend(q, held, held.tables(lens), config=config) for config in kernel.CONFIGS]
+    for config, result in zip(kernel.CONFIGS, results, strict=True):
+        assert_same(result, results[0], str(dict(config)))
+
+
+@pytest.mark.skipif(not GPU, reason="slow where interpreted; the latent kernel is tested there")
+def test_up_to_160_splits() -> None:
+    lens = [160 * 64, 159 * 64 + 1, 7, 0]
+    held = paged(lens, 64, heads=2, dims=(64, 64), dtype=torch.bfloat16)
+    q = queries(len(lens), 4, 64)
+    out, lse = attend(q, held, held.tables(torch.tensor(lens)), split=64)
+    for row, length in enumerate(lens[:-1]):
+        wanted, wanted_lse = exact(q[row], held.of(0, row, length), held.of(1, row, length), scale=0.125)
+        assert relative(out[row], wanted) <= 1e-2
+        torch.testing.assert_close(lse[row].double().cpu(), wanted_lse, rtol=0, atol=1e-5)
+
+
+def test_the_door_serves_tables() -> None:
+    held = paged([70, 9, 0], 16, heads=2, dims=(32, 32), dtype=torch.float32)
+    q, tables = queries(3, 4, 32, torch.float32), held.tables(torch.tensor([70, 9, 0]))
+    out, lse = ops.gqa_decode(q, *held.caches, plan=tables, scale=0.2, return_lse=True)
+    assert torch.equal(ops.gqa_decode(q, *held.caches, plan=tables, scale=0.2), out)
+    got = kernel.gqa_decode(q, *held.caches, tables=tables, scale=0.2)
+    torch.testing.assert_close(got, (out, lse), rtol=2e-6, atol=2e-6)
+    none = DecodeTables(page_table=tables.page_table[:0], kv_lens=tables.kv_lens[:0], page_size=16)
+    assert kernel.gqa_decode(q[:0], *held.caches, tables=none, scale=0.2)[0].shape == (0, 4, 32)
+
+
+def test_bad_arguments_are_named() -> None:
+    held = paged([70, 9], 16, heads=2, dims=(32, 32), dtype=torch.bfloat16)
+    q, tables = queries(2, 4, 32), held.tables(torch.tensor([70, 9]))
+    with pytest.raises(ValueError, match="the tables are for 2 rows and pages of 16, got 1 and 16"):
+        ops.gqa_decode(q[:1], *held.caches, plan=tables, scale=1.0)
+    with pytest.raises(ValueError, match=r"scale -1.0 is not positive"):
+        ops.gqa_decode(q, *held.caches, plan=tables, scale=-1.0)
+    v = held.caches[1].transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(ValueError, match=r"v_cache bfloat16 .* with strides .* is not contiguous"):
+        ops.gqa_decode(q, held.caches[0], v, plan=tables, scale=1.0)
+    with checked():
+        long = held.tables(torch.tensor([70, 16 * tables.page_table.shape[1] + 1]))
+        with pytest.raises(ValueError, match=r"kv_lens int32 \[2\] holds 70 to 113, outside 0 to 112"):
+            kernel.gqa_decode(q, *held.caches, tables=long, scale=1.0)
+
+
+@pytest.mark.skipif(not GPU, reason="graphs are a GPU's")
+def test_a_captured_launch_reads_its_tables_anew() -> None:
+    held = paged([3000, 2000], 64, heads=4, dims=(128, 128), dtype=torch.bfloat16)
+    q, tables = queries(2, 32, 128), held.tables(torch.tensor([3000, 0]))
+    attend(q, held, tables)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attend(q, held, tables)
+    for lens in ([3000, 2000], [1, 513], [0, 0]):
+        tables.kv_lens.copy_(torch.tensor(lens))
+        graph.replay()
+        assert_same((out, lse), attend(q, held, held.tables(torch.tensor(lens))), str(lens))
