@@ -1,0 +1,216 @@
+"""Bench cases of norms, rotary embedding with cache write, and the activation."""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from moeyard_kernels import ops, rms_norm, rope_cache_write, silu_mul
+from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.tuning import Config
+
+OPS = (
+    *("rms_norm", "add_rms_norm", "mla_split_qkv_a_norm", "silu_mul"),
+    *("rope_cache_write_mla", "rope_cache_write_gqa"),
+)
+_EPS = 1e-6
+_COPY = Target("copy", 0.8)
+_PAGE = 64
+
+
+def cases() -> Iterator[Case]:
+    """The issue's shapes, and decode steps beside them."""
+    for num_rows in (1, 8, 64):
+        yield _mla_split(num_rows)
+    for num_rows, dim in ((4096, 7168), (4096, 2048), (64, 7168), (1, 7168)):
+        yield _norm(num_rows, dim)
+        yield _add_norm(num_rows, dim)
+    for num_tokens in (4096, 64, 1):
+        yield _write_mla(num_tokens, interleaved=True)
+        yield _write_gqa(num_tokens)
+    for num_rows, inner in ((4096, 2048), (4096, 7168), (4096, 18432), (64, 2048), (64, 18432), (1, 18432)):
+        yield _silu(num_rows, inner)
+
+
+def _rows(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _norm(num_rows: int, dim: int) -> Case:
+    x, weight = _rows(num_rows, dim), _rows(dim)
+
+    def gate() -> None:
+        whole = ops.rms_norm(x, weight, _EPS)
+        for t in {0, num_rows // 2, num_rows - 1}:
+            assert_bits("row alone", ops.rms_norm(x[t : t + 1].clone(), weight, _EPS), whole[t : t + 1])
+        exact = x.double() / (x.double().square().mean(-1, keepdim=True) + _EPS).sqrt()
+        error = (whole.double() - exact * weight.double()).norm() / (exact * weight.double()).norm()
+        assert error < 1e-2, f"relative error {error:.2e}"
+
+    return Case(
+        op="rms_norm",
+        shape=f"T{num_rows} D{dim}",
+        run=lambda: ops.rms_norm(x, weight, _EPS),
+        gate=gate,
+        num_bytes=4 * num_rows * dim + 2 * dim,
+        target=_COPY if num_rows == 4096 else None,
+        baseline=lambda: F.rms_norm(x, (dim,), weight, _EPS),
+        baseline_name="F.rms_norm",
+    )
+
+
+def _add_norm(num_rows: int, dim: int) -> Case:
+    x, residual, weight = _rows(num_rows, dim), _rows(num_rows, dim), _rows(dim)
+
+    def gate() -> None:
+        normed, total = ops.add_rms_norm(x, residual, weight, _EPS)
+        assert_bits("sum", total, x + residual)
+        assert_bits("unfused chain", normed, ops.rms_norm(x + residual, weight, _EPS))
+        assert_bits("row alone", ops.add_rms_norm(x[-1:], residual[-1:], weight, _EPS), (normed[-1:], total[-1:]))
+
+    return Case(
+        op="add_rms_norm",
+        shape=f"T{num_rows} D{dim}",
+        run=lambda: ops.add_rms_norm(x, residual, weight, _EPS),
+        gate=gate,
+        num_bytes=8 * num_rows * dim + 2 * dim,
+        target=_COPY if num_rows == 4096 else None,
+        baseline=lambda: ops.rms_norm(x + residual, weight, _EPS),
+        baseline_name="add, rms_norm",
+    )
+
+
+def _mla_split(num_rows: int) -> Case:
+    qkv_a, q_weight, kv_weight = _rows(num_rows, 2112), _rows(1536), _rows(512)
+
+    def three() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, kv, rope = qkv_a.split((1536, 512, 64), 1)
+        return rms_norm.rms_norm(q, q_weight, _EPS), rms_norm.rms_norm(kv, kv_weight, _EPS), rope.contiguous()
+
+    def gate() -> None:
+        whole = ops.mla_split_qkv_a_norm(qkv_a, q_weight, kv_weight, _EPS)
+        assert_bits("three launches", whole, three())
+        last = ops.mla_split_qkv_a_norm(qkv_a[-1:], q_weight, kv_weight, _EPS)
+        assert_bits("row alone", last, tuple(x[-1:] for x in whole))
+
+    return Case(
+        op="mla_split_qkv_a_norm",
+        shape=f"T{num_rows} Rq1536 R512 Dr64",
+        run=lambda: ops.mla_split_qkv_a_norm(qkv_a, q_weight, kv_weight, _EPS),
+        gate=gate,
+        num_bytes=4 * num_rows * 2112 + 2 * 2048,
+        target=Target("speedup", 2),
+        baseline=three,
+        baseline_name="rms_norm x 2, copy",
+    )
+
+
+def _write_mla(num_tokens: int, *, interleaved: bool) -> Case:
+    heads, latent, dim = 128, 512, 64
+    q = _rows(num_tokens, heads, 128 + dim)[:, :, 128:]
+    kv_a, k_rope = _rows(num_tokens, latent), _rows(num_tokens, dim)
+    cos, sin = (torch.randn(num_tokens, dim // 2, device="cuda") for _ in range(2))
+    cache = torch.zeros(num_tokens // _PAGE + 16, _PAGE, latent + dim, device="cuda", dtype=torch.bfloat16)
+    slots = torch.randperm(num_tokens, device="cuda") + 5
+
+    def run(config: Config | None = None) -> torch.Tensor:
+        return rope_cache_write.rope_cache_write_mla(
+            q, kv_a, k_rope, cos, sin, slots, cache, interleaved=interleaved, config=config
+        )
+
+    def unfused(into: torch.Tensor) -> torch.Tensor:
+        rotated = ops.rope(k_rope.unsqueeze(1), cos, sin, interleaved=interleaved).squeeze(1)
+        into.flatten(0, 1).index_copy_(0, slots, torch.cat((kv_a, rotated), 1))
+        return ops.rope(q, cos, sin, interleaved=interleaved)
+
+    other = torch.zeros_like(cache)
+
+    def gate() -> None:
+        cache.zero_()
+        other.zero_()
+        assert_bits("rope", run(), unfused(other))
+        assert_bits("cache", cache, other)
+        assert bool(other.any())
+
+    return Case(
+        op="rope_cache_write_mla",
+        shape=f"T{num_tokens} N{heads} Dr{dim} R{latent}{' interleaved' if interleaved else ''}",
+        run=run,
+        gate=gate,
+        num_bytes=4 * num_tokens * (heads * dim + latent + dim) + num_tokens * (4 * dim + 8),
+        target=_COPY if num_tokens == 4096 else None,
+        baseline=lambda: unfused(other),
+        baseline_name="rope x 2, cat, index_copy",
+        variants=[(config, functools.partial(run, config)) for config in rope_cache_write.CONFIGS],
+        tune_key=("rope_cache_write_mla", rope_cache_write.shape_class(num_tokens, heads, dim)),
+    )
+
+
+def _write_gqa(num_tokens: int) -> Case:
+    heads, kv_heads, dim = 32, 4, 128
+    qkv = _rows(num_tokens, heads + 2 * kv_heads, dim)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    cos, sin = (torch.randn(num_tokens, dim // 2, device="cuda") for _ in range(2))
+    shape = (2, kv_heads, num_tokens // _PAGE + 16, _PAGE, dim)
+    caches, others = (torch.zeros(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    slots = torch.randperm(num_tokens, device="cuda") + 5
+
+    def run(config: Config | None = None) -> torch.Tensor:
+        return rope_cache_write.rope_cache_write_gqa(
+            q, k, v, cos, sin, slots, caches[0], caches[1], interleaved=False, config=config
+        )
+
+    def unfused() -> torch.Tensor:
+        qk = ops.rope(qkv[:, : heads + kv_heads], cos, sin, interleaved=False)
+        others[0].flatten(1, 2).index_copy_(1, slots, qk[:, heads:].transpose(0, 1))
+        others[1].flatten(1, 2).index_copy_(1, slots, v.transpose(0, 1))
+        return qk[:, :heads]
+
+    def gate() -> None:
+        caches.zero_()
+        others.zero_()
+        assert_bits("rope", run(), unfused())
+        assert_bits("caches", caches, others)
+        assert bool(others.any())
+
+    return Case(
+        op="rope_cache_write_gqa",
+        shape=f"T{num_tokens} N{heads}/{kv_heads} D{dim}",
+        run=run,
+        gate=gate,
+        num_bytes=4 * num_tokens * (heads + 2 * kv_heads) * dim + num_tokens * (4 * dim + 8),
+        target=_COPY if num_tokens == 4096 else None,
+        baseline=unfused,
+        baseline_name="rope, index_copy x 2",
+        variants=[(config, functools.partial(run, config)) for config in rope_cache_write.CONFIGS],
+        tune_key=("rope_cache_write_gqa", rope_cache_write.shape_class(num_tokens, heads, dim)),
+    )
+
+
+def _silu(num_rows: int, inner: int) -> Case:
+    gate_up = _rows(num_rows, 2 * inner)
+
+    def run(config: Config | None = None) -> torch.Tensor:
+        return silu_mul.silu_mul(gate_up, config=config)
+
+    def gate() -> None:
+        whole = run()
+        assert_bits("row alone", ops.silu_mul(gate_up[-1:].clone()), whole[-1:])
+        rows = gate_up[:64].double()
+        exact = F.silu(rows[:, :inner]) * rows[:, inner:]
+        error = (whole[:64].double() - exact).norm() / exact.norm()
+        assert error < 1e-2, f"relative error {error:.2e}"
+
+    return Case(
+        op="silu_mul",
+        shape=f"T{num_rows} I{inner}",
+        run=run,
+        gate=gate,
+        num_bytes=6 * num_rows * inner,
+        target=_COPY if num_rows == 4096 else None,
+        baseline=lambda: F.silu(gate_up[:, :inner]) * gate_up[:, inner:],
+        baseline_name="silu, mul",
+        variants=[(config, functools.partial(run, config)) for config in silu_mul.CONFIGS],
+        tune_key=("silu_mul", silu_mul.shape_class(num_rows, inner)),
+    )

@@ -1,0 +1,121 @@
+"""Bench cases of the sums around the experts: weighted reduce, row gate, residual with scaled experts."""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from moeyard_kernels import moe_weighted_reduce, ops, residual_add_scaled, scale_rows
+from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.ref import moe_weighted_reduce as reduce_reference
+from moeyard_kernels.ref import residual_add_scaled as residual_reference
+from moeyard_kernels.ref import scale_rows as scale_reference
+from moeyard_kernels.tuning import Config
+
+OPS = ("moe_weighted_reduce", "scale_rows_", "residual_add_scaled")
+
+
+def cases() -> Iterator[Case]:
+    """The issue's shapes, and decode steps beside them."""
+    for num_tokens, hidden in ((4096, 2048), (4096, 7168), (64, 7168), (1, 7168)):
+        yield _reduce(num_tokens, 8, hidden)
+    for num_rows, hidden in ((4096, 2048), (4096, 7168), (64, 7168)):
+        yield _scale(num_rows, hidden)
+    for num_rows in (1, 8, 64, 4096):
+        yield _residual(num_rows, 7168)
+
+
+def _rows(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _reduce(num_tokens: int, top_k: int, hidden: int) -> Case:
+    partial, weights = _rows(num_tokens, top_k, hidden), torch.rand(num_tokens, top_k, device="cuda")
+    shared, residual = _rows(num_tokens, hidden), _rows(num_tokens, hidden)
+    with_residual = num_tokens <= 64
+
+    def run(config: Config | None = None) -> torch.Tensor:
+        given = residual if with_residual else None
+        return moe_weighted_reduce.moe_weighted_reduce(partial, weights, shared, given, config=config)
+
+    def gate() -> None:
+        some = slice(num_tokens // 2, num_tokens // 2 + 32)
+        args = [x[some] for x in (partial, weights, shared, residual)]
+        chain = reduce_reference.moe_weighted_reduce(*(x.cpu() for x in args[:3]))
+        assert_bits("sequential fma chain", ops.moe_weighted_reduce(*args[:3]).cpu(), chain)
+        assert_bits("residual after", ops.moe_weighted_reduce(*args).cpu(), args[3].cpu() + chain)
+        assert_bits("rows alone", ops.moe_weighted_reduce(partial, weights, shared)[some].cpu(), chain)
+
+    def torch_chain() -> torch.Tensor:
+        out = torch.bmm(weights.to(partial.dtype).unsqueeze(1), partial).squeeze(1) + shared
+        return out + residual if with_residual else out
+
+    num_inputs = top_k + 1 + with_residual
+    return Case(
+        op="moe_weighted_reduce",
+        shape=f"T{num_tokens} K{top_k} H{hidden} shared{' residual' if with_residual else ''}",
+        run=run,
+        gate=gate,
+        num_bytes=2 * num_tokens * hidden * (num_inputs + 1) + 4 * num_tokens * top_k,
+        target=Target("copy", 0.85) if num_tokens == 4096 else None,
+        baseline=torch_chain,
+        baseline_name="bmm, add",
+        variants=[(config, functools.partial(run, config)) for config in moe_weighted_reduce.CONFIGS],
+        tune_key=("moe_weighted_reduce", moe_weighted_reduce.shape_class(num_tokens, top_k, hidden)),
+    )
+
+
+def _scale(num_rows: int, hidden: int) -> Case:
+    x, scale = _rows(num_rows, hidden), torch.ones(num_rows, device="cuda", dtype=torch.bfloat16)
+
+    def run(config: Config | None = None) -> torch.Tensor:
+        return scale_rows.scale_rows_(x, scale, config=config)
+
+    def gate() -> None:
+        factor = torch.rand(32, device="cuda").to(x.dtype)
+        wanted = scale_reference.scale_rows_(x[:32].cpu(), factor.cpu())
+        assert_bits("rounded product", ops.scale_rows_(x[:32].clone(), factor).cpu(), wanted)
+        assert_bits("row alone", ops.scale_rows_(x[5:6].clone(), factor[5:6]).cpu(), wanted[5:6])
+
+    return Case(
+        op="scale_rows_",
+        shape=f"T{num_rows} H{hidden}",
+        run=run,
+        gate=gate,
+        num_bytes=4 * num_rows * hidden + 2 * num_rows,
+        target=Target("copy", 0.85) if num_rows == 4096 else None,
+        baseline=lambda: x.mul_(scale.unsqueeze(1)),
+        baseline_name="torch mul_",
+        variants=[(config, functools.partial(run, config)) for config in scale_rows.CONFIGS],
+        tune_key=("scale_rows_", scale_rows.shape_class(num_rows, hidden)),
+    )
+
+
+def _residual(num_rows: int, hidden: int) -> Case:
+    x, shared, routed = (_rows(num_rows, hidden) for _ in range(3))
+    scale = 2.5
+
+    def run(config: Config | None = None) -> torch.Tensor:
+        return residual_add_scaled.residual_add_scaled(x, shared, routed, scale, config=config)
+
+    def chain() -> torch.Tensor:
+        return x + torch.add(shared, routed, alpha=scale)
+
+    def gate() -> None:
+        assert_bits("two launches", run(), chain())
+        wanted = residual_reference.residual_add_scaled(x[:32].cpu(), shared[:32].cpu(), routed[:32].cpu(), scale)
+        assert_bits("reference", run()[:32].cpu(), wanted)
+        assert_bits("row alone", ops.residual_add_scaled(x[:1], shared[:1], routed[:1], scale).cpu(), wanted[:1])
+
+    return Case(
+        op="residual_add_scaled",
+        shape=f"T{num_rows} H{hidden}",
+        run=run,
+        gate=gate,
+        num_bytes=8 * num_rows * hidden,
+        target=Target("speedup", 1.8) if num_rows <= 64 else None,
+        baseline=chain,
+        baseline_name="two torch launches",
+        variants=[(config, functools.partial(run, config)) for config in residual_add_scaled.CONFIGS],
+        tune_key=("residual_add_scaled", residual_add_scaled.shape_class(num_rows, hidden)),
+    )
