@@ -146,6 +146,11 @@ def shape_class(rows: int, sequences: int) -> str:
     return f"M{rows} {'few' if sequences <= 8 else 'many'}"
 
 
+def configs_for(rows: int) -> tuple[tuning.Config, ...]:
+    """Those of `CONFIGS` whose tile suits so many rows."""
+    return tuple(c for c in CONFIGS if c["BM"] == 16 or c["BM"] < 2 * rows)
+
+
 def default_config(rows: int) -> tuning.Config:
     """The config for shapes that nobody tuned."""
     return CONFIGS[0 if rows <= 16 else 3]

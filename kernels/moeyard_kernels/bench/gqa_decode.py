@@ -1,0 +1,87 @@
+"""Bench of grouped decode attention: 32 query heads over 4 key heads of 128 (Qwen3-30B-A3B), 32 over 8 (Mixtral)."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from moeyard_kernels import gqa_decode as kernel
+from moeyard_kernels import ops
+from moeyard_kernels.bench.case import Case, Target
+from moeyard_kernels.bench.mla_decode import assert_rows_alone
+from moeyard_kernels.decode_plan import DecodeTables
+from moeyard_kernels.tuning import Config
+
+OPS: tuple[str, ...] = ("gqa_decode",)
+
+_PAGE, _DIM = 64, 128
+_SCALE = _DIM**-0.5
+# Query heads, key heads, sequences, queries each, context, target.
+_SHAPES = (
+    (32, 4, 64, 1, 8192, Target("copy", 0.8)),
+    (32, 4, 64, 1, 2048, None),
+    (32, 8, 64, 1, 8192, None),
+    (32, 4, 1, 1, 65536, None),
+    (32, 4, 8, 4, 8192, None),
+)
+
+
+def cases() -> Iterator[Case]:
+    """The shape of the table, then others of interest."""
+    for shape in _SHAPES:
+        yield _case(*shape)
+
+
+def _case(heads: int, kv_heads: int, batch: int, queries: int, length: int, target: Target | None) -> Case:
+    pages = length // _PAGE
+    k = torch.randn(kv_heads, batch * pages, _PAGE, _DIM, device="cuda", dtype=torch.bfloat16)
+    v = torch.randn_like(k)
+    q = torch.randn(batch * queries, heads, _DIM, device="cuda", dtype=torch.bfloat16)
+    lens = (length - torch.arange(queries, device="cuda").flip(0)).repeat(batch, 1).int()
+    table = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
+    tables = DecodeTables(page_table=table, kv_lens=lens, page_size=_PAGE)
+    rows = queries * heads // kv_heads
+
+    def gate() -> None:
+        whole = ops.gqa_decode(q, k, v, plan=tables, scale=_SCALE, return_lse=True)
+        count = tables.num_queries
+        for b in (0, tables.num_sequences - 1):
+            row = b * count + count - 1
+            one = DecodeTables(
+                page_table=tables.page_table[b : b + 1].contiguous(),
+                kv_lens=tables.kv_lens[b, -1:].contiguous(),
+                page_size=_PAGE,
+            )
+            only = slice(row, row + 1)
+            alone = ops.gqa_decode(q[only], k, v, plan=one, scale=_SCALE, return_lse=True)
+            assert_rows_alone("gqa_decode", whole, alone, only)
+            page_ids, length = tables.page_table[b].long(), int(one.kv_lens[0])
+            keys, values = (x[:, page_ids].flatten(1, 2)[:, :length].double() for x in (k, v))
+            grouped = q[row].double().view(k.shape[0], -1, _DIM)
+            wanted = ((grouped @ keys.transpose(1, 2) * _SCALE).softmax(-1) @ values).flatten(0, 1)
+            error = ((whole[0][row].double() - wanted).norm() / wanted.norm()).item()
+            assert error <= 1e-2, f"gqa_decode: relative error {error:.1e}"
+
+    def chain() -> torch.Tensor:
+        # Keys one after the other, without pages, and without the mask between the queries: less than the op does.
+        keys, values = (x.view(x.shape[0] * batch, -1, _DIM) for x in (k, v))
+        grouped = q.view(batch, queries, k.shape[0], -1, _DIM).permute(2, 0, 1, 3, 4).reshape(len(keys), -1, _DIM)
+        p = (torch.bmm(grouped, keys.transpose(1, 2)) * _SCALE).softmax(-1)
+        return torch.bmm(p, values)
+
+    def run(config: Config | None = None) -> object:
+        return kernel.gqa_decode(q, k, v, tables=tables, scale=_SCALE, config=config)
+
+    return Case(
+        op="gqa_decode",
+        shape=f"B{batch} Q{queries} H{heads}/{kv_heads} L{length}",
+        run=run,
+        gate=gate,
+        num_bytes=k.numel() * 4 + 4 * q.numel(),
+        num_flops=4 * batch * queries * heads * length * _DIM,
+        target=target,
+        baseline=chain,
+        baseline_name="torch bmm, softmax, bmm",
+        variants=tuple((config, partial(run, config)) for config in kernel.configs_for(rows)),
+        tune_key=("gqa_decode", kernel.shape_class(rows, _DIM, batch)),
+    )
