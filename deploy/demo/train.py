@@ -520,7 +520,7 @@ def export(model: DemoModel, state: dict, args: argparse.Namespace, sizes: dict[
     # Written 0600 by the library; a container that runs as another user must read it.
     path.chmod(0o644)
     device = next(model.parameters()).device
-    options = {k: v for k, v in vars(args).items() if k not in ("data", "heldout", "run", "out", "minutes")}
+    options = {k: v for k, v in vars(args).items() if k not in ("data", "heldout", "run", "out", "minutes", "tiny")}
     record = {
         "command": "python deploy/demo/train.py "
         + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items()),
