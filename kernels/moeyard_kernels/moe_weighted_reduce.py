@@ -21,9 +21,8 @@ def shape_class(num_tokens: int, top_k: int, hidden: int) -> str:
 
 def default_config(num_tokens: int, hidden: int) -> tuning.Config:
     """The config of shapes that nobody tuned."""
-    block = 256 if num_tokens <= 64 else 1024
-    block = min(block, max(16, triton.next_power_of_2(hidden)))
-    return tuning.config(BH=block, num_warps=1 if block <= 256 else 4)
+    block = min(256 if num_tokens <= 64 else 2048, max(16, triton.next_power_of_2(hidden)))
+    return tuning.config(BH=block, num_warps=2 if block <= 256 else block // 256)
 
 
 @triton.jit

@@ -21,9 +21,8 @@ def shape_class(num_rows: int, hidden: int) -> str:
 
 def default_config(num_rows: int, hidden: int) -> tuning.Config:
     """The config of shapes that nobody tuned."""
-    block = 512 if num_rows <= 64 else 2048
-    block = min(block, max(16, triton.next_power_of_2(hidden)))
-    return tuning.config(BH=block, num_warps=2 if block <= 512 else 4)
+    block = min(512 if num_rows <= 64 else 2048, max(16, triton.next_power_of_2(hidden)))
+    return tuning.config(BH=block, num_warps=max(1, block // 256))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from moeyard_kernels.rows import check_rows
 
 CONFIGS = tuple(
     tuning.config(BN=heads, num_warps=warps)
-    for heads, warps in ((4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (64, 4), (64, 8), (128, 8))
+    for heads, warps in ((4, 1), (8, 1), (8, 2), (8, 4), (16, 2), (16, 4), (32, 4), (64, 4), (64, 8))
 )
 
 
@@ -20,12 +20,11 @@ def shape_class(num_tokens: int, num_heads: int, dim: int) -> str:
     return f"{'few' if num_tokens <= 64 else 'many'} N{num_heads} D{dim}"
 
 
-def default_config(num_tokens: int, num_heads: int, dim: int) -> tuning.Config:
-    """The config of shapes that nobody tuned: about this many elements per program."""
+def default_config(num_heads: int, dim: int) -> tuning.Config:
+    """The config of shapes that nobody tuned: 512 pairs per program, a few per thread."""
     half = max(16, triton.next_power_of_2(dim // 2))
-    heads = max(1, (512 if num_tokens <= 64 else 2048) // half)
-    heads = min(heads, triton.next_power_of_2(num_heads))
-    return tuning.config(BN=heads, num_warps=max(1, min(4, heads * half // 512)))
+    heads = min(max(1, 512 // half), triton.next_power_of_2(num_heads))
+    return tuning.config(BN=heads, num_warps=max(1, min(4, heads * half // 128)))
 
 
 @triton.jit
@@ -99,7 +98,7 @@ def rope(
     """See `moeyard_kernels.ops.rope`. x [T, heads, D] may be a view whose heads are contiguous each."""
     num_tokens, num_heads, dim = x.shape
     config = config or tuning.choose(
-        "rope", shape_class(num_tokens, num_heads, dim), x, lambda: default_config(num_tokens, num_heads, dim)
+        "rope", shape_class(num_tokens, num_heads, dim), x, lambda: default_config(num_heads, dim)
     )
     num_blocks = triton.cdiv(num_heads, config["BN"])
     if num_blocks > MAX_GRID_Y or num_tokens > MAX_GRID_X:

@@ -98,7 +98,7 @@ def rope_cache_write_gqa(
     num_pages, page = k_cache.shape[1], k_cache.shape[2]
     check_indices(op, low=-1, high=num_pages * page, slot_mapping=slot_mapping)
     config = config or tuning.choose(
-        op, shape_class(num_tokens, num_heads, dim), q, lambda: default_config(num_tokens, num_heads, dim)
+        op, shape_class(num_tokens, num_heads, dim), q, lambda: default_config(num_heads, dim)
     )
     q_blocks = triton.cdiv(num_heads, config["BN"])
     if q_blocks >= MAX_GRID_Y or num_tokens > MAX_GRID_X:
@@ -128,7 +128,7 @@ def rope_cache_write_mla(
     num_pages, page = cache.shape[:2]
     check_indices(op, low=-1, high=num_pages * page, slot_mapping=slot_mapping)
     config = config or tuning.choose(
-        op, shape_class(num_tokens, num_heads, dim), q_rope, lambda: default_config(num_tokens, num_heads, dim)
+        op, shape_class(num_tokens, num_heads, dim), q_rope, lambda: default_config(num_heads, dim)
     )
     q_blocks = triton.cdiv(num_heads, config["BN"])
     if q_blocks >= MAX_GRID_Y or num_tokens > MAX_GRID_X:

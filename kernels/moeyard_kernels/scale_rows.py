@@ -10,7 +10,7 @@ from moeyard_kernels.rounding import round_to
 
 CONFIGS = tuple(
     tuning.config(BH=block, num_warps=warps)
-    for block, warps in ((256, 1), (512, 1), (1024, 2), (1024, 4), (2048, 2), (2048, 4), (4096, 4), (4096, 8))
+    for block, warps in ((256, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8))
 )
 
 
@@ -21,9 +21,8 @@ def shape_class(num_rows: int, hidden: int) -> str:
 
 def default_config(num_rows: int, hidden: int) -> tuning.Config:
     """The config of shapes that nobody tuned."""
-    block = 256 if num_rows <= 64 else 2048
-    block = min(block, max(16, triton.next_power_of_2(hidden)))
-    return tuning.config(BH=block, num_warps=1 if block <= 512 else 4)
+    block = min(512 if num_rows <= 64 else 2048, max(16, triton.next_power_of_2(hidden)))
+    return tuning.config(BH=block, num_warps=max(1, block // 256))
 
 
 @triton.jit

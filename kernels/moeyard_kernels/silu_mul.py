@@ -22,9 +22,8 @@ def shape_class(num_rows: int, inner: int) -> str:
 
 def default_config(num_rows: int, inner: int) -> tuning.Config:
     """The config of shapes that nobody tuned."""
-    block = 256 if num_rows <= 64 else 1024
-    block = min(block, max(16, triton.next_power_of_2(inner)))
-    return tuning.config(BI=block, num_warps=1 if block <= 256 else 4)
+    block = min(512 if num_rows <= 64 else 2048, max(16, triton.next_power_of_2(inner)))
+    return tuning.config(BI=block, num_warps=max(1, block // 256))
 
 
 @triton.jit

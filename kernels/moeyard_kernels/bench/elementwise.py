@@ -86,7 +86,11 @@ def _mla_split(num_rows: int) -> Case:
 
     def three() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, kv, rope = qkv_a.split((1536, 512, 64), 1)
-        return rms_norm.rms_norm(q, q_weight, _EPS), rms_norm.rms_norm(kv, kv_weight, _EPS), rope.contiguous()
+        return (
+            rms_norm.rms_norm(q, q_weight, _EPS),
+            rms_norm.rms_norm(kv, kv_weight, _EPS),
+            rope.clone(memory_format=torch.contiguous_format),
+        )
 
     def gate() -> None:
         whole = ops.mla_split_qkv_a_norm(qkv_a, q_weight, kv_weight, _EPS)
