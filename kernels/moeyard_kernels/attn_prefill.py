@@ -4,11 +4,11 @@ For the query at position p of head h, over keys j = 0 .. p (or the last `window
 
     out = sum_j softmax_j(scale q . k_j) v_j
 
-Keys are visited in ascending blocks of `block_n(Dk, Dv)` positions, counted from position 0, with an online softmax in
-fp32: s = q . k (d ascending; 192 as 128, then 64), m' = max(m, max s), alpha = exp2((m - m') c), c = scale log2(e),
-p = exp2(fma(s, c, -(m' c))), l = fma(l, alpha, sum p), acc = alpha acc + bf16(p) v. A block that a row does not see
-leaves its m, l and acc as they are (alpha = 1, p = 0, and acc holds no -0 that 0 could change, but see the end of the
-kernel). So a row's bits depend on its query, the keys it sees and the block, never on the tile, the chunk or the batch.
+Keys are visited in ascending blocks of `BLOCK` positions, counted from position 0, with an online softmax in fp32:
+s = q . k (d ascending; 192 as 128, then 64), m' = max(m, max s), alpha = exp2((m - m') c) where c = scale log2(e),
+p = exp2(fma(s, c, -(m' c))), l = fma(l, alpha, sum p), acc = alpha acc + bf16(p) v, and out = acc / l. A block that a
+row does not see leaves its m, l and acc as they are (alpha = 1, p = 0). So a row's bits depend on its query and on the
+keys it sees, never on the tile, the chunk or the batch.
 """
 
 import math
@@ -19,28 +19,31 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeyard_kernels import launch, tuning
+from moeyard_kernels.decode_plan import BLOCK
 from moeyard_kernels.prefill_plan import TILE, PrefillPlan
 from moeyard_kernels.tuning import Config
 
 OP = "attn_prefill"
 
 # Rows per program, whether full blocks of keys come by TMA (where layout and pages allow), and how it is scheduled.
-CONFIGS: tuple[Config, ...] = tuple(
-    tuning.config(num_warps=num_warps, num_stages=num_stages, BM=bm, TMA=tma)
-    for bm, num_warps in ((64, 4), (128, 4), (128, 8))
-    for tma in (0, 1)
-    for num_stages in (2, 3)
+# Two programs of 64 rows share a multiprocessor and fill each other's gaps; one of 128 rows reads keys half as often.
+CONFIGS: tuple[Config, ...] = (
+    tuning.config(num_warps=4, num_stages=3, BM=64, TMA=1),
+    tuning.config(num_warps=4, num_stages=2, BM=64, TMA=1),
+    tuning.config(num_warps=4, num_stages=3, BM=64, TMA=0),
+    tuning.config(num_warps=8, num_stages=3, BM=128, TMA=1),
+    tuning.config(num_warps=8, num_stages=3, BM=128, TMA=0),
 )
+
+# From so many (tile, head) pairs on a GPU is busy with the larger blocks of rows too.
+_MANY = 512
+# What a program may take of a multiprocessor's shared memory, in bytes.
+_SHARED = 224 << 10
 
 # A row's greatest score before its first key: below any real one, and finite, so that alpha never is NaN. What a row
 # does not see scores less still: exp2 of the difference is 0 in any case.
 _NO_SCORE = tl.constexpr(-1e30)
 _UNSEEN = tl.constexpr(-2e38)
-
-
-def block_n(dim_k: int, dim_v: int) -> int:
-    """Keys per inner block: part of the formula, so no tile may change it."""
-    return 64 if dim_k + dim_v > 256 else 128
 
 
 def split_dim(dim: int) -> tuple[int, int]:
@@ -52,16 +55,18 @@ def split_dim(dim: int) -> tuple[int, int]:
     return first, rest
 
 
-def shape_class(*, dim_k: int, dim_v: int, paged: bool) -> str:
+def shape_class(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> str:
     """What tiles are chosen by."""
-    return f"D{dim_k} V{dim_v} {'paged' if paged else 'rows'}"
+    load = "many" if plan.tiles.shape[0] * q.shape[1] >= _MANY else "few"
+    return f"D{q.shape[2]} V{v.shape[-1]} {'paged' if plan.page_size else 'rows'} {load}"
 
 
 def default_config(*, dim_k: int, dim_v: int, dtype: torch.dtype) -> Config:
     """For shapes that nobody tuned; fp32 runs without tensor cores, in small tiles."""
     if dtype == torch.float32:
         return tuning.config(num_warps=4, num_stages=1, BM=32, TMA=0)
-    return tuning.config(num_warps=8, num_stages=2, BM=128, TMA=1)
+    fits = (_SHARED - 64 * dim_k * 2) // (BLOCK * (dim_k + dim_v) * 2)
+    return tuning.config(num_warps=4, num_stages=max(1, min(3, fits)), BM=64, TMA=1)
 
 
 @triton.jit
@@ -120,7 +125,8 @@ def _attend(  # type: ignore[no-untyped-def]
     return b_acc, b_m, b_l
 
 
-@triton.jit
+# Sizes that change from step to step must not compile the kernel anew.
+@triton.jit(do_not_specialize=["window", "num_pages", "max_pages"])
 def _attn_prefill_kernel(  # type: ignore[no-untyped-def]
     p_q, p_k, p_k2, p_v, d_k, d_k2, d_v, p_out, p_lse, p_cu_q, p_starts, p_tiles, p_keys,
     c, window, s_q, s_q_head, s_k, s_k_head, s_k2, s_k2_head, s_v, s_v_head, num_pages, max_pages,
@@ -225,10 +231,9 @@ def attn_prefill_varlen(
     if k_rope is not None and (first, second) != (k.shape[-1], k_rope.shape[-1]):
         raise ValueError(f"{OP}: k {list(k.shape)} and k_rope {list(k_rope.shape)}, expected {first} and {second} wide")
     if config is None:
-        config = tuning.choose(
-            OP, shape_class(dim_k=dim_k, dim_v=dim_v, paged=paged), q,
-            lambda: default_config(dim_k=dim_k, dim_v=dim_v, dtype=q.dtype),
-        )  # fmt: skip
+        default = default_config(dim_k=dim_k, dim_v=dim_v, dtype=q.dtype)
+        stored = q.dtype == torch.bfloat16
+        config = tuning.choose(OP, shape_class(q, v, plan), q, lambda: default) if stored else default
     parts = TILE // config["BM"]
     if plan.tiles.shape[0] * parts > launch.MAX_GRID_Y:
         raise ValueError(f"{OP}: {plan.tiles.shape[0]} tiles of {TILE} queries exceed the grid of a GPU")
@@ -242,16 +247,15 @@ def attn_prefill_varlen(
         keys = _Rows(k, first, paged)
         rope = _Rows(k[..., first:] if k_rope is None else k_rope, second, paged) if second else keys
         values = _Rows(v, dim_v, paged)
-        block = block_n(dim_k, dim_v)
-        tma = bool(config["TMA"]) and (not paged or plan.page_size % block == 0)
+        tma = bool(config["TMA"]) and (not paged or plan.page_size % BLOCK == 0)
         tma = tma and all(x.tma_ready() for x in (keys, rope, values))
         _attn_prefill_kernel[(num_heads, plan.tiles.shape[0] * parts)](
-            q, keys.x, rope.x, values.x, *(x.descriptor(block) if tma else None for x in (keys, rope, values)),
+            q, keys.x, rope.x, values.x, *(x.descriptor() if tma else None for x in (keys, rope, values)),
             out, lse, plan.cu_q, plan.starts, plan.tiles, plan.page_table if paged else plan.cu_kv,
             scale * math.log2(math.e), plan.window or 0, q.stride(0), q.stride(1),
             keys.row, keys.head, rope.row, rope.head, values.row, values.head,
             k.shape[1] if paged else 0, plan.page_table.shape[1] if plan.page_table is not None else 0,
-            GROUP=num_heads // num_kv_heads, D1=first, D2=second, DV=dim_v, BM=config["BM"], BN=block, PARTS=parts,
+            GROUP=num_heads // num_kv_heads, D1=first, D2=second, DV=dim_v, BM=config["BM"], BN=BLOCK, PARTS=parts,
             PAGE=plan.page_size, WINDOW=plan.window is not None, TMA=tma, LSE=return_lse,
             WIDE=launch.interpreted() and q.dtype == torch.bfloat16, STAGES=config["num_stages"],
             num_warps=config["num_warps"], num_stages=config["num_stages"],
@@ -279,5 +283,5 @@ class _Rows:
         size = self.x.element_size()
         return self.x.data_ptr() % 16 == 0 and self.row * size % 16 == 0 and self._columns <= self.row
 
-    def descriptor(self, block: int) -> TensorDescriptor:
-        return TensorDescriptor(self.x, [self._count, self._columns], [self.row, 1], [block, self.width])
+    def descriptor(self) -> TensorDescriptor:
+        return TensorDescriptor(self.x, [self._count, self._columns], [self.row, 1], [BLOCK, self.width])

@@ -66,8 +66,11 @@ def plan_prefill(
         parts.append(_cumulative(ends))
     else:
         parts.append(_pages(page_table, ends, page_size).ravel())
-    flat = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device)
-    cu_q, at, tiles, keys = flat.split([part.size for part in parts])
+    # One copy. Every part begins at a multiple of 16 bytes, which compiled kernels count on.
+    padded = [np.pad(part, (0, -part.size % 4)) for part in parts]
+    flat = torch.from_numpy(np.concatenate(padded).astype(np.int32)).to(device)
+    places = flat.split([part.size for part in padded])
+    cu_q, at, tiles, keys = (place[: part.size] for place, part in zip(places, parts, strict=True))
     return PrefillPlan(
         num_rows=int(lens.sum()),
         num_kv_rows=int(ends.sum()) if page_table is None else 0,

@@ -49,6 +49,8 @@ SHAPES = (
     Shape(name="MLA 16k 64h", heads=64, kv_heads=64, dim_k=192, dim_v=128, chunks=_LONG, target=Target("tflops", 330)),
     Shape(name="GQA mixed pages", heads=32, kv_heads=4, dim_k=128, dim_v=128, chunks=_MIXED, page=64),
     Shape(name="MLA mixed", heads=16, kv_heads=16, dim_k=192, dim_v=128, chunks=_MIXED),
+    Shape(name="GQA few rows", heads=32, kv_heads=4, dim_k=128, dim_v=128, chunks=((256, 7936),), page=64),
+    Shape(name="MLA few rows", heads=16, kv_heads=16, dim_k=192, dim_v=128, chunks=((256, 7936),)),
     Shape(name="GQA d64 16k", heads=32, kv_heads=8, dim_k=64, dim_v=64, chunks=_LONG),
 )  # fmt: skip
 
@@ -141,7 +143,6 @@ def cases() -> Iterator[Case]:
             return kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale, config=config)
 
         whole = shape.chunks == _LONG and not shape.page
-        shape_class = kernel.shape_class(dim_k=shape.dim_k, dim_v=shape.dim_v, paged=shape.page > 0)
         dims = shape.heads * (shape.dim_k + shape.dim_v)
         yield Case(
             op="attn_prefill",
@@ -154,5 +155,5 @@ def cases() -> Iterator[Case]:
             baseline=_baseline(shape, q) if whole else None,
             baseline_name="torch sdpa" if whole else "",
             variants=[(c, lambda run=run, c=c: run(config=c)) for c in kernel.CONFIGS],  # type: ignore[misc]
-            tune_key=("attn_prefill", shape_class),
+            tune_key=("attn_prefill", kernel.shape_class(q, v, plan)),
         )
