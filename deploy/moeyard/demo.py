@@ -17,8 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from moeyard.serve import Running, serve
 from moeyard_worker.config import EngineConfig
 
-PROMPT = "Tell me about the expert cache."
-MAX_TOKENS = 48
+# The bundled model read these addresses more than anything else (deploy/demo/README.md). Sampled, because greedy text of
+# so small a model runs in circles; seeded, so that everybody sees the same.
+PROMPT = "Give Abraham Lincoln's State of the Union address of 1862."
+MAX_TOKENS = 80
+TEMPERATURE = 0.5
+SEED = 3
 REQUEST_SECONDS = 60.0
 
 
@@ -77,7 +81,8 @@ def stream_chat(running: Running) -> Timing:
         "model": running.model_name,
         "messages": [{"role": "user", "content": PROMPT}],
         "max_tokens": MAX_TOKENS,
-        "temperature": 0,
+        "temperature": TEMPERATURE,
+        "seed": SEED,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

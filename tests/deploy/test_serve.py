@@ -300,7 +300,8 @@ def test_demo_once(command: Callable[..., Command]) -> None:
     assert shown.process.wait(BUSY_READY_SECONDS) == 0, shown.report("it failed")
     shown.check_end(0)
     out = shown.out.read_text()
-    for row in ("tokens +48", r"TTFT +[\d.]+ ms", r"TPOT +[\d.]+ ms", r"expert-cache hit rate +[\d.]+ %"):
+    assert "Fellow-Citizens of the Senate and House of Representatives" in out
+    for row in ("tokens +80", r"TTFT +[\d.]+ ms", r"TPOT +[\d.]+ ms", r"expert-cache hit rate +[\d.]+ %"):
         assert re.search(f"(?m)^{row}$", out), out
     assert re.search(r"(?m)^exchange per layer +\d+ us ", out)
     assert re.search(r"(?m)^API +http://127\.0\.0\.1:\d+/v1$", out)
