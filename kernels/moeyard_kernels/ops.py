@@ -22,14 +22,17 @@ from moeyard_kernels.door.linear import linear, linear_pair, pack_weight, padded
 from moeyard_kernels.door.prefill import attn_prefill, attn_prefill_varlen
 from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_write_mla
 from moeyard_kernels.door.routing import topk_gate
+from moeyard_kernels.door.sampling import sample
 from moeyard_kernels.prefill_plan import PrefillPlan, plan_prefill
 from moeyard_kernels.ref.expert_layout import ExpertLayout, expert_block_rows
+from moeyard_kernels.ref.sample import LogitEdits
 
 __all__ = [
     "BLOCK",
     "DecodePlan",
     "DecodeTables",
     "ExpertLayout",
+    "LogitEdits",
     "PrefillPlan",
     "add_rms_norm",
     "attn_combine",
@@ -54,6 +57,7 @@ __all__ = [
     "rope",
     "rope_cache_write_gqa",
     "rope_cache_write_mla",
+    "sample",
     "scale_rows_",
     "silu_mul",
     "topk_gate",

@@ -1,0 +1,150 @@
+"""Bench of the sampler: 64 rows of 163840 logits (Kimi-K2's vocabulary), beside the torch chain that engines use."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels import sample as triton_kernel
+from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.ref import sample as reference
+from moeyard_kernels.ref.sample import COUNT_SHIFT, IN_PROMPT, LogitEdits
+
+OPS: tuple[str, ...] = ("sample",)
+
+VOCAB = 163840
+# Rows that are proven against the float64 reference, which takes 20 ms for each.
+PROVEN = 6
+
+
+def _options(num_rows: int, *names: str) -> dict[str, Any]:
+    """Arguments of the op; each row has its own, around the values of the issue's target."""
+    g = torch.Generator().manual_seed(num_rows)
+
+    def around(low: float, high: float) -> torch.Tensor:
+        return (torch.rand(num_rows, generator=g, dtype=torch.float64) * (high - low) + low).cuda()
+
+    columns = {
+        "temperature": around(0.6, 1.0),
+        "seeds": torch.randint(2**62, (num_rows,), generator=g).cuda(),
+        "positions": torch.randint(8192, (num_rows,), generator=g).cuda(),
+        "top_k": torch.randint(20, 101, (num_rows,), generator=g).cuda(),
+        "top_p": around(0.8, 0.95),
+        "min_p": around(0.02, 0.1),
+    }
+    options: dict[str, Any] = {name: columns[name] for name in names if name in columns}
+    if "edits" in names:
+        words = torch.zeros(num_rows, VOCAB, dtype=torch.int32)
+        words.scatter_(1, torch.randint(VOCAB, (num_rows, 4000), generator=g), IN_PROMPT)
+        words.scatter_(1, torch.randint(VOCAB, (num_rows, 1000), generator=g), IN_PROMPT + (2 << COUNT_SHIFT))
+        options["edits"] = LogitEdits(
+            words=words.cuda(),
+            bias=torch.zeros(num_rows, 1, dtype=torch.float64, device="cuda"),
+            slots=torch.arange(num_rows).flip(0).cuda(),
+            penalties=torch.tensor([[1.1, 0.1, 0.2]], dtype=torch.float64).repeat(num_rows, 1).cuda(),
+        )
+    if "logprobs" in names:
+        options["logprobs"] = True
+    return options
+
+
+def _rows_of(options: dict[str, Any], rows: slice, device: str) -> dict[str, Any]:
+    """The arguments of some rows."""
+    out: dict[str, Any] = {}
+    for name, x in options.items():
+        if isinstance(x, LogitEdits):
+            out[name] = LogitEdits(
+                words=x.words.to(device), bias=x.bias.to(device), slots=x.slots[rows].to(device),
+                penalties=x.penalties[rows].to(device),
+            )  # fmt: skip
+        else:
+            out[name] = x[rows].to(device) if isinstance(x, torch.Tensor) else x
+    return out
+
+
+def _gate(logits: torch.Tensor, options: dict[str, Any]) -> Callable[[], None]:
+    """Some rows equal the reference, and those rows alone equal the rows of the batch."""
+
+    def gate() -> None:
+        whole, logprobs = ops.sample(logits, **options)
+        count = min(PROVEN, logits.shape[0])
+        wanted, wanted_logprobs = reference.sample(logits[:count].cpu(), **_rows_of(options, slice(count), "cpu"))
+        assert_bits("tokens, against float64", whole[:count].cpu(), wanted)
+        if logprobs is not None:
+            torch.testing.assert_close(logprobs[:count].cpu(), wanted_logprobs, rtol=3e-7, atol=3e-7)
+        for i in range(count):
+            row = slice(i, i + 1)
+            alone, logprob = ops.sample(logits[row], **_rows_of(options, row, "cuda"))
+            assert_bits(f"row {i} alone", alone, whole[row])
+            if logprobs is not None:
+                assert_bits(f"log-probability of row {i} alone", logprob, logprobs[row])
+
+    return gate
+
+
+def _torch_chain(logits: torch.Tensor, options: dict[str, Any]) -> Callable[[], object]:
+    """Argmax, or temperature, sort, top-k, top-p, softmax and exponential race; noise of one generator."""
+    if not options:
+        return lambda: logits.argmax(-1)
+    temperature = options["temperature"].float()[:, None]
+    k, p = options.get("top_k"), options.get("top_p")
+
+    def chain() -> torch.Tensor:
+        x = logits.float() / temperature
+        if k is not None or p is not None:
+            x, order = x.sort(dim=-1)
+            if k is not None:
+                x = x.masked_fill(x < x.gather(1, x.shape[1] - k[:, None]), -torch.inf)
+            if p is not None:
+                x = x.masked_fill(x.softmax(-1).cumsum(-1) <= 1 - p.float()[:, None], -torch.inf)
+        probabilities = x.softmax(-1)
+        token = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
+        return token if k is None and p is None else order.gather(1, token)
+
+    return chain
+
+
+_DRAW = ("temperature", "seeds", "positions")
+# Arguments, target in microseconds for 64 rows.
+_KINDS: tuple[tuple[str, tuple[str, ...], float | None], ...] = (
+    ("greedy", (), 30),
+    ("top-k+top-p", (*_DRAW, "top_k", "top_p"), 150),
+    ("plain", _DRAW, None),
+    ("top-k", (*_DRAW, "top_k"), None),
+    ("top-p", (*_DRAW, "top_p"), None),
+    ("min-p", (*_DRAW, "min_p"), None),
+    ("all+penalties+logprobs", (*_DRAW, "top_k", "top_p", "min_p", "edits", "logprobs"), None),
+)
+
+
+def cases() -> Iterator[Case]:
+    """Every kind of row at 64 rows, fp32 and bf16; the two of the targets for one row too; peaked rows for top-p."""
+    for num_rows, dtype in ((64, torch.float32), (64, torch.bfloat16), (1, torch.float32)):
+        generator = torch.Generator(device="cuda").manual_seed(num_rows)
+        logits = torch.randn(num_rows, VOCAB, generator=generator, device="cuda").to(dtype)
+        for kind, names, bound in _KINDS:
+            if num_rows == 64 or bound:
+                yield _case(logits, kind, names, bound if num_rows == 64 else None)
+        if num_rows == 64:
+            # Spread like a trained model's: a few tokens hold most of the mass.
+            yield _case(logits * 3.5, "top-p, peaked", (*_DRAW, "top_p"), None)
+
+
+def _case(logits: torch.Tensor, kind: str, names: tuple[str, ...], bound: float | None) -> Case:
+    num_rows = logits.shape[0]
+    options = _options(num_rows, *names)
+    configs = triton_kernel.CONFIGS if kind == "top-p" or (num_rows == 1 and kind != "greedy") else ()
+    has_chain = not {"min_p", "edits"} & set(names)
+    return Case(
+        op="sample",
+        shape=f"{num_rows}x{VOCAB} {str(logits.dtype).removeprefix('torch.')} {kind}",
+        run=lambda: ops.sample(logits, **options),
+        gate=_gate(logits, options),
+        num_bytes=logits.numel() * (logits.element_size() + (4 if "edits" in names else 0)),
+        target=None if bound is None else Target("us", bound),
+        baseline=_torch_chain(logits, options) if has_chain else None,
+        baseline_name="torch chain" if has_chain else "",
+        variants=[(c, lambda c=c: triton_kernel.sample(logits, config=c, **options)) for c in configs],  # type: ignore[misc]
+        tune_key=("sample", triton_kernel.shape_class(num_rows, VOCAB)),
+    )

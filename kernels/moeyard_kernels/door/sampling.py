@@ -1,0 +1,105 @@
+"""The door to the sampler: one token per row of logits. See `ops`."""
+
+import torch
+
+from moeyard_kernels.checks import FLOATS, show
+from moeyard_kernels.ref import sample as _sample
+from moeyard_kernels.ref.sample import MAX_BIASES, LogitEdits
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    edits: LogitEdits | None = None,
+    logprobs: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Choose a token per row of logits [B, V] (fp32 or bf16): (ids [B] int64, log-probabilities [B] fp32 if asked for).
+
+    Order: edits (bias, repetition, frequency and presence penalties, in fp64), temperature, min-p, top-k, top-p, then
+    the argmax of exp((x - max) / temperature) / E over what is left, E ~ Exp(1) from (seed, position, token id). All
+    ties go to the lowest id. A log-probability is that of the unmodified logits.
+
+    temperature, top_p in (0, 1] (1 is off) and min_p in [0, 1] (0 is off) are fp64 [B], top_k (0 or V is off), seeds
+    (64 bits) and positions int64 [B]; None is off for all rows, and saves time. Rows of temperature 0 take the largest
+    logit, as do rows whose largest is infinite; of rows with a NaN the lowest id of one is taken. Seeds and positions
+    are needed with a temperature. A row's token depends on that row's arguments alone. Slots must lie in [-1, S):
+    checked on a CPU, and on a GPU within `launch.checked()`.
+    """
+    if logits.dim() != 2 or logits.dtype not in FLOATS or not logits.shape[1]:
+        raise ValueError(f"sample: logits must be fp32 or bf16 [B, V], got {show(logits)}")
+    num_rows = logits.shape[0]
+    for name, x, dtype in (
+        ("temperature", temperature, torch.float64),
+        ("top_p", top_p, torch.float64),
+        ("min_p", min_p, torch.float64),
+        ("top_k", top_k, torch.int64),
+        ("seeds", seeds, torch.int64),
+        ("positions", positions, torch.int64),
+    ):
+        if x is None:
+            continue
+        if x.shape != (num_rows,) or x.dtype != dtype:
+            raise ValueError(f"sample: {name} {show(x)}, expected {dtype} [{num_rows}] for logits {show(logits)}")
+        if x.device != logits.device:
+            raise ValueError(f"sample: {name} is on {x.device}, logits on {logits.device}")
+        if temperature is None:
+            raise ValueError(f"sample: {name} {show(x)} without temperature, which is None (greedy)")
+    if temperature is not None and (seeds is None or positions is None):
+        raise ValueError(f"sample: temperature {show(temperature)} needs seeds and positions")
+    if edits is not None:
+        _check_edits(edits, logits)
+    if logits.is_cuda:
+        # Triton is loaded only where there is a GPU to run it.
+        from moeyard_kernels import sample as triton_kernel
+
+        return triton_kernel.sample(
+            logits,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seeds=seeds,
+            positions=positions,
+            edits=edits,
+            logprobs=logprobs,
+        )
+    return _sample.sample(
+        logits,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seeds=seeds,
+        positions=positions,
+        edits=edits,
+        logprobs=logprobs,
+    )
+
+
+def _check_edits(edits: LogitEdits, logits: torch.Tensor) -> None:
+    num_rows, vocab = logits.shape
+    if edits.words.dim() != 2 or edits.words.dtype != torch.int32 or edits.words.shape[1] != vocab:
+        raise ValueError(f"sample: edits.words {show(edits.words)}, expected int32 [S, {vocab}]")
+    num_slots = edits.words.shape[0]
+    if edits.bias.dim() != 2 or edits.bias.dtype != torch.float64 or edits.bias.shape[0] != num_slots:
+        raise ValueError(f"sample: edits.bias {show(edits.bias)}, expected fp64 [{num_slots}, L]")
+    if edits.bias.shape[1] > MAX_BIASES:
+        raise ValueError(f"sample: edits.bias {show(edits.bias)} has more than {MAX_BIASES} entries per slot")
+    if edits.slots.shape != (num_rows,) or edits.slots.dtype != torch.int64:
+        raise ValueError(f"sample: edits.slots {show(edits.slots)}, expected int64 [{num_rows}]")
+    if edits.penalties.shape != (num_rows, 3) or edits.penalties.dtype != torch.float64:
+        raise ValueError(f"sample: edits.penalties {show(edits.penalties)}, expected fp64 [{num_rows}, 3]")
+    for name, x in (
+        ("words", edits.words),
+        ("bias", edits.bias),
+        ("slots", edits.slots),
+        ("penalties", edits.penalties),
+    ):
+        if x.device != logits.device:
+            raise ValueError(f"sample: edits.{name} is on {x.device}, logits on {logits.device}")

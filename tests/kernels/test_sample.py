@@ -1,0 +1,361 @@
+"""Sampling: kernels and reference against the engine's CPU sampler, token by token, and against the definitions."""
+
+import math
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels import sample as triton_kernel
+from moeyard_kernels.launch import checked
+from moeyard_kernels.ref import sample as reference
+from moeyard_kernels.ref.sample import COUNT_SHIFT, IN_PROMPT, LogitEdits
+from moeyard_kernels.tuning import Config
+from moeyard_worker import philox, sampler
+from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.sequence import Sequence
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_GPU = DEVICE == "cuda"
+LARGE = [129280, 151936, 163840] if ON_GPU else []
+# Parts and lists so small that a short row has many of both, and its top-k does not fit.
+SMALL = triton_kernel._config(256, 2, 4, race=256, mass=256, list_=16)
+F64 = torch.float64
+
+
+def sequence(prompt: Seq[int] = (1, 2, 3), output: Seq[int] = (), **options: Any) -> Sequence:
+    params = SamplingParams(**{"max_tokens": 1000, **options})
+    return Sequence(
+        client=b"a", request_id="r", prompt=tuple(prompt), sampling=params, arrived=0.0, hashes=[], key="61:r",
+        output=list(output),
+    )  # fmt: skip
+
+
+def edits_of(sequences: Seq[Sequence], vocab: int) -> LogitEdits:
+    """As a worker would keep them; the slots are not those of the rows."""
+    num_rows, width = len(sequences), 1 + max(len(s.sampling.logit_bias) for s in sequences)
+    words = torch.zeros(num_rows + 1, vocab, dtype=torch.int32)
+    bias = torch.full((num_rows + 1, width), math.nan, dtype=F64)
+    slots, penalties = torch.full((num_rows,), -1), torch.full((num_rows, 3), math.nan, dtype=F64)
+    for i, s in enumerate(sequences):
+        p, slot = s.sampling, num_rows - i
+        held_back = set(p.stop_token_ids) if len(s.output) < p.min_tokens else set()
+        added = {**p.logit_bias, **dict.fromkeys(held_back, -math.inf)}
+        if not sampler._edits_logits(p) and not held_back:
+            continue
+        bias = torch.nn.functional.pad(bias, (0, max(0, len(added) - bias.shape[1])), value=math.nan)
+        slots[i], penalties[i] = slot, torch.tensor([p.repetition_penalty, p.frequency_penalty, p.presence_penalty])
+        penalties[i] = torch.tensor([p.repetition_penalty, p.frequency_penalty, p.presence_penalty], dtype=F64)
+        for j, (token, value) in enumerate(added.items()):
+            words[slot, token] += j + 1
+            bias[slot, j] = value
+        words[slot, list(set(s.prompt))] += IN_PROMPT
+        for token in s.output:
+            words[slot, token] += 1 << COUNT_SHIFT
+    return LogitEdits(words=words, bias=bias, slots=slots, penalties=penalties)
+
+
+def arguments(sequences: Seq[Sequence], vocab: int, *, edits: bool = True) -> dict[str, Any]:
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([getattr(s.sampling, name) for s in sequences], dtype=dtype)
+
+    return {
+        "temperature": column("temperature", F64),
+        "top_k": column("top_k", torch.int64),
+        "top_p": column("top_p", F64),
+        "min_p": column("min_p", F64),
+        "seeds": column("seed", torch.int64),
+        "positions": torch.tensor([s.length for s in sequences]),
+        "edits": edits_of(sequences, vocab) if edits else None,
+    }
+
+
+def to_device(x: Any) -> Any:
+    if isinstance(x, LogitEdits):
+        return LogitEdits(**{name: getattr(x, name).to(DEVICE) for name in ("words", "bias", "slots", "penalties")})
+    return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+
+
+def run_kernel(
+    logits: torch.Tensor, *, config: Config | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The Triton kernels on DEVICE, results on the CPU."""
+    # What the allocator hands out next is these blocks, full of nonsense.
+    poison = [torch.full((n,), -1, device=DEVICE, dtype=torch.int64) for n in (logits.shape[0], 4096, 65536)]
+    del poison
+    with np.errstate(all="ignore"):
+        ids, logprobs = triton_kernel.sample(
+            logits.to(DEVICE), config=config, **{name: to_device(x) for name, x in options.items()}
+        )
+    return ids.cpu(), None if logprobs is None else logprobs.cpu()
+
+
+def from_worker(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
+    return [s.token_id for s in sampler.sample(logits.float(), sequences, ())]
+
+
+def mixed_rows(vocab: int, count: int, *, edits: bool) -> tuple[torch.Tensor, list[Sequence]]:
+    """Rows of all kinds, peaked and flat, greedy and sampled, and the sequences that ask for them."""
+    rng = np.random.default_rng(int(torch.randint(2**31, ())))
+    logits = torch.randn(count, vocab) * torch.from_numpy(rng.choice([0.05, 1.0, 3.0], count)).float()[:, None]
+    logits[:, ::17] = logits[:, :1]
+    logits[0, 1::2] = -math.inf
+    sequences = []
+    for _ in range(count):
+        some = {
+            "temperature": float(rng.choice([0.0, 0.3, 1.0, 1.0, 1.7])),
+            "top_k": int(rng.choice([0, 1, 5, 50, vocab - 1, vocab + 3])),
+            "top_p": float(rng.choice([0.02, 0.5, 0.9, 1.0, 1.0])),
+            "min_p": float(rng.choice([0.0, 0.0, 0.05, 1.0], p=[0.4, 0.3, 0.25, 0.05])),
+            "seed": int(rng.integers(-(2**63), 2**63)),
+        }
+        prompt, output = rng.integers(vocab, size=20), rng.integers(vocab, size=int(rng.integers(1, 60)))
+        if edits and rng.random() < 0.8:
+            some["repetition_penalty"] = float(rng.choice([1.0, 1.1, 0.7]))
+            some["presence_penalty"] = float(rng.choice([0.0, 0.3, -1.0]))
+            some["frequency_penalty"] = float(rng.choice([0.0, 0.1]))
+            bias = rng.integers(vocab, size=int(rng.integers(0, 4)))
+            some["logit_bias"] = {int(t): float(rng.normal() * 5) for t in bias}
+            some["min_tokens"], some["stop_token_ids"] = int(rng.choice([0, 500])), (int(output[0]),)
+        sequences.append(sequence(prompt.tolist(), output.tolist(), **some))
+    return logits, sequences
+
+
+def test_noise_is_the_workers() -> None:
+    ids = torch.tensor([0, 1, 2, 3, 4, 7, 163839, 2**31 - 1])
+    for seed, position in ((0, 0), (-1, 5), (2**63 - 1, 2**32 + 7), (-(2**63), 131071)):
+        words = reference.philox4x32(ids, position, seed).numpy()
+        wanted = philox.philox4x32(
+            (ids.numpy().astype(np.uint64), position, 0, 0), (seed & 2**32 - 1, seed >> 32 & 2**32 - 1)
+        )
+        assert np.array_equal(words, wanted)
+        noise = reference.exponential_noise(seed, position, ids).numpy()
+        np.testing.assert_allclose(noise, philox.exponential_noise(seed, position, ids.numpy()), rtol=1e-15)
+
+
+@pytest.mark.parametrize("vocab", [7, 1000])
+def test_the_reference_chooses_what_the_worker_does(vocab: int) -> None:
+    logits, sequences = mixed_rows(vocab, 150, edits=True)
+    ids, _ = ops.sample(logits, **arguments(sequences, vocab))
+    assert ids.tolist() == from_worker(logits, sequences)
+
+
+@pytest.mark.parametrize("edits", [False, True], ids=["plain", "edits"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("vocab", [7, 1000, 4096, *LARGE], ids=lambda v: f"V{v}")
+def test_kernels_choose_what_the_worker_does(vocab: int, dtype: torch.dtype, edits: bool) -> None:
+    logits, sequences = mixed_rows(vocab, 64 if ON_GPU else 8, edits=edits)
+    logits = logits.to(dtype)
+    ids, _ = run_kernel(logits, **arguments(sequences, vocab, edits=edits))
+    assert ids.tolist() == from_worker(logits, sequences)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p"), ("top_p", "min_p")],
+    ids=lambda g: "+".join(g) or "plain",
+)
+@pytest.mark.parametrize("vocab", [999, *LARGE[:1]], ids=lambda v: f"V{v}")
+def test_launches_that_are_left_out_change_nothing(vocab: int, given: tuple[str, ...]) -> None:
+    logits, sequences = mixed_rows(vocab, 64 if ON_GPU else 4, edits=False)
+    all_of_them = arguments(sequences, vocab, edits=False)
+    always = ("temperature", "seeds", "positions")
+    some = {name: all_of_them[name] for name in (*always, *given)}
+    wanted, _ = reference.sample(logits, **some)
+    assert torch.equal(run_kernel(logits, **some)[0], wanted)
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    logits = torch.randn(6, 4096 if not ON_GPU else 163840).to(torch.bfloat16)
+    wanted = torch.stack([(row == row.max()).nonzero()[0, 0] for row in logits])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(run_kernel(logits.to(dtype))[0], wanted)
+    zeros = torch.zeros(2, 600)
+    zeros[0, :5] = -0.0
+    assert run_kernel(zeros)[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("vocab", [600, *LARGE[-1:]], ids=lambda v: f"V{v}")
+def test_a_row_alone_is_the_row_in_a_batch(vocab: int) -> None:
+    logits, sequences = mixed_rows(vocab, 64 if ON_GPU else 6, edits=True)
+    whole, logprobs = run_kernel(logits, logprobs=True, **arguments(sequences, vocab))
+    assert logprobs is not None
+    order = torch.randperm(len(sequences))[: 24 if ON_GPU else 3].tolist()
+    for i in order:
+        alone, logprob = run_kernel(logits[i : i + 1], logprobs=True, **arguments([sequences[i]], vocab))
+        assert alone == whole[i]
+        assert torch.equal(logprob, logprobs[i : i + 1])
+    turned = order[::-1]
+    again, _ = run_kernel(logits[turned], **arguments([sequences[i] for i in turned], vocab))
+    assert torch.equal(again, whole[turned])
+
+
+@pytest.mark.parametrize("vocab", [700, *LARGE[1:2]], ids=lambda v: f"V{v}")
+def test_every_config_gives_the_same(vocab: int) -> None:
+    logits, sequences = mixed_rows(vocab, 64 if ON_GPU else 3, edits=ON_GPU)
+    options = arguments(sequences, vocab, edits=ON_GPU)
+    wanted, wanted_logprobs = run_kernel(logits, logprobs=True, config=SMALL, **options)
+    for config in triton_kernel.CONFIGS:
+        ids, logprobs = run_kernel(logits, logprobs=True, config=config, **options)
+        assert torch.equal(ids, wanted), config
+        assert torch.equal(logprobs.view(torch.int32), wanted_logprobs.view(torch.int32)), config  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("top_k", [1, 17, 300, 899])
+def test_top_k_that_fits_no_list(top_k: int) -> None:
+    """Flat rows, half of them equal logits: the cut is found by bisection over the row."""
+    logits = torch.randn(4, 900).mul(0.1)
+    logits[2:] = 0.25
+    logits[3, ::3] = 0.5
+    sequences = [sequence(top_k=top_k, temperature=0.9, seed=i, top_p=(1.0, 0.7)[i % 2]) for i in range(4)]
+    ids, _ = run_kernel(logits, config=SMALL, **arguments(sequences, 900, edits=False))
+    assert ids.tolist() == from_worker(logits, sequences)
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.004, 0.03])
+def test_nuclei_that_the_first_candidates_miss(top_p: float) -> None:
+    logits = torch.randn(5, 900).mul(0.2)
+    sequences = [sequence(top_p=top_p, seed=i) for i in range(5)]
+    ids, _ = run_kernel(logits, config=SMALL, **arguments(sequences, 900, edits=False))
+    assert ids.tolist() == from_worker(logits, sequences)
+
+
+def test_rows_that_fp32_cannot_judge_are_searched() -> None:
+    """Everything but two tokens lies a hair below min-p, within the error of the race's scores."""
+    logits = torch.full((3, 900), math.log(0.5) - 1e-4)
+    logits[:, 400], logits[:, 500] = 0.0, -0.1
+    sequences = [sequence(min_p=0.5, seed=i, top_p=(1.0, 0.9)[i % 2]) for i in range(3)]
+    ids, _ = run_kernel(logits, **arguments(sequences, 900, edits=False))
+    assert set(ids.tolist()) <= {400, 500}
+    assert ids.tolist() == from_worker(logits, sequences)
+
+
+def test_ties_at_a_cut_go_to_the_lowest_ids() -> None:
+    logits = torch.zeros(24, 300)
+    cuts: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.01}, {"top_k": 6, "top_p": 0.5}]
+    sequences = [sequence(seed=i, **cuts[i % 3]) for i in range(24)]
+    options = arguments(sequences, 300, edits=False)
+    ids, _ = run_kernel(logits, **options)
+    assert set(ids.tolist()) == {0, 1, 2}
+    assert torch.equal(ids, reference.sample(logits, **options)[0])
+
+
+def test_what_is_not_finite() -> None:
+    """A NaN is taken first, then the largest logit if it is infinite: sampled or greedy, cut or not."""
+    inf, nan = math.inf, math.nan
+    logits = torch.randn(6, 50)
+    logits[0] = -inf
+    logits[0, 31] = -5.0
+    logits[1] = -inf
+    logits[2, 7] = logits[2, 9] = nan
+    logits[3, 11] = logits[3, 12] = inf
+    logits[4, 20], logits[4, 30] = inf, -nan
+    logits[5, 1:] = -inf
+    wanted = [31, 0, 7, 11, 30, 0]
+    assert run_kernel(logits)[0].tolist() == wanted
+    for options in ({}, {"top_k": 4}, {"top_p": 0.5}, {"top_k": 4, "top_p": 0.5, "min_p": 0.1}):
+        sequences = [sequence(seed=i, **options) for i in range(6)]
+        given = arguments(sequences, 50, edits=False)
+        ids, logprobs = run_kernel(logits, logprobs=True, **given)
+        assert ids.tolist() == wanted
+        assert torch.equal(reference.sample(logits, **given)[0], ids)
+        assert logprobs is not None
+        assert logprobs.isnan().tolist() == [False, True, True, True, True, False]
+        assert logprobs[[0, 5]].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("temperature", [1e-310, 1e-30, 1e-3, 1e4])
+def test_extreme_temperatures(temperature: float) -> None:
+    logits = torch.randn(3, 400).mul(4)
+    sequences = [
+        sequence(temperature=temperature, seed=i, top_k=(0, 9)[i % 2], top_p=(0.9, 1.0)[i // 2]) for i in range(3)
+    ]
+    ids, _ = run_kernel(logits, **arguments(sequences, 400, edits=False))
+    assert ids.tolist() == from_worker(logits, sequences)
+
+
+@pytest.mark.parametrize("vocab", [1000, *LARGE[:1]], ids=lambda v: f"V{v}")
+def test_logprobs_are_those_of_the_unmodified_logits(vocab: int) -> None:
+    logits, sequences = mixed_rows(vocab, 5, edits=True)
+    ids, logprobs = run_kernel(logits, logprobs=True, **arguments(sequences, vocab))
+    exact = torch.log_softmax(logits.double(), 1)[torch.arange(5), ids].float()
+    torch.testing.assert_close(logprobs, exact, rtol=2e-7, atol=1e-7)
+    for i, s in enumerate(sequences):
+        of_worker = sampler.token_logprob(logits[i].numpy(), int(ids[i]), 0).logprob
+        assert of_worker == pytest.approx(float(exact[i]), rel=2e-7, abs=1e-7), s
+    torch.testing.assert_close(ops.sample(logits, **arguments(sequences, vocab), logprobs=True)[1], exact)
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1, "temperature": 1.6}], ids=str)
+def test_frequencies_are_the_probabilities(cuts: dict[str, Any]) -> None:
+    """Chi-square over fixed seeds; d + 4 sqrt(2 d) + 4 is about the 1 - 10^-4 quantile for d in 1..40."""
+    vocab, n = 24, 20000 if ON_GPU else 1500
+    row = torch.randn(vocab) * 1.5
+    options = arguments([sequence(seed=i * 7919 + 1, **cuts) for i in range(n)], vocab, edits=False)
+    ids, _ = ops.sample(row.expand(n, vocab).contiguous().to(DEVICE), **{k: to_device(x) for k, x in options.items()})
+    kept, weights = reference._candidates(
+        row.double(), cuts.get("temperature", 1.0), cuts.get("top_k", 0), cuts.get("top_p", 1.0), cuts.get("min_p", 0.0)
+    )
+    expected = torch.zeros(vocab, dtype=F64).index_put((kept,), weights / weights.sum() * n)
+    counts = torch.bincount(ids.cpu(), minlength=vocab)
+    assert counts[expected == 0].sum() == 0
+    often = expected >= 5
+    chi2 = ((counts - expected)[often] ** 2 / expected[often]).sum()
+    degrees = int(often.sum()) - 1
+    assert chi2 < degrees + 4 * math.sqrt(2 * degrees) + 4
+
+
+@pytest.mark.skipif(not ON_GPU, reason="graphs need a GPU")
+def test_a_graph_replays_it() -> None:
+    logits, sequences = mixed_rows(4096, 16, edits=True)
+    options = {name: to_device(x) for name, x in arguments(sequences, 4096).items()}
+    fixed = logits.to(DEVICE)
+    triton_kernel.sample(fixed, logprobs=True, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ids, logprobs = triton_kernel.sample(fixed, logprobs=True, **options)
+    for shift in (0, 1, 5):
+        fixed.copy_(logits.roll(shift, 1))
+        options["positions"].add_(shift)
+        graph.replay()
+        again, logprobs_again = triton_kernel.sample(fixed.clone(), logprobs=True, **options)
+        assert torch.equal(ids, again)
+        assert torch.equal(logprobs.view(torch.int32), logprobs_again.view(torch.int32))
+
+
+def test_no_rows() -> None:
+    for run in (run_kernel, ops.sample):
+        ids, logprobs = run(torch.zeros(0, 5), logprobs=True)
+        assert ids.shape == logprobs.shape == (0,)
+        assert ids.dtype == torch.int64
+        assert logprobs.dtype == torch.float32
+
+
+def test_bad_arguments_are_named() -> None:
+    logits, sequences = mixed_rows(7, 2, edits=True)
+    good = arguments(sequences, 7)
+    with pytest.raises(ValueError, match=r"logits must be fp32 or bf16 \[B, V\], got float16 \[2, 7\]"):
+        ops.sample(logits.half())
+    with pytest.raises(ValueError, match=r"top_p float32 \[2\], expected torch.float64 \[2\]"):
+        ops.sample(logits, **{**good, "top_p": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"top_k int64 \[3\], expected torch.int64 \[2\]"):
+        ops.sample(logits, **{**good, "top_k": torch.ones(3, dtype=torch.int64)})
+    with pytest.raises(ValueError, match="needs seeds and positions"):
+        ops.sample(logits, **{**good, "seeds": None})
+    with pytest.raises(ValueError, match="without temperature, which is None"):
+        ops.sample(logits, top_p=good["top_p"])
+    bad = {"words": torch.zeros(3, 8, dtype=torch.int32), "slots": torch.zeros(2), "penalties": torch.zeros(2, 2)}
+    fields = {name: getattr(good["edits"], name) for name in ("words", "bias", "slots", "penalties")}
+    for name, x in bad.items():
+        with pytest.raises(ValueError, match=rf"edits.{name} \w+ \[.*\], expected \w+ \["):
+            ops.sample(logits, **{**good, "edits": LogitEdits(**{**fields, name: x})})
+    outside = {**good, "edits": LogitEdits(**{**fields, "slots": torch.tensor([0, 3])})}
+    with pytest.raises(ValueError, match="holds 0 to 3, outside -1 to 2"):
+        ops.sample(logits, **outside)
+    with checked(), pytest.raises(ValueError, match=r"slots int64 .* holds 0 to 3, outside -1 to 2"):
+        run_kernel(logits, **outside)
+    with pytest.raises(ValueError, match="is not contiguous"):
+        run_kernel(torch.zeros(7, 2).t())
