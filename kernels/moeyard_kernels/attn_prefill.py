@@ -29,7 +29,7 @@ OP = "attn_prefill"
 # Two programs of 64 rows share a multiprocessor and fill each other's gaps; one of 128 rows reads keys half as often.
 CONFIGS: tuple[Config, ...] = (
     tuning.config(num_warps=4, num_stages=3, BM=64, TMA=1),
-    tuning.config(num_warps=4, num_stages=2, BM=64, TMA=1),
+    tuning.config(num_warps=4, num_stages=2, BM=128, TMA=1),
     tuning.config(num_warps=4, num_stages=3, BM=64, TMA=0),
     tuning.config(num_warps=8, num_stages=3, BM=128, TMA=1),
     tuning.config(num_warps=8, num_stages=3, BM=128, TMA=0),
@@ -37,6 +37,8 @@ CONFIGS: tuple[Config, ...] = (
 
 # From so many (tile, head) pairs on a GPU is busy with the larger blocks of rows too.
 _MANY = 512
+# Keys and values of so many bytes stay in an L2 of 50 MB while their tiles are at work.
+_NEAR = 32 << 20
 # What a program may take of a multiprocessor's shared memory, in bytes.
 _SHARED = 224 << 10
 
@@ -91,6 +93,9 @@ def _attend(  # type: ignore[no-untyped-def]
     TMA: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take in the keys of blocks [i_begin, i_end). Keys outside [i_low, i_seen) are loaded as zeros (if masked)."""
+    i_page = 0
+    if PAGE > 0 and TMA:
+        i_page = tl.load(p_pages + i_begin * BN // PAGE, mask=i_begin < i_end, other=0)
     for i_n in tl.range(i_begin, i_end, num_stages=STAGES):
         o_n = i_n * BN + tl.arange(0, BN)
         m_n = (o_n >= i_low) & (o_n < i_seen)
@@ -98,7 +103,9 @@ def _attend(  # type: ignore[no-untyped-def]
         o_row = i_base.to(tl.int64) + o_n
         if PAGE > 0:
             if TMA:
-                i_row = i_base + tl.load(p_pages + i_n * BN // PAGE) * PAGE + i_n * BN % PAGE
+                i_row = i_base + i_page * PAGE + i_n * BN % PAGE
+                # One block ahead, so that no copy waits for its address.
+                i_page = tl.load(p_pages + (i_n + 1) * BN // PAGE, mask=i_n + 1 < i_end, other=0)
             else:
                 b_page = tl.load(p_pages + o_n // PAGE, mask=m_n, other=0) if MASKED else tl.load(p_pages + o_n // PAGE)
                 o_row = i_base.to(tl.int64) + b_page.to(tl.int64) * PAGE + o_n % PAGE
@@ -126,19 +133,25 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 # Sizes that change from step to step must not compile the kernel anew.
-@triton.jit(do_not_specialize=["window", "num_pages", "max_pages"])
+@triton.jit(do_not_specialize=["window", "num_pages", "max_pages", "num_near", "num_parts"])
 def _attn_prefill_kernel(  # type: ignore[no-untyped-def]
     p_q, p_k, p_k2, p_v, d_k, d_k2, d_v, p_out, p_lse, p_cu_q, p_starts, p_tiles, p_keys,
-    c, window, s_q, s_q_head, s_k, s_k_head, s_k2, s_k2_head, s_v, s_v_head, num_pages, max_pages,
+    c, window, s_q, s_q_head, s_k, s_k_head, s_k2, s_k2_head, s_v, s_v_head,
+    num_pages, max_pages, H, num_near, num_parts,
     GROUP: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr, LSE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BM queries of one head. Grid: (Hq, N PARTS), where a tile of the plan has PARTS programs."""
-    i_h = tl.program_id(0)
-    i_tile = tl.program_id(1) // PARTS
-    i_b = tl.load(p_tiles + i_tile * 2)
-    i_first = tl.load(p_tiles + i_tile * 2 + 1) + (PARTS - 1 - tl.program_id(1) % PARTS) * BM
+    """One program computes BM queries of one head. Grid: H num_parts, a tile of the plan being PARTS parts.
+
+    Programs run about in the order of their ids: the longest first for `num_near` heads, whose keys the L2 holds, then
+    for the next as many.
+    """
+    i_pair = tl.program_id(0) % (num_near * num_parts)
+    i_h = tl.program_id(0) // (num_near * num_parts) * num_near + i_pair % num_near
+    i_part = i_pair // num_near
+    i_b = tl.load(p_tiles + i_part // PARTS * 2)
+    i_first = tl.load(p_tiles + i_part // PARTS * 2 + 1) + (PARTS - 1 - i_part % PARTS) * BM
     i_q = tl.load(p_cu_q + i_b)
     num_q = tl.load(p_cu_q + i_b + 1) - i_q
     if i_first < num_q:
@@ -201,13 +214,13 @@ def _attn_prefill_kernel(  # type: ignore[no-untyped-def]
 
         b_l = tl.where(m_m, b_l, 1.0)
         # An accumulator that underflowed to -0 may have met a masked block's +0 or not: + 0 makes either +0.
-        b_out = b_acc / b_l[:, None] + 0.0
-        o_out = (i_q + o_m).to(tl.int64) * (tl.num_programs(0) * DV) + i_h * DV
+        b_out = tl.div_rn(b_acc, tl.broadcast_to(b_l[:, None], b_acc.shape)) + 0.0
+        o_out = (i_q + o_m).to(tl.int64) * (H * DV) + i_h * DV
         p_block = p_out + o_out[:, None] + tl.arange(0, DV)[None, :]
         tl.store(p_block, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None])
         if LSE:
             b_lse = (b_m * c + tl.log2(b_l)) * 0.6931471805599453
-            tl.store(p_lse + (i_q + o_m).to(tl.int64) * tl.num_programs(0) + i_h, b_lse, mask=m_m)
+            tl.store(p_lse + (i_q + o_m).to(tl.int64) * H + i_h, b_lse, mask=m_m)
 
 
 def attn_prefill_varlen(
@@ -235,7 +248,8 @@ def attn_prefill_varlen(
         stored = q.dtype == torch.bfloat16
         config = tuning.choose(OP, shape_class(q, v, plan), q, lambda: default) if stored else default
     parts = TILE // config["BM"]
-    if plan.tiles.shape[0] * parts > launch.MAX_GRID_Y:
+    num_parts = plan.tiles.shape[0] * parts
+    if num_parts * num_heads > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: {plan.tiles.shape[0]} tiles of {TILE} queries exceed the grid of a GPU")
     if paged and k.shape[0] * k.shape[1] * k.shape[2] >= 2**31:
         raise ValueError(f"{OP}: k {list(k.shape)} holds more than 2^31 - 1 rows")
@@ -247,21 +261,28 @@ def attn_prefill_varlen(
         keys = _Rows(k, first, paged)
         rope = _Rows(k[..., first:] if k_rope is None else k_rope, second, paged) if second else keys
         values = _Rows(v, dim_v, paged)
+        group = num_heads // num_kv_heads
         tma = bool(config["TMA"]) and (not paged or plan.page_size % BLOCK == 0)
         tma = tma and all(x.tma_ready() for x in (keys, rope, values))
-        _attn_prefill_kernel[(num_heads, plan.tiles.shape[0] * parts)](
+        _attn_prefill_kernel[(num_parts * num_heads,)](
             q, keys.x, rope.x, values.x, *(x.descriptor() if tma else None for x in (keys, rope, values)),
             out, lse, plan.cu_q, plan.starts, plan.tiles, plan.page_table if paged else plan.cu_kv,
             scale * math.log2(math.e), plan.window or 0, q.stride(0), q.stride(1),
             keys.row, keys.head, rope.row, rope.head, values.row, values.head,
             k.shape[1] if paged else 0, plan.page_table.shape[1] if plan.page_table is not None else 0,
-            GROUP=num_heads // num_kv_heads, D1=first, D2=second, DV=dim_v, BM=config["BM"], BN=BLOCK, PARTS=parts,
+            num_heads, _near(num_kv_heads, plan.num_keys * (dim_k + dim_v) * 2) * group, num_parts,
+            GROUP=group, D1=first, D2=second, DV=dim_v, BM=config["BM"], BN=BLOCK, PARTS=parts,
             PAGE=plan.page_size, WINDOW=plan.window is not None, TMA=tma, LSE=return_lse,
             WIDE=launch.interpreted() and q.dtype == torch.bfloat16, STAGES=config["num_stages"],
             num_warps=config["num_warps"], num_stages=config["num_stages"],
         )  # fmt: skip
     out = launch.finish(out, q.dtype)
     return (out, lse) if return_lse else out
+
+
+def _near(num_kv_heads: int, num_bytes: int) -> int:
+    """How many key heads, each of so many bytes, are worked on at a time: a divisor of all."""
+    return next((n for n in range(num_kv_heads, 1, -1) if num_kv_heads % n == 0 and n * num_bytes <= _NEAR), 1)
 
 
 class _Rows:

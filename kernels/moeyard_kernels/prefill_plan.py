@@ -20,11 +20,11 @@ class PrefillPlan:
     page_table: [B, max_pages], the page of position p is page_table[b, p // page_size]; entries past the last position
     are 0. Or, where keys are contiguous rows (page_size 0), cu_kv: [B + 1], position p is row cu_kv[b] + p.
     tiles: [N, 2], every tile of up to TILE queries as (chunk, first row within it), most keys first.
-    num_rows = cu_q[B], num_kv_rows = cu_kv[B] (0 if paged): the host's copies, which sizes are checked against.
+    num_rows: queries of all chunks, num_keys: the sum of their keys; the host's copies of cu_q[B] and cu_kv[B].
     """
 
     num_rows: int
-    num_kv_rows: int
+    num_keys: int
     page_size: int
     window: int | None
     cu_q: torch.Tensor
@@ -73,7 +73,7 @@ def plan_prefill(
     cu_q, at, tiles, keys = (place[: part.size] for place, part in zip(places, parts, strict=True))
     return PrefillPlan(
         num_rows=int(lens.sum()),
-        num_kv_rows=int(ends.sum()) if page_table is None else 0,
+        num_keys=int(ends.sum()),
         page_size=page_size,
         window=window,
         cu_q=cu_q,

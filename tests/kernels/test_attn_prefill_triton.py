@@ -122,12 +122,12 @@ def test_chunks_and_configs_do_not_show(
         assert_same(run_chunks(prompt, cuts, window), whole, f"chunks of {size}")
     assert_same(run_chunks(prompt, [1, 129, 130, length], window), whole, "odd chunks")
     # The interpreter knows neither warps nor stages.
-    configs = triton_kernel.CONFIGS if NATIVE else {(c["BM"], c["TMA"]): c for c in triton_kernel.CONFIGS}.values()
+    configs = triton_kernel.CONFIGS if NATIVE else triton_kernel.CONFIGS[2:4]
     for config in configs:
         chosen = pick(config, dtype)
         assert_same(run_chunks(prompt, [length], window, config=chosen), whole, f"{config}")
         if NATIVE:
-            assert_same(run_chunks(prompt, [100, 333, length], window, config=chosen), whole, f"{config} in chunks")
+            assert_same(run_chunks(prompt, [100, 223, length], window, config=chosen), whole, f"{config} in chunks")
 
 
 @pytest.mark.skipif(not NATIVE, reason="a launch per token takes long in the interpreter")

@@ -106,7 +106,7 @@ def _check_varlen(
             raise ValueError(
                 f"{op}: k {show(k)} and v {show(v)} with strides {k.stride()}, {v.stride()}: contiguous only"
             )
-    elif plan.num_kv_rows > k.shape[0]:
-        raise ValueError(f"{op}: the plan is for {plan.num_kv_rows} rows of keys, k is {show(k)}")
+    elif plan.num_keys > k.shape[0]:
+        raise ValueError(f"{op}: the plan is for {plan.num_keys} rows of keys, k is {show(k)}")
     if not scale > 0:
         raise ValueError(f"{op}: scale {scale} is not positive")
