@@ -26,10 +26,10 @@ from moeyard_kernels.tuning import Config
 OP = "grouped_gemm"
 
 
-def _tile(BN: int, BK: int, num_warps: int, num_stages: int, SWAP: int = 0, TMA: int = 0, AHEAD: int = 0) -> Config:
-    """SWAP: the weights' rows fill the tensor cores' rows. TMA: weights by descriptor. AHEAD: fetch them to the L2."""
+def _tile(BN: int, BK: int, num_warps: int, num_stages: int, SWAP: int = 0, TMA: int = 0, HALVES: int = 0) -> Config:
+    """SWAP: weights fill the tensor cores' rows. TMA: weights by descriptor. HALVES: leave out empty half blocks."""
     return tuning.config(
-        BN=BN, BK=BK, SWAP=SWAP, TMA=TMA, AHEAD=AHEAD, num_warps=num_warps, num_stages=num_stages
+        BN=BN, BK=BK, SWAP=SWAP, TMA=TMA, HALVES=HALVES, num_warps=num_warps, num_stages=num_stages
     )  # fmt: skip
 
 
@@ -65,57 +65,21 @@ def default_config(num_pairs: int, block_rows: int, dtype: torch.dtype) -> Confi
 
 
 @triton.jit
-def _fetch_rows(p_rows, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ask the L2 for BYTES (a multiple of 16) from each address on."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [p_rows.to(tl.int64), tl.full(p_rows.shape, BYTES, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _add_product(b_a, b_w, b_acc, SWAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """b_acc + a [BM, BK] @ w [BN, BK].T, transposed if SWAP. The interpreter gets bf16 products wrong."""
-    if INTERPRETED:
-        b_a, b_w = b_a.to(tl.float32), b_w.to(tl.float32)
-    if SWAP:
-        b_acc = tl.dot(b_w, tl.trans(b_a), b_acc, input_precision="ieee")
-    else:
-        b_acc = tl.dot(b_a, tl.trans(b_w), b_acc, input_precision="ieee")
-    return b_acc
-
-
-@triton.jit
-def _expert_kernel(  # type: ignore[no-untyped-def]
-    p_a, p_w, d_w, p_pairs, p_slot_of_block, p_num_blocks, p_out, N: tl.constexpr, K: tl.constexpr,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+def _expert_tile(  # type: ignore[no-untyped-def]
+    p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One block of BM rows by BN outputs. GATED: gather a's rows and store h [rows, N]; else read h, scatter to pairs.
-
-    p_w [S, 2 N or N, K], d_w its rows as a descriptor if TMA. Grid: (most blocks * ceil(N / BN),).
-    """
-    WN: tl.constexpr = 2 * N if GATED else N
-    if PDL and GATED:
-        tl.extra.cuda.gdc_launch_dependents()
-    i_b = tl.program_id(0) // tl.cdiv(N, BN)
-    i_n = tl.program_id(0) % tl.cdiv(N, BN)
-    if i_b >= tl.load(p_num_blocks):
-        return
-    i_slot = tl.load(p_slot_of_block + i_b)
+    """Rows [i_row, i_row + BM) by outputs [i_n BN, i_n BN + BN), of the expert in i_slot."""
+    G: tl.constexpr = 2 if GATED else 1
+    DTYPE: tl.constexpr = p_w.dtype.element_ty
+    o_r = i_row + tl.arange(0, BM)
     o_n = i_n * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)
-    # Outputs past N read the weights of the last one; nothing of them is stored.
-    p_bw = p_w + (i_slot.to(tl.int64) * WN + tl.minimum(o_n, N - 1)) * K  # [BN]
-    if AHEAD:
-        _fetch_rows(p_bw, K * p_w.dtype.element_ty.primitive_bitwidth // 8)
-        if GATED:
-            _fetch_rows(p_bw + N * K, K * p_w.dtype.element_ty.primitive_bitwidth // 8)
-    o_r = i_b.to(tl.int64) * BM + tl.arange(0, BM)
+    o_w = tl.arange(0, G * BN)
+    # Gates, then the ups of the same outputs. Outputs past N read the weights of the last; nothing of them is stored.
+    o_w = (i_slot.to(tl.int64) * G + o_w // BN) * N + tl.minimum(i_n * BN + o_w % BN, N - 1)
+    p_bw = p_w + o_w * K  # [G BN]
     b_pair = tl.load(p_pairs + o_r)  # [BM]
     m_r = b_pair >= 0
     if GATED:
@@ -125,39 +89,74 @@ def _expert_kernel(  # type: ignore[no-untyped-def]
         if PDL:
             tl.extra.cuda.gdc_wait()
 
-    b_acc = tl.zeros([BN, BM] if SWAP else [BM, BN], dtype=tl.float32)
-    b_up = b_acc
+    b_acc = tl.zeros([G * BN, BM] if SWAP else [BM, G * BN], dtype=tl.float32)
     for i_k in range(0, K, BK):
-        m_a = m_r[:, None] & (i_k + o_k < K)[None, :] if K % BK else m_r[:, None]
+        m_k = (i_k + o_k < K)[None, :]
+        m_a = m_r[:, None] & m_k if K % BK else m_r[:, None]
         b_a = tl.load(p_ba[:, None] + (i_k + o_k)[None, :], mask=m_a, other=0.0)  # [BM, BK]
         if TMA:
-            b_w = d_w.load([i_slot * WN + i_n * BN, i_k])
+            b_w = tl.reshape(d_w.load([i_slot * G, i_n * BN, i_k]), [G * BN, BK])
         elif K % BK:
-            b_w = tl.load(p_bw[:, None] + (i_k + o_k)[None, :], mask=(i_k + o_k < K)[None, :], other=0.0)
+            b_w = tl.load(p_bw[:, None] + (i_k + o_k)[None, :], mask=m_k, other=0.0)
         else:
             b_w = tl.load(p_bw[:, None] + (i_k + o_k)[None, :])
-        b_acc = _add_product(b_a, b_w, b_acc, SWAP)
-        if GATED:
-            if TMA:
-                b_w = d_w.load([i_slot * WN + i_n * BN + N, i_k])
-            elif K % BK:
-                b_w = tl.load(p_bw[:, None] + (i_k + o_k)[None, :] + N * K, mask=(i_k + o_k < K)[None, :], other=0.0)
-            else:
-                b_w = tl.load(p_bw[:, None] + (i_k + o_k)[None, :] + N * K)
-            b_up = _add_product(b_a, b_w, b_up, SWAP)
+        if INTERPRETED:
+            # The interpreter gets products of bf16 wrong.
+            b_a, b_w = b_a.to(tl.float32), b_w.to(tl.float32)
+        if SWAP:
+            b_acc = tl.dot(b_w, tl.trans(b_a), b_acc, input_precision="ieee")
+        else:
+            b_acc = tl.dot(b_a, tl.trans(b_w), b_acc, input_precision="ieee")
 
     if GATED:
-        DTYPE: tl.constexpr = p_w.dtype.element_ty
-        b_acc = silu_mul_values(round_to(b_acc, DTYPE), round_to(b_up, DTYPE), DTYPE)
+        if SWAP:
+            b_acc = tl.permute(tl.reshape(b_acc, [2, BN, BM]), (1, 2, 0))
+        else:
+            b_acc = tl.permute(tl.reshape(b_acc, [BM, 2, BN]), (0, 2, 1))
+        b_gate, b_up = tl.split(b_acc)
+        b_y = silu_mul_values(round_to(b_gate, DTYPE), round_to(b_up, DTYPE), DTYPE)
         # The interpreter stores h in fp32, unrounded otherwise.
-        b_acc = round_to(b_acc, DTYPE)
+        b_y = round_to(b_y, DTYPE)
         p_row = p_out + o_r * N
     else:
+        b_y = b_acc
         p_row = p_out + b_pair.to(tl.int64) * N
     if SWAP:
-        b_acc = tl.trans(b_acc)
-    p_bo = p_row[:, None] + o_n[None, :]
-    tl.store(p_bo, b_acc.to(p_out.dtype.element_ty), mask=m_r[:, None] & (o_n < N)[None, :])
+        b_y = tl.trans(b_y)
+    p_by = p_row[:, None] + o_n[None, :]
+    tl.store(p_by, b_y.to(p_out.dtype.element_ty), mask=m_r[:, None] & (o_n < N)[None, :])
+
+
+@triton.jit
+def _expert_kernel(  # type: ignore[no-untyped-def]
+    p_a, p_w, d_w, p_pairs, p_slot_of_block, p_num_blocks, p_out, N: tl.constexpr, K: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One block of BM rows by BN outputs. GATED: gather a's rows and store h [rows, N]; else read h, scatter to pairs.
+
+    p_w [S, 2 N or N, K], d_w [2 S or S, N, K] its descriptor if TMA. HALVES: a block whose second half is padding
+    is computed as half a block. Grid: (most blocks * ceil(N / BN),).
+    """
+    if PDL and GATED:
+        tl.extra.cuda.gdc_launch_dependents()
+    i_b = tl.program_id(0) // tl.cdiv(N, BN)
+    i_n = tl.program_id(0) % tl.cdiv(N, BN)
+    if i_b >= tl.load(p_num_blocks):
+        return
+    i_slot = tl.load(p_slot_of_block + i_b)
+    i_row = i_b.to(tl.int64) * BM
+    if HALVES and tl.load(p_pairs + i_row + BM // 2) < 0:
+        _expert_tile(
+            p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM // 2, BN, BK, SWAP, TMA, PDL
+        )
+        return
+    _expert_tile(p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA, PDL)
+
+
+def _overlaps(x: torch.Tensor) -> bool:
+    """Whether the GPU knows programmatic dependent launch."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def _launch(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertLayout, top_k: int, cfg: Config) -> Any:
@@ -166,12 +165,14 @@ def _launch(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertL
     meta: dict[str, Any] = dict(cfg)
     aligned = dim * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
     meta["TMA"] = meta["TMA"] if aligned else 0
-    meta["AHEAD"] = meta["AHEAD"] if aligned and w.is_cuda else 0
-    d_w = TensorDescriptor.from_tensor(w.view(-1, dim), [cfg["BN"], cfg["BK"]]) if meta["TMA"] else w
+    halves = 2 if top_k else 1
+    d_w: Any = w
+    if meta["TMA"]:
+        d_w = TensorDescriptor.from_tensor(w.view(-1, num_out, dim), [halves, cfg["BN"], cfg["BK"]])
+    meta["PDL"] = _overlaps(w)
     if w.is_cuda:
-        meta["launch_pdl"] = meta["PDL"] = torch.cuda.get_device_capability(w.device) >= (9, 0)
-    else:
-        meta["PDL"] = False
+        # The first launch must find what came before it complete: it reads the layout and the rows at once.
+        meta["launch_pdl"] = meta["PDL"] and top_k == 0
     grid = (layout.slot_of_block.shape[0] * triton.cdiv(num_out, cfg["BN"]),)
     return _expert_kernel[grid](
         a, w, d_w, layout.pairs, layout.slot_of_block, layout.num_blocks, out, N=num_out, K=dim, TOP_K=max(top_k, 1),
