@@ -1,0 +1,49 @@
+"""The stored configs: every one is among those that the kernels' own tests run and hold to equal bits."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeyard_kernels import tuning
+
+FILES = sorted(tuning.FOLDER.glob("*.json"))
+# Where an op's store is not named like its module.
+MODULE_OF = {
+    "add_rms_norm": "rms_norm",
+    "linear_pair": "linear",
+    "mla_rope_cache_write": "rope_cache_write",
+    "gqa_rope_cache_write": "rope_cache_write",
+}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_stored_config_is_one_that_the_tests_hold_to_equal_bits(file: Path) -> None:
+    table = json.loads(file.read_text())
+    assert table, "an empty file is no store"
+    unknown = []
+    for op, classes in table.items():
+        module = importlib.import_module(f"moeyard_kernels.{MODULE_OF.get(op, op)}")
+        known = [dict(config) for config in module.CONFIGS]
+        unknown += [(op, shape, config) for shape, config in classes.items() if config not in known]
+    assert unknown == []
+
+
+def test_a_device_is_found_by_its_name() -> None:
+    assert tuning.device_file("NVIDIA H200").name == "NVIDIA_H200.json"
+    assert tuning.stored("no such device") == {}
+
+
+def test_a_broken_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    (tmp_path / "Broken.json").write_text("{")
+    with pytest.raises(ValueError, match=r"Broken\.json"):
+        tuning.stored("Broken")
+
+
+def test_a_cpu_runs_the_default() -> None:
+    default = tuning.config(BM=16, num_warps=2)
+    assert tuning.choose("linear", "any", torch.zeros(1), lambda: default) is default
+    assert dict(default) == {"BM": 16, "num_warps": 2, "num_stages": 3}
