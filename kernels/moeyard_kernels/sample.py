@@ -2,11 +2,12 @@
 
     max      largest logit of each part of a row, lowest id first; of many groups of tokens if there is a top-k
     top      largest of the row: the token of a greedy row, the zero point of the weights of the others
-    cut      (top-k) where top-k ends; mostly the token too                                      -> sample_cut
+    gather   (top-k) the tokens that reach a bound below the k-th largest                        -> sample_cut
+    cut      (top-k) the token if they were few, else where top-k ends
     race     best few of each part by log(weight / E) in fp32                                    -> sample_race
     rank     their exact scores in fp64: the token unless there is a top-p
     mass     (top-p) the mass before each of the best, in fixed point
-    settle   (top-p) the best within the nucleus; a search of the row where the above leaves doubt
+    settle   (top-p) the best within the nucleus; else a second race, rank, mass and settle; at last a search of the row
 
 Which launches there are follows from which arguments are None; each is over at once for rows that have their token.
 Every row keeps its numbers to itself, all that is combined across programs is exact (maxima, integer sums), and fp64 is
@@ -22,14 +23,15 @@ import triton.language as tl
 from moeyard_kernels import tuning
 from moeyard_kernels.launch import MAX_GRID_Y, check_indices, check_layout
 from moeyard_kernels.ref.sample import LogitEdits
-from moeyard_kernels.sample_blocks import NO_ID, from_key, mass, to_key, values, weight
-from moeyard_kernels.sample_cut import cut_kernel
+from moeyard_kernels.sample_blocks import NO_ID, from_key, to_key, values
+from moeyard_kernels.sample_cut import cut_kernel, gather_kernel, group_bound
+from moeyard_kernels.sample_logprob import log_probabilities
 from moeyard_kernels.sample_race import mass_kernel, race_kernel, rank_kernel, settle_kernel
 from moeyard_kernels.tuning import Config
 
-# Candidates of each part of a row, and those of a row that are tested against top-p.
+# Quads that each part of a row keeps; candidates of a row that are tested against top-p, first round and last.
 _PER_PART = 4
-_TESTED = 8
+_TESTED = (3, 8)
 # Groups of tokens per program of the first launch, for top-k.
 _GROUPS = 256
 
@@ -43,11 +45,9 @@ def _config(block: int, rounds: int, num_warps: int, *, race: int = 4096, mass: 
 # BLOCK x ROUNDS tokens per program that reads a row in parts (MASS at a time when it sums masses), RACE per program of
 # the race, LIST tokens in which top-k is found in registers.
 CONFIGS = (
-    *(
-        _config(b, r, w)
-        for b, r, w in ((512, 4, 4), (1024, 4, 4), (1024, 8, 4), (2048, 4, 4), (2048, 4, 8), (2048, 8, 8))
-    ),
-    *(_config(1024, 8, 4, race=race, mass=mass) for race in (2048, 4096) for mass in (256, 512, 1024)),
+    *(_config(b, r, w) for b, r, w in ((1024, 8, 4), (512, 4, 4), (2048, 4, 8))),
+    *(_config(1024, 8, 4, race=race) for race in (2048, 8192)),
+    _config(1024, 8, 4, mass=256),
     _config(1024, 8, 4, list_=2048),
 )
 
@@ -89,48 +89,30 @@ def _max_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _top_kernel(  # type: ignore[no-untyped-def]
-    p_key, p_id, p_temperature, p_top, p_open, p_ids, C, SAMPLED: tl.constexpr, BC: tl.constexpr
-):
-    """The largest logit of row i_b and its token; open says that the row is to be sampled."""
+    p_key, p_id, p_groups, p_temperature, p_top_k, p_top, p_open, p_bound, p_count, p_ids, V, C, G,
+    SAMPLED: tl.constexpr, TOP_K: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """The largest logit of row i_b and its token; open says that the row is to be sampled; the bound for top-k."""
     i_b = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BC)
-    b_key = tl.load(p_key + i_b * C + o_c, mask=o_c < C, other=0)
-    b_id = tl.load(p_id + i_b * C + o_c, mask=o_c < C, other=NO_ID)
-    b_key = tl.where(o_c < C, b_key, tl.min(b_key))
+    # A part that does not exist repeats the first.
+    o_c = i_b * C + tl.where(o_c < C, o_c, 0)
+    b_key = tl.load(p_key + o_c)
     best = tl.max(b_key)
-    tl.store(p_ids + i_b, tl.min(tl.where(b_key == best, b_id, NO_ID)).to(tl.int64))
+    tl.store(p_ids + i_b, tl.min(tl.where(b_key == best, tl.load(p_id + o_c), NO_ID)))
     top = from_key(best)
     tl.store(p_top + i_b, top)
     if SAMPLED:
-        finite = (top < float("inf")) & (top > -float("inf"))
-        tl.store(p_open + i_b, (finite & (tl.load(p_temperature + i_b) > 0)).to(tl.int32))
-
-
-@triton.jit
-def _total_kernel(  # type: ignore[no-untyped-def]
-    p_logits, p_top, p_total, V, SCALE: tl.constexpr, ROUNDS: tl.constexpr, BV: tl.constexpr
-):
-    """The sum of exp(logit - largest) of ROUNDS * BV tokens, in fixed point. Grid: (C, B)."""
-    i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    top = tl.load(p_top + i_b)
-    b_sum = tl.zeros([BV], dtype=tl.int64)
-    for r in range(ROUNDS):
-        o_v = (i_c * ROUNDS + r) * BV + tl.arange(0, BV)
-        b_x = tl.load(p_logits + i_b * V + o_v, mask=o_v < V, other=-float("inf")).to(tl.float32)
-        b_sum += mass(weight(b_x, top, 1.0), SCALE)
-    tl.store(p_total + i_b * tl.num_programs(0) + i_c, tl.sum(b_sum))
-
-
-@triton.jit
-def _logprob_kernel(p_logits, p_top, p_total, p_ids, p_out, V, C, SCALE: tl.constexpr, BC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """log(exp(logit - largest) / total) of the chosen token; NaN if the largest logit is not finite."""
-    i_b = tl.program_id(0).to(tl.int64)
-    o_c = tl.arange(0, BC)
-    total = tl.sum(tl.load(p_total + i_b * C + o_c, mask=o_c < C, other=0)).to(tl.float64) * (1.0 / SCALE)
-    top = tl.load(p_top + i_b).to(tl.float64)
-    x = tl.load(p_logits + i_b * V + tl.load(p_ids + i_b)).to(tl.float64)
-    total = tl.where((top < float("inf")) & (top > -float("inf")), total, float("nan"))
-    tl.store(p_out + i_b, ((x - top) - tl.log(total)).to(tl.float32))
+        is_open = (top < float("inf")) & (top > -float("inf")) & (tl.load(p_temperature + i_b) > 0)
+        tl.store(p_open + i_b, is_open.to(tl.int32))
+        if TOP_K:
+            k = tl.load(p_top_k + i_b)
+            count = BL + 1
+            if is_open & (k > 0) & (k < V):
+                bound, useful = group_bound(p_groups, i_b, k, best, V, G, BG, BL)
+                tl.store(p_bound + i_b, bound)
+                count = (1 - useful) * (BL + 1)
+            tl.store(p_count + i_b, count)
 
 
 def sample(
@@ -164,11 +146,7 @@ def sample(
     if edits is not None:
         check_layout("sample", words=edits.words, bias=edits.bias, slots=edits.slots, penalties=edits.penalties)
         check_indices("sample", low=-1, high=edits.words.shape[0], slots=edits.slots)
-    if top_k is not None and temperature is not None:
-        num_groups = _GROUPS * triton.cdiv(vocab, config["BLOCK"] * config["ROUNDS"])
-    else:
-        num_groups = 0
-    rows = _largest(logits, edits, config, temperature=temperature, num_groups=num_groups, ids=ids)
+    rows = _largest(logits, edits, config, temperature=temperature, top_k=top_k, ids=ids)
     if temperature is not None:
         assert seeds is not None, "the door demands seeds"
         assert positions is not None, "the door demands positions"
@@ -177,8 +155,8 @@ def sample(
             positions=positions, ids=ids,
         )  # fmt: skip
     if chosen is not None:
-        raw = rows if edits is None else _largest(logits, None, config, temperature=None, num_groups=0, ids=None)
-        _logprobs(raw, config, ids=ids, chosen=chosen)
+        raw = rows if edits is None else _largest(logits, None, config, temperature=None, top_k=None, ids=None)
+        log_probabilities(logits, raw.top, ids, chosen, config=config, bits=raw.bits)
     return ids, chosen
 
 
@@ -187,7 +165,8 @@ class _Rows:
     """Rows whose largest logit is known.
 
     inputs: pointers that every kernel begins with: logits and their edits. sizes: V and L. top: [B] as X. open: [B]
-    int32, 1 where a token is still to be drawn. groups: [B, G] keys of group maxima. scale: of masses.
+    int32, 1 where a token is still to be drawn. bound: [B] key, for top-k, and count: [B] int32, 0 where it is of use.
+    bits: of a mass, so that the mass of a row is below 2^62.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -195,8 +174,9 @@ class _Rows:
     edit: bool
     top: torch.Tensor
     open: torch.Tensor
-    groups: torch.Tensor
-    scale: float
+    bound: torch.Tensor
+    count: torch.Tensor
+    bits: int
 
 
 def _largest(
@@ -205,7 +185,7 @@ def _largest(
     config: Config,
     *,
     temperature: torch.Tensor | None,
-    num_groups: int,
+    top_k: torch.Tensor | None,
     ids: torch.Tensor | None,
 ) -> _Rows:
     """The largest logit of each row, and its id into `ids`."""
@@ -215,28 +195,33 @@ def _largest(
     else:
         inputs, width = (logits, edits.words, edits.bias, edits.slots, edits.penalties), edits.bias.shape[1]
     num_parts = triton.cdiv(vocab, config["BLOCK"] * config["ROUNDS"])
+    num_groups = 0 if top_k is None else _GROUPS * num_parts
     keys, values_ = (torch.int32, torch.float32) if edits is None else (torch.int64, torch.float64)
     key = logits.new_empty(num_rows, num_parts, dtype=keys)
     part_id = logits.new_empty(num_rows, num_parts, dtype=torch.int32)
+    groups = logits.new_empty(num_rows, num_groups, dtype=keys)
     rows = _Rows(
         inputs=inputs,
         sizes=(vocab, width),
         edit=edits is not None,
         top=logits.new_empty(num_rows, dtype=values_),
         open=logits.new_empty(num_rows, dtype=torch.int32),
-        groups=logits.new_empty(num_rows, num_groups, dtype=keys),
-        # The mass of a row is below 2^62, a weight below 2^53.
-        scale=2.0 ** min(52, 62 - (vocab - 1).bit_length()),
+        bound=logits.new_empty(num_rows, dtype=keys),
+        count=logits.new_empty(num_rows, dtype=torch.int32),
+        bits=min(51, 62 - (vocab - 1).bit_length()),
     )
     _max_kernel[num_parts, num_rows](
-        *inputs, key, part_id, rows.groups, vocab, width,
+        *inputs, key, part_id, groups, vocab, width,
         EDIT=rows.edit, GROUPS=num_groups // num_parts, ROUNDS=config["ROUNDS"], BV=config["BLOCK"],
         num_warps=config["num_warps"], enable_fp_fusion=False,
     )  # fmt: skip
     ids = logits.new_empty(num_rows, dtype=torch.int64) if ids is None else ids
+    # Where an argument is off, no kernel reads its pointer.
     _top_kernel[num_rows,](
-        key, part_id, ids if temperature is None else temperature, rows.top, rows.open, ids, num_parts,
-        SAMPLED=temperature is not None, BC=triton.next_power_of_2(num_parts), num_warps=1,
+        key, part_id, groups, ids if temperature is None else temperature, ids if top_k is None else top_k,
+        rows.top, rows.open, rows.bound, rows.count, ids, vocab, num_parts, num_groups,
+        SAMPLED=temperature is not None, TOP_K=top_k is not None, BC=triton.next_power_of_2(num_parts),
+        BG=triton.next_power_of_2(max(1, num_groups)), BL=config["LIST"], num_warps=1 if top_k is None else 8,
     )  # fmt: skip
     return rows
 
@@ -256,57 +241,49 @@ def _draw(
     """Overwrite the ids of open rows by tokens drawn from them."""
     num_rows, vocab = len(ids), rows.sizes[0]
     new = rows.top.new_empty
-    cut_x, cut_id = new(num_rows), new(num_rows, dtype=torch.int32)
-    of = {"EDIT": rows.edit, "MIN_P": min_p is not None, "enable_fp_fusion": False}
-    # Where an argument is off, no kernel reads its pointer.
+    # Where top-k ends; what is left for the second round ends at `end`.
+    cut, end = ((new(num_rows), new(num_rows, dtype=torch.int32)) for _ in range(2))
+    state = (*rows.inputs, rows.top, rows.open, temperature)
     min_p_, top_p_ = (temperature if x is None else x for x in (min_p, top_p))
+    draw = (min_p_, seeds, positions)
+    of = {"EDIT": rows.edit, "MIN_P": min_p is not None, "enable_fp_fusion": False}
+    num_race = triton.cdiv(vocab, config["RACE"])
     if top_k is not None:
-        num_groups = rows.groups.shape[1]
+        some = new(num_rows, config["LIST"], dtype=torch.int32)
+        gather_kernel[num_race, num_rows](
+            *rows.inputs, rows.open, rows.bound, rows.count, some, *rows.sizes, EDIT=rows.edit, BV=config["RACE"],
+            BL=config["LIST"], num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
         cut_kernel[num_rows,](
-            *rows.inputs, rows.top, rows.open, temperature, top_k, top_p_, min_p_, seeds, positions, rows.groups,
-            new(num_rows, config["LIST"], dtype=torch.int32), cut_x, cut_id, ids, *rows.sizes, num_groups,
-            TOP_P=top_p is not None, SCALE=rows.scale, BG=triton.next_power_of_2(num_groups),
-            BV=min(8192, triton.next_power_of_2(vocab)), BL=config["LIST"], num_warps=16, **of,
+            *state, top_k, top_p_, *draw, rows.bound, rows.count, some, *cut, ids, *rows.sizes,
+            TOP_P=top_p is not None, BITS=rows.bits, BV=min(2048, triton.next_power_of_2(vocab)), BL=config["LIST"],
+            num_warps=8, **of,
         )  # fmt: skip
-    num_parts = triton.cdiv(vocab, config["RACE"])
-    score = new(num_rows, num_parts * _PER_PART, dtype=torch.float32)
-    candidate = new(score.shape, dtype=torch.int32)
-    race_kernel[num_parts, num_rows](
-        *rows.inputs, rows.top, rows.open, temperature, min_p_, seeds, positions, cut_x, cut_id, score, candidate,
-        *rows.sizes, TOP_K=top_k is not None, J=_PER_PART, BV=config["RACE"], num_warps=8, **of,
-    )  # fmt: skip
-    best_x, best_id, sure = (new(num_rows, _TESTED, dtype=t) for t in (rows.top.dtype, torch.int32, torch.int32))
-    rank_kernel[num_rows,](
-        *rows.inputs, rows.top, rows.open, temperature, top_p_, min_p_, seeds, positions, score, candidate, best_x,
-        best_id, sure, ids, *rows.sizes, score.shape[1], TOP_P=top_p is not None, J=_PER_PART, P=_TESTED,
-        BN=triton.next_power_of_2(score.shape[1]), num_warps=4, **of,
-    )  # fmt: skip
+    score = new(num_rows, num_race * _PER_PART, dtype=torch.float32)
+    quad = new(score.shape, dtype=torch.int32)
     num_parts = triton.cdiv(vocab, config["BLOCK"] * config["ROUNDS"])
-    masses = new(num_rows, num_parts, _TESTED + 1, dtype=torch.int64)
-    if top_p is not None:
-        mass_kernel[num_parts, num_rows](
-            *rows.inputs, rows.top, rows.open, temperature, top_p_, min_p_, cut_x, cut_id, best_x, best_id, masses,
-            *rows.sizes, TOP_K=top_k is not None, SCALE=rows.scale, P=_TESTED,
-            ROUNDS=config["BLOCK"] * config["ROUNDS"] // config["MASS"], BV=config["MASS"], num_warps=4, **of,
+    rounds = _TESTED if top_p is not None else _TESTED[:1]
+    for i, tested in enumerate(rounds):
+        ends, where = top_k is not None or i > 0, cut if i == 0 else end
+        race_kernel[num_race, num_rows](
+            *state, *draw, *where, score, quad, *rows.sizes, ENDS=ends, J=_PER_PART, BV=config["RACE"], num_warps=8,
+            **of,
         )  # fmt: skip
-    settle_kernel[num_rows,](
-        *rows.inputs, rows.top, rows.open, temperature, top_p_, min_p_, seeds, positions, cut_x, cut_id, best_x,
-        best_id, sure, masses, ids, *rows.sizes, num_parts, TOP_K=top_k is not None, TOP_P=top_p is not None,
-        SCALE=rows.scale, P=_TESTED, BC=triton.next_power_of_2(num_parts), BV=min(2048, triton.next_power_of_2(vocab)),
-        num_warps=16, **of,
-    )  # fmt: skip
-
-
-def _logprobs(rows: _Rows, config: Config, *, ids: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Log-probabilities of `ids` under rows without edits."""
-    logits, vocab = rows.inputs[0], rows.sizes[0]
-    num_parts = triton.cdiv(vocab, config["BLOCK"] * config["ROUNDS"])
-    total = logits.new_empty(len(ids), num_parts, dtype=torch.int64)
-    _total_kernel[num_parts, len(ids)](
-        logits, rows.top, total, vocab, SCALE=rows.scale, ROUNDS=config["ROUNDS"], BV=config["BLOCK"],
-        num_warps=config["num_warps"], enable_fp_fusion=False,
-    )  # fmt: skip
-    _logprob_kernel[len(ids),](
-        logits, rows.top, total, ids, chosen, vocab, num_parts, SCALE=rows.scale,
-        BC=triton.next_power_of_2(num_parts), num_warps=1,
-    )  # fmt: skip
+        best = [new(num_rows, tested, dtype=t) for t in (rows.top.dtype, torch.int32, torch.int32)]
+        rank_kernel[num_rows,](
+            *state, top_p_, *draw, *where, score, quad, *best, ids, *rows.sizes, score.shape[1], ENDS=ends,
+            TOP_P=top_p is not None, J=_PER_PART, P=tested, BN=triton.next_power_of_2(score.shape[1]), num_warps=8,
+            **of,
+        )  # fmt: skip
+        masses = new(num_rows, num_parts, tested + 1, dtype=torch.int64)
+        if top_p is not None:
+            mass_kernel[num_parts, num_rows](
+                *state, top_p_, min_p_, *cut, *best[:2], masses, *rows.sizes, TOP_K=top_k is not None, BITS=rows.bits,
+                P=tested, ROUNDS=config["BLOCK"] * config["ROUNDS"] // config["MASS"], BV=config["MASS"],
+                num_warps=4, **of,
+            )  # fmt: skip
+        settle_kernel[num_rows,](
+            *state, top_p_, *draw, *where, *end, *best, masses, ids, *rows.sizes, num_parts, ENDS=ends,
+            TOP_P=top_p is not None, BITS=rows.bits, P=tested, SEARCH=i == len(rounds) - 1,
+            BC=triton.next_power_of_2(num_parts), BV=min(2048, triton.next_power_of_2(vocab)), num_warps=8, **of,
+        )  # fmt: skip

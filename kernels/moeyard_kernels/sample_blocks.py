@@ -7,6 +7,7 @@ weights in fixed point: sums of integers do not depend on their order, hence on 
 import triton
 import triton.language as tl
 
+from moeyard_kernels.launch import interpreted
 from moeyard_kernels.ref.sample import BIAS_BITS, COUNT_SHIFT
 
 # Larger than any token id.
@@ -17,7 +18,7 @@ SLACK = tl.constexpr(1e-4)
 _BIAS_MASK = tl.constexpr(2**BIAS_BITS - 1)
 _IN_PROMPT = tl.constexpr(2**BIAS_BITS)
 _COUNT_SHIFT = tl.constexpr(COUNT_SHIFT)
-_LARGEST = tl.constexpr(1e300)
+_INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
@@ -32,15 +33,34 @@ def values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, m_v, V, L,
             frequency = tl.load(p_penalties + i_b * 3 + 1)
             presence = tl.load(p_penalties + i_b * 3 + 2)
             b_word = tl.load(p_words + slot * V + o_v, mask=m_v, other=0)
-            b_index = b_word & _BIAS_MASK
-            b_bias = tl.load(p_bias + slot * L + b_index - 1, mask=b_index > 0, other=0.0)
-            b_x += b_bias
-            b_x = tl.where(b_word >= _IN_PROMPT, tl.where(b_x > 0, b_x / repetition, b_x * repetition), b_x)
+            if L > 0:
+                b_index = b_word & _BIAS_MASK
+                b_bias = tl.load(p_bias + slot * L + b_index - 1, mask=b_index > 0, other=0.0)
+                b_x = tl.where(b_bias == -float("inf"), b_bias, b_x + b_bias)
+            b_other = tl.where(b_x > 0, _quotient(b_x, repetition), b_x * repetition)
+            b_x = tl.where(b_word >= _IN_PROMPT, b_other, b_x)
             b_count = b_word >> _COUNT_SHIFT
             b_x = tl.where(b_count > 0, b_x - (frequency * b_count.to(tl.float64) + presence), b_x)
-            b_x = tl.where(b_x > _LARGEST, _LARGEST, tl.where(b_x < -_LARGEST, -_LARGEST, b_x))
-            b_x = tl.where((b_bias == -float("inf")) | (m_v == 0), -float("inf"), b_x)
     return b_x
+
+
+@triton.jit
+def _quotient(b_x, d):  # type: ignore[no-untyped-def]
+    """b_x / d in fp64, correctly rounded, with one division for all of b_x.
+
+    Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990: a quotient that is off
+    by one last place at most, corrected by its exact remainder times the correctly rounded reciprocal.
+    """
+    if _INTERPRETED:
+        return b_x / d
+    reciprocal = 1.0 / d
+    b_d = tl.zeros_like(b_x) + d
+    b_r = tl.zeros_like(b_x) + reciprocal
+    b_q = b_x * reciprocal
+    b_q = tl.fma(tl.fma(-b_q, b_d, b_x), b_r, b_q)
+    b_exact = tl.fma(tl.fma(-b_q, b_d, b_x), b_r, b_q)
+    # The remainder of an infinity is a NaN.
+    return tl.where(b_x < float("inf"), b_exact, b_x)
 
 
 @triton.jit
@@ -91,17 +111,71 @@ def weight(b_x, top, temperature):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def mass(b_w, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Weights up to 1 in fixed point, rounded to the nearest 1 / SCALE."""
-    return (b_w * SCALE + 0.5).to(tl.int64)
+def mass_scale(temperature):  # type: ignore[no-untyped-def]
+    """What `mass` multiplies differences of logits by: log2(e) / temperature, finite."""
+    return tl.minimum(1.4426950408889634 / temperature, 1e300)
+
+
+@triton.jit
+def mass(b_x, top, scale, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """exp((x - top) / temperature) as an integer in units of 2^-BITS, off by two units at most; BITS up to 51.
+
+    2^n p(f), n + f the exponent to base 2 and p a polynomial of degree 10 for 2^f on [-1/2, 1/2] (interpolated at
+    Chebyshev nodes, relative error 8.2e-16), rounded by adding 2^52. Equal logits have equal masses, `top` has 2^BITS.
+    """
+    b_t = tl.maximum((b_x.to(tl.float64) - top.to(tl.float64)) * scale, -64.0)
+    b_shifted = b_t + 6755399441055744.0
+    b_f = b_t - (b_shifted - 6755399441055744.0)
+    b_n = b_shifted.to(tl.int64, bitcast=True).to(tl.int32)
+    b_p = b_f * 7.088237907737494e-09 + 1.0207768355030567e-07
+    b_p = _horner(b_p, b_f, 1.3215364560892335e-06)
+    b_p = _horner(b_p, b_f, 1.5252664252329843e-05)
+    b_p = _horner(b_p, b_f, 0.00015403530564324087)
+    b_p = _horner(b_p, b_f, 0.0013333558212920594)
+    b_p = _horner(b_p, b_f, 0.00961812910754204)
+    b_p = _horner(b_p, b_f, 0.055504108664601044)
+    b_p = _horner(b_p, b_f, 0.24022650695910186)
+    b_p = _horner(b_p, b_f, 0.6931471805599464)
+    b_p = _horner(b_p, b_f, 1.0)
+    b_unit = ((b_n + (1023 + BITS)).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    return (b_p * b_unit + 4503599627370496.0).to(tl.int64, bitcast=True) - 0x4330000000000000
+
+
+@triton.jit
+def _horner(b_p, b_f, c: tl.constexpr):  # type: ignore[no-untyped-def]
+    if _INTERPRETED:
+        return b_p * b_f + c
+    return tl.fma(b_p, b_f, tl.full(b_f.shape, c, tl.float64))
+
+
+@triton.jit
+def _words(seed, position, b_block):  # type: ignore[no-untyped-def]
+    """Philox4x32-10: the four words of each block of four tokens.
+
+    `tl.philox` is the same; a product in 64 bits is one instruction for the halves that it computes apart.
+    """
+    b_0 = b_block.to(tl.uint32)
+    b_1 = tl.zeros_like(b_0) + position.to(tl.uint32)
+    b_2 = tl.zeros_like(b_0)
+    b_3 = tl.zeros_like(b_0)
+    key_0 = seed.to(tl.uint32)
+    key_1 = (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        b_a = b_0.to(tl.uint64) * 0xD2511F53
+        b_b = b_2.to(tl.uint64) * 0xCD9E8D57
+        b_0 = (b_b >> 32).to(tl.uint32) ^ b_1 ^ key_0
+        b_1 = b_b.to(tl.uint32)
+        b_2 = (b_a >> 32).to(tl.uint32) ^ b_3 ^ key_1
+        b_3 = b_a.to(tl.uint32)
+        key_0 += 0x9E3779B9
+        key_1 += 0xBB67AE85
+    return b_0, b_1, b_2, b_3
 
 
 @triton.jit
 def noise(seed, position, o_v):  # type: ignore[no-untyped-def]
     """Exp(1) of each token id, in fp64, by the formula of the reference."""
-    b_block = (o_v >> 2).to(tl.uint32)
-    b_zero = b_block * 0
-    b_0, b_1, b_2, b_3 = tl.philox(seed, b_block, b_zero + position.to(tl.uint32), b_zero, b_zero)
+    b_0, b_1, b_2, b_3 = _words(seed, position, o_v >> 2)
     b_low = tl.where((o_v & 1) == 0, b_0, b_1)
     b_high = tl.where((o_v & 1) == 0, b_2, b_3)
     b_word = tl.where((o_v & 2) == 0, b_low, b_high)
@@ -109,15 +183,23 @@ def noise(seed, position, o_v):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _log2(b_x):  # type: ignore[no-untyped-def]
+    """log2 in fp32, off by 2^-22 at most in (1/2, 2), and by that share elsewhere."""
+    if _INTERPRETED:
+        return tl.log2(b_x)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def log_noise(seed, position, start, BV: tl.constexpr):  # type: ignore[no-untyped-def]
     """log E of the tokens start .. start + BV - 1 (start a multiple of 4) in fp32, off by at most 2e-5."""
-    b_block = ((start >> 2) + tl.arange(0, BV // 4)).to(tl.uint32)
-    b_zero = b_block * 0
-    b_0, b_1, b_2, b_3 = tl.philox(seed, b_block, b_zero + position.to(tl.uint32), b_zero, b_zero)
+    b_0, b_1, b_2, b_3 = _words(seed, position, (start >> 2) + tl.arange(0, BV // 4))
     b_word = tl.reshape(tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3)), [BV]).to(tl.int32, bitcast=True)
     # The distance of the uniform to 0 or to 1, whichever is nearer, keeps its digits in fp32.
     b_upper = b_word < 0
     b_near = (tl.where(b_upper, ~b_word, b_word).to(tl.float32) + 0.5) * 2.0**-32
-    b_e = -tl.log2(tl.where(b_upper, 1.0 - b_near, b_near)) * 0.6931471805599453
+    b_e = _log2(tl.where(b_upper, 1.0 - b_near, b_near)) * -0.6931471805599453
     b_series = b_near * (1.0 + b_near * (0.5 + b_near * 0.3333333333333333))
-    return tl.log2(tl.where(b_upper & (b_near < 0.015625), b_series, b_e)) * 0.6931471805599453
+    return _log2(tl.where(b_upper & (b_near < 0.015625), b_series, b_e)) * 0.6931471805599453

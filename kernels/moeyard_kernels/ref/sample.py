@@ -15,7 +15,6 @@ MAX_BIASES = 2**BIAS_BITS - 1
 IN_PROMPT = 1 << BIAS_BITS
 COUNT_SHIFT = BIAS_BITS + 1
 MAX_COUNT = 2 ** (31 - COUNT_SHIFT) - 1
-LARGEST_LOGIT = 1e300
 
 _LOW = 0xFFFFFFFF
 
@@ -60,12 +59,10 @@ def edit(row: torch.Tensor, words: torch.Tensor, bias: torch.Tensor, penalties: 
     index, count = (words & MAX_BIASES).long(), words >> COUNT_SHIFT
     repetition, frequency, presence = penalties.tolist()
     added = torch.cat((bias.new_zeros(1), bias))[index]
-    x = row + added
+    x = torch.where(added == -torch.inf, added, row + added)
     x = torch.where(words >= IN_PROMPT, torch.where(x > 0, x / repetition, x * repetition), x)
     x = torch.where(count > 0, x - (frequency * count.double() + presence), x)
-    # The CPU sampler's bound: no edit may make an infinity of a finite logit.
-    x = x.clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
-    return torch.where(added == -torch.inf, -torch.inf, x)
+    return x
 
 
 def sample(
