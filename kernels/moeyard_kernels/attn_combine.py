@@ -12,8 +12,9 @@ from moeyard_kernels.decode_plan import DecodeTables
 from moeyard_kernels.decode_tables import UNFUSED, split_span
 from moeyard_kernels.launch import finish, interpreted, new_output
 
-# Splits read at once: loads in flight, no part of the order.
-_AHEAD = 8
+# Splits read at once and columns per program: for loads in flight, no part of the order.
+_AHEAD = 16
+_COLUMNS = 128
 
 
 @triton.jit(
@@ -28,9 +29,12 @@ def _attn_combine_kernel(  # type: ignore[no-untyped-def]
     HAS_LENS: tl.constexpr, BX: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program merges BX rows, counted over p_part [N / M, S, M, D] and p_lse [N / M, S, M]. p_out: [N, D]."""
+    """One program merges BD columns of BX rows, counted over p_part [N / M, S, M, D] and p_lse [N / M, S, M].
+
+    p_out: [N, D]. Grid: (ceil(N / BX), ceil(D / BD)).
+    """
     o_x = tl.program_id(0) * BX + tl.arange(0, BX)
-    o_d, o_s = tl.arange(0, BD), tl.arange(0, BS)
+    o_d, o_s = tl.program_id(1) * BD + tl.arange(0, BD), tl.arange(0, BS)
     m_x, m_d = o_x < N, o_d < D
     if HAS_LENS:
         o_q = tl.arange(0, BQ)
@@ -43,30 +47,39 @@ def _attn_combine_kernel(  # type: ignore[no-untyped-def]
     i_count = tl.max(b_count, 0)
     # Row of split 0; the next split lies M rows on.
     o_row = (o_x // M).to(tl.int64) * S * M + o_x % M
-    b_top = tl.full([BX], float("-inf"), dtype=tl.float32)
+    b_tops = tl.full([BX, BS], float("-inf"), dtype=tl.float32)
     for i_s in tl.range(0, i_count, BS):
         m_s = (i_s + o_s)[None, :] < b_count[:, None]
         b_lse = tl.load(p_lse + o_row[:, None] + (i_s + o_s)[None, :] * M, mask=m_s, other=float("-inf"))
-        b_top = tl.maximum(b_top, tl.max(b_lse, 1))
+        b_tops = tl.maximum(b_tops, b_lse)
+    b_top = tl.max(b_tops, 1)
     b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
     b_sum = tl.zeros([BX], dtype=tl.float32)
     b_acc = tl.zeros([BX, BD], dtype=tl.float32)
     for i_s in tl.range(0, i_count, AHEAD):
+        # All loads before the first use: they are in flight together.
+        b_lses = ()
+        b_parts = ()
         for u in tl.static_range(AHEAD):
             m_s = i_s + u < b_count
             o_part = o_row + (i_s + u) * M
+            m_part = m_s[:, None] & m_d[None, :]
             b_lse = tl.load(p_lse + o_part, mask=m_s, other=float("-inf"))
-            b_part = tl.load(p_part + o_part[:, None] * D + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0)
-            b_w = tl.exp2((b_lse - b_top) * 1.4426950408889634)
+            b_part = tl.load(p_part + o_part[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
+            # Triton has no unpacking.
+            b_lses = b_lses + (b_lse,)  # type: ignore[assignment]  # noqa: RUF005
+            b_parts = b_parts + (b_part,)  # type: ignore[assignment]  # noqa: RUF005
+        for u in tl.static_range(AHEAD):
+            b_w = tl.exp2((b_lses[u] - b_top) * 1.4426950408889634)
             b_sum += b_w
-            b_acc = tl.fma(tl.broadcast_to(b_w[:, None], b_part.shape), b_part, b_acc)
+            b_acc = tl.fma(tl.broadcast_to(b_w[:, None], b_acc.shape), b_parts[u], b_acc)
     m_any = b_sum > 0
     b_sum = tl.where(m_any, b_sum, 1.0)
     b_lse = tl.where(m_any, b_top + tl.log2(b_sum) * 0.6931471805599453, float("-inf"))
     b_acc = b_acc * tl.div_rn(tl.full([BX], 1.0, dtype=tl.float32), b_sum)[:, None]
     p_o = p_out + o_x[:, None].to(tl.int64) * D + o_d[None, :]
     tl.store(p_o, b_acc.to(p_out.dtype.element_ty), mask=m_x[:, None] & m_d[None, :])
-    tl.store(p_out_lse + o_x, b_lse, mask=m_x)
+    tl.store(p_out_lse + o_x, b_lse, mask=m_x & (tl.program_id(1) == 0))
 
 
 def attn_combine(partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,13 +106,15 @@ def _combine(
     out_lse = new_output(count, like=partial)
     # An interpreted program costs the same whatever its tile.
     rows = triton.next_power_of_2(count) if interpreted() else 1
+    columns = triton.next_power_of_2(dim) if interpreted() else min(_COLUMNS, triton.next_power_of_2(dim))
     if out.numel():
-        _attn_combine_kernel[(triton.cdiv(count, rows),)](
+        _attn_combine_kernel[(triton.cdiv(count, rows), triton.cdiv(dim, columns))](
             partial, lse, lse if tables is None else tables.kv_lens, out, out_lse, count, num_splits,
             M=num_rows, Q=num_rows // heads, D=dim, WINDOW=0 if tables is None else tables.window or 0, SPLIT=split,
             HAS_LENS=tables is not None, BX=rows, BQ=triton.next_power_of_2(num_rows // heads),
-            BS=min(32, triton.next_power_of_2(num_splits)), BD=triton.next_power_of_2(dim), AHEAD=_AHEAD,
-            num_warps=4 if dim > 128 else 1, **UNFUSED,
+            BS=min(256, triton.next_power_of_2(num_splits)), BD=columns,
+            AHEAD=min(_AHEAD, triton.next_power_of_2(num_splits)),
+            num_warps=1, **UNFUSED,
         )  # fmt: skip
     rows_out = count // heads
     return finish(out, dtype).view(rows_out, heads, dim), out_lse.view(rows_out, heads)

@@ -131,10 +131,12 @@ def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
 # BM: rows (queries times heads of a group) of a tile. SWAP: keys are the rows of the products, which suits few rows.
 # PER_SM: how many programs a multiprocessor is given.
 CONFIGS = (
-    tuning.config(BM=16, SWAP=1, PER_SM=2, num_warps=4, num_stages=2),
-    tuning.config(BM=16, SWAP=1, PER_SM=2, num_warps=4, num_stages=4),
-    tuning.config(BM=16, SWAP=0, PER_SM=2, num_warps=4, num_stages=3),
-    tuning.config(BM=64, SWAP=0, PER_SM=2, num_warps=4, num_stages=2),
+    tuning.config(BM=16, SWAP=0, PER_SM=4, num_warps=2, num_stages=4),
+    tuning.config(BM=16, SWAP=0, PER_SM=2, num_warps=4, num_stages=5),
+    tuning.config(BM=16, SWAP=1, PER_SM=3, num_warps=4, num_stages=4),
+    tuning.config(BM=16, SWAP=1, PER_SM=2, num_warps=4, num_stages=5),
+    tuning.config(BM=32, SWAP=0, PER_SM=2, num_warps=4, num_stages=4),
+    tuning.config(BM=64, SWAP=0, PER_SM=2, num_warps=4, num_stages=3),
 )
 
 
@@ -150,7 +152,7 @@ def configs_for(rows: int) -> tuple[tuning.Config, ...]:
 
 def default_config(rows: int) -> tuning.Config:
     """The config for shapes that nobody tuned."""
-    return CONFIGS[0 if rows <= 32 else 3]
+    return CONFIGS[0 if rows <= 16 else 4 if rows <= 32 else 5]
 
 
 def gqa_decode(

@@ -28,6 +28,7 @@ from moeyard_kernels.decode_tables import (
     work_ends,
 )
 from moeyard_kernels.launch import check_layout, finish, interpreted, new_output
+from moeyard_kernels.mla_decode_hopper import mla_decode_hopper_kernel
 from moeyard_kernels.rounding import round_to
 
 # Positions per split.
@@ -132,12 +133,15 @@ def _mla_decode_kernel(  # type: ignore[no-untyped-def]
 
 
 # BM: rows (queries times heads) of a tile. SWAP: keys are the rows of the products, which suits few heads. PER_SM: how
-# many programs a multiprocessor is given.
+# many programs a multiprocessor is given. HOPPER: by the kernel of that name, where it can be.
 CONFIGS = (
-    tuning.config(BM=16, SWAP=1, PER_SM=1, num_warps=4, num_stages=2),
-    tuning.config(BM=16, SWAP=0, PER_SM=2, num_warps=4, num_stages=2),
-    tuning.config(BM=32, SWAP=1, PER_SM=1, num_warps=8, num_stages=2),
-    tuning.config(BM=64, SWAP=0, PER_SM=1, num_warps=8, num_stages=2),
+    tuning.config(BM=16, SWAP=0, PER_SM=2, HOPPER=0, num_warps=4, num_stages=2),
+    tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=0, num_warps=4, num_stages=2),
+    tuning.config(BM=64, SWAP=0, PER_SM=1, HOPPER=0, num_warps=8, num_stages=2),
+    tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=1, num_warps=4, num_stages=1),
+    tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=1, num_warps=8, num_stages=1),
+    tuning.config(BM=32, SWAP=1, PER_SM=1, HOPPER=1, num_warps=8, num_stages=1),
+    tuning.config(BM=64, SWAP=0, PER_SM=1, HOPPER=1, num_warps=8, num_stages=1),
 )
 
 
@@ -153,7 +157,7 @@ def configs_for(rows: int) -> tuple[tuning.Config, ...]:
 
 def default_config(rows: int) -> tuning.Config:
     """The config for shapes that nobody tuned."""
-    return CONFIGS[0 if rows <= 16 else 3]
+    return CONFIGS[0 if rows <= 16 else 2]
 
 
 def mla_decode(
@@ -184,16 +188,31 @@ def mla_decode(
     lse = new_output(sequences, splits, rows, like=q_latent, dtype=torch.float32)
     if q_latent.numel():
         work = sequences * splits * triton.cdiv(rows, config["BM"])
-        _mla_decode_kernel[(num_programs(work, q_latent, config["PER_SM"]),)](
+        grid = (num_programs(work, q_latent, config["PER_SM"]),)
+        arguments = (
             q_latent, q_rope, latent_cache, tables.page_table, tables.kv_lens, partial, lse,
             scale * LOG2E, sequences, tables.page_table.shape[1], splits,
-            Q=queries, H=heads, R=rank, D=q_rope.shape[2], PAGE=tables.page_size, WINDOW=tables.window or 0,
-            SPLIT=split, BN=BLOCK, LOG2_BN=BLOCK.bit_length() - 1,
-            BB=triton.next_power_of_2(sequences), BQ=triton.next_power_of_2(queries),
-            BR=max(16, triton.next_power_of_2(rank)), BD=max(16, triton.next_power_of_2(q_rope.shape[2])),
-            BM=config["BM"], SWAP=bool(config["SWAP"]), UPCAST=interpreted(),
-            num_warps=config["num_warps"], num_stages=config["num_stages"], **UNFUSED,
         )  # fmt: skip
+        sizes = {
+            "Q": queries, "H": heads, "R": rank, "D": q_rope.shape[2], "PAGE": tables.page_size,
+            "WINDOW": tables.window or 0, "SPLIT": split, "BN": BLOCK, "LOG2_BN": BLOCK.bit_length() - 1,
+            "BB": triton.next_power_of_2(sequences), "BQ": triton.next_power_of_2(queries),
+            "BM": config["BM"], "SWAP": bool(config["SWAP"]), "num_warps": config["num_warps"], **UNFUSED,
+        }  # fmt: skip
+        if config["HOPPER"] and _suits_hopper(q_latent, q_rope):
+            mla_decode_hopper_kernel[grid](*arguments, **sizes)
+        else:
+            _mla_decode_kernel[grid](
+                *arguments, **sizes, BR=max(16, triton.next_power_of_2(rank)),
+                BD=max(16, triton.next_power_of_2(q_rope.shape[2])), UPCAST=interpreted(),
+                num_stages=config["num_stages"],
+            )  # fmt: skip
     if splits > 1:
         return combine_splits(partial, lse, dtype=q_latent.dtype, heads=heads, tables=tables, split=split)
     return finish(partial, q_latent.dtype).view(q_latent.shape), lse.view(-1, heads)
+
+
+def _suits_hopper(q_latent: torch.Tensor, q_rope: torch.Tensor) -> bool:
+    """Whether `mla_decode_hopper_kernel` can run: on such a GPU, in bf16, with the widths of DeepSeek's models."""
+    fits = q_latent.is_cuda and q_latent.dtype == torch.bfloat16 and (q_latent.shape[2], q_rope.shape[2]) == (512, 64)
+    return fits and torch.cuda.get_device_capability(q_latent.device) == (9, 0)

@@ -113,8 +113,9 @@ def test_configs_agree(count: int, heads: int, rank: int, rope: int, page: int) 
     if not GPU:
         cache = cache.mul(2).round()
         q = (q[0] * 0, q[1] * 0)
-    results = [attend(q, cache, held.tables(lens), config=config) for config in kernel.CONFIGS]
-    for config, result in zip(kernel.CONFIGS, results, strict=True):
+    configs = [config for config in kernel.CONFIGS if GPU or not config["HOPPER"]]
+    results = [attend(q, cache, held.tables(lens), config=config) for config in configs]
+    for config, result in zip(configs, results, strict=True):
         assert_same(result, results[0], str(dict(config)))
 
 
