@@ -11,6 +11,7 @@ row does not see leaves its m, l and acc as they are (alpha = 1, p = 0). So a ro
 keys it sees, never on the tile, the chunk or the batch.
 """
 
+import functools
 import math
 
 import torch
@@ -35,10 +36,10 @@ CONFIGS: tuple[Config, ...] = (
     tuning.config(num_warps=8, num_stages=3, BM=128, TMA=0),
 )
 
-# From so many (tile, head) pairs on a GPU is busy with the larger blocks of rows too.
+# (Tile, head) pairs from which on a class of shapes is called "many".
 _MANY = 512
-# Keys and values of so many bytes stay in an L2 of 50 MB while their tiles are at work.
-_NEAR = 32 << 20
+# Programs that are handed out for some heads before others begin: enough that long ones do not end up last.
+_WAVE = 256
 # What a program may take of a multiprocessor's shared memory, in bytes.
 _SHARED = 224 << 10
 
@@ -59,16 +60,25 @@ def split_dim(dim: int) -> tuple[int, int]:
 
 def shape_class(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> str:
     """What tiles are chosen by."""
-    load = "many" if plan.tiles.shape[0] * q.shape[1] >= _MANY else "few"
-    return f"D{q.shape[2]} V{v.shape[-1]} {'paged' if plan.page_size else 'rows'} {load}"
+    load = "many" if _many(q, plan) else "few"
+    kind = "" if q.dtype == torch.bfloat16 else " fp32"
+    return f"D{q.shape[2]} V{v.shape[-1]} {'paged' if plan.page_size else 'rows'} {load}{kind}"
 
 
-def default_config(*, dim_k: int, dim_v: int, dtype: torch.dtype) -> Config:
+def default_config(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> Config:
     """For shapes that nobody tuned; fp32 runs without tensor cores, in small tiles."""
-    if dtype == torch.float32:
+    if q.dtype == torch.float32:
         return tuning.config(num_warps=4, num_stages=1, BM=32, TMA=0)
-    fits = (_SHARED - 64 * dim_k * 2) // (BLOCK * (dim_k + dim_v) * 2)
-    return tuning.config(num_warps=4, num_stages=max(1, min(3, fits)), BM=64, TMA=1)
+    width = q.shape[2] + v.shape[-1]
+    wide = width > 256 and _many(q, plan)
+    rows = 128 if wide else 64
+    fits = (_SHARED - rows * q.shape[2] * 2) // (BLOCK * width * 2)
+    return tuning.config(num_warps=8 if wide else 4, num_stages=max(1, min(3, fits)), BM=rows, TMA=1)
+
+
+def _many(q: torch.Tensor, plan: PrefillPlan) -> bool:
+    """Whether blocks of 128 rows keep a GPU busy too."""
+    return plan.tiles.shape[0] * q.shape[1] >= _MANY
 
 
 @triton.jit
@@ -144,8 +154,8 @@ def _attn_prefill_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program computes BM queries of one head. Grid: H num_parts, a tile of the plan being PARTS parts.
 
-    Programs run about in the order of their ids: the longest first for `num_near` heads, whose keys the L2 holds, then
-    for the next as many.
+    Programs run about in the order of their ids: for `num_near` heads the longest first, then for as many others, so
+    that the keys in use are few enough for the L2.
     """
     i_pair = tl.program_id(0) % (num_near * num_parts)
     i_h = tl.program_id(0) // (num_near * num_parts) * num_near + i_pair % num_near
@@ -244,9 +254,7 @@ def attn_prefill_varlen(
     if k_rope is not None and (first, second) != (k.shape[-1], k_rope.shape[-1]):
         raise ValueError(f"{OP}: k {list(k.shape)} and k_rope {list(k_rope.shape)}, expected {first} and {second} wide")
     if config is None:
-        default = default_config(dim_k=dim_k, dim_v=dim_v, dtype=q.dtype)
-        stored = q.dtype == torch.bfloat16
-        config = tuning.choose(OP, shape_class(q, v, plan), q, lambda: default) if stored else default
+        config = tuning.choose(OP, shape_class(q, v, plan), q, functools.partial(default_config, q, v, plan))
     parts = TILE // config["BM"]
     num_parts = plan.tiles.shape[0] * parts
     if num_parts * num_heads > launch.MAX_GRID_X:
@@ -270,7 +278,7 @@ def attn_prefill_varlen(
             scale * math.log2(math.e), plan.window or 0, q.stride(0), q.stride(1),
             keys.row, keys.head, rope.row, rope.head, values.row, values.head,
             k.shape[1] if paged else 0, plan.page_table.shape[1] if plan.page_table is not None else 0,
-            num_heads, _near(num_kv_heads, plan.num_keys * (dim_k + dim_v) * 2) * group, num_parts,
+            num_heads, _near(num_kv_heads, group * num_parts) * group, num_parts,
             GROUP=group, D1=first, D2=second, DV=dim_v, BM=config["BM"], BN=BLOCK, PARTS=parts,
             PAGE=plan.page_size, WINDOW=plan.window is not None, TMA=tma, LSE=return_lse,
             WIDE=launch.interpreted() and q.dtype == torch.bfloat16, STAGES=config["num_stages"],
@@ -280,9 +288,10 @@ def attn_prefill_varlen(
     return (out, lse) if return_lse else out
 
 
-def _near(num_kv_heads: int, num_bytes: int) -> int:
-    """How many key heads, each of so many bytes, are worked on at a time: a divisor of all."""
-    return next((n for n in range(num_kv_heads, 1, -1) if num_kv_heads % n == 0 and n * num_bytes <= _NEAR), 1)
+def _near(num_kv_heads: int, programs: int) -> int:
+    """How many key heads, each with so many programs, are worked on at a time: the fewest that make up a wave."""
+    fits = (n for n in range(1, num_kv_heads) if num_kv_heads % n == 0 and n * programs >= _WAVE)
+    return next(fits, num_kv_heads)
 
 
 class _Rows:

@@ -228,6 +228,15 @@ def test_reference_is_each_chunk_alone() -> None:
         torch.testing.assert_close(out[1][at].double(), lse, rtol=1e-5, atol=1e-5)
 
 
+def test_the_order_of_heads_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = make_prompt(140, (4, 2, 32, 32), torch.bfloat16)
+    whole = run_chunks(prompt, [140])
+    assert triton_kernel._near(2, 4) == 2
+    monkeypatch.setattr(triton_kernel, "_WAVE", 1)
+    assert triton_kernel._near(2, 4) == 1
+    assert_same(run_chunks(prompt, [140]), whole, "one key head at a time")
+
+
 def test_large_scores_and_equal_ones() -> None:
     prompt = make_prompt(150, GQA, torch.float32)
     spiky = Prompt(prompt.q * 30, prompt.k * 30, prompt.v)
