@@ -30,6 +30,7 @@ OP = "attn_prefill"
 # Two programs of 64 rows share a multiprocessor and fill each other's gaps; one of 128 rows reads keys half as often.
 CONFIGS: tuple[Config, ...] = (
     tuning.config(num_warps=4, num_stages=3, BM=64, TMA=1),
+    tuning.config(num_warps=4, num_stages=2, BM=64, TMA=1),
     tuning.config(num_warps=4, num_stages=2, BM=128, TMA=1),
     tuning.config(num_warps=4, num_stages=3, BM=64, TMA=0),
     tuning.config(num_warps=8, num_stages=3, BM=128, TMA=1),
@@ -229,7 +230,7 @@ def _attn_prefill_kernel(  # type: ignore[no-untyped-def]
         p_block = p_out + o_out[:, None] + tl.arange(0, DV)[None, :]
         tl.store(p_block, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None])
         if LSE:
-            b_lse = (b_m * c + tl.log2(b_l)) * 0.6931471805599453
+            b_lse = tl.fma(b_m, tl.full(b_m.shape, c, tl.float32), tl.log2(b_l)) * 0.6931471805599453
             tl.store(p_lse + (i_q + o_m).to(tl.int64) * H + i_h, b_lse, mask=m_m)
 
 
