@@ -18,45 +18,39 @@ ONE_LAUNCH = 1024
 # Pairs per row of the table of counts when there are more.
 _CHUNK = 512
 # Pairs placed by one program, of few and of many.
-_BP = 32
+_BP = 8
 _BP_MANY = 128
 
 
 @triton.jit
-def _slots(p_ids, b_table, o_p, m_p):  # type: ignore[no-untyped-def]
-    """Slot of each pair by the table of all experts (which is read at the same time as the ids), -1 if not here."""
-    b_id = tl.load(p_ids + o_p, mask=m_p, other=0).to(tl.int32)
-    return tl.where(m_p, tl.gather(b_table, b_id, 0), -1)
+def _slots(p_ids, p_slot_of_expert, o_p, m_p):  # type: ignore[no-untyped-def]
+    """Slot of each pair, -1 where its expert is not here."""
+    b_id = tl.load(p_ids + o_p, mask=m_p, other=0)
+    return tl.load(p_slot_of_expert + b_id, mask=m_p, other=-1)
 
 
 @triton.jit(do_not_specialize=["P"])
-def _count_kernel(  # type: ignore[no-untyped-def]
-    p_ids, p_slot_of_expert, p_table, P, E, BC: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr
-):
+def _count_kernel(p_ids, p_slot_of_expert, p_table, P, BC: tl.constexpr, BS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Count the slots of one chunk of pairs: p_table [ceil(P / BC), BS]. Grid: (ceil(P / BC),)."""
     i_c = tl.program_id(0)
     o_p = i_c * BC + tl.arange(0, BC)
-    o_e = tl.arange(0, BE)
-    b_slot = _slots(p_ids, tl.load(p_slot_of_expert + o_e, mask=o_e < E, other=-1), o_p, o_p < P)  # [BC]
+    b_slot = _slots(p_ids, p_slot_of_expert, o_p, o_p < P)  # [BC]
     b_count = tl.histogram(tl.maximum(b_slot, 0), BS, mask=b_slot >= 0)  # [BS]
     tl.store(p_table + i_c * BS + tl.arange(0, BS), b_count)
 
 
 @triton.jit(do_not_specialize=["P", "CHUNKS"])
 def _place_kernel(  # type: ignore[no-untyped-def]
-    p_ids, p_slot_of_expert, p_table, p_counts, p_pairs, p_slot_of_block, p_num_blocks, P, E, S, CHUNKS,
-    ONE: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
-    BR: tl.constexpr,
+    p_ids, p_slot_of_expert, p_table, p_counts, p_pairs, p_slot_of_block, p_num_blocks, P, S, CHUNKS,
+    ONE: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Place BP pairs. Grid: (ceil(P / BP),). BC pairs a chunk (all of them if ONE), BE >= E experts, BS >= S slots."""
+    """Place BP pairs. Grid: (ceil(P / BP),). BC pairs a chunk (all of them if ONE), BS >= S slots, BT table rows."""
     i_p = tl.program_id(0)
     o_p = i_p * BP + tl.arange(0, BP)
     o_c = i_p * BP // BC * BC + tl.arange(0, BC)
-    o_e = tl.arange(0, BE)
     o_s = tl.arange(0, BS)
-    b_slot_of_expert = tl.load(p_slot_of_expert + o_e, mask=o_e < E, other=-1)
-    b_slot = _slots(p_ids, b_slot_of_expert, o_p, o_p < P)  # [BP]
-    b_others = _slots(p_ids, b_slot_of_expert, o_c, o_c < P)  # [BC]
+    b_slot = _slots(p_ids, p_slot_of_expert, o_p, o_p < P)  # [BP]
+    b_others = _slots(p_ids, p_slot_of_expert, o_c, o_c < P)  # [BC]
     if ONE:
         b_count = tl.histogram(tl.maximum(b_others, 0), BS, mask=b_others >= 0)  # [BS]
         b_before = tl.zeros([BS], dtype=tl.int32)
@@ -103,16 +97,15 @@ def expert_layout(
     counts, pairs, slot_of_block, num_blocks = (new(n, dtype=torch.int32, device=topk_ids.device) for n in sizes)
     if num_pairs:
         one = num_pairs <= ONE_LAUNCH
-        experts = slot_of_expert.shape[0]
-        be, bs = (max(32, triton.next_power_of_2(n)) for n in (experts, num_slots))
-        bc, bp = (max(_BP, triton.next_power_of_2(num_pairs)), _BP) if one else (_CHUNK, _BP_MANY)
+        bs = max(32, triton.next_power_of_2(num_slots))
+        bc, bp = (max(32, triton.next_power_of_2(num_pairs)), _BP) if one else (_CHUNK, _BP_MANY)
         chunks = triton.cdiv(num_pairs, bc)
         table = counts if one else torch.empty(chunks, bs, dtype=torch.int32, device=topk_ids.device)
         if not one:
-            _count_kernel[(chunks,)](topk_ids, slot_of_expert, table, num_pairs, experts, BC=bc, BE=be, BS=bs)
+            _count_kernel[(chunks,)](topk_ids, slot_of_expert, table, num_pairs, BC=bc, BS=bs)
         _place_kernel[(triton.cdiv(num_pairs, bp),)](
-            topk_ids, slot_of_expert, table, counts, pairs, slot_of_block, num_blocks, num_pairs, experts,
-            num_slots, chunks, ONE=one, BC=bc, BP=bp, BE=be, BS=bs, BT=max(1, 4096 // bs), BR=block_rows,
+            topk_ids, slot_of_expert, table, counts, pairs, slot_of_block, num_blocks, num_pairs,
+            num_slots, chunks, ONE=one, BC=bc, BP=bp, BS=bs, BT=max(1, 4096 // bs), BR=block_rows,
         )  # fmt: skip
     return ExpertLayout(
         block_rows=block_rows,

@@ -48,9 +48,13 @@ class Experts:
         )
 
     def run(
-        self, block_rows: int = 16, config: triton_kernel.Config | None = None, rows: slice = slice(None)
+        self,
+        block_rows: int = 16,
+        rows: slice = slice(None),
+        gate_up: triton_kernel.Config | None = None,
+        down: triton_kernel.Config | None = None,
     ) -> torch.Tensor:
-        """[T, K, H] of the tokens in `rows`; NaN where no expert is here."""
+        """[T, K, H] of the tokens in `rows`; NaN where no expert is here. gate_up, down: configs of the launches."""
         topk_ids = self.topk_ids[rows].contiguous()
         layout = layout_kernel.expert_layout(
             topk_ids, self.slot_of_expert, num_slots=len(self.gate_up), block_rows=block_rows
@@ -58,10 +62,18 @@ class Experts:
         x = self.x[rows].contiguous()
         out = torch.full((topk_ids.numel(), x.shape[1]), float("nan"), dtype=x.dtype, device=DEVICE)
         y = triton_kernel.grouped_gemm(
-            x, self.gate_up, self.down, layout, top_k=self.top_k, out=out, configs=(config, config)
+            x, self.gate_up, self.down, layout, top_k=self.top_k, out=out, configs=(gate_up, down)
         )
         assert y is out
         return y.view(*topk_ids.shape, x.shape[1])
+
+    def assert_any_tile(self, block_rows: int, whole: torch.Tensor) -> None:
+        for config in triton_kernel.candidates("gate_up", block_rows, self.x.dtype):
+            y = self.run(block_rows, gate_up=config)
+            assert torch.equal(bits(y), bits(whole)), f"gate_up, blocks of {block_rows}, {dict(config)}"
+        for config in triton_kernel.candidates("down", block_rows, self.x.dtype):
+            y = self.run(block_rows, down=config)
+            assert torch.equal(bits(y), bits(whole)), f"down, blocks of {block_rows}, {dict(config)}"
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -73,8 +85,6 @@ def relative_error(y: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-BF16_CONFIGS = (*triton_kernel.CONFIGS, *triton_kernel.WIDE_CONFIGS)
-CONFIGS = {torch.bfloat16: BF16_CONFIGS, torch.float32: triton_kernel.FP32_CONFIGS}
 
 
 @DTYPES
@@ -104,9 +114,9 @@ def test_against_float64_and_the_reference(T: int, K: int, E: int, H: int, I: in
 def test_any_tile_and_block_size(kind: str, dtype: torch.dtype) -> None:
     case = Experts(7, 2, 3, 48, 40, dtype=dtype, exact=kind == "exact")
     whole = case.run()
-    for config in CONFIGS[dtype]:
-        assert torch.equal(bits(case.run(config=config)), bits(whole)), f"{dict(config)}"
-    for block_rows in (32, 64, 128):
+    for block_rows in (16, 128):
+        case.assert_any_tile(block_rows, whole)
+    for block_rows in (32, 64):
         assert torch.equal(bits(case.run(block_rows)), bits(whole)), f"blocks of {block_rows}"
 
 
@@ -136,11 +146,13 @@ def test_neighbours_slots_and_masks_do_not_show(kind: str, dtype: torch.dtype) -
 
 @DTYPES
 def test_all_to_one_expert(dtype: torch.dtype) -> None:
-    case = Experts(40, 1, 3, 24, 16, dtype=dtype, exact=True)
+    case = Experts(70, 1, 3, 24, 16, dtype=dtype, exact=True)
     case.topk_ids[:] = 1
     whole = case.run()
-    assert torch.equal(bits(case.run(rows=slice(39, 40))), bits(whole[39:]))
-    assert torch.equal(bits(case.run(32)), bits(whole))
+    assert torch.equal(bits(case.run(rows=slice(69, 70))), bits(whole[69:]))
+    # One block and a bit of 64 rows; of 128 more than half.
+    assert torch.equal(bits(case.run(64)), bits(whole))
+    assert torch.equal(bits(case.run(128)), bits(whole))
 
 
 @DTYPES
@@ -186,9 +198,11 @@ def sequential(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def test_real_shapes_equal_the_chain_per_expert(T: int, K: int, E: int, H: int, I: int) -> None:  # noqa: E741
     case = Experts(T, K, E, H, I, dtype=torch.bfloat16, exact=False)
     whole = case.run(64)
-    for config in BF16_CONFIGS:
-        assert torch.equal(bits(case.run(config=config)), bits(whole)), f"{dict(config)}"
-    assert torch.equal(bits(case.run(128)), bits(whole))
+    for block_rows in (16, 32, 128):
+        assert torch.equal(bits(case.run(block_rows)), bits(whole)), f"blocks of {block_rows}"
+        # Each compiles about 20 kernels; the other shapes trust that.
+        if I == 768 and block_rows != 32:
+            case.assert_any_tile(block_rows, whole)
     for t in (0, T // 2, T - 1):
         assert torch.equal(bits(case.run(rows=slice(t, t + 1))), bits(whole[t : t + 1]))
     for e in case.topk_ids.unique()[:8].tolist():

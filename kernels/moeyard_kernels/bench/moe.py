@@ -138,7 +138,7 @@ def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torc
             num_flops=step_flops[step],
             variants=[
                 (config, lambda step=step, config=config: launch(step, config))  # type: ignore[misc]
-                for config in grouped_gemm.candidates(layout.block_rows)
+                for config in grouped_gemm.candidates(step, layout.block_rows, x.dtype)
             ],
             tune_key=("grouped_gemm", name),
         )

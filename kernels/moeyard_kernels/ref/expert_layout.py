@@ -31,8 +31,14 @@ def max_blocks(num_pairs: int, num_slots: int, block_rows: int) -> int:
 
 
 def expert_block_rows(num_pairs: int, num_slots: int) -> int:
-    """The rows per block that suit so many pairs: few enough to waste little, enough to read weights seldom."""
-    return 16 if num_pairs <= 16 * num_slots else 64 if num_pairs <= 192 * num_slots else 128
+    """The rows per block that run fastest with so many pairs (those expected here) over so many slots.
+
+    Small blocks waste little of a tensor core's work, large ones read the weights seldom. Measured on an H200 with 128
+    experts of Qwen3-30B-A3B at 1 to 32 tokens per expert and block sizes of 16 to 128: the fastest or within 2 % of it.
+    """
+    if num_pairs <= 10 * num_slots:
+        return 16
+    return 64 if num_pairs <= 48 * num_slots else 128
 
 
 def expert_layout(
