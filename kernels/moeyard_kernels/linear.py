@@ -4,7 +4,9 @@ One fp32 accumulator per output, K ascending: the bits are the same for every ti
 the product (SWAP: the weight's rows fill the tensor cores' rows, so that few rows of x waste none of them), and whether
 threads copy or the tensor memory accelerator (TMA) does. So the kernel and its tile are chosen by shape alone:
 - `_tiles_kernel`: one output tile per program, any shape and alignment; few rows are a matter of bandwidth;
-- `_stream_kernel`: persistent programs with tensor descriptors, for many rows.
+- `_stream_kernel`: persistent programs with tensor descriptors, for many rows, dealt out by `linear_schedule`.
+Measured on an H200 and left out: K in parts (another formula for every row; many rows would pay with a second
+accumulator), programmatic dependent launch (no gain), Triton 3.6's warp specialization (slower, and wrong at depth).
 """
 
 from typing import Any
@@ -15,83 +17,130 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeyard_kernels import launch, tuning
+from moeyard_kernels.linear_schedule import Schedule, schedule, tile_cycles
 from moeyard_kernels.tuning import Config, config
 
 OP = "linear"
 
 
-def _tiles(BM: int, BN: int, BK: int, *, num_warps: int, num_stages: int, SWAP: int = 0, GROUP: int = 8) -> Config:
+def _tiles(BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 4, SWAP: int = 1, GROUP: int = 8) -> Config:
     return config(BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=GROUP, TMA=0, num_warps=num_warps, num_stages=num_stages)
 
 
-def _stream(BM: int, BN: int, BK: int, *, num_warps: int, num_stages: int, GROUP: int = 8) -> Config:
-    return config(BM=BM, BN=BN, BK=BK, SWAP=0, GROUP=GROUP, TMA=1, num_warps=num_warps, num_stages=num_stages)
+def _stream(
+    BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 8, SWAP: int = 0, PER_SM: int = 1, GROUP: int = 8,
+    BMT: int = 0, BNT: int = 0, SWAP_T: int = 0,
+) -> Config:  # fmt: skip
+    return config(
+        BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=GROUP, TMA=1, PER_SM=PER_SM, BMT=BMT, BNT=BNT, SWAP_T=SWAP_T,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
 
 
 _SKINNY = (
-    _tiles(16, 16, 256, num_warps=2, num_stages=6),
-    _tiles(16, 32, 128, num_warps=4, num_stages=6),
-    _tiles(16, 64, 128, num_warps=4, num_stages=5, SWAP=1),
-    _tiles(32, 64, 128, num_warps=4, num_stages=5, SWAP=1),
-    _tiles(64, 64, 128, num_warps=4, num_stages=4, SWAP=1),
-    _tiles(64, 128, 64, num_warps=4, num_stages=4, SWAP=1),
+    _tiles(16, 64, 128, num_stages=6),
+    _tiles(16, 64, 64, num_stages=8),
+    _tiles(16, 128, 64, num_stages=6),
+    _tiles(32, 64, 128, num_stages=5),
+    _tiles(32, 128, 64, num_stages=5),
+    _tiles(64, 64, 128, num_stages=5),
+    _tiles(64, 64, 64, num_stages=8),
+    _tiles(64, 128, 64, num_stages=6),
+    _stream(16, 64, 256, num_stages=5, num_warps=4, SWAP=1),
+    _stream(16, 128, 128, num_stages=5, num_warps=4, SWAP=1),
+    _stream(32, 64, 128, num_stages=7, num_warps=4, SWAP=1),
+    _stream(32, 128, 128, num_stages=4, num_warps=4, SWAP=1),
+    _stream(64, 16, 256, num_stages=5, num_warps=4),
+    _stream(64, 64, 128, num_stages=6, num_warps=4, SWAP=1),
+    _stream(64, 128, 128, num_stages=4, num_warps=4, SWAP=1),
 )
 _WIDE = (
-    _tiles(128, 128, 64, num_warps=4, num_stages=3),
-    _tiles(128, 256, 64, num_warps=8, num_stages=3),
-    _stream(128, 128, 64, num_warps=4, num_stages=3),
-    _stream(128, 256, 64, num_warps=8, num_stages=3),
+    _stream(128, 256, 64, num_stages=4),
+    _stream(128, 256, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=1),
+    _stream(128, 256, 64, num_stages=4, BMT=128, BNT=64),
+    _stream(128, 128, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=1),
+    _stream(128, 128, 64, num_stages=6),
+    _stream(128, 64, 64, num_stages=4, num_warps=4, PER_SM=2),
+    _stream(64, 64, 64, num_stages=6, num_warps=4, PER_SM=2),
+    _tiles(128, 128, 64, num_stages=3, SWAP=0),
 )
-# fp32 runs on the plain cores, which is slow however it is cut: two tiles, for few rows and for many.
-FP32_CONFIGS = (_tiles(16, 32, 32, num_warps=4, num_stages=2), _tiles(64, 64, 32, num_warps=8, num_stages=2))
+# fp32 runs on the plain cores, which is slow however it is cut: one tile for few rows, one for many.
+FP32_CONFIGS = (_tiles(16, 32, 32, num_stages=2, SWAP=0), _tiles(64, 64, 32, num_warps=8, num_stages=2, SWAP=0))
 CONFIGS: tuple[Config, ...] = (*_SKINNY, *_WIDE, *FP32_CONFIGS)
 
-_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+# Counts of rows that get a config of their own.
+_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def shape_class(num_rows: int, num_out: int, dim: int) -> str:
-    """The class that configs are stored under: rows rounded up to one of a few counts, at most 4096."""
+    """The class that configs are stored under: rows rounded up to one of a few counts, at most 8192."""
     rows = next((r for r in _ROWS if num_rows <= r), _ROWS[-1])
     return f"M{rows} N{num_out} K{dim}"
+
+
+def configs_for(num_rows: int) -> tuple[Config, ...]:
+    """The configs worth trying for that many rows, in bf16."""
+    if num_rows > 64:
+        return _WIDE
+    return tuple(
+        c for c in _SKINNY if c["BM"] >= num_rows and (c["BM"] == 64 or num_rows > c["BM"] // 2 or num_rows <= 16)
+    )
 
 
 def default_config(num_rows: int, num_out: int, dim: int) -> Config:
     """The config of bf16 shapes that nobody tuned."""
     if num_rows <= 64:
-        return _SKINNY[1] if num_rows <= 16 else _SKINNY[4]
-    return _WIDE[0] if dim % 8 else _WIDE[3]
+        return _SKINNY[0 if num_rows <= 16 else 3 if num_rows <= 32 else 5]
+    # Tiles as large as still give a program to every multiprocessor of an H200.
+    columns = -(-num_out // 256)
+    if -(-num_rows // 128) * columns >= 128:
+        return _WIDE[1]
+    return _WIDE[5] if num_rows > 128 or columns > 64 else _WIDE[6]
+
+
+@triton.jit
+def _place(i_tile, tiles_m, tiles_n, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Row and column of a tile: rows fastest, in groups of GROUP, so that the tiles at work share their operands."""
+    i_group = i_tile // (GROUP * tiles_n)
+    rows_here = tl.minimum(tiles_m - i_group * GROUP, GROUP)
+    i_in = i_tile % (GROUP * tiles_n)
+    return i_group * GROUP + i_in % rows_here, i_in // rows_here
+
+
+@triton.jit
+def _product(b_x, b_w, b_acc, SWAP: tl.constexpr, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """b_acc + b_x @ b_w.T, or its transpose."""
+    if UPCAST:
+        b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
+    if SWAP:
+        b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
+    else:
+        b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
+    return b_acc
+
+
+@triton.jit
+def _store(b_acc, p_y, p_bias, o_m, o_n, M, N, SWAP: tl.constexpr, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    if SWAP:
+        b_acc = tl.trans(b_acc)
+    if HAS_BIAS:
+        b_acc += tl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
+    p_by = p_y + o_m.to(tl.int64)[:, None] * N + o_n[None, :]
+    tl.store(p_by, b_acc.to(p_y.dtype.element_ty), mask=(o_m[:, None] < M) & (o_n[None, :] < N))
 
 
 @triton.jit(do_not_specialize=["M"])
 def _tiles_kernel(  # type: ignore[no-untyped-def]
-    p_x,
-    p_wa,
-    p_wb,
-    p_bias,
-    p_ya,
-    p_yb,
-    M,
-    NA,
-    NB,
-    K,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    SWAP: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PAIR: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """One tile [BM, BN] of x [M, K] @ wa [NA, K].T, or of wb's after wa's. Grid: tiles, rows fastest in a group."""
-    tiles_m = tl.cdiv(M, BM)
+    p_x, p_wa, p_wb, p_bias, p_ya, p_yb, M, NA, NB, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PAIR: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One tile [BM, BN] of x [M, K] @ wa [NA, K].T, or of wb's after wa's. GROUP 0: there is one row of tiles."""
     tiles_a = tl.cdiv(NA, BN)
-    tiles_n = tiles_a + tl.cdiv(NB, BN)
-    i_group = tl.program_id(0) // (GROUP * tiles_n)
-    rows_here = tl.minimum(tiles_m - i_group * GROUP, GROUP)
-    i_m = i_group * GROUP + tl.program_id(0) % (GROUP * tiles_n) % rows_here
-    i_n = tl.program_id(0) % (GROUP * tiles_n) // rows_here
+    if GROUP == 0:
+        i_m, i_n = 0, tl.program_id(0)
+    else:
+        i_m, i_n = _place(tl.program_id(0), tl.cdiv(M, BM), tiles_a + tl.cdiv(NB, BN), GROUP)
     p_w, p_y, N = p_wa, p_ya, NA
     if PAIR:
         second = i_n >= tiles_a
@@ -108,95 +157,105 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     b_acc = tl.zeros([BN, BM] if SWAP else [BM, BN], dtype=tl.float32)
     for k in range(0, K, BK):
         if EVEN_K:
-            b_x = tl.load(p_bx, mask=m_m, other=0.0)
             b_w = tl.load(p_bw, eviction_policy="evict_first")
+            b_x = tl.load(p_bx, mask=m_m, other=0.0)
         else:
-            b_x = tl.load(p_bx, mask=m_m & (o_k[None, :] < K - k), other=0.0)
             b_w = tl.load(p_bw, mask=o_k[None, :] < K - k, other=0.0)
-        if UPCAST:
-            b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
-        if SWAP:
-            b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
-        else:
-            b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
+            b_x = tl.load(p_bx, mask=m_m & (o_k[None, :] < K - k), other=0.0)
+        b_acc = _product(b_x, b_w, b_acc, SWAP, UPCAST)
         p_bx += BK
         p_bw += BK
-    if SWAP:
-        b_acc = tl.trans(b_acc)
-    if HAS_BIAS:
-        b_acc += tl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
-    p_by = p_y + o_m.to(tl.int64)[:, None] * N + o_n[None, :]
-    tl.store(p_by, b_acc.to(p_ya.dtype.element_ty), mask=m_m & (o_n[None, :] < N))
+    _store(b_acc, p_y, p_bias, o_m, o_n, M, N, SWAP, HAS_BIAS)
 
 
 @triton.jit
-def _product(d_x, d_w, i_m, i_n, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 [BM, BN]: tile (i_m, i_n) of x @ w.T."""
-    b_acc = tl.zeros([BM, BN], dtype=tl.float32)
-    for k in range(0, K, BK):
-        b_x = d_x.load([i_m * BM, k])
-        b_w = d_w.load([i_n * BN, k])
-        if UPCAST:
-            b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
-        b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
-    return b_acc
+def _stream_tiles(  # type: ignore[no-untyped-def]
+    d_x, d_w, p_bias, p_y, num_early, i_early, stride_early, i_late, num_tiles, n_first, n_end, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """`num_tiles` tiles of columns [n_first, n_end) of x @ w.T: every stride_early-th, then every num_programs-th."""
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(n_end - n_first, BN)
+    for j in tl.range(0, num_tiles, flatten=True):
+        i_tile = tl.where(j < num_early, i_early + stride_early * j, i_late + tl.num_programs(0) * (j - num_early))
+        i_m, i_n = _place(i_tile, tiles_m, tiles_n, GROUP)
+        o_m, o_n = i_m * BM, n_first + i_n * BN
+        b_acc = tl.zeros([BN, BM] if SWAP else [BM, BN], dtype=tl.float32)
+        for k in range(0, K, BK):
+            b_acc = _product(d_x.load([o_m, k]), d_w.load([o_n, k]), b_acc, SWAP, UPCAST)
+        _store(b_acc, p_y, p_bias, o_m + tl.arange(0, BM), o_n + tl.arange(0, BN), M, N, SWAP, HAS_BIAS)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "CUT", "REPEAT"])
 def _stream_kernel(  # type: ignore[no-untyped-def]
-    d_x,
-    d_wa,
-    d_wb,
-    p_bias,
-    p_ya,
-    p_yb,
-    M,
-    NA,
-    NB,
-    K,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PAIR: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Tiles program_id, + num_programs, ... of the same grid of tiles as `_tiles_kernel`."""
-    tiles_m = tl.cdiv(M, BM)
-    tiles_a = tl.cdiv(NA, BN)
-    tiles_n = tiles_a + tl.cdiv(NB, BN)
-    for i_tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=not PAIR):
-        i_group = i_tile // (GROUP * tiles_n)
-        rows_here = tl.minimum(tiles_m - i_group * GROUP, GROUP)
-        i_m = i_group * GROUP + i_tile % (GROUP * tiles_n) % rows_here
-        i_n = i_tile % (GROUP * tiles_n) // rows_here
-        p_y, N = p_ya, NA
-        if PAIR:
-            if i_n < tiles_a:
-                b_acc = _product(d_x, d_wa, i_m, i_n, K, BM, BN, BK, UPCAST)
-            else:
-                i_n -= tiles_a
-                p_y, N = p_yb, NB
-                b_acc = _product(d_x, d_wb, i_m, i_n, K, BM, BN, BK, UPCAST)
-        else:
-            b_acc = _product(d_x, d_wa, i_m, i_n, K, BM, BN, BK, UPCAST)
-        o_m = i_m * BM + tl.arange(0, BM)
-        o_n = i_n * BN + tl.arange(0, BN)
-        if HAS_BIAS:
-            b_acc += tl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
-        p_by = p_y + o_m.to(tl.int64)[:, None] * N + o_n[None, :]
-        tl.store(p_by, b_acc.to(p_ya.dtype.element_ty), mask=(o_m[:, None] < M) & (o_n[None, :] < N))
+    d_x, d_wa, d_wb, d_xt, d_wt, p_bias, p_ya, p_yb, M, NA, NB, K, CUT, REPEAT,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
+    BMT: tl.constexpr, BNT: tl.constexpr, SWAP_T: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PAIR: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Columns below CUT of x [M, K] @ wa [NA, K].T in tiles [BM, BN], the others in tiles [BMT, BNT]; wb's after wa's.
+
+    Programs that had a tile less than others take REPEAT of the tail tiles ahead of the rest. CUT is NA or a multiple
+    of BN, and NA where there are two weights.
+    """
+    i_program, programs = tl.program_id(0), tl.num_programs(0)
+    tiles_a = tl.cdiv(M, BM) * tl.cdiv(CUT, BN)
+    num_main = tl.cdiv(tl.maximum(tiles_a - i_program, 0), programs)
+    _stream_tiles(
+        d_x, d_wa, p_bias, p_ya, 0, 0, 0, i_program, num_main, 0, CUT, M, NA, K,
+        BM, BN, BK, GROUP, SWAP, HAS_BIAS, UPCAST,
+    )  # fmt: skip
+    if PAIR:
+        i_first = i_program + num_main * programs - tiles_a
+        num_second = tl.cdiv(tl.maximum(tl.cdiv(M, BM) * tl.cdiv(NB, BN) - i_first, 0), programs)
+        _stream_tiles(
+            d_x, d_wb, p_bias, p_yb, 0, 0, 0, i_first, num_second, 0, NB, M, NB, K,
+            BM, BN, BK, GROUP, SWAP, HAS_BIAS, UPCAST,
+        )  # fmt: skip
+    elif BNT:
+        tails = tl.cdiv(M, BMT) * tl.cdiv(NA - CUT, BNT)
+        idle = programs - tiles_a % programs
+        i_early = i_program - (programs - idle)
+        num_early = tl.where(i_early >= 0, tl.minimum(tl.cdiv(tl.maximum(tails - i_early, 0), idle), REPEAT), 0)
+        i_late = idle * REPEAT + i_program
+        num_tails = num_early + tl.cdiv(tl.maximum(tails - i_late, 0), programs)
+        _stream_tiles(
+            d_xt, d_wt, p_bias, p_ya, num_early, i_early, idle, i_late, num_tails, CUT, NA, M, NA, K,
+            BMT, BNT, BK, GROUP, SWAP_T, HAS_BIAS, UPCAST,
+        )  # fmt: skip
 
 
 def _num_programs(x: torch.Tensor) -> int:
     """How many persistent programs fill the device; few in the interpreter, where programs cost time."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
 
 
 def _fits_stream(*tensors: torch.Tensor) -> bool:
     """Whether tensor descriptors can describe these matrices: rows and base at multiples of 16 bytes, no empty ones."""
     return all(t.numel() and t.data_ptr() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in tensors)
+
+
+def _schedule(chosen: Config, num_rows: int, num_out: int, programs: int) -> Schedule:
+    main, tail = (chosen["BM"], chosen["BN"]), (chosen["BMT"], chosen["BNT"])
+    cost = tile_cycles(*(tail[::-1] if chosen["SWAP_T"] else tail)) / tile_cycles(*main)
+    return schedule(num_rows, num_out, main=main, tail=tail, tail_cost=cost, programs=programs)
+
+
+def _launch_stream(
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Config, tiles: int, rest: tuple[Any, ...], flags: Any
+) -> None:
+    bk, num_out, pair = chosen["BK"], weights[0].shape[0], len(weights) == 2
+    programs = chosen["PER_SM"] * _num_programs(x)
+    tail = (chosen["BMT"], chosen["BNT"]) if chosen["BNT"] and not pair else (chosen["BM"], chosen["BN"])
+    if chosen["BNT"] and not pair:
+        plan = _schedule(chosen, x.shape[0], num_out, programs)
+    else:
+        plan, programs = Schedule(num_out, 0), min(tiles, programs)
+    d_x, d_xt = (TensorDescriptor.from_tensor(x, [bm, bk]) for bm in (chosen["BM"], tail[0]))
+    d_wa, d_wb = (TensorDescriptor.from_tensor(weight, [chosen["BN"], bk]) for weight in (weights[0], weights[-1]))
+    d_wt = TensorDescriptor.from_tensor(weights[0], [tail[1], bk])
+    tails = {name: chosen[name] if chosen["BNT"] and not pair else 0 for name in ("BMT", "BNT", "SWAP_T")}
+    _stream_kernel[(programs,)](d_x, d_wa, d_wb, d_xt, d_wt, *rest, plan.cut, plan.repeat, **tails, **flags)
 
 
 def _choose(x: torch.Tensor, num_out: int) -> Config:
@@ -217,28 +276,22 @@ def _run(
     outs = tuple(launch.new_output(num_rows, n, like=x) for n in num_out)
     if num_rows == 0 or not any(num_out):
         return tuple(launch.finish(out, x.dtype) for out in outs)
-    if chosen is None:
-        chosen = _choose(x, sum(num_out))
+    chosen = chosen or _choose(x, sum(num_out))
     if chosen["TMA"] and not _fits_stream(x, *weights):
-        chosen = _WIDE[0]
-    bm, bn, bk = chosen["BM"], chosen["BN"], chosen["BK"]
-    tiles = triton.cdiv(num_rows, bm) * sum(triton.cdiv(n, bn) for n in num_out)
+        chosen = _WIDE[-1]
+    rows = triton.cdiv(num_rows, chosen["BM"])
+    tiles = rows * sum(triton.cdiv(n, chosen["BN"]) for n in num_out)
     if tiles > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: x {list(x.shape)} and weights of {num_out} rows exceed the grid of a GPU")
-    flags: dict[str, Any] = {
-        "BM": bm, "BN": bn, "BK": bk, "GROUP": chosen["GROUP"],
-        "HAS_BIAS": bias is not None, "PAIR": len(weights) == 2, "UPCAST": launch.interpreted(),
-        "num_warps": chosen["num_warps"], "num_stages": chosen["num_stages"],
-    }  # fmt: skip
+    flags: dict[str, Any] = {name: chosen[name] for name in ("BM", "BN", "BK", "SWAP", "num_warps", "num_stages")}
+    flags |= {"HAS_BIAS": bias is not None, "PAIR": len(weights) == 2, "UPCAST": launch.interpreted()}
     num_b = num_out[1] if len(weights) == 2 else 0
     rest = (x if bias is None else bias, outs[0], outs[-1], num_rows, num_out[0], num_b, dim)
     if chosen["TMA"]:
-        d_x = TensorDescriptor.from_tensor(x, [bm, bk])
-        d_w = [TensorDescriptor.from_tensor(weight, [bn, bk]) for weight in (weights[0], weights[-1])]
-        _stream_kernel[(min(tiles, _num_programs(x)),)](d_x, *d_w, *rest, **flags)
+        _launch_stream(x, weights, chosen, tiles, rest, {**flags, "GROUP": chosen["GROUP"]})
     else:
-        even = dim % bk == 0
-        _tiles_kernel[(tiles,)](x, weights[0], weights[-1], *rest, SWAP=chosen["SWAP"], EVEN_K=even, **flags)
+        group, even = 0 if rows == 1 else chosen["GROUP"], dim % chosen["BK"] == 0
+        _tiles_kernel[(tiles,)](x, weights[0], weights[-1], *rest, GROUP=group, EVEN_K=even, **flags)
     return tuple(launch.finish(out, x.dtype) for out in outs)
 
 

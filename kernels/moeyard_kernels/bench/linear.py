@@ -1,0 +1,97 @@
+"""Cases of `linear` and `linear_pair`: projections of DeepSeek-V3 / Kimi-K2 and Qwen3-30B-A3B, few rows and many."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from moeyard_kernels import linear as op
+from moeyard_kernels.bench.case import Case, Target, assert_bits
+
+OPS: tuple[str, ...] = ("linear", "linear_pair")
+# (K, N) of q_a with kv_a, q_b, o (Kimi-K2: 64 heads), q with k and v (Qwen3-30B-A3B), and its vocabulary.
+SHAPES = ((7168, 2112), (1536, 12288), (8192, 7168), (2048, 5120), (2048, 151936))
+# (K, N of a, N of b): q_a and kv_a; gate and up of Kimi-K2's shared expert.
+PAIRS = ((7168, 1536, 576), (7168, 2048, 2048))
+FEW, MANY = (1, 8, 16, 32, 64), (1024, 4096, 8192)
+# A vocabulary's product for more rows than this is nobody's.
+VOCABULARY = 100_000
+# Weights of so many bytes are to stream at 85 % of the copy bandwidth, smaller ones at 70 %.
+LARGE_WEIGHT = 40_000_000
+
+
+def _inputs(num_rows: int, dim: int, *num_out: int) -> tuple[torch.Tensor, ...]:
+    """x and weights with the spread of a trained model's."""
+    generator = torch.Generator("cuda").manual_seed(dim + sum(num_out))
+    sizes = (num_rows, *num_out)
+    x, *weights = (torch.randn(n, dim, device="cuda", dtype=torch.bfloat16, generator=generator) for n in sizes)
+    return (x, *(weight * dim**-0.5 for weight in weights))
+
+
+def _bytes(num_rows: int, dim: int, num_out: int) -> int:
+    return 2 * (num_out * dim + num_rows * (dim + num_out))
+
+
+def _target(num_rows: int, dim: int, num_out: int) -> Target:
+    if num_rows in MANY:
+        return Target("speedup", 0.9)
+    return Target("copy", 0.85 if 2 * num_out * dim >= LARGE_WEIGHT else 0.7)
+
+
+def _gate_rows(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], None]:
+    """A row has the same bits alone and in every batch up to 300 rows more than there are."""
+
+    def gate() -> None:
+        more = torch.cat((x, torch.randn(300, x.shape[1], device=x.device).to(x.dtype)))
+        whole = op.linear(more, weight)
+        for count in {1, 2, 17, 64, x.shape[0], 300}:
+            assert_bits(f"the first {count} rows", op.linear(more[:count], weight), whole[:count])
+            assert_bits(f"the last {count} rows", op.linear(more[-count:], weight), whole[-count:])
+
+    return gate
+
+
+def _single(num_rows: int, dim: int, num_out: int) -> Case:
+    x, weight = _inputs(num_rows, dim, num_out)
+    return Case(
+        op="linear",
+        shape=f"M{num_rows} {dim}x{num_out}",
+        run=lambda: op.linear(x, weight),
+        gate=_gate_rows(x, weight),
+        num_bytes=_bytes(num_rows, dim, num_out),
+        num_flops=2 * num_rows * dim * num_out,
+        target=_target(num_rows, dim, num_out),
+        baseline=lambda: F.linear(x, weight),
+        baseline_name="F.linear",
+        variants=[(c, lambda c=c: op.linear(x, weight, config=c)) for c in op.configs_for(num_rows)],  # type: ignore[misc]
+        tune_key=(op.OP, op.shape_class(num_rows, num_out, dim)),
+    )
+
+
+def _pair(num_rows: int, dim: int, num_a: int, num_b: int) -> Case:
+    x, a, b = _inputs(num_rows, dim, num_a, num_b)
+
+    def gate() -> None:
+        assert_bits("a pair is two projections", op.linear_pair(x, a, b), (op.linear(x, a), op.linear(x, b)))
+
+    return Case(
+        op="linear_pair",
+        shape=f"M{num_rows} {dim}x({num_a} + {num_b})",
+        run=lambda: op.linear_pair(x, a, b),
+        gate=gate,
+        num_bytes=_bytes(num_rows, dim, num_a + num_b),
+        num_flops=2 * num_rows * dim * (num_a + num_b),
+        target=_target(num_rows, dim, num_a + num_b),
+        baseline=lambda: (F.linear(x, a), F.linear(x, b)),
+        baseline_name="2 F.linear",
+    )
+
+
+def cases() -> Iterator[Case]:
+    """Every shape with few rows and many, then the pairs."""
+    for dim, num_out in SHAPES:
+        for num_rows in FEW if num_out > VOCABULARY else (*FEW, *MANY):
+            yield _single(num_rows, dim, num_out)
+    for dim, num_a, num_b in PAIRS:
+        for num_rows in (1, 16, 64, 4096):
+            yield _pair(num_rows, dim, num_a, num_b)
