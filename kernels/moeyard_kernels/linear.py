@@ -72,10 +72,10 @@ CONFIGS: tuple[Config, ...] = (*_SKINNY, *_WIDE, *FP32_CONFIGS)
 _ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
-def shape_class(num_rows: int, num_out: int, dim: int) -> str:
+def shape_class(num_rows: int, dim: int, *num_out: int) -> str:
     """The class that configs are stored under: rows rounded up to one of a few counts, at most 8192."""
     rows = next((r for r in _ROWS if num_rows <= r), _ROWS[-1])
-    return f"M{rows} N{num_out} K{dim}"
+    return f"M{rows} N{'+'.join(map(str, num_out))} K{dim}"
 
 
 def configs_for(num_rows: int) -> tuple[Config, ...]:
@@ -87,7 +87,7 @@ def configs_for(num_rows: int) -> tuple[Config, ...]:
     )
 
 
-def default_config(num_rows: int, num_out: int, dim: int) -> Config:
+def default_config(num_rows: int, num_out: int) -> Config:
     """The config of bf16 shapes that nobody tuned."""
     if num_rows <= 64:
         return _SKINNY[0 if num_rows <= 16 else 3 if num_rows <= 32 else 5]
@@ -258,12 +258,11 @@ def _launch_stream(
     _stream_kernel[(programs,)](d_x, d_wa, d_wb, d_xt, d_wt, *rest, plan.cut, plan.repeat, **tails, **flags)
 
 
-def _choose(x: torch.Tensor, num_out: int) -> Config:
+def _choose(x: torch.Tensor, num_out: list[int]) -> Config:
     num_rows, dim = x.shape
     if x.dtype == torch.float32:
         return FP32_CONFIGS[num_rows > 64]
-    key = shape_class(num_rows, num_out, dim)
-    return tuning.choose(OP, key, x, lambda: default_config(num_rows, num_out, dim))
+    return tuning.choose(OP, shape_class(num_rows, dim, *num_out), x, lambda: default_config(num_rows, sum(num_out)))
 
 
 def _run(
@@ -276,7 +275,7 @@ def _run(
     outs = tuple(launch.new_output(num_rows, n, like=x) for n in num_out)
     if num_rows == 0 or not any(num_out):
         return tuple(launch.finish(out, x.dtype) for out in outs)
-    chosen = chosen or _choose(x, sum(num_out))
+    chosen = chosen or _choose(x, num_out)
     if chosen["TMA"] and not _fits_stream(x, *weights):
         chosen = _WIDE[-1]
     rows = triton.cdiv(num_rows, chosen["BM"])

@@ -122,9 +122,9 @@ def test_layouts_are_checked_before_any_launch() -> None:
 
 
 def test_the_shape_class_rounds_rows_up() -> None:
-    assert linear.shape_class(1, 2112, 7168) == linear.shape_class(8, 2112, 7168) == "M8 N2112 K7168"
-    assert linear.shape_class(9, 5, 6) == "M16 N5 K6"
-    assert linear.shape_class(100_000, 5, 6) == "M8192 N5 K6"
+    assert linear.shape_class(1, 7168, 2112) == linear.shape_class(8, 7168, 2112) == "M8 N2112 K7168"
+    assert linear.shape_class(9, 7168, 1536, 576) == "M16 N1536+576 K7168"
+    assert linear.shape_class(100_000, 6, 5) == "M8192 N5 K6"
 
 
 @pytest.mark.parametrize("tail_cost", [0.5, 0.73])

@@ -13,7 +13,7 @@ OPS: tuple[str, ...] = ("linear", "linear_pair")
 SHAPES = ((7168, 2112), (1536, 12288), (8192, 7168), (2048, 5120), (2048, 151936))
 # (K, N of a, N of b): q_a and kv_a; gate and up of Kimi-K2's shared expert.
 PAIRS = ((7168, 1536, 576), (7168, 2048, 2048))
-FEW, MANY = (1, 8, 16, 32, 64), (1024, 4096, 8192)
+FEW, SOME, MANY = (1, 8, 16, 32, 64), (128, 256, 512, 2048), (1024, 4096, 8192)
 # A vocabulary's product for more rows than this is nobody's.
 VOCABULARY = 100_000
 # Weights of so many bytes are to stream at 85 % of the copy bandwidth, smaller ones at 70 %.
@@ -32,7 +32,9 @@ def _bytes(num_rows: int, dim: int, num_out: int) -> int:
     return 2 * (num_out * dim + num_rows * (dim + num_out))
 
 
-def _target(num_rows: int, dim: int, num_out: int) -> Target:
+def _target(num_rows: int, dim: int, num_out: int) -> Target | None:
+    if num_rows in SOME:
+        return None
     if num_rows in MANY:
         return Target("speedup", 0.9)
     return Target("copy", 0.85 if 2 * num_out * dim >= LARGE_WEIGHT else 0.7)
@@ -64,7 +66,7 @@ def _single(num_rows: int, dim: int, num_out: int) -> Case:
         baseline=lambda: F.linear(x, weight),
         baseline_name="F.linear",
         variants=[(c, lambda c=c: op.linear(x, weight, config=c)) for c in op.configs_for(num_rows)],  # type: ignore[misc]
-        tune_key=(op.OP, op.shape_class(num_rows, num_out, dim)),
+        tune_key=(op.OP, op.shape_class(num_rows, dim, num_out)),
     )
 
 
@@ -84,14 +86,16 @@ def _pair(num_rows: int, dim: int, num_a: int, num_b: int) -> Case:
         target=_target(num_rows, dim, num_a + num_b),
         baseline=lambda: (F.linear(x, a), F.linear(x, b)),
         baseline_name="2 F.linear",
+        variants=[(c, lambda c=c: op.linear_pair(x, a, b, config=c)) for c in op.configs_for(num_rows)],  # type: ignore[misc]
+        tune_key=(op.OP, op.shape_class(num_rows, dim, num_a, num_b)),
     )
 
 
 def cases() -> Iterator[Case]:
     """Every shape with few rows and many, then the pairs."""
     for dim, num_out in SHAPES:
-        for num_rows in FEW if num_out > VOCABULARY else (*FEW, *MANY):
+        for num_rows in FEW if num_out > VOCABULARY else (*FEW, *SOME, *MANY):
             yield _single(num_rows, dim, num_out)
     for dim, num_a, num_b in PAIRS:
-        for num_rows in (1, 16, 64, 4096):
+        for num_rows in (*FEW, *MANY):
             yield _pair(num_rows, dim, num_a, num_b)
