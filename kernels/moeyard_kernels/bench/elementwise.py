@@ -12,7 +12,7 @@ from moeyard_kernels.tuning import Config
 
 OPS = (
     *("rms_norm", "add_rms_norm", "mla_split_qkv_a_norm", "silu_mul"),
-    *("rope_cache_write_mla", "rope_cache_write_gqa"),
+    *("rope_cache_write_mla", "rope_cache_write_gqa", "copy"),
 )
 _EPS = 1e-6
 _COPY = Target("copy", 0.8)
@@ -20,7 +20,9 @@ _PAGE = 64
 
 
 def cases() -> Iterator[Case]:
-    """The issue's shapes, and decode steps beside them."""
+    """The issue's shapes, decode steps beside them, and copies as large: writes cost more where the L2 keeps them."""
+    for num_rows, dim in ((4096, 2048), (4096, 7168), (16384, 7168)):
+        yield _copy(num_rows, dim)
     for num_rows in (1, 8, 64):
         yield _mla_split(num_rows)
     for num_rows, dim in ((4096, 7168), (4096, 2048), (64, 7168), (1, 7168)):
@@ -35,6 +37,18 @@ def cases() -> Iterator[Case]:
 
 def _rows(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _copy(num_rows: int, dim: int) -> Case:
+    x = _rows(num_rows, dim)
+    y = torch.empty_like(x)
+    return Case(
+        op="copy",
+        shape=f"T{num_rows} D{dim}, torch.neg",
+        run=lambda: torch.neg(x, out=y),
+        gate=lambda: None,
+        num_bytes=4 * num_rows * dim,
+    )
 
 
 def _norm(num_rows: int, dim: int) -> Case:
