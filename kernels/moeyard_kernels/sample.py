@@ -32,22 +32,24 @@ from moeyard_kernels.tuning import Config
 # Quads that each part of a row keeps; candidates of a row that are tested against top-p, first round and last.
 _PER_PART = 4
 _TESTED = (3, 8)
-# Groups of tokens per program of the first launch, for top-k.
-_GROUPS = 256
+# Groups of tokens per row, about, for top-k.
+_GROUPS = 4096
 
 
-def _config(block: int, rounds: int, num_warps: int, *, race: int = 4096, mass: int = 512, list_: int = 4096) -> Config:
+def _config(
+    block: int, rounds: int, num_warps: int, *, race: int = 8192, mass: int = 512, part: int = 4096, list_: int = 4096
+) -> Config:
     return tuning.config(
-        BLOCK=block, ROUNDS=rounds, RACE=race, MASS=mass, LIST=list_, num_warps=num_warps, num_stages=1
+        BLOCK=block, ROUNDS=rounds, RACE=race, MASS=mass, PART=part, LIST=list_, num_warps=num_warps, num_stages=1
     )
 
 
-# BLOCK x ROUNDS tokens per program that reads a row in parts (MASS at a time when it sums masses), RACE per program of
-# the race, LIST tokens in which top-k is found in registers.
+# BLOCK x ROUNDS tokens per program that looks for the largest, RACE per program of the race, PART per program that sums
+# masses, MASS at a time; LIST tokens in which top-k is found in registers.
 CONFIGS = (
     *(_config(b, r, w) for b, r, w in ((1024, 8, 4), (512, 4, 4), (2048, 4, 8))),
-    *(_config(1024, 8, 4, race=race) for race in (2048, 8192)),
-    _config(1024, 8, 4, mass=256),
+    *(_config(1024, 8, 4, race=race) for race in (2048, 4096)),
+    *(_config(1024, 8, 4, mass=mass, part=part) for mass, part in ((256, 4096), (512, 2048), (512, 8192))),
     _config(1024, 8, 4, list_=2048),
 )
 
@@ -59,7 +61,7 @@ def shape_class(num_rows: int, vocab: int) -> str:
 
 def default_config(num_rows: int, vocab: int) -> Config:
     """Small parts where few rows must fill the machine."""
-    return _config(1024, 8, 4) if num_rows * vocab > 2**21 else _config(512, 4, 4, race=2048)
+    return _config(1024, 8, 4) if num_rows * vocab > 2**21 else _config(512, 4, 4)
 
 
 @triton.jit
@@ -71,12 +73,17 @@ def _max_kernel(  # type: ignore[no-untyped-def]
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b_id = i_c * ROUNDS * BV + tl.arange(0, BV)
     b_best = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, b_id, b_id < V, V, L, EDIT)
-    for r in tl.static_range(1, ROUNDS):
-        o_v = (i_c * ROUNDS + r) * BV + tl.arange(0, BV)
-        b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < V, V, L, EDIT)
-        m_v = (b_x > b_best) | ((b_x != b_x) & (b_best == b_best))
-        b_best = tl.where(m_v, b_x, b_best)
-        b_id = tl.where(m_v, o_v, b_id)
+    if EDIT:
+        # Too many registers if unrolled.
+        for r in range(1, ROUNDS):
+            o_v = (i_c * ROUNDS + r) * BV + tl.arange(0, BV)
+            b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < V, V, L, EDIT)
+            b_best, b_id = _larger(b_best, b_id, b_x, o_v)
+    else:
+        for r in tl.static_range(1, ROUNDS):
+            o_v = (i_c * ROUNDS + r) * BV + tl.arange(0, BV)
+            b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < V, V, L, EDIT)
+            b_best, b_id = _larger(b_best, b_id, b_x, o_v)
     b_key = to_key(b_best)
     best = tl.max(b_key)
     o_c = i_b * tl.num_programs(0) + i_c
@@ -85,6 +92,13 @@ def _max_kernel(  # type: ignore[no-untyped-def]
     if GROUPS > 0:
         b_group = tl.max(tl.reshape(b_key, [GROUPS, BV // GROUPS], can_reorder=True), 1)
         tl.store(p_groups + o_c * GROUPS + tl.arange(0, GROUPS), b_group)
+
+
+@triton.jit
+def _larger(b_best, b_id, b_x, o_v):  # type: ignore[no-untyped-def]
+    """The larger of two values, a NaN before all, the first if they are equal, with its id."""
+    m_v = (b_x > b_best) | ((b_x != b_x) & (b_best == b_best))
+    return tl.where(m_v, b_x, b_best), tl.where(m_v, o_v, b_id)
 
 
 @triton.jit
@@ -130,7 +144,7 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `moeyard_kernels.ops.sample`. Raises ValueError for what its grid cannot hold."""
     num_rows, vocab = logits.shape
-    if num_rows > MAX_GRID_Y or vocab > 2**30:
+    if num_rows > MAX_GRID_Y or vocab >= 2**21:
         raise ValueError(f"sample: logits [{num_rows}, {vocab}] exceed the grid of a GPU")
     check_layout(
         "sample", logits=logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds,
@@ -195,7 +209,8 @@ def _largest(
     else:
         inputs, width = (logits, edits.words, edits.bias, edits.slots, edits.penalties), edits.bias.shape[1]
     num_parts = triton.cdiv(vocab, config["BLOCK"] * config["ROUNDS"])
-    num_groups = 0 if top_k is None else _GROUPS * num_parts
+    per_part = min(config["BLOCK"], triton.next_power_of_2(triton.cdiv(_GROUPS, num_parts)))
+    num_groups = 0 if top_k is None else per_part * num_parts
     keys, values_ = (torch.int32, torch.float32) if edits is None else (torch.int64, torch.float64)
     key = logits.new_empty(num_rows, num_parts, dtype=keys)
     part_id = logits.new_empty(num_rows, num_parts, dtype=torch.int32)
@@ -247,27 +262,28 @@ def _draw(
     min_p_, top_p_ = (temperature if x is None else x for x in (min_p, top_p))
     draw = (min_p_, seeds, positions)
     of = {"EDIT": rows.edit, "MIN_P": min_p is not None, "enable_fp_fusion": False}
-    num_race = triton.cdiv(vocab, config["RACE"])
+    # Edited logits take twice the registers.
+    race = config["RACE"] // (2 if rows.edit else 1)
+    num_race = triton.cdiv(vocab, race)
     if top_k is not None:
         some = new(num_rows, config["LIST"], dtype=torch.int32)
         gather_kernel[num_race, num_rows](
-            *rows.inputs, rows.open, rows.bound, rows.count, some, *rows.sizes, EDIT=rows.edit, BV=config["RACE"],
+            *rows.inputs, rows.open, rows.bound, rows.count, some, *rows.sizes, EDIT=rows.edit, BV=race,
             BL=config["LIST"], num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
         cut_kernel[num_rows,](
             *state, top_k, top_p_, *draw, rows.bound, rows.count, some, *cut, ids, *rows.sizes,
-            TOP_P=top_p is not None, BITS=rows.bits, BV=min(2048, triton.next_power_of_2(vocab)), BL=config["LIST"],
+            TOP_P=top_p is not None, BITS=rows.bits, BV=min(4096, triton.next_power_of_2(vocab)), BL=config["LIST"],
             num_warps=8, **of,
         )  # fmt: skip
     score = new(num_rows, num_race * _PER_PART, dtype=torch.float32)
     quad = new(score.shape, dtype=torch.int32)
-    num_parts = triton.cdiv(vocab, config["BLOCK"] * config["ROUNDS"])
+    num_parts = triton.cdiv(vocab, config["PART"])
     rounds = _TESTED if top_p is not None else _TESTED[:1]
     for i, tested in enumerate(rounds):
         ends, where = top_k is not None or i > 0, cut if i == 0 else end
         race_kernel[num_race, num_rows](
-            *state, *draw, *where, score, quad, *rows.sizes, ENDS=ends, J=_PER_PART, BV=config["RACE"], num_warps=8,
-            **of,
+            *state, *draw, *where, score, quad, *rows.sizes, ENDS=ends, J=_PER_PART, BV=race, num_warps=8, **of,
         )  # fmt: skip
         best = [new(num_rows, tested, dtype=t) for t in (rows.top.dtype, torch.int32, torch.int32)]
         rank_kernel[num_rows,](
@@ -279,7 +295,7 @@ def _draw(
         if top_p is not None:
             mass_kernel[num_parts, num_rows](
                 *state, top_p_, min_p_, *cut, *best[:2], masses, *rows.sizes, TOP_K=top_k is not None, BITS=rows.bits,
-                P=tested, ROUNDS=config["BLOCK"] * config["ROUNDS"] // config["MASS"], BV=config["MASS"],
+                P=tested, ROUNDS=config["PART"] // config["MASS"], BV=config["MASS"],
                 num_warps=4, **of,
             )  # fmt: skip
         settle_kernel[num_rows,](

@@ -87,14 +87,41 @@ def from_key(key):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _middle(low, high):  # type: ignore[no-untyped-def]
+    """(low + high) / 2, rounded up, without overflow."""
+    return (low | high) - ((low ^ high) >> 1)
+
+
+@triton.jit
+def quarters(low, high):  # type: ignore[no-untyped-def]
+    """Three keys that cut (low, high] into four, for low < high."""
+    second = _middle(low, high)
+    return _middle(low, second - 1), second, _middle(second, high)
+
+
+@triton.jit
+def reaching(b_key, first, second, third):  # type: ignore[no-untyped-def]
+    """Which keys reach each of three, in bits 0, 21 and 42: one sum over less than 2^21 of them counts all three."""
+    b_both = (b_key >= first).to(tl.int64) + ((b_key >= second).to(tl.int64) << 21)
+    return b_both + ((b_key >= third).to(tl.int64) << 42)
+
+
+@triton.jit
+def narrow(counts, k, low, first, second, third, high):  # type: ignore[no-untyped-def]
+    """The quarter of [low, high] that ends with the largest key that at least k reach: (low, high)."""
+    most, more, least = counts & 0x1FFFFF, (counts >> 21) & 0x1FFFFF, counts >> 42
+    new_low = tl.where(least >= k, third, tl.where(more >= k, second, tl.where(most >= k, first, low)))
+    new_high = tl.where(least >= k, high, tl.where(more >= k, third - 1, tl.where(most >= k, second - 1, first - 1)))
+    return new_low, new_high
+
+
+@triton.jit
 def kth_largest(b_key, k, low, high):  # type: ignore[no-untyped-def]
     """The largest t in [low, high] that at least k of the keys reach, given that they reach `low`."""
     while low < high:
-        middle = (low | high) - ((low ^ high) >> 1)
-        if tl.sum((b_key >= middle).to(tl.int32)) >= k:
-            low = middle
-        else:
-            high = middle - 1
+        first, second, third = quarters(low, high)
+        counts = tl.sum(reaching(b_key, first, second, third))
+        low, high = narrow(counts, k, low, first, second, third, high)
     return low
 
 
@@ -183,6 +210,14 @@ def noise(seed, position, o_v):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _fma(b_x, y, z):  # type: ignore[no-untyped-def]
+    """x y + z in fp32, rounded once on a GPU; for what is an estimate anyway."""
+    if _INTERPRETED:
+        return b_x * y + z
+    return tl.fma(b_x, tl.zeros_like(b_x) + y, tl.zeros_like(b_x) + z)
+
+
+@triton.jit
 def _log2(b_x):  # type: ignore[no-untyped-def]
     """log2 in fp32, off by 2^-22 at most in (1/2, 2), and by that share elsewhere."""
     if _INTERPRETED:
@@ -199,7 +234,9 @@ def log_noise(seed, position, start, BV: tl.constexpr):  # type: ignore[no-untyp
     b_word = tl.reshape(tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3)), [BV]).to(tl.int32, bitcast=True)
     # The distance of the uniform to 0 or to 1, whichever is nearer, keeps its digits in fp32.
     b_upper = b_word < 0
-    b_near = (tl.where(b_upper, ~b_word, b_word).to(tl.float32) + 0.5) * 2.0**-32
-    b_e = _log2(tl.where(b_upper, 1.0 - b_near, b_near)) * -0.6931471805599453
-    b_series = b_near * (1.0 + b_near * (0.5 + b_near * 0.3333333333333333))
-    return _log2(tl.where(b_upper & (b_near < 0.015625), b_series, b_e)) * 0.6931471805599453
+    b_near = _fma((b_word ^ (b_word >> 31)).to(tl.float32), 2.0**-32, 2.0**-33)
+    # -log2 of the uniform; near 1 its series, which has all its digits.
+    b_e = -_log2(tl.where(b_upper, 1.0 - b_near, b_near))
+    b_series = _fma(_fma(b_near, 0.4808983469629878, 0.7213475204444817), b_near, 1.4426950408889634) * b_near
+    b_log = _log2(tl.where(b_upper & (b_near < 0.015625), b_series, b_e))
+    return _fma(b_log, 0.6931471805599453, -0.36651292058166435)

@@ -16,7 +16,10 @@ from moeyard_kernels.sample_blocks import (
     kth_largest,
     mass,
     mass_scale,
+    narrow,
     noise,
+    quarters,
+    reaching,
     to_key,
     values,
     weight,
@@ -39,15 +42,12 @@ def group_bound(p_groups, i_b, k, high, V, G, BG: tl.constexpr, BL: tl.constexpr
             b_group = tl.load(p_groups + i_b * G + o_g, mask=o_g < G, other=low)
             # A bound that some more groups reach is as good as the k-th largest.
             enough = k + (k >> 2) + 32
-            reached = G + 0
+            reached = enough + 1
             while (low < high) & (reached > enough):
-                middle = (low | high) - ((low ^ high) >> 1)
-                count = tl.sum((b_group >= middle).to(tl.int32))
-                if count >= k:
-                    low = middle
-                    reached = count
-                else:
-                    high = middle - 1
+                first, second, third = quarters(low, high)
+                counts = tl.sum(reaching(b_group, first, second, third))
+                low, high = narrow(counts, k, low, first, second, third, high)
+                reached = tl.sum((b_group >= low).to(tl.int32)).to(tl.int64)
     return low, useful
 
 
@@ -65,9 +65,13 @@ def gather_kernel(  # type: ignore[no-untyped-def]
     b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < V, V, L, EDIT)
     m_v = (b_x >= from_key(tl.load(p_bound + i_b))) & (o_v < V)
     found = tl.sum(m_v.to(tl.int32))
-    if found > 0:
-        o_l = tl.atomic_add(p_count + i_b, found) + tl.cumsum(m_v.to(tl.int32), 0) - 1
-        tl.store(p_list + i_b * BL + o_l, o_v, mask=m_v & (o_l < BL))
+    if found > BV // 8:
+        # So many at one place are few nowhere: rather than add them one by one, give the list up.
+        tl.atomic_add(p_count + i_b, BL + 1)
+    else:
+        if found > 0:
+            o_l = tl.atomic_add(p_count + i_b + tl.zeros_like(o_v), 1, mask=m_v)
+            tl.store(p_list + i_b * BL + o_l, o_v, mask=m_v & (o_l < BL))
 
 
 @triton.jit
@@ -156,25 +160,26 @@ def _cut_row(  # type: ignore[no-untyped-def]
 ):
     """(Value, id) of the k-th of a whole row, by bisection on its key, then on the id among equals."""
     while low < high:
-        middle = (low | high) - ((low ^ high) >> 1)
-        b_count = tl.zeros([BV], dtype=tl.int32)
+        first, second, third = quarters(low, high)
+        b_counts = tl.zeros([BV], dtype=tl.int64)
         for start in range(0, V, BV):
             o_v = start + tl.arange(0, BV)
             b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < V, V, L, EDIT)
-            b_count += ((to_key(b_x) >= middle) & (o_v < V)).to(tl.int32)
-        if tl.sum(b_count) >= k:
-            low = middle
-        else:
-            high = middle - 1
+            b_counts += tl.where(o_v < V, reaching(to_key(b_x), first, second, third), 0)
+        low, high = narrow(tl.sum(b_counts), k, low, first, second, third, high)
     x = from_key(low)
-    b_count = tl.zeros([BV], dtype=tl.int32)
+    # Tokens above x in the high half of the word, those that equal it in the low half.
+    b_counts = tl.zeros([BV], dtype=tl.int64)
     for start in range(0, V, BV):
         o_v = start + tl.arange(0, BV)
         b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < V, V, L, EDIT)
-        b_count += ((b_x > x) & (o_v < V)).to(tl.int32)
-    rest = k - tl.sum(b_count)
+        b_counts += ((b_x > x).to(tl.int64) << 32) + ((b_x == x) & (o_v < V)).to(tl.int64)
+    counts = tl.sum(b_counts)
+    rest = k - (counts >> 32)
     first = 0
     last = V - 1
+    if (counts & 0xFFFFFFFF) == rest:
+        first = V - 1
     while first < last:
         half = (first + last) // 2
         b_count = tl.zeros([BV], dtype=tl.int32)

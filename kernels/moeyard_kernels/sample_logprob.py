@@ -41,10 +41,10 @@ def log_probabilities(
 ) -> None:
     """out [B] fp32 = log softmax of logits [B, V] at ids [B], whose largest logits are `top` [B] fp32."""
     num_rows, vocab = logits.shape
-    num_parts = triton.cdiv(vocab, config["BLOCK"] * config["ROUNDS"])
+    num_parts = triton.cdiv(vocab, config["PART"])
     total = logits.new_empty(num_rows, num_parts, dtype=torch.int64)
     _total_kernel[num_parts, num_rows](
-        logits, top, total, vocab, BITS=bits, ROUNDS=config["BLOCK"] * config["ROUNDS"] // config["MASS"],
+        logits, top, total, vocab, BITS=bits, ROUNDS=config["PART"] // config["MASS"],
         BV=config["MASS"], num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     _logprob_kernel[num_rows,](

@@ -11,7 +11,19 @@ What is still in the race is what comes before (end_x, end_id): at first, where 
 import triton
 import triton.language as tl
 
-from moeyard_kernels.sample_blocks import NO_ID, SLACK, before, log_noise, mass, mass_scale, noise, values, weight
+from moeyard_kernels.sample_blocks import (
+    NO_ID,
+    SLACK,
+    before,
+    from_key,
+    log_noise,
+    mass,
+    mass_scale,
+    noise,
+    to_key,
+    values,
+    weight,
+)
 
 
 @triton.jit
@@ -120,10 +132,11 @@ def mass_kernel(  # type: ignore[no-untyped-def]
         return
     top, temperature = tl.load(p_top + i_b), tl.load(p_temperature + i_b)
     scale = mass_scale(temperature)
+    start = i_c * ROUNDS * BV
     b_all = tl.zeros([BV], dtype=tl.int64)
     b_sums = (b_all,) * P
-    for r in range(ROUNDS):
-        o_v = (i_c * ROUNDS + r) * BV + tl.arange(0, BV)
+    for _ in range(ROUNDS):
+        o_v = start + tl.arange(0, BV)
         b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < V, V, L, EDIT)
         # 0 beyond the row.
         b_mass = mass(b_x, top, scale, BITS)
@@ -134,13 +147,23 @@ def mass_kernel(  # type: ignore[no-untyped-def]
             b_mass = tl.where(weight(b_x, top, temperature) >= tl.load(p_min_p + i_b), b_mass, 0)
         b_all += b_mass
         b_new = b_sums[:0]
+        start += BV
         for p in tl.static_range(P):
             x, token = tl.load(p_best_x + i_b * P + p), tl.load(p_best_id + i_b * P + p)
-            b_new = b_new + (b_sums[p] + tl.where(before(b_x, o_v, x, token), b_mass, 0),)  # noqa: RUF005
+            # Where all ids are below the token's, equals are before it too.
+            below = tl.where(start <= token, from_key(to_key(x) - 1), x)
+            b_new = b_new + (b_sums[p] + tl.where(b_x > below, b_mass, 0),)  # noqa: RUF005
         b_sums = b_new
     o_m = (i_b * tl.num_programs(0) + i_c) * (P + 1)
     for p in tl.static_range(P):
-        tl.store(p_mass + o_m + p, tl.sum(b_sums[p]))
+        x, token = tl.load(p_best_x + i_b * P + p), tl.load(p_best_id + i_b * P + p)
+        total = tl.sum(b_sums[p])
+        if token // BV // ROUNDS == i_c:
+            # Its equals in its own block, of which each has the same mass.
+            o_v = token // BV * BV + tl.arange(0, BV)
+            b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < token, V, L, EDIT)
+            total += tl.sum((b_x == x).to(tl.int64)) * mass(x, top, scale, BITS)
+        tl.store(p_mass + o_m + p, total)
     tl.store(p_mass + o_m + P, tl.sum(b_all))
 
 

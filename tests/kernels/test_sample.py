@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
 LARGE = [129280, 151936, 163840] if ON_GPU else []
 # Parts and lists so small that a short row has many of both, and its top-k does not fit.
-SMALL = triton_kernel._config(256, 2, 4, race=256, mass=256, list_=16)
+SMALL = triton_kernel._config(256, 2, 4, race=256, mass=256, part=512, list_=16)
 F64 = torch.float64
 
 

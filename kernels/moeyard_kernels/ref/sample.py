@@ -61,8 +61,7 @@ def edit(row: torch.Tensor, words: torch.Tensor, bias: torch.Tensor, penalties: 
     added = torch.cat((bias.new_zeros(1), bias))[index]
     x = torch.where(added == -torch.inf, added, row + added)
     x = torch.where(words >= IN_PROMPT, torch.where(x > 0, x / repetition, x * repetition), x)
-    x = torch.where(count > 0, x - (frequency * count.double() + presence), x)
-    return x
+    return torch.where(count > 0, x - (frequency * count.double() + presence), x)
 
 
 def sample(
