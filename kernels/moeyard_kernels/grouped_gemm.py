@@ -6,8 +6,8 @@
 One kernel does both: a program multiplies one block of rows with BN outputs of its expert (BN gates and the BN ups that
 belong to them), K ascending in one fp32 accumulator per output, so that a row's bits do not depend on the tile, on
 `block_rows` or on the other rows. The grid holds the most blocks that the shapes allow; programs beyond the number in
-use leave at once. The second launch may begin while the first one drains (programmatic dependent launch): it asks for
-its weights, which no kernel before it wrote, and then waits for the rows.
+use leave at once. The second launch may begin while the first one drains (programmatic dependent launch): it finds its
+weights, which no kernel before it wrote, and then waits for the rows.
 """
 
 from typing import Any
@@ -26,10 +26,16 @@ from moeyard_kernels.tuning import Config
 OP = "grouped_gemm"
 
 
-def _tile(BN: int, BK: int, num_warps: int, num_stages: int, SWAP: int = 0, TMA: int = 0, HALVES: int = 0) -> Config:
-    """SWAP: weights fill the tensor cores' rows. TMA: weights by descriptor. HALVES: leave out empty half blocks."""
+def _tile(
+    BN: int, BK: int, num_warps: int, num_stages: int, *, SWAP: int = 0, TMA: int = 0, HALVES: int = 0, AHEAD: int = 0
+) -> Config:
+    """A config. SWAP: the weights, not the rows, fill the rows of the tensor cores. TMA: weights by descriptor.
+
+    HALVES: half the work for a block whose second half is empty. AHEAD: while the second launch waits for the first, it
+    fetches its weights into the L2.
+    """
     return tuning.config(
-        BN=BN, BK=BK, SWAP=SWAP, TMA=TMA, HALVES=HALVES, num_warps=num_warps, num_stages=num_stages
+        BN=BN, BK=BK, SWAP=SWAP, TMA=TMA, HALVES=HALVES, AHEAD=AHEAD, num_warps=num_warps, num_stages=num_stages
     )  # fmt: skip
 
 
@@ -65,7 +71,7 @@ def candidates(step: str, block_rows: int, dtype: torch.dtype) -> tuple[Config, 
 
 
 def shape_class(step: str, num_pairs: int, num_slots: int, block_rows: int, num_out: int, dim: int) -> str:
-    """The class that configs are stored under; step is "gate_up" or "down", pairs round up to a power of 8."""
+    """The class that bf16 configs are stored under; step is "gate_up" or "down", pairs round up to a power of 8."""
     pairs = next((n for n in (8, 64, 512, 4096) if num_pairs <= n), 32768)
     return f"{step} P{pairs} S{num_slots} B{block_rows} N{num_out} K{dim}"
 
@@ -84,10 +90,21 @@ def default_config(step: str, block_rows: int, dtype: torch.dtype) -> Config:
 
 
 @triton.jit
+def _fetch(p_rows, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask the L2 for K elements from each pointer on, 128 bytes at a time."""
+    LINE: tl.constexpr = 1024 // p_rows.dtype.element_ty.primitive_bitwidth
+    o_line = tl.minimum(tl.arange(0, triton.next_power_of_2((K + LINE - 1) // LINE)) * LINE, K - 1)
+    p_line = p_rows[:, None] + o_line[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _expert_tile(  # type: ignore[no-untyped-def]
     p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-    PDL: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows [i_row, i_row + BM) by outputs [i_n BN, i_n BN + BN), of the expert in i_slot."""
     G: tl.constexpr = 2 if GATED else 1
@@ -106,6 +123,8 @@ def _expert_tile(  # type: ignore[no-untyped-def]
     else:
         p_ba = p_a + o_r * K
         if PDL:
+            if AHEAD:
+                _fetch(p_bw, K)
             tl.extra.cuda.gdc_wait()
 
     b_acc = tl.zeros([G * BN, BM] if SWAP else [BM, G * BN], dtype=tl.float32)
@@ -150,7 +169,7 @@ def _expert_tile(  # type: ignore[no-untyped-def]
 def _expert_kernel(  # type: ignore[no-untyped-def]
     p_a, p_w, d_w, p_pairs, p_slot_of_block, p_num_blocks, p_out, N: tl.constexpr, K: tl.constexpr,
     TOP_K: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of BM rows by BN outputs. GATED: gather a's rows and store h [rows, N]; else read h, scatter to pairs.
 
@@ -167,10 +186,30 @@ def _expert_kernel(  # type: ignore[no-untyped-def]
     i_row = i_b.to(tl.int64) * BM
     if HALVES and tl.load(p_pairs + i_row + BM // 2) < 0:
         _expert_tile(
-            p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM // 2, BN, BK, SWAP, TMA, PDL
+            p_a,
+            p_w,
+            d_w,
+            p_pairs,
+            p_out,
+            i_slot,
+            i_row,
+            i_n,
+            N,
+            K,
+            TOP_K,
+            GATED,
+            BM // 2,
+            BN,
+            BK,
+            SWAP,
+            TMA,
+            AHEAD,
+            PDL,
         )
         return
-    _expert_tile(p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA, PDL)
+    _expert_tile(
+        p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA, AHEAD, PDL
+    )
 
 
 def _overlaps(x: torch.Tensor) -> bool:
@@ -200,6 +239,8 @@ def _launch(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertL
 
 
 def _config(w: torch.Tensor, layout: ExpertLayout, step: str, num_out: int) -> Config:
+    if w.dtype == torch.float32:
+        return default_config(step, layout.block_rows, w.dtype)
     name = shape_class(step, layout.num_pairs, layout.num_slots, layout.block_rows, num_out, w.shape[2])
     return tuning.choose(OP, name, w, lambda: default_config(step, layout.block_rows, w.dtype))
 

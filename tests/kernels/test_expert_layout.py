@@ -30,15 +30,15 @@ def check(
     layout: ExpertLayout, topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, num_slots: int, block_rows: int
 ) -> None:
     """The docstring of ExpertLayout, by plain lists."""
-    slots = [int(slot_of_expert[e]) for e in topk_ids.flatten().tolist()]
+    experts = topk_ids.flatten().tolist()
     pairs, names = layout.pairs.tolist(), layout.slot_of_block.tolist()
     row = 0
-    for slot in range(num_slots):
-        wanted = [p for p, s in enumerate(slots) if s == slot]
-        assert int(layout.counts[slot]) == len(wanted)
+    for expert, slot in enumerate(slot_of_expert.tolist()):
+        wanted = [p for p, e in enumerate(experts) if e == expert and slot >= 0]
+        assert int(layout.counts[expert]) == len(wanted)
         blocks = -(-len(wanted) // block_rows)
         padding = [-1] * (blocks * block_rows - len(wanted))
-        assert pairs[row : row + blocks * block_rows] == wanted + padding, f"slot {slot}"
+        assert pairs[row : row + blocks * block_rows] == wanted + padding, f"expert {expert}"
         assert names[row // block_rows : row // block_rows + blocks] == [slot] * blocks
         row += blocks * block_rows
     assert layout.num_blocks.tolist() == [row // block_rows]
@@ -64,6 +64,7 @@ SHAPES = [
     (64, 8, 256, 31, 64),
     (5, 3, 7, 11, 128),
     (130, 8, 10, 9, 16),
+    (4, 8, 64, 6144, 16),
     (161, 8, 64, 64, 128),
 ]
 if DEVICE == "cuda":

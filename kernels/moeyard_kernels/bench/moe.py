@@ -38,20 +38,25 @@ def _route(num_tokens: int, num_experts: int) -> torch.Tensor:
     return torch.rand(num_tokens, num_experts, device="cuda").argsort(1)[:, :TOP_K].contiguous()
 
 
-def _lay_out(topk_ids: torch.Tensor, num_slots: int, block_rows: int | None = None) -> ExpertLayout:
-    slots = torch.arange(num_slots, dtype=torch.int32, device="cuda")
+def _slots(num_experts: int) -> torch.Tensor:
+    """Every expert in the slot of its own number."""
+    return torch.arange(num_experts, dtype=torch.int32, device="cuda")
+
+
+def _lay_out(topk_ids: torch.Tensor, slots: torch.Tensor, block_rows: int | None = None) -> ExpertLayout:
+    num_slots = len(slots)
     block_rows = block_rows or expert_block_rows(topk_ids.numel(), num_slots)
     return expert_layout.expert_layout(topk_ids, slots, num_slots=num_slots, block_rows=block_rows)
 
 
 def _layout_case(num_tokens: int, num_experts: int) -> Case:
     topk_ids = _route(num_tokens, num_experts)
-    slots = torch.arange(num_experts, dtype=torch.int32, device="cuda")
+    slots = _slots(num_experts)
     num_pairs = topk_ids.numel()
     block_rows = expert_block_rows(num_pairs, num_experts)
 
     def gate() -> None:
-        got = _lay_out(topk_ids, num_experts)
+        got = _lay_out(topk_ids, slots)
         wanted = layout_reference.expert_layout(
             topk_ids.cpu(), slots.cpu(), num_slots=num_experts, block_rows=block_rows
         )
@@ -68,7 +73,7 @@ def _layout_case(num_tokens: int, num_experts: int) -> Case:
     return Case(
         op="expert_layout",
         shape=f"{num_pairs} rows, E={num_experts}",
-        run=lambda: _lay_out(topk_ids, num_experts),
+        run=lambda: _lay_out(topk_ids, slots),
         gate=gate,
         num_bytes=num_pairs * 12 + num_experts * 8,
         target=Target("us", 6) if num_pairs == 512 else None,
@@ -80,8 +85,8 @@ def _layout_case(num_tokens: int, num_experts: int) -> Case:
 def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Tensor) -> Iterator[Case]:
     """The op, then each of its launches by itself with the configs to choose from."""
     num_slots, hidden, inner = down.shape
-    x, topk_ids = _normal(num_tokens, hidden), _route(num_tokens, num_slots)
-    layout = _lay_out(topk_ids, num_slots)
+    x, topk_ids, slots = _normal(num_tokens, hidden), _route(num_tokens, num_slots), _slots(num_slots)
+    layout = _lay_out(topk_ids, slots)
     num_pairs = topk_ids.numel()
     active = int((layout.counts > 0).sum())
     h, out = x.new_empty(layout.pairs.shape[0], inner), x.new_empty(num_pairs, hidden)
@@ -92,9 +97,9 @@ def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torc
     def gate() -> None:
         whole = run()
         for block_rows in (16, 64, 128):
-            assert_bits(f"blocks of {block_rows}", run(_lay_out(topk_ids, num_slots, block_rows)), whole)
+            assert_bits(f"blocks of {block_rows}", run(_lay_out(topk_ids, slots, block_rows)), whole)
         for t in (0, num_tokens - 1):
-            one = run(_lay_out(topk_ids[t : t + 1].contiguous(), num_slots), x[t : t + 1])
+            one = run(_lay_out(topk_ids[t : t + 1].contiguous(), slots), x[t : t + 1])
             assert_bits(f"token {t} alone", one, whole[t * TOP_K : (t + 1) * TOP_K])
 
     order = topk_ids.flatten().argsort(stable=True)

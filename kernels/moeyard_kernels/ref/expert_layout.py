@@ -7,12 +7,12 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayout:
-    """Rows of a step's pairs t * K + k, grouped by slot; made by `ops.expert_layout`, read by `ops.grouped_gemm`.
+    """Rows of a step's pairs t * K + k, grouped by expert; made by `ops.expert_layout`, read by `ops.grouped_gemm`.
 
-    counts: [num_slots] int32, pairs of each slot.
-    pairs: [rows] int32. Slot s has counts[s] rows from a multiple of block_rows on, slots ascending, pairs ascending
-    within a slot; the rest of a slot's last block is -1. Rows from num_blocks * block_rows on are not written.
-    slot_of_block: [rows / block_rows] int32, of which the first num_blocks are written.
+    counts: [E] int32, pairs of each expert, 0 for one that is not here.
+    pairs: [rows] int32. Expert e has counts[e] rows from a multiple of block_rows on; experts ascend, and so do their
+    pairs; the rest of the last block is -1. Rows from num_blocks * block_rows on are not written.
+    slot_of_block: [rows / block_rows] int32, where the weights of each block's expert are. num_blocks are written.
     num_blocks: [1] int32, on the device: nobody waits for it.
     """
 
@@ -25,41 +25,41 @@ class ExpertLayout:
     num_blocks: torch.Tensor
 
 
-def max_blocks(num_pairs: int, num_slots: int, block_rows: int) -> int:
-    """The most blocks that so many pairs can need: every slot that has any wastes at most block_rows - 1 rows."""
-    return (num_pairs + min(num_slots, num_pairs) * (block_rows - 1)) // block_rows
+def max_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
+    """The most blocks that so many pairs can need: every expert that has any wastes at most block_rows - 1 rows."""
+    return (num_pairs + min(num_experts, num_pairs) * (block_rows - 1)) // block_rows
 
 
-def expert_block_rows(num_pairs: int, num_slots: int) -> int:
-    """The rows per block that run fastest with so many pairs (those expected here) over so many slots.
+def expert_block_rows(num_pairs: int, num_experts: int) -> int:
+    """The rows per block that run fastest with so many pairs over so many experts (those that are here).
 
     Small blocks waste little of a tensor core's work, large ones read the weights seldom. Measured on an H200 with 128
     experts of Qwen3-30B-A3B at 1 to 32 tokens per expert and block sizes of 16 to 128: the fastest or within 2 % of it.
     """
-    if num_pairs <= 10 * num_slots:
+    if num_pairs <= 10 * num_experts:
         return 16
-    return 64 if num_pairs <= 48 * num_slots else 128
+    return 64 if num_pairs <= 48 * num_experts else 128
 
 
 def expert_layout(
     topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int
 ) -> ExpertLayout:
     """See `moeyard_kernels.ops.expert_layout`. What the kernel leaves unwritten is -1 here."""
-    num_pairs = topk_ids.numel()
-    _check_range("topk_ids", topk_ids, 0, len(slot_of_expert))
+    num_pairs, num_experts = topk_ids.numel(), len(slot_of_expert)
+    _check_range("topk_ids", topk_ids, 0, num_experts)
     _check_range("slot_of_expert", slot_of_expert, -1, num_slots)
-    slots = slot_of_expert[topk_ids.flatten().long()].long()
-    here = (slots >= 0).nonzero().flatten()
-    order = here[torch.sort(slots[here], stable=True).indices]
-    counts = torch.bincount(slots[here], minlength=num_slots)
+    experts = topk_ids.flatten().long()
+    here = (slot_of_expert[experts] >= 0).nonzero().flatten()
+    order = here[torch.sort(experts[here], stable=True).indices]
+    counts = torch.bincount(experts[here], minlength=num_experts)
     blocks = (counts + (block_rows - 1)) // block_rows
-    capacity = max_blocks(num_pairs, num_slots, block_rows)
-    # Rows that padding puts before each slot, on top of the pairs before it.
+    capacity = max_blocks(num_pairs, num_experts, block_rows)
+    # Rows that padding puts before each expert, on top of the pairs before it.
     shift = (blocks.cumsum(0) - blocks) * block_rows - (counts.cumsum(0) - counts)
     pairs = torch.full((capacity * block_rows,), -1, dtype=torch.int32)
-    pairs[torch.arange(len(order)) + shift[slots[order]]] = order.int()
+    pairs[torch.arange(len(order)) + shift[experts[order]]] = order.int()
     slot_of_block = torch.full((capacity,), -1, dtype=torch.int32)
-    slot_of_block[: int(blocks.sum())] = torch.repeat_interleave(blocks).int()
+    slot_of_block[: int(blocks.sum())] = slot_of_expert[torch.repeat_interleave(blocks)]
     return ExpertLayout(
         block_rows=block_rows,
         num_pairs=num_pairs,
