@@ -7,6 +7,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
 from moeyard_kernels import ops
 from moeyard_kernels import rms_norm as triton_kernel
+from moeyard_kernels.ref import rms_norm as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -57,6 +58,19 @@ def test_kernel_equals_the_formula(dim: int, dtype: torch.dtype) -> None:
     normed = (x64 / (x64.square().mean(-1, keepdim=True) + 1e-6).sqrt()).to(dtype).double()
     tolerance = 2.0**-7 if dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(y.double(), normed * weight.double(), rtol=tolerance, atol=1e-30)
+
+
+def error(x: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("dim", [64, 1536])
+def test_kernel_is_as_exact_as_torch(dim: int) -> None:
+    x, weight = torch.randn(6, dim).to(DEVICE, torch.bfloat16), torch.randn(dim).to(DEVICE, torch.bfloat16)
+    x64 = x.double()
+    exact = x64 / (x64.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    ours, theirs = error(run_kernel(x, weight), exact), error(reference.rms_norm(x, weight, 1e-6), exact)
+    assert ours < min(1e-2, theirs * 1.01)
 
 
 @DTYPES

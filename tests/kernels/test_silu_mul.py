@@ -47,6 +47,14 @@ def test_kernel_values_and_rows(dim: int, dtype: torch.dtype) -> None:
     assert run_kernel(x[:0]).shape == (0, dim)
 
 
+def test_kernel_is_as_exact_as_torch() -> None:
+    x = (torch.randn(4, 2048) * 3).to(DEVICE, torch.bfloat16)
+    gate, up = x[:, :1024], x[:, 1024:]
+    exact = F.silu(gate.double()) * up.double()
+    ours, theirs = ((y.double() - exact).norm() / exact.norm() for y in (run_kernel(x), F.silu(gate) * up))
+    assert ours < min(1e-2, theirs * 1.01)
+
+
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
 def test_every_config_gives_the_same_bits(config: Config) -> None:
     x = torch.randn(1, 600).to(DEVICE, torch.bfloat16)
