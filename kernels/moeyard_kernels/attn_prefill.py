@@ -17,69 +17,22 @@ import math
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeyard_kernels import launch, tuning
+from moeyard_kernels.attn_prefill_hopper import MAX_REGISTERS, attn_prefill_hopper_kernel
 from moeyard_kernels.decode_plan import BLOCK
+from moeyard_kernels.prefill_configs import CONFIGS as CONFIGS
+from moeyard_kernels.prefill_configs import OP, default_config, shape_class, split_dim, suits_hopper
 from moeyard_kernels.prefill_plan import TILE, PrefillPlan
+from moeyard_kernels.prefill_rows import Rows
 from moeyard_kernels.tuning import Config
 
-OP = "attn_prefill"
-
-# Rows per program, whether full blocks of keys come by TMA (where layout and pages allow), and how it is scheduled.
-# Two programs of 64 rows share a multiprocessor and fill each other's gaps; one of 128 rows reads keys half as often.
-CONFIGS: tuple[Config, ...] = (
-    tuning.config(num_warps=4, num_stages=3, BM=64, TMA=1),
-    tuning.config(num_warps=4, num_stages=2, BM=64, TMA=1),
-    tuning.config(num_warps=4, num_stages=2, BM=128, TMA=1),
-    tuning.config(num_warps=4, num_stages=3, BM=64, TMA=0),
-    tuning.config(num_warps=8, num_stages=3, BM=128, TMA=1),
-    tuning.config(num_warps=8, num_stages=3, BM=128, TMA=0),
-)
-
-# (Tile, head) pairs from which on a class of shapes is called "many".
-_MANY = 512
 # Programs that are handed out for some heads before others begin: enough that long ones do not end up last.
 _WAVE = 256
-# What a program may take of a multiprocessor's shared memory, in bytes.
-_SHARED = 224 << 10
-
 # A row's greatest score before its first key: below any real one, and finite, so that alpha never is NaN. What a row
 # does not see scores less still: exp2 of the difference is 0 in any case.
 _NO_SCORE = tl.constexpr(-1e30)
 _UNSEEN = tl.constexpr(-2e38)
-
-
-def split_dim(dim: int) -> tuple[int, int]:
-    """dim as the sum of two powers of two, the larger first (the second may be 0). Raises ValueError if it is none."""
-    first = 1 << (dim.bit_length() - 1)
-    rest = dim - first
-    if first < 16 or rest & (rest - 1) or 0 < rest < 16:
-        raise ValueError(f"{OP}: head dimension {dim} is no sum of one or two powers of two from 16 on")
-    return first, rest
-
-
-def shape_class(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> str:
-    """What tiles are chosen by."""
-    load = "many" if _many(q, plan) else "few"
-    kind = "" if q.dtype == torch.bfloat16 else " fp32"
-    return f"D{q.shape[2]} V{v.shape[-1]} {'paged' if plan.page_size else 'rows'} {load}{kind}"
-
-
-def default_config(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> Config:
-    """For shapes that nobody tuned; fp32 runs without tensor cores, in small tiles."""
-    if q.dtype == torch.float32:
-        return tuning.config(num_warps=4, num_stages=1, BM=32, TMA=0)
-    width = q.shape[2] + v.shape[-1]
-    wide = width > 256 and _many(q, plan)
-    rows = 128 if wide else 64
-    fits = (_SHARED - rows * q.shape[2] * 2) // (BLOCK * width * 2)
-    return tuning.config(num_warps=8 if wide else 4, num_stages=max(1, min(3, fits)), BM=rows, TMA=1)
-
-
-def _many(q: torch.Tensor, plan: PrefillPlan) -> bool:
-    """Whether blocks of 128 rows keep a GPU busy too."""
-    return plan.tiles.shape[0] * q.shape[1] >= _MANY
 
 
 @triton.jit
@@ -256,10 +209,6 @@ def attn_prefill_varlen(
         raise ValueError(f"{OP}: k {list(k.shape)} and k_rope {list(k_rope.shape)}, expected {first} and {second} wide")
     if config is None:
         config = tuning.choose(OP, shape_class(q, v, plan), q, functools.partial(default_config, q, v, plan))
-    parts = TILE // config["BM"]
-    num_parts = plan.tiles.shape[0] * parts
-    if num_parts * num_heads > launch.MAX_GRID_X:
-        raise ValueError(f"{OP}: {plan.tiles.shape[0]} tiles of {TILE} queries exceed the grid of a GPU")
     if paged and k.shape[0] * k.shape[1] * k.shape[2] >= 2**31:
         raise ValueError(f"{OP}: k {list(k.shape)} holds more than 2^31 - 1 rows")
     if plan.page_table is not None:
@@ -267,24 +216,42 @@ def attn_prefill_varlen(
     out = launch.new_output(num_rows, num_heads, dim_v, like=q)
     lse = launch.new_output(num_rows, num_heads, like=q, dtype=torch.float32) if return_lse else out
     if out.numel():
-        keys = _Rows(k, first, paged)
-        rope = _Rows(k[..., first:] if k_rope is None else k_rope, second, paged) if second else keys
-        values = _Rows(v, dim_v, paged)
-        group = num_heads // num_kv_heads
-        tma = bool(config["TMA"]) and (not paged or plan.page_size % BLOCK == 0)
-        tma = tma and all(x.tma_ready() for x in (keys, rope, values))
-        _attn_prefill_kernel[(num_parts * num_heads,)](
-            q, keys.x, rope.x, values.x, *(x.descriptor() if tma else None for x in (keys, rope, values)),
-            out, lse, plan.cu_q, plan.starts, plan.tiles, plan.page_table if paged else plan.cu_kv,
-            scale * math.log2(math.e), plan.window or 0, q.stride(0), q.stride(1),
-            keys.row, keys.head, rope.row, rope.head, values.row, values.head,
+        keys = Rows(k, first, paged)
+        rope = Rows(k[..., first:] if k_rope is None else k_rope, second, paged) if second else keys
+        values = Rows(v, dim_v, paged)
+        queries = Rows(q, first, False)
+        ready = plan.page_size % BLOCK == 0 and all(x.tma_ready() for x in (keys, rope, values))
+        hopper = bool(config.get("HOPPER", 0)) and ready and queries.tma_ready() and suits_hopper(q, v, plan)
+        tma = bool(config["TMA"]) and ready
+        group, parts = num_heads // num_kv_heads, TILE // config["BM"]
+        num_parts = plan.tiles.shape[0] * parts
+        if num_parts * num_heads > launch.MAX_GRID_X:
+            raise ValueError(f"{OP}: {plan.tiles.shape[0]} tiles of {TILE} queries exceed the grid of a GPU")
+        grid = (num_parts * num_heads,)
+        index = (plan.cu_q, plan.starts, plan.tiles, plan.page_table if paged else plan.cu_kv)
+        c = scale * math.log2(math.e)
+        sizes = (
             k.shape[1] if paged else 0, plan.page_table.shape[1] if plan.page_table is not None else 0,
             num_heads, _near(num_kv_heads, group * num_parts) * group, num_parts,
-            GROUP=group, D1=first, D2=second, DV=dim_v, BM=config["BM"], BN=BLOCK, PARTS=parts,
-            PAGE=plan.page_size, WINDOW=plan.window is not None, TMA=tma, LSE=return_lse,
-            WIDE=launch.interpreted() and q.dtype == torch.bfloat16, STAGES=config["num_stages"],
-            num_warps=config["num_warps"], num_stages=config["num_stages"],
         )  # fmt: skip
+        shape = {"GROUP": group, "D1": first, "D2": second, "DV": dim_v, "BN": BLOCK, "PAGE": plan.page_size}
+        if hopper:
+            rest = Rows(q[..., first:], second, False) if second else queries
+            attn_prefill_hopper_kernel[grid](
+                *(x.gluon_descriptor() for x in (queries, rest, keys, rope, values)), out, lse, *index,
+                c, queries.head, keys.head, rope.head, values.head, *sizes,
+                **shape, LSE=return_lse, STAGES=config["num_stages"], NO_SCORE=_NO_SCORE.value, UNSEEN=_UNSEEN.value,
+                num_warps=4, maxnreg=MAX_REGISTERS,
+            )  # fmt: skip
+        else:
+            _attn_prefill_kernel[grid](
+                q, keys.x, rope.x, values.x, *(x.descriptor() if tma else None for x in (keys, rope, values)),
+                out, lse, *index, c, plan.window or 0, q.stride(0), q.stride(1),
+                keys.row, keys.head, rope.row, rope.head, values.row, values.head, *sizes,
+                **shape, BM=config["BM"], PARTS=parts, WINDOW=plan.window is not None, TMA=tma, LSE=return_lse,
+                WIDE=launch.interpreted() and q.dtype == torch.bfloat16, STAGES=config["num_stages"],
+                num_warps=config["num_warps"], num_stages=config["num_stages"],
+            )  # fmt: skip
     out = launch.finish(out, q.dtype)
     return (out, lse) if return_lse else out
 
@@ -293,26 +260,3 @@ def _near(num_kv_heads: int, programs: int) -> int:
     """How many key heads, each with so many programs, are worked on at a time: the fewest that make up a wave."""
     fits = (n for n in range(1, num_kv_heads) if num_kv_heads % n == 0 and n * programs >= _WAVE)
     return next(fits, num_kv_heads)
-
-
-class _Rows:
-    """Keys or values as rows of memory: `row` elements from one position to the next, `head` from head to head.
-
-    Paged ones [Hkv, num_pages, page, D] are rows of all heads below each other (head 0); contiguous ones [L, Hkv, D]
-    have heads side by side, and shared ones [L, D] one for all.
-    """
-
-    def __init__(self, x: torch.Tensor, width: int, paged: bool) -> None:
-        self.x, self.width = x, width
-        self.row = x.stride(-2) if paged else x.stride(0)
-        self.head = x.stride(1) if x.dim() == 3 and not paged else 0
-        self._count = x.shape[0] * x.shape[1] * x.shape[2] if paged else x.shape[0]
-        self._columns = width if self.head == 0 else self.head * (x.shape[1] - 1) + width
-
-    def tma_ready(self) -> bool:
-        """Whether the copy engine takes it: 16-byte starts, and a row at least as long as what is read of it."""
-        size = self.x.element_size()
-        return self.x.data_ptr() % 16 == 0 and self.row * size % 16 == 0 and self._columns <= self.row
-
-    def descriptor(self) -> TensorDescriptor:
-        return TensorDescriptor(self.x, [self._count, self._columns], [self.row, 1], [BLOCK, self.width])

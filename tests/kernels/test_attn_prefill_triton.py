@@ -122,8 +122,10 @@ def test_chunks_and_configs_do_not_show(
         assert_same(run_chunks(prompt, cuts, window), whole, f"chunks of {size}")
     assert_same(run_chunks(prompt, [1, 129, 130, length], window), whole, "odd chunks")
     # The interpreter knows neither warps nor stages.
-    configs = triton_kernel.CONFIGS if NATIVE else triton_kernel.CONFIGS[3:5]
+    configs = triton_kernel.CONFIGS if NATIVE else triton_kernel.CONFIGS[4:6]
     for config in configs:
+        if config.get("HOPPER") and window:
+            continue
         chosen = pick(config, dtype)
         assert_same(run_chunks(prompt, [length], window, config=chosen), whole, f"{config}")
         if NATIVE:
@@ -194,6 +196,8 @@ def test_a_batch_over_pages_is_each_chunk_alone(page: int, window: int | None, d
         # The reference rounds the scaled query to its dtype.
         torch.testing.assert_close(got[1], reference[1], rtol=1e-5, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
     for config in triton_kernel.CONFIGS if NATIVE else triton_kernel.CONFIGS[-1:]:
+        if config.get("HOPPER") and (window or page < 64):
+            continue
         assert_same(run(q, k, v, plan, prompts[0].scale, config=pick(config, dtype)), got, f"{config}")
 
 
