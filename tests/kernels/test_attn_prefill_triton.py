@@ -182,6 +182,11 @@ def test_a_batch_over_pages_is_each_chunk_alone(page: int, window: int | None, d
     rows = (torch.cat([getattr(p, name) for p in prompts]) for name in ("k", "v"))
     flat = run(q, *rows, plan_prefill(q_lens, starts, window=window, device=DEVICE), prompts[0].scale)
     assert_same(got, flat, "pages or rows")
+    if NATIVE and not window and dtype == torch.bfloat16:
+        k_rows, v_rows = (torch.cat([getattr(p, name) for p in prompts]) for name in ("k", "v"))
+        plan_rows = plan_prefill(q_lens, starts, device=DEVICE)
+        hopper = run(q, k_rows, v_rows, plan_rows, prompts[0].scale, config=triton_kernel.CONFIGS[0])
+        assert_same(hopper, flat, "rows, by the Gluon kernel")
     at = 0
     for b, prompt in enumerate(prompts):
         alone = run(
@@ -213,9 +218,8 @@ def test_strided_parts_and_a_shared_key_part(dtype: torch.dtype) -> None:
     plan = plan_prefill([length], [0], device=DEVICE)
     whole = torch.cat((k, rope[:, None].expand(-1, heads, -1)), -1)
     wanted = run(q.contiguous(), whole, v.contiguous(), plan, 0.1)
-    for tma in (0, 1):
-        config = tuning.config(BM=64, TMA=tma)
-        assert_same(run(q, k, v, plan, 0.1, k_rope=rope, config=config), wanted, f"TMA {tma}")
+    for config in (tuning.config(BM=64, TMA=0), tuning.config(BM=64, TMA=1), triton_kernel.CONFIGS[0]):
+        assert_same(run(q, k, v, plan, 0.1, k_rope=rope, config=config), wanted, f"{config}")
     if not NATIVE:
         from_door = ops.attn_prefill_varlen(q, k, v, plan=plan, scale=0.1, k_rope=rope)
         alone = ops.attn_prefill(q, whole.transpose(0, 1), v.transpose(0, 1), start=0, scale=0.1)
