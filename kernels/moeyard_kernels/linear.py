@@ -17,85 +17,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeyard_kernels import launch, tuning
+from moeyard_kernels.linear_configs import CONFIGS, FP32_CONFIGS, MISALIGNED, configs_for, default_config, shape_class
 from moeyard_kernels.linear_schedule import Schedule, schedule, tile_cycles
-from moeyard_kernels.tuning import Config, config
+from moeyard_kernels.tuning import Config
+
+__all__ = ["CONFIGS", "FP32_CONFIGS", "OP", "configs_for", "linear", "linear_pair", "shape_class"]
 
 OP = "linear"
-
-
-def _tiles(BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 4, SWAP: int = 1, GROUP: int = 8) -> Config:
-    return config(BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=GROUP, TMA=0, num_warps=num_warps, num_stages=num_stages)
-
-
-def _stream(
-    BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 8, SWAP: int = 0, PER_SM: int = 1, GROUP: int = 8,
-    BMT: int = 0, BNT: int = 0, SWAP_T: int = 0,
-) -> Config:  # fmt: skip
-    return config(
-        BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=GROUP, TMA=1, PER_SM=PER_SM, BMT=BMT, BNT=BNT, SWAP_T=SWAP_T,
-        num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
-
-
-_SKINNY = (
-    _tiles(16, 64, 128, num_stages=6),
-    _tiles(16, 64, 64, num_stages=8),
-    _tiles(16, 128, 64, num_stages=6),
-    _tiles(32, 64, 128, num_stages=5),
-    _tiles(32, 128, 64, num_stages=5),
-    _tiles(64, 64, 128, num_stages=5),
-    _tiles(64, 64, 64, num_stages=8),
-    _tiles(64, 128, 64, num_stages=6),
-    _stream(16, 64, 256, num_stages=5, num_warps=4, SWAP=1),
-    _stream(16, 128, 128, num_stages=5, num_warps=4, SWAP=1),
-    _stream(32, 64, 128, num_stages=7, num_warps=4, SWAP=1),
-    _stream(32, 128, 128, num_stages=4, num_warps=4, SWAP=1),
-    _stream(64, 16, 256, num_stages=5, num_warps=4),
-    _stream(64, 64, 128, num_stages=6, num_warps=4, SWAP=1),
-    _stream(64, 128, 128, num_stages=4, num_warps=4, SWAP=1),
-)
-_WIDE = (
-    _stream(128, 256, 64, num_stages=4),
-    _stream(128, 256, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=1),
-    _stream(128, 256, 64, num_stages=4, BMT=128, BNT=64),
-    _stream(128, 128, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=1),
-    _stream(128, 128, 64, num_stages=6),
-    _stream(128, 64, 64, num_stages=4, num_warps=4, PER_SM=2),
-    _stream(64, 64, 64, num_stages=6, num_warps=4, PER_SM=2),
-    _tiles(128, 128, 64, num_stages=3, SWAP=0),
-)
-# fp32 runs on the plain cores, which is slow however it is cut: one tile for few rows, one for many.
-FP32_CONFIGS = (_tiles(16, 32, 32, num_stages=2, SWAP=0), _tiles(64, 64, 32, num_warps=8, num_stages=2, SWAP=0))
-CONFIGS: tuple[Config, ...] = (*_SKINNY, *_WIDE, *FP32_CONFIGS)
-
-# Counts of rows that get a config of their own.
-_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-
-
-def shape_class(num_rows: int, dim: int, *num_out: int) -> str:
-    """The class that configs are stored under: rows rounded up to one of a few counts, at most 8192."""
-    rows = next((r for r in _ROWS if num_rows <= r), _ROWS[-1])
-    return f"M{rows} N{'+'.join(map(str, num_out))} K{dim}"
-
-
-def configs_for(num_rows: int) -> tuple[Config, ...]:
-    """The configs worth trying for that many rows, in bf16."""
-    if num_rows > 64:
-        return _WIDE
-    return tuple(
-        c for c in _SKINNY if c["BM"] >= num_rows and (c["BM"] == 64 or num_rows > c["BM"] // 2 or num_rows <= 16)
-    )
-
-
-def default_config(num_rows: int, num_out: int) -> Config:
-    """The config of bf16 shapes that nobody tuned."""
-    if num_rows <= 64:
-        return _SKINNY[0 if num_rows <= 16 else 3 if num_rows <= 32 else 5]
-    # Tiles as large as still give a program to every multiprocessor of an H200.
-    columns = -(-num_out // 256)
-    if -(-num_rows // 128) * columns >= 128:
-        return _WIDE[1]
-    return _WIDE[5] if num_rows > 128 or columns > 64 else _WIDE[6]
 
 
 @triton.jit
@@ -137,10 +65,13 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One tile [BM, BN] of x [M, K] @ wa [NA, K].T, or of wb's after wa's. GROUP 0: there is one row of tiles."""
     tiles_a = tl.cdiv(NA, BN)
+    tiles_n = tiles_a
+    if PAIR:
+        tiles_n += tl.cdiv(NB, BN)
     if GROUP == 0:
         i_m, i_n = 0, tl.program_id(0)
     else:
-        i_m, i_n = _place(tl.program_id(0), tl.cdiv(M, BM), tiles_a + tl.cdiv(NB, BN), GROUP)
+        i_m, i_n = _place(tl.program_id(0), tl.cdiv(M, BM), tiles_n, GROUP)
     p_w, p_y, N = p_wa, p_ya, NA
     if PAIR:
         second = i_n >= tiles_a
@@ -193,34 +124,36 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     BMT: tl.constexpr, BNT: tl.constexpr, SWAP_T: tl.constexpr,
     HAS_BIAS: tl.constexpr, PAIR: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Columns below CUT of x [M, K] @ wa [NA, K].T in tiles [BM, BN], the others in tiles [BMT, BNT]; wb's after wa's.
+    """x [M, K] @ wa [NA, K].T if PAIR, then @ wb [NB, K].T, in tiles [BM, BN], but [BMT, BNT] from column CUT of wb on.
 
-    Programs that had a tile less than others take REPEAT of the tail tiles ahead of the rest. CUT is NA or a multiple
-    of BN, and NA where there are two weights.
+    Tiles go to the programs in turn; those that had one less than others take REPEAT of the tail tiles ahead of the
+    rest. CUT is NB or a multiple of BN.
     """
     i_program, programs = tl.program_id(0), tl.num_programs(0)
-    tiles_a = tl.cdiv(M, BM) * tl.cdiv(CUT, BN)
-    num_main = tl.cdiv(tl.maximum(tiles_a - i_program, 0), programs)
-    _stream_tiles(
-        d_x, d_wa, p_bias, p_ya, 0, 0, 0, i_program, num_main, 0, CUT, M, NA, K,
-        BM, BN, BK, GROUP, SWAP, HAS_BIAS, UPCAST,
-    )  # fmt: skip
+    tiles_a, i_first = 0, i_program
     if PAIR:
-        i_first = i_program + num_main * programs - tiles_a
-        num_second = tl.cdiv(tl.maximum(tl.cdiv(M, BM) * tl.cdiv(NB, BN) - i_first, 0), programs)
+        tiles_a = tl.cdiv(M, BM) * tl.cdiv(NA, BN)
+        num_first = tl.cdiv(tl.maximum(tiles_a - i_program, 0), programs)
+        i_first = i_program + num_first * programs - tiles_a
         _stream_tiles(
-            d_x, d_wb, p_bias, p_yb, 0, 0, 0, i_first, num_second, 0, NB, M, NB, K,
+            d_x, d_wa, p_bias, p_ya, 0, 0, 0, i_program, num_first, 0, NA, M, NA, K,
             BM, BN, BK, GROUP, SWAP, HAS_BIAS, UPCAST,
         )  # fmt: skip
-    elif BNT:
-        tails = tl.cdiv(M, BMT) * tl.cdiv(NA - CUT, BNT)
-        idle = programs - tiles_a % programs
+    tiles_b = tl.cdiv(M, BM) * tl.cdiv(CUT, BN)
+    num_main = tl.cdiv(tl.maximum(tiles_b - i_first, 0), programs)
+    _stream_tiles(
+        d_x, d_wb, p_bias, p_yb, 0, 0, 0, i_first, num_main, 0, CUT, M, NB, K,
+        BM, BN, BK, GROUP, SWAP, HAS_BIAS, UPCAST,
+    )  # fmt: skip
+    if BNT:
+        tails = tl.cdiv(M, BMT) * tl.cdiv(NB - CUT, BNT)
+        idle = programs - (tiles_a + tiles_b) % programs
         i_early = i_program - (programs - idle)
         num_early = tl.where(i_early >= 0, tl.minimum(tl.cdiv(tl.maximum(tails - i_early, 0), idle), REPEAT), 0)
         i_late = idle * REPEAT + i_program
         num_tails = num_early + tl.cdiv(tl.maximum(tails - i_late, 0), programs)
         _stream_tiles(
-            d_xt, d_wt, p_bias, p_ya, num_early, i_early, idle, i_late, num_tails, CUT, NA, M, NA, K,
+            d_xt, d_wt, p_bias, p_yb, num_early, i_early, idle, i_late, num_tails, CUT, NB, M, NB, K,
             BMT, BNT, BK, GROUP, SWAP_T, HAS_BIAS, UPCAST,
         )  # fmt: skip
 
@@ -235,27 +168,28 @@ def _fits_stream(*tensors: torch.Tensor) -> bool:
     return all(t.numel() and t.data_ptr() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in tensors)
 
 
-def _schedule(chosen: Config, num_rows: int, num_out: int, programs: int) -> Schedule:
+def _schedule(chosen: Config, num_rows: int, num_out: list[int], programs: int) -> Schedule:
     main, tail = (chosen["BM"], chosen["BN"]), (chosen["BMT"], chosen["BNT"])
+    ahead = triton.cdiv(num_rows, main[0]) * sum(triton.cdiv(n, main[1]) for n in num_out[:-1])
     cost = tile_cycles(*(tail[::-1] if chosen["SWAP_T"] else tail)) / tile_cycles(*main)
-    return schedule(num_rows, num_out, main=main, tail=tail, tail_cost=cost, programs=programs)
+    return schedule(num_rows, num_out[-1], ahead=ahead, main=main, tail=tail, tail_cost=cost, programs=programs)
 
 
 def _launch_stream(
     x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Config, tiles: int, rest: tuple[Any, ...], flags: Any
 ) -> None:
-    bk, num_out, pair = chosen["BK"], weights[0].shape[0], len(weights) == 2
+    bk, num_out = chosen["BK"], [weight.shape[0] for weight in weights]
     programs = chosen["PER_SM"] * _num_programs(x)
-    tail = (chosen["BMT"], chosen["BNT"]) if chosen["BNT"] and not pair else (chosen["BM"], chosen["BN"])
-    if chosen["BNT"] and not pair:
+    tail = (chosen["BMT"], chosen["BNT"]) if chosen["BNT"] else (chosen["BM"], chosen["BN"])
+    if chosen["BNT"]:
         plan = _schedule(chosen, x.shape[0], num_out, programs)
     else:
-        plan, programs = Schedule(num_out, 0), min(tiles, programs)
+        plan, programs = Schedule(num_out[-1], 0), min(tiles, programs)
     d_x, d_xt = (TensorDescriptor.from_tensor(x, [bm, bk]) for bm in (chosen["BM"], tail[0]))
     d_wa, d_wb = (TensorDescriptor.from_tensor(weight, [chosen["BN"], bk]) for weight in (weights[0], weights[-1]))
-    d_wt = TensorDescriptor.from_tensor(weights[0], [tail[1], bk])
-    tails = {name: chosen[name] if chosen["BNT"] and not pair else 0 for name in ("BMT", "BNT", "SWAP_T")}
-    _stream_kernel[(programs,)](d_x, d_wa, d_wb, d_xt, d_wt, *rest, plan.cut, plan.repeat, **tails, **flags)
+    d_wt = TensorDescriptor.from_tensor(weights[-1], [tail[1], bk])
+    flags |= {name: chosen[name] for name in ("GROUP", "BMT", "BNT", "SWAP_T")}
+    _stream_kernel[(programs,)](d_x, d_wa, d_wb, d_xt, d_wt, *rest, plan.cut, plan.repeat, **flags)
 
 
 def _choose(x: torch.Tensor, num_out: list[int]) -> Config:
@@ -277,17 +211,16 @@ def _run(
         return tuple(launch.finish(out, x.dtype) for out in outs)
     chosen = chosen or _choose(x, num_out)
     if chosen["TMA"] and not _fits_stream(x, *weights):
-        chosen = _WIDE[-1]
+        chosen = MISALIGNED
     rows = triton.cdiv(num_rows, chosen["BM"])
     tiles = rows * sum(triton.cdiv(n, chosen["BN"]) for n in num_out)
     if tiles > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: x {list(x.shape)} and weights of {num_out} rows exceed the grid of a GPU")
     flags: dict[str, Any] = {name: chosen[name] for name in ("BM", "BN", "BK", "SWAP", "num_warps", "num_stages")}
     flags |= {"HAS_BIAS": bias is not None, "PAIR": len(weights) == 2, "UPCAST": launch.interpreted()}
-    num_b = num_out[1] if len(weights) == 2 else 0
-    rest = (x if bias is None else bias, outs[0], outs[-1], num_rows, num_out[0], num_b, dim)
+    rest = (x if bias is None else bias, outs[0], outs[-1], num_rows, num_out[0], num_out[-1], dim)
     if chosen["TMA"]:
-        _launch_stream(x, weights, chosen, tiles, rest, {**flags, "GROUP": chosen["GROUP"]})
+        _launch_stream(x, weights, chosen, tiles, rest, flags)
     else:
         group, even = 0 if rows == 1 else chosen["GROUP"], dim % chosen["BK"] == 0
         _tiles_kernel[(tiles,)](x, weights[0], weights[-1], *rest, GROUP=group, EVEN_K=even, **flags)

@@ -30,17 +30,19 @@ def tile_cycles(rows: int, columns: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def schedule(
-    num_rows: int, num_out: int, *, main: tuple[int, int], tail: tuple[int, int], tail_cost: float, programs: int
-) -> Schedule:
+    num_rows: int, num_out: int, *, ahead: int = 0, main: tuple[int, int], tail: tuple[int, int], tail_cost: float,
+    programs: int,
+) -> Schedule:  # fmt: skip
     """No tail, or the cut whose slowest program ends first; of equals the last, which is a multiple of main's columns.
 
-    main and tail: rows and columns of a tile. tail_cost: the time of a tail tile in main tiles.
+    ahead: main tiles that were dealt out before. main and tail: rows and columns of a tile. tail_cost: the time of a
+    tail tile in main tiles.
     """
     rows, tail_rows = -(-num_rows // main[0]), -(-num_rows // tail[0])
-    best, found = float(-(-rows * -(-num_out // main[1]) // programs)), Schedule(num_out, 0)
+    best, found = float(-(-(ahead + rows * -(-num_out // main[1])) // programs)), Schedule(num_out, 0)
     for columns in range(num_out // main[1], -1, -1):
         cut = columns * main[1]
-        done, rest = divmod(rows * columns, programs)
+        done, rest = divmod(ahead + rows * columns, programs)
         idle = programs - rest
         tails = tail_rows * -(-(num_out - cut) // tail[1])
         for repeat in range(1, 5):

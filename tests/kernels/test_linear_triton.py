@@ -122,7 +122,8 @@ def test_layouts_are_checked_before_any_launch() -> None:
 
 
 def test_the_shape_class_rounds_rows_up() -> None:
-    assert linear.shape_class(1, 7168, 2112) == linear.shape_class(8, 7168, 2112) == "M8 N2112 K7168"
+    assert linear.shape_class(1, 7168, 2112) == "M1 N2112 K7168"
+    assert linear.shape_class(2, 7168, 2112) == linear.shape_class(8, 7168, 2112) == "M8 N2112 K7168"
     assert linear.shape_class(9, 7168, 1536, 576) == "M16 N1536+576 K7168"
     assert linear.shape_class(100_000, 6, 5) == "M8192 N5 K6"
 
@@ -152,21 +153,18 @@ def test_a_row_alone_equals_the_row_in_any_batch(shape: tuple[int, int]) -> None
 
 
 @GPU_ONLY
-@pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
-def test_every_config_gives_the_same_bits(shape: tuple[int, int]) -> None:
-    num_out, dim = shape
-    x, weight, bias = draw(300, dim, dtype=BF16), draw(num_out, dim, dtype=BF16), draw(num_out, dtype=BF16)
-    wanted = linear.linear(x, weight, bias)
-    half = num_out // 2
-    for config in linear.CONFIGS:
-        for count in (1, 64, 300):
-            got = linear.linear(x[:count], weight, bias, config=config)
-            assert torch.equal(got, wanted[:count]), f"{count} rows, {dict(config)}"
-        plain = linear.linear(x, weight, config=config)
-        for count in (1, 300):
+@pytest.mark.parametrize("config", linear.CONFIGS, ids=config_id)
+def test_every_config_gives_the_same_bits(config: Config) -> None:
+    for num_out, dim in MODEL_SHAPES:
+        x, weight, bias = draw(300, dim, dtype=BF16), draw(num_out, dim, dtype=BF16), draw(num_out, dtype=BF16)
+        half = num_out // 2
+        biased, plain = linear.linear(x, weight, bias), linear.linear(x, weight)
+        for count in (1, 16, 64, 300):
+            what = f"{count} rows, {num_out} x {dim}"
+            assert torch.equal(linear.linear(x[:count], weight, bias, config=config), biased[:count]), what
             y_a, y_b = linear.linear_pair(x[:count], weight[:half], weight[half:], config=config)
-            assert torch.equal(y_a, plain[:count, :half]), f"{count} rows, {dict(config)}"
-            assert torch.equal(y_b, plain[:count, half:]), f"{count} rows, {dict(config)}"
+            assert torch.equal(y_a, plain[:count, :half]), what
+            assert torch.equal(y_b, plain[:count, half:]), what
 
 
 @GPU_ONLY

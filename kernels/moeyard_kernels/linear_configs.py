@@ -1,0 +1,91 @@
+"""The tiles that `linear` may run with, and which of them are worth trying for a shape. All give the same bits.
+
+TMA 0 is `linear._tiles_kernel`, 1 `linear._stream_kernel`, with PER_SM programs per multiprocessor and tail tiles of
+BMT x BNT (none if 0). Numbers of stages fill the 227 KB of shared memory of Hopper.
+"""
+
+import triton
+
+from moeyard_kernels.tuning import Config, config
+
+
+def _tiles(BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 4, SWAP: int = 1, GROUP: int = 8) -> Config:
+    return config(BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=GROUP, TMA=0, num_warps=num_warps, num_stages=num_stages)
+
+
+def _stream(
+    BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 8, SWAP: int = 0, PER_SM: int = 1, GROUP: int = 8,
+    BMT: int = 0, BNT: int = 0, SWAP_T: int = 0,
+) -> Config:  # fmt: skip
+    return config(
+        BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=GROUP, TMA=1, PER_SM=PER_SM, BMT=BMT, BNT=BNT, SWAP_T=SWAP_T,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+_SKINNY = (
+    _tiles(16, 64, 128, num_stages=6),
+    _tiles(16, 64, 64, num_stages=8),
+    _tiles(16, 128, 64, num_stages=6),
+    _tiles(32, 64, 128, num_stages=5),
+    _tiles(32, 128, 64, num_stages=5),
+    _tiles(64, 64, 128, num_stages=5),
+    _tiles(64, 64, 64, num_stages=8),
+    _tiles(64, 128, 64, num_stages=6),
+    _stream(16, 64, 256, num_stages=5, num_warps=4, SWAP=1),
+    _stream(16, 128, 128, num_stages=5, num_warps=4, SWAP=1),
+    _stream(32, 64, 128, num_stages=7, num_warps=4, SWAP=1),
+    _stream(32, 128, 128, num_stages=4, num_warps=4, SWAP=1),
+    _stream(64, 16, 256, num_stages=5, num_warps=4),
+    _stream(64, 64, 128, num_stages=6, num_warps=4, SWAP=1),
+    _stream(64, 128, 128, num_stages=4, num_warps=4, SWAP=1),
+)
+_MIDDLE = (
+    _stream(64, 32, 256, num_stages=4, num_warps=4),
+    _stream(64, 64, 128, num_stages=6, num_warps=4),
+    _stream(64, 64, 64, num_stages=6, num_warps=4, PER_SM=2),
+    _stream(64, 128, 128, num_stages=4, num_warps=4),
+    _stream(128, 64, 128, num_stages=4, num_warps=4),
+    _stream(128, 64, 64, num_stages=4, num_warps=4, PER_SM=2),
+    _stream(128, 128, 64, num_stages=6),
+)
+_WIDE = (
+    _stream(128, 256, 64, num_stages=4),
+    _stream(128, 256, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=1),
+    _stream(128, 256, 64, num_stages=4, BMT=128, BNT=64),
+    _stream(128, 128, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=1),
+)
+# For what tensor descriptors cannot describe.
+MISALIGNED = _tiles(128, 128, 64, num_stages=3, SWAP=0)
+# fp32 runs on the plain cores, which is slow however it is cut: one tile for few rows, one for many.
+FP32_CONFIGS = (_tiles(16, 32, 32, num_stages=2, SWAP=0), _tiles(64, 64, 32, num_warps=8, num_stages=2, SWAP=0))
+CONFIGS: tuple[Config, ...] = (*_SKINNY, *_MIDDLE, *_WIDE, MISALIGNED, *FP32_CONFIGS)
+
+# Counts of rows that get a config of their own.
+_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def shape_class(num_rows: int, dim: int, *num_out: int) -> str:
+    """The class that configs are stored under: rows rounded up to one of a few counts, at most 8192."""
+    rows = next((r for r in _ROWS if num_rows <= r), _ROWS[-1])
+    return f"M{rows} N{'+'.join(map(str, num_out))} K{dim}"
+
+
+def configs_for(num_rows: int) -> tuple[Config, ...]:
+    """The configs worth trying for that many rows, in bf16."""
+    if num_rows > 64:
+        return (*(_MIDDLE if num_rows <= 512 else _MIDDLE[-2:]), *_WIDE)
+    # Descriptors of many more rows than there are copy slowly.
+    rows = next(r for r in (16, 32, 64) if num_rows <= r)
+    return tuple(c for c in _SKINNY if c["BM"] == rows)
+
+
+def default_config(num_rows: int, num_out: int) -> Config:
+    """The config of bf16 shapes that nobody tuned."""
+    if num_rows <= 64:
+        return configs_for(num_rows)[0]
+    # Tiles as large as still give a program to nearly every multiprocessor of an H200.
+    columns = triton.cdiv(num_out, 256)
+    if triton.cdiv(num_rows, 128) * columns >= 110:
+        return _WIDE[1]
+    return _MIDDLE[6 if triton.cdiv(num_rows, 128) * columns >= 50 else 5 if num_rows > 128 else 2]
