@@ -32,12 +32,12 @@ from moeyard_kernels.tuning import Config
 # Quads that each part of a row keeps; candidates of a row that are tested against top-p, first round and last.
 _PER_PART = 4
 _TESTED = (3, 8)
-# Groups of tokens per row, about, for top-k.
-_GROUPS = 4096
+# Groups of tokens per row, at least, for top-k; half as many are the largest k that is found from a list.
+_GROUPS = 2048
 
 
 def _config(
-    block: int, rounds: int, num_warps: int, *, race: int = 8192, mass: int = 512, part: int = 4096, list_: int = 4096
+    block: int, rounds: int, num_warps: int, *, race: int = 4096, mass: int = 512, part: int = 4096, list_: int = 4096
 ) -> Config:
     return tuning.config(
         BLOCK=block, ROUNDS=rounds, RACE=race, MASS=mass, PART=part, LIST=list_, num_warps=num_warps, num_stages=1
@@ -48,7 +48,7 @@ def _config(
 # masses, MASS at a time; LIST tokens in which top-k is found in registers.
 CONFIGS = (
     *(_config(b, r, w) for b, r, w in ((1024, 8, 4), (512, 4, 4), (2048, 4, 8))),
-    *(_config(1024, 8, 4, race=race) for race in (2048, 4096)),
+    *(_config(1024, 8, 4, race=race) for race in (2048, 8192)),
     *(_config(1024, 8, 4, mass=mass, part=part) for mass, part in ((256, 4096), (512, 2048), (512, 8192))),
     _config(1024, 8, 4, list_=2048),
 )
@@ -273,7 +273,7 @@ def _draw(
         )  # fmt: skip
         cut_kernel[num_rows,](
             *state, top_k, top_p_, *draw, rows.bound, rows.count, some, *cut, ids, *rows.sizes,
-            TOP_P=top_p is not None, BITS=rows.bits, BV=min(4096, triton.next_power_of_2(vocab)), BL=config["LIST"],
+            TOP_P=top_p is not None, BITS=rows.bits, BV=min(8192, triton.next_power_of_2(vocab)), BL=config["LIST"],
             num_warps=8, **of,
         )  # fmt: skip
     score = new(num_rows, num_race * _PER_PART, dtype=torch.float32)
@@ -295,7 +295,7 @@ def _draw(
         if top_p is not None:
             mass_kernel[num_parts, num_rows](
                 *state, top_p_, min_p_, *cut, *best[:2], masses, *rows.sizes, TOP_K=top_k is not None, BITS=rows.bits,
-                P=tested, ROUNDS=config["PART"] // config["MASS"], BV=config["MASS"],
+                P=tested, PART=config["PART"], BV=config["MASS"],
                 num_warps=4, **of,
             )  # fmt: skip
         settle_kernel[num_rows,](

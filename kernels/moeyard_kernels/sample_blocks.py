@@ -87,7 +87,7 @@ def from_key(key):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _middle(low, high):  # type: ignore[no-untyped-def]
+def middle(low, high):  # type: ignore[no-untyped-def]
     """(low + high) / 2, rounded up, without overflow."""
     return (low | high) - ((low ^ high) >> 1)
 
@@ -95,8 +95,8 @@ def _middle(low, high):  # type: ignore[no-untyped-def]
 @triton.jit
 def quarters(low, high):  # type: ignore[no-untyped-def]
     """Three keys that cut (low, high] into four, for low < high."""
-    second = _middle(low, high)
-    return _middle(low, second - 1), second, _middle(second, high)
+    second = middle(low, high)
+    return middle(low, second - 1), second, middle(second, high)
 
 
 @triton.jit
@@ -154,24 +154,28 @@ def mass(b_x, top, scale, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     b_shifted = b_t + 6755399441055744.0
     b_f = b_t - (b_shifted - 6755399441055744.0)
     b_n = b_shifted.to(tl.int64, bitcast=True).to(tl.int32)
-    b_p = b_f * 7.088237907737494e-09 + 1.0207768355030567e-07
-    b_p = _horner(b_p, b_f, 1.3215364560892335e-06)
-    b_p = _horner(b_p, b_f, 1.5252664252329843e-05)
-    b_p = _horner(b_p, b_f, 0.00015403530564324087)
-    b_p = _horner(b_p, b_f, 0.0013333558212920594)
-    b_p = _horner(b_p, b_f, 0.00961812910754204)
-    b_p = _horner(b_p, b_f, 0.055504108664601044)
-    b_p = _horner(b_p, b_f, 0.24022650695910186)
-    b_p = _horner(b_p, b_f, 0.6931471805599464)
-    b_p = _horner(b_p, b_f, 1.0)
+    if _INTERPRETED:
+        b_p = b_f * 7.088237907737494e-09 + 1.0207768355030567e-07
+        b_p = ((b_p * b_f + 1.3215364560892335e-06) * b_f + 1.5252664252329843e-05) * b_f + 0.00015403530564324087
+        b_p = ((b_p * b_f + 0.0013333558212920594) * b_f + 0.00961812910754204) * b_f + 0.055504108664601044
+        b_p = ((b_p * b_f + 0.24022650695910186) * b_f + 0.6931471805599464) * b_f + 1.0
+    else:
+        b_p = _horner(tl.full(b_f.shape, 7.088237907737494e-09, tl.float64), b_f, 1.0207768355030567e-07)
+        b_p = _horner(b_p, b_f, 1.3215364560892335e-06)
+        b_p = _horner(b_p, b_f, 1.5252664252329843e-05)
+        b_p = _horner(b_p, b_f, 0.00015403530564324087)
+        b_p = _horner(b_p, b_f, 0.0013333558212920594)
+        b_p = _horner(b_p, b_f, 0.00961812910754204)
+        b_p = _horner(b_p, b_f, 0.055504108664601044)
+        b_p = _horner(b_p, b_f, 0.24022650695910186)
+        b_p = _horner(b_p, b_f, 0.6931471805599464)
+        b_p = _horner(b_p, b_f, 1.0)
     b_unit = ((b_n + (1023 + BITS)).to(tl.int64) << 52).to(tl.float64, bitcast=True)
     return (b_p * b_unit + 4503599627370496.0).to(tl.int64, bitcast=True) - 0x4330000000000000
 
 
 @triton.jit
 def _horner(b_p, b_f, c: tl.constexpr):  # type: ignore[no-untyped-def]
-    if _INTERPRETED:
-        return b_p * b_f + c
     return tl.fma(b_p, b_f, tl.full(b_f.shape, c, tl.float64))
 
 

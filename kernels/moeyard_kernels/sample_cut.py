@@ -16,6 +16,7 @@ from moeyard_kernels.sample_blocks import (
     kth_largest,
     mass,
     mass_scale,
+    middle,
     narrow,
     noise,
     quarters,
@@ -42,12 +43,15 @@ def group_bound(p_groups, i_b, k, high, V, G, BG: tl.constexpr, BL: tl.constexpr
             b_group = tl.load(p_groups + i_b * G + o_g, mask=o_g < G, other=low)
             # A bound that some more groups reach is as good as the k-th largest.
             enough = k + (k >> 2) + 32
-            reached = enough + 1
+            reached = G + 0
             while (low < high) & (reached > enough):
-                first, second, third = quarters(low, high)
-                counts = tl.sum(reaching(b_group, first, second, third))
-                low, high = narrow(counts, k, low, first, second, third, high)
-                reached = tl.sum((b_group >= low).to(tl.int32)).to(tl.int64)
+                half = middle(low, high)
+                count = tl.sum((b_group >= half).to(tl.int32))
+                if count >= k:
+                    low = half
+                    reached = count
+                else:
+                    high = half - 1
     return low, useful
 
 

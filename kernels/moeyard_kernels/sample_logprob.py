@@ -10,15 +10,15 @@ from moeyard_kernels.tuning import Config
 
 @triton.jit
 def _total_kernel(  # type: ignore[no-untyped-def]
-    p_logits, p_top, p_total, V, BITS: tl.constexpr, ROUNDS: tl.constexpr, BV: tl.constexpr
+    p_logits, p_top, p_total, V, BITS: tl.constexpr, PART: tl.constexpr, BV: tl.constexpr
 ):
-    """The sum of exp(logit - largest) of ROUNDS * BV tokens, in fixed point. Grid: (C, B)."""
+    """The sum of exp(logit - largest) of PART tokens, in fixed point. Grid: (C, B)."""
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     top = tl.load(p_top + i_b)
     scale = mass_scale(tl.full([], 1.0, tl.float64))
     b_sum = tl.zeros([BV], dtype=tl.int64)
-    for r in range(ROUNDS):
-        o_v = (i_c * ROUNDS + r) * BV + tl.arange(0, BV)
+    for start in range(i_c * PART, tl.minimum(i_c * PART + PART, V), BV):
+        o_v = start + tl.arange(0, BV)
         b_x = tl.load(p_logits + i_b * V + o_v, mask=o_v < V, other=-float("inf")).to(tl.float32)
         b_sum += mass(b_x, top, scale, BITS)
     tl.store(p_total + i_b * tl.num_programs(0) + i_c, tl.sum(b_sum))
@@ -44,7 +44,7 @@ def log_probabilities(
     num_parts = triton.cdiv(vocab, config["PART"])
     total = logits.new_empty(num_rows, num_parts, dtype=torch.int64)
     _total_kernel[num_parts, num_rows](
-        logits, top, total, vocab, BITS=bits, ROUNDS=config["PART"] // config["MASS"],
+        logits, top, total, vocab, BITS=bits, PART=config["PART"],
         BV=config["MASS"], num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     _logprob_kernel[num_rows,](

@@ -119,9 +119,9 @@ def mass_kernel(  # type: ignore[no-untyped-def]
     p_logits, p_words, p_bias, p_slots, p_penalties, p_top, p_open, p_temperature, p_top_p, p_min_p, p_cut_x, p_cut_id,
     p_best_x, p_best_id, p_mass, V, L,
     EDIT: tl.constexpr, TOP_K: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr,
-    ROUNDS: tl.constexpr, BV: tl.constexpr,
+    PART: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """The mass of what top-k and min-p keep of ROUNDS * BV tokens, and the part before each of the P best.
+    """The mass of what top-k and min-p keep of PART tokens, and the part before each of the P best.
 
     p_mass: [B, C, P + 1] int64, the whole last. Grid: (C, B).
     """
@@ -132,10 +132,9 @@ def mass_kernel(  # type: ignore[no-untyped-def]
         return
     top, temperature = tl.load(p_top + i_b), tl.load(p_temperature + i_b)
     scale = mass_scale(temperature)
-    start = i_c * ROUNDS * BV
     b_all = tl.zeros([BV], dtype=tl.int64)
     b_sums = (b_all,) * P
-    for _ in range(ROUNDS):
+    for start in range(i_c * PART, tl.minimum(i_c * PART + PART, V), BV):
         o_v = start + tl.arange(0, BV)
         b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < V, V, L, EDIT)
         # 0 beyond the row.
@@ -147,18 +146,17 @@ def mass_kernel(  # type: ignore[no-untyped-def]
             b_mass = tl.where(weight(b_x, top, temperature) >= tl.load(p_min_p + i_b), b_mass, 0)
         b_all += b_mass
         b_new = b_sums[:0]
-        start += BV
         for p in tl.static_range(P):
             x, token = tl.load(p_best_x + i_b * P + p), tl.load(p_best_id + i_b * P + p)
             # Where all ids are below the token's, equals are before it too.
-            below = tl.where(start <= token, from_key(to_key(x) - 1), x)
+            below = tl.where(start + BV <= token, from_key(to_key(x) - 1), x)
             b_new = b_new + (b_sums[p] + tl.where(b_x > below, b_mass, 0),)  # noqa: RUF005
         b_sums = b_new
     o_m = (i_b * tl.num_programs(0) + i_c) * (P + 1)
     for p in tl.static_range(P):
         x, token = tl.load(p_best_x + i_b * P + p), tl.load(p_best_id + i_b * P + p)
         total = tl.sum(b_sums[p])
-        if token // BV // ROUNDS == i_c:
+        if token // PART == i_c:
             # Its equals in its own block, of which each has the same mass.
             o_v = token // BV * BV + tl.arange(0, BV)
             b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < token, V, L, EDIT)

@@ -12,7 +12,7 @@ from moeyard_kernels import ops
 from moeyard_kernels import sample as triton_kernel
 from moeyard_kernels.launch import checked
 from moeyard_kernels.ref import sample as reference
-from moeyard_kernels.ref.sample import COUNT_SHIFT, IN_PROMPT, LogitEdits
+from moeyard_kernels.ref.sample import LogitEdits
 from moeyard_kernels.tuning import Config
 from moeyard_worker import philox, sampler
 from moeyard_worker.protocol import SamplingParams
@@ -21,8 +21,12 @@ from moeyard_worker.sequence import Sequence
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
 LARGE = [129280, 151936, 163840] if ON_GPU else []
+# The interpreter takes 60 ms for a row.
+MANY = 64 if ON_GPU else 4
 # Parts and lists so small that a short row has many of both, and its top-k does not fit.
 SMALL = triton_kernel._config(256, 2, 4, race=256, mass=256, part=512, list_=16)
+# The interpreter takes 2 ms for every call of a function.
+USUAL = None if ON_GPU else triton_kernel._config(1024, 1, 4, race=1024, mass=1024, part=1024)
 F64 = torch.float64
 
 
@@ -52,9 +56,9 @@ def edits_of(sequences: Seq[Sequence], vocab: int) -> LogitEdits:
         for j, (token, value) in enumerate(added.items()):
             words[slot, token] += j + 1
             bias[slot, j] = value
-        words[slot, list(set(s.prompt))] += IN_PROMPT
+        words[slot, list(set(s.prompt))] += LogitEdits.IN_PROMPT
         for token in s.output:
-            words[slot, token] += 1 << COUNT_SHIFT
+            words[slot, token] += LogitEdits.ONCE
     return LogitEdits(words=words, bias=bias, slots=slots, penalties=penalties)
 
 
@@ -88,7 +92,7 @@ def run_kernel(
     del poison
     with np.errstate(all="ignore"):
         ids, logprobs = triton_kernel.sample(
-            logits.to(DEVICE), config=config, **{name: to_device(x) for name, x in options.items()}
+            logits.to(DEVICE), config=config or USUAL, **{name: to_device(x) for name, x in options.items()}
         )
     return ids.cpu(), None if logprobs is None else logprobs.cpu()
 
@@ -147,7 +151,7 @@ def test_the_reference_chooses_what_the_worker_does(vocab: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("vocab", [7, 1000, 4096, *LARGE], ids=lambda v: f"V{v}")
 def test_kernels_choose_what_the_worker_does(vocab: int, dtype: torch.dtype, edits: bool) -> None:
-    logits, sequences = mixed_rows(vocab, 64 if ON_GPU else 8, edits=edits)
+    logits, sequences = mixed_rows(vocab, MANY, edits=edits)
     logits = logits.to(dtype)
     ids, _ = run_kernel(logits, **arguments(sequences, vocab, edits=edits))
     assert ids.tolist() == from_worker(logits, sequences)
@@ -160,7 +164,7 @@ def test_kernels_choose_what_the_worker_does(vocab: int, dtype: torch.dtype, edi
 )
 @pytest.mark.parametrize("vocab", [999, *LARGE[:1]], ids=lambda v: f"V{v}")
 def test_launches_that_are_left_out_change_nothing(vocab: int, given: tuple[str, ...]) -> None:
-    logits, sequences = mixed_rows(vocab, 64 if ON_GPU else 4, edits=False)
+    logits, sequences = mixed_rows(vocab, MANY, edits=False)
     all_of_them = arguments(sequences, vocab, edits=False)
     always = ("temperature", "seeds", "positions")
     some = {name: all_of_them[name] for name in (*always, *given)}
@@ -180,10 +184,10 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 
 @pytest.mark.parametrize("vocab", [600, *LARGE[-1:]], ids=lambda v: f"V{v}")
 def test_a_row_alone_is_the_row_in_a_batch(vocab: int) -> None:
-    logits, sequences = mixed_rows(vocab, 64 if ON_GPU else 6, edits=True)
+    logits, sequences = mixed_rows(vocab, MANY, edits=True)
     whole, logprobs = run_kernel(logits, logprobs=True, **arguments(sequences, vocab))
     assert logprobs is not None
-    order = torch.randperm(len(sequences))[: 24 if ON_GPU else 3].tolist()
+    order = torch.randperm(len(sequences))[: 24 if ON_GPU else 2].tolist()
     for i in order:
         alone, logprob = run_kernel(logits[i : i + 1], logprobs=True, **arguments([sequences[i]], vocab))
         assert alone == whole[i]
@@ -195,7 +199,7 @@ def test_a_row_alone_is_the_row_in_a_batch(vocab: int) -> None:
 
 @pytest.mark.parametrize("vocab", [700, *LARGE[1:2]], ids=lambda v: f"V{v}")
 def test_every_config_gives_the_same(vocab: int) -> None:
-    logits, sequences = mixed_rows(vocab, 64 if ON_GPU else 3, edits=ON_GPU)
+    logits, sequences = mixed_rows(vocab, 64 if ON_GPU else 2, edits=ON_GPU)
     options = arguments(sequences, vocab, edits=ON_GPU)
     wanted, wanted_logprobs = run_kernel(logits, logprobs=True, config=SMALL, **options)
     for config in triton_kernel.CONFIGS:
@@ -217,29 +221,30 @@ def test_top_k_that_fits_no_list(top_k: int) -> None:
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.004, 0.03])
 def test_nuclei_that_the_first_candidates_miss(top_p: float) -> None:
-    logits = torch.randn(5, 900).mul(0.2)
-    sequences = [sequence(top_p=top_p, seed=i) for i in range(5)]
+    logits = torch.randn(MANY // 2, 900).mul(0.2)
+    sequences = [sequence(top_p=top_p, seed=i) for i in range(MANY // 2)]
     ids, _ = run_kernel(logits, config=SMALL, **arguments(sequences, 900, edits=False))
     assert ids.tolist() == from_worker(logits, sequences)
 
 
 def test_rows_that_fp32_cannot_judge_are_searched() -> None:
     """Everything but two tokens lies a hair below min-p, within the error of the race's scores."""
-    logits = torch.full((3, 900), math.log(0.5) - 1e-4)
+    logits = torch.full((2, 900), math.log(0.5) - 1e-4)
     logits[:, 400], logits[:, 500] = 0.0, -0.1
-    sequences = [sequence(min_p=0.5, seed=i, top_p=(1.0, 0.9)[i % 2]) for i in range(3)]
+    sequences = [sequence(min_p=0.5, seed=i, top_p=(1.0, 0.9)[i % 2]) for i in range(2)]
     ids, _ = run_kernel(logits, **arguments(sequences, 900, edits=False))
     assert set(ids.tolist()) <= {400, 500}
     assert ids.tolist() == from_worker(logits, sequences)
 
 
 def test_ties_at_a_cut_go_to_the_lowest_ids() -> None:
-    logits = torch.zeros(24, 300)
+    logits = torch.zeros(9, 300)
     cuts: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.01}, {"top_k": 6, "top_p": 0.5}]
-    sequences = [sequence(seed=i, **cuts[i % 3]) for i in range(24)]
+    sequences = [sequence(seed=i, **cuts[i % 3]) for i in range(9)]
     options = arguments(sequences, 300, edits=False)
     ids, _ = run_kernel(logits, **options)
-    assert set(ids.tolist()) == {0, 1, 2}
+    assert set(ids.tolist()) <= {0, 1, 2}
+    assert len(set(ids.tolist())) > 1
     assert torch.equal(ids, reference.sample(logits, **options)[0])
 
 
@@ -279,9 +284,9 @@ def test_extreme_temperatures(temperature: float) -> None:
 
 @pytest.mark.parametrize("vocab", [1000, *LARGE[:1]], ids=lambda v: f"V{v}")
 def test_logprobs_are_those_of_the_unmodified_logits(vocab: int) -> None:
-    logits, sequences = mixed_rows(vocab, 5, edits=True)
+    logits, sequences = mixed_rows(vocab, 3, edits=True)
     ids, logprobs = run_kernel(logits, logprobs=True, **arguments(sequences, vocab))
-    exact = torch.log_softmax(logits.double(), 1)[torch.arange(5), ids].float()
+    exact = torch.log_softmax(logits.double(), 1)[torch.arange(3), ids].float()
     torch.testing.assert_close(logprobs, exact, rtol=2e-7, atol=1e-7)
     for i, s in enumerate(sequences):
         of_worker = sampler.token_logprob(logits[i].numpy(), int(ids[i]), 0).logprob
@@ -292,7 +297,7 @@ def test_logprobs_are_those_of_the_unmodified_logits(vocab: int) -> None:
 @pytest.mark.parametrize("cuts", [{}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1, "temperature": 1.6}], ids=str)
 def test_frequencies_are_the_probabilities(cuts: dict[str, Any]) -> None:
     """Chi-square over fixed seeds; d + 4 sqrt(2 d) + 4 is about the 1 - 10^-4 quantile for d in 1..40."""
-    vocab, n = 24, 20000 if ON_GPU else 1500
+    vocab, n = 24, 20000 if ON_GPU else 1000
     row = torch.randn(vocab) * 1.5
     options = arguments([sequence(seed=i * 7919 + 1, **cuts) for i in range(n)], vocab, edits=False)
     ids, _ = ops.sample(row.expand(n, vocab).contiguous().to(DEVICE), **{k: to_device(x) for k, x in options.items()})

@@ -9,7 +9,7 @@ from moeyard_kernels import ops
 from moeyard_kernels import sample as triton_kernel
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.ref import sample as reference
-from moeyard_kernels.ref.sample import COUNT_SHIFT, IN_PROMPT, LogitEdits
+from moeyard_kernels.ref.sample import LogitEdits
 
 OPS: tuple[str, ...] = ("sample",)
 
@@ -36,8 +36,10 @@ def _options(num_rows: int, *names: str) -> dict[str, Any]:
     options: dict[str, Any] = {name: columns[name] for name in names if name in columns}
     if "edits" in names:
         words = torch.zeros(num_rows, VOCAB, dtype=torch.int32)
-        words.scatter_(1, torch.randint(VOCAB, (num_rows, 4000), generator=g), IN_PROMPT)
-        words.scatter_(1, torch.randint(VOCAB, (num_rows, 1000), generator=g), IN_PROMPT + (2 << COUNT_SHIFT))
+        words.scatter_(1, torch.randint(VOCAB, (num_rows, 4000), generator=g), LogitEdits.IN_PROMPT)
+        words.scatter_(
+            1, torch.randint(VOCAB, (num_rows, 1000), generator=g), LogitEdits.IN_PROMPT + 2 * LogitEdits.ONCE
+        )
         options["edits"] = LogitEdits(
             words=words.cuda(),
             bias=torch.zeros(num_rows, 1, dtype=torch.float64, device="cuda"),
