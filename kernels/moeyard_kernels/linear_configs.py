@@ -35,6 +35,7 @@ _SKINNY = (
     _stream(16, 64, 256, num_stages=5, num_warps=4, SWAP=1),
     _stream(16, 128, 128, num_stages=5, num_warps=4, SWAP=1),
     _stream(32, 64, 128, num_stages=7, num_warps=4, SWAP=1),
+    _stream(32, 64, 256, num_stages=4, num_warps=4, SWAP=1),
     _stream(32, 128, 128, num_stages=4, num_warps=4, SWAP=1),
     _stream(64, 16, 256, num_stages=5, num_warps=4),
     _stream(64, 64, 128, num_stages=6, num_warps=4, SWAP=1),
