@@ -27,12 +27,15 @@ def _attn_combine_kernel(  # type: ignore[no-untyped-def]
     p_part, p_lse, p_lens, p_out, p_out_lse, N, S,
     M: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
     HAS_LENS: tl.constexpr, BX: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program merges BD columns of BX rows, counted over p_part [N / M, S, M, D] and p_lse [N / M, S, M].
 
     p_out: [N, D]. Grid: (ceil(N / BX), ceil(D / BD)).
     """
+    if EARLY:
+        # Launched while the kernel before still runs: wait until all it wrote is there.
+        tl.extra.cuda.gdc_wait()
     o_x = tl.program_id(0) * BX + tl.arange(0, BX)
     o_d, o_s = tl.program_id(1) * BD + tl.arange(0, BD), tl.arange(0, BS)
     m_x, m_d = o_x < N, o_d < D
@@ -107,6 +110,7 @@ def _combine(
     # An interpreted program costs the same whatever its tile.
     rows = triton.next_power_of_2(count) if interpreted() else 1
     columns = triton.next_power_of_2(dim) if interpreted() else min(_COLUMNS, triton.next_power_of_2(dim))
+    early = partial.is_cuda and torch.cuda.get_device_capability(partial.device) >= (9, 0)
     if out.numel():
         _attn_combine_kernel[(triton.cdiv(count, rows), triton.cdiv(dim, columns))](
             partial, lse, lse if tables is None else tables.kv_lens, out, out_lse, count, num_splits,
@@ -114,7 +118,7 @@ def _combine(
             HAS_LENS=tables is not None, BX=rows, BQ=triton.next_power_of_2(num_rows // heads),
             BS=min(256, triton.next_power_of_2(num_splits)), BD=columns,
             AHEAD=min(_AHEAD, triton.next_power_of_2(num_splits)),
-            num_warps=1, **UNFUSED,
+            EARLY=early, num_warps=1, launch_pdl=early, **UNFUSED,
         )  # fmt: skip
     rows_out = count // heads
     return finish(out, dtype).view(rows_out, heads, dim), out_lse.view(rows_out, heads)

@@ -78,10 +78,10 @@ def sum_over_keys(b_x, BM: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr
 
 
 @triton.jit
-def softmax_step(b_s, m_seen, b_m, b_l, c, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One block of scores b_s, keys along AXIS, into the running maximum b_m and the sums b_l (one per key of a block).
+def softmax_step(b_s, m_seen, b_m, c, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One block of scores b_s, keys along AXIS, under the running maximum b_m.
 
-    c > 0: the scale times log2(e). Returns (p, what earlier sums are multiplied by, new b_m, new b_l).
+    c > 0: the scale times log2(e). Returns (p, what earlier sums are multiplied by, the same along AXIS of p, new b_m).
     """
     b_s = tl.where(m_seen, b_s * c, float("-inf"))
     b_new = tl.maximum(b_m, tl.max(b_s, AXIS))
@@ -89,13 +89,12 @@ def softmax_step(b_s, m_seen, b_m, b_l, c, AXIS: tl.constexpr):  # type: ignore[
     b_top = tl.where(b_new == float("-inf"), 0.0, b_new)
     b_p = tl.exp2(b_s - tl.expand_dims(b_top, AXIS))
     b_alpha = tl.exp2(b_m - b_top)
-    return b_p, b_alpha, b_new, tl.fma(b_l, tl.broadcast_to(tl.expand_dims(b_alpha, AXIS), b_s.shape), b_p)
+    return b_p, b_alpha, tl.broadcast_to(tl.expand_dims(b_alpha, AXIS), b_s.shape), b_new
 
 
 @triton.jit
-def split_result(b_m, b_l, BM: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+def split_result(b_m, b_sum):  # type: ignore[no-untyped-def]
     """(what the sum of values is multiplied by, log-sum-exp in natural logarithms) of a split; (0, -inf) if unseen."""
-    b_sum = sum_over_keys(b_l, BM, BN, LOG2_BN, AXIS)
     m_any = b_sum > 0
     b_sum = tl.where(m_any, b_sum, 1.0)
     b_lse = (b_m + tl.log2(b_sum)) * 0.6931471805599453

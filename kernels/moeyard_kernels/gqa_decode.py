@@ -24,6 +24,7 @@ from moeyard_kernels.decode_tables import (
     softmax_step,
     split_result,
     split_span,
+    sum_over_keys,
     work_ends,
 )
 from moeyard_kernels.launch import check_layout, finish, interpreted, new_output
@@ -109,7 +110,8 @@ def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
             else:
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
                 m_seen = (o_n[None, :] < b_len[:, None]) & (o_n[None, :] >= b_low[:, None])
-            b_p, b_alpha, b_m, b_l = softmax_step(b_s, m_seen, b_m, b_l, c, AXIS)
+            b_p, b_alpha, b_wide, b_m = softmax_step(b_s, m_seen, b_m, c, AXIS)
+            b_l = tl.fma(b_l, b_wide, b_p)
             if UPCAST:
                 b_p = round_to(b_p, p_v.dtype.element_ty)
             b_acc = b_acc * tl.expand_dims(b_alpha, AXIS)
@@ -118,7 +120,7 @@ def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
             else:
                 b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
 
-        b_inv, b_lse = split_result(b_m, b_l, BM, BN, LOG2_BN, AXIS)
+        b_inv, b_lse = split_result(b_m, sum_over_keys(b_l, BM, BN, LOG2_BN, AXIS))
         b_acc = b_acc * tl.expand_dims(b_inv, AXIS)
         if SWAP:
             b_acc = tl.trans(b_acc)
@@ -147,7 +149,7 @@ def shape_class(rows: int, dim: int, sequences: int) -> str:
 
 def configs_for(rows: int) -> tuple[tuning.Config, ...]:
     """Those of `CONFIGS` whose tile suits so many rows."""
-    return tuple(c for c in CONFIGS if c["BM"] == 16 or c["BM"] < 2 * rows)
+    return tuple(c for c in CONFIGS if c["BM"] // 2 < rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
 
 
 def default_config(rows: int) -> tuning.Config:

@@ -3,10 +3,11 @@
 For the rows of a sequence (its queries times heads), per split of SPLIT positions and in it per block of BN, ascending:
 
     s = q_latent k_latent^T + q_rope k_rope^T;  s = c s;  m' = max(m, max s);  p = 2^(s - m');  a = 2^(m - m')
-    l = fma(l, a, p) per key of a block;  o = o a + bf16(p) k_latent
+    l = fma(l, a, p), l2 = l2 a per key of a block, and the two change names;  o = o a + bf16(p) k_latent
 
-with c = scale log2(e), sums in fp32. A split gives o / sum(l) and its log-sum-exp, which `attn_combine` merges. SPLIT
-and BN are part of the answer; how many rows a tile has and which way round the products are taken (SWAP) are not.
+with c = scale log2(e), sums in fp32. A split gives o / (sum(l) + sum(l2)) and its log-sum-exp, which `attn_combine`
+merges. SPLIT and BN are part of the answer; how many rows a tile has, which way round the products are taken (SWAP) and
+who takes which block are not (for the last, even and odd blocks have an l each).
 """
 
 import torch
@@ -25,10 +26,12 @@ from moeyard_kernels.decode_tables import (
     softmax_step,
     split_result,
     split_span,
+    sum_over_keys,
     work_ends,
 )
 from moeyard_kernels.launch import check_layout, finish, interpreted, new_output
 from moeyard_kernels.mla_decode_hopper import mla_decode_hopper_kernel
+from moeyard_kernels.mla_decode_pairs import descriptors, mla_decode_pairs_kernel
 from moeyard_kernels.rounding import round_to
 
 # Positions per split.
@@ -84,6 +87,7 @@ def _mla_decode_kernel(  # type: ignore[no-untyped-def]
         else:
             b_acc = tl.zeros([BM, BR], dtype=tl.float32)
             b_l = tl.zeros([BM, BN], dtype=tl.float32)
+        b_l2 = b_l
         b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
         for i_n in tl.range(i_low, i_high, BN):
             o_n = i_n + tl.arange(0, BN)
@@ -113,7 +117,8 @@ def _mla_decode_kernel(  # type: ignore[no-untyped-def]
                 b_s = tl.dot(b_q, tl.trans(b_kv), input_precision="ieee")
                 b_s = tl.dot(b_r, tl.trans(b_k), b_s, input_precision="ieee")
                 m_seen = (o_n[None, :] < b_len[:, None]) & (o_n[None, :] >= b_low[:, None])
-            b_p, b_alpha, b_m, b_l = softmax_step(b_s, m_seen, b_m, b_l, c, AXIS)
+            b_p, b_alpha, b_wide, b_m = softmax_step(b_s, m_seen, b_m, c, AXIS)
+            b_l, b_l2 = b_l2 * b_wide, tl.fma(b_l, b_wide, b_p)
             if UPCAST:
                 b_p = round_to(b_p, p_kv.dtype.element_ty)
             b_acc = b_acc * tl.expand_dims(b_alpha, AXIS)
@@ -122,7 +127,8 @@ def _mla_decode_kernel(  # type: ignore[no-untyped-def]
             else:
                 b_acc = tl.dot(b_p.to(b_kv.dtype), b_kv, b_acc, input_precision="ieee")
 
-        b_inv, b_lse = split_result(b_m, b_l, BM, BN, LOG2_BN, AXIS)
+        b_sum = sum_over_keys(b_l, BM, BN, LOG2_BN, AXIS) + sum_over_keys(b_l2, BM, BN, LOG2_BN, AXIS)
+        b_inv, b_lse = split_result(b_m, b_sum)
         b_acc = b_acc * tl.expand_dims(b_inv, AXIS)
         if SWAP:
             b_acc = tl.trans(b_acc)
@@ -133,15 +139,16 @@ def _mla_decode_kernel(  # type: ignore[no-untyped-def]
 
 
 # BM: rows (queries times heads) of a tile. SWAP: keys are the rows of the products, which suits few heads. PER_SM: how
-# many programs a multiprocessor is given. HOPPER: by the kernel of that name, where it can be.
+# many programs a multiprocessor is given. HOPPER: where it can be, by 1 `mla_decode_hopper` or 2 `mla_decode_pairs`.
 CONFIGS = (
     tuning.config(BM=16, SWAP=0, PER_SM=2, HOPPER=0, num_warps=4, num_stages=2),
     tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=0, num_warps=4, num_stages=2),
     tuning.config(BM=64, SWAP=0, PER_SM=1, HOPPER=0, num_warps=8, num_stages=2),
-    tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=1, num_warps=4, num_stages=1),
-    tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=1, num_warps=8, num_stages=1),
-    tuning.config(BM=32, SWAP=1, PER_SM=1, HOPPER=1, num_warps=8, num_stages=1),
-    tuning.config(BM=64, SWAP=0, PER_SM=1, HOPPER=1, num_warps=8, num_stages=1),
+    tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=1, num_warps=4, num_stages=2),
+    tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=1, num_warps=8, num_stages=2),
+    tuning.config(BM=32, SWAP=1, PER_SM=1, HOPPER=1, num_warps=8, num_stages=2),
+    tuning.config(BM=64, SWAP=0, PER_SM=1, HOPPER=1, num_warps=8, num_stages=2),
+    tuning.config(BM=64, SWAP=0, PER_SM=1, HOPPER=2, num_warps=4, num_stages=2),
 )
 
 
@@ -152,12 +159,12 @@ def shape_class(rows: int, sequences: int) -> str:
 
 def configs_for(rows: int) -> tuple[tuning.Config, ...]:
     """Those of `CONFIGS` whose tile suits so many rows."""
-    return tuple(c for c in CONFIGS if c["BM"] == 16 or c["BM"] < 2 * rows)
+    return tuple(c for c in CONFIGS if c["BM"] // 2 < rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
 
 
 def default_config(rows: int) -> tuning.Config:
     """The config for shapes that nobody tuned."""
-    return CONFIGS[0 if rows <= 16 else 2]
+    return CONFIGS[3 if rows <= 16 else 5 if rows <= 32 else 7]
 
 
 def mla_decode(
@@ -189,23 +196,32 @@ def mla_decode(
     if q_latent.numel():
         work = sequences * splits * triton.cdiv(rows, config["BM"])
         grid = (num_programs(work, q_latent, config["PER_SM"]),)
-        arguments = (
-            q_latent, q_rope, latent_cache, tables.page_table, tables.kv_lens, partial, lse,
+        tail = (
+            tables.page_table, tables.kv_lens, partial, lse,
             scale * LOG2E, sequences, tables.page_table.shape[1], splits,
         )  # fmt: skip
         sizes = {
-            "Q": queries, "H": heads, "R": rank, "D": q_rope.shape[2], "PAGE": tables.page_size,
-            "WINDOW": tables.window or 0, "SPLIT": split, "BN": BLOCK, "LOG2_BN": BLOCK.bit_length() - 1,
+            "Q": queries, "H": heads, "WINDOW": tables.window or 0, "SPLIT": split,
             "BB": triton.next_power_of_2(sequences), "BQ": triton.next_power_of_2(queries),
-            "BM": config["BM"], "SWAP": bool(config["SWAP"]), "num_warps": config["num_warps"], **UNFUSED,
+            "num_warps": config["num_warps"], **UNFUSED,
         }  # fmt: skip
-        if config["HOPPER"] and _suits_hopper(q_latent, q_rope):
-            mla_decode_hopper_kernel[grid](*arguments, **sizes)
+        tile = {
+            "R": rank, "D": q_rope.shape[2], "PAGE": tables.page_size, "BN": BLOCK, "LOG2_BN": BLOCK.bit_length() - 1,
+            "BM": config["BM"], "SWAP": bool(config["SWAP"]),
+        }  # fmt: skip
+        kind = config["HOPPER"] if _suits_hopper(q_latent, q_rope) else 0
+        if config["HOPPER"] == 2 and (kind == 0 or tables.page_size != BLOCK):
+            # The other kernels spread a tile of 64 rows over twice the warps.
+            kind, sizes["num_warps"] = min(kind, 1), 8
+        if kind == 2:
+            mla_decode_pairs_kernel[grid](*descriptors(q_latent, q_rope, latent_cache), latent_cache, *tail, **sizes)
+        elif kind:
+            mla_decode_hopper_kernel[grid](q_latent, q_rope, latent_cache, *tail, **sizes, **tile)
         else:
             _mla_decode_kernel[grid](
-                *arguments, **sizes, BR=max(16, triton.next_power_of_2(rank)),
-                BD=max(16, triton.next_power_of_2(q_rope.shape[2])), UPCAST=interpreted(),
-                num_stages=config["num_stages"],
+                q_latent, q_rope, latent_cache, *tail, **sizes, **tile,
+                BR=max(16, triton.next_power_of_2(rank)), BD=max(16, triton.next_power_of_2(q_rope.shape[2])),
+                UPCAST=interpreted(), num_stages=config["num_stages"],
             )  # fmt: skip
     if splits > 1:
         return combine_splits(partial, lse, dtype=q_latent.dtype, heads=heads, tables=tables, split=split)

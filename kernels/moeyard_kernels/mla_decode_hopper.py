@@ -16,12 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def _add(a, b):  # type: ignore[no-untyped-def]
+def add(a, b):  # type: ignore[no-untyped-def]
     return a + b
 
 
 @gluon.jit
-def _split_span(b_lens, WINDOW: gl.constexpr, SPLIT: gl.constexpr, AXIS: gl.constexpr):  # type: ignore[no-untyped-def]
+def split_span(b_lens, WINDOW: gl.constexpr, SPLIT: gl.constexpr, AXIS: gl.constexpr):  # type: ignore[no-untyped-def]
     """As `decode_tables.split_span`."""
     i_end = (gl.max(b_lens, AXIS) + SPLIT - 1) // SPLIT
     i_first = i_end * 0
@@ -32,7 +32,7 @@ def _split_span(b_lens, WINDOW: gl.constexpr, SPLIT: gl.constexpr, AXIS: gl.cons
 
 
 @gluon.jit
-def _sum_over_keys(b_x, BM: gl.constexpr, BN: gl.constexpr, LOG2_BN: gl.constexpr, AXIS: gl.constexpr):  # type: ignore[no-untyped-def]
+def sum_over_keys(b_x, BM: gl.constexpr, BN: gl.constexpr, LOG2_BN: gl.constexpr, AXIS: gl.constexpr):  # type: ignore[no-untyped-def]
     """As `decode_tables.sum_over_keys`."""
     for i in gl.static_range(LOG2_BN):
         if AXIS == 1:
@@ -104,10 +104,10 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
 
     o_b, o_q = gl.arange(0, BB, L_B), gl.arange(0, BQ, L_Q)
     m_b = (o_b < B)[:, None] & (o_q < Q)[None, :]
-    b_first, b_end = _split_span(gl.load(p_lens + o_b[:, None] * Q + o_q[None, :], mask=m_b, other=0), WINDOW, SPLIT, 1)
+    b_first, b_end = split_span(gl.load(p_lens + o_b[:, None] * Q + o_q[None, :], mask=m_b, other=0), WINDOW, SPLIT, 1)
     LEAST = gl.where(S == 1, 1, 0)
     b_count = gl.where(o_b < B, gl.maximum(b_end - b_first, LEAST), 0)
-    b_ends = gl.associative_scan(gl.convert_layout(b_count, gl.BlockedLayout([1], [32], [num_warps], [0])), 0, _add)
+    b_ends = gl.associative_scan(gl.convert_layout(b_count, gl.BlockedLayout([1], [32], [num_warps], [0])), 0, add)
 
     s_q = gl.allocate_shared_memory(DT, [BM, R], gl.NVMMASharedLayout.get_default_for([BM, R], DT))
     s_r = gl.allocate_shared_memory(DT, [BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], DT))
@@ -123,7 +123,7 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
         i_b = gl.sum(m_before.to(gl.int32), 0)
         i_s = i_item // TILES - gl.max(gl.where(m_before, b_ends, 0), 0)
         b_lens = gl.load(p_lens + i_b * Q + o_q, mask=o_q < Q, other=0)
-        i_first, _ = _split_span(b_lens, WINDOW, SPLIT, 0)
+        i_first, _ = split_span(b_lens, WINDOW, SPLIT, 0)
         o_m = (i_item % TILES) * BM + gl.arange(0, BM, L_M)
         m_m = o_m < M
         b_len = gl.load(p_lens + i_b * Q + o_m // H, mask=m_m, other=0)
@@ -150,7 +150,7 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
         else:
             b_acc = gl.zeros([BM, R], gl.float32, L_O)
             b_zero = gl.zeros([BM, BN], gl.float32, L_S)
-        b_l = b_zero
+        b_l, b_l2 = b_zero, b_zero
         b_m = gl.full([BM], float("-inf"), gl.float32, L_M)
         i_buffer = 0
         for i_n in range(i_low, i_high, BN):
@@ -177,7 +177,7 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
             b_alpha = gl.exp2(b_m - b_top)
             b_m = b_new
             b_l, b_wide = gl.broadcast(b_l, gl.expand_dims(b_alpha, AXIS))
-            b_l = gl.fma(b_l, b_wide, b_p)
+            b_l, b_l2 = b_l2 * b_wide, gl.fma(b_l, b_wide, b_p)
             s_p.store(b_p.to(DT))
             fence_async_shared()
             b_acc = b_acc * gl.expand_dims(gl.convert_layout(b_alpha, gl.SliceLayout(AXIS, L_O)), AXIS)
@@ -190,9 +190,11 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
 
         async_copy.wait_group(0)
         # The keys' buffer is free: through it each lane gets all sums of a row.
-        s_l = s_kv._reinterpret(gl.float32, b_l.shape, L_SCRATCH)
-        s_l.store(b_l)
-        b_sum = gl.convert_layout(_sum_over_keys(s_l.load(L_L), BM, BN, LOG2_BN, AXIS), L_M)
+        s_l = s_kv._reinterpret(gl.float32, [2, BN, BM] if SWAP else [2, BM, BN], L_SCRATCH)
+        s_l.index(0).store(b_l)
+        s_l.index(1).store(b_l2)
+        b_sum = sum_over_keys(s_l.index(0).load(L_L), BM, BN, LOG2_BN, AXIS)
+        b_sum = gl.convert_layout(b_sum + sum_over_keys(s_l.index(1).load(L_L), BM, BN, LOG2_BN, AXIS), L_M)
         m_any = b_sum > 0
         b_sum = gl.where(m_any, b_sum, 1.0)
         b_lse = gl.where(m_any, (b_m + gl.log2(b_sum)) * 0.6931471805599453, float("-inf"))
