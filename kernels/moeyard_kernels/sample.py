@@ -37,7 +37,7 @@ _GROUPS = 2048
 
 
 def _config(
-    block: int, rounds: int, num_warps: int, *, race: int = 4096, mass: int = 512, part: int = 4096, list_: int = 4096
+    block: int, rounds: int, num_warps: int, *, race: int = 4096, mass: int = 512, part: int = 8192, list_: int = 4096
 ) -> Config:
     return tuning.config(
         BLOCK=block, ROUNDS=rounds, RACE=race, MASS=mass, PART=part, LIST=list_, num_warps=num_warps, num_stages=1
@@ -49,7 +49,7 @@ def _config(
 CONFIGS = (
     *(_config(b, r, w) for b, r, w in ((1024, 8, 4), (512, 4, 4), (2048, 4, 8))),
     *(_config(1024, 8, 4, race=race) for race in (2048, 8192)),
-    *(_config(1024, 8, 4, mass=mass, part=part) for mass, part in ((256, 4096), (512, 2048), (512, 8192))),
+    *(_config(1024, 8, 4, mass=mass, part=part) for mass, part in ((256, 8192), (512, 2048), (512, 4096))),
     _config(1024, 8, 4, list_=2048),
 )
 
@@ -61,7 +61,7 @@ def shape_class(num_rows: int, vocab: int) -> str:
 
 def default_config(num_rows: int, vocab: int) -> Config:
     """Small parts where few rows must fill the machine."""
-    return _config(1024, 8, 4) if num_rows * vocab > 2**21 else _config(512, 4, 4)
+    return _config(1024, 8, 4) if num_rows * vocab > 2**21 else _config(512, 4, 4, part=2048)
 
 
 @triton.jit

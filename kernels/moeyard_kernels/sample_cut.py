@@ -62,12 +62,13 @@ def gather_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Append the tokens of BV that reach the bound to the row's list, in no order, counting all. Grid: (C, B)."""
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    bound = tl.load(p_bound + i_b)
     # Too many, or none, from the start.
     if (tl.load(p_open + i_b) == 0) | (tl.load(p_count + i_b) > BL):
         return
     o_v = i_c * BV + tl.arange(0, BV)
     b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < V, V, L, EDIT)
-    m_v = (b_x >= from_key(tl.load(p_bound + i_b))) & (o_v < V)
+    m_v = (b_x >= from_key(bound)) & (o_v < V)
     found = tl.sum(m_v.to(tl.int32))
     if found > BV // 8:
         # So many at one place are few nowhere: rather than add them one by one, give the list up.
@@ -87,14 +88,12 @@ def cut_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Row i_b: write and close it if its list holds all of top-k; else top-k ends at (cut_x, cut_id - 1) of the row."""
     i_b = tl.program_id(0).to(tl.int64)
-    k = tl.load(p_top_k + i_b)
-    top = tl.load(p_top + i_b)
+    k, top = tl.load(p_top_k + i_b), tl.load(p_top + i_b)
+    count, low = tl.load(p_count + i_b), tl.load(p_bound + i_b)
     tl.store(p_cut_x + i_b, -float("inf"))
     tl.store(p_cut_id + i_b, NO_ID)
     if (tl.load(p_open + i_b) == 0) | (k <= 0) | (k >= V):
         return
-    count = tl.load(p_count + i_b)
-    low = tl.load(p_bound + i_b)
     if count <= BL:
         if (count <= _SHORT) & (BL > _SHORT):
             _draw_from_list(

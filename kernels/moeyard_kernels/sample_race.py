@@ -34,14 +34,17 @@ def race_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The J best quads of BV tokens by log(weight / E) in fp32: p_score, p_quad [B, C, J]. Grid: (C, B)."""
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if tl.load(p_open + i_b) == 0:
+    # All that is loaded before the branch is waited for once.
+    is_open, top, temperature = tl.load(p_open + i_b), tl.load(p_top + i_b), tl.load(p_temperature + i_b)
+    seed, position = tl.load(p_seeds + i_b), tl.load(p_positions + i_b)
+    if is_open == 0:
         return
     o_v = i_c * BV + tl.arange(0, BV)
     m_v = o_v < V
     b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, m_v, V, L, EDIT)
-    scale = tl.minimum(1.0 / tl.load(p_temperature + i_b), 1e30).to(tl.float32)
+    scale = tl.minimum(1.0 / temperature, 1e30).to(tl.float32)
     # -inf beyond the row.
-    b_s = (b_x - tl.load(p_top + i_b)).to(tl.float32) * scale
+    b_s = (b_x - top).to(tl.float32) * scale
     if ENDS:
         m_v = before(b_x, o_v, tl.load(p_end_x + i_b), tl.load(p_end_id + i_b))
         b_s = tl.where(m_v, b_s, -float("inf"))
@@ -55,7 +58,7 @@ def race_kernel(  # type: ignore[no-untyped-def]
         racing = (tl.max(b_s) > -float("inf")).to(tl.int32)
     o_j = (i_b * tl.num_programs(0) + i_c) * J
     if racing == 1:
-        b_s -= log_noise(tl.load(p_seeds + i_b), tl.load(p_positions + i_b), i_c * BV, BV)
+        b_s -= log_noise(seed, position, i_c * BV, BV)
         b_q = tl.max(tl.reshape(b_s, [BV // 4, 4]), 1)
         o_q = i_c * (BV // 4) + tl.arange(0, BV // 4)
         for j in tl.static_range(J):
@@ -78,7 +81,9 @@ def rank_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Order the tokens of row i_b's N quads by their exact scores: the token if top-p is off, else the best P."""
     i_b = tl.program_id(0).to(tl.int64)
-    if tl.load(p_open + i_b) == 0:
+    is_open, top, temperature = tl.load(p_open + i_b), tl.load(p_top + i_b), tl.load(p_temperature + i_b)
+    seed, position = tl.load(p_seeds + i_b), tl.load(p_positions + i_b)
+    if is_open == 0:
         return
     o_t = tl.arange(0, BN * 4)
     o_n = o_t >> 2
@@ -89,12 +94,12 @@ def rank_kernel(  # type: ignore[no-untyped-def]
     # No token of any other quad has a better score than this.
     unseen = tl.exp(tl.max(tl.where(o_n % J == J - 1, b_rough, -float("inf"))).to(tl.float64) + SLACK)
     b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, b_id, m_t, V, L, EDIT)
-    b_w = weight(b_x, tl.load(p_top + i_b), tl.load(p_temperature + i_b))
+    b_w = weight(b_x, top, temperature)
     if ENDS:
         m_t = m_t & before(b_x, b_id, tl.load(p_end_x + i_b), tl.load(p_end_id + i_b))
     if MIN_P:
         m_t = m_t & (b_w >= tl.load(p_min_p + i_b))
-    b_score = tl.where(m_t, b_w / noise(tl.load(p_seeds + i_b), tl.load(p_positions + i_b), b_id), -1.0)
+    b_score = tl.where(m_t, b_w / noise(seed, position, b_id), -1.0)
     b_id = tl.where(m_t, b_id, NO_ID)
     nucleus = 0
     if TOP_P:
@@ -126,11 +131,9 @@ def mass_kernel(  # type: ignore[no-untyped-def]
     p_mass: [B, C, P + 1] int64, the whole last. Grid: (C, B).
     """
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if tl.load(p_open + i_b) == 0:
+    is_open, top, temperature = tl.load(p_open + i_b), tl.load(p_top + i_b), tl.load(p_temperature + i_b)
+    if (is_open == 0) | (tl.load(p_top_p + i_b) >= 1):
         return
-    if tl.load(p_top_p + i_b) >= 1:
-        return
-    top, temperature = tl.load(p_top + i_b), tl.load(p_temperature + i_b)
     scale = mass_scale(temperature)
     b_all = tl.zeros([BV], dtype=tl.int64)
     b_sums = (b_all,) * P
@@ -177,9 +180,9 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     Without SEARCH a row may stay open, and what is left in its race ends at (end_x, end_id).
     """
     i_b = tl.program_id(0).to(tl.int64)
-    if tl.load(p_open + i_b) == 0:
+    is_open, top, temperature = tl.load(p_open + i_b), tl.load(p_top + i_b), tl.load(p_temperature + i_b)
+    if is_open == 0:
         return
-    top, temperature = tl.load(p_top + i_b), tl.load(p_temperature + i_b)
     x = top * 0 - float("inf")
     token = NO_ID + 0
     if ENDS:
