@@ -42,7 +42,7 @@ def race_kernel(  # type: ignore[no-untyped-def]
     o_v = i_c * BV + tl.arange(0, BV)
     m_v = o_v < V
     b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, m_v, V, L, EDIT)
-    scale = tl.minimum(1.0 / temperature, 1e30).to(tl.float32)
+    scale = tl.maximum(tl.minimum(1.0 / temperature, 1e30), 1e-30).to(tl.float32)
     # -inf beyond the row.
     b_s = (b_x - top).to(tl.float32) * scale
     if ENDS:

@@ -3,6 +3,12 @@
 Order: logit bias, penalties, temperature, min-p, top-k, top-p, then the argmax of weight / E, where E ~ Exp(1) is drawn
 by Philox4x32-10 from (seed, position, token id) alone (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC
 2011). Temperature 0 takes the largest logit. Ties go to the lowest id.
+
+What differs from the CPU sampler, and from the kernels: a row whose largest logit (after the edits) is not finite is
+greedy here, lowest NaN first, where the CPU sampler draws from nothing, and edits leave infinities what they are. The
+kernels order tokens by logits instead of by weights (which may be equal where logits are not, 2^-53 from each other),
+and compare masses rounded to 2^-44 of the likeliest token's: a cut could fall elsewhere only if top_p of the mass lay
+so close to the sum up to a token.
 """
 
 from dataclasses import dataclass
