@@ -289,8 +289,10 @@ def measure(args: argparse.Namespace, requests: Sequence[Request], concurrency: 
     if concurrency == 1:
         accesses = [[list(trace) for trace in read_trace(each.trace)] for each in kept]
         assert all(each == accesses[0] for each in accesses), "what the cache held changed what was needed"
-        if args.keep_trace:
-            keep(args.keep_trace, kept, args)
+    if args.keep_trace:
+        target = args.keep_trace.with_name(f"{args.keep_trace.name}-{concurrency}")
+        # With several streams the other runs' accesses are not quite these.
+        keep(args.keep_trace if concurrency == 1 else target, kept if concurrency == 1 else kept[:1], args)
     return rows
 
 
@@ -304,10 +306,8 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--keep-trace", type=Path, metavar="FILE", help="trace of one stream, and FILE.json beside it")
+    parser.add_argument("--keep-trace", type=Path, metavar="FILE", help="write FILE of one stream, FILE-4 of 4, ...")
     args = parser.parse_args()
-    if args.keep_trace and 1 not in args.concurrency:
-        parser.error("--keep-trace keeps the trace of one stream: let --concurrency include 1")
     requests = load_requests(args.model, args.heldout, args.prompts)
     with tempfile.TemporaryDirectory() as root:
         rows = [row for each in args.concurrency for row in measure(args, requests, each, Path(root))]
