@@ -71,6 +71,13 @@ def test_bad_arguments_are_named() -> None:
         ops.linear(x, weight.bfloat16())
     with pytest.raises(ValueError, match=r"bias float32 \[3\] does not fit weight float32 \[4, 3\]"):
         ops.linear(x, weight, torch.zeros(3))
+    # A product with a weight of no memory would not fail by itself: its result is what the allocator left.
+    with pytest.raises(ValueError, match=r"linear: weight is on meta, x on cpu"):
+        ops.linear(x, weight.to("meta"))
+    with pytest.raises(ValueError, match=r"linear: bias is on meta, x on cpu"):
+        ops.linear(x, weight, torch.zeros(4, device="meta"))
+    with pytest.raises(ValueError, match=r"linear_pair: weight_b is on meta, x on cpu"):
+        ops.linear_pair(x, weight, weight.to("meta"))
     with pytest.raises(ValueError, match=r"weight must be fp32 or bf16 \[N, K\], got float32 \[3\]"):
         ops.pack_weight(torch.zeros(3))
 

@@ -83,7 +83,7 @@ def _pair(num_rows: int, dim: int, num_a: int, num_b: int) -> Case:
         gate=gate,
         num_bytes=_bytes(num_rows, dim, num_a + num_b),
         num_flops=2 * num_rows * dim * (num_a + num_b),
-        # One launch is to be worth it where rows are few.
+        # No target of the project: one launch is to be worth it where rows are few.
         target=Target("speedup", 0.9 if num_rows in MANY else 1.1),
         baseline=lambda: (F.linear(x, a), F.linear(x, b)),
         baseline_name="2 F.linear",

@@ -27,6 +27,12 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, name: str) -> None:
         raise ValueError(f"{op}: x {show(x)} does not fit {name} {show(weight)}")
     if x.dtype != weight.dtype or x.dtype not in FLOATS:
         raise ValueError(f"{op}: x {show(x)} and {name} {show(weight)} must share a dtype, fp32 or bf16")
+    _check_device(op, x, weight, name)
+
+
+def _check_device(op: str, x: torch.Tensor, other: torch.Tensor, name: str) -> None:
+    if other.device != x.device:
+        raise ValueError(f"{op}: {name} is on {other.device}, x on {x.device}")
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -35,8 +41,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Sums and the bias are fp32, with one rounding to the dtype at the end.
     """
     _check("linear", x, weight, "weight")
-    if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
-        raise ValueError(f"linear: bias {show(bias)} does not fit weight {show(weight)}")
+    if bias is not None:
+        if bias.dtype != x.dtype or bias.shape != weight.shape[:1]:
+            raise ValueError(f"linear: bias {show(bias)} does not fit weight {show(weight)}")
+        _check_device("linear", x, bias, "bias")
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import linear as triton_kernel
