@@ -32,6 +32,7 @@ from moeyard_kernels.tuning import Config
 # Quads that each part of a row keeps; candidates of a row that are tested against top-p, first round and last.
 _PER_PART = 4
 _TESTED = (3, 8)
+_EDITS = ("words", "bias", "slots", "penalties")
 # Groups of tokens per row, at least, for top-k; half as many are the largest k that is found from a list.
 _GROUPS = 2048
 
@@ -47,10 +48,11 @@ def _config(
 # BLOCK x ROUNDS tokens per program that looks for the largest, RACE per program of the race, PART per program that sums
 # masses, MASS at a time; LIST tokens in which top-k is found in registers.
 CONFIGS = (
-    *(_config(b, r, w) for b, r, w in ((1024, 8, 4), (512, 4, 4), (2048, 4, 8))),
+    _config(1024, 8, 4),
+    _config(512, 4, 4, part=2048),
+    _config(2048, 4, 8, part=4096),
     *(_config(1024, 8, 4, race=race) for race in (2048, 8192)),
-    *(_config(1024, 8, 4, mass=mass, part=part) for mass, part in ((256, 8192), (512, 2048), (512, 4096))),
-    _config(1024, 8, 4, list_=2048),
+    _config(1024, 8, 4, mass=256, list_=2048),
 )
 
 
@@ -61,7 +63,7 @@ def shape_class(num_rows: int, vocab: int) -> str:
 
 def default_config(num_rows: int, vocab: int) -> Config:
     """Small parts where few rows must fill the machine."""
-    return _config(1024, 8, 4) if num_rows * vocab > 2**21 else _config(512, 4, 4, part=2048)
+    return CONFIGS[0] if num_rows * vocab > 2**21 else CONFIGS[1]
 
 
 @triton.jit
@@ -146,9 +148,10 @@ def sample(
     num_rows, vocab = logits.shape
     if num_rows > MAX_GRID_Y or vocab >= 2**21:
         raise ValueError(f"sample: logits [{num_rows}, {vocab}] exceed the grid of a GPU")
+    kept = {} if edits is None else {f"edits.{name}": getattr(edits, name) for name in _EDITS}
     check_layout(
         "sample", logits=logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds,
-        positions=positions,
+        positions=positions, **kept,
     )  # fmt: skip
     ids = logits.new_empty(num_rows, dtype=torch.int64)
     chosen = logits.new_empty(num_rows, dtype=torch.float32) if logprobs else None
@@ -158,7 +161,6 @@ def sample(
         "sample", shape_class(num_rows, vocab), logits, lambda: default_config(num_rows, vocab)
     )
     if edits is not None:
-        check_layout("sample", words=edits.words, bias=edits.bias, slots=edits.slots, penalties=edits.penalties)
         check_indices("sample", low=-1, high=edits.words.shape[0], slots=edits.slots)
     rows = _largest(logits, edits, config, temperature=temperature, top_k=top_k, ids=ids)
     if temperature is not None:

@@ -197,12 +197,13 @@ def test_a_row_alone_is_the_row_in_a_batch(vocab: int) -> None:
     assert torch.equal(again, whole[turned])
 
 
-@pytest.mark.parametrize("vocab", [700, *LARGE[1:2]], ids=lambda v: f"V{v}")
+@pytest.mark.parametrize("vocab", LARGE[1:2] or [700], ids=lambda v: f"V{v}")
 def test_every_config_gives_the_same(vocab: int) -> None:
     logits, sequences = mixed_rows(vocab, 64 if ON_GPU else 2, edits=ON_GPU)
     options = arguments(sequences, vocab, edits=ON_GPU)
     wanted, wanted_logprobs = run_kernel(logits, logprobs=True, config=SMALL, **options)
-    for config in triton_kernel.CONFIGS:
+    # All of them on a GPU; the interpreter has no time.
+    for config in triton_kernel.CONFIGS if ON_GPU else triton_kernel.CONFIGS[1:3]:
         ids, logprobs = run_kernel(logits, logprobs=True, config=config, **options)
         assert torch.equal(ids, wanted), config
         assert torch.equal(logprobs.view(torch.int32), wanted_logprobs.view(torch.int32)), config  # type: ignore[union-attr]
@@ -363,5 +364,22 @@ def test_bad_arguments_are_named() -> None:
         ops.sample(logits, **outside)
     with checked(), pytest.raises(ValueError, match=r"slots int64 .* holds 0 to 3, outside -1 to 2"):
         run_kernel(logits, **outside)
+    beyond = {**fields, "words": fields["words"] | 4095}
+    with pytest.raises(ValueError, match=r"words name bias 4095 of \d+ per slot"):
+        ops.sample(logits, **{**good, "edits": LogitEdits(**beyond)})
     with pytest.raises(ValueError, match="is not contiguous"):
         run_kernel(torch.zeros(7, 2).t())
+
+
+def test_what_is_on_another_device_is_named() -> None:
+    logits, sequences = mixed_rows(7, 2, edits=True)
+    good = arguments(sequences, 7)
+    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+    wrong = {name: {**good, name: good[name].to("meta")} for name in names}
+    for name in ("words", "bias", "slots", "penalties"):
+        fields = {field: getattr(good["edits"], field) for field in ("words", "bias", "slots", "penalties")}
+        wrong[f"edits.{name}"] = {**good, "edits": LogitEdits(**{**fields, name: fields[name].to("meta")})}
+    for name, options in wrong.items():
+        for run in (ops.sample, triton_kernel.sample):
+            with pytest.raises(ValueError, match=rf"sample: {name} is on meta, logits on cpu"):
+                run(logits, **options)

@@ -91,7 +91,7 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `moeyard_kernels.ops.sample`."""
     if edits is not None:
-        _check_slots(edits)
+        _check_indices(edits)
     ids = torch.empty(logits.shape[0], dtype=torch.int64)
     chosen = torch.empty(logits.shape[0], dtype=torch.float32)
     for b in range(logits.shape[0]):
@@ -120,10 +120,13 @@ def sample(
     return ids, chosen if logprobs else None
 
 
-def _check_slots(edits: LogitEdits) -> None:
+def _check_indices(edits: LogitEdits) -> None:
     num_slots, slots = edits.words.shape[0], edits.slots
     if slots.numel() and (slots.min() < -1 or slots.max() >= num_slots):
         raise ValueError(f"sample: slots holds {int(slots.min())} to {int(slots.max())}, outside -1 to {num_slots - 1}")
+    index = edits.words[slots[slots >= 0]] & MAX_BIASES
+    if index.numel() and index.max() > edits.bias.shape[1]:
+        raise ValueError(f"sample: words name bias {int(index.max())} of {edits.bias.shape[1]} per slot")
 
 
 def _lowest_argmax(x: torch.Tensor) -> int:
