@@ -1,14 +1,56 @@
 """What `ops` demands of its arguments; every function raises ValueError naming the argument and both values."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 
 from moeyard_kernels.decode_plan import DecodePlan
 
 FLOATS = (torch.float32, torch.bfloat16)
 
+_CHECKED: ContextVar[bool] = ContextVar("moeyard_kernels_checked", default=False)
+
 
 def show(x: torch.Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Within it, wrappers on a GPU check index tensors too, which costs a host sync each. On a CPU they always are."""
+    token = _CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
+
+
+def check_indices(op: str, *, low: int, high: int, **indices: torch.Tensor) -> None:
+    """Raise ValueError unless every value of each named index tensor is in [low, high). Free on a GPU if unchecked."""
+    for name, index in indices.items():
+        if index.numel() == 0 or (index.is_cuda and not _CHECKED.get()):
+            continue
+        least, most = (int(x) for x in torch.aminmax(index))
+        if least < low or most >= high:
+            raise ValueError(f"{op}: {name} {show(index)} holds {least} to {most}, outside {low} to {high - 1}")
+
+
+def check_layout(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless all tensors are contiguous, on one device. None is passed over."""
+    for name, x in tensors.items():
+        if x is not None and not x.is_contiguous():
+            raise ValueError(f"{op}: {name} {show(x)} with strides {x.stride()} is not contiguous")
+    check_devices(op, **tensors)
+
+
+def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless all tensors are on the first one's device. None is passed over."""
+    given = [(name, x) for name, x in tensors.items() if x is not None]
+    for name, x in given[1:]:
+        if x.device != given[0][1].device:
+            raise ValueError(f"{op}: {name} is on {x.device}, {given[0][0]} on {given[0][1].device}")
 
 
 def check_expert(gate_up: torch.Tensor, down: torch.Tensor, rows: torch.Tensor) -> None:
@@ -46,5 +88,5 @@ def check_plan(op: str, plan: DecodePlan, num_rows: int, page_size: int) -> None
         )
 
 
-def missing(op: str) -> NotImplementedError:
-    return NotImplementedError(f"{op}: no Triton kernel yet, CPU tensors only")
+def missing(op: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f"{op}: CPU tensors only; on a GPU it is {instead}")

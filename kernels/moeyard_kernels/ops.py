@@ -1,7 +1,8 @@
 """The one door to the kernels: each op runs as Triton on CUDA tensors and as the torch reference on CPU tensors.
 
-A CUDA tensor given to an op that has no Triton kernel yet raises NotImplementedError naming the op. Wrong ranks, shapes
-and dtypes raise ValueError naming the argument and both values. T counts tokens, M and R rows, P (token, k) pairs.
+A CUDA tensor given to an op of the CPU engine alone raises NotImplementedError naming the op to use. Wrong ranks,
+shapes, dtypes, devices and strides raise ValueError naming the argument and both values, before anything is launched. T
+counts tokens, M and R rows, P (token, k) pairs.
 
 One answer: on a CPU with one thread, a row of any result depends on that row's inputs alone, never on how many rows
 there are, on its place among them or on its neighbours.

@@ -2,22 +2,17 @@
 
 import torch
 
-from moeyard_kernels.checks import show
+from moeyard_kernels.checks import check_devices, show
 
 
 def check_rows(op: str, **tensors: torch.Tensor | None) -> None:
     """Raise ValueError unless all tensors are on one device and contiguous in their last dimension. None is passed."""
-    first: tuple[str, torch.Tensor] | None = None
     for name, x in tensors.items():
-        if x is None:
-            continue
-        if x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
+        if x is not None and x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
             raise ValueError(
                 f"{op}: {name} {show(x)} with strides {x.stride()} is not contiguous in its last dimension"
             )
-        first = first or (name, x)
-        if x.device != first[1].device:
-            raise ValueError(f"{op}: {name} is on {x.device}, {first[0]} on {first[1].device}")
+    check_devices(op, **tensors)
 
 
 def row_strides(op: str, name: str, x: torch.Tensor) -> tuple[int, int, int, int]:

@@ -1,13 +1,12 @@
 """The kernel bench away from a GPU: what it judges, what it refuses to report, what it says where it cannot run."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from moeyard_kernels.bench.__main__ import HEADS, MODULES, describe, row_of
+from moeyard_kernels.bench.__main__ import HEADS, MODULES, describe, main, row_of
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 
 
@@ -77,10 +76,21 @@ def test_bits_are_bytes() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to time")
-def test_without_a_gpu_it_says_so() -> None:
-    done = subprocess.run([sys.executable, "-m", "moeyard_kernels.bench"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "moeyard_kernels.bench: no CUDA device: nothing to time here\n"
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "moeyard_kernels.bench: no CUDA device: nothing to time here\n"
+
+
+def test_an_unknown_op_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--op", "typo"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "no op typo: choose of add_rms_norm, " in capsys.readouterr().err
 
 
 def test_every_family_is_named_once() -> None:

@@ -12,10 +12,9 @@ from moeyard_kernels import tuning
 FILES = sorted(tuning.FOLDER.glob("*.json"))
 # Where an op's store is not named like its module.
 MODULE_OF = {
-    "add_rms_norm": "rms_norm",
-    "linear_pair": "linear",
-    "mla_rope_cache_write": "rope_cache_write",
-    "gqa_rope_cache_write": "rope_cache_write",
+    "rope_cache_write_mla": "rope_cache_write",
+    "rope_cache_write_gqa": "rope_cache_write",
+    "scale_rows_": "scale_rows",
 }
 
 

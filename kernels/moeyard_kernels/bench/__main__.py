@@ -9,16 +9,18 @@ replays after a cold L2; "copy" is the share of the copy bandwidth (read + write
 
 import argparse
 import csv
+import datetime
 import importlib
-import importlib.util
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+import triton
 
 from moeyard_kernels import tuning
 from moeyard_kernels.bench.case import Case, Target, assert_bits
@@ -32,8 +34,6 @@ HEADS = ("op", "shape", "us", "GB/s", "TFLOP/s", "copy %", "baseline", "us there
 def all_cases(ops: Sequence[str]) -> Iterator[Case]:
     """Cases of the named ops (all when none is named), made one after the other."""
     for name in MODULES:
-        if importlib.util.find_spec(f"moeyard_kernels.bench.{name}") is None:  # TODO(issue 4): until all are written
-            continue
         module = importlib.import_module(f"moeyard_kernels.bench.{name}")
         if ops and not set(ops) & set(module.OPS):
             continue
@@ -85,7 +85,10 @@ def row_of(case: Case, timer: Timer) -> list[str]:
 def report(ops: Sequence[str], csv_file: Path | None) -> int:
     """Print the table as it grows, and write it to `csv_file`. Returns the exit status."""
     timer = Timer()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {timer.copy_bandwidth * 1e-12:.2f} TB/s")
+    print(
+        f"{torch.cuda.get_device_name()}, {datetime.date.today()}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}, triton {triton.__version__}, copy {timer.copy_bandwidth * 1e-12:.2f} TB/s"
+    )
     print("| " + " | ".join(HEADS) + " |\n|" + "---|" * len(HEADS))
     rows, red = [], 0
     for case in all_cases(ops):
@@ -123,6 +126,8 @@ def tune(ops: Sequence[str]) -> int:
                 print(f"RED {error}", flush=True)
                 continue
             timed.append((timer.seconds(run), dict(config)))
+        if not timed:
+            continue
         best = min(timed, key=lambda pair: pair[0])
         op, shape_class = case.tune_key
         table.setdefault(op, {})[shape_class] = best[1]
@@ -138,8 +143,9 @@ def compile_all(ops: Sequence[str]) -> None:
     count = max(1, (os.cpu_count() or 1) - 1)
     command = [sys.executable, "-m", "moeyard_kernels.bench", *(f"--op={op}" for op in ops)]
     workers = [subprocess.Popen([*command, f"--compile={i}/{count}"]) for i in range(count)]
-    for worker in workers:
-        worker.wait()
+    codes = [worker.wait() for worker in workers]
+    if any(codes):
+        raise SystemExit(f"compiling the variants failed: exit codes {codes}")
 
 
 def compile_part(ops: Sequence[str], part: str) -> int:
@@ -165,6 +171,9 @@ def main() -> int:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "moeyard_kernels.bench: no CUDA device: nothing to time here\n")
+    known = {op for name in MODULES for op in importlib.import_module(f"moeyard_kernels.bench.{name}").OPS}
+    if unknown := sorted(set(args.op) - known):
+        parser.exit(2, f"moeyard_kernels.bench: no op {', '.join(unknown)}: choose of {', '.join(sorted(known))}\n")
     if args.compile:
         return compile_part(args.op, args.compile)
     return tune(args.op) if args.tune else report(args.op, args.csv)

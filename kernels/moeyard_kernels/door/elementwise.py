@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, check_norm, show
+from moeyard_kernels.checks import FLOATS, check_devices, check_norm, show
 from moeyard_kernels.ref import mla_split_qkv_a_norm as _mla_split_qkv_a_norm
 from moeyard_kernels.ref import residual_add_scaled as _residual_add_scaled
 from moeyard_kernels.ref import rms_norm as _rms_norm
@@ -13,6 +13,7 @@ from moeyard_kernels.ref import silu_mul as _silu_mul
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """weight [D] * cast(x32 / sqrt(mean(x32^2) + eps)) for x [..., D]; the cast is to x's dtype, x32 is x in fp32."""
     check_norm("rms_norm", x, weight)
+    check_devices("rms_norm", x=x, weight=weight)
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import rms_norm as triton_kernel
@@ -28,6 +29,7 @@ def add_rms_norm(
     check_norm("add_rms_norm", x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(f"add_rms_norm: residual {show(residual)} is not like x {show(x)}")
+    check_devices("add_rms_norm", x=x, residual=residual, weight=weight)
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import rms_norm as triton_kernel
@@ -53,6 +55,7 @@ def mla_split_qkv_a_norm(
             f"mla_split_qkv_a_norm: q_weight {show(q_weight)} and kv_weight {show(kv_weight)} leave nothing of qkv_a "
             f"{show(qkv_a)}"
         )
+    check_devices("mla_split_qkv_a_norm", qkv_a=qkv_a, q_weight=q_weight, kv_weight=kv_weight)
     if qkv_a.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import mla_split_qkv_a_norm as triton_kernel
@@ -79,6 +82,7 @@ def scale_rows_(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"scale_rows_: x must be fp32 or bf16 [T, H], got {show(x)}")
     if scale.shape != x.shape[:1] or scale.dtype not in FLOATS:
         raise ValueError(f"scale_rows_: scale {show(scale)} does not fit x {show(x)}")
+    check_devices("scale_rows_", x=x, scale=scale)
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import scale_rows as triton_kernel
@@ -98,6 +102,7 @@ def residual_add_scaled(hidden: torch.Tensor, shared: torch.Tensor, routed: torc
     for name, x in (("shared", shared), ("routed", routed)):
         if x.shape != hidden.shape or x.dtype != hidden.dtype:
             raise ValueError(f"residual_add_scaled: {name} {show(x)} is not like hidden {show(hidden)}")
+    check_devices("residual_add_scaled", hidden=hidden, shared=shared, routed=routed)
     if hidden.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import residual_add_scaled as triton_kernel

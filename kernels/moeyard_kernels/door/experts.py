@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, check_expert, missing, show
+from moeyard_kernels.checks import FLOATS, check_devices, check_expert, missing, show
 from moeyard_kernels.ref import expert_layout as _expert_layout
 from moeyard_kernels.ref import grouped_gemm as _grouped_gemm
 from moeyard_kernels.ref import grouped_mlp as _grouped_mlp
@@ -72,9 +72,7 @@ def grouped_gemm(
         raise ValueError(f"grouped_gemm: layout of {layout.num_pairs} pairs for {x.shape[0]} tokens, top_k {top_k}")
     if out is not None and (out.shape != (num_pairs, hidden) or out.dtype != x.dtype):
         raise ValueError(f"grouped_gemm: out {show(out)}, expected {x.dtype} [{num_pairs}, {hidden}]")
-    for name, other in (("gate_up", gate_up), ("down", down), ("layout", layout.pairs), ("out", out)):
-        if other is not None and other.device != x.device:
-            raise ValueError(f"grouped_gemm: {name} is on {other.device}, x on {x.device}")
+    check_devices("grouped_gemm", x=x, gate_up=gate_up, down=down, layout=layout.pairs, out=out)
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import grouped_gemm as triton_kernel
@@ -112,8 +110,9 @@ def grouped_mlp(
             )
     if groups:
         check_expert(gate_up[groups[0][2]], down[groups[0][2]], rows)
+    check_devices("grouped_mlp", rows=rows, row_of_pair=row_of_pair, out=out)
     if rows.is_cuda:
-        raise missing("grouped_mlp")
+        raise missing("grouped_mlp", "grouped_gemm")
     return _grouped_mlp.grouped_mlp(rows, row_of_pair, groups, gate_up, down, out)
 
 
@@ -139,6 +138,7 @@ def moe_weighted_reduce(
             raise ValueError(
                 f"moe_weighted_reduce: {name} {show(x)}, expected {partial.dtype} [{num_tokens}, {hidden}]"
             )
+    check_devices("moe_weighted_reduce", partial=partial, weights=weights, shared=shared, residual=residual)
     if partial.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import moe_weighted_reduce as triton_kernel

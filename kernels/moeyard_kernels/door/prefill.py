@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, missing, show
+from moeyard_kernels.checks import FLOATS, check_devices, missing, show
 from moeyard_kernels.prefill_plan import PrefillPlan
 from moeyard_kernels.ref import attn_prefill as _attn_prefill
 from moeyard_kernels.ref import attn_prefill_varlen as _attn_prefill_varlen
@@ -27,8 +27,9 @@ def attn_prefill(
         raise ValueError(f"attn_prefill: start {start} + {q.shape[0]} queries exceed {k.shape[1]} keys")
     if window is not None and window < 1:
         raise ValueError(f"attn_prefill: window {window} is not positive")
+    check_devices("attn_prefill", q=q, k=k, v=v)
     if q.is_cuda:
-        raise missing("attn_prefill")
+        raise missing("attn_prefill", "attn_prefill_varlen")
     return _attn_prefill.attn_prefill(q, k, v, start=start, scale=scale, window=window)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, show
+from moeyard_kernels.checks import FLOATS, check_devices, show
 from moeyard_kernels.ref import rope as _rope
 from moeyard_kernels.ref import rope_cache_write as _rope_cache_write
 
@@ -16,6 +16,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: 
     and sin in x's dtype for mixtral, qwen3_moe and deepseek_v3, in fp32 for deepseek_v2 (complex fp32, one rounding).
     """
     _check_rope("rope", "x", x, cos, sin)
+    check_devices("rope", x=x, cos=cos, sin=sin)
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import rope as triton_kernel
@@ -54,6 +55,7 @@ def rope_cache_write_gqa(
             raise ValueError(f"{op}: {name} {show(cache)} does not fit k {show(k)}")
     if v_cache.shape != k_cache.shape:
         raise ValueError(f"{op}: v_cache {show(v_cache)} is not like k_cache {show(k_cache)}")
+    check_devices(op, q=q, k=k, v=v, cos=cos, sin=sin, slot_mapping=slot_mapping, k_cache=k_cache, v_cache=v_cache)
     if q.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import rope_cache_write as triton_kernel
@@ -92,6 +94,8 @@ def rope_cache_write_mla(
     _check_slots(op, q_rope, slot_mapping)
     if cache.dim() != 3 or cache.shape[2] != kv_a.shape[1] + dim or cache.dtype != q_rope.dtype:
         raise ValueError(f"{op}: cache {show(cache)} does not fit kv_a {show(kv_a)} and k_rope {show(k_rope)}")
+    moved = {"kv_a": kv_a, "k_rope": k_rope, "cos": cos, "sin": sin, "slot_mapping": slot_mapping, "cache": cache}
+    check_devices(op, q_rope=q_rope, **moved)
     if q_rope.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import rope_cache_write as triton_kernel

@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from moeyard_kernels.checks import check_groups, show
+from moeyard_kernels.checks import check_devices, check_groups, show
 from moeyard_kernels.ref import topk_gate as _topk_gate
 
 
@@ -38,6 +38,7 @@ def topk_gate(
         raise ValueError(f"topk_gate: bias must be fp32 [{num_experts}], got {show(bias)}")
     if num_groups != 1 or topk_groups != 1:
         check_groups(num_experts, top_k, num_groups, topk_groups, group_score)
+    check_devices("topk_gate", logits=logits, bias=bias)
     if logits.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import topk_gate as triton_kernel

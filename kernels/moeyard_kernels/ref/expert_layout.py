@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moeyard_kernels.checks import check_indices
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayout:
@@ -46,8 +48,8 @@ def expert_layout(
 ) -> ExpertLayout:
     """See `moeyard_kernels.ops.expert_layout`. What the kernel leaves unwritten is -1 here."""
     num_pairs, num_experts = topk_ids.numel(), len(slot_of_expert)
-    _check_range("topk_ids", topk_ids, 0, num_experts)
-    _check_range("slot_of_expert", slot_of_expert, -1, num_slots)
+    check_indices("expert_layout", low=0, high=num_experts, topk_ids=topk_ids)
+    check_indices("expert_layout", low=-1, high=num_slots, slot_of_expert=slot_of_expert)
     experts = topk_ids.flatten().long()
     here = (slot_of_expert[experts] >= 0).nonzero().flatten()
     order = here[torch.sort(experts[here], stable=True).indices]
@@ -69,11 +71,3 @@ def expert_layout(
         slot_of_block=slot_of_block,
         num_blocks=blocks.sum(dtype=torch.int32).reshape(1),
     )
-
-
-def _check_range(name: str, index: torch.Tensor, low: int, high: int) -> None:
-    if index.numel() == 0:
-        return
-    least, most = (int(x) for x in torch.aminmax(index))
-    if least < low or most >= high:
-        raise ValueError(f"expert_layout: {name} holds {least} to {most}, outside {low} to {high - 1}")

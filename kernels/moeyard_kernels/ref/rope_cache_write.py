@@ -2,6 +2,7 @@
 
 import torch
 
+from moeyard_kernels.checks import check_indices
 from moeyard_kernels.ref.rope import rope
 
 
@@ -32,11 +33,7 @@ def _entries(
     op: str, slots: torch.Tensor, num_pages: int, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(Tokens that are written, their pages, their places in the page). Raises ValueError for a slot outside."""
-    if slots.numel() and (int(slots.min()) < -1 or int(slots.max()) >= num_pages * page_size):
-        raise ValueError(
-            f"{op}: slot_mapping {list(slots.shape)} holds {int(slots.min())} to {int(slots.max())}, outside -1 to "
-            f"{num_pages * page_size - 1}"
-        )
+    check_indices(op, low=-1, high=num_pages * page_size, slot_mapping=slots)
     tokens = (slots >= 0).nonzero().squeeze(1)
     kept = slots[tokens]
     return tokens, kept // page_size, kept % page_size
