@@ -184,7 +184,7 @@ def test_no_worse_than_torch(shape: tuple[int, int]) -> None:
     x, weight = draw(64, shape[1], dtype=BF16), draw(*shape, dtype=BF16)
     wanted = exact(x, weight)
     ours, torchs = ((y.double() - wanted).norm() for y in (linear.linear(x, weight), x @ weight.T))
-    # Both round an fp32 sum once; another order of that sum moves the norm of 100 k errors by less than this either way.
+    # Both round an fp32 sum once; another order of that sum moves the norm of 100 k errors by less than this.
     assert ours <= torchs * 1.01
 
 
