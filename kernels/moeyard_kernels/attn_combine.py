@@ -90,6 +90,19 @@ def attn_combine(partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype
     return _combine(partial, lse, dtype=dtype, heads=partial.shape[2], tables=None, split=1)
 
 
+def new_partials(
+    like: torch.Tensor, *, tables: DecodeTables, heads: int, dim: int, split: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a decode attention writes and `combine_splits` merges: [B, S, Q heads, dim] and lse [B, S, Q heads].
+
+    S is as large as the table is wide. fp32, but `like`'s dtype where S is 1, for then there is nothing to merge.
+    """
+    splits, rows = tables.max_splits(split), tables.num_queries * heads
+    dtype = like.dtype if splits == 1 else torch.float32
+    partial = new_output(tables.num_sequences, splits, rows, dim, like=like, dtype=dtype)
+    return partial, new_output(tables.num_sequences, splits, rows, like=like, dtype=torch.float32)
+
+
 def combine_splits(
     partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype, heads: int, tables: DecodeTables, split: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,6 +110,8 @@ def combine_splits(
 
     Returns (out [B Q, heads, D], lse [B Q, heads]).
     """
+    if partial.shape[1] == 1:
+        return finish(partial, dtype).view(-1, heads, partial.shape[3]), lse.view(-1, heads)
     return _combine(partial, lse, dtype=dtype, heads=heads, tables=tables, split=split)
 
 

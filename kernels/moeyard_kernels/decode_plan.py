@@ -101,6 +101,9 @@ class DecodeTables:
     last `window` of them. 0 is a padding row: its output is zeros and its log-sum-exp -inf. Lengths may not exceed
     max_pages * page_size. Row b Q + j of the attention's input is query j of sequence b. Raises ValueError naming what
     does not fit.
+
+    On a GPU a call allocates fp32 partial results for as many splits as the table is wide: [B, max_pages * page_size /
+    split, Q heads, Dv]. Keep tables narrow, say by a few widths to capture graphs for.
     """
 
     page_table: torch.Tensor

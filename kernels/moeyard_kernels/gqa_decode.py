@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import tuning
-from moeyard_kernels.attn_combine import combine_splits
+from moeyard_kernels.attn_combine import combine_splits, new_partials
 from moeyard_kernels.decode_plan import BLOCK, GQA_SPLIT, DecodeTables
 from moeyard_kernels.decode_tables import (
     LOG2E,
@@ -27,7 +27,7 @@ from moeyard_kernels.decode_tables import (
     sum_over_keys,
     work_ends,
 )
-from moeyard_kernels.launch import check_layout, finish, interpreted, new_output
+from moeyard_kernels.launch import check_layout, interpreted
 from moeyard_kernels.rounding import round_to
 
 
@@ -67,7 +67,9 @@ def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
         b_low = tl.zeros_like(b_len)
         if WINDOW > 0:
             b_low = tl.maximum(b_len - WINDOW, 0)
-            i_low = tl.maximum(i_low, tl.min(tl.where(b_len > 0, b_low, 2147483647), 0) // BN * BN)
+            # Below the lowest position that any row sees, memory may hold anything, as from i_high on.
+            i_bottom = tl.min(tl.where(b_len > 0, b_low, 2147483647), 0)
+            i_low = tl.maximum(i_low, i_bottom // BN * BN)
 
         # Rows of q and of the results: (query, head).
         o_row = o_m // G * H + i_h * G + o_m % G
@@ -89,6 +91,8 @@ def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
         for i_n in tl.range(i_low, i_high, BN):
             o_n = i_n + tl.arange(0, BN)
             m_n = o_n < i_high
+            if WINDOW > 0:
+                m_n = m_n & (o_n >= i_bottom)
             if PAGE == BN:
                 i_page = tl.load(p_table + i_b.to(tl.int64) * MAX_PAGES + i_n // PAGE).to(tl.int64)
                 o_key = (i_head + i_page) * PAGE + tl.arange(0, BN)
@@ -149,7 +153,8 @@ def shape_class(rows: int, dim: int, sequences: int) -> str:
 
 def configs_for(rows: int) -> tuple[tuning.Config, ...]:
     """Those of `CONFIGS` whose tile suits so many rows."""
-    return tuple(c for c in CONFIGS if c["BM"] // 2 < rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
+    rows = max(rows, 16)
+    return tuple(c for c in CONFIGS if c["BM"] <= rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
 
 
 def default_config(rows: int) -> tuning.Config:
@@ -177,10 +182,7 @@ def gqa_decode(
     check_tables("gqa_decode", tables, num_pages)
     if config is None:
         config = tuning.choose("gqa_decode", shape_class(rows, dim, sequences), q, default=lambda: default_config(rows))
-    partial = new_output(
-        sequences, splits, queries * heads, dim_v, like=q, dtype=q.dtype if splits == 1 else torch.float32
-    )
-    lse = new_output(sequences, splits, queries * heads, like=q, dtype=torch.float32)
+    partial, lse = new_partials(q, tables=tables, heads=heads, dim=dim_v, split=split)
     if partial.numel():
         work = sequences * splits * kv_heads * triton.cdiv(rows, config["BM"])
         _gqa_decode_kernel[(num_programs(work, q, config["PER_SM"]),)](
@@ -193,6 +195,4 @@ def gqa_decode(
             BM=config["BM"], SWAP=bool(config["SWAP"]), UPCAST=interpreted(),
             num_warps=config["num_warps"], num_stages=config["num_stages"], **UNFUSED,
         )  # fmt: skip
-    if splits > 1:
-        return combine_splits(partial, lse, dtype=q.dtype, heads=heads, tables=tables, split=split)
-    return finish(partial, q.dtype).view(-1, heads, dim_v), lse.view(-1, heads)
+    return combine_splits(partial, lse, dtype=q.dtype, heads=heads, tables=tables, split=split)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import tuning
-from moeyard_kernels.attn_combine import combine_splits
+from moeyard_kernels.attn_combine import combine_splits, new_partials
 from moeyard_kernels.decode_plan import BLOCK, MLA_SPLIT, DecodeTables
 from moeyard_kernels.decode_tables import (
     LOG2E,
@@ -29,13 +29,10 @@ from moeyard_kernels.decode_tables import (
     sum_over_keys,
     work_ends,
 )
-from moeyard_kernels.launch import check_layout, finish, interpreted, new_output
+from moeyard_kernels.launch import check_layout, interpreted
 from moeyard_kernels.mla_decode_hopper import mla_decode_hopper_kernel
 from moeyard_kernels.mla_decode_pairs import descriptors, mla_decode_pairs_kernel
 from moeyard_kernels.rounding import round_to
-
-# Positions per split.
-SPLIT = 1024
 
 
 @triton.jit(
@@ -69,7 +66,9 @@ def _mla_decode_kernel(  # type: ignore[no-untyped-def]
         b_low = tl.zeros_like(b_len)
         if WINDOW > 0:
             b_low = tl.maximum(b_len - WINDOW, 0)
-            i_low = tl.maximum(i_low, tl.min(tl.where(b_len > 0, b_low, 2147483647), 0) // BN * BN)
+            # Below the lowest position that any row sees, memory may hold anything, as from i_high on.
+            i_bottom = tl.min(tl.where(b_len > 0, b_low, 2147483647), 0)
+            i_low = tl.maximum(i_low, i_bottom // BN * BN)
 
         i_row = (i_b * M).to(tl.int64)
         b_q = tl.load(
@@ -92,6 +91,8 @@ def _mla_decode_kernel(  # type: ignore[no-untyped-def]
         for i_n in tl.range(i_low, i_high, BN):
             o_n = i_n + tl.arange(0, BN)
             m_n = o_n < i_high
+            if WINDOW > 0:
+                m_n = m_n & (o_n >= i_bottom)
             if PAGE == BN:
                 i_page = tl.load(p_table + i_b.to(tl.int64) * MAX_PAGES + i_n // PAGE).to(tl.int64)
                 o_row = i_page * PAGE + tl.arange(0, BN)
@@ -151,6 +152,9 @@ CONFIGS = (
     tuning.config(BM=64, SWAP=0, PER_SM=1, HOPPER=2, num_warps=4, num_stages=2),
 )
 
+# What fits a tile of fp32, whose products are not the matrix units'.
+_FP32 = tuning.config(BM=16, SWAP=0, PER_SM=1, HOPPER=0, num_warps=8, num_stages=1)
+
 
 def shape_class(rows: int, sequences: int) -> str:
     """The class of a launch: rows per sequence (queries times heads), and whether sequences are few."""
@@ -159,7 +163,8 @@ def shape_class(rows: int, sequences: int) -> str:
 
 def configs_for(rows: int) -> tuple[tuning.Config, ...]:
     """Those of `CONFIGS` whose tile suits so many rows."""
-    return tuple(c for c in CONFIGS if c["BM"] // 2 < rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
+    rows = max(rows, 16)
+    return tuple(c for c in CONFIGS if c["BM"] <= rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
 
 
 def default_config(rows: int) -> tuning.Config:
@@ -185,14 +190,13 @@ def mla_decode(
     sequences, queries, splits = tables.num_sequences, tables.num_queries, tables.max_splits(split)
     rows = queries * heads
     check_tables("mla_decode", tables, latent_cache.shape[0])
+    if config is None and q_latent.dtype == torch.float32 and q_latent.is_cuda:
+        config = _FP32
     if config is None:
         config = tuning.choose(
             "mla_decode", shape_class(rows, sequences), q_latent, default=lambda: default_config(rows)
         )
-    partial = new_output(
-        sequences, splits, rows, rank, like=q_latent, dtype=q_latent.dtype if splits == 1 else torch.float32
-    )
-    lse = new_output(sequences, splits, rows, like=q_latent, dtype=torch.float32)
+    partial, lse = new_partials(q_latent, tables=tables, heads=heads, dim=rank, split=split)
     if q_latent.numel():
         work = sequences * splits * triton.cdiv(rows, config["BM"])
         grid = (num_programs(work, q_latent, config["PER_SM"]),)
@@ -209,7 +213,7 @@ def mla_decode(
             "R": rank, "D": q_rope.shape[2], "PAGE": tables.page_size, "BN": BLOCK, "LOG2_BN": BLOCK.bit_length() - 1,
             "BM": config["BM"], "SWAP": bool(config["SWAP"]),
         }  # fmt: skip
-        kind = config["HOPPER"] if _suits_hopper(q_latent, q_rope) else 0
+        kind = config["HOPPER"] if _suits_hopper(q_latent, q_rope, latent_cache) else 0
         if config["HOPPER"] == 2 and (kind == 0 or tables.page_size != BLOCK):
             # The other kernels spread a tile of 64 rows over twice the warps.
             kind, sizes["num_warps"] = min(kind, 1), 8
@@ -223,12 +227,15 @@ def mla_decode(
                 BR=max(16, triton.next_power_of_2(rank)), BD=max(16, triton.next_power_of_2(q_rope.shape[2])),
                 UPCAST=interpreted(), num_stages=config["num_stages"],
             )  # fmt: skip
-    if splits > 1:
-        return combine_splits(partial, lse, dtype=q_latent.dtype, heads=heads, tables=tables, split=split)
-    return finish(partial, q_latent.dtype).view(q_latent.shape), lse.view(-1, heads)
+    return combine_splits(partial, lse, dtype=q_latent.dtype, heads=heads, tables=tables, split=split)
 
 
-def _suits_hopper(q_latent: torch.Tensor, q_rope: torch.Tensor) -> bool:
-    """Whether `mla_decode_hopper_kernel` can run: on such a GPU, in bf16, with the widths of DeepSeek's models."""
-    fits = q_latent.is_cuda and q_latent.dtype == torch.bfloat16 and (q_latent.shape[2], q_rope.shape[2]) == (512, 64)
-    return fits and torch.cuda.get_device_capability(q_latent.device) == (9, 0)
+def _suits_hopper(q_latent: torch.Tensor, q_rope: torch.Tensor, latent_cache: torch.Tensor) -> bool:
+    """Whether the kernels for Hopper can run: there, in bf16, on aligned rows, with the widths of DeepSeek's models."""
+    if not q_latent.is_cuda or q_latent.dtype != torch.bfloat16:
+        return False
+    if (q_latent.shape[2], q_rope.shape[2]) != (512, 64) or any(
+        x.data_ptr() % 16 for x in (q_latent, q_rope, latent_cache)
+    ):
+        return False
+    return torch.cuda.get_device_capability(q_latent.device) == (9, 0)

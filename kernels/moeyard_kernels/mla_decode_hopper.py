@@ -44,10 +44,10 @@ def sum_over_keys(b_x, BM: gl.constexpr, BN: gl.constexpr, LOG2_BN: gl.constexpr
 
 @gluon.jit
 def _copy_block(  # type: ignore[no-untyped-def]
-    p_kv, p_pages, s_kv, s_k, i_n, i_high, L_KV: gl.constexpr, L_K: gl.constexpr,
-    R: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
+    p_kv, p_pages, s_kv, s_k, i_n, i_bottom, i_high, L_KV: gl.constexpr, L_K: gl.constexpr,
+    R: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy positions [i_n, i_n + BN) to shared memory, zeros from i_high on; one group of copies."""
+    """Begin to copy positions [i_n, i_n + BN) to shared memory, zeros below i_bottom and from i_high on; one group."""
     o_n = gl.arange(0, BN, gl.SliceLayout(1, L_KV))
     o_k = gl.arange(0, BN, gl.SliceLayout(1, L_K))
     o_r = gl.arange(0, R, gl.SliceLayout(0, L_KV))
@@ -62,8 +62,11 @@ def _copy_block(  # type: ignore[no-untyped-def]
         p_latent = p_kv + (i_page * PAGE + o_n % PAGE)[:, None] * (R + D) + o_r[None, :]
         i_page_k = gl.load(p_pages + (i_n + o_k) // PAGE, mask=i_n + o_k < i_high, other=0).to(gl.int64)
         p_rope = p_kv + (i_page_k * PAGE + o_k % PAGE)[:, None] * (R + D) + R + o_d[None, :]
-    async_copy.async_copy_global_to_shared(s_kv, p_latent, mask=(i_n + o_n < i_high)[:, None])
-    async_copy.async_copy_global_to_shared(s_k, p_rope, mask=(i_n + o_k < i_high)[:, None])
+    m_n, m_k = i_n + o_n < i_high, i_n + o_k < i_high
+    if WINDOW > 0:
+        m_n, m_k = m_n & (i_n + o_n >= i_bottom), m_k & (i_n + o_k >= i_bottom)
+    async_copy.async_copy_global_to_shared(s_kv, p_latent, mask=m_n[:, None])
+    async_copy.async_copy_global_to_shared(s_k, p_rope, mask=m_k[:, None])
     async_copy.commit_group()
 
 
@@ -130,11 +133,15 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
         i_high = gl.minimum(gl.max(b_len, 0), (i_first + i_s + 1) * SPLIT)
         i_low = (i_first + i_s) * SPLIT
         b_low = b_len * 0
+        i_bottom = i_low
         if WINDOW > 0:
             b_low = gl.maximum(b_len - WINDOW, 0)
-            i_low = gl.maximum(i_low, gl.min(gl.where(b_len > 0, b_low, 2147483647), 0) // BN * BN)
+            i_bottom = gl.maximum(i_low, gl.min(gl.where(b_len > 0, b_low, 2147483647), 0))
+            i_low = gl.maximum(i_low, i_bottom // BN * BN)
         p_pages = p_table + i_b.to(gl.int64) * MAX_PAGES
-        _copy_block(p_kv, p_pages, s_kv.index(0), s_k.index(0), i_low, i_high, L_KV, L_K, R, D, PAGE, BN)
+        _copy_block(
+            p_kv, p_pages, s_kv.index(0), s_k.index(0), i_low, i_bottom, i_high, L_KV, L_K, R, D, PAGE, BN, WINDOW
+        )
 
         i_row = i_b.to(gl.int64) * M
         i_tile = (i_item % TILES) * BM
@@ -163,8 +170,8 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
                 b_s = warpgroup_mma(s_q, s_values.permute((1, 0)), b_zero, use_acc=False, is_async=True)
                 b_s = warpgroup_mma(s_r, s_rope.permute((1, 0)), b_s, is_async=True)
             _copy_block(
-                p_kv, p_pages, s_kv.index(1 - i_buffer), s_k.index(1 - i_buffer), i_n + BN, i_high, L_KV, L_K,
-                R, D, PAGE, BN,
+                p_kv, p_pages, s_kv.index(1 - i_buffer), s_k.index(1 - i_buffer), i_n + BN, i_bottom, i_high, L_KV, L_K,
+                R, D, PAGE, BN, WINDOW,
             )  # fmt: skip
             b_s = warpgroup_mma_wait(num_outstanding=0, deps=(b_s,))
 

@@ -52,15 +52,15 @@ def _item(  # type: ignore[no-untyped-def]
     i_item, b_ends, b_len, p_lens, i_b, i_s, Q: gl.constexpr, BQ: gl.constexpr, WINDOW: gl.constexpr,
     SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """(first position, end) of what the rows of lengths b_len see of split i_s of sequence i_b, to whole blocks."""
+    """(first block's start, first position, end) of what rows of lengths b_len see of split i_s of sequence i_b."""
     o_q = gl.arange(0, BQ, gl.SliceLayout(0, gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])))
     i_first, _ = split_span(gl.load(p_lens + i_b * Q + o_q, mask=o_q < Q, other=0), WINDOW, SPLIT, 0)
     i_high = gl.minimum(gl.max(b_len, 0), (i_first + i_s + 1) * SPLIT)
-    i_low = (i_first + i_s) * SPLIT
+    i_bottom = (i_first + i_s) * SPLIT
     if WINDOW > 0:
         b_low = gl.where(b_len > 0, gl.maximum(b_len - WINDOW, 0), 2147483647)
-        i_low = gl.maximum(i_low, gl.min(b_low, 0) // 64 * 64)
-    return i_low, i_high
+        i_bottom = gl.maximum(i_bottom, gl.min(b_low, 0))
+    return i_bottom // 64 * 64, i_bottom, i_high
 
 
 @gluon.jit
@@ -82,7 +82,7 @@ def _producer(  # type: ignore[no-untyped-def]
         i_tile = (i_item % TILES) * 64
         o_m = i_tile + gl.arange(0, 64, L_M)
         b_len = gl.load(p_lens + i_b * Q + o_m // H, mask=o_m < M, other=0)
-        i_low, i_high = _item(i_item, b_ends, b_len, p_lens, i_b, i_s, Q, BQ, WINDOW, SPLIT)
+        i_low, _, i_high = _item(i_item, b_ends, b_len, p_lens, i_b, i_s, Q, BQ, WINDOW, SPLIT)
         p_pages = p_table + i_b.to(gl.int64) * MAX_PAGES
         if i_low < i_high:
             # Group 0 saw the weights of the last block: no scores are being computed.
@@ -110,13 +110,13 @@ def _producer(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _zero_rows(s_x, i_count, L_X: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zero the rows of s_x [64, 256] from i_count on: what a page holds past its end may be NaN."""
+def _zero_rows(s_x, i_start, i_end, L_X: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Zero the rows of s_x [64, 256] outside [i_start, i_end): what nobody sees may be NaN."""
     for i in gl.static_range(4):
         s_part = s_x.slice(64 * i, 64, dim=1)
         b_x = s_part.load(L_X)
         o_row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, L_X)), 1)
-        b_x, m_row = gl.broadcast(b_x, o_row < i_count)
+        b_x, m_row = gl.broadcast(b_x, (o_row >= i_start) & (o_row < i_end))
         s_part.store(gl.where(m_row, b_x, gl.full_like(b_x, 0.0)))
 
 
@@ -148,7 +148,7 @@ def _group(  # type: ignore[no-untyped-def]
         i_tile = (i_item % TILES) * 64
         o_m = i_tile + gl.arange(0, 64, L_M)
         b_len = gl.load(p_lens + i_b * Q + o_m // H, mask=o_m < M, other=0)
-        i_low, i_high = _item(i_item, b_ends, b_len, p_lens, i_b, i_s, Q, BQ, WINDOW, SPLIT)
+        i_low, i_bottom, i_high = _item(i_item, b_ends, b_len, p_lens, i_b, i_s, Q, BQ, WINDOW, SPLIT)
         if i_low < i_high:
             mbarrier.wait(bars.index(QUERIES), n_queries & 1)
             n_queries += 1
@@ -163,10 +163,10 @@ def _group(  # type: ignore[no-untyped-def]
             zero = n_pair >> 30
             i_own = i_n + 64 * GROUP
             mbarrier.wait(bars.index(LEFT + GROUP), phase)
-            if i_own + 64 > i_high:
+            if (i_own + 64 > i_high) | (i_own < i_bottom):
                 mbarrier.wait(bars.index(RIGHT + GROUP), phase)
-                _zero_rows(s_left.index(GROUP), i_high - i_own, L_X)
-                _zero_rows(s_right.index(GROUP), i_high - i_own, L_X)
+                _zero_rows(s_left.index(GROUP), i_bottom - i_own, i_high - i_own, L_X)
+                _zero_rows(s_right.index(GROUP), i_bottom - i_own, i_high - i_own, L_X)
                 fence_async_shared()
             b_s = warpgroup_mma(
                 s_q0.index(zero), s_left.index(GROUP + zero).permute((1, 0)), b_zero, use_acc=False, is_async=True

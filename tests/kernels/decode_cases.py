@@ -39,9 +39,19 @@ class Paged:
 
 
 def paged(
-    lens: list[int], page: int, *, heads: int, dims: tuple[int, ...], dtype: torch.dtype, slack: int = 2
+    lens: list[int],
+    page: int,
+    *,
+    heads: int,
+    dims: tuple[int, ...],
+    dtype: torch.dtype,
+    slack: int = 2,
+    window: int | None = None,
 ) -> Paged:
-    """Random sequences of these lengths on pages in random order, NaN past their ends and in pages of nobody."""
+    """Random sequences of these lengths on pages in random order, NaN past their ends and in pages of nobody.
+
+    With a `window`, their values begin there: what lies that far below the end is NaN too.
+    """
     per_row = -(-max(lens) // page) + slack
     num_pages = per_row * len(lens) + 3
     table = torch.randperm(num_pages)[: per_row * len(lens)].view(len(lens), per_row)
@@ -51,7 +61,8 @@ def paged(
         for row, length in enumerate(lens):
             used = table[row, : -(-length // page)]
             held = torch.full((heads, len(used) * page, dim), float("nan"))
-            held[:, :length] = torch.randn(heads, length, dim)
+            low = max(0, length - window) if window else 0
+            held[:, low:length] = torch.randn(heads, length - low, dim)
             cache[:, used] = held.view(heads, -1, page, dim).to(dtype)
         caches.append(cache.to(DEVICE))
     return Paged(caches=tuple(caches), table=table.int().to(DEVICE), page=page)

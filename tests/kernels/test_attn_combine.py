@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.kernels.decode_cases import DEVICE, assert_same, poison, relative
+from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import attn_combine as kernel
 from moeyard_kernels import ops
@@ -70,6 +71,15 @@ def test_the_order_is_ascending() -> None:
     whole = kernel.attn_combine(partial, lse, dtype=torch.float32)[0]
     assert not torch.equal(turned, whole)
     torch.testing.assert_close(turned, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("batch", [1, 9])
+def test_a_graph_replays_it(batch: int) -> None:
+    partial, lse = pieces(batch, 12, 4, 128)
+    assert_replays(
+        lambda: ops.attn_combine(partial, lse, dtype=torch.bfloat16), lambda: (partial.normal_(), lse.normal_(0, 4))
+    )
 
 
 def test_bad_arguments_are_named() -> None:

@@ -41,7 +41,7 @@ def queries(rows: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16
 def test_values(
     heads: int, kv_heads: int, dim: int, dim_v: int, page: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    held = paged([*LENS, 0], page, heads=kv_heads, dims=(dim, dim_v), dtype=dtype)
+    held = paged([*LENS, 0], page, heads=kv_heads, dims=(dim, dim_v), dtype=dtype, window=window)
     q = queries(len(LENS) + 1, heads, dim, dtype)
     out, lse = attend(q, held, held.tables(torch.tensor([*LENS, 0]), window=window))
     assert out.dtype == dtype
@@ -55,7 +55,7 @@ def test_values(
         torch.testing.assert_close(lse[row].double().cpu(), wanted_lse, rtol=0, atol=1e-5)
         chain = torch_chain(q[row], keys, values, scale=dim**-0.5, window=window)
         chain_worst = max(chain_worst, relative(chain, wanted))
-    assert worst <= (2e-6 if dtype == torch.float32 else min(1e-2, chain_worst))
+    assert worst <= (5e-6 if dtype == torch.float32 else min(1e-2, chain_worst))
 
 
 @BY_SHAPE
@@ -73,13 +73,27 @@ def test_batch_and_pages_do_not_show(heads: int, kv_heads: int, dim: int, dim_v:
         assert_same(got, (whole[0][rows], whole[1][rows]), f"rows {rows}")
 
 
+@pytest.mark.skipif(not GPU, reason="many programs: slow where interpreted")
+def test_a_row_alone_is_the_row_among_4096() -> None:
+    lens = [1 + 37 * i % 400 for i in range(64)]
+    held = paged(lens, 64, heads=4, dims=(128, 128), dtype=torch.bfloat16)
+    q = queries(4096, 32, 128)
+    rows = [i % 64 for i in range(4096)]
+    whole = attend(q, held, held.tables(torch.tensor(lens)[rows], rows))
+    for row in (0, 63, 2000, 4095):
+        alone = attend(q[row : row + 1], held, held.tables(torch.tensor(lens)[[row % 64]], [row % 64]))
+        assert_same(alone, (whole[0][row : row + 1], whole[1][row : row + 1]), f"row {row}")
+
+
 @BY_SHAPE
 @WINDOWS
 def test_queries_of_a_sequence_share_and_do_not_show(
     heads: int, kv_heads: int, dim: int, dim_v: int, page: int, window: int | None
 ) -> None:
     ends = [70, SPLIT + 3, 2 * SPLIT + 64]
-    held = paged(ends, page, heads=kv_heads, dims=(dim, dim_v), dtype=torch.bfloat16)
+    # The first of up to 16 queries sees 15 positions less at the end and more below.
+    reach = window and window + 4 + 11 * GPU
+    held = paged(ends, page, heads=kv_heads, dims=(dim, dim_v), dtype=torch.bfloat16, window=reach)
     for count in (2, 5, 16) if GPU else (5,):
         # Ascending lengths, and a padding row.
         lens = torch.tensor(ends)[:, None] - torch.arange(count).flip(0)

@@ -1,5 +1,7 @@
 """The latent decode kernel: values and log-sum-exps against float64, bits against every batch, page and tile."""
 
+import dataclasses
+
 import pytest
 import torch
 from tests.kernels.decode_cases import DEVICE, Paged, assert_same, exact, paged, poison, relative, torch_chain
@@ -36,8 +38,10 @@ def attend(
     return kernel.mla_decode(*q, cache, tables=tables, scale=scale, **{"split": SPLIT, **options})  # type: ignore[arg-type]
 
 
-def sequences(lens: list[int], rank: int, rope: int, page: int, dtype: torch.dtype) -> tuple[Paged, torch.Tensor]:
-    held = paged(lens, page, heads=1, dims=(rank + rope,), dtype=dtype)
+def sequences(
+    lens: list[int], rank: int, rope: int, page: int, dtype: torch.dtype, window: int | None = None
+) -> tuple[Paged, torch.Tensor]:
+    held = paged(lens, page, heads=1, dims=(rank + rope,), dtype=dtype, window=window)
     return held, held.caches[0][0]
 
 
@@ -45,10 +49,10 @@ def sequences(lens: list[int], rank: int, rope: int, page: int, dtype: torch.dty
 @pytest.mark.parametrize("window", [None, 100], ids=lambda w: f"window-{w}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_values(heads: int, rank: int, rope: int, page: int, window: int | None, dtype: torch.dtype) -> None:
-    if GPU and dtype == torch.float32 and rank > 256:
-        pytest.skip("a tile of fp32 latents exceeds the shared memory")
+    if GPU and dtype == torch.float32 and heads > 16:
+        pytest.skip("one shape of this width in fp32 is enough: it compiles for long")
     lens = [*LENS, 0]
-    held, cache = sequences(lens, rank, rope, page, dtype)
+    held, cache = sequences(lens, rank, rope, page, dtype, window)
     q = queries(len(lens), heads, rank, rope, dtype)
     out, lse = attend(q, cache, held.tables(torch.tensor(lens), window=window))
     assert out.dtype == dtype
@@ -63,7 +67,7 @@ def test_values(heads: int, rank: int, rope: int, page: int, window: int | None,
         torch.testing.assert_close(lse[row].double().cpu(), wanted_lse, rtol=0, atol=1e-5)
         chain = torch_chain(joined[row], keys, keys[..., :rank], scale=(rank + rope) ** -0.5, window=window)
         chain_worst = max(chain_worst, relative(chain, wanted))
-    assert worst <= (2e-6 if dtype == torch.float32 else min(1e-2, chain_worst))
+    assert worst <= (5e-6 if dtype == torch.float32 else min(1e-2, chain_worst))
 
 
 @BY_SHAPE
@@ -82,6 +86,20 @@ def test_batch_and_pages_do_not_show(heads: int, rank: int, rope: int, page: int
         assert_same(got, (whole[0][rows], whole[1][rows]), f"rows {rows}")
 
 
+@pytest.mark.skipif(not GPU, reason="many programs: slow where interpreted")
+@pytest.mark.parametrize("heads", [16, 64], ids=lambda h: f"heads-{h}")
+def test_a_row_alone_is_the_row_among_4096(heads: int) -> None:
+    lens = [1 + 37 * i % 400 for i in range(64)]
+    held, cache = sequences(lens, 512, 64, 64, torch.bfloat16)
+    q = queries(4096, heads, 512, 64, torch.bfloat16)
+    rows = [i % 64 for i in range(4096)]
+    whole = attend(q, cache, held.tables(torch.tensor(lens)[rows], rows))
+    for row in (0, 63, 2000, 4095):
+        tables = held.tables(torch.tensor(lens)[[row % 64]], [row % 64])
+        alone = attend((q[0][row : row + 1], q[1][row : row + 1]), cache, tables)
+        assert_same(alone, (whole[0][row : row + 1], whole[1][row : row + 1]), f"row {row}")
+
+
 @BY_SHAPE
 @pytest.mark.parametrize("window", [None, 100], ids=lambda w: f"window-{w}")
 def test_queries_of_a_sequence_share_and_do_not_show(
@@ -90,7 +108,8 @@ def test_queries_of_a_sequence_share_and_do_not_show(
     ends = [70, SPLIT + 3, 2 * SPLIT + 64]
     # numpy's products follow the tile, a GPU's do not.
     options = {} if GPU else {"config": kernel.CONFIGS[-1]}
-    held, cache = sequences(ends, rank, rope, page, torch.bfloat16)
+    # The first of up to 16 queries sees 15 positions less at the end and more below.
+    held, cache = sequences(ends, rank, rope, page, torch.bfloat16, window and window + 4 + 11 * GPU)
     for count in (2, 5, 16) if GPU else (5,):
         # Ascending lengths, and a padding row.
         lens = torch.tensor(ends)[:, None] - torch.arange(count).flip(0)
@@ -169,6 +188,17 @@ def test_bad_arguments_are_named() -> None:
     plan = ops.plan_decode(tables.page_table.long().cpu(), [70, 9], page_size=16)
     with pytest.raises(ValueError, match=r"return_lse with a DecodePlan|q is on cuda"):
         ops.mla_decode(*q, cache, plan=plan, scale=1.0, return_lse=True)
+    # On a CPU the references check what tables hold; the kernels do, on a GPU within `checked`.
+    host = DecodeTables(page_table=tables.page_table.cpu(), kv_lens=tables.kv_lens.cpu(), page_size=16)
+    on_host = (q[0].cpu(), q[1].cpu(), cache.cpu())
+    for what, change in (
+        (r"kv_lens holds 9 to 113, outside 0 to 112", {"kv_lens": torch.tensor([113, 9], dtype=torch.int32)}),
+        (r"kv_lens holds -3 to 9, outside 0 to 112", {"kv_lens": torch.tensor([-3, 9], dtype=torch.int32)}),
+        (r"page_table\[0\] holds -\d+ to .*, outside 0 to 16", {"page_table": host.page_table - 20}),
+        (r"page_table\[0\] holds \d+ to .*, outside 0 to 16", {"page_table": host.page_table + 77}),
+    ):
+        with pytest.raises(ValueError, match=what):
+            ops.mla_decode(*on_host, plan=dataclasses.replace(host, **change), scale=1.0)
     with checked():
         long = held.tables(torch.tensor([70, 16 * tables.page_table.shape[1] + 1]))
         with pytest.raises(ValueError, match=r"kv_lens int32 \[2\] holds 70 to 113, outside 0 to 112"):

@@ -10,6 +10,29 @@ def gqa_decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, tables: DecodeTables, scale: float, split: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.gqa_decode`; also returns the log-sum-exp [rows, Hq] fp32."""
+    _check_tables("gqa_decode", tables, k_cache.shape[1])
+    return _attend(q, k_cache, v_cache, tables=tables, scale=scale, split=split)
+
+
+def mla_decode(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    *,
+    tables: DecodeTables,
+    scale: float,
+    split: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `moeyard_kernels.ops.mla_decode`; also returns the log-sum-exp [rows, Hq] fp32."""
+    _check_tables("mla_decode", tables, latent_cache.shape[0])
+    keys = latent_cache.unsqueeze(0)
+    values = keys[..., : q_latent.shape[2]]
+    return _attend(torch.cat((q_latent, q_rope), -1), keys, values, tables=tables, scale=scale, split=split)
+
+
+def _attend(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, tables: DecodeTables, scale: float, split: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     num_kv_heads, num_q = k_cache.shape[0], tables.num_queries
     out, lse = q.new_zeros(*q.shape[:2], v_cache.shape[3]), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     for row, length in enumerate(tables.kv_lens.flatten().tolist()):
@@ -31,16 +54,15 @@ def gqa_decode(
     return out, lse
 
 
-def mla_decode(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent_cache: torch.Tensor,
-    *,
-    tables: DecodeTables,
-    scale: float,
-    split: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `moeyard_kernels.ops.mla_decode`; also returns the log-sum-exp [rows, Hq] fp32."""
-    keys = latent_cache.unsqueeze(0)
-    values = keys[..., : q_latent.shape[2]]
-    return gqa_decode(torch.cat((q_latent, q_rope), -1), keys, values, tables=tables, scale=scale, split=split)
+def _check_tables(op: str, tables: DecodeTables, num_pages: int) -> None:
+    """Raise ValueError for lengths that the table cannot hold, and for pages in use that the cache has not."""
+    lens, table = tables.kv_lens.view(tables.num_sequences, tables.num_queries), tables.page_table
+    longest = table.shape[1] * tables.page_size
+    if lens.numel() and not 0 <= int(lens.min()) <= int(lens.max()) <= longest:
+        raise ValueError(f"{op}: kv_lens holds {int(lens.min())} to {int(lens.max())}, outside 0 to {longest}")
+    for row in range(tables.num_sequences):
+        used = table[row, : -(-int(lens[row].max()) // tables.page_size)]
+        if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < num_pages:
+            raise ValueError(
+                f"{op}: page_table[{row}] holds {int(used.min())} to {int(used.max())}, outside 0 to {num_pages - 1}"
+            )
