@@ -27,15 +27,12 @@ def _attn_combine_kernel(  # type: ignore[no-untyped-def]
     p_part, p_lse, p_lens, p_out, p_out_lse, N, S,
     M: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
     HAS_LENS: tl.constexpr, BX: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program merges BD columns of BX rows, counted over p_part [N / M, S, M, D] and p_lse [N / M, S, M].
 
     p_out: [N, D]. Grid: (ceil(N / BX), ceil(D / BD)).
     """
-    if EARLY:
-        # Launched while the kernel before still runs: wait until all it wrote is there.
-        tl.extra.cuda.gdc_wait()
     o_x = tl.program_id(0) * BX + tl.arange(0, BX)
     o_d, o_s = tl.program_id(1) * BD + tl.arange(0, BD), tl.arange(0, BS)
     m_x, m_d = o_x < N, o_d < D
@@ -50,13 +47,15 @@ def _attn_combine_kernel(  # type: ignore[no-untyped-def]
     i_count = tl.max(b_count, 0)
     # Row of split 0; the next split lies M rows on.
     o_row = (o_x // M).to(tl.int64) * S * M + o_x % M
-    b_tops = tl.full([BX, BS], float("-inf"), dtype=tl.float32)
-    for i_s in tl.range(0, i_count, BS):
-        m_s = (i_s + o_s)[None, :] < b_count[:, None]
-        b_lse = tl.load(p_lse + o_row[:, None] + (i_s + o_s)[None, :] * M, mask=m_s, other=float("-inf"))
-        b_tops = tl.maximum(b_tops, b_lse)
-    b_top = tl.max(b_tops, 1)
-    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_top = tl.zeros([BX], dtype=tl.float32)
+    if not ONCE:
+        b_tops = tl.full([BX, BS], float("-inf"), dtype=tl.float32)
+        for i_s in tl.range(0, i_count, BS):
+            m_s = (i_s + o_s)[None, :] < b_count[:, None]
+            b_lse = tl.load(p_lse + o_row[:, None] + (i_s + o_s)[None, :] * M, mask=m_s, other=float("-inf"))
+            b_tops = tl.maximum(b_tops, b_lse)
+        b_top = tl.max(b_tops, 1)
+        b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
     b_sum = tl.zeros([BX], dtype=tl.float32)
     b_acc = tl.zeros([BX, BD], dtype=tl.float32)
     for i_s in tl.range(0, i_count, AHEAD):
@@ -72,6 +71,12 @@ def _attn_combine_kernel(  # type: ignore[no-untyped-def]
             # Triton has no unpacking.
             b_lses = b_lses + (b_lse,)  # type: ignore[assignment]  # noqa: RUF005
             b_parts = b_parts + (b_part,)  # type: ignore[assignment]  # noqa: RUF005
+        if ONCE:
+            # All splits are at hand: no pass before for the largest log-sum-exp.
+            b_top = b_lses[0]
+            for u in tl.static_range(1, AHEAD):
+                b_top = tl.maximum(b_top, b_lses[u])
+            b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
         for u in tl.static_range(AHEAD):
             b_w = tl.exp2((b_lses[u] - b_top) * 1.4426950408889634)
             b_sum += b_w
@@ -125,7 +130,6 @@ def _combine(
     # An interpreted program costs the same whatever its tile.
     rows = triton.next_power_of_2(count) if interpreted() else 1
     columns = triton.next_power_of_2(dim) if interpreted() else min(_COLUMNS, triton.next_power_of_2(dim))
-    early = partial.is_cuda and torch.cuda.get_device_capability(partial.device) >= (9, 0)
     if out.numel():
         _attn_combine_kernel[(triton.cdiv(count, rows), triton.cdiv(dim, columns))](
             partial, lse, lse if tables is None else tables.kv_lens, out, out_lse, count, num_splits,
@@ -133,7 +137,7 @@ def _combine(
             HAS_LENS=tables is not None, BX=rows, BQ=triton.next_power_of_2(num_rows // heads),
             BS=min(256, triton.next_power_of_2(num_splits)), BD=columns,
             AHEAD=min(_AHEAD, triton.next_power_of_2(num_splits)),
-            EARLY=early, num_warps=1, launch_pdl=early, **UNFUSED,
+            ONCE=num_splits <= _AHEAD, num_warps=1, **UNFUSED,
         )  # fmt: skip
     rows_out = count // heads
     return finish(out, dtype).view(rows_out, heads, dim), out_lse.view(rows_out, heads)
