@@ -73,7 +73,7 @@ def _attn_combine_kernel(  # type: ignore[no-untyped-def]
             b_parts = b_parts + (b_part,)  # type: ignore[assignment]  # noqa: RUF005
         if ONCE:
             # All splits are at hand: no pass before for the largest log-sum-exp.
-            b_top = b_lses[0]
+            b_top = b_lses[0]  # type: ignore[misc]
             for u in tl.static_range(1, AHEAD):
                 b_top = tl.maximum(b_top, b_lses[u])
             b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
