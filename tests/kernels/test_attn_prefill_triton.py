@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import attn_prefill as triton_kernel
 from moeyard_kernels import launch, ops, tuning
 from moeyard_kernels.prefill_plan import TILE, PrefillPlan, plan_prefill
+from moeyard_kernels.tuning import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NATIVE = DEVICE == "cuda"
@@ -109,12 +111,12 @@ def pick(config: tuning.Config, dtype: torch.dtype) -> tuning.Config | None:
 def test_chunks_and_configs_do_not_show(
     shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype
 ) -> None:
-    length = 1500 if NATIVE and dtype == torch.bfloat16 else 230
+    length = (1500 if dtype == torch.bfloat16 else 230) if NATIVE else 140
     prompt = make_prompt(length, shape, dtype)
     whole = run_chunks(prompt, [length], window)
     wanted, wanted_lse = exact(prompt, window)
     assert relative(whole[0], wanted) <= (1e-2 if dtype == torch.bfloat16 else 1e-5)
-    assert relative(whole[0], wanted) <= relative(chain(prompt, window), wanted) * 1.001 or dtype == torch.float32
+    assert relative(whole[0], wanted) <= relative(chain(prompt, window), wanted) or dtype == torch.float32
     assert (whole[1] - wanted_lse).abs().max() < 1e-4
 
     for size in (7, 64, 100, 1000) if NATIVE else (100,):
@@ -224,6 +226,38 @@ def test_strided_parts_and_a_shared_key_part(dtype: torch.dtype) -> None:
         from_door = ops.attn_prefill_varlen(q, k, v, plan=plan, scale=0.1, k_rope=rope)
         alone = ops.attn_prefill(q, whole.transpose(0, 1), v.transpose(0, 1), start=0, scale=0.1)
         assert torch.equal(from_door, alone)
+
+
+@pytest.mark.skipif(not NATIVE, reason="graphs are a GPU's")
+@pytest.mark.parametrize("config", [None, triton_kernel.CONFIGS[0], triton_kernel.CONFIGS[2]], ids=str)
+@pytest.mark.parametrize("shape", [GQA, MLA], ids=["gqa", "mla"])
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_a_graph_replays_other_chunks(paged: bool, shape: tuple[int, int, int, int], config: Config | None) -> None:
+    heads, kv_heads, dim_k, dim_v = shape
+    sizes = (kv_heads, 32, 64) if paged else (1024, kv_heads)
+    q, k, v = (
+        torch.randn(*size, device=DEVICE).bfloat16() for size in ((260, heads, dim_k), (*sizes, dim_k), (*sizes, dim_v))
+    )
+
+    def plan_of(q_lens: list[int], starts: list[int]) -> PrefillPlan:
+        table = torch.randperm(32)[:20].view(2, 10) if paged else None
+        return plan_prefill(q_lens, starts, page_table=table, page_size=64 if paged else 0, device=DEVICE)
+
+    def step(plan: PrefillPlan) -> tuple[torch.Tensor, ...]:
+        return triton_kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=0.1, return_lse=True, config=config)
+
+    plan = plan_of([200, 60], [300, 0])
+
+    def refill() -> None:
+        for x in (q, k, v):
+            x.normal_()
+        # As many tiles of as many queries.
+        other = plan_of(*next(chunks))
+        for name in ("cu_q", "starts", "tiles", "page_table" if paged else "cu_kv"):
+            getattr(plan, name).copy_(getattr(other, name))
+
+    chunks = iter((([180, 80], [17, 500]), ([128, 132], [512, 0]), ([200, 60], [301, 1])))
+    assert_replays(lambda: step(plan), refill)
 
 
 def test_reference_is_each_chunk_alone() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import expert_layout as triton_kernel
 from moeyard_kernels import launch, ops
@@ -105,6 +106,24 @@ def test_no_tokens_and_int32_ids(make: Callable[..., ExpertLayout] | None) -> No
         else:
             layout = ops.expert_layout(topk_ids, slots, num_slots=8, block_rows=16)
         check(layout, topk_ids, slots, 8, 16)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("num_tokens", [9, 300], ids=["one-launch", "two-launches"])
+def test_a_graph_replays_it(num_tokens: int) -> None:
+    topk_ids, slot_of_expert = routing(num_tokens, 8, 64).to(DEVICE), some_slots(64, 40).to(DEVICE)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        layout = ops.expert_layout(topk_ids, slot_of_expert, num_slots=40, block_rows=16)
+        used = torch.arange(layout.slot_of_block.shape[0], device=DEVICE) < layout.num_blocks
+        pairs = layout.pairs.view(-1, 16).where(used[:, None], -2)
+        return layout.counts, layout.num_blocks, layout.slot_of_block.where(used, -2), pairs
+
+    def refill() -> None:
+        topk_ids.copy_(routing(num_tokens, 8, 64))
+        slot_of_expert.copy_(some_slots(64, 40))
+
+    assert_replays(step, refill)
 
 
 def test_bad_arguments_are_named() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import mla_split_qkv_a_norm as triton_kernel
 from moeyard_kernels import ops
@@ -9,7 +10,7 @@ from moeyard_kernels import rms_norm as norm_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-ROWS = 3 if DEVICE == "cpu" else 200
+ROWS = 3 if DEVICE == "cpu" else 4096
 
 
 def run_kernel(x: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -31,6 +32,9 @@ def test_equals_the_three_launches(q: int, kv: int, rope: int, dtype: torch.dtyp
     assert all(part.is_contiguous() and part.dtype == dtype for part in fused)
     last = run_kernel(torch.nn.functional.pad(x, (0, 3))[-1:, : x.shape[1]], q_weight, kv_weight)
     assert all(torch.equal(alone, part[-1:]) for alone, part in zip(last, fused, strict=True))
+    for some in [slice(1, 2)] if DEVICE == "cpu" else [slice(0, 1), slice(17, 18), slice(100, 164), slice(2000, 3025)]:
+        few = run_kernel(x[some].clone(), q_weight, kv_weight)
+        assert all(torch.equal(alone, part[some]) for alone, part in zip(few, fused, strict=True)), some
     assert [part.shape for part in run_kernel(x[:0], q_weight, kv_weight)] == [(0, q), (0, kv), (0, rope)]
 
 
@@ -41,6 +45,17 @@ def test_reference_is_two_norms_and_a_copy(dtype: torch.dtype) -> None:
     assert torch.equal(q_a, ops.rms_norm(x[:, :24], q_weight, 1e-6))
     assert torch.equal(kv_a, ops.rms_norm(x[:, 24:40], kv_weight, 1e-6))
     assert torch.equal(k_rope, x[:, 40:])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("num_rows", [1, 65])
+def test_a_graph_replays_it(num_rows: int) -> None:
+    x, q_weight, kv_weight = (
+        torch.randn(*shape, device=DEVICE).bfloat16() for shape in ((num_rows, 2112), (1536,), (512,))
+    )
+    assert_replays(
+        lambda: ops.mla_split_qkv_a_norm(x, q_weight, kv_weight, 1e-6), lambda: (x.normal_(), q_weight.normal_())
+    )
 
 
 def test_bad_arguments_are_named() -> None:

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import moe_weighted_reduce as triton_kernel
 from moeyard_kernels import ops, tuning
@@ -195,6 +196,20 @@ def test_the_kernel_refuses_what_its_grid_cannot_hold() -> None:
     x = torch.empty(1).expand(1, 1, 65536 * 1024)
     with pytest.raises(ValueError, match=r"\[1, 1, 67108864\] exceeds the grid"):
         triton_kernel.moe_weighted_reduce(x, torch.ones(1, 1), config=tuning.config(BH=1024))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("num_tokens", [1, 65])
+def test_a_graph_replays_it(num_tokens: int) -> None:
+    x, shared, residual = (
+        torch.randn(*shape, device=DEVICE).bfloat16()
+        for shape in ((num_tokens, 8, 2048), (num_tokens, 2048), (num_tokens, 2048))
+    )
+    w = torch.rand(num_tokens, 8, device=DEVICE)
+    assert_replays(
+        lambda: (ops.moe_weighted_reduce(x, w, shared, residual), ops.moe_weighted_reduce(x, w)),
+        lambda: (x.normal_(), w.uniform_(), shared.normal_(), residual.normal_()),
+    )
 
 
 def test_bad_arguments_are_named() -> None:

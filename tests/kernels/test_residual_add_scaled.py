@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
 from moeyard_kernels import residual_add_scaled as triton_kernel
@@ -68,12 +69,18 @@ def test_every_config_gives_the_same_bits(config: Config) -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="two launches of a GPU")
 def test_equals_two_launches_and_a_row_alone() -> None:
-    a, b, c = (torch.randn(512, 7168, device=DEVICE).bfloat16() for _ in range(3))
+    a, b, c = (torch.randn(4096, 7168, device=DEVICE).bfloat16() for _ in range(3))
     fused = triton_kernel.residual_add_scaled(a, b, c, 2.5)
     assert torch.equal(fused, a + torch.add(b, c, alpha=2.5))
-    for t in (0, 17, 511):
-        row = slice(t, t + 1)
+    for row in (slice(0, 1), slice(17, 18), slice(4095, 4096), slice(100, 164), slice(3000, 4025)):
         assert torch.equal(triton_kernel.residual_add_scaled(a[row], b[row], c[row], 2.5), fused[row])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("num_rows", [1, 65])
+def test_a_graph_replays_it(num_rows: int) -> None:
+    a, b, c = (torch.randn(num_rows, 7168, device=DEVICE).bfloat16() for _ in range(3))
+    assert_replays(lambda: (ops.residual_add_scaled(a, b, c, 2.5),), lambda: (a.normal_(), b.normal_(), c.normal_()))
 
 
 def test_bad_arguments_are_named() -> None:

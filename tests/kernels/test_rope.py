@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.kernels.graphs import assert_replays
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
@@ -89,6 +90,20 @@ def test_every_config_gives_the_same_bits(config: Config) -> None:
     for interleaved in (False, True):
         wanted = ops.rope(x, phase.cos(), phase.sin(), interleaved=interleaved)
         assert torch.equal(run_kernel(x, phase.cos(), phase.sin(), interleaved, config), wanted)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("num_tokens", [1, 65])
+def test_a_graph_replays_it(num_tokens: int) -> None:
+    x, (cos, sin) = (
+        torch.randn(num_tokens, 32, 128).to(DEVICE, torch.bfloat16),
+        torch.randn(2, num_tokens, 64).to(DEVICE),
+    )
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return tuple(ops.rope(x, cos, sin, interleaved=interleaved) for interleaved in (False, True))
+
+    assert_replays(step, lambda: (x.normal_(), cos.normal_(), sin.normal_()))
 
 
 def test_bad_arguments_are_named() -> None:

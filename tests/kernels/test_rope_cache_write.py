@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
 from moeyard_kernels import rope_cache_write as triton_kernel
@@ -124,6 +125,34 @@ def test_the_caches_may_have_any_strides() -> None:
         triton_kernel.rope_cache_write_gqa(*inputs, *caches, interleaved=False)
     assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
     assert bool(plain[0].any())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("count", [1, 65])
+def test_a_graph_replays_them(count: int) -> None:
+    *rows, slots, cache = (
+        x.contiguous().to(DEVICE) for x in mla_inputs(count, 16, 64, 32, torch.bfloat16, torch.float32)
+    )
+    cos, sin = rows[3:]
+    qkv = torch.randn(count, 8, 32).to(DEVICE, torch.bfloat16)
+    caches = [torch.zeros(2, 20, PAGE, 32, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        q, k, v = qkv.split((4, 2, 2), 1)
+        for held in (cache, *caches):
+            held.zero_()
+        outs = (
+            ops.rope_cache_write_mla(*rows, slots, cache, interleaved=True),
+            ops.rope_cache_write_gqa(q, k, v, cos, sin, slots, *caches, interleaved=False),
+        )
+        return *outs, *(held.clone() for held in (cache, *caches))
+
+    def refill() -> None:
+        for x in (*rows, qkv):
+            x.normal_()
+        slots.copy_(slots_for(count, 20))
+
+    assert_replays(step, refill)
 
 
 def test_no_tokens() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
 from moeyard_kernels import scale_rows as triton_kernel
@@ -35,6 +36,13 @@ def test_every_config_gives_the_same_bits(config: Config) -> None:
     on_device = x.to(DEVICE, copy=True)
     triton_kernel.scale_rows_(on_device, scale.to(DEVICE), config=config)
     assert torch.equal(on_device.cpu(), wanted)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("num_rows", [1, 65])
+def test_a_graph_replays_it(num_rows: int) -> None:
+    x, scale = torch.randn(num_rows, 2048, device=DEVICE).bfloat16(), torch.rand(num_rows, device=DEVICE)
+    assert_replays(lambda: (ops.scale_rows_(x.clone(), scale),), lambda: (x.normal_(), scale.uniform_()))
 
 
 def test_bad_arguments_are_named() -> None:

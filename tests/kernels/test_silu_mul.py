@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
 from moeyard_kernels import silu_mul as triton_kernel
@@ -48,11 +49,21 @@ def test_kernel_values_and_rows(dim: int, dtype: torch.dtype) -> None:
 
 
 def test_kernel_is_as_exact_as_torch() -> None:
-    x = (torch.randn(4, 2048) * 3).to(DEVICE, torch.bfloat16)
-    gate, up = x[:, :1024], x[:, 1024:]
+    x = (torch.randn(32 if DEVICE == "cpu" else 4096, 4096) * 3).to(DEVICE, torch.bfloat16)
+    gate, up = x[:, :2048], x[:, 2048:]
     exact = F.silu(gate.double()) * up.double()
     ours, theirs = ((y.double() - exact).norm() / exact.norm() for y in (run_kernel(x), F.silu(gate) * up))
-    assert ours < min(1e-2, theirs * 1.01)
+    assert ours < 1e-2
+    # Both round at the same two places. Their exponentials differ in the last place, so that the few gates whose silu
+    # lies next to a midpoint (5.9375, say) round the other way: either norm is the smaller by chance, by about 1e-4.
+    assert ours <= theirs * 1.0005
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("num_rows", [1, 65])
+def test_a_graph_replays_it(num_rows: int) -> None:
+    x = torch.randn(num_rows, 4096).to(DEVICE, torch.bfloat16)
+    assert_replays(lambda: (ops.silu_mul(x),), x.normal_)
 
 
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.kernels.graphs import assert_replays
 from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -162,6 +163,21 @@ def test_kernel_takes_the_lowest_id_among_equals(scoring: str) -> None:
     for chosen in ({}, {"bias": bias}):
         gate = {"top_k": 4, "scoring": scoring, "renormalize": False, **chosen}
         assert torch.equal(run_kernel(logits, **gate)[1], ops.topk_gate(logits, **gate)[1])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("num_tokens", [1, 65])
+def test_a_graph_replays_it(num_tokens: int) -> None:
+    logits, bias = torch.randn(num_tokens, 256, device=DEVICE), torch.randn(256, device=DEVICE) * 0.2
+    grouped = {"num_groups": 8, "topk_groups": 4, "group_score": "top2sum", "scaling": 2.5}
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return (
+            *ops.topk_gate(logits, top_k=8, scoring="sigmoid", renormalize=True, bias=bias, **grouped),
+            *ops.topk_gate(logits, top_k=8, scoring="softmax", renormalize=True),
+        )
+
+    assert_replays(step, lambda: (logits.normal_(), bias.normal_()))
 
 
 def test_bad_arguments_are_named() -> None:

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from moeyard_kernels import ops, rms_norm, rope_cache_write, silu_mul
+from moeyard_kernels import ops, rms_norm, rope, rope_cache_write, silu_mul
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.ref import rope as rope_reference
 from moeyard_kernels.tuning import Config
 
 OPS = (
     *("rms_norm", "add_rms_norm", "mla_split_qkv_a_norm", "silu_mul"),
-    *("rope_cache_write_mla", "rope_cache_write_gqa", "copy"),
+    *("rope", "rope_cache_write_mla", "rope_cache_write_gqa", "copy"),
 )
 _EPS = 1e-6
 _COPY = Target("copy", 0.8)
@@ -29,6 +30,8 @@ def cases() -> Iterator[Case]:
         yield _norm(num_rows, dim)
         yield _add_norm(num_rows, dim)
     for num_tokens in (4096, 64, 1):
+        yield _rope(num_tokens, 32, 128, interleaved=False)
+        yield _rope(num_tokens, 128, 64, interleaved=True)
         yield _write_mla(num_tokens, interleaved=True)
         yield _write_gqa(num_tokens)
     for num_rows, inner in ((4096, 2048), (4096, 7168), (4096, 18432), (64, 2048), (64, 18432), (1, 18432)):
@@ -46,6 +49,7 @@ def _copy(num_rows: int, dim: int) -> Case:
         op="copy",
         shape=f"T{num_rows} D{dim}, torch.neg",
         run=lambda: torch.neg(x, out=y),
+        # A ceiling for the others, not an op of ours: torch alone runs, and there is nothing to prove.
         gate=lambda: None,
         num_bytes=4 * num_rows * dim,
     )
@@ -121,6 +125,37 @@ def _mla_split(num_rows: int) -> Case:
         target=Target("speedup", 2),
         baseline=three,
         baseline_name="rms_norm x 2, copy",
+    )
+
+
+def _rope(num_tokens: int, heads: int, dim: int, *, interleaved: bool) -> Case:
+    x = _rows(num_tokens, heads, dim)
+    cos, sin = (torch.randn(num_tokens, dim // 2, device="cuda") for _ in range(2))
+
+    def run(config: Config | None = None) -> torch.Tensor:
+        return rope.rope(x, cos, sin, interleaved=interleaved, config=config)
+
+    def gate() -> None:
+        whole, some = run(), slice(num_tokens // 2, num_tokens // 2 + 32)
+        wanted = rope_reference.rope(x[some].cpu(), cos[some].cpu(), sin[some].cpu(), interleaved=interleaved)
+        assert_bits("reference", whole[some].cpu(), wanted)
+        assert_bits("row alone", ops.rope(x[-1:], cos[-1:], sin[-1:], interleaved=interleaved), whole[-1:])
+
+    def chain() -> torch.Tensor:
+        a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
+
+    return Case(
+        op="rope",
+        shape=f"T{num_tokens} N{heads} D{dim}{' interleaved' if interleaved else ''}",
+        run=run,
+        gate=gate,
+        num_bytes=4 * num_tokens * heads * dim + 4 * num_tokens * dim,
+        baseline=chain,
+        baseline_name="torch products, cat",
+        variants=[(config, functools.partial(run, config)) for config in rope.CONFIGS],
+        tune_key=("rope", rope.shape_class(num_tokens, heads, dim)),
     )
 
 

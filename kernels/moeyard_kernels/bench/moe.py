@@ -130,6 +130,11 @@ def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torc
             return grouped_gemm.gate_up_rows(x, gate_up, layout, top_k=TOP_K, out=h, config=config)
         return grouped_gemm.down_pairs(h, down, layout, out=out, config=config)
 
+    def gate_steps() -> None:
+        gate()
+        launch("gate_up")
+        assert_bits("launch by launch", launch("down"), run())
+
     # The second launch's rows: without them it would multiply what the allocator left.
     launch("gate_up")
     for step, num_out, dim in (("gate_up", inner, hidden), ("down", hidden, inner)):
@@ -138,7 +143,7 @@ def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torc
             op="grouped_gemm",
             shape=f"{shape}, {step}",
             run=lambda step=step: launch(step),  # type: ignore[misc]
-            gate=lambda: None,
+            gate=gate_steps,
             num_bytes=step_bytes[step],
             num_flops=step_flops[step],
             variants=[

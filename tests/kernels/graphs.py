@@ -1,0 +1,24 @@
+"""What every op of a step owes: captured once in a CUDA graph, its replays read their inputs anew."""
+
+from collections.abc import Callable
+
+import torch
+
+from moeyard_kernels.bench.case import assert_bits
+from moeyard_kernels.bench.timing import capture
+
+
+def assert_replays(step: Callable[[], tuple[torch.Tensor, ...]], refill: Callable[[], object]) -> None:
+    """Capture `step`; after each `refill` of its inputs in place, a replay gives the bits of an eager call.
+
+    `step` returns fresh tensors: they are poisoned before each replay.
+    """
+    results: list[tuple[torch.Tensor, ...]] = []
+    graph = capture(lambda: results.append(step()))
+    captured = results[-1]
+    for i in range(3):
+        refill()
+        for x in captured:
+            x.fill_(float("nan") if x.is_floating_point() else -7)
+        graph.replay()
+        assert_bits(f"replay {i}", captured, step())
