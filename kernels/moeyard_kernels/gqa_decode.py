@@ -154,7 +154,7 @@ def shape_class(rows: int, dim: int, sequences: int) -> str:
 def configs_for(rows: int) -> tuple[tuning.Config, ...]:
     """Those of `CONFIGS` whose tile suits so many rows."""
     rows = max(rows, 16)
-    return tuple(c for c in CONFIGS if c["BM"] <= rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
+    return tuple(c for c in CONFIGS if c["BM"] // 2 < rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
 
 
 def default_config(rows: int) -> tuning.Config:
