@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from moeyard.serve import Running, serve
 from moeyard_worker.config import EngineConfig
 
-# The bundled model read these addresses more than anything else (deploy/demo/README.md). Sampled, because the greedy text
+# Addresses like this one are what the bundled model read most (deploy/demo/README.md). Sampled, because the greedy text
 # of so small a model runs in circles; seeded, so that everybody sees the same.
 PROMPT = "Give Abraham Lincoln's State of the Union address of 1862."
 MAX_TOKENS = 80

@@ -161,7 +161,7 @@ def test_dead_ray_address() -> None:
         (["serve", "--workers", "0"], ["--workers", "got 0"]),
         (["serve", "--kv-memory", "100TiB"], ["--kv-memory 100 TiB", "free memory"]),
         (["serve", "--kv-memory", "12XB"], ["--kv-memory", "'12XB'", "2GiB"]),
-        (["serve", "--max-model-len", "9999999"], ["--max-model-len 9999999", "4096"]),
+        (["serve", "--max-model-len", "9999999"], ["--max-model-len 9999999", "1024"]),
         (["serve", "--port", "99999"], ["--port", "99999", "65535"]),
         (["serve", "--host", "203.0.113.7"], ["203.0.113.7", "choose another"]),
         (["serve", "--record-routing", "/no/such/folder/trace"], ["--record-routing", "/no/such/folder/trace"]),
