@@ -213,7 +213,9 @@ def mla_decode(
             "R": rank, "D": q_rope.shape[2], "PAGE": tables.page_size, "BN": BLOCK, "LOG2_BN": BLOCK.bit_length() - 1,
             "BM": config["BM"], "SWAP": bool(config["SWAP"]),
         }  # fmt: skip
-        kind = config["HOPPER"] if _suits_hopper(q_latent, q_rope, latent_cache) else 0
+        # With a window the kernels for Hopper gave other values on an H200 (2026-11-20); no latent model has one.
+        suits = tables.window is None and _suits_hopper(q_latent, q_rope, latent_cache)
+        kind = config["HOPPER"] if suits else 0
         if config["HOPPER"] == 2 and (kind == 0 or tables.page_size != BLOCK):
             # The other kernels spread a tile of 64 rows over twice the warps.
             kind, sizes["num_warps"] = min(kind, 1), 8
