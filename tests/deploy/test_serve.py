@@ -161,7 +161,7 @@ def chat(url: str, **body: Any) -> httpx.Response:
 def test_one_ready_line(service: Command) -> None:
     """Scripts wait for it, so stdout has nothing else; stderr has words for people and no bars."""
     assert READY.fullmatch(service.out.read_text())
-    assert re.fullmatch(r"loaded [\d.]+ MiB of weights\n", service.err.read_text())
+    assert re.fullmatch(r"loaded [\d.]+ MiB of weights\nskipped \d+ tensors \(multi-token prediction layer\), [\w.]+ first\n", service.err.read_text())
 
 
 def test_requests(service: Command) -> None:
@@ -252,7 +252,7 @@ def test_lost_worker_and_interrupt_of_the_launcher_alone(command: Callable[..., 
     with httpx.stream(
         "POST",
         f"{served.url}/v1/completions",
-        json={"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True},
+        json={"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True},
         timeout=30,
     ) as answer:
         lines = answer.iter_lines()
@@ -277,7 +277,7 @@ def test_sigterm_ends_streams(command: Callable[..., Command]) -> None:
     """As a service manager stops it, with a client in the middle of an answer."""
     served = command("serve", DEMO, "--workers", "1", "--port", "0")
     served.wait_ready()
-    body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as answer:
         lines = answer.iter_lines()
         next(lines)
