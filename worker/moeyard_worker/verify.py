@@ -162,7 +162,12 @@ def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -
     settings = read_json(Path(directory) / "config.json")
     settings.pop("model_type", None)
     config = model_class.config_class.from_dict(settings)
-    return model_class.from_pretrained(directory, config=config, dtype=dtype, local_files_only=True).eval()
+    # transformers knows layers of multi-token prediction by DeepSeek-V3's number, 61, and warns of any other.
+    first, count = config.num_hidden_layers, getattr(config, "num_mtp_layers", None) or 0
+    ignored = [rf"model\.layers\.{i}\..*" for i in range(first, first + count)]
+    known = model_class._keys_to_ignore_on_load_unexpected or []
+    quiet: Any = type(model_class.__name__, (model_class,), {"_keys_to_ignore_on_load_unexpected": known + ignored})
+    return quiet.from_pretrained(directory, config=config, dtype=dtype, local_files_only=True).eval()
 
 
 def verify(directory: Path | str, *, dtype: str = "float32") -> int:
