@@ -4,7 +4,7 @@ from typing import Literal, overload
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, check_plan, show
+from moeyard_kernels.checks import FLOATS, check_layout, check_plan, show
 from moeyard_kernels.decode_plan import GQA_SPLIT, MLA_SPLIT, DecodePlan, DecodeTables
 from moeyard_kernels.ref import attn_combine as _attn_combine
 from moeyard_kernels.ref import decode_splits as _decode_splits
@@ -150,7 +150,7 @@ def attn_combine(
         raise ValueError(f"attn_combine: lse {show(lse)}, expected fp32 {list(partial.shape[:3])}")
     if dtype not in FLOATS:
         raise ValueError(f"attn_combine: dtype {dtype} is neither fp32 nor bf16")
-    _check_devices("attn_combine", partial=partial, lse=lse)
+    check_layout("attn_combine", partial=partial, lse=lse)
     if partial.is_cuda:
         # As above.
         from moeyard_kernels import attn_combine as triton_kernel
@@ -166,16 +166,6 @@ def _check_host(op: str, q: torch.Tensor, return_lse: bool) -> None:
         raise ValueError(f"{op}: return_lse with a DecodePlan, expected DecodeTables")
 
 
-def _check_devices(op: str, **tensors: torch.Tensor) -> None:
-    """Raise ValueError unless all are contiguous and on the first one's device."""
-    first_name, first = next(iter(tensors.items()))
-    for name, x in tensors.items():
-        if not x.is_contiguous():
-            raise ValueError(f"{op}: {name} {show(x)} with strides {x.stride()} is not contiguous")
-        if x.device != first.device:
-            raise ValueError(f"{op}: {name} is on {x.device}, {first_name} on {first.device}")
-
-
 def _check_tables(
     op: str, tables: DecodeTables, num_rows: int, page_size: int, scale: float, **tensors: torch.Tensor
 ) -> None:
@@ -186,4 +176,4 @@ def _check_tables(
         )
     if not scale > 0:
         raise ValueError(f"{op}: scale {scale} is not positive")
-    _check_devices(op, **tensors, page_table=tables.page_table)
+    check_layout(op, **tensors, page_table=tables.page_table)

@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, show
+from moeyard_kernels.checks import FLOATS, check_devices, show
 from moeyard_kernels.ref import linear as _linear
 
 
@@ -27,12 +27,7 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, name: str) -> None:
         raise ValueError(f"{op}: x {show(x)} does not fit {name} {show(weight)}")
     if x.dtype != weight.dtype or x.dtype not in FLOATS:
         raise ValueError(f"{op}: x {show(x)} and {name} {show(weight)} must share a dtype, fp32 or bf16")
-    _check_device(op, x, weight, name)
-
-
-def _check_device(op: str, x: torch.Tensor, other: torch.Tensor, name: str) -> None:
-    if other.device != x.device:
-        raise ValueError(f"{op}: {name} is on {other.device}, x on {x.device}")
+    check_devices(op, **{"x": x, name: weight})
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,7 +39,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if bias is not None:
         if bias.dtype != x.dtype or bias.shape != weight.shape[:1]:
             raise ValueError(f"linear: bias {show(bias)} does not fit weight {show(weight)}")
-        _check_device("linear", x, bias, "bias")
+        check_devices("linear", x=x, bias=bias)
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import linear as triton_kernel
