@@ -1,0 +1,120 @@
+"""Compile, without a GPU, what the bench launches and tunes on an H200: `python compile_for_hopper.py [N]`.
+
+The interpreter runs no compiler, and no Gluon: a kernel that it likes may still not build. Here the wrappers run whole,
+on tensors without storage that say they are on a GPU; launches stop after ptxas. Of each kernel the first N builds (all
+if not given) are reported, a line of JSON each: op, shape, kernel, bytes of shared memory, bytes of stack of a thread.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from moeyard_kernels.bench.__main__ import all_cases
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+# An H200, as far as the wrappers ask.
+DEVICE = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+
+
+class Driver:
+    """What Triton asks of a driver before it launches."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+class NoStorage(TorchFunctionMode):
+    """Whatever is asked for on a GPU is made without storage; a value read from it is 1."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in ("item", "__int__"):
+            return 1
+        if name == "cuda" or (name == "to" and str(args[1]).startswith("cuda")):
+            return args[0].to("meta")
+        if "device" in kwargs:
+            kwargs["device"] = "meta"
+        # A generator of the CPU's does not fit there, and nothing is drawn.
+        kwargs.pop("generator", None)
+        return func(*args, **kwargs)
+
+
+class AnyGenerator(torch.Generator):
+    """A generator of the CPU's, whatever device is named: this torch may know no other."""
+
+    def __new__(cls, device: object = None) -> "AnyGenerator":
+        return super().__new__(cls)
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """What a thread keeps in local memory (registers spilled among it)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        )
+    return sum(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout))
+
+
+def pretend() -> None:
+    """Make torch and Triton believe in the GPU."""
+    driver.set_active(Driver())
+    torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment, misc]
+    torch.cuda.get_device_properties = lambda _=None: DEVICE  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda _=None: (DEVICE.major, DEVICE.minor)
+    torch.cuda.get_device_name = lambda _=None: "NVIDIA H200"
+    torch.Generator = AnyGenerator  # type: ignore[misc]
+
+
+def main() -> None:
+    """See the module."""
+    most = int(sys.argv[1]) if len(sys.argv) > 1 else sys.maxsize
+    built: list[tuple[str, Any]] = []
+    seen: set[str] = set()
+    count: Counter[str] = Counter()
+    launch = JITFunction.run
+
+    def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if count[self.__name__] >= most:
+            return
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            count[self.__name__] += 1
+            built.append((self.__name__, kernel))
+
+    JITFunction.run = build
+    pretend()
+    with NoStorage():
+        for case in all_cases(()):
+            for run in (case.run, *(variant for _, variant in case.variants)):
+                run()
+            for name, kernel in built:
+                line = {"op": case.op, "shape": case.shape, "kernel": name, "shared": kernel.metadata.shared}
+                print(json.dumps({**line, "stack": stack_bytes(kernel.asm["cubin"])}), flush=True)
+            built.clear()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Every kernel builds for an H200, on a machine that has none: what the interpreter cannot tell."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import moeyard_kernels
+
+SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
+# A block's shared memory on Hopper (CUDA programming guide, compute capability 9.0).
+MAX_SHARED = 227 << 10
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests build and run them all")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """The first build of each kernel in the order of the bench's cases."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    run = subprocess.run([sys.executable, str(SCRIPT), "1"], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    return {line["kernel"]: line for line in lines}
+
+
+def test_every_kernel_builds(built: dict[str, dict]) -> None:
+    """All that are written as kernels, by name, so that none goes without one in the bench."""
+    source = "".join(file.read_text() for file in Path(moeyard_kernels.__path__[0]).glob("*.py"))
+    written = set(re.findall(r"^def (\w*kernel)\(", source, re.MULTILINE))
+    assert len(written) > 25
+    assert written == set(built)
+
+
+def test_every_kernel_fits_a_multiprocessor(built: dict[str, dict]) -> None:
+    assert [line for line in built.values() if not 0 <= line["shared"] <= MAX_SHARED] == []
