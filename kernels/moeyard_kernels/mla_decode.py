@@ -205,7 +205,7 @@ def mla_decode(
             scale * LOG2E, sequences, tables.page_table.shape[1], splits,
         )  # fmt: skip
         sizes = {
-            "Q": queries, "H": heads, "WINDOW": tables.window or 0, "SPLIT": split,
+            "Q": queries, "H": heads, "SPLIT": split,
             "BB": triton.next_power_of_2(sequences), "BQ": triton.next_power_of_2(queries),
             "num_warps": config["num_warps"], **UNFUSED,
         }  # fmt: skip
@@ -213,7 +213,7 @@ def mla_decode(
             "R": rank, "D": q_rope.shape[2], "PAGE": tables.page_size, "BN": BLOCK, "LOG2_BN": BLOCK.bit_length() - 1,
             "BM": config["BM"], "SWAP": bool(config["SWAP"]),
         }  # fmt: skip
-        # With a window the kernels for Hopper gave other values on an H200 (2026-11-20); no latent model has one.
+        # The kernels for Hopper know no window, as no model with latent attention has one.
         suits = tables.window is None and _suits_hopper(q_latent, q_rope, latent_cache)
         kind = config["HOPPER"] if suits else 0
         if config["HOPPER"] == 2 and (kind == 0 or tables.page_size != BLOCK):
@@ -227,7 +227,7 @@ def mla_decode(
             _mla_decode_kernel[grid](
                 q_latent, q_rope, latent_cache, *tail, **sizes, **tile,
                 BR=max(16, triton.next_power_of_2(rank)), BD=max(16, triton.next_power_of_2(q_rope.shape[2])),
-                UPCAST=interpreted(), num_stages=config["num_stages"],
+                WINDOW=tables.window or 0, UPCAST=interpreted(), num_stages=config["num_stages"],
             )  # fmt: skip
     return combine_splits(partial, lse, dtype=q_latent.dtype, heads=heads, tables=tables, split=split)
 

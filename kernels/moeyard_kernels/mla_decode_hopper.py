@@ -21,14 +21,23 @@ def add(a, b):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def split_span(b_lens, WINDOW: gl.constexpr, SPLIT: gl.constexpr, AXIS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """As `decode_tables.split_span`."""
-    i_end = (gl.max(b_lens, AXIS) + SPLIT - 1) // SPLIT
-    i_first = i_end * 0
-    if WINDOW > 0:
-        b_low = gl.where(b_lens > 0, gl.maximum(b_lens - WINDOW, 0), 2147483647)
-        i_first = gl.minimum(gl.min(b_low, AXIS) // SPLIT, i_end)
-    return i_first, i_end
+def work_ends(  # type: ignore[no-untyped-def]
+    p_lens, B, S, Q: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr, SPLIT: gl.constexpr, num_warps: gl.constexpr
+):
+    """As `decode_tables.work_ends`."""
+    L_B2: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [num_warps, 1], [1, 0])
+    o_b, o_q = gl.arange(0, BB, gl.SliceLayout(1, L_B2)), gl.arange(0, BQ, gl.SliceLayout(0, L_B2))
+    m_b = (o_b < B)[:, None] & (o_q < Q)[None, :]
+    b_end = (gl.max(gl.load(p_lens + o_b[:, None] * Q + o_q[None, :], mask=m_b, other=0), 1) + SPLIT - 1) // SPLIT
+    b_count = gl.where(o_b < B, gl.maximum(b_end, gl.where(S == 1, 1, 0)), 0)
+    return gl.associative_scan(gl.convert_layout(b_count, gl.BlockedLayout([1], [32], [num_warps], [0])), 0, add)
+
+
+@gluon.jit
+def find_work(i_work, b_ends):  # type: ignore[no-untyped-def]
+    """As `decode_tables.find_work`."""
+    m_before = b_ends <= i_work
+    return gl.sum(m_before.to(gl.int32), 0), i_work - gl.max(gl.where(m_before, b_ends, 0), 0)
 
 
 @gluon.jit
@@ -44,10 +53,10 @@ def sum_over_keys(b_x, BM: gl.constexpr, BN: gl.constexpr, LOG2_BN: gl.constexpr
 
 @gluon.jit
 def _copy_block(  # type: ignore[no-untyped-def]
-    p_kv, p_pages, s_kv, s_k, i_n, i_bottom, i_high, L_KV: gl.constexpr, L_K: gl.constexpr,
-    R: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,
+    p_kv, p_pages, s_kv, s_k, i_n, i_high, L_KV: gl.constexpr, L_K: gl.constexpr,
+    R: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy positions [i_n, i_n + BN) to shared memory, zeros below i_bottom and from i_high on; one group."""
+    """Begin to copy positions [i_n, i_n + BN) to shared memory, zeros from i_high on; one group."""
     o_n = gl.arange(0, BN, gl.SliceLayout(1, L_KV))
     o_k = gl.arange(0, BN, gl.SliceLayout(1, L_K))
     o_r = gl.arange(0, R, gl.SliceLayout(0, L_KV))
@@ -62,22 +71,19 @@ def _copy_block(  # type: ignore[no-untyped-def]
         p_latent = p_kv + (i_page * PAGE + o_n % PAGE)[:, None] * (R + D) + o_r[None, :]
         i_page_k = gl.load(p_pages + (i_n + o_k) // PAGE, mask=i_n + o_k < i_high, other=0).to(gl.int64)
         p_rope = p_kv + (i_page_k * PAGE + o_k % PAGE)[:, None] * (R + D) + R + o_d[None, :]
-    m_n, m_k = i_n + o_n < i_high, i_n + o_k < i_high
-    if WINDOW > 0:
-        m_n, m_k = m_n & (i_n + o_n >= i_bottom), m_k & (i_n + o_k >= i_bottom)
-    async_copy.async_copy_global_to_shared(s_kv, p_latent, mask=m_n[:, None])
-    async_copy.async_copy_global_to_shared(s_k, p_rope, mask=m_k[:, None])
+    async_copy.async_copy_global_to_shared(s_kv, p_latent, mask=(i_n + o_n < i_high)[:, None])
+    async_copy.async_copy_global_to_shared(s_k, p_rope, mask=(i_n + o_k < i_high)[:, None])
     async_copy.commit_group()
 
 
 @gluon.jit(do_not_specialize=("B", "MAX_PAGES", "S"))
 def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
     p_q, p_r, p_kv, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S,
-    Q: gl.constexpr, H: gl.constexpr, R: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, WINDOW: gl.constexpr,
+    Q: gl.constexpr, H: gl.constexpr, R: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     SPLIT: gl.constexpr, BN: gl.constexpr, LOG2_BN: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr,
     BM: gl.constexpr, SWAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """As `_mla_decode_kernel`; R and D are powers of two, all is bf16."""
+    """As `_mla_decode_kernel` without a window; R and D are powers of two, all is bf16."""
     M: gl.constexpr = Q * H
     TILES: gl.constexpr = (M + BM - 1) // BM
     AXIS: gl.constexpr = 0 if SWAP else 1
@@ -101,16 +107,7 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
         L_SCRATCH: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])  # type: ignore[no-redef]
     L_M: gl.constexpr = gl.SliceLayout(AXIS, L_S)
     L_N: gl.constexpr = gl.SliceLayout(OTHER, L_S)
-    L_B2: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [num_warps, 1], [1, 0])
-    L_B: gl.constexpr = gl.SliceLayout(1, L_B2)
-    L_Q: gl.constexpr = gl.SliceLayout(0, L_B2)
-
-    o_b, o_q = gl.arange(0, BB, L_B), gl.arange(0, BQ, L_Q)
-    m_b = (o_b < B)[:, None] & (o_q < Q)[None, :]
-    b_first, b_end = split_span(gl.load(p_lens + o_b[:, None] * Q + o_q[None, :], mask=m_b, other=0), WINDOW, SPLIT, 1)
-    LEAST = gl.where(S == 1, 1, 0)
-    b_count = gl.where(o_b < B, gl.maximum(b_end - b_first, LEAST), 0)
-    b_ends = gl.associative_scan(gl.convert_layout(b_count, gl.BlockedLayout([1], [32], [num_warps], [0])), 0, add)
+    b_ends = work_ends(p_lens, B, S, Q, BB, BQ, SPLIT, num_warps)
 
     s_q = gl.allocate_shared_memory(DT, [BM, R], gl.NVMMASharedLayout.get_default_for([BM, R], DT))
     s_r = gl.allocate_shared_memory(DT, [BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], DT))
@@ -122,26 +119,13 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
         s_p = gl.allocate_shared_memory(DT, [BM, BN], gl.NVMMASharedLayout.get_default_for([BM, BN], DT))
 
     for i_item in range(gl.program_id(0), gl.max(b_ends, 0) * TILES, gl.num_programs(0)):
-        m_before = b_ends <= i_item // TILES
-        i_b = gl.sum(m_before.to(gl.int32), 0)
-        i_s = i_item // TILES - gl.max(gl.where(m_before, b_ends, 0), 0)
-        b_lens = gl.load(p_lens + i_b * Q + o_q, mask=o_q < Q, other=0)
-        i_first, _ = split_span(b_lens, WINDOW, SPLIT, 0)
+        i_b, i_s = find_work(i_item // TILES, b_ends)
         o_m = (i_item % TILES) * BM + gl.arange(0, BM, L_M)
         m_m = o_m < M
         b_len = gl.load(p_lens + i_b * Q + o_m // H, mask=m_m, other=0)
-        i_high = gl.minimum(gl.max(b_len, 0), (i_first + i_s + 1) * SPLIT)
-        i_low = (i_first + i_s) * SPLIT
-        b_low = b_len * 0
-        i_bottom = i_low
-        if WINDOW > 0:
-            b_low = gl.maximum(b_len - WINDOW, 0)
-            i_bottom = gl.maximum(i_low, gl.min(gl.where(b_len > 0, b_low, 2147483647), 0))
-            i_low = gl.maximum(i_low, i_bottom // BN * BN)
+        i_low, i_high = i_s * SPLIT, gl.minimum(gl.max(b_len, 0), (i_s + 1) * SPLIT)
         p_pages = p_table + i_b.to(gl.int64) * MAX_PAGES
-        _copy_block(
-            p_kv, p_pages, s_kv.index(0), s_k.index(0), i_low, i_bottom, i_high, L_KV, L_K, R, D, PAGE, BN, WINDOW
-        )
+        _copy_block(p_kv, p_pages, s_kv.index(0), s_k.index(0), i_low, i_high, L_KV, L_K, R, D, PAGE, BN)
 
         i_row = i_b.to(gl.int64) * M
         i_tile = (i_item % TILES) * BM
@@ -170,14 +154,13 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
                 b_s = warpgroup_mma(s_q, s_values.permute((1, 0)), b_zero, use_acc=False, is_async=True)
                 b_s = warpgroup_mma(s_r, s_rope.permute((1, 0)), b_s, is_async=True)
             _copy_block(
-                p_kv, p_pages, s_kv.index(1 - i_buffer), s_k.index(1 - i_buffer), i_n + BN, i_bottom, i_high, L_KV, L_K,
-                R, D, PAGE, BN, WINDOW,
+                p_kv, p_pages, s_kv.index(1 - i_buffer), s_k.index(1 - i_buffer), i_n + BN, i_high, L_KV, L_K,
+                R, D, PAGE, BN,
             )  # fmt: skip
             b_s = warpgroup_mma_wait(num_outstanding=0, deps=(b_s,))
 
             o_n = gl.expand_dims(i_n + gl.arange(0, BN, L_N), OTHER)
-            m_seen = (o_n < gl.expand_dims(b_len, AXIS)) & (o_n >= gl.expand_dims(b_low, AXIS))
-            b_s = gl.where(m_seen, b_s * c, float("-inf"))
+            b_s = gl.where(o_n < gl.expand_dims(b_len, AXIS), b_s * c, float("-inf"))
             b_new = gl.maximum(b_m, gl.max(b_s, AXIS))
             b_top = gl.where(b_new == float("-inf"), 0.0, b_new)
             b_p = gl.exp2(b_s - gl.expand_dims(b_top, AXIS))

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moeyard_kernels.mla_decode_hopper import add, split_span, sum_over_keys
+from moeyard_kernels.mla_decode_hopper import find_work, sum_over_keys, work_ends
 
 # Barriers. Of block 0 and 1 of a pair: the left and the right half of the keys is there, group 0 and 1 is done with it,
 # its weights are there. Then: queries are there, the maximum after block 0, sums of group 1, the inverse of all sums.
@@ -35,54 +35,29 @@ PREFETCH = gl.constexpr("""{
 
 
 @gluon.jit
-def _work_ends(  # type: ignore[no-untyped-def]
-    p_lens, B, S, Q: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr, WINDOW: gl.constexpr, SPLIT: gl.constexpr
-):
-    """As `decode_tables.work_ends`."""
-    L_B2: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])
-    o_b, o_q = gl.arange(0, BB, gl.SliceLayout(1, L_B2)), gl.arange(0, BQ, gl.SliceLayout(0, L_B2))
-    m_b = (o_b < B)[:, None] & (o_q < Q)[None, :]
-    b_first, b_end = split_span(gl.load(p_lens + o_b[:, None] * Q + o_q[None, :], mask=m_b, other=0), WINDOW, SPLIT, 1)
-    b_count = gl.where(o_b < B, gl.maximum(b_end - b_first, gl.where(S == 1, 1, 0)), 0)
-    return gl.associative_scan(gl.convert_layout(b_count, gl.BlockedLayout([1], [32], [4], [0])), 0, add)
-
-
-@gluon.jit
-def _item(  # type: ignore[no-untyped-def]
-    i_item, b_ends, b_len, p_lens, i_b, i_s, Q: gl.constexpr, BQ: gl.constexpr, WINDOW: gl.constexpr,
-    SPLIT: gl.constexpr,
-):  # fmt: skip
-    """(first block's start, first position, end) of what rows of lengths b_len see of split i_s of sequence i_b."""
-    o_q = gl.arange(0, BQ, gl.SliceLayout(0, gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])))
-    i_first, _ = split_span(gl.load(p_lens + i_b * Q + o_q, mask=o_q < Q, other=0), WINDOW, SPLIT, 0)
-    i_high = gl.minimum(gl.max(b_len, 0), (i_first + i_s + 1) * SPLIT)
-    i_bottom = (i_first + i_s) * SPLIT
-    if WINDOW > 0:
-        b_low = gl.where(b_len > 0, gl.maximum(b_len - WINDOW, 0), 2147483647)
-        i_bottom = gl.maximum(i_bottom, gl.min(b_low, 0))
-    return i_bottom // 64 * 64, i_bottom, i_high
+def _span(i_s, b_len, SPLIT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(start, end) of what rows of lengths b_len see of split i_s."""
+    return i_s * SPLIT, gl.minimum(gl.max(b_len, 0), (i_s + 1) * SPLIT)
 
 
 @gluon.jit
 def _producer(  # type: ignore[no-untyped-def]
     d_q, d_qr, d_latent, d_rope, p_kv, p_table, p_lens, B, MAX_PAGES, S,
     s_q0, s_q1, s_qr, s_left, s_right, s_rope, bars,
-    Q: gl.constexpr, H: gl.constexpr, WINDOW: gl.constexpr, SPLIT: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr,
+    Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr,
 ):  # fmt: skip
     """Loads queries and keys into what the groups are done with, and the next pair's pages into the L2."""
     M: gl.constexpr = Q * H
     TILES: gl.constexpr = (M + 63) // 64
     L_M: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    b_ends = _work_ends(p_lens, B, S, Q, BB, BQ, WINDOW, SPLIT)
+    b_ends = work_ends(p_lens, B, S, Q, BB, BQ, SPLIT, 4)
     n_pair = 0
     for i_item in range(gl.program_id(0), gl.max(b_ends, 0) * TILES, gl.num_programs(0)):
-        m_before = b_ends <= i_item // TILES
-        i_b = gl.sum(m_before.to(gl.int32), 0)
-        i_s = i_item // TILES - gl.max(gl.where(m_before, b_ends, 0), 0)
+        i_b, i_s = find_work(i_item // TILES, b_ends)
         i_tile = (i_item % TILES) * 64
         o_m = i_tile + gl.arange(0, 64, L_M)
         b_len = gl.load(p_lens + i_b * Q + o_m // H, mask=o_m < M, other=0)
-        i_low, _, i_high = _item(i_item, b_ends, b_len, p_lens, i_b, i_s, Q, BQ, WINDOW, SPLIT)
+        i_low, i_high = _span(i_s, b_len, SPLIT)
         p_pages = p_table + i_b.to(gl.int64) * MAX_PAGES
         if i_low < i_high:
             # Group 0 saw the weights of the last block: no scores are being computed.
@@ -110,20 +85,20 @@ def _producer(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _zero_rows(s_x, i_start, i_end, L_X: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zero the rows of s_x [64, 256] outside [i_start, i_end): what nobody sees may be NaN."""
+def _zero_rows(s_x, i_end, L_X: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Zero the rows of s_x [64, 256] from i_end on: what nobody sees may be NaN."""
     for i in gl.static_range(4):
         s_part = s_x.slice(64 * i, 64, dim=1)
         b_x = s_part.load(L_X)
         o_row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, L_X)), 1)
-        b_x, m_row = gl.broadcast(b_x, (o_row >= i_start) & (o_row < i_end))
+        b_x, m_row = gl.broadcast(b_x, o_row < i_end)
         s_part.store(gl.where(m_row, b_x, gl.full_like(b_x, 0.0)))
 
 
 @gluon.jit
 def _group(  # type: ignore[no-untyped-def]
     p_lens, p_out, p_lse, c, B, S, s_q0, s_q1, s_qr, s_left, s_right, s_rope, s_m, bars,
-    GROUP: gl.constexpr, Q: gl.constexpr, H: gl.constexpr, WINDOW: gl.constexpr, SPLIT: gl.constexpr,
+    GROUP: gl.constexpr, Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr,
     BB: gl.constexpr, BQ: gl.constexpr,
 ):  # fmt: skip
     """What one group of warps does: blocks GROUP, GROUP + 2, ... and columns [256 GROUP, 256 GROUP + 256)."""
@@ -136,19 +111,17 @@ def _group(  # type: ignore[no-untyped-def]
     L_R: gl.constexpr = gl.SliceLayout(1, L_O)
     DONE: gl.constexpr = DONE1 if GROUP else DONE0
     s_values = s_right if GROUP else s_left
-    b_ends = _work_ends(p_lens, B, S, Q, BB, BQ, WINDOW, SPLIT)
+    b_ends = work_ends(p_lens, B, S, Q, BB, BQ, SPLIT, 4)
 
     n_pair = 0
     n_queries = 0
     n_item = 0
     for i_item in range(gl.program_id(0), gl.max(b_ends, 0) * TILES, gl.num_programs(0)):
-        m_before = b_ends <= i_item // TILES
-        i_b = gl.sum(m_before.to(gl.int32), 0)
-        i_s = i_item // TILES - gl.max(gl.where(m_before, b_ends, 0), 0)
+        i_b, i_s = find_work(i_item // TILES, b_ends)
         i_tile = (i_item % TILES) * 64
         o_m = i_tile + gl.arange(0, 64, L_M)
         b_len = gl.load(p_lens + i_b * Q + o_m // H, mask=o_m < M, other=0)
-        i_low, i_bottom, i_high = _item(i_item, b_ends, b_len, p_lens, i_b, i_s, Q, BQ, WINDOW, SPLIT)
+        i_low, i_high = _span(i_s, b_len, SPLIT)
         if i_low < i_high:
             mbarrier.wait(bars.index(QUERIES), n_queries & 1)
             n_queries += 1
@@ -163,10 +136,10 @@ def _group(  # type: ignore[no-untyped-def]
             zero = n_pair >> 30
             i_own = i_n + 64 * GROUP
             mbarrier.wait(bars.index(LEFT + GROUP), phase)
-            if (i_own + 64 > i_high) | (i_own < i_bottom):
+            if i_own + 64 > i_high:
                 mbarrier.wait(bars.index(RIGHT + GROUP), phase)
-                _zero_rows(s_left.index(GROUP), i_bottom - i_own, i_high - i_own, L_X)
-                _zero_rows(s_right.index(GROUP), i_bottom - i_own, i_high - i_own, L_X)
+                _zero_rows(s_left.index(GROUP), i_high - i_own, L_X)
+                _zero_rows(s_right.index(GROUP), i_high - i_own, L_X)
                 fence_async_shared()
             b_s = warpgroup_mma(
                 s_q0.index(zero), s_left.index(GROUP + zero).permute((1, 0)), b_zero, use_acc=False, is_async=True
@@ -176,10 +149,7 @@ def _group(  # type: ignore[no-untyped-def]
             b_s = warpgroup_mma(s_qr.index(zero), s_rope.index(GROUP + zero).permute((1, 0)), b_s, is_async=True)
             b_s = warpgroup_mma_wait(num_outstanding=0, deps=(b_s,))
             o_n = gl.expand_dims(i_own + gl.arange(0, 64, gl.SliceLayout(0, L_S)), 0)
-            m_seen = o_n < gl.expand_dims(b_len, 1)
-            if WINDOW > 0:
-                m_seen = m_seen & (o_n >= gl.expand_dims(b_len - WINDOW, 1))
-            b_s = gl.where(m_seen, b_s * c, float("-inf"))
+            b_s = gl.where(o_n < gl.expand_dims(b_len, 1), b_s * c, float("-inf"))
             b_own = gl.max(b_s, 1)
 
             # Maxima after the even and the odd block; 0 where nothing was seen, for -inf less -inf would be NaN.
@@ -255,10 +225,10 @@ def _group(  # type: ignore[no-untyped-def]
 @gluon.jit(do_not_specialize=("B", "MAX_PAGES", "S"))
 def mla_decode_pairs_kernel(  # type: ignore[no-untyped-def]
     d_q, d_qr, d_latent, d_rope, p_kv, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S,
-    Q: gl.constexpr, H: gl.constexpr, WINDOW: gl.constexpr, SPLIT: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr,
+    Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """As `_mla_decode_kernel` in bf16 with R = 512, D = 64, pages and blocks of 64 and tiles of 64 rows.
+    """As `_mla_decode_kernel` without a window, in bf16, R = 512, D = 64, pages and blocks of 64, tiles of 64 rows.
 
     d_q [B Q H, 512] in blocks of [64, 256], d_qr [B Q H, 64] of [64, 64]; d_latent and d_rope are the cache
     [num_pages 64, 576] in blocks of [64, 256] and [64, 64].
@@ -280,21 +250,21 @@ def mla_decode_pairs_kernel(  # type: ignore[no-untyped-def]
                 _producer,
                 (
                     d_q, d_qr, d_latent, d_rope, p_kv, p_table, p_lens, B, MAX_PAGES, S,
-                    s_q0, s_q1, s_qr, s_left, s_right, s_rope, bars, Q, H, WINDOW, SPLIT, BB, BQ,
+                    s_q0, s_q1, s_qr, s_left, s_right, s_rope, bars, Q, H, SPLIT, BB, BQ,
                 ),
             ),
             (
                 _group,
                 (
                     p_lens, p_out, p_lse, c, B, S, s_q0, s_q1, s_qr, s_left, s_right, s_rope, s_m, bars,
-                    0, Q, H, WINDOW, SPLIT, BB, BQ,
+                    0, Q, H, SPLIT, BB, BQ,
                 ),
             ),
             (
                 _group,
                 (
                     p_lens, p_out, p_lse, c, B, S, s_q0, s_q1, s_qr, s_left, s_right, s_rope, s_m, bars,
-                    1, Q, H, WINDOW, SPLIT, BB, BQ,
+                    1, Q, H, SPLIT, BB, BQ,
                 ),
             ),
         ],

@@ -1,10 +1,12 @@
-"""Compile, without a GPU, what the bench launches and tunes on an H200: `python compile_for_hopper.py [N]`.
+"""Compile, without a GPU, what the bench launches and tunes on an H200: `compile_for_hopper.py [N [OP ...]]`.
 
 The interpreter runs no compiler, and no Gluon: a kernel that it likes may still not build. Here the wrappers run whole,
 on tensors without storage that say they are on a GPU; launches stop after ptxas. Of each kernel the first N builds (all
-if not given) are reported, a line of JSON each: op, shape, kernel, bytes of shared memory, bytes of stack of a thread.
+if not given) are reported, a line of JSON each: op, shape, kernel, bytes of shared memory, bytes of stack of a thread,
+and a digest of the PTX, by which an edit that should change no code shows that it did not.
 """
 
+import hashlib
 import json
 import re
 import subprocess
@@ -77,6 +79,12 @@ def stack_bytes(cubin: bytes) -> int:
     return sum(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout))
 
 
+def digest(ptx: str) -> str:
+    """Of the instructions alone, wherever in our files they come from."""
+    code = re.sub(r"^\s*(\.loc|\.file|//).*$", "", ptx.split(".section")[0], flags=re.MULTILINE)
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
 def pretend() -> None:
     """Make torch and Triton believe in the GPU."""
     driver.set_active(Driver())
@@ -107,12 +115,13 @@ def main() -> None:
     JITFunction.run = build
     pretend()
     with NoStorage():
-        for case in all_cases(()):
+        for case in all_cases(sys.argv[2:]):
             for run in (case.run, *(variant for _, variant in case.variants)):
                 run()
             for name, kernel in built:
                 line = {"op": case.op, "shape": case.shape, "kernel": name, "shared": kernel.metadata.shared}
-                print(json.dumps({**line, "stack": stack_bytes(kernel.asm["cubin"])}), flush=True)
+                line |= {"stack": stack_bytes(kernel.asm["cubin"]), "ptx": digest(kernel.asm["ptx"])}
+                print(json.dumps(line), flush=True)
             built.clear()
 
 
