@@ -7,6 +7,7 @@ its queries sees; a query sees nothing of some of them when a window or a shorte
 leaves its sums as they are, bit for bit.
 """
 
+from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
@@ -15,6 +16,7 @@ import triton.language as tl
 
 from moeyard_kernels.decode_plan import DecodeTables
 from moeyard_kernels.launch import check_indices
+from moeyard_kernels.tuning import Config
 
 LOG2E = 1.4426950408889634
 # Launched with it, products and sums stay apart unless `tl.fma` says otherwise: no tile is contracted its own way.
@@ -33,6 +35,12 @@ def num_programs(work: int, x: torch.Tensor, per_multiprocessor: int) -> int:
     if not x.is_cuda:
         return min(work, 2)
     return min(work, per_multiprocessor * torch.cuda.get_device_properties(x.device).multi_processor_count)
+
+
+def fitting(configs: Sequence[Config], rows: int) -> tuple[Config, ...]:
+    """Those whose tile of BM rows, 64 at most, suits so many rows of a sequence."""
+    rows = max(rows, 16)
+    return tuple(c for c in configs if c["BM"] // 2 < rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
 
 
 @triton.jit
@@ -64,6 +72,49 @@ def find_work(i_work, b_ends):  # type: ignore[no-untyped-def]
     """(sequence, which of its splits) of the i_work-th piece, counted over all sequences in order."""
     m_before = b_ends <= i_work
     return tl.sum(m_before.to(tl.int32), 0), i_work - tl.max(tl.where(m_before, b_ends, 0), 0)
+
+
+@triton.jit
+def keys_seen(  # type: ignore[no-untyped-def]
+    p_lens, i_b, i_s, o_query, m_row, Q: tl.constexpr, BQ: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """What rows, row m being query o_query[m] of sequence i_b if m_row, see of the sequence's split i_s.
+
+    Returns (b_len, b_low, i_low, i_bottom, i_high): row m sees positions [b_low[m], b_len[m]); blocks of BN from i_low
+    to i_high cover what any row sees of the split; below i_bottom and from i_high on, memory may hold anything.
+    """
+    o_q = tl.arange(0, BQ)
+    i_first, _ = split_span(tl.load(p_lens + i_b * Q + o_q, mask=o_q < Q, other=0), WINDOW, SPLIT, 0)
+    b_len = tl.load(p_lens + i_b * Q + o_query, mask=m_row, other=0)
+    i_high = tl.minimum(tl.max(b_len, 0), (i_first + i_s + 1) * SPLIT)
+    i_low = (i_first + i_s) * SPLIT
+    i_bottom = i_low
+    b_low = tl.zeros_like(b_len)
+    if WINDOW > 0:
+        b_low = tl.maximum(b_len - WINDOW, 0)
+        i_bottom = tl.min(tl.where(b_len > 0, b_low, 2147483647), 0)
+        i_low = tl.maximum(i_low, i_bottom // BN * BN)
+    return b_len, b_low, i_low, i_bottom, i_high
+
+
+@triton.jit
+def cache_rows(p_pages, i_n, o_n, m_n, i_page0, PAGE: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BN] int64: where a cache, from its page i_page0 on, holds positions o_n, which are i_n to i_n + BN, if m_n."""
+    if PAGE == BN:
+        i_page = tl.load(p_pages + i_n // PAGE).to(tl.int64)
+        o_row = (i_page0 + i_page) * PAGE + tl.arange(0, BN)
+    else:
+        i_page = tl.load(p_pages + o_n // PAGE, mask=m_n, other=0).to(tl.int64)
+        o_row = (i_page0 + i_page) * PAGE + o_n % PAGE
+    return o_row
+
+
+@triton.jit
+def sees(o_n, b_len, b_low, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which rows see which of positions o_n, keys along AXIS."""
+    o_n = tl.expand_dims(o_n, 1 - AXIS)
+    return (o_n < tl.expand_dims(b_len, AXIS)) & (o_n >= tl.expand_dims(b_low, AXIS))
 
 
 @triton.jit

@@ -18,12 +18,15 @@ from moeyard_kernels.decode_plan import BLOCK, GQA_SPLIT, DecodeTables
 from moeyard_kernels.decode_tables import (
     LOG2E,
     UNFUSED,
+    cache_rows,
     check_tables,
     find_work,
+    fitting,
+    keys_seen,
     num_programs,
+    sees,
     softmax_step,
     split_result,
-    split_span,
     sum_over_keys,
     work_ends,
 )
@@ -31,14 +34,7 @@ from moeyard_kernels.launch import check_layout, interpreted
 from moeyard_kernels.rounding import round_to
 
 
-@triton.jit(
-    do_not_specialize=(
-        "B",
-        "MAX_PAGES",
-        "S",
-        "NUM_PAGES",
-    )
-)
+@triton.jit(do_not_specialize=("B", "MAX_PAGES", "S", "NUM_PAGES"))
 def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
     p_q, p_k, p_v, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S, NUM_PAGES,
     Q: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
@@ -53,23 +49,16 @@ def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr = H // G
     AXIS: tl.constexpr = 0 if SWAP else 1
     b_ends = work_ends(p_lens, B, Q, BB, BQ, WINDOW, SPLIT, S == 1)
-    o_d, o_v, o_q = tl.arange(0, BD), tl.arange(0, BV), tl.arange(0, BQ)
+    o_d, o_v = tl.arange(0, BD), tl.arange(0, BV)
     for i_item in tl.range(tl.program_id(0), tl.max(b_ends, 0) * (HEADS * TILES), tl.num_programs(0)):
         i_b, i_s = find_work(i_item // (HEADS * TILES), b_ends)
         i_h = i_item // TILES % HEADS
-        b_lens = tl.load(p_lens + i_b * Q + o_q, mask=o_q < Q, other=0)
-        i_first, _ = split_span(b_lens, WINDOW, SPLIT, 0)
         o_m = (i_item % TILES) * BM + tl.arange(0, BM)
         m_m = o_m < Q * G
-        b_len = tl.load(p_lens + i_b * Q + o_m // G, mask=m_m, other=0)
-        i_high = tl.minimum(tl.max(b_len, 0), (i_first + i_s + 1) * SPLIT)
-        i_low = (i_first + i_s) * SPLIT
-        b_low = tl.zeros_like(b_len)
-        if WINDOW > 0:
-            b_low = tl.maximum(b_len - WINDOW, 0)
-            # Below the lowest position that any row sees, memory may hold anything, as from i_high on.
-            i_bottom = tl.min(tl.where(b_len > 0, b_low, 2147483647), 0)
-            i_low = tl.maximum(i_low, i_bottom // BN * BN)
+        b_len, b_low, i_low, i_bottom, i_high = keys_seen(
+            p_lens, i_b, i_s, o_m // G, m_m, Q=Q, BQ=BQ, WINDOW=WINDOW, SPLIT=SPLIT, BN=BN
+        )
+        p_pages = p_table + i_b.to(tl.int64) * MAX_PAGES
 
         # Rows of q and of the results: (query, head).
         o_row = o_m // G * H + i_h * G + o_m % G
@@ -93,12 +82,7 @@ def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
             m_n = o_n < i_high
             if WINDOW > 0:
                 m_n = m_n & (o_n >= i_bottom)
-            if PAGE == BN:
-                i_page = tl.load(p_table + i_b.to(tl.int64) * MAX_PAGES + i_n // PAGE).to(tl.int64)
-                o_key = (i_head + i_page) * PAGE + tl.arange(0, BN)
-            else:
-                i_page = tl.load(p_table + i_b.to(tl.int64) * MAX_PAGES + o_n // PAGE, mask=m_n, other=0).to(tl.int64)
-                o_key = (i_head + i_page) * PAGE + o_n % PAGE
+            o_key = cache_rows(p_pages, i_n, o_n, m_n, i_head, PAGE=PAGE, BN=BN)
             m_k, m_v = m_n[:, None], m_n[:, None]
             if BD != D:
                 m_k = m_k & (o_d < D)[None, :]
@@ -110,11 +94,9 @@ def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
                 b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
             if SWAP:
                 b_s = tl.dot(b_k, b_q, input_precision="ieee")
-                m_seen = (o_n[:, None] < b_len[None, :]) & (o_n[:, None] >= b_low[None, :])
             else:
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-                m_seen = (o_n[None, :] < b_len[:, None]) & (o_n[None, :] >= b_low[:, None])
-            b_p, b_alpha, b_wide, b_m = softmax_step(b_s, m_seen, b_m, c, AXIS)
+            b_p, b_alpha, b_wide, b_m = softmax_step(b_s, sees(o_n, b_len, b_low, AXIS), b_m, c, AXIS)
             b_l = tl.fma(b_l, b_wide, b_p)
             if UPCAST:
                 b_p = round_to(b_p, p_v.dtype.element_ty)
@@ -153,8 +135,7 @@ def shape_class(rows: int, dim: int, sequences: int) -> str:
 
 def configs_for(rows: int) -> tuple[tuning.Config, ...]:
     """Those of `CONFIGS` whose tile suits so many rows."""
-    rows = max(rows, 16)
-    return tuple(c for c in CONFIGS if c["BM"] // 2 < rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
+    return fitting(CONFIGS, rows)
 
 
 def default_config(rows: int) -> tuning.Config:

@@ -20,12 +20,15 @@ from moeyard_kernels.decode_plan import BLOCK, MLA_SPLIT, DecodeTables
 from moeyard_kernels.decode_tables import (
     LOG2E,
     UNFUSED,
+    cache_rows,
     check_tables,
     find_work,
+    fitting,
+    keys_seen,
     num_programs,
+    sees,
     softmax_step,
     split_result,
-    split_span,
     sum_over_keys,
     work_ends,
 )
@@ -35,13 +38,7 @@ from moeyard_kernels.mla_decode_pairs import descriptors, mla_decode_pairs_kerne
 from moeyard_kernels.rounding import round_to
 
 
-@triton.jit(
-    do_not_specialize=(
-        "B",
-        "MAX_PAGES",
-        "S",
-    )
-)
+@triton.jit(do_not_specialize=("B", "MAX_PAGES", "S"))
 def _mla_decode_kernel(  # type: ignore[no-untyped-def]
     p_q, p_r, p_kv, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S,
     Q: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
@@ -53,22 +50,15 @@ def _mla_decode_kernel(  # type: ignore[no-untyped-def]
     TILES: tl.constexpr = (M + BM - 1) // BM
     AXIS: tl.constexpr = 0 if SWAP else 1
     b_ends = work_ends(p_lens, B, Q, BB, BQ, WINDOW, SPLIT, S == 1)
-    o_r, o_d, o_q = tl.arange(0, BR), tl.arange(0, BD), tl.arange(0, BQ)
+    o_r, o_d = tl.arange(0, BR), tl.arange(0, BD)
     for i_item in tl.range(tl.program_id(0), tl.max(b_ends, 0) * TILES, tl.num_programs(0)):
         i_b, i_s = find_work(i_item // TILES, b_ends)
-        b_lens = tl.load(p_lens + i_b * Q + o_q, mask=o_q < Q, other=0)
-        i_first, _ = split_span(b_lens, WINDOW, SPLIT, 0)
         o_m = (i_item % TILES) * BM + tl.arange(0, BM)
         m_m = o_m < M
-        b_len = tl.load(p_lens + i_b * Q + o_m // H, mask=m_m, other=0)
-        i_high = tl.minimum(tl.max(b_len, 0), (i_first + i_s + 1) * SPLIT)
-        i_low = (i_first + i_s) * SPLIT
-        b_low = tl.zeros_like(b_len)
-        if WINDOW > 0:
-            b_low = tl.maximum(b_len - WINDOW, 0)
-            # Below the lowest position that any row sees, memory may hold anything, as from i_high on.
-            i_bottom = tl.min(tl.where(b_len > 0, b_low, 2147483647), 0)
-            i_low = tl.maximum(i_low, i_bottom // BN * BN)
+        b_len, b_low, i_low, i_bottom, i_high = keys_seen(
+            p_lens, i_b, i_s, o_m // H, m_m, Q=Q, BQ=BQ, WINDOW=WINDOW, SPLIT=SPLIT, BN=BN
+        )
+        p_pages = p_table + i_b.to(tl.int64) * MAX_PAGES
 
         i_row = (i_b * M).to(tl.int64)
         b_q = tl.load(
@@ -93,12 +83,7 @@ def _mla_decode_kernel(  # type: ignore[no-untyped-def]
             m_n = o_n < i_high
             if WINDOW > 0:
                 m_n = m_n & (o_n >= i_bottom)
-            if PAGE == BN:
-                i_page = tl.load(p_table + i_b.to(tl.int64) * MAX_PAGES + i_n // PAGE).to(tl.int64)
-                o_row = i_page * PAGE + tl.arange(0, BN)
-            else:
-                i_page = tl.load(p_table + i_b.to(tl.int64) * MAX_PAGES + o_n // PAGE, mask=m_n, other=0).to(tl.int64)
-                o_row = i_page * PAGE + o_n % PAGE
+            o_row = cache_rows(p_pages, i_n, o_n, m_n, 0, PAGE=PAGE, BN=BN)
             p_row = p_kv + o_row[:, None] * (R + D)
             m_latent = m_n[:, None]
             m_rope = m_n[:, None]
@@ -113,12 +98,10 @@ def _mla_decode_kernel(  # type: ignore[no-untyped-def]
             if SWAP:
                 b_s = tl.dot(b_kv, b_q, input_precision="ieee")
                 b_s = tl.dot(b_k, b_r, b_s, input_precision="ieee")
-                m_seen = (o_n[:, None] < b_len[None, :]) & (o_n[:, None] >= b_low[None, :])
             else:
                 b_s = tl.dot(b_q, tl.trans(b_kv), input_precision="ieee")
                 b_s = tl.dot(b_r, tl.trans(b_k), b_s, input_precision="ieee")
-                m_seen = (o_n[None, :] < b_len[:, None]) & (o_n[None, :] >= b_low[:, None])
-            b_p, b_alpha, b_wide, b_m = softmax_step(b_s, m_seen, b_m, c, AXIS)
+            b_p, b_alpha, b_wide, b_m = softmax_step(b_s, sees(o_n, b_len, b_low, AXIS), b_m, c, AXIS)
             b_l, b_l2 = b_l2 * b_wide, tl.fma(b_l, b_wide, b_p)
             if UPCAST:
                 b_p = round_to(b_p, p_kv.dtype.element_ty)
@@ -163,8 +146,7 @@ def shape_class(rows: int, sequences: int) -> str:
 
 def configs_for(rows: int) -> tuple[tuning.Config, ...]:
     """Those of `CONFIGS` whose tile suits so many rows."""
-    rows = max(rows, 16)
-    return tuple(c for c in CONFIGS if c["BM"] // 2 < rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
+    return fitting(CONFIGS, rows)
 
 
 def default_config(rows: int) -> tuning.Config:

@@ -22,7 +22,7 @@ def shape_class(num_tokens: int, num_heads: int, dim: int) -> str:
 
 def default_config(num_heads: int, dim: int) -> tuning.Config:
     """The config of shapes that nobody tuned: 512 pairs per program, a few per thread."""
-    half = max(16, triton.next_power_of_2(dim // 2))
+    half = half_block(dim)
     heads = min(max(1, 512 // half), triton.next_power_of_2(num_heads))
     return tuning.config(BN=heads, num_warps=max(1, min(4, heads * half // 128)))
 
@@ -78,13 +78,12 @@ def store_halves(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rope_kernel(  # type: ignore[no-untyped-def]
-    p_x, p_cos, p_sin, p_out, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
+def rotate_block(  # type: ignore[no-untyped-def]
+    p_x, p_cos, p_sin, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
     INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
-    """Heads [i_n BN, i_n BN + BN) of one token. Grid: (T, ceil(N / BN))."""
-    i_t = tl.program_id(0).to(tl.int64)
-    o_n = tl.program_id(1) * BN + tl.arange(0, BN)
+    """Rotate heads [i_n BN, i_n BN + BN) of token i_t of x into out [T, N, D]."""
+    o_n = i_n * BN + tl.arange(0, BN)
     b_first, b_second = rotated_heads(
         p_x + i_t * stride_t, stride_n, o_n, N, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, HALF,
         INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
@@ -92,22 +91,51 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
     store_halves(p_out + i_t * N * 2 * HALF, 2 * HALF, o_n, o_n < N, b_first, b_second, HALF, BH=BH)
 
 
+@triton.jit
+def _rope_kernel(  # type: ignore[no-untyped-def]
+    p_x, p_cos, p_sin, p_out, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
+    INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
+):  # fmt: skip
+    """Grid: (T, ceil(N / BN))."""
+    i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rotate_block(
+        p_x, p_cos, p_sin, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
+        INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
+    )  # fmt: skip
+
+
+def launch_plan(
+    op: str, x: torch.Tensor, config: tuning.Config | None, *, more_blocks: int = 0
+) -> tuple[tuning.Config, int, torch.Tensor]:
+    """(config, blocks of heads, output) of a launch that rotates x [T, heads, D].
+
+    Raises ValueError if the grid of a GPU holds neither the tokens nor `more_blocks` blocks beside those of the heads.
+    """
+    num_tokens, num_heads, dim = x.shape
+    config = config or tuning.choose(
+        op, shape_class(num_tokens, num_heads, dim), x, lambda: default_config(num_heads, dim)
+    )
+    num_blocks = triton.cdiv(num_heads, config["BN"])
+    if num_blocks + more_blocks > MAX_GRID_Y or num_tokens > MAX_GRID_X:
+        raise ValueError(f"{op}: {list(x.shape)} exceeds the grid of a GPU")
+    return config, num_blocks, new_output(*x.shape, like=x)
+
+
+def half_block(dim: int) -> int:
+    """The block of indices that covers half a head of `dim` values."""
+    return max(16, triton.next_power_of_2(dim // 2))
+
+
 def rope(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, config: tuning.Config | None = None
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.rope`. x [T, heads, D] may be a view whose heads are contiguous each."""
     num_tokens, num_heads, dim = x.shape
-    config = config or tuning.choose(
-        "rope", shape_class(num_tokens, num_heads, dim), x, lambda: default_config(num_heads, dim)
-    )
-    num_blocks = triton.cdiv(num_heads, config["BN"])
-    if num_blocks > MAX_GRID_Y or num_tokens > MAX_GRID_X:
-        raise ValueError(f"rope: {list(x.shape)} exceeds the grid of a GPU")
     check_rows("rope", x=x, cos=cos, sin=sin)
-    out = new_output(*x.shape, like=x)
+    config, num_blocks, out = launch_plan("rope", x, config)
     if out.numel():
         _rope_kernel[(num_tokens, num_blocks)](
             x, cos, sin, out, num_heads, x.stride(0), x.stride(1), cos.stride(0), sin.stride(0), dim // 2,
-            INTERLEAVED=interleaved, BH=max(16, triton.next_power_of_2(dim // 2)), enable_fp_fusion=False, **config,
+            INTERLEAVED=interleaved, BH=half_block(dim), enable_fp_fusion=False, **config,
         )  # fmt: skip
     return finish(out, x.dtype)

@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import tuning
-from moeyard_kernels.launch import MAX_GRID_X, MAX_GRID_Y, check_indices, finish, new_output
+from moeyard_kernels.launch import check_indices, finish
 from moeyard_kernels.rope import CONFIGS as CONFIGS
-from moeyard_kernels.rope import default_config as default_config
-from moeyard_kernels.rope import rotated_heads, shape_class, store_halves
+from moeyard_kernels.rope import half_block, launch_plan, rotate_block, rotated_heads, store_halves
+from moeyard_kernels.rope import shape_class as shape_class
 from moeyard_kernels.rows import check_rows
 
 
@@ -29,16 +29,12 @@ def _gqa_kernel(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BNKV: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """Query heads [i_n BN, i_n BN + BN) of one token, or its keys and values. Grid: (T, num_q_blocks + 1)."""
-    i_t = tl.program_id(0).to(tl.int64)
-    i_n = tl.program_id(1)
-    p_cos += i_t * stride_cos
-    p_sin += i_t * stride_sin
+    i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if i_n < num_q_blocks:
-        o_n = i_n * BN + tl.arange(0, BN)
-        b_first, b_second = rotated_heads(
-            p_q + i_t * stride_qt, stride_qn, o_n, NQ, p_cos, p_sin, HALF, INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
-        )
-        store_halves(p_out + i_t * NQ * 2 * HALF, 2 * HALF, o_n, o_n < NQ, b_first, b_second, HALF, BH=BH)
+        rotate_block(
+            p_q, p_cos, p_sin, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, HALF,
+            INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
+        )  # fmt: skip
     else:
         o_kv = tl.arange(0, BNKV)
         o_d = tl.arange(0, 2 * BH)
@@ -49,8 +45,9 @@ def _gqa_kernel(  # type: ignore[no-untyped-def]
         o_v = o_kv.to(tl.int64)[:, None]
         b_v = tl.load(p_v + i_t * stride_vt + o_v * stride_vn + o_d[None, :], mask=m_v, other=0.0)
         b_k_first, b_k_second = rotated_heads(
-            p_k + i_t * stride_kt, stride_kn, o_kv, NKV, p_cos, p_sin, HALF, INTERLEAVED=INTERLEAVED, BN=BNKV, BH=BH
-        )
+            p_k + i_t * stride_kt, stride_kn, o_kv, NKV, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, HALF,
+            INTERLEAVED=INTERLEAVED, BN=BNKV, BH=BH
+        )  # fmt: skip
         store_halves(p_k_cache + o_k_entry, stride_ckn, o_kv, m_kv, b_k_first, b_k_second, HALF, BH=BH)
         tl.store(p_v_cache + o_v_entry + o_v * stride_cvn + o_d[None, :], b_v, mask=m_v)
 
@@ -63,16 +60,12 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """Query heads [i_n BN, i_n BN + BN) of one token, or its latent and shared key. Grid: (T, num_q_blocks + 1)."""
-    i_t = tl.program_id(0).to(tl.int64)
-    i_n = tl.program_id(1)
-    p_cos += i_t * stride_cos
-    p_sin += i_t * stride_sin
+    i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if i_n < num_q_blocks:
-        o_n = i_n * BN + tl.arange(0, BN)
-        b_first, b_second = rotated_heads(
-            p_q + i_t * stride_qt, stride_qn, o_n, NQ, p_cos, p_sin, HALF, INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
-        )
-        store_halves(p_out + i_t * NQ * 2 * HALF, 2 * HALF, o_n, o_n < NQ, b_first, b_second, HALF, BH=BH)
+        rotate_block(
+            p_q, p_cos, p_sin, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, HALF,
+            INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
+        )  # fmt: skip
     else:
         is_written, o_entry = _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE)
         o_r = tl.arange(0, BR)
@@ -80,8 +73,9 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
         b_latent = tl.load(p_latent + i_t * stride_lt + o_r, mask=m_r, other=0.0)
         o_k = tl.arange(0, 1)
         b_k_first, b_k_second = rotated_heads(
-            p_k + i_t * stride_kt, 0, o_k, 1, p_cos, p_sin, HALF, INTERLEAVED=INTERLEAVED, BN=1, BH=BH
-        )
+            p_k + i_t * stride_kt, 0, o_k, 1, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, HALF,
+            INTERLEAVED=INTERLEAVED, BN=1, BH=BH
+        )  # fmt: skip
         tl.store(p_cache + o_entry + o_r, b_latent, mask=m_r)
         store_halves(p_cache + o_entry + R, 0, o_k, (o_k < 1) & is_written, b_k_first, b_k_second, HALF, BH=BH)
 
@@ -97,13 +91,7 @@ def rope_cache_write_gqa(
     check_rows(op, q=q, k=k, v=v, cos=cos, sin=sin, slot_mapping=slot_mapping, k_cache=k_cache, v_cache=v_cache)
     num_pages, page = k_cache.shape[1], k_cache.shape[2]
     check_indices(op, low=-1, high=num_pages * page, slot_mapping=slot_mapping)
-    config = config or tuning.choose(
-        op, shape_class(num_tokens, num_heads, dim), q, lambda: default_config(num_heads, dim)
-    )
-    q_blocks = triton.cdiv(num_heads, config["BN"])
-    if q_blocks >= MAX_GRID_Y or num_tokens > MAX_GRID_X:
-        raise ValueError(f"{op}: {list(q.shape)} exceeds the grid of a GPU")
-    out = new_output(*q.shape, like=q)
+    config, q_blocks, out = launch_plan(op, q, config, more_blocks=1)
     if num_tokens:
         _gqa_kernel[(num_tokens, q_blocks + 1)](
             q, k, v, cos, sin, slot_mapping, out, k_cache, v_cache,
@@ -111,7 +99,7 @@ def rope_cache_write_gqa(
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
             *k_cache.stride()[:3], *v_cache.stride()[:3],
             PAGE=page, INTERLEAVED=interleaved, BNKV=triton.next_power_of_2(k.shape[1]),
-            BH=max(16, triton.next_power_of_2(dim // 2)), enable_fp_fusion=False, **config,
+            BH=half_block(dim), enable_fp_fusion=False, **config,
         )  # fmt: skip
     return finish(out, q.dtype)
 
@@ -127,13 +115,7 @@ def rope_cache_write_mla(
     check_rows(op, q_rope=q_rope, kv_a=kv_a, k_rope=k_rope, cos=cos, sin=sin, slot_mapping=slot_mapping, cache=cache)
     num_pages, page = cache.shape[:2]
     check_indices(op, low=-1, high=num_pages * page, slot_mapping=slot_mapping)
-    config = config or tuning.choose(
-        op, shape_class(num_tokens, num_heads, dim), q_rope, lambda: default_config(num_heads, dim)
-    )
-    q_blocks = triton.cdiv(num_heads, config["BN"])
-    if q_blocks >= MAX_GRID_Y or num_tokens > MAX_GRID_X:
-        raise ValueError(f"{op}: {list(q_rope.shape)} exceeds the grid of a GPU")
-    out = new_output(*q_rope.shape, like=q_rope)
+    config, q_blocks, out = launch_plan(op, q_rope, config, more_blocks=1)
     if num_tokens:
         _mla_kernel[(num_tokens, q_blocks + 1)](
             q_rope, kv_a, k_rope, cos, sin, slot_mapping, out, cache,
@@ -141,6 +123,6 @@ def rope_cache_write_mla(
             *q_rope.stride()[:2], kv_a.stride(0), k_rope.stride(0), cos.stride(0), sin.stride(0),
             *cache.stride()[:2],
             PAGE=page, INTERLEAVED=interleaved, BR=triton.next_power_of_2(kv_a.shape[1]),
-            BH=max(16, triton.next_power_of_2(dim // 2)), enable_fp_fusion=False, **config,
+            BH=half_block(dim), enable_fp_fusion=False, **config,
         )  # fmt: skip
     return finish(out, q_rope.dtype)
