@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from moeyard_kernels import tuning
+from moeyard_kernels.bench.__main__ import all_cases
+from moeyard_kernels.bench.case import assert_bits
 
 FILES = sorted(tuning.FOLDER.glob("*.json"))
 # Where an op's store is not named like its module.
@@ -28,6 +30,20 @@ def test_every_stored_config_is_one_that_the_tests_hold_to_equal_bits(file: Path
         known = [dict(config) for config in module.CONFIGS]
         unknown += [(op, shape, config) for shape, config in classes.items() if config not in known]
     assert unknown == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the shapes are a GPU's")
+def test_stored_configs_give_the_bits_of_another_at_their_own_shapes() -> None:
+    stored = tuning.stored(torch.cuda.get_device_name())
+    unseen = {(op, shape): config for op, classes in stored.items() for shape, config in classes.items()}
+    if not unseen:
+        pytest.skip(f"nothing is stored for {torch.cuda.get_device_name()}")
+    for case in all_cases(()):
+        chosen = unseen.pop(case.tune_key, None) if case.tune_key else None
+        if chosen is not None:
+            other = next(run for config, run in case.variants if dict(config) != chosen)
+            assert_bits(f"{case.op} {case.shape}", case.run(), other())
+    assert unseen == {}, "stored for shapes that the bench has no case of"
 
 
 def test_a_device_is_found_by_its_name() -> None:
