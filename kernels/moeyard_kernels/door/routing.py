@@ -39,22 +39,13 @@ def topk_gate(
     if num_groups != 1 or topk_groups != 1:
         check_groups(num_experts, top_k, num_groups, topk_groups, group_score)
     check_devices("topk_gate", logits=logits, bias=bias)
+    run = _topk_gate.topk_gate
     if logits.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import topk_gate as triton_kernel
 
-        return triton_kernel.topk_gate(
-            logits,
-            top_k=top_k,
-            scoring=scoring,
-            renormalize=renormalize,
-            bias=bias,
-            num_groups=num_groups,
-            topk_groups=topk_groups,
-            group_score=group_score,
-            scaling=scaling,
-        )
-    return _topk_gate.topk_gate(
+        run = triton_kernel.topk_gate
+    return run(
         logits,
         top_k=top_k,
         scoring=scoring,

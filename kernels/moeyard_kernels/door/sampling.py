@@ -55,22 +55,13 @@ def sample(
         raise ValueError(f"sample: temperature {show(temperature)} needs seeds and positions")
     if edits is not None:
         _check_edits(edits, logits)
+    run = _sample.sample
     if logits.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import sample as triton_kernel
 
-        return triton_kernel.sample(
-            logits,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seeds=seeds,
-            positions=positions,
-            edits=edits,
-            logprobs=logprobs,
-        )
-    return _sample.sample(
+        run = triton_kernel.sample
+    return run(
         logits,
         temperature=temperature,
         top_k=top_k,
