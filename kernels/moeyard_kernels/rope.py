@@ -109,7 +109,7 @@ def launch_plan(
 ) -> tuple[tuning.Config, int, torch.Tensor]:
     """(config, blocks of heads, output) of a launch that rotates x [T, heads, D].
 
-    Raises ValueError if the grid of a GPU holds neither the tokens nor `more_blocks` blocks beside those of the heads.
+    Raises ValueError if the grid of a GPU cannot hold the tokens, or `more_blocks` blocks beside those of the heads.
     """
     num_tokens, num_heads, dim = x.shape
     config = config or tuning.choose(
