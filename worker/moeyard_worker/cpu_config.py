@@ -6,7 +6,7 @@ from types import MappingProxyType
 # Of every process that computes, set before torch is loaded. An Intel Xeon needs the first two for one answer: without
 # them MKL's order of summation depends on a row's place and AMX's on the number of rows (kernels/.../ref/linear.py).
 # The third has torch align blocks of 2 MiB and more to 2 MiB (and ask for huge pages): with glibc's own placement the
-# peak of one and the same step was, from process to process, 1.0 to 1.9 times its tensors; aligned, 1.0 to 1.35.
+# peak of one and the same step was, from process to process, 1.0 to 1.7 times its tensors; aligned, 1.0 to 1.35.
 CPU_ENVIRONMENT = MappingProxyType(
     {
         "MKL_CBWR": "AVX512,STRICT",

@@ -20,7 +20,7 @@ _SCORE_BYTES = 32 << 20
 _SCORE_ROWS = 16
 # What a step's tensors take of the machine for each byte of theirs: freed blocks of other sizes are kept by malloc.
 # Measured 1.0 to 1.35 (512 rows behind 3584 positions, 16 key heads; 112 processes, torch 2.13, glibc 2.36), given the
-# alignment that cpu_config.py asks for; 1.0 to 1.9 without it.
+# alignment that cpu_config.py asks for; 1.0 to 1.7 without it.
 _MALLOC_FACTOR = 1.5
 
 
