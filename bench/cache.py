@@ -289,10 +289,11 @@ def measure(args: argparse.Namespace, requests: Sequence[Request], concurrency: 
     if concurrency == 1:
         accesses = [[list(trace) for trace in read_trace(each.trace)] for each in kept]
         assert all(each == accesses[0] for each in accesses), "what the cache held changed what was needed"
-    if args.keep_trace:
-        target = args.keep_trace.with_name(f"{args.keep_trace.name}-{concurrency}")
-        # With several streams the other runs' accesses are not quite these.
-        keep(args.keep_trace if concurrency == 1 else target, kept if concurrency == 1 else kept[:1], args)
+    if args.keep_trace and concurrency == 1:
+        keep(args.keep_trace, kept, args)
+    elif args.keep_trace:
+        # The other runs' accesses are not quite these.
+        keep(args.keep_trace.with_name(f"{args.keep_trace.name}-{concurrency}"), [reference], args)
     return rows
 
 

@@ -30,7 +30,7 @@ from moeyard_kernels.decode_tables import (
     sum_over_keys,
     work_ends,
 )
-from moeyard_kernels.launch import check_layout, interpreted
+from moeyard_kernels.launch import interpreted
 from moeyard_kernels.rounding import round_to
 
 
@@ -154,7 +154,6 @@ def gqa_decode(
     config: tuning.Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.gqa_decode`. Returns (out [rows, Hq, Dv], lse [rows, Hq] fp32)."""
-    check_layout("gqa_decode", q=q, k_cache=k_cache, v_cache=v_cache, page_table=tables.page_table)
     heads, dim = q.shape[1:]
     sequences, queries, splits = tables.num_sequences, tables.num_queries, tables.max_splits(split)
     kv_heads, num_pages, _, dim_v = v_cache.shape

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moeyard_kernels import launch, tuning
 from moeyard_kernels.linear_configs import CONFIGS, FP32_CONFIGS, MISALIGNED, configs_for, default_config, shape_class
 from moeyard_kernels.linear_schedule import Schedule, schedule, tile_cycles
+from moeyard_kernels.rounding import product
 from moeyard_kernels.tuning import Config
 
 __all__ = ["CONFIGS", "FP32_CONFIGS", "OP", "configs_for", "linear", "linear_pair", "shape_class"]
@@ -36,18 +37,6 @@ def _place(i_tile, tiles_m, tiles_n, GROUP: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def _product(b_x, b_w, b_acc, SWAP: tl.constexpr, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """b_acc + b_x @ b_w.T, or its transpose."""
-    if UPCAST:
-        b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
-    if SWAP:
-        b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
-    else:
-        b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
-    return b_acc
-
-
-@triton.jit
 def _store(b_acc, p_y, p_bias, o_m, o_n, M, N, SWAP: tl.constexpr, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
     if SWAP:
         b_acc = tl.trans(b_acc)
@@ -61,7 +50,7 @@ def _store(b_acc, p_y, p_bias, o_m, o_n, M, N, SWAP: tl.constexpr, HAS_BIAS: tl.
 def _tiles_kernel(  # type: ignore[no-untyped-def]
     p_x, p_wa, p_wb, p_bias, p_ya, p_yb, M, NA, NB, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PAIR: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN] of x [M, K] @ wa [NA, K].T, or of wb's after wa's. GROUP 0: there is one row of tiles."""
     tiles_a = tl.cdiv(NA, BN)
@@ -93,7 +82,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
         else:
             b_w = tl.load(p_bw, mask=o_k[None, :] < K - k, other=0.0)
             b_x = tl.load(p_bx, mask=m_m & (o_k[None, :] < K - k), other=0.0)
-        b_acc = _product(b_x, b_w, b_acc, SWAP, UPCAST)
+        b_acc = product(b_x, b_w, b_acc, SWAP)
         p_bx += BK
         p_bw += BK
     _store(b_acc, p_y, p_bias, o_m, o_n, M, N, SWAP, HAS_BIAS)
@@ -103,7 +92,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
 def _stream_tiles(  # type: ignore[no-untyped-def]
     d_x, d_w, p_bias, p_y, num_early, i_early, stride_early, i_late, num_tiles, n_first, n_end, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """`num_tiles` tiles of columns [n_first, n_end) of x @ w.T: every stride_early-th, then every num_programs-th."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(n_end - n_first, BN)
@@ -113,7 +102,7 @@ def _stream_tiles(  # type: ignore[no-untyped-def]
         o_m, o_n = i_m * BM, n_first + i_n * BN
         b_acc = tl.zeros([BN, BM] if SWAP else [BM, BN], dtype=tl.float32)
         for k in range(0, K, BK):
-            b_acc = _product(d_x.load([o_m, k]), d_w.load([o_n, k]), b_acc, SWAP, UPCAST)
+            b_acc = product(d_x.load([o_m, k]), d_w.load([o_n, k]), b_acc, SWAP)
         _store(b_acc, p_y, p_bias, o_m + tl.arange(0, BM), o_n + tl.arange(0, BN), M, N, SWAP, HAS_BIAS)
 
 
@@ -122,7 +111,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     d_x, d_wa, d_wb, d_xt, d_wt, p_bias, p_ya, p_yb, M, NA, NB, K, CUT, REPEAT,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     BMT: tl.constexpr, BNT: tl.constexpr, SWAP_T: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PAIR: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """x [M, K] @ wa [NA, K].T if PAIR, then @ wb [NB, K].T, in tiles [BM, BN], but [BMT, BNT] from column CUT of wb on.
 
@@ -137,13 +126,13 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         i_first = i_program + num_first * programs - tiles_a
         _stream_tiles(
             d_x, d_wa, p_bias, p_ya, 0, 0, 0, i_program, num_first, 0, NA, M, NA, K,
-            BM, BN, BK, GROUP, SWAP, HAS_BIAS, UPCAST,
+            BM, BN, BK, GROUP, SWAP, HAS_BIAS,
         )  # fmt: skip
     tiles_b = tl.cdiv(M, BM) * tl.cdiv(CUT, BN)
     num_main = tl.cdiv(tl.maximum(tiles_b - i_first, 0), programs)
     _stream_tiles(
         d_x, d_wb, p_bias, p_yb, 0, 0, 0, i_first, num_main, 0, CUT, M, NB, K,
-        BM, BN, BK, GROUP, SWAP, HAS_BIAS, UPCAST,
+        BM, BN, BK, GROUP, SWAP, HAS_BIAS,
     )  # fmt: skip
     if BNT:
         tails = tl.cdiv(M, BMT) * tl.cdiv(NB - CUT, BNT)
@@ -154,7 +143,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         num_tails = num_early + tl.cdiv(tl.maximum(tails - i_late, 0), programs)
         _stream_tiles(
             d_xt, d_wt, p_bias, p_yb, num_early, i_early, idle, i_late, num_tails, CUT, NB, M, NB, K,
-            BMT, BNT, BK, GROUP, SWAP_T, HAS_BIAS, UPCAST,
+            BMT, BNT, BK, GROUP, SWAP_T, HAS_BIAS,
         )  # fmt: skip
 
 
@@ -217,7 +206,7 @@ def _run(
     if tiles > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: x {list(x.shape)} and weights of {num_out} rows exceed the grid of a GPU")
     flags: dict[str, Any] = {name: chosen[name] for name in ("BM", "BN", "BK", "SWAP", "num_warps", "num_stages")}
-    flags |= {"HAS_BIAS": bias is not None, "PAIR": len(weights) == 2, "UPCAST": launch.interpreted()}
+    flags |= {"HAS_BIAS": bias is not None, "PAIR": len(weights) == 2}
     rest = (x if bias is None else bias, outs[0], outs[-1], num_rows, num_out[0], num_out[-1], dim)
     if chosen["TMA"]:
         _launch_stream(x, weights, chosen, tiles, rest, flags)

@@ -32,7 +32,7 @@ from moeyard_kernels.decode_tables import (
     sum_over_keys,
     work_ends,
 )
-from moeyard_kernels.launch import check_layout, interpreted
+from moeyard_kernels.launch import interpreted
 from moeyard_kernels.mla_decode_hopper import mla_decode_hopper_kernel
 from moeyard_kernels.mla_decode_pairs import descriptors, mla_decode_pairs_kernel
 from moeyard_kernels.rounding import round_to
@@ -165,9 +165,6 @@ def mla_decode(
     config: tuning.Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.mla_decode`. Returns (out [rows, Hq, R], lse [rows, Hq] fp32)."""
-    check_layout(
-        "mla_decode", q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache, page_table=tables.page_table
-    )
     heads, rank = q_latent.shape[1:]
     sequences, queries, splits = tables.num_sequences, tables.num_queries, tables.max_splits(split)
     rows = queries * heads

@@ -35,9 +35,14 @@ PREFETCH = gl.constexpr("""{
 
 
 @gluon.jit
-def _span(i_s, b_len, SPLIT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(start, end) of what rows of lengths b_len see of split i_s."""
-    return i_s * SPLIT, gl.minimum(gl.max(b_len, 0), (i_s + 1) * SPLIT)
+def _item(i_item, b_ends, p_lens, Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr, L_M: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Sequence, split, first row of the tile, lengths of its rows in layout L_M, and the span of what they see."""
+    TILES: gl.constexpr = (Q * H + 63) // 64
+    i_b, i_s = find_work(i_item // TILES, b_ends)
+    i_tile = (i_item % TILES) * 64
+    o_m = i_tile + gl.arange(0, 64, L_M)
+    b_len = gl.load(p_lens + i_b * Q + o_m // H, mask=o_m < Q * H, other=0)
+    return i_b, i_s, i_tile, b_len, i_s * SPLIT, gl.minimum(gl.max(b_len, 0), (i_s + 1) * SPLIT)
 
 
 @gluon.jit
@@ -53,11 +58,7 @@ def _producer(  # type: ignore[no-untyped-def]
     b_ends = work_ends(p_lens, B, S, Q, BB, BQ, SPLIT, 4)
     n_pair = 0
     for i_item in range(gl.program_id(0), gl.max(b_ends, 0) * TILES, gl.num_programs(0)):
-        i_b, i_s = find_work(i_item // TILES, b_ends)
-        i_tile = (i_item % TILES) * 64
-        o_m = i_tile + gl.arange(0, 64, L_M)
-        b_len = gl.load(p_lens + i_b * Q + o_m // H, mask=o_m < M, other=0)
-        i_low, i_high = _span(i_s, b_len, SPLIT)
+        i_b, _, i_tile, _, i_low, i_high = _item(i_item, b_ends, p_lens, Q, H, SPLIT, L_M)
         p_pages = p_table + i_b.to(gl.int64) * MAX_PAGES
         if i_low < i_high:
             # Group 0 saw the weights of the last block: no scores are being computed.
@@ -117,11 +118,8 @@ def _group(  # type: ignore[no-untyped-def]
     n_queries = 0
     n_item = 0
     for i_item in range(gl.program_id(0), gl.max(b_ends, 0) * TILES, gl.num_programs(0)):
-        i_b, i_s = find_work(i_item // TILES, b_ends)
-        i_tile = (i_item % TILES) * 64
+        i_b, i_s, i_tile, b_len, i_low, i_high = _item(i_item, b_ends, p_lens, Q, H, SPLIT, L_M)
         o_m = i_tile + gl.arange(0, 64, L_M)
-        b_len = gl.load(p_lens + i_b * Q + o_m // H, mask=o_m < M, other=0)
-        i_low, i_high = _span(i_s, b_len, SPLIT)
         if i_low < i_high:
             mbarrier.wait(bars.index(QUERIES), n_queries & 1)
             n_queries += 1

@@ -1,4 +1,4 @@
-"""What Triton kernels share about rounding: the points where an fp32 value becomes one of the tensor's dtype.
+"""What Triton kernels share about rounding: where an fp32 value becomes one of the tensor's dtype, and the product.
 
 Where a product feeds a sum and the bits matter, kernels write `tl.fma`, or are launched with `enable_fp_fusion=False`,
 without which a GPU build contracts the two and the interpreter does not.
@@ -26,3 +26,15 @@ def round_to(b_x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         b_y = b_x.to(DTYPE).to(tl.float32)
     return b_y
+
+
+@triton.jit
+def product(b_x, b_w, b_acc, SWAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """b_acc + b_x @ b_w.T in fp32, or its transpose if SWAP; the interpreter gets products of bf16 wrong."""
+    if INTERPRETED:
+        b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
+    if SWAP:
+        b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
+    else:
+        b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
+    return b_acc

@@ -32,7 +32,6 @@ from moeyard_kernels.tuning import Config
 # Quads that each part of a row keeps; candidates of a row that are tested against top-p, first round and last.
 _PER_PART = 4
 _TESTED = (3, 8)
-_EDITS = ("words", "bias", "slots", "penalties")
 # Groups of tokens per row, at least, for top-k; half as many are the largest k that is found from a list.
 _GROUPS = 2048
 
@@ -148,10 +147,9 @@ def sample(
     num_rows, vocab = logits.shape
     if num_rows > MAX_GRID_Y or vocab >= 2**21:
         raise ValueError(f"sample: logits [{num_rows}, {vocab}] exceed the grid of a GPU")
-    kept = {} if edits is None else {f"edits.{name}": getattr(edits, name) for name in _EDITS}
     check_layout(
         "sample", logits=logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds,
-        positions=positions, **kept,
+        positions=positions, **({} if edits is None else edits.named()),
     )  # fmt: skip
     ids = logits.new_empty(num_rows, dtype=torch.int64)
     chosen = logits.new_empty(num_rows, dtype=torch.float32) if logprobs else None

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.decode_plan import DecodeTables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,8 +105,4 @@ def poison(count: int, dtype: torch.dtype) -> None:
 
 def assert_same(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor], what: str) -> None:
     """Equal bytes of (out, lse)."""
-    for name, a, b in zip(("out", "lse"), got, wanted, strict=True):
-        assert a.dtype == b.dtype
-        differing = (a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum().item()
-        assert a.shape == b.shape, what
-        assert differing == 0, f"{what}: {differing} bytes of {name} differ"
+    assert_bits(what, got, wanted)

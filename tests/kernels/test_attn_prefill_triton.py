@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.kernels.decode_cases import assert_same, relative
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import attn_prefill as triton_kernel
@@ -88,16 +89,6 @@ def chain(prompt: Prompt, window: int | None) -> torch.Tensor:
     far = position[:, None] - position
     scores = scores.masked_fill((far < 0) | (far >= (window or length)), float("-inf"))
     return torch.bmm(scores.float().softmax(-1).to(v.dtype), v).transpose(0, 1)
-
-
-def relative(x: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((x.double() - wanted).norm() / wanted.norm())
-
-
-def assert_same(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor], what: str) -> None:
-    for a, b, name in zip(got, wanted, ("out", "lse"), strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), f"{what}: {name}"
 
 
 def pick(config: tuning.Config, dtype: torch.dtype) -> tuning.Config | None:

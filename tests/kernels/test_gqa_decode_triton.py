@@ -55,7 +55,7 @@ def test_values(
         torch.testing.assert_close(lse[row].double().cpu(), wanted_lse, rtol=0, atol=1e-5)
         chain = torch_chain(q[row], keys, values, scale=dim**-0.5, window=window)
         chain_worst = max(chain_worst, relative(chain, wanted))
-    assert worst <= (5e-6 if dtype == torch.float32 else min(1e-2, chain_worst))
+    assert worst <= ((5e-6 if GPU else 2e-6) if dtype == torch.float32 else min(1e-2, chain_worst))
 
 
 @BY_SHAPE

@@ -51,7 +51,7 @@ def assert_right(y: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> N
     elif wanted.numel():
         error = ((y.double() - wanted).norm() / wanted.norm()).item()
         # An fp32 chain of 7168 sums is off by 1.5e-6.
-        assert error < (1e-2 if dtype == BF16 else 1e-5), error
+        assert error < (1e-2 if dtype == BF16 else 3e-6), error
 
 
 @pytest.mark.parametrize("config", linear.CONFIGS, ids=config_id)

@@ -28,8 +28,7 @@ def expert_layout(
         raise ValueError(f"expert_layout: topk_ids must be int64 or int32 [T, K], got {show(topk_ids)}")
     if slot_of_expert.dim() != 1 or slot_of_expert.dtype != torch.int32 or not len(slot_of_expert):
         raise ValueError(f"expert_layout: slot_of_expert must be int32 [E], got {show(slot_of_expert)}")
-    if topk_ids.device != slot_of_expert.device:
-        raise ValueError(f"expert_layout: topk_ids is on {topk_ids.device}, slot_of_expert on {slot_of_expert.device}")
+    check_devices("expert_layout", slot_of_expert=slot_of_expert, topk_ids=topk_ids)
     if num_slots < 1 or block_rows not in _BLOCK_ROWS:
         raise ValueError(f"expert_layout: {num_slots} slots in blocks of {block_rows} rows, expected {_BLOCK_ROWS}")
     if topk_ids.is_cuda:

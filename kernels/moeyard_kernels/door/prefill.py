@@ -96,8 +96,7 @@ def _check_varlen(
             raise ValueError(
                 f"{op}: {name} {show(x)} with strides {x.stride()} is not contiguous in its last dimension"
             )
-        if x.device != plan.cu_q.device:
-            raise ValueError(f"{op}: {name} is on {x.device}, the plan on {plan.cu_q.device}")
+        check_devices(op, **{"the plan": plan.cu_q, name: x})
     if plan.num_rows != q.shape[0]:
         raise ValueError(f"{op}: the plan is for {plan.num_rows} rows, q is {show(q)}")
     if paged:

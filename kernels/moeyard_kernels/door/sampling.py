@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, show
+from moeyard_kernels.checks import FLOATS, check_devices, show
 from moeyard_kernels.ref import sample as _sample
 from moeyard_kernels.ref.sample import MAX_BIASES, LogitEdits
 
@@ -47,8 +47,7 @@ def sample(
             continue
         if x.shape != (num_rows,) or x.dtype != dtype:
             raise ValueError(f"sample: {name} {show(x)}, expected {dtype} [{num_rows}] for logits {show(logits)}")
-        if x.device != logits.device:
-            raise ValueError(f"sample: {name} is on {x.device}, logits on {logits.device}")
+        check_devices("sample", logits=logits, **{name: x})
         if temperature is None:
             raise ValueError(f"sample: {name} {show(x)} without temperature, which is None (greedy)")
     if temperature is not None and (seeds is None or positions is None):
@@ -87,11 +86,4 @@ def _check_edits(edits: LogitEdits, logits: torch.Tensor) -> None:
         raise ValueError(f"sample: edits.slots {show(edits.slots)}, expected int64 [{num_rows}]")
     if edits.penalties.shape != (num_rows, 3) or edits.penalties.dtype != torch.float64:
         raise ValueError(f"sample: edits.penalties {show(edits.penalties)}, expected fp64 [{num_rows}, 3]")
-    for name, x in (
-        ("words", edits.words),
-        ("bias", edits.bias),
-        ("slots", edits.slots),
-        ("penalties", edits.penalties),
-    ):
-        if x.device != logits.device:
-            raise ValueError(f"sample: edits.{name} is on {x.device}, logits on {logits.device}")
+    check_devices("sample", logits=logits, **edits.named())

@@ -11,7 +11,7 @@ and compare masses rounded to 2^-44 of the likeliest token's: a cut could fall e
 so close to the sum up to a token.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -46,6 +46,10 @@ class LogitEdits:
     bias: torch.Tensor
     slots: torch.Tensor
     penalties: torch.Tensor
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Its tensors, by the names that errors give them."""
+        return {f"edits.{field.name}": getattr(self, field.name) for field in fields(self)}
 
 
 def philox4x32(counter: torch.Tensor, position: int, seed: int) -> torch.Tensor:
