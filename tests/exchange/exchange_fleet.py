@@ -161,6 +161,14 @@ def die(state: Rank, number: int) -> None:
     os.kill(os.getpid(), number)
 
 
+def await_frames(state: Rank) -> None:
+    """Wait until every peer sent its frame of this phase, for which it needed ours of the last: that one has left."""
+    while len(state.mesh.arrived()) < len(state.mesh.peers):
+        time.sleep(0.001)
+    # The others have time to be deep in their wait: that is what must be interrupted.
+    time.sleep(0.05)
+
+
 def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int, phase: str, number: int) -> None:
     """Steps without end; in step 2, layer 1, rank `victim` gets signal `number` just before its part in `phase`."""
     for step in range(1000):
@@ -169,11 +177,11 @@ def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int
             made = make_layer(shape, scenario, state.rank, layer)
             fatal = state.rank == victim and (step, layer) == (2, 1)
             if fatal and phase == "dispatch":
+                await_frames(state)
                 die(state, number)
             got = state.exchange.dispatch(made.x, made.topk_ids, layer=layer, num_prefill_tokens=made.num_prefill)
             if fatal:
-                # The others have time to be deep in their wait: that is what must be interrupted.
-                time.sleep(0.05)
+                await_frames(state)
                 die(state, number)
             state.exchange.combine(expert_outputs(shape, len(got.row_of_pair), state.rank, layer), got.handle)
 
