@@ -10,6 +10,7 @@ import triton.language as tl
 
 from moeyard_kernels.decode_plan import DecodeTables
 from moeyard_kernels.decode_tables import UNFUSED, split_span
+from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.launch import finish, interpreted, new_output
 
 # Splits read at once and columns per program: for loads in flight, no part of the order.
@@ -33,6 +34,7 @@ def _attn_combine_kernel(  # type: ignore[no-untyped-def]
 
     p_out: [N, D]. Grid: (ceil(N / BX), ceil(D / BD)).
     """
+    wait_for_previous()
     o_x = tl.program_id(0) * BX + tl.arange(0, BX)
     o_d, o_s = tl.program_id(1) * BD + tl.arange(0, BD), tl.arange(0, BS)
     m_x, m_d = o_x < N, o_d < D
@@ -137,7 +139,7 @@ def _combine(
             HAS_LENS=tables is not None, BX=rows, BQ=triton.next_power_of_2(num_rows // heads),
             BS=min(256, triton.next_power_of_2(num_splits)), BD=columns,
             AHEAD=min(_AHEAD, triton.next_power_of_2(num_splits)),
-            ONCE=num_splits <= _AHEAD, num_warps=1, **UNFUSED,
+            ONCE=num_splits <= _AHEAD, num_warps=1, **UNFUSED, **dependent(partial),
         )  # fmt: skip
     rows_out = count // heads
     return finish(out, dtype).view(rows_out, heads, dim), out_lse.view(rows_out, heads)

@@ -6,9 +6,8 @@
 One kernel does both: a program multiplies one block of rows with BN outputs of its expert (BN gates and the BN ups that
 belong to them), K ascending in one fp32 accumulator per output, so that a row's bits do not depend on the tile, on
 `block_rows` or on the other rows. The grid holds the most blocks that the shapes allow; programs beyond the number in
-use leave at once. The second launch may begin while the first one drains (programmatic dependent launch): it finds its
-weights, which no kernel before it wrote, and then waits for the rows (1.2 us of 23 with one token; fetching the weights
-into the L2 meanwhile cost 3 us).
+use leave at once. The second launch finds its weights while the first one drains (see `dependent`), and then waits for
+the rows (1.2 us of 23 with one token; fetching the weights into the L2 meanwhile cost 3 us).
 """
 
 from typing import Any
@@ -19,6 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeyard_kernels import launch, tuning
+from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.ref.expert_layout import ExpertLayout
 from moeyard_kernels.rounding import product, round_to
 from moeyard_kernels.silu_mul import silu_mul_values
@@ -89,7 +89,6 @@ def default_config(step: str, block_rows: int, dtype: torch.dtype) -> Config:
 def _expert_tile(  # type: ignore[no-untyped-def]
     p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows [i_row, i_row + BM) by outputs [i_n BN, i_n BN + BN), of the expert in i_slot."""
     G: tl.constexpr = 2 if GATED else 1
@@ -107,8 +106,7 @@ def _expert_tile(  # type: ignore[no-untyped-def]
         p_ba = p_a + tl.where(m_r, b_pair // TOP_K, 0).to(tl.int64) * K  # [BM]
     else:
         p_ba = p_a + o_r * K
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous()
 
     b_acc = tl.zeros([G * BN, BM] if SWAP else [BM, G * BN], dtype=tl.float32)
     for i_k in range(0, K, BK):
@@ -146,15 +144,16 @@ def _expert_tile(  # type: ignore[no-untyped-def]
 def _expert_kernel(  # type: ignore[no-untyped-def]
     p_a, p_w, d_w, p_pairs, p_slot_of_block, p_num_blocks, p_out, N: tl.constexpr, K: tl.constexpr,
     TOP_K: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """One block of BM rows by BN outputs. GATED: gather a's rows and store h [rows, N]; else read h, scatter to pairs.
 
     p_w [S, 2 N or N, K], d_w [2 S or S, N, K] its descriptor if TMA. HALVES: a block whose second half is padding
     is computed as half a block. Grid: (most blocks * ceil(N / BN),).
     """
-    if PDL and GATED:
-        tl.extra.cuda.gdc_launch_dependents()
+    if GATED:
+        # The launch for "down" may then read the layout before it waits: it was complete for this one.
+        wait_for_previous()
     i_b = tl.program_id(0) // tl.cdiv(N, BN)
     i_n = tl.program_id(0) % tl.cdiv(N, BN)
     if i_b >= tl.load(p_num_blocks):
@@ -163,15 +162,10 @@ def _expert_kernel(  # type: ignore[no-untyped-def]
     i_row = i_b.to(tl.int64) * BM
     if HALVES and tl.load(p_pairs + i_row + BM // 2) < 0:
         _expert_tile(
-            p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM // 2, BN, BK, SWAP, TMA, PDL
+            p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM // 2, BN, BK, SWAP, TMA
         )  # fmt: skip
         return
-    _expert_tile(p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA, PDL)
-
-
-def _overlaps(x: torch.Tensor) -> bool:
-    """Whether the GPU knows programmatic dependent launch."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    _expert_tile(p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA)
 
 
 def _launch(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertLayout, top_k: int, cfg: Config) -> None:
@@ -184,14 +178,10 @@ def _launch(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertL
     d_w: Any = w
     if meta["TMA"]:
         d_w = TensorDescriptor.from_tensor(w.view(-1, num_out, dim), [2 if top_k else 1, cfg["BN"], cfg["BK"]])
-    meta["PDL"] = _overlaps(w)
-    if w.is_cuda:
-        # The first launch must find what came before it complete: it reads the layout and the rows at once.
-        meta["launch_pdl"] = meta["PDL"] and top_k == 0
     grid = (layout.slot_of_block.shape[0] * triton.cdiv(num_out, cfg["BN"]),)
     _expert_kernel[grid](
         a, w, d_w, layout.pairs, layout.slot_of_block, layout.num_blocks, out, N=num_out, K=dim, TOP_K=max(top_k, 1),
-        GATED=top_k > 0, BM=layout.block_rows, **meta,
+        GATED=top_k > 0, BM=layout.block_rows, **meta, **dependent(w),
     )  # fmt: skip
 
 

@@ -4,9 +4,10 @@ One fp32 accumulator per output, K ascending: the bits are the same for every ti
 the product (SWAP: the weight's rows fill the tensor cores' rows, so that few rows of x waste none of them), and whether
 threads copy or the tensor memory accelerator (TMA) does. So the kernel and its tile are chosen by shape alone:
 - `_tiles_kernel`: one output tile per program, any shape and alignment; few rows are a matter of bandwidth;
-- `_stream_kernel`: persistent programs with tensor descriptors, for many rows, dealt out by `linear_schedule`.
+- `_stream_kernel`: persistent programs with tensor descriptors, for many rows, dealt out by `linear_schedule`;
+- `linear_skinny`: few rows on Hopper, when the weight is too small to occupy it by tiles of 64 columns.
 Measured on an H200 and left out: K in parts (another formula for every row; many rows would pay with a second
-accumulator), programmatic dependent launch (no gain), Triton 3.6's warp specialization (slower, and wrong at depth).
+accumulator), Triton 3.6's warp specialization (slower, and wrong at depth).
 """
 
 from typing import Any
@@ -16,7 +17,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moeyard_kernels import launch, tuning
+from moeyard_kernels import launch, linear_skinny, tuning
+from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.linear_configs import CONFIGS, FP32_CONFIGS, MISALIGNED, configs_for, default_config, shape_class
 from moeyard_kernels.linear_schedule import Schedule, schedule, tile_cycles
 from moeyard_kernels.rounding import product
@@ -53,6 +55,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN] of x [M, K] @ wa [NA, K].T, or of wb's after wa's. GROUP 0: there is one row of tiles."""
+    wait_for_previous()
     tiles_a = tl.cdiv(NA, BN)
     tiles_n = tiles_a
     if PAIR:
@@ -118,6 +121,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     Tiles go to the programs in turn; those that had one less than others take REPEAT of the tail tiles ahead of the
     rest. CUT is NB or a multiple of BN.
     """
+    wait_for_previous()
     i_program, programs = tl.program_id(0), tl.num_programs(0)
     tiles_a, i_first = 0, i_program
     if PAIR:
@@ -178,7 +182,18 @@ def _launch_stream(
     d_wa, d_wb = (TensorDescriptor.from_tensor(weight, [chosen["BN"], bk]) for weight in (weights[0], weights[-1]))
     d_wt = TensorDescriptor.from_tensor(weights[-1], [tail[1], bk])
     flags |= {name: chosen[name] for name in ("GROUP", "BMT", "BNT", "SWAP_T")}
-    _stream_kernel[(programs,)](d_x, d_wa, d_wb, d_xt, d_wt, *rest, plan.cut, plan.repeat, **flags)
+    _stream_kernel[(programs,)](d_x, d_wa, d_wb, d_xt, d_wt, *rest, plan.cut, plan.repeat, **flags, **dependent(x))
+
+
+def _launch_skinny(
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Config, tiles: int, rest: tuple[Any, ...], flags: Any
+) -> None:
+    d_x = linear_skinny.descriptor(x, chosen["BM"])
+    d_wa, d_wb = (linear_skinny.descriptor(weight, chosen["BN"]) for weight in (weights[0], weights[-1]))
+    linear_skinny.linear_skinny_kernel[(min(tiles, chosen["PER_SM"] * _num_programs(x)),)](
+        d_x, d_wa, d_wb, *rest, BM=chosen["BM"], BN=chosen["BN"], SUB=chosen["BK"] // linear_skinny.COLUMNS,
+        STAGES=chosen["num_stages"], **flags, **dependent(x),
+    )  # fmt: skip
 
 
 def _choose(x: torch.Tensor, num_out: list[int]) -> Config:
@@ -189,7 +204,12 @@ def _choose(x: torch.Tensor, num_out: list[int]) -> Config:
 
 
 def _run(
-    x: torch.Tensor, weights: tuple[torch.Tensor, ...], bias: torch.Tensor | None, chosen: Config | None
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None,
+    chosen: Config | None,
+    *,
+    static_weight: bool,
 ) -> tuple[torch.Tensor, ...]:
     names = ("weight",) if len(weights) == 1 else ("weight_a", "weight_b")
     launch.check_layout(OP, x=x, **dict(zip(names, weights, strict=True)), bias=bias)
@@ -199,33 +219,46 @@ def _run(
     if num_rows == 0 or not any(num_out):
         return tuple(launch.finish(out, x.dtype) for out in outs)
     chosen = chosen or _choose(x, num_out)
-    if chosen["TMA"] and not _fits_stream(x, *weights):
+    if (chosen["TMA"] and not _fits_stream(x, *weights)) or (chosen["TMA"] == 2 and not linear_skinny.suits(x)):
         chosen = MISALIGNED
     rows = triton.cdiv(num_rows, chosen["BM"])
     tiles = rows * sum(triton.cdiv(n, chosen["BN"]) for n in num_out)
     if tiles > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: x {list(x.shape)} and weights of {num_out} rows exceed the grid of a GPU")
-    flags: dict[str, Any] = {name: chosen[name] for name in ("BM", "BN", "BK", "SWAP", "num_warps", "num_stages")}
-    flags |= {"HAS_BIAS": bias is not None, "PAIR": len(weights) == 2}
+    flags: dict[str, Any] = {"HAS_BIAS": bias is not None, "PAIR": len(weights) == 2, "num_warps": chosen["num_warps"]}
     rest = (x if bias is None else bias, outs[0], outs[-1], num_rows, num_out[0], num_out[-1], dim)
+    if chosen["TMA"] == 2:
+        _launch_skinny(x, weights, chosen, tiles, rest, flags | {"STATIC": static_weight})
+        return outs
+    flags |= {name: chosen[name] for name in ("BM", "BN", "BK", "SWAP", "num_stages")}
     if chosen["TMA"]:
         _launch_stream(x, weights, chosen, tiles, rest, flags)
     else:
         group, even = 0 if rows == 1 else chosen["GROUP"], dim % chosen["BK"] == 0
-        _tiles_kernel[(tiles,)](x, weights[0], weights[-1], *rest, GROUP=group, EVEN_K=even, **flags)
+        _tiles_kernel[(tiles,)](x, weights[0], weights[-1], *rest, GROUP=group, EVEN_K=even, **flags, **dependent(x))
     return tuple(launch.finish(out, x.dtype) for out in outs)
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, config: Config | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    static_weight: bool = False,
+    config: Config | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.linear`. `config` is one of CONFIGS; every one gives the same bits."""
-    return _run(x, (weight,), bias, config)[0]
+    return _run(x, (weight,), bias, config, static_weight=static_weight)[0]
 
 
 def linear_pair(
-    x: torch.Tensor, weight_a: torch.Tensor, weight_b: torch.Tensor, *, config: Config | None = None
+    x: torch.Tensor,
+    weight_a: torch.Tensor,
+    weight_b: torch.Tensor,
+    *,
+    static_weight: bool = False,
+    config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.linear_pair`."""
-    y_a, y_b = _run(x, (weight_a, weight_b), None, config)
+    y_a, y_b = _run(x, (weight_a, weight_b), None, config, static_weight=static_weight)
     return y_a, y_b

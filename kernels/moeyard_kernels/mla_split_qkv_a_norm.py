@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.launch import MAX_GRID_X, finish, new_output
 from moeyard_kernels.rms_norm import NUM_WARPS, norm_rows, row_tile
 from moeyard_kernels.rows import check_rows
@@ -18,6 +19,7 @@ def _mla_split_qkv_a_norm_kernel(  # type: ignore[no-untyped-def]
 
     Grid: (num_q_blocks + ceil(num_rows / BRKV),), num_q_blocks = ceil(num_rows / BRQ).
     """
+    wait_for_previous()
     i_block = tl.program_id(0)
     if i_block < num_q_blocks:
         norm_rows(p_x, p_q_weight, p_q, i_block, num_rows, stride_x, DQ, DQ, eps, BR=BRQ, BD=BDQ)
@@ -49,6 +51,6 @@ def mla_split_qkv_a_norm(
         _mla_split_qkv_a_norm_kernel[(grid,)](
             qkv_a, q_weight, kv_weight, q, kv, rope, num_rows, qkv_a.stride(0), dim_q, dim_kv, dim_rope, eps, q_blocks,
             BRQ=rows_q, BDQ=block_q, BRKV=rows_kv, BDKV=block_kv, BDR=max(16, triton.next_power_of_2(dim_rope)),
-            num_warps=NUM_WARPS, enable_fp_fusion=False,
+            num_warps=NUM_WARPS, enable_fp_fusion=False, **dependent(qkv_a),
         )  # fmt: skip
     return finish(q, qkv_a.dtype), finish(kv, qkv_a.dtype), finish(rope, qkv_a.dtype)

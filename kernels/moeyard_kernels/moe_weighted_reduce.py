@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import tuning
+from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.launch import MAX_GRID_X, MAX_GRID_Y, check_layout, finish, new_output
 from moeyard_kernels.rounding import round_to
 
@@ -31,6 +32,7 @@ def _moe_weighted_reduce_kernel(  # type: ignore[no-untyped-def]
     K: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
     """One program sums one token's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
+    wait_for_previous()
     i_t = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     m_h = o_h < H
@@ -78,5 +80,6 @@ def moe_weighted_reduce(
             HAS_SHARED=shared is not None,
             HAS_RESIDUAL=residual is not None,
             **config,
+            **dependent(partial),
         )
     return finish(out, partial.dtype)

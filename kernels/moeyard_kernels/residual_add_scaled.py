@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import tuning
+from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.launch import MAX_GRID_X, MAX_GRID_Y, check_layout, finish, new_output
 from moeyard_kernels.rounding import round_to
 
@@ -28,6 +29,7 @@ def default_config(num_rows: int, hidden: int) -> tuning.Config:
 @triton.jit
 def _residual_add_scaled_kernel(p_hidden, p_shared, p_routed, p_out, scale, H, BH: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program sums one row's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
+    wait_for_previous()
     i_t = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     m_h = o_h < H
@@ -57,5 +59,7 @@ def residual_add_scaled(
     check_layout(op, hidden=hidden, shared=shared, routed=routed)
     out = new_output(num_rows, dim, like=hidden)
     if out.numel():
-        _residual_add_scaled_kernel[(num_rows, num_blocks)](hidden, shared, routed, out, float(scale), dim, **config)
+        _residual_add_scaled_kernel[(num_rows, num_blocks)](
+            hidden, shared, routed, out, float(scale), dim, **config, **dependent(hidden)
+        )
     return finish(out, hidden.dtype)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.launch import MAX_GRID_X, MAX_GRID_Y, check_layout, finish, new_output
 from moeyard_kernels.rounding import round_to
 from moeyard_kernels.rows import check_rows, row_strides
@@ -51,6 +52,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     p_x, p_weight, p_out, A, B, stride_a, stride_b, D, eps, BR: tl.constexpr, BD: tl.constexpr
 ):
     """Rows (a, b) for a in [i_a BR, i_a BR + BR) and one b. Grid: (ceil(A / BR), B)."""
+    wait_for_previous()
     i_b = tl.program_id(1).to(tl.int64)
     norm_rows(
         p_x + i_b * stride_b, p_weight, p_out + i_b * D, tl.program_id(0), A, stride_a, B * D, D, eps, BR=BR, BD=BD
@@ -62,6 +64,7 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     p_x, p_residual, p_weight, p_out, p_total, num_rows, D, eps, BR: tl.constexpr, BD: tl.constexpr
 ):
     """Rows [i_r BR, i_r BR + BR) of contiguous [num_rows, D]. Grid: (ceil(num_rows / BR),)."""
+    wait_for_previous()
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
@@ -88,7 +91,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if out.numel():
         _rms_norm_kernel[(triton.cdiv(num_a, rows), num_b)](
             x, weight, out, num_a, num_b, stride_a, stride_b, dim, eps,
-            BR=rows, BD=block, num_warps=NUM_WARPS, enable_fp_fusion=False,
+            BR=rows, BD=block, num_warps=NUM_WARPS, enable_fp_fusion=False, **dependent(x),
         )  # fmt: skip
     return finish(out, x.dtype)
 
@@ -107,6 +110,6 @@ def add_rms_norm(
     if out.numel():
         _add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
             x, residual, weight, out, total, num_rows, dim, eps,
-            BR=rows, BD=block, num_warps=NUM_WARPS, enable_fp_fusion=False,
+            BR=rows, BD=block, num_warps=NUM_WARPS, enable_fp_fusion=False, **dependent(x),
         )  # fmt: skip
     return finish(out, x.dtype), finish(total, x.dtype)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import tuning
+from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.launch import MAX_GRID_X, MAX_GRID_Y, finish, new_output
 from moeyard_kernels.rounding import round_to
 from moeyard_kernels.rows import check_rows
@@ -97,6 +98,7 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
     INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
     """Grid: (T, ceil(N / BN))."""
+    wait_for_previous()
     i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rotate_block(
         p_x, p_cos, p_sin, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
@@ -136,6 +138,6 @@ def rope(
     if out.numel():
         _rope_kernel[(num_tokens, num_blocks)](
             x, cos, sin, out, num_heads, x.stride(0), x.stride(1), cos.stride(0), sin.stride(0), dim // 2,
-            INTERLEAVED=interleaved, BH=half_block(dim), enable_fp_fusion=False, **config,
+            INTERLEAVED=interleaved, BH=half_block(dim), enable_fp_fusion=False, **config, **dependent(x),
         )  # fmt: skip
     return finish(out, x.dtype)

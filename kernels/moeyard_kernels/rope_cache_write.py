@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import tuning
+from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.launch import check_indices, finish
 from moeyard_kernels.rope import CONFIGS as CONFIGS
 from moeyard_kernels.rope import half_block, launch_plan, rotate_block, rotated_heads, store_halves
@@ -29,6 +30,7 @@ def _gqa_kernel(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BNKV: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """Query heads [i_n BN, i_n BN + BN) of one token, or its keys and values. Grid: (T, num_q_blocks + 1)."""
+    wait_for_previous()
     i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if i_n < num_q_blocks:
         rotate_block(
@@ -60,6 +62,7 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """Query heads [i_n BN, i_n BN + BN) of one token, or its latent and shared key. Grid: (T, num_q_blocks + 1)."""
+    wait_for_previous()
     i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if i_n < num_q_blocks:
         rotate_block(
@@ -99,7 +102,7 @@ def rope_cache_write_gqa(
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
             *k_cache.stride()[:3], *v_cache.stride()[:3],
             PAGE=page, INTERLEAVED=interleaved, BNKV=triton.next_power_of_2(k.shape[1]),
-            BH=half_block(dim), enable_fp_fusion=False, **config,
+            BH=half_block(dim), enable_fp_fusion=False, **config, **dependent(q),
         )  # fmt: skip
     return finish(out, q.dtype)
 
@@ -123,6 +126,6 @@ def rope_cache_write_mla(
             *q_rope.stride()[:2], kv_a.stride(0), k_rope.stride(0), cos.stride(0), sin.stride(0),
             *cache.stride()[:2],
             PAGE=page, INTERLEAVED=interleaved, BR=triton.next_power_of_2(kv_a.shape[1]),
-            BH=half_block(dim), enable_fp_fusion=False, **config,
+            BH=half_block(dim), enable_fp_fusion=False, **config, **dependent(q_rope),
         )  # fmt: skip
     return finish(out, q_rope.dtype)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import tuning
+from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.launch import MAX_GRID_Y, check_indices, check_layout
 from moeyard_kernels.ref.sample import LogitEdits
 from moeyard_kernels.sample_blocks import NO_ID, from_key, to_key, values
@@ -71,6 +72,7 @@ def _max_kernel(  # type: ignore[no-untyped-def]
     EDIT: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Key and lowest id of the largest of ROUNDS * BV logits, and the keys of GROUPS group maxima. Grid: (C, B)."""
+    wait_for_previous()
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b_id = i_c * ROUNDS * BV + tl.arange(0, BV)
     b_best = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, b_id, b_id < V, V, L, EDIT)
@@ -108,6 +110,7 @@ def _top_kernel(  # type: ignore[no-untyped-def]
     SAMPLED: tl.constexpr, TOP_K: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """The largest logit of row i_b and its token; open says that the row is to be sampled; the bound for top-k."""
+    wait_for_previous()
     i_b = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BC)
     # A part that does not exist repeats the first.
@@ -228,7 +231,7 @@ def _largest(
     _max_kernel[num_parts, num_rows](
         *inputs, key, part_id, groups, vocab, width,
         EDIT=rows.edit, GROUPS=num_groups // num_parts, ROUNDS=config["ROUNDS"], BV=config["BLOCK"],
-        num_warps=config["num_warps"], enable_fp_fusion=False,
+        num_warps=config["num_warps"], enable_fp_fusion=False, **dependent(logits),
     )  # fmt: skip
     ids = logits.new_empty(num_rows, dtype=torch.int64) if ids is None else ids
     # Where an argument is off, no kernel reads its pointer.
@@ -237,6 +240,7 @@ def _largest(
         rows.top, rows.open, rows.bound, rows.count, ids, vocab, num_parts, num_groups,
         SAMPLED=temperature is not None, TOP_K=top_k is not None, BC=triton.next_power_of_2(num_parts),
         BG=triton.next_power_of_2(max(1, num_groups)), BL=config["LIST"], num_warps=1 if top_k is None else 8,
+        **dependent(logits),
     )  # fmt: skip
     return rows
 
@@ -261,7 +265,7 @@ def _draw(
     state = (*rows.inputs, rows.top, rows.open, temperature)
     min_p_, top_p_ = (temperature if x is None else x for x in (min_p, top_p))
     draw = (min_p_, seeds, positions)
-    of = {"EDIT": rows.edit, "MIN_P": min_p is not None, "enable_fp_fusion": False}
+    of = {"EDIT": rows.edit, "MIN_P": min_p is not None, "enable_fp_fusion": False, **dependent(ids)}
     # Edited logits take twice the registers.
     race = config["RACE"] // (2 if rows.edit else 1)
     num_race = triton.cdiv(vocab, race)
@@ -269,7 +273,7 @@ def _draw(
         some = new(num_rows, config["LIST"], dtype=torch.int32)
         gather_kernel[num_race, num_rows](
             *rows.inputs, rows.open, rows.bound, rows.count, some, *rows.sizes, EDIT=rows.edit, BV=race,
-            BL=config["LIST"], num_warps=8, enable_fp_fusion=False,
+            BL=config["LIST"], num_warps=8, enable_fp_fusion=False, **dependent(ids),
         )  # fmt: skip
         cut_kernel[num_rows,](
             *state, top_k, top_p_, *draw, rows.bound, rows.count, some, *cut, ids, *rows.sizes,

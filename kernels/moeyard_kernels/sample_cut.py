@@ -9,6 +9,7 @@ their token by the race.
 import triton
 import triton.language as tl
 
+from moeyard_kernels.dependent import wait_for_previous
 from moeyard_kernels.sample_blocks import (
     NO_ID,
     before,
@@ -61,6 +62,7 @@ def gather_kernel(  # type: ignore[no-untyped-def]
     EDIT: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """Append the tokens of BV that reach the bound to the row's list, in no order, counting all. Grid: (C, B)."""
+    wait_for_previous()
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     bound = tl.load(p_bound + i_b)
     # Too many, or none, from the start.
@@ -87,6 +89,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     BL: tl.constexpr,
 ):  # fmt: skip
     """Row i_b: write and close it if its list holds all of top-k; else top-k ends at (cut_x, cut_id - 1) of the row."""
+    wait_for_previous()
     i_b = tl.program_id(0).to(tl.int64)
     k, top = tl.load(p_top_k + i_b), tl.load(p_top + i_b)
     count, low = tl.load(p_count + i_b), tl.load(p_bound + i_b)

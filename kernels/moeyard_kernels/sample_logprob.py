@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.sample_blocks import mass, mass_scale
 from moeyard_kernels.tuning import Config
 
@@ -13,6 +14,7 @@ def _total_kernel(  # type: ignore[no-untyped-def]
     p_logits, p_top, p_total, V, BITS: tl.constexpr, PART: tl.constexpr, BV: tl.constexpr
 ):
     """The sum of exp(logit - largest) of PART tokens, in fixed point. Grid: (C, B)."""
+    wait_for_previous()
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     top = tl.load(p_top + i_b)
     scale = mass_scale(tl.full([], 1.0, tl.float64))
@@ -27,6 +29,7 @@ def _total_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _logprob_kernel(p_logits, p_top, p_total, p_ids, p_out, V, C, BITS: tl.constexpr, BC: tl.constexpr):  # type: ignore[no-untyped-def]
     """log(exp(logit - largest) / total) of the chosen token; NaN if the largest logit is not finite."""
+    wait_for_previous()
     i_b = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BC)
     total = tl.sum(tl.load(p_total + i_b * C + o_c, mask=o_c < C, other=0)).to(tl.float64) * (2.0**-BITS)
@@ -45,8 +48,9 @@ def log_probabilities(
     total = logits.new_empty(num_rows, num_parts, dtype=torch.int64)
     _total_kernel[num_parts, num_rows](
         logits, top, total, vocab, BITS=bits, PART=config["PART"],
-        BV=config["MASS"], num_warps=4, enable_fp_fusion=False,
+        BV=config["MASS"], num_warps=4, enable_fp_fusion=False, **dependent(logits),
     )  # fmt: skip
     _logprob_kernel[num_rows,](
         logits, top, total, ids, out, vocab, num_parts, BITS=bits, BC=triton.next_power_of_2(num_parts), num_warps=1,
+        **dependent(logits),
     )  # fmt: skip

@@ -11,6 +11,7 @@ What is still in the race is what comes before (end_x, end_id): at first, where 
 import triton
 import triton.language as tl
 
+from moeyard_kernels.dependent import wait_for_previous
 from moeyard_kernels.sample_blocks import (
     NO_ID,
     SLACK,
@@ -33,6 +34,7 @@ def race_kernel(  # type: ignore[no-untyped-def]
     EDIT: tl.constexpr, ENDS: tl.constexpr, MIN_P: tl.constexpr, J: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """The J best quads of BV tokens by log(weight / E) in fp32: p_score, p_quad [B, C, J]. Grid: (C, B)."""
+    wait_for_previous()
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     # All that is loaded before the branch is waited for once.
     is_open, top, temperature = tl.load(p_open + i_b), tl.load(p_top + i_b), tl.load(p_temperature + i_b)
@@ -80,6 +82,7 @@ def rank_kernel(  # type: ignore[no-untyped-def]
     P: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Order the tokens of row i_b's N quads by their exact scores: the token if top-p is off, else the best P."""
+    wait_for_previous()
     i_b = tl.program_id(0).to(tl.int64)
     is_open, top, temperature = tl.load(p_open + i_b), tl.load(p_top + i_b), tl.load(p_temperature + i_b)
     seed, position = tl.load(p_seeds + i_b), tl.load(p_positions + i_b)
@@ -130,6 +133,7 @@ def mass_kernel(  # type: ignore[no-untyped-def]
 
     p_mass: [B, C, P + 1] int64, the whole last. Grid: (C, B).
     """
+    wait_for_previous()
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     is_open, top, temperature = tl.load(p_open + i_b), tl.load(p_top + i_b), tl.load(p_temperature + i_b)
     if (is_open == 0) | (tl.load(p_top_p + i_b) >= 1):
@@ -179,6 +183,7 @@ def settle_kernel(  # type: ignore[no-untyped-def]
 
     Without SEARCH a row may stay open, and what is left in its race ends at (end_x, end_id).
     """
+    wait_for_previous()
     i_b = tl.program_id(0).to(tl.int64)
     is_open, top, temperature = tl.load(p_open + i_b), tl.load(p_top + i_b), tl.load(p_temperature + i_b)
     if is_open == 0:

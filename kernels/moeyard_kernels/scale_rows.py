@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import tuning
+from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.launch import MAX_GRID_X, MAX_GRID_Y, check_layout
 from moeyard_kernels.rounding import round_to
 
@@ -28,6 +29,7 @@ def default_config(num_rows: int, hidden: int) -> tuning.Config:
 @triton.jit
 def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program scales one row's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
+    wait_for_previous()
     i_t = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     m_h = o_h < H
@@ -47,5 +49,5 @@ def scale_rows_(x: torch.Tensor, scale: torch.Tensor, *, config: tuning.Config |
         raise ValueError(f"scale_rows_: [{num_rows}, {hidden}] exceeds the grid of a GPU")
     check_layout("scale_rows_", x=x, scale=scale)
     if x.numel():
-        _scale_rows_kernel[(num_rows, num_blocks)](x, scale, hidden, **config)
+        _scale_rows_kernel[(num_rows, num_blocks)](x, scale, hidden, **config, **dependent(x))
     return x

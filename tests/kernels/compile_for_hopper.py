@@ -3,7 +3,8 @@
 The interpreter runs no compiler, and no Gluon: a kernel that it likes may still not build. Here the wrappers run whole,
 on tensors without storage that say they are on a GPU; launches stop after ptxas. Of each kernel the first N builds (all
 if not given) are reported, a line of JSON each: op, shape, kernel, bytes of shared memory, bytes of stack of a thread,
-and a digest of the PTX, by which an edit that should change no code shows that it did not.
+whether it is launched early and whether it then waits before it touches memory (see `moeyard_kernels.dependent`), and a
+digest of the PTX, by which an edit that should change no code shows that it did not.
 """
 
 import hashlib
@@ -79,6 +80,13 @@ def stack_bytes(cubin: bytes) -> int:
     return sum(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout))
 
 
+def waits(ptx: str) -> bool:
+    """Whether the kernel waits for the launches before it ahead of all it reads from and writes to global memory."""
+    body = ptx[ptx.index(".entry") :]
+    first = re.search(r"\b(ld|st|atom|red)\.(\w+\.)*global|cp\.async", body)
+    return first is None or 0 <= body.find("griddepcontrol.wait") < first.start()
+
+
 def digest(ptx: str) -> str:
     """Of the instructions, which name no place in our files (see `pretend`)."""
     return hashlib.sha256(ptx.encode()).hexdigest()[:16]
@@ -91,6 +99,7 @@ def pretend() -> None:
     torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment, misc]
     torch.cuda.get_device_properties = lambda _=None: DEVICE  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda _=None: (DEVICE.major, DEVICE.minor)
+    torch.cuda.synchronize = lambda _=None: None  # type: ignore[assignment]
     torch.cuda.get_device_name = lambda _=None: "NVIDIA H200"
     torch.Generator = AnyGenerator  # type: ignore[misc]
 
@@ -121,6 +130,7 @@ def main() -> None:
             for name, kernel in built:
                 line = {"op": case.op, "shape": case.shape, "kernel": name, "shared": kernel.metadata.shared}
                 line |= {"stack": stack_bytes(kernel.asm["cubin"]), "ptx": digest(kernel.asm["ptx"])}
+                line |= {"early": kernel.metadata.launch_pdl, "waits": waits(kernel.asm["ptx"])}
                 print(json.dumps(line), flush=True)
             built.clear()
 

@@ -1,13 +1,41 @@
 """The kernel bench away from a GPU: what it judges, what it refuses to report, what it says where it cannot run."""
 
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from moeyard_kernels import tuning
 from moeyard_kernels.bench.__main__ import HEADS, MODULES, describe, main, row_of
-from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.case import Case, Target, assert_bits, with_own_tensors
+from moeyard_kernels.ops import DecodeTables, LogitEdits
+
+# In a process of its own, which comes to believe in a GPU: a line for every run that the timer could not rotate.
+SEE_THROUGH = """
+import torch
+from functools import partial
+from triton.runtime.jit import JITFunction
+from compile_for_hopper import NoStorage, pretend
+from moeyard_kernels.bench.__main__ import all_cases
+from moeyard_kernels.bench.case import with_own_tensors
+
+JITFunction.run = lambda *args, **kwargs: None
+pretend()
+with NoStorage():
+    for case in all_cases(()):
+        for run in (case.run, case.baseline, *(run for _, run in case.variants)):
+            if run is None:
+                continue
+            if "<" in run.func.__qualname__ or isinstance(getattr(run.func, "__self__", None), torch.Tensor):
+                print(case.op, case.shape, run.func, "may hide tensors")
+            assert type(with_own_tensors(run)) is partial
+        print(end=".")
+"""
 
 
 class Clock:
@@ -15,7 +43,8 @@ class Clock:
 
     copy_bandwidth = 4e12
 
-    def seconds(self, run: Callable[[], object]) -> float:
+    def seconds(self, run: partial[Any], num_bytes: int) -> float:
+        assert num_bytes == 2 * 10**9
         return run()
 
 
@@ -23,12 +52,12 @@ def judge(seconds: float, target: Target | None, baseline: float | None = None) 
     case = Case(
         op="op",
         shape="T1",
-        run=lambda: seconds,
+        run=partial(float, seconds),
         gate=lambda: None,
         num_bytes=2 * 10**9,
         num_flops=10**12,
         target=target,
-        baseline=None if baseline is None else lambda: baseline,
+        baseline=None if baseline is None else partial(float, baseline),
     )
     return dict(zip(HEADS, row_of(case, Clock()), strict=True))
 
@@ -64,7 +93,7 @@ def test_no_speed_behind_a_red_gate() -> None:
         raise RuntimeError("timed in spite of a red gate")
 
     with pytest.raises(AssertionError, match="rows: 1 of 3 values differ"):
-        row_of(Case(op="op", shape="", run=run, gate=gate, num_bytes=1), Clock())
+        row_of(Case(op="op", shape="", run=partial(run), gate=gate, num_bytes=1), Clock())
 
 
 def test_bits_are_bytes() -> None:
@@ -95,3 +124,37 @@ def test_an_unknown_op_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_every_family_is_named_once() -> None:
     assert len(set(MODULES)) == len(MODULES)
+
+
+def test_a_call_over_its_own_tensors() -> None:
+    wide, config = torch.arange(48.0).view(4, 12), tuning.config(BM=16)
+    q, k, turned = wide[:, 2:6], wide[:, 6:9], torch.arange(6).view(2, 3).T
+    tables = DecodeTables(page_table=torch.ones(2, 3).int(), kv_lens=torch.ones(2).int(), page_size=16)
+    edits = LogitEdits(
+        words=torch.ones(1, 5).int(), bias=torch.zeros(1, 1).double(), slots=torch.zeros(1).long(),
+        penalties=torch.ones(1, 3).double(),
+    )  # fmt: skip
+    run = partial(max, q, (k, [turned, "a"]), 7, None, again=q, tables=tables, edits=edits, config=config)
+    own = with_own_tensors(run)
+    assert own.func is max
+    (own_q, (own_k, [own_turned, text]), seven, nothing), keywords = own.args, own.keywords
+    assert (text, seven, nothing, keywords["tables"].page_size) == ("a", 7, None, 16)
+    assert keywords["config"] is config
+    assert keywords["again"] is own_q, "one tensor is one tensor"
+    given = [q, k, turned, tables.page_table, tables.kv_lens, *edits.named().values()]
+    copies = [own_q, own_k, own_turned, keywords["tables"].page_table, keywords["tables"].kv_lens]
+    copies += keywords["edits"].named().values()
+    for x, y in zip(given, copies, strict=True):
+        assert_bits("copy", y, x)
+        assert (y.stride(), y.storage_offset()) == (x.stride(), x.storage_offset())
+        assert y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    assert own_q.untyped_storage().data_ptr() == own_k.untyped_storage().data_ptr(), "views of one tensor"
+
+
+def test_every_run_holds_its_tensors_as_arguments() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), *sys.path))
+    command = [sys.executable, "-c", SEE_THROUGH]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert set(ended.stdout) == {"."}, ended.stdout

@@ -38,5 +38,11 @@ def test_every_kernel_builds(built: dict[str, dict]) -> None:
     assert written == set(built)
 
 
+def test_every_kernel_waits_for_what_it_reads(built: dict[str, dict]) -> None:
+    """All are launched before the one ahead has ended. What may be read sooner is said where it is."""
+    assert [line["kernel"] for line in built.values() if not line["early"]] == []
+    assert {line["kernel"] for line in built.values() if not line["waits"]} == {"linear_skinny_kernel"}
+
+
 def test_every_kernel_fits_a_multiprocessor(built: dict[str, dict]) -> None:
     assert [line for line in built.values() if not 0 <= line["shared"] <= MAX_SHARED] == []

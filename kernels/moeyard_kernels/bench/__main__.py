@@ -4,7 +4,8 @@
     python -m moeyard_kernels.bench --tune [--op NAME ...]          choose configs and store them for this device
 
 No speed is reported for an op whose equality gate fails, and the exit status is then 1. Times are medians of graph
-replays after a cold L2; "copy" is the share of the copy bandwidth (read + write) measured in the same run.
+replays whose launches find their inputs outside the L2; "copy" is the share of the copy bandwidth (read + write)
+measured in the same run.
 """
 
 import argparse
@@ -54,8 +55,8 @@ def describe(target: Target | None) -> str:
 def row_of(case: Case, timer: Timer) -> list[str]:
     """Gate, time and judge one case. Raises AssertionError when the gate is red."""
     case.gate()
-    seconds = timer.seconds(case.run)
-    baseline = timer.seconds(case.baseline) if case.baseline else None
+    seconds = timer.seconds(case.run, case.num_bytes)
+    baseline = timer.seconds(case.baseline, case.num_bytes) if case.baseline else None
     bandwidth, rate = case.num_bytes / seconds, case.num_flops / seconds
     share = bandwidth / timer.copy_bandwidth
     met = ""
@@ -125,7 +126,7 @@ def tune(ops: Sequence[str]) -> int:
                 red += 1
                 print(f"RED {error}", flush=True)
                 continue
-            timed.append((timer.seconds(run), dict(config)))
+            timed.append((timer.seconds(run, case.num_bytes), dict(config)))
         if not timed:
             continue
         best = min(timed, key=lambda pair: pair[0])

@@ -1,7 +1,8 @@
 """Bench of prompt attention: one long prompt (GQA, rows and pages; MLA), and what a busy step looks like."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -123,42 +124,34 @@ def _keys_of(shape: Shape, b: int, x: torch.Tensor, plan: PrefillPlan) -> torch.
     return x[first : first + length + start]
 
 
-def _baseline(shape: Shape, q: torch.Tensor) -> Callable[[], object]:
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _baseline(shape: Shape, q: torch.Tensor) -> partial[torch.Tensor]:
     """torch's attention with its flash kernel over a whole prompt, key heads repeated before."""
     k, v = _randn(shape, 1, shape.kv_heads, shape.num_keys)
     group = shape.heads // shape.kv_heads
-    k, v, q = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), q.transpose(0, 1)[None]
-
-    def run() -> torch.Tensor:
-        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return run
+    return partial(_sdpa, q.transpose(0, 1)[None], k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
 
 
 def cases() -> Iterator[Case]:
     for shape in SHAPES:
         q, k, v, plan = _inputs(shape)
-        scale = shape.dim_k**-0.5
-
-        def run(
-            q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, plan: PrefillPlan = plan,
-            scale: float = scale, config: kernel.Config | None = None,
-        ) -> object:  # fmt: skip
-            return kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale, config=config)
-
+        run = partial(kernel.attn_prefill_varlen, q, k, v, plan=plan, scale=shape.dim_k**-0.5)
         whole = shape.chunks == _LONG and not shape.page
         dims = shape.heads * (shape.dim_k + shape.dim_v)
         yield Case(
             op="attn_prefill",
             shape=f"{shape.name}: {shape.heads}/{shape.kv_heads} heads, {shape.dim_k}/{shape.dim_v}",
             run=run,
-            gate=lambda shape=shape: _gate(shape),  # type: ignore[misc]
+            gate=partial(_gate, shape),
             num_bytes=2 * (q.shape[0] * dims + shape.num_keys * shape.kv_heads * (shape.dim_k + shape.dim_v)),
             num_flops=int(2 * dims * shape.num_pairs),
             target=shape.target,
             baseline=_baseline(shape, q) if whole else None,
             baseline_name="torch sdpa" if whole else "",
-            variants=[(c, lambda run=run, c=c: run(config=c)) for c in kernel.CONFIGS if shape.tuned],  # type: ignore[misc]
+            variants=[(config, partial(run, config=config)) for config in kernel.CONFIGS if shape.tuned],
             tune_key=("attn_prefill", kernel.shape_class(q, v, plan)),
         )

@@ -1,8 +1,11 @@
 """One line of the kernel bench: an op at a shape, how its equality is proven, what it must reach."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +28,9 @@ class Target:
 class Case:
     """`run` launches the op without a host sync and may be captured in a graph; so may `baseline`.
 
+    Every tensor that they and the runs of `variants` read or write is among their arguments, so that `with_own_tensors`
+    finds it.
+
     `gate` proves on this device and these shapes (smaller where the proof would take long) what the op promises bit for
     bit, and raises AssertionError saying what differs. `num_bytes` are the fewest bytes that must move (each input read
     once, each output written once), `num_flops` the operations of the matrix products. `variants`: every config that
@@ -33,15 +39,26 @@ class Case:
 
     op: str
     shape: str
-    run: Callable[[], object]
+    run: partial[Any]
     gate: Callable[[], None]
     num_bytes: int
     num_flops: int = 0
     target: Target | None = None
-    baseline: Callable[[], object] | None = None
+    baseline: partial[Any] | None = None
     baseline_name: str = ""
-    variants: Sequence[tuple[Config, Callable[[], object]]] = ()
+    variants: Sequence[tuple[Config, partial[Any]]] = ()
     tune_key: tuple[str, str] | None = None
+
+
+def with_own_tensors(run: partial[Any]) -> partial[Any]:
+    """The same call over copies of its tensors, those in tuples, lists, dicts and dataclasses too.
+
+    Offsets and strides stay, and tensors that share memory share the copy.
+    """
+    # Configs cannot be copied, and need not be.
+    memo = {id(x): x for x in (*run.args, *run.keywords.values()) if isinstance(x, MappingProxyType)}
+    args, keywords = copy.deepcopy((run.args, run.keywords), memo)
+    return partial(run.func, *args, **keywords)
 
 
 def assert_bits(what: str, got: object, wanted: object) -> None:

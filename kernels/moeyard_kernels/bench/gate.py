@@ -1,7 +1,9 @@
 """Bench cases of the gate."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -33,9 +35,7 @@ def cases() -> Iterator[Case]:
 def _gate(num_tokens: int, num_experts: int, name: str, options: Mapping[str, object]) -> Case:
     logits = torch.randn(num_tokens, num_experts, device="cuda")
     bias = torch.randn(num_experts, device="cuda") * 0.1 if options["scoring"] == "sigmoid" else None
-
-    def choose(some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.topk_gate(some, top_k=8, bias=bias, **options)  # type: ignore[arg-type]
+    choose: partial[Any] = partial(ops.topk_gate, top_k=8, bias=bias, **options)  # type: ignore[arg-type]
 
     def gate() -> None:
         weights, ids = choose(logits)
@@ -50,29 +50,30 @@ def _gate(num_tokens: int, num_experts: int, name: str, options: Mapping[str, ob
     return Case(
         op="topk_gate",
         shape=f"T{num_tokens} E{num_experts} K8 {name}",
-        run=lambda: choose(logits),
+        run=partial(choose, logits),
         gate=gate,
         num_bytes=num_tokens * (4 * num_experts + 8 * 12),
         target=Target("us", 6) if num_tokens == 64 else None,
-        baseline=_torch_chain(logits, bias, grouped="num_groups" in options),
+        baseline=(
+            partial(_softmax_chain, logits)
+            if bias is None
+            else partial(_sigmoid_chain, logits, bias, grouped="num_groups" in options)
+        ),
         baseline_name="torch scores, topk, gather, divide",
     )
 
 
-def _torch_chain(logits: torch.Tensor, bias: torch.Tensor | None, *, grouped: bool) -> Callable[[], object]:
-    def softmax() -> torch.Tensor:
-        weights, _ = torch.softmax(logits, -1).topk(8, -1)
-        return weights / weights.sum(-1, keepdim=True)
+def _softmax_chain(logits: torch.Tensor) -> torch.Tensor:
+    weights, _ = torch.softmax(logits, -1).topk(8, -1)
+    return weights / weights.sum(-1, keepdim=True)
 
-    def sigmoid() -> torch.Tensor:
-        assert bias is not None
-        scores = torch.sigmoid(logits)
-        choice = scores + bias
-        if grouped:
-            best = choice.view(-1, 8, choice.shape[1] // 8).topk(2, -1).values.sum(-1)
-            kept = torch.zeros_like(best).scatter_(1, best.topk(4, -1).indices, 1.0).bool()
-            choice = choice.masked_fill(~kept.repeat_interleave(choice.shape[1] // 8, 1), float("-inf"))
-        weights = scores.gather(1, choice.topk(8, -1).indices)
-        return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
 
-    return softmax if bias is None else sigmoid
+def _sigmoid_chain(logits: torch.Tensor, bias: torch.Tensor, *, grouped: bool) -> torch.Tensor:
+    scores = torch.sigmoid(logits)
+    choice = scores + bias
+    if grouped:
+        best = choice.view(-1, 8, choice.shape[1] // 8).topk(2, -1).values.sum(-1)
+        kept = torch.zeros_like(best).scatter_(1, best.topk(4, -1).indices, 1.0).bool()
+        choice = choice.masked_fill(~kept.repeat_interleave(choice.shape[1] // 8, 1), float("-inf"))
+    weights = scores.gather(1, choice.topk(8, -1).indices)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5

@@ -10,7 +10,6 @@ from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target
 from moeyard_kernels.bench.mla_decode import gate_rows
 from moeyard_kernels.decode_plan import DecodeTables
-from moeyard_kernels.tuning import Config
 
 OPS: tuple[str, ...] = ("gqa_decode",)
 
@@ -32,6 +31,15 @@ def cases() -> Iterator[Case]:
         yield _case(*shape)
 
 
+def _torch_chain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int) -> torch.Tensor:
+    """Keys one after the other, without pages, and without the mask between the queries: less than the op does."""
+    keys, values = (x.view(x.shape[0] * batch, -1, _DIM) for x in (k, v))
+    queries = len(q) // batch
+    grouped = q.view(batch, queries, k.shape[0], -1, _DIM).permute(2, 0, 1, 3, 4).reshape(len(keys), -1, _DIM)
+    p = (torch.bmm(grouped, keys.transpose(1, 2)) * _SCALE).softmax(-1)
+    return torch.bmm(p, values)
+
+
 def _case(heads: int, kv_heads: int, batch: int, queries: int, length: int, target: Target | None) -> Case:
     pages = length // _PAGE
     k = torch.randn(kv_heads, batch * pages, _PAGE, _DIM, device="cuda", dtype=torch.bfloat16)
@@ -51,15 +59,7 @@ def _case(heads: int, kv_heads: int, batch: int, queries: int, length: int, targ
         grouped = q[row].double().view(kv_heads, -1, _DIM)
         return ((grouped @ keys.transpose(1, 2) * _SCALE).softmax(-1) @ values).flatten(0, 1)
 
-    def chain() -> torch.Tensor:
-        # Keys one after the other, without pages, and without the mask between the queries: less than the op does.
-        keys, values = (x.view(x.shape[0] * batch, -1, _DIM) for x in (k, v))
-        grouped = q.view(batch, queries, k.shape[0], -1, _DIM).permute(2, 0, 1, 3, 4).reshape(len(keys), -1, _DIM)
-        p = (torch.bmm(grouped, keys.transpose(1, 2)) * _SCALE).softmax(-1)
-        return torch.bmm(p, values)
-
-    def run(config: Config | None = None) -> object:
-        return kernel.gqa_decode(q, k, v, tables=tables, scale=_SCALE, config=config)
+    run = partial(kernel.gqa_decode, q, k, v, tables=tables, scale=_SCALE)
 
     return Case(
         op="gqa_decode",
@@ -69,8 +69,8 @@ def _case(heads: int, kv_heads: int, batch: int, queries: int, length: int, targ
         num_bytes=k.numel() * 4 + 4 * q.numel(),
         num_flops=4 * batch * queries * heads * length * _DIM,
         target=target,
-        baseline=chain,
+        baseline=partial(_torch_chain, q, k, v, batch),
         baseline_name="torch bmm, softmax, bmm",
-        variants=tuple((config, partial(run, config)) for config in kernel.configs_for(rows)),
+        variants=tuple((config, partial(run, config=config)) for config in kernel.configs_for(rows)),
         tune_key=("gqa_decode", kernel.shape_class(rows, _DIM, batch)),
     )

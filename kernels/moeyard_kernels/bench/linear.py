@@ -1,6 +1,7 @@
 """Cases of `linear` and `linear_pair`: projections of DeepSeek-V3 / Kimi-K2 and Qwen3-30B-A3B, few rows and many."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,10 @@ def _inputs(num_rows: int, dim: int, *num_out: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator("cuda").manual_seed(dim + sum(num_out))
     sizes = (num_rows, *num_out)
     x, *weights = (torch.randn(n, dim, device="cuda", dtype=torch.bfloat16, generator=generator) for n in sizes)
-    return (x, *(weight * dim**-0.5 for weight in weights))
+    inputs = (x, *(weight * dim**-0.5 for weight in weights))
+    # `static_weight` promises that they are complete.
+    torch.cuda.synchronize()
+    return inputs
 
 
 def _bytes(num_rows: int, dim: int, num_out: int) -> int:
@@ -49,45 +53,52 @@ def _gate_rows(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], None]:
         for count in {1, 2, 17, 64, x.shape[0], 300}:
             assert_bits(f"the first {count} rows", op.linear(more[:count], weight), whole[:count])
             assert_bits(f"the last {count} rows", op.linear(more[-count:], weight), whole[-count:])
+        assert_bits("a weight read early", op.linear(x, weight, static_weight=True), whole[: len(x)])
 
     return gate
 
 
 def _single(num_rows: int, dim: int, num_out: int) -> Case:
     x, weight = _inputs(num_rows, dim, num_out)
+    run = partial(op.linear, x, weight, static_weight=True)
     return Case(
         op="linear",
         shape=f"M{num_rows} {dim}x{num_out}",
-        run=lambda: op.linear(x, weight),
+        run=run,
         gate=_gate_rows(x, weight),
         num_bytes=_bytes(num_rows, dim, num_out),
         num_flops=2 * num_rows * dim * num_out,
         target=_target(num_rows, dim, num_out),
-        baseline=lambda: F.linear(x, weight),
+        baseline=partial(F.linear, x, weight),
         baseline_name="F.linear",
-        variants=[(c, lambda c=c: op.linear(x, weight, config=c)) for c in op.configs_for(num_rows)],  # type: ignore[misc]
+        variants=[(config, partial(run, config=config)) for config in op.configs_for(num_rows)],
         tune_key=(op.OP, op.shape_class(num_rows, dim, num_out)),
     )
 
 
+def _two_linears(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return F.linear(x, a), F.linear(x, b)
+
+
 def _pair(num_rows: int, dim: int, num_a: int, num_b: int) -> Case:
     x, a, b = _inputs(num_rows, dim, num_a, num_b)
+    run = partial(op.linear_pair, x, a, b, static_weight=True)
 
     def gate() -> None:
-        assert_bits("a pair is two projections", op.linear_pair(x, a, b), (op.linear(x, a), op.linear(x, b)))
+        assert_bits("a pair is two projections", run(), (op.linear(x, a), op.linear(x, b)))
 
     return Case(
         op="linear_pair",
         shape=f"M{num_rows} {dim}x({num_a} + {num_b})",
-        run=lambda: op.linear_pair(x, a, b),
+        run=run,
         gate=gate,
         num_bytes=_bytes(num_rows, dim, num_a + num_b),
         num_flops=2 * num_rows * dim * (num_a + num_b),
         # No target of the project: one launch is to be worth it where rows are few.
         target=Target("speedup", 0.9 if num_rows in MANY else 1.1),
-        baseline=lambda: (F.linear(x, a), F.linear(x, b)),
+        baseline=partial(_two_linears, x, a, b),
         baseline_name="2 F.linear",
-        variants=[(c, lambda c=c: op.linear_pair(x, a, b, config=c)) for c in op.configs_for(num_rows)],  # type: ignore[misc]
+        variants=[(config, partial(run, config=config)) for config in op.configs_for(num_rows)],
         tune_key=(op.OP, op.shape_class(num_rows, dim, num_a, num_b)),
     )
 

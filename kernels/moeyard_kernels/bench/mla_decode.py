@@ -9,7 +9,6 @@ from moeyard_kernels import mla_decode as kernel
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.decode_plan import DecodeTables
-from moeyard_kernels.tuning import Config
 
 OPS: tuple[str, ...] = ("mla_decode", "attn_combine")
 
@@ -62,6 +61,14 @@ def cases() -> Iterator[Case]:
         yield _combine(batch, splits, heads)
 
 
+def _torch_chain(q: torch.Tensor, r: torch.Tensor, cache: torch.Tensor, batch: int) -> torch.Tensor:
+    """Keys one after the other, without pages: less than the op does."""
+    keys = cache.view(batch, -1, _RANK + _ROPE)
+    joined = torch.cat((q, r), -1).view(batch, -1, _RANK + _ROPE)
+    p = (torch.bmm(joined, keys.transpose(1, 2)) * _SCALE).softmax(-1)
+    return torch.bmm(p, keys[..., :_RANK])
+
+
 def _case(heads: int, batch: int, queries: int, length: int, target: Target | None) -> Case:
     pages = length // _PAGE
     cache = torch.randn(batch * pages, _PAGE, _RANK + _ROPE, device="cuda", dtype=torch.bfloat16)
@@ -79,15 +86,7 @@ def _case(heads: int, batch: int, queries: int, length: int, target: Target | No
         scores = torch.cat((q[row], r[row]), -1).double() @ keys.T * _SCALE
         return scores.softmax(-1) @ keys[:, :_RANK]
 
-    def chain() -> torch.Tensor:
-        # Keys one after the other, without pages: less than the op does.
-        keys = cache.view(batch, -1, _RANK + _ROPE)
-        joined = torch.cat((q, r), -1).view(batch, -1, _RANK + _ROPE)
-        p = (torch.bmm(joined, keys.transpose(1, 2)) * _SCALE).softmax(-1)
-        return torch.bmm(p, keys[..., :_RANK])
-
-    def run(config: Config | None = None) -> object:
-        return kernel.mla_decode(q, r, cache, tables=tables, scale=_SCALE, config=config)
+    run = partial(kernel.mla_decode, q, r, cache, tables=tables, scale=_SCALE)
 
     return Case(
         op="mla_decode",
@@ -97,25 +96,23 @@ def _case(heads: int, batch: int, queries: int, length: int, target: Target | No
         num_bytes=cache.numel() * 2 + 2 * (2 * q.numel() + r.numel()),
         num_flops=2 * batch * queries * heads * length * (2 * _RANK + _ROPE),
         target=target,
-        baseline=chain,
+        baseline=partial(_torch_chain, q, r, cache, batch),
         baseline_name="torch bmm, softmax, bmm",
-        variants=tuple((config, partial(run, config)) for config in kernel.configs_for(queries * heads)),
+        variants=tuple((config, partial(run, config=config)) for config in kernel.configs_for(queries * heads)),
         tune_key=("mla_decode", kernel.shape_class(queries * heads, batch)),
     )
+
+
+def _combine_chain(parts: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    return (lse.softmax(1).unsqueeze(-1) * parts).sum(1).bfloat16()
 
 
 def _combine(batch: int, splits: int, heads: int) -> Case:
     parts = torch.randn(batch, splits, heads, _RANK, device="cuda")
     lse = torch.randn(batch, splits, heads, device="cuda")
 
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.attn_combine(parts, lse)
-
-    def chain() -> torch.Tensor:
-        return (lse.softmax(1).unsqueeze(-1) * parts).sum(1).bfloat16()
-
     def gate() -> None:
-        whole = run()
+        whole = ops.attn_combine(parts, lse)
         last = slice(batch - 1, batch)
         assert_bits("attn_combine alone", ops.attn_combine(parts[last], lse[last]), (whole[0][last], whole[1][last]))
         weights = (lse[last].double() - lse[last].double().logsumexp(1, keepdim=True)).exp()
@@ -126,9 +123,9 @@ def _combine(batch: int, splits: int, heads: int) -> Case:
     return Case(
         op="attn_combine",
         shape=f"B{batch} S{splits} H{heads} D{_RANK}",
-        run=run,
+        run=partial(ops.attn_combine, parts, lse),
         gate=gate,
         num_bytes=4 * parts.numel() + 2 * batch * heads * _RANK,
-        baseline=chain,
+        baseline=partial(_combine_chain, parts, lse),
         baseline_name="torch softmax, mul, sum",
     )

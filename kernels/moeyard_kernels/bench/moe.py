@@ -1,6 +1,7 @@
 """The routed experts: the layout of a step's pairs, and both products over it, at the shapes of real models."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,6 @@ from moeyard_kernels import expert_layout, grouped_gemm
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.ops import ExpertLayout, expert_block_rows
 from moeyard_kernels.ref import expert_layout as layout_reference
-from moeyard_kernels.tuning import Config
 
 OPS = ("expert_layout", "grouped_gemm")
 TOP_K = 8
@@ -49,6 +49,11 @@ def _lay_out(topk_ids: torch.Tensor, slots: torch.Tensor, block_rows: int | None
     return expert_layout.expert_layout(topk_ids, slots, num_slots=num_slots, block_rows=block_rows)
 
 
+def _sort_chain(topk_ids: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    in_order, pairs = torch.sort(slots[topk_ids.flatten()], stable=True)
+    return pairs, torch.searchsorted(in_order, slots)
+
+
 def _layout_case(num_tokens: int, num_experts: int) -> Case:
     topk_ids = _route(num_tokens, num_experts)
     slots = _slots(num_experts)
@@ -66,20 +71,23 @@ def _layout_case(num_tokens: int, num_experts: int) -> Case:
         assert_bits("slot_of_block", got.slot_of_block[:used].cpu(), wanted.slot_of_block[:used])
         assert_bits("pairs", got.pairs[: used * block_rows].cpu(), wanted.pairs[: used * block_rows])
 
-    def chain() -> object:
-        in_order, pairs = torch.sort(slots[topk_ids.flatten()], stable=True)
-        return pairs, torch.searchsorted(in_order, slots)
-
     return Case(
         op="expert_layout",
         shape=f"{num_pairs} rows, E={num_experts}",
-        run=lambda: _lay_out(topk_ids, slots),
+        run=partial(_lay_out, topk_ids, slots),
         gate=gate,
         num_bytes=num_pairs * 12 + num_experts * 8,
         target=Target("us", 6) if num_pairs == 512 else None,
-        baseline=chain,
+        baseline=partial(_sort_chain, topk_ids, slots),
         baseline_name="torch sort, no padding",
     )
+
+
+def _grouped_mm_chain(
+    in_order: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    first, second = F.grouped_mm(in_order, gate_up.mT, offs=ends).chunk(2, dim=1)
+    return F.grouped_mm(F.silu(first) * second, down.mT, offs=ends)
 
 
 def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Tensor) -> Iterator[Case]:
@@ -91,63 +99,58 @@ def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torc
     active = int((layout.counts > 0).sum())
     h, out = x.new_empty(layout.pairs.shape[0], inner), x.new_empty(num_pairs, hidden)
 
-    def run(layout: ExpertLayout = layout, x: torch.Tensor = x) -> torch.Tensor:
+    def of(x: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
         return grouped_gemm.grouped_gemm(x, gate_up, down, layout, top_k=TOP_K)
 
     def gate() -> None:
-        whole = run()
+        whole = of(x, layout)
         for block_rows in (16, 64, 128):
-            assert_bits(f"blocks of {block_rows}", run(_lay_out(topk_ids, slots, block_rows)), whole)
+            assert_bits(f"blocks of {block_rows}", of(x, _lay_out(topk_ids, slots, block_rows)), whole)
         for t in (0, num_tokens - 1):
-            one = run(_lay_out(topk_ids[t : t + 1].contiguous(), slots), x[t : t + 1])
+            one = of(x[t : t + 1], _lay_out(topk_ids[t : t + 1].contiguous(), slots))
             assert_bits(f"token {t} alone", one, whole[t * TOP_K : (t + 1) * TOP_K])
 
     order = topk_ids.flatten().argsort(stable=True)
     in_order = x[order // TOP_K]
     ends = layout.counts.cumsum(0).int()
-
-    def chain() -> torch.Tensor:
-        first, second = F.grouped_mm(in_order, gate_up.mT, offs=ends).chunk(2, dim=1)
-        return F.grouped_mm(F.silu(first) * second, down.mT, offs=ends)
-
     step_bytes = {"gate_up": active * 2 * inner * hidden * 2, "down": active * hidden * inner * 2}
     step_flops = {"gate_up": num_pairs * 4 * inner * hidden, "down": num_pairs * 2 * inner * hidden}
     copy = Target("copy", 0.7 if num_tokens == 1 else 0.85)
     yield Case(
         op="grouped_gemm",
         shape=f"{shape}, {active} experts",
-        run=run,
+        run=partial(grouped_gemm.grouped_gemm, x, gate_up, down, layout, top_k=TOP_K),
         gate=gate,
         num_bytes=sum(step_bytes.values()),
         num_flops=sum(step_flops.values()),
         target=Target("speedup", 1.25) if num_tokens == 4096 else copy,
-        baseline=chain,
+        baseline=partial(_grouped_mm_chain, in_order, gate_up, down, ends),
         baseline_name="torch grouped_mm",
     )
 
-    def launch(step: str, config: Config | None = None) -> torch.Tensor:
-        if step == "gate_up":
-            return grouped_gemm.gate_up_rows(x, gate_up, layout, top_k=TOP_K, out=h, config=config)
-        return grouped_gemm.down_pairs(h, down, layout, out=out, config=config)
+    launches = {
+        "gate_up": partial(grouped_gemm.gate_up_rows, x, gate_up, layout, top_k=TOP_K, out=h),
+        "down": partial(grouped_gemm.down_pairs, h, down, layout, out=out),
+    }
 
     def gate_steps() -> None:
         gate()
-        launch("gate_up")
-        assert_bits("launch by launch", launch("down"), run())
+        launches["gate_up"]()
+        assert_bits("launch by launch", launches["down"](), of(x, layout))
 
     # The second launch's rows: without them it would multiply what the allocator left.
-    launch("gate_up")
+    launches["gate_up"]()
     for step, num_out, dim in (("gate_up", inner, hidden), ("down", hidden, inner)):
         name = grouped_gemm.shape_class(step, num_pairs, num_slots, layout.block_rows, num_out, dim)
         yield Case(
             op="grouped_gemm",
             shape=f"{shape}, {step}",
-            run=lambda step=step: launch(step),  # type: ignore[misc]
+            run=launches[step],
             gate=gate_steps,
             num_bytes=step_bytes[step],
             num_flops=step_flops[step],
             variants=[
-                (config, lambda step=step, config=config: launch(step, config))  # type: ignore[misc]
+                (config, partial(launches[step], config=config))
                 for config in grouped_gemm.candidates(step, layout.block_rows, x.dtype)
             ],
             tune_key=("grouped_gemm", name),

@@ -1,7 +1,7 @@
 """Bench cases of the sums around the experts: weighted reduce, row gate, residual with scaled experts."""
 
-import functools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -10,7 +10,6 @@ from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.ref import moe_weighted_reduce as reduce_reference
 from moeyard_kernels.ref import residual_add_scaled as residual_reference
 from moeyard_kernels.ref import scale_rows as scale_reference
-from moeyard_kernels.tuning import Config
 
 OPS = ("moe_weighted_reduce", "scale_rows_", "residual_add_scaled")
 
@@ -29,26 +28,27 @@ def _rows(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
+def _torch_chain(
+    parts: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor, residual: torch.Tensor | None
+) -> torch.Tensor:
+    out = torch.bmm(weights.to(parts.dtype).unsqueeze(1), parts).squeeze(1) + shared
+    return out if residual is None else out + residual
+
+
 def _reduce(num_tokens: int, top_k: int, hidden: int) -> Case:
-    partial, weights = _rows(num_tokens, top_k, hidden), torch.rand(num_tokens, top_k, device="cuda")
+    parts, weights = _rows(num_tokens, top_k, hidden), torch.rand(num_tokens, top_k, device="cuda")
     shared, residual = _rows(num_tokens, hidden), _rows(num_tokens, hidden)
     with_residual = num_tokens <= 64
-
-    def run(config: Config | None = None) -> torch.Tensor:
-        given = residual if with_residual else None
-        return moe_weighted_reduce.moe_weighted_reduce(partial, weights, shared, given, config=config)
+    inputs = parts, weights, shared, residual if with_residual else None
+    run = partial(moe_weighted_reduce.moe_weighted_reduce, *inputs)
 
     def gate() -> None:
         some = slice(num_tokens // 2, num_tokens // 2 + 32)
-        args = [x[some] for x in (partial, weights, shared, residual)]
+        args = [x[some] for x in (parts, weights, shared, residual)]
         chain = reduce_reference.moe_weighted_reduce(*(x.cpu() for x in args[:3]))
         assert_bits("sequential fma chain", ops.moe_weighted_reduce(*args[:3]).cpu(), chain)
         assert_bits("residual after", ops.moe_weighted_reduce(*args).cpu(), args[3].cpu() + chain)
-        assert_bits("rows alone", ops.moe_weighted_reduce(partial, weights, shared)[some].cpu(), chain)
-
-    def torch_chain() -> torch.Tensor:
-        out = torch.bmm(weights.to(partial.dtype).unsqueeze(1), partial).squeeze(1) + shared
-        return out + residual if with_residual else out
+        assert_bits("rows alone", ops.moe_weighted_reduce(parts, weights, shared)[some].cpu(), chain)
 
     num_inputs = top_k + 1 + with_residual
     return Case(
@@ -58,18 +58,16 @@ def _reduce(num_tokens: int, top_k: int, hidden: int) -> Case:
         gate=gate,
         num_bytes=2 * num_tokens * hidden * (num_inputs + 1) + 4 * num_tokens * top_k,
         target=Target("copy", 0.85) if num_tokens == 4096 else None,
-        baseline=torch_chain,
+        baseline=partial(_torch_chain, *inputs),
         baseline_name="bmm, add",
-        variants=[(config, functools.partial(run, config)) for config in moe_weighted_reduce.CONFIGS],
+        variants=[(config, partial(run, config=config)) for config in moe_weighted_reduce.CONFIGS],
         tune_key=("moe_weighted_reduce", moe_weighted_reduce.shape_class(num_tokens, top_k, hidden)),
     )
 
 
 def _scale(num_rows: int, hidden: int) -> Case:
     x, scale = _rows(num_rows, hidden), torch.ones(num_rows, device="cuda", dtype=torch.bfloat16)
-
-    def run(config: Config | None = None) -> torch.Tensor:
-        return scale_rows.scale_rows_(x, scale, config=config)
+    run = partial(scale_rows.scale_rows_, x, scale)
 
     def gate() -> None:
         factor = torch.rand(32, device="cuda").to(x.dtype)
@@ -84,22 +82,22 @@ def _scale(num_rows: int, hidden: int) -> Case:
         gate=gate,
         num_bytes=4 * num_rows * hidden + 2 * num_rows,
         target=Target("copy", 0.85) if num_rows == 4096 else None,
-        baseline=lambda: x.mul_(scale.unsqueeze(1)),
+        baseline=partial(torch.Tensor.mul_, x, scale.unsqueeze(1)),
         baseline_name="torch mul_",
-        variants=[(config, functools.partial(run, config)) for config in scale_rows.CONFIGS],
+        variants=[(config, partial(run, config=config)) for config in scale_rows.CONFIGS],
         tune_key=("scale_rows_", scale_rows.shape_class(num_rows, hidden)),
     )
+
+
+def _two_launches(x: torch.Tensor, shared: torch.Tensor, routed: torch.Tensor, scale: float) -> torch.Tensor:
+    return x + torch.add(shared, routed, alpha=scale)
 
 
 def _residual(num_rows: int, hidden: int) -> Case:
     x, shared, routed = (_rows(num_rows, hidden) for _ in range(3))
     scale = 2.5
-
-    def run(config: Config | None = None) -> torch.Tensor:
-        return residual_add_scaled.residual_add_scaled(x, shared, routed, scale, config=config)
-
-    def chain() -> torch.Tensor:
-        return x + torch.add(shared, routed, alpha=scale)
+    run = partial(residual_add_scaled.residual_add_scaled, x, shared, routed, scale)
+    chain = partial(_two_launches, x, shared, routed, scale)
 
     def gate() -> None:
         assert_bits("two launches", run(), chain())
@@ -116,6 +114,6 @@ def _residual(num_rows: int, hidden: int) -> Case:
         target=Target("speedup", 1.8) if num_rows <= 64 else None,
         baseline=chain,
         baseline_name="two torch launches",
-        variants=[(config, functools.partial(run, config)) for config in residual_add_scaled.CONFIGS],
+        variants=[(config, partial(run, config=config)) for config in residual_add_scaled.CONFIGS],
         tune_key=("residual_add_scaled", residual_add_scaled.shape_class(num_rows, hidden)),
     )

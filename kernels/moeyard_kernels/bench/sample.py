@@ -1,6 +1,7 @@
 """Bench of the sampler: 64 rows of 163840 logits (Kimi-K2's vocabulary), beside the torch chain that engines use."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,26 +86,28 @@ def _gate(logits: torch.Tensor, options: dict[str, Any]) -> Callable[[], None]:
     return gate
 
 
-def _torch_chain(logits: torch.Tensor, options: dict[str, Any]) -> Callable[[], object]:
-    """Argmax, or temperature, sort, top-k, top-p, softmax and exponential race; noise of one generator."""
+def _draw_chain(
+    logits: torch.Tensor, temperature: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
+) -> torch.Tensor:
+    """Temperature [B, 1], sort, top-k, top-p, softmax and exponential race; noise of one generator."""
+    x = logits.float() / temperature
+    if k is not None or p is not None:
+        x, order = x.sort(dim=-1)
+        if k is not None:
+            x = x.masked_fill(x < x.gather(1, x.shape[1] - k[:, None]), -torch.inf)
+        if p is not None:
+            x = x.masked_fill(x.softmax(-1).cumsum(-1) <= 1 - p.float()[:, None], -torch.inf)
+    probabilities = x.softmax(-1)
+    token = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
+    return token if k is None and p is None else order.gather(1, token)
+
+
+def _torch_chain(logits: torch.Tensor, options: dict[str, Any]) -> partial[torch.Tensor]:
+    """What engines run for these options."""
     if not options:
-        return lambda: logits.argmax(-1)
+        return partial(torch.argmax, logits, -1)
     temperature = options["temperature"].float()[:, None]
-    k, p = options.get("top_k"), options.get("top_p")
-
-    def chain() -> torch.Tensor:
-        x = logits.float() / temperature
-        if k is not None or p is not None:
-            x, order = x.sort(dim=-1)
-            if k is not None:
-                x = x.masked_fill(x < x.gather(1, x.shape[1] - k[:, None]), -torch.inf)
-            if p is not None:
-                x = x.masked_fill(x.softmax(-1).cumsum(-1) <= 1 - p.float()[:, None], -torch.inf)
-        probabilities = x.softmax(-1)
-        token = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
-        return token if k is None and p is None else order.gather(1, token)
-
-    return chain
+    return partial(_draw_chain, logits, temperature, options.get("top_k"), options.get("top_p"))
 
 
 _DRAW = ("temperature", "seeds", "positions")
@@ -141,12 +144,12 @@ def _case(logits: torch.Tensor, kind: str, names: tuple[str, ...], bound: float 
     return Case(
         op="sample",
         shape=f"{num_rows}x{VOCAB} {str(logits.dtype).removeprefix('torch.')} {kind}",
-        run=lambda: ops.sample(logits, **options),
+        run=partial(ops.sample, logits, **options),
         gate=_gate(logits, options),
         num_bytes=logits.numel() * (logits.element_size() + (4 if "edits" in names else 0)),
         target=None if bound is None else Target("us", bound),
         baseline=_torch_chain(logits, options) if has_chain else None,
         baseline_name="torch chain" if has_chain else "",
-        variants=[(c, lambda c=c: triton_kernel.sample(logits, config=c, **options)) for c in configs],  # type: ignore[misc]
+        variants=[(config, partial(triton_kernel.sample, logits, config=config, **options)) for config in configs],
         tune_key=("sample", triton_kernel.shape_class(num_rows, VOCAB)),
     )

@@ -1,16 +1,34 @@
-"""How long a launch takes on the GPU: replays of a CUDA graph with a cold L2, medians, and the ceilings of the run."""
+"""How long a launch takes on the GPU: medians of replays of a CUDA graph, and the ceilings of the run.
+
+Each launch finds its inputs outside the L2, as in a step between other layers. An op rotates over copies of its inputs,
+back to back, and pays for what it writes under the launches that follow, as they do for theirs. An op of few bytes
+would need thousands of copies: before each of its launches the L2 is flushed by reading, and the time of the reads
+alone taken off. The reads carry the write-back of the launch before them, which this charges to it although a step
+hides it: `torch.neg` of 4096 x 2048 bf16 took 12.9 us so and 10.1 us rotating, while launches that only read agreed
+within 0.4 us (2026-11-21, one H200); of 1 MiB it is 0.2 us at most.
+"""
 
 import statistics
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from moeyard_kernels.bench.case import with_own_tensors
+
 # More than twice the L2 of an H200 (60 MB).
 _FLUSH_BYTES = 160 << 20
-_COPIES = 16
+# What all sets of a rotation read and write: where half of it is read, that alone evicts as much as a flush.
+_ROTATION_BYTES = 320 << 20
+# An op that moves less would need more than 320 sets.
+_LEAST_ROTATED = 1 << 20
+_LAUNCHES = 16
 _REPLAYS = 15
+# The start of a graph (about 10 us) is taken off a rotation, but where that takes longer, beside which it is nothing.
+_LONG_SECONDS = 5e-3
 
 
 @triton.jit
@@ -37,35 +55,53 @@ class Timer:
         grid = (self._flushed.numel() // block,)
         _read_kernel[grid](self._flushed, self._sink, self._flushed.numel(), BLOCK=block, num_warps=8)
 
-    def seconds(self, run: Callable[[], object]) -> float:
-        """Median time of one `run` after a cold L2: a graph of (flush, run) x n less a graph of (flush) x n, over n."""
+    def seconds(self, run: partial[Any], num_bytes: int) -> float:
+        """Median seconds of one `run`, which moves `num_bytes`; see the module. Copies of its tensors need memory."""
+        if num_bytes < _LEAST_ROTATED:
+            return self._seconds_flushed(run)
+        sets = [with_own_tensors(run) for _ in range(max(2, -(-_ROTATION_BYTES // num_bytes)))]
+        launches = sets * -(-_LAUNCHES // len(sets))
+
+        def turns(count: int) -> Callable[[], object]:
+            # As a list: an output let go at once would be the next one's memory, in the L2 and never written back.
+            return lambda: [launch() for _ in range(count) for launch in launches]
+
+        [once] = _medians([turns(1)], replays=3)
+        if once > _LONG_SECONDS:
+            [once] = _medians([turns(1)])
+            return once / len(launches)
+        once, thrice = _medians([turns(1), turns(3)])
+        return (thrice - once) / 2 / len(launches)
+
+    def _seconds_flushed(self, run: partial[Any]) -> float:
+        """A graph of (flush, run) x n less a graph of (flush) x n, over n."""
 
         def both() -> None:
-            for _ in range(_COPIES):
+            for _ in range(_LAUNCHES):
                 self.flush()
                 run()
 
         def flush_only() -> None:
-            for _ in range(_COPIES):
+            for _ in range(_LAUNCHES):
                 self.flush()
 
-        run()
-        with_run, without = self._median([both, flush_only], replays=_REPLAYS)
-        return max(with_run - without, 0.0) / _COPIES
+        with_run, without = _medians([both, flush_only])
+        return max(with_run - without, 0.0) / _LAUNCHES
 
-    def _median(self, bodies: list[Callable[[], object]], *, replays: int) -> list[float]:
-        """Seconds per replay of each body, replayed in turns so that drift meets all alike."""
-        graphs = [capture(body) for body in bodies]
-        times: list[list[float]] = [[] for _ in graphs]
-        for _ in range(replays + 2):
-            for graph, found in zip(graphs, times, strict=True):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                found.append(begin.elapsed_time(end) * 1e-3)
-        return [statistics.median(found[2:]) for found in times]
+
+def _medians(bodies: list[Callable[[], object]], *, replays: int = _REPLAYS) -> list[float]:
+    """Seconds per replay of each body's graph, replayed in turns so that drift meets all alike."""
+    graphs = [capture(body) for body in bodies]
+    times: list[list[float]] = [[] for _ in graphs]
+    for _ in range(replays + 2):
+        for graph, found in zip(graphs, times, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end) * 1e-3)
+    return [statistics.median(found[2:]) for found in times]
 
 
 def copy_bandwidth() -> float:

@@ -30,10 +30,14 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, name: str) -> None:
     check_devices(op, **{"x": x, name: weight})
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, static_weight: bool = False
+) -> torch.Tensor:
     """x [M, K] @ weight [N, K].T + bias [N] -> [M, N]; fp32 or bf16, all alike. M may be 0; `weight` may be packed.
 
-    Sums and the bias are fp32, with one rounding to the dtype at the end.
+    Sums and the bias are fp32, with one rounding to the dtype at the end. static_weight: the caller knows that no
+    launch still at work writes `weight`, as with a model's weights while it serves; a GPU may then read it before the
+    launches ahead have ended. A weight that one of them writes would be read half old, half new.
     """
     _check("linear", x, weight, "weight")
     if bias is not None:
@@ -44,14 +48,17 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         # Triton is loaded only where there is a GPU to run it.
         from moeyard_kernels import linear as triton_kernel
 
-        return triton_kernel.linear(x, weight, bias)
+        return triton_kernel.linear(x, weight, bias, static_weight=static_weight)
     return _linear.linear(x, weight, bias)
 
 
-def linear_pair(x: torch.Tensor, weight_a: torch.Tensor, weight_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def linear_pair(
+    x: torch.Tensor, weight_a: torch.Tensor, weight_b: torch.Tensor, *, static_weight: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(linear(x, weight_a), linear(x, weight_b)), bit for bit, in one launch on a GPU.
 
     For two projections of one input: q_a and kv_a, gate and up. x [M, K], weight_a [Na, K], weight_b [Nb, K].
+    static_weight: as in `linear`.
     """
     _check("linear_pair", x, weight_a, "weight_a")
     _check("linear_pair", x, weight_b, "weight_b")
@@ -59,5 +66,5 @@ def linear_pair(x: torch.Tensor, weight_a: torch.Tensor, weight_b: torch.Tensor)
         # As above.
         from moeyard_kernels import linear as triton_kernel
 
-        return triton_kernel.linear_pair(x, weight_a, weight_b)
+        return triton_kernel.linear_pair(x, weight_a, weight_b, static_weight=static_weight)
     return _linear.linear(x, weight_a), _linear.linear(x, weight_b)

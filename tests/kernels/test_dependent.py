@@ -1,0 +1,107 @@
+"""Launches that begin before the one ahead has ended give the bits of launches one at a time."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from moeyard_kernels import linear, ops
+from moeyard_kernels.bench.case import assert_bits
+from moeyard_kernels.bench.timing import capture
+from moeyard_kernels.dependent import dependent
+from moeyard_kernels.linear_configs import CONFIGS
+
+GPU_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="only GPUs launch one kernel beside another")
+HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 1024, 256, 16, 4, 6
+
+
+def rows(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+def layer_weights() -> dict[str, torch.Tensor]:
+    spread = HIDDEN**-0.5
+    return {
+        "norm": rows(HIDDEN),
+        "up": rows(2 * INNER, HIDDEN, scale=spread),
+        "down": rows(HIDDEN, INNER, scale=INNER**-0.5),
+        "gate": rows(EXPERTS, HIDDEN, scale=spread),
+        "experts_up": rows(EXPERTS, 2 * INNER, HIDDEN, scale=spread),
+        "experts_down": rows(EXPERTS, HIDDEN, INNER, scale=INNER**-0.5),
+    }
+
+
+def chain(
+    x: torch.Tensor, layers: list[dict[str, torch.Tensor]], between: Callable[[], None]
+) -> tuple[torch.Tensor, ...]:
+    """Layers of a model, each launch of which reads what the last few wrote; `between` is called after every op."""
+    slots = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
+    seen = []
+
+    def done(value):  # type: ignore[no-untyped-def]
+        between()
+        return value
+
+    for w in layers:
+        normed = done(ops.rms_norm(x, w["norm"], 1e-6))
+        first, second = done(ops.linear_pair(normed, w["up"][:INNER], w["up"][INNER:], static_weight=True))
+        shared = done(ops.silu_mul(torch.cat((first, second), 1)))
+        shared = done(ops.linear(shared, w["down"], static_weight=True))
+        logits = done(ops.linear(normed, w["gate"], static_weight=True)).float()
+        weights, ids = done(ops.topk_gate(logits, top_k=TOP_K, scoring="softmax", renormalize=True))
+        layout = done(ops.expert_layout(ids, slots, num_slots=EXPERTS, block_rows=16))
+        routed = done(ops.grouped_gemm(normed, w["experts_up"], w["experts_down"], layout, top_k=TOP_K))
+        routed = done(ops.moe_weighted_reduce(routed.view(len(x), TOP_K, HIDDEN), weights))
+        x = done(ops.residual_add_scaled(x, shared, routed, 0.5))
+        seen += [weights, ids, x]
+    return tuple(seen)
+
+
+@GPU_ONLY
+@pytest.mark.parametrize("num_rows", [1, 8, 64, 500])
+def test_a_chain_of_launches_equals_one_launch_at_a_time(num_rows: int) -> None:
+    layers = [layer_weights() for _ in range(LAYERS)]
+    x = rows(num_rows, HIDDEN)
+    results = []
+    graph = capture(lambda: results.append(chain(x, layers, lambda: None)))
+    for i in range(20):
+        x.copy_(rows(num_rows, HIDDEN))
+        wanted = chain(x, layers, torch.cuda.synchronize)
+        assert_bits(f"eager {i}", chain(x, layers, lambda: None), wanted)
+        # What a launch finds that does not wait.
+        for value in results[-1]:
+            value.zero_()
+        graph.replay()
+        assert_bits(f"replay {i}", results[-1], wanted)
+
+
+@GPU_ONLY
+@pytest.mark.parametrize("num_rows", [1, 16, 64, 500])
+def test_a_weight_written_by_the_launch_ahead_is_complete(num_rows: int) -> None:
+    """Which is what `static_weight` would promise not to happen."""
+    x, weight, scale = rows(num_rows, 2048), rows(5120, 2048), rows(5120)
+    wanted = linear.linear(x, weight * scale[:, None])
+    for config in (None, *linear.configs_for(num_rows)):
+        for _ in range(5):
+            scaled = torch.empty_like(weight)
+            scaled.copy_(weight)
+            ops.scale_rows_(scaled, scale)
+            assert_bits(f"{config}", linear.linear(x, scaled, config=config), wanted)
+
+
+@GPU_ONLY
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c["TMA"] == 2], ids=str)
+def test_a_static_weight_gives_the_same_bits(config: dict[str, int]) -> None:
+    for num_rows, num_out, dim in ((1, 2112, 7168), (7, 5120, 2048), (64, 520, 1000)):
+        x, y, weight = rows(num_rows, dim), rows(num_rows, dim), rows(num_out, dim, scale=dim**-0.5)
+        torch.cuda.synchronize()
+        wanted = linear.linear(torch.add(x, y), weight)
+        for _ in range(5):
+            # The launch ahead writes x.
+            total = ops.residual_add_scaled(x, y, y, 0.0)
+            got = linear.linear(total, weight, config=config, static_weight=True)
+            assert_bits(f"{num_rows} rows, {num_out} x {dim}", got, wanted)
+
+
+def test_nothing_is_asked_for_without_a_gpu() -> None:
+    assert dict(dependent(torch.zeros(1))) == {}
