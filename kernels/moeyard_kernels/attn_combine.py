@@ -10,7 +10,7 @@ import triton.language as tl
 
 from moeyard_kernels.decode_plan import DecodeTables
 from moeyard_kernels.decode_tables import UNFUSED, split_span
-from moeyard_kernels.dependent import dependent, wait_for_previous
+from moeyard_kernels.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.launch import finish, interpreted, new_output
 
 # Splits read at once and columns per program: for loads in flight, no part of the order.
@@ -35,6 +35,7 @@ def _attn_combine_kernel(  # type: ignore[no-untyped-def]
     p_out: [N, D]. Grid: (ceil(N / BX), ceil(D / BD)).
     """
     wait_for_previous()
+    let_next_begin()
     o_x = tl.program_id(0) * BX + tl.arange(0, BX)
     o_d, o_s = tl.program_id(1) * BD + tl.arange(0, BD), tl.arange(0, BS)
     m_x, m_d = o_x < N, o_d < D

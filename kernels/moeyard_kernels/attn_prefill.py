@@ -21,7 +21,6 @@ import triton.language as tl
 from moeyard_kernels import launch, tuning
 from moeyard_kernels.attn_prefill_hopper import MAX_REGISTERS, attn_prefill_hopper_kernel
 from moeyard_kernels.decode_plan import BLOCK
-from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.prefill_configs import CONFIGS as CONFIGS
 from moeyard_kernels.prefill_configs import OP, default_config, shape_class, split_dim, suits_hopper
 from moeyard_kernels.prefill_plan import TILE, PrefillPlan
@@ -112,7 +111,6 @@ def _attn_prefill_kernel(  # type: ignore[no-untyped-def]
     Programs run about in the order of their ids: for `num_near` heads the longest first, then for as many others, so
     that the keys in use are few enough for the L2.
     """
-    wait_for_previous()
     i_pair = tl.program_id(0) % (num_near * num_parts)
     i_h = tl.program_id(0) // (num_near * num_parts) * num_near + i_pair % num_near
     i_part = i_pair // num_near
@@ -243,7 +241,7 @@ def attn_prefill_varlen(
                 *(x.gluon_descriptor() for x in (queries, rest, keys, rope, values)), out, lse, *index,
                 c, queries.head, keys.head, rope.head, values.head, *sizes,
                 **shape, LSE=return_lse, STAGES=config["num_stages"], NO_SCORE=_NO_SCORE.value, UNSEEN=_UNSEEN.value,
-                num_warps=4, maxnreg=MAX_REGISTERS, **dependent(q),
+                num_warps=4, maxnreg=MAX_REGISTERS,
             )  # fmt: skip
         else:
             _attn_prefill_kernel[grid](
@@ -252,7 +250,7 @@ def attn_prefill_varlen(
                 keys.row, keys.head, rope.row, rope.head, values.row, values.head, *sizes,
                 **shape, BM=config["BM"], PARTS=parts, WINDOW=plan.window is not None, TMA=tma, LSE=return_lse,
                 WIDE=launch.interpreted() and q.dtype == torch.bfloat16, STAGES=config["num_stages"],
-                num_warps=config["num_warps"], num_stages=config["num_stages"], **dependent(q),
+                num_warps=config["num_warps"], num_stages=config["num_stages"],
             )  # fmt: skip
     out = launch.finish(out, q.dtype)
     return (out, lse) if return_lse else out

@@ -15,8 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moeyard_kernels.dependent import gluon_wait_for_previous
-
 # Registers a thread: of the compiled kernel, and of the second group and the copying warp while they work apart (the
 # first group takes what is left).
 MAX_REGISTERS = 168
@@ -173,7 +171,6 @@ def attn_prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     LSE: gl.constexpr, STAGES: gl.constexpr, NO_SCORE: gl.constexpr, UNSEEN: gl.constexpr,
 ):  # fmt: skip
     """One program computes one tile (128 queries) of one head; arguments and order as `_attn_prefill_kernel`."""
-    gluon_wait_for_previous()
     i_pair = gl.program_id(0) % (num_near * num_parts)
     i_h = gl.program_id(0) // (num_near * num_parts) * num_near + i_pair % num_near
     i_tile = i_pair // num_near

@@ -1,10 +1,14 @@
 """Programmatic dependent launch: a kernel is launched while the one before it in the stream still runs.
 
-Every kernel here calls `wait_for_previous` before it reads or writes memory of the caller (what may come first says so
-where it stands) and is launched with `dependent(x)`. Only what precedes the call then overlaps: the launch itself and
-the first instructions, about 1 us of each launch on an H200. A launch whose programs have all got here lets the next
-one begin; as each waits for the completion of its predecessor, completion is still in order for the whole stream.
-Kernels of others are not launched early, and wait for ours as ever. Needs Hopper or later; elsewhere nothing changes.
+A kernel launched with `dependent(x)` calls `wait_for_previous` before it reads or writes memory of the caller (what may
+come first says so where it stands). Its launch overlaps with the end of the kernel ahead: all of it, about 1 us on an
+H200, if that one called `let_next_begin`, a little otherwise. As each waits for its predecessor to complete, completion
+stays in order for the whole stream. Kernels of others are not launched early, and wait for ours as ever. Needs Hopper
+or later; elsewhere nothing changes.
+
+Which kernel does what was measured (docs/kernels.md): those of many short programs do both, so does the skinny
+product; products, decode and sampling only wait, and those that several to a multiprocessor share work out evenly
+do neither, for programs that come early settle unevenly (`gqa_decode` took 315 us, 270 without).
 """
 
 import functools
@@ -26,10 +30,17 @@ _EARLY: Mapping[str, bool] = MappingProxyType({"launch_pdl": True})
 
 @triton.jit
 def wait_for_previous():  # type: ignore[no-untyped-def]
-    """Wait until all memory that the launches before this one write is visible, then let the next one begin."""
+    """Wait until all memory that the launches before this one write is visible."""
     if not INTERPRETED:  # noqa: SIM102 - the interpreter would run the condition too
         if cuda_capability_geq(9, 0):
             tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_begin():  # type: ignore[no-untyped-def]
+    """The next launch may begin, once all programs got here: in what multiprocessors have left, and up to its wait."""
+    if not INTERPRETED:  # noqa: SIM102 - as above
+        if cuda_capability_geq(9, 0):
             tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -37,6 +48,11 @@ def wait_for_previous():  # type: ignore[no-untyped-def]
 def gluon_wait_for_previous():  # type: ignore[no-untyped-def]
     """`wait_for_previous` for kernels in Gluon, which are Hopper's."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def gluon_let_next_begin():  # type: ignore[no-untyped-def]
+    """`let_next_begin`, likewise."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -30,7 +30,6 @@ from moeyard_kernels.decode_tables import (
     sum_over_keys,
     work_ends,
 )
-from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.launch import interpreted
 from moeyard_kernels.rounding import round_to
 
@@ -46,7 +45,6 @@ def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
 
     G query heads share a key head; row m of a tile's Q G is query m // G, head m % G of the group.
     """
-    wait_for_previous()
     TILES: tl.constexpr = (Q * G + BM - 1) // BM
     HEADS: tl.constexpr = H // G
     AXIS: tl.constexpr = 0 if SWAP else 1
@@ -175,6 +173,6 @@ def gqa_decode(
             BB=triton.next_power_of_2(sequences), BQ=triton.next_power_of_2(queries),
             BD=max(16, triton.next_power_of_2(dim)), BV=max(16, triton.next_power_of_2(dim_v)),
             BM=config["BM"], SWAP=bool(config["SWAP"]), UPCAST=interpreted(),
-            num_warps=config["num_warps"], num_stages=config["num_stages"], **UNFUSED, **dependent(q),
+            num_warps=config["num_warps"], num_stages=config["num_stages"], **UNFUSED,
         )  # fmt: skip
     return combine_splits(partial, lse, dtype=q.dtype, heads=heads, tables=tables, split=split)

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeyard_kernels import launch, tuning
-from moeyard_kernels.dependent import dependent, wait_for_previous
+from moeyard_kernels.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.ref.expert_layout import ExpertLayout
 from moeyard_kernels.rounding import product, round_to
 from moeyard_kernels.silu_mul import silu_mul_values
@@ -152,8 +152,8 @@ def _expert_kernel(  # type: ignore[no-untyped-def]
     is computed as half a block. Grid: (most blocks * ceil(N / BN),).
     """
     if GATED:
-        # The launch for "down" may then read the layout before it waits: it was complete for this one.
-        wait_for_previous()
+        # The launch for "down" may read the layout before it waits, for this one begins when the layout is complete.
+        let_next_begin()
     i_b = tl.program_id(0) // tl.cdiv(N, BN)
     i_n = tl.program_id(0) % tl.cdiv(N, BN)
     if i_b >= tl.load(p_num_blocks):
@@ -178,10 +178,12 @@ def _launch(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertL
     d_w: Any = w
     if meta["TMA"]:
         d_w = TensorDescriptor.from_tensor(w.view(-1, num_out, dim), [2 if top_k else 1, cfg["BN"], cfg["BK"]])
+    if top_k == 0:
+        meta |= dependent(w)
     grid = (layout.slot_of_block.shape[0] * triton.cdiv(num_out, cfg["BN"]),)
     _expert_kernel[grid](
         a, w, d_w, layout.pairs, layout.slot_of_block, layout.num_blocks, out, N=num_out, K=dim, TOP_K=max(top_k, 1),
-        GATED=top_k > 0, BM=layout.block_rows, **meta, **dependent(w),
+        GATED=top_k > 0, BM=layout.block_rows, **meta,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeyard_kernels import launch, linear_skinny, tuning
 from moeyard_kernels.dependent import dependent, wait_for_previous
-from moeyard_kernels.linear_configs import CONFIGS, FP32_CONFIGS, MISALIGNED, configs_for, default_config, shape_class
+from moeyard_kernels.linear_configs import CONFIGS, FP32_CONFIGS, configs_for, default_config, plain_config, shape_class
 from moeyard_kernels.linear_schedule import Schedule, schedule, tile_cycles
 from moeyard_kernels.rounding import product
 from moeyard_kernels.tuning import Config
@@ -190,7 +190,7 @@ def _launch_skinny(
 ) -> None:
     d_x = linear_skinny.descriptor(x, chosen["BM"])
     d_wa, d_wb = (linear_skinny.descriptor(weight, chosen["BN"]) for weight in (weights[0], weights[-1]))
-    linear_skinny.linear_skinny_kernel[(min(tiles, chosen["PER_SM"] * _num_programs(x)),)](
+    linear_skinny.linear_skinny_kernel[(min(tiles, _num_programs(x)),)](
         d_x, d_wa, d_wb, *rest, BM=chosen["BM"], BN=chosen["BN"], SUB=chosen["BK"] // linear_skinny.COLUMNS,
         STAGES=chosen["num_stages"], **flags, **dependent(x),
     )  # fmt: skip
@@ -220,7 +220,7 @@ def _run(
         return tuple(launch.finish(out, x.dtype) for out in outs)
     chosen = chosen or _choose(x, num_out)
     if (chosen["TMA"] and not _fits_stream(x, *weights)) or (chosen["TMA"] == 2 and not linear_skinny.suits(x)):
-        chosen = MISALIGNED
+        chosen = plain_config(num_rows)
     rows = triton.cdiv(num_rows, chosen["BM"])
     tiles = rows * sum(triton.cdiv(n, chosen["BN"]) for n in num_out)
     if tiles > launch.MAX_GRID_X:

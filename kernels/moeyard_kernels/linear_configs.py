@@ -1,8 +1,8 @@
 """The tiles that `linear` may run with, and which of them are worth trying for a shape. All give the same bits.
 
 TMA 0 is `linear._tiles_kernel`, 1 `linear._stream_kernel`, with PER_SM programs per multiprocessor and tail tiles of
-BMT x BNT (none if 0), 2 `linear_skinny`, with at most PER_SM programs per multiprocessor. Numbers of stages fill the
-227 KB of shared memory of Hopper, or half of them, so that the next launch finds room while this one runs.
+BMT x BNT (none if 0), 2 `linear_skinny`. Numbers of stages fill the 227 KB of shared memory of Hopper, or less than
+half of them where the next launch's programs are to fit beside this one's.
 """
 
 import triton
@@ -24,31 +24,25 @@ def _stream(
     )  # fmt: skip
 
 
-def _skinny(BM: int, BN: int, BK: int, *, num_stages: int, PER_SM: int = 1) -> Config:
-    return config(BM=BM, BN=BN, BK=BK, TMA=2, PER_SM=PER_SM, num_warps=4, num_stages=num_stages)
+def _skinny(BM: int, BN: int, BK: int, *, num_stages: int) -> Config:
+    return config(BM=BM, BN=BN, BK=BK, TMA=2, num_warps=4, num_stages=num_stages)
 
 
 _NARROW = (
-    *(
-        _skinny(*tile, num_stages=stages, PER_SM=n)
-        for *tile, stages in (
-            (8, 16, 256, 8), (8, 32, 256, 5), (8, 64, 128, 5),
-            (16, 16, 256, 6), (16, 32, 256, 4), (16, 64, 128, 5),
-            (32, 16, 256, 4), (32, 32, 256, 3), (32, 64, 128, 4),
-            (64, 16, 128, 5), (64, 32, 128, 4), (64, 64, 128, 3),
-        )
-        for n in (1, 2)
-    ),
-    *(
-        _skinny(*tile, num_stages=stages)
-        for *tile, stages in (
-            (8, 16, 256, 16), (8, 32, 256, 10), (8, 64, 256, 6),
-            (16, 16, 256, 12), (16, 32, 256, 9), (16, 64, 256, 5),
-            (32, 16, 256, 9), (32, 32, 256, 6), (32, 64, 256, 4),
-            (64, 16, 256, 5), (64, 32, 256, 4), (64, 64, 128, 7),
-        )
-    ),
-)  # fmt: skip
+    _skinny(8, 16, 512, num_stages=4),
+    _skinny(8, 16, 256, num_stages=8),
+    _skinny(8, 32, 256, num_stages=10),
+    _skinny(8, 64, 256, num_stages=6),
+    _skinny(16, 16, 256, num_stages=6),
+    _skinny(16, 32, 256, num_stages=9),
+    _skinny(16, 64, 256, num_stages=5),
+    _skinny(32, 16, 256, num_stages=9),
+    _skinny(32, 32, 256, num_stages=6),
+    _skinny(32, 64, 256, num_stages=4),
+    _skinny(64, 16, 256, num_stages=5),
+    _skinny(64, 32, 256, num_stages=4),
+    _skinny(64, 64, 128, num_stages=7),
+)
 _SKINNY = (
     _tiles(16, 64, 128, num_stages=6),
     _tiles(16, 64, 64, num_stages=8),
@@ -83,11 +77,18 @@ _WIDE = (
     _stream(128, 128, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=1),
     _stream(128, 128, 64, num_stages=6, BMT=128, BNT=64),
 )
-# For what tensor descriptors cannot describe.
-MISALIGNED = _tiles(128, 128, 64, num_stages=3, SWAP=0)
+# (up to so many rows, by narrow slices, by wide ones)
+_FEW = (
+    (8, _NARROW[0], _NARROW[3]),
+    (16, _NARROW[4], _NARROW[6]),
+    (32, _NARROW[7], _NARROW[9]),
+    (64, _NARROW[8], _NARROW[12]),
+)
+# For what tensor descriptors cannot describe, and for few rows on other GPUs than Hopper.
+_MISALIGNED = _tiles(128, 128, 64, num_stages=3, SWAP=0)
 # fp32 runs on the plain cores, which is slow however it is cut: one tile for few rows, one for many.
 FP32_CONFIGS = (_tiles(16, 32, 32, num_stages=2, SWAP=0), _tiles(64, 64, 32, num_warps=8, num_stages=2, SWAP=0))
-CONFIGS: tuple[Config, ...] = (*_NARROW, *_SKINNY, *_MIDDLE, *_WIDE, MISALIGNED, *FP32_CONFIGS)
+CONFIGS: tuple[Config, ...] = (*_NARROW, *_SKINNY, *_MIDDLE, *_WIDE, _MISALIGNED, *FP32_CONFIGS)
 
 # Counts of rows that get a config of their own.
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -109,10 +110,18 @@ def configs_for(num_rows: int) -> tuple[Config, ...]:
     return (*(c for c in _SKINNY if c["BM"] == max(rows, 16)), *narrow)
 
 
+def plain_config(num_rows: int) -> Config:
+    """The config for what may be misaligned, on any GPU."""
+    if num_rows > 64:
+        return _MISALIGNED
+    return next(c for c in _SKINNY if c["TMA"] == 0 and num_rows <= c["BM"])
+
+
 def default_config(num_rows: int, num_out: int) -> Config:
     """The config of bf16 shapes that nobody tuned."""
     if num_rows <= 64:
-        return configs_for(num_rows)[0]
+        # Slices of 64 columns, if the weight has enough of them to occupy half of the multiprocessors.
+        return next(wide if num_out >= 66 * 64 else narrow for rows, narrow, wide in _FEW if num_rows <= rows)
     # Tiles as large as still give a program to nearly every multiprocessor of an H200.
     columns = triton.cdiv(num_out, 256)
     if triton.cdiv(num_rows, 128) * columns >= 110:

@@ -6,8 +6,6 @@ of 2112 needs to occupy 132 multiprocessors. One warp copies, four multiply. Of 
 (STATIC), copies begin while the launch before still runs: all the buffers hold, up to 100 KB of each multiprocessor.
 """
 
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moeyard_kernels.dependent import gluon_wait_for_previous
+from moeyard_kernels.dependent import gluon_let_next_begin, gluon_wait_for_previous
 
 # What one copy brings of K: 128 bytes, as far as shared memory is swizzled.
 COLUMNS = 64
@@ -72,12 +70,14 @@ def _copy(  # type: ignore[no-untyped-def]
     BYTES: gl.constexpr = (BM + BN) * SUB * _COLUMNS * 2
     if not STATIC:
         gluon_wait_for_previous()
+        gluon_let_next_begin()
     num_first = gl.minimum(num_steps, STAGES)
     for i in range(num_first):
         _, i_n, second, i_k = _place(i, M, NA, num_k, BM, BN, PAIR)
         _copy_weight(d_wa, d_wb, s_w, e, i_n, second, i_k, i, SUB, BYTES, PAIR)
     if STATIC:
         gluon_wait_for_previous()
+        gluon_let_next_begin()
     for i in range(num_first):
         i_m, _, _, i_k = _place(i, M, NA, num_k, BM, BN, PAIR)
         _copy_rows(d_x, s_x, e, i_m, i_k, i, SUB)
@@ -174,9 +174,3 @@ def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
 def suits(x: torch.Tensor) -> bool:
     """Whether the kernel can run: in bf16, on Hopper."""
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) == (9, 0)
-
-
-def shared_bytes(config: Any) -> int:
-    """What a program takes of a multiprocessor's 227 KB."""
-    rows = config["num_stages"] * config["BK"] // COLUMNS
-    return ((rows + 64 // config["BM"] - 1) * config["BM"] + rows * config["BN"]) * 2 * COLUMNS + 1024

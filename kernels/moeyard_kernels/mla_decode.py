@@ -32,7 +32,7 @@ from moeyard_kernels.decode_tables import (
     sum_over_keys,
     work_ends,
 )
-from moeyard_kernels.dependent import dependent, wait_for_previous
+from moeyard_kernels.dependent import dependent
 from moeyard_kernels.launch import interpreted
 from moeyard_kernels.mla_decode_hopper import mla_decode_hopper_kernel
 from moeyard_kernels.mla_decode_pairs import descriptors, mla_decode_pairs_kernel
@@ -47,7 +47,6 @@ def _mla_decode_kernel(  # type: ignore[no-untyped-def]
     BR: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Programs take (sequence, split, tile of rows) in turns. p_out: [B, S, Q H, R], p_lse: [B, S, Q H]."""
-    wait_for_previous()
     M: tl.constexpr = Q * H
     TILES: tl.constexpr = (M + BM - 1) // BM
     AXIS: tl.constexpr = 0 if SWAP else 1
@@ -188,7 +187,7 @@ def mla_decode(
         sizes = {
             "Q": queries, "H": heads, "SPLIT": split,
             "BB": triton.next_power_of_2(sequences), "BQ": triton.next_power_of_2(queries),
-            "num_warps": config["num_warps"], **UNFUSED, **dependent(q_latent),
+            "num_warps": config["num_warps"], **UNFUSED,
         }  # fmt: skip
         tile = {
             "R": rank, "D": q_rope.shape[2], "PAGE": tables.page_size, "BN": BLOCK, "LOG2_BN": BLOCK.bit_length() - 1,
@@ -203,7 +202,9 @@ def mla_decode(
         if kind == 2:
             mla_decode_pairs_kernel[grid](*descriptors(q_latent, q_rope, latent_cache), latent_cache, *tail, **sizes)
         elif kind:
-            mla_decode_hopper_kernel[grid](q_latent, q_rope, latent_cache, *tail, **sizes, **tile)
+            mla_decode_hopper_kernel[grid](
+                q_latent, q_rope, latent_cache, *tail, **sizes, **tile, **dependent(q_latent)
+            )
         else:
             _mla_decode_kernel[grid](
                 q_latent, q_rope, latent_cache, *tail, **sizes, **tile,

@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moeyard_kernels.dependent import gluon_wait_for_previous
 from moeyard_kernels.mla_decode_hopper import find_work, sum_over_keys, work_ends
 
 # Barriers. Of block 0 and 1 of a pair: the left and the right half of the keys is there, group 0 and 1 is done with it,
@@ -232,7 +231,6 @@ def mla_decode_pairs_kernel(  # type: ignore[no-untyped-def]
     d_q [B Q H, 512] in blocks of [64, 256], d_qr [B Q H, 64] of [64, 64]; d_latent and d_rope are the cache
     [num_pages 64, 576] in blocks of [64, 256] and [64, 64].
     """
-    gluon_wait_for_previous()
     s_q0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 256], d_q.layout)
     s_q1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 256], d_q.layout)
     s_qr = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], d_qr.layout)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.dependent import dependent, wait_for_previous
+from moeyard_kernels.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.launch import MAX_GRID_X, finish, new_output
 from moeyard_kernels.rms_norm import NUM_WARPS, norm_rows, row_tile
 from moeyard_kernels.rows import check_rows
@@ -20,6 +20,7 @@ def _mla_split_qkv_a_norm_kernel(  # type: ignore[no-untyped-def]
     Grid: (num_q_blocks + ceil(num_rows / BRKV),), num_q_blocks = ceil(num_rows / BRQ).
     """
     wait_for_previous()
+    let_next_begin()
     i_block = tl.program_id(0)
     if i_block < num_q_blocks:
         norm_rows(p_x, p_q_weight, p_q, i_block, num_rows, stride_x, DQ, DQ, eps, BR=BRQ, BD=BDQ)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import tuning
-from moeyard_kernels.dependent import dependent, wait_for_previous
+from moeyard_kernels.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.launch import MAX_GRID_X, MAX_GRID_Y, check_layout, finish, new_output
 from moeyard_kernels.rounding import round_to
 
@@ -30,6 +30,7 @@ def default_config(num_rows: int, hidden: int) -> tuning.Config:
 def _residual_add_scaled_kernel(p_hidden, p_shared, p_routed, p_out, scale, H, BH: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program sums one row's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
     wait_for_previous()
+    let_next_begin()
     i_t = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     m_h = o_h < H

@@ -8,13 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.dependent import dependent, wait_for_previous
+from moeyard_kernels.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.launch import MAX_GRID_X, MAX_GRID_Y, check_layout, finish, new_output
 from moeyard_kernels.rounding import round_to
 from moeyard_kernels.rows import check_rows, row_strides
 
-# Elements per program, and warps: one 16-byte load per thread at the least.
-_TILE, NUM_WARPS = 2048, 8
+# Elements per program, and warps: two 16-byte loads per thread at the least, whose programs fill a multiprocessor twice
+# as deep as one would (9.9 us of 10.4 at 4096 x 2048 on an H200).
+_TILE, NUM_WARPS = 2048, 4
 
 
 def row_tile(dim: int) -> tuple[int, int]:
@@ -53,6 +54,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
 ):
     """Rows (a, b) for a in [i_a BR, i_a BR + BR) and one b. Grid: (ceil(A / BR), B)."""
     wait_for_previous()
+    let_next_begin()
     i_b = tl.program_id(1).to(tl.int64)
     norm_rows(
         p_x + i_b * stride_b, p_weight, p_out + i_b * D, tl.program_id(0), A, stride_a, B * D, D, eps, BR=BR, BD=BD
@@ -65,6 +67,7 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
 ):
     """Rows [i_r BR, i_r BR + BR) of contiguous [num_rows, D]. Grid: (ceil(num_rows / BR),)."""
     wait_for_previous()
+    let_next_begin()
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
     m_d = o_d < D

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import tuning
-from moeyard_kernels.dependent import dependent, wait_for_previous
+from moeyard_kernels.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.launch import MAX_GRID_X, MAX_GRID_Y, finish, new_output
 from moeyard_kernels.rounding import round_to
 from moeyard_kernels.rows import check_rows
@@ -99,6 +99,7 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Grid: (T, ceil(N / BN))."""
     wait_for_previous()
+    let_next_begin()
     i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rotate_block(
         p_x, p_cos, p_sin, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, HALF,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import tuning
-from moeyard_kernels.dependent import dependent, wait_for_previous
+from moeyard_kernels.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.launch import check_indices, finish
 from moeyard_kernels.rope import CONFIGS as CONFIGS
 from moeyard_kernels.rope import half_block, launch_plan, rotate_block, rotated_heads, store_halves
@@ -31,6 +31,7 @@ def _gqa_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Query heads [i_n BN, i_n BN + BN) of one token, or its keys and values. Grid: (T, num_q_blocks + 1)."""
     wait_for_previous()
+    let_next_begin()
     i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if i_n < num_q_blocks:
         rotate_block(
@@ -63,6 +64,7 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Query heads [i_n BN, i_n BN + BN) of one token, or its latent and shared key. Grid: (T, num_q_blocks + 1)."""
     wait_for_previous()
+    let_next_begin()
     i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if i_n < num_q_blocks:
         rotate_block(

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import tuning
-from moeyard_kernels.dependent import dependent, wait_for_previous
+from moeyard_kernels.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.launch import MAX_GRID_X, MAX_GRID_Y, finish, new_output
 from moeyard_kernels.rounding import round_to
 from moeyard_kernels.rows import check_rows
@@ -37,6 +37,7 @@ def silu_mul_values(b_gate, b_up, DTYPE: tl.constexpr):  # type: ignore[no-untyp
 def _silu_mul_kernel(p_x, p_out, stride_x, I, BI: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
     """One program activates one row's columns [i_i BI, i_i BI + BI). Grid: (M, ceil(I / BI))."""
     wait_for_previous()
+    let_next_begin()
     i_m = tl.program_id(0).to(tl.int64)
     o_i = tl.program_id(1) * BI + tl.arange(0, BI)
     m_i = o_i < I

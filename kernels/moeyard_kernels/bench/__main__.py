@@ -133,7 +133,7 @@ def tune(ops: Sequence[str]) -> int:
         op, shape_class = case.tune_key
         table.setdefault(op, {})[shape_class] = best[1]
         ranking = ", ".join(f"{s * 1e6:.1f} {c}" for s, c in sorted(timed, key=lambda pair: pair[0])[:4])
-        print(f"{op} {case.shape} [{shape_class}]: {ranking}; slowest {max(timed)[0] * 1e6:.1f}", flush=True)
+        print(f"{op} {case.shape} [{shape_class}]: {ranking}; slowest {max(s for s, _ in timed) * 1e6:.1f}", flush=True)
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     return 1 if red else 0

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels.bench.case import with_own_tensors
+from moeyard_kernels.dependent import dependent, let_next_begin, wait_for_previous
 
 # More than twice the L2 of an H200 (60 MB).
 _FLUSH_BYTES = 160 << 20
@@ -34,6 +35,9 @@ _LONG_SECONDS = 5e-3
 @triton.jit
 def _read_kernel(p_x, p_out, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Read [i BLOCK, i BLOCK + BLOCK) of int32 and store something only if it holds a value that it never does."""
+    # As the kernel ahead in a step would: the one that is timed begins its launch beside it.
+    wait_for_previous()
+    let_next_begin()
     o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_x = tl.load(p_x + o_x, mask=o_x < N, other=0)
     top = tl.max(b_x, 0)
@@ -53,7 +57,9 @@ class Timer:
         """Evict what the L2 holds by reading other memory, which leaves no lines to write back."""
         block = 8192
         grid = (self._flushed.numel() // block,)
-        _read_kernel[grid](self._flushed, self._sink, self._flushed.numel(), BLOCK=block, num_warps=8)
+        _read_kernel[grid](
+            self._flushed, self._sink, self._flushed.numel(), BLOCK=block, num_warps=8, **dependent(self._flushed)
+        )
 
     def seconds(self, run: partial[Any], num_bytes: int) -> float:
         """Median seconds of one `run`, which moves `num_bytes`; see the module. Copies of its tensors need memory."""
