@@ -7,8 +7,8 @@ stays in order for the whole stream. Kernels of others are not launched early, a
 or later; elsewhere nothing changes.
 
 Which kernel does what was measured (docs/kernels.md): those of many short programs do both, so does the skinny
-product; products, decode and sampling only wait, and those that several to a multiprocessor share work out evenly
-do neither, for programs that come early settle unevenly (`gqa_decode` took 315 us, 270 without).
+product; other products, latent decode of few heads and sampling only wait. The rest are launched as ever: programs of
+`gqa_decode` that come early settle unevenly (315 us, 270 without), and gate and layout, of few programs, took longer.
 """
 
 import functools

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels import launch
-from moeyard_kernels.dependent import dependent, wait_for_previous
 from moeyard_kernels.ref.expert_layout import ExpertLayout, max_blocks
 
 ONE_LAUNCH = 1024
@@ -34,7 +33,6 @@ def _experts(p_ids, p_slot_of_expert, o_p, m_p):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["P"])
 def _count_kernel(p_ids, p_slot_of_expert, p_table, P, BC: tl.constexpr, BE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Count the pairs per expert of one chunk: p_table [ceil(P / BC), BE]. Grid: (ceil(P / BC),)."""
-    wait_for_previous()
     i_c = tl.program_id(0)
     o_p = i_c * BC + tl.arange(0, BC)
     b_expert, _ = _experts(p_ids, p_slot_of_expert, o_p, o_p < P)  # [BC]
@@ -48,7 +46,6 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     ONE: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Place BP pairs. Grid: (ceil(P / BP),). BC pairs a chunk (all of them if ONE), BE >= E, BT table rows."""
-    wait_for_previous()
     i_p = tl.program_id(0)
     o_p = i_p * BP + tl.arange(0, BP)
     o_c = i_p * BP // BC * BC + tl.arange(0, BC)
@@ -106,11 +103,10 @@ def expert_layout(
         chunks = triton.cdiv(num_pairs, bc)
         table = counts if one else torch.empty(chunks, be, dtype=torch.int32, device=topk_ids.device)
         if not one:
-            _count_kernel[(chunks,)](topk_ids, slot_of_expert, table, num_pairs, BC=bc, BE=be, **dependent(topk_ids))
+            _count_kernel[(chunks,)](topk_ids, slot_of_expert, table, num_pairs, BC=bc, BE=be)
         _place_kernel[(triton.cdiv(num_pairs, bp),)](
             topk_ids, slot_of_expert, table, counts, pairs, slot_of_block, num_blocks, num_pairs,
             num_experts, chunks, ONE=one, BC=bc, BP=bp, BE=be, BT=max(1, 4096 // be), BR=block_rows,
-            **dependent(topk_ids),
         )  # fmt: skip
     return ExpertLayout(
         block_rows=block_rows,
