@@ -151,13 +151,13 @@ def _expert_kernel(  # type: ignore[no-untyped-def]
     p_w [S, 2 N or N, K], d_w [2 S or S, N, K] its descriptor if TMA. HALVES: a block whose second half is padding
     is computed as half a block. Grid: (most blocks * ceil(N / BN),).
     """
-    if GATED:
-        # The launch for "down" may read the layout before it waits, for this one begins when the layout is complete.
-        let_next_begin()
     i_b = tl.program_id(0) // tl.cdiv(N, BN)
     i_n = tl.program_id(0) % tl.cdiv(N, BN)
     if i_b >= tl.load(p_num_blocks):
         return
+    if GATED:
+        # The launch for "down" may read the layout before it waits, for this one begins when the layout is complete.
+        let_next_begin()
     i_slot = tl.load(p_slot_of_block + i_b)
     i_row = i_b.to(tl.int64) * BM
     if HALVES and tl.load(p_pairs + i_row + BM // 2) < 0:

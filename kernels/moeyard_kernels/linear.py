@@ -5,7 +5,7 @@ the product (SWAP: the weight's rows fill the tensor cores' rows, so that few ro
 threads copy or the tensor memory accelerator (TMA) does. So the kernel and its tile are chosen by shape alone:
 - `_tiles_kernel`: one output tile per program, any shape and alignment; few rows are a matter of bandwidth;
 - `_stream_kernel`: persistent programs with tensor descriptors, for many rows, dealt out by `linear_schedule`;
-- `linear_skinny`: few rows on Hopper, when the weight is too small to occupy it by tiles of 64 columns.
+- `linear_skinny`: few rows on Hopper, in slices of 16 to 64 columns.
 Measured on an H200 and left out: K in parts (another formula for every row; many rows would pay with a second
 accumulator), Triton 3.6's warp specialization (slower, and wrong at depth).
 """

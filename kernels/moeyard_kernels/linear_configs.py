@@ -28,7 +28,7 @@ def _skinny(BM: int, BN: int, BK: int, *, num_stages: int) -> Config:
     return config(BM=BM, BN=BN, BK=BK, TMA=2, num_warps=4, num_stages=num_stages)
 
 
-_NARROW = (
+_SKINNY = (
     _skinny(8, 16, 512, num_stages=4),
     _skinny(8, 16, 256, num_stages=8),
     _skinny(8, 32, 256, num_stages=10),
@@ -43,7 +43,7 @@ _NARROW = (
     _skinny(64, 32, 256, num_stages=4),
     _skinny(64, 64, 128, num_stages=7),
 )
-_SKINNY = (
+_FEW_ROWS = (
     _tiles(16, 64, 128, num_stages=6),
     _tiles(16, 64, 64, num_stages=8),
     _tiles(16, 128, 64, num_stages=6),
@@ -78,17 +78,17 @@ _WIDE = (
     _stream(128, 128, 64, num_stages=6, BMT=128, BNT=64),
 )
 # (up to so many rows, by narrow slices, by wide ones)
-_FEW = (
-    (8, _NARROW[0], _NARROW[3]),
-    (16, _NARROW[4], _NARROW[6]),
-    (32, _NARROW[7], _NARROW[9]),
-    (64, _NARROW[8], _NARROW[12]),
+_DEFAULTS = (
+    (8, _SKINNY[0], _SKINNY[3]),
+    (16, _SKINNY[4], _SKINNY[6]),
+    (32, _SKINNY[7], _SKINNY[9]),
+    (64, _SKINNY[8], _SKINNY[12]),
 )
 # For what tensor descriptors cannot describe, and for few rows on other GPUs than Hopper.
 _MISALIGNED = _tiles(128, 128, 64, num_stages=3, SWAP=0)
 # fp32 runs on the plain cores, which is slow however it is cut: one tile for few rows, one for many.
 FP32_CONFIGS = (_tiles(16, 32, 32, num_stages=2, SWAP=0), _tiles(64, 64, 32, num_warps=8, num_stages=2, SWAP=0))
-CONFIGS: tuple[Config, ...] = (*_NARROW, *_SKINNY, *_MIDDLE, *_WIDE, _MISALIGNED, *FP32_CONFIGS)
+CONFIGS: tuple[Config, ...] = (*_SKINNY, *_FEW_ROWS, *_MIDDLE, *_WIDE, _MISALIGNED, *FP32_CONFIGS)
 
 # Counts of rows that get a config of their own.
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -106,22 +106,22 @@ def configs_for(num_rows: int) -> tuple[Config, ...]:
         return (*(_MIDDLE if num_rows <= 512 else _MIDDLE[-2:]), *_WIDE)
     # Descriptors of many more rows than there are copy slowly.
     rows = next(r for r in (8, 16, 32, 64) if num_rows <= r)
-    narrow = (c for c in _NARROW if c["BM"] == rows or (rows, c["BM"]) == (64, 32))
-    return (*(c for c in _SKINNY if c["BM"] == max(rows, 16)), *narrow)
+    skinny = (c for c in _SKINNY if c["BM"] == rows or (rows, c["BM"]) == (64, 32))
+    return (*(c for c in _FEW_ROWS if c["BM"] == max(rows, 16)), *skinny)
 
 
 def plain_config(num_rows: int) -> Config:
     """The config for what may be misaligned, on any GPU."""
     if num_rows > 64:
         return _MISALIGNED
-    return next(c for c in _SKINNY if c["TMA"] == 0 and num_rows <= c["BM"])
+    return next(c for c in _FEW_ROWS if c["TMA"] == 0 and num_rows <= c["BM"])
 
 
 def default_config(num_rows: int, num_out: int) -> Config:
     """The config of bf16 shapes that nobody tuned."""
     if num_rows <= 64:
         # Slices of 64 columns, if the weight has enough of them to occupy half of the multiprocessors.
-        return next(wide if num_out >= 66 * 64 else narrow for rows, narrow, wide in _FEW if num_rows <= rows)
+        return next(wide if num_out >= 66 * 64 else narrow for rows, narrow, wide in _DEFAULTS if num_rows <= rows)
     # Tiles as large as still give a program to nearly every multiprocessor of an H200.
     columns = triton.cdiv(num_out, 256)
     if triton.cdiv(num_rows, 128) * columns >= 110:

@@ -3,7 +3,7 @@
 Rows of x are the left operand of products that always take 64: BM of them are copied, and what lies behind them in
 shared memory fills the others, whose results are not stored. So a tile may be as narrow as 16 columns, which a weight
 of 2112 needs to occupy 132 multiprocessors. One warp copies, four multiply. Of a weight that no running launch writes
-(STATIC), copies begin while the launch before still runs: all the buffers hold, up to 100 KB of each multiprocessor.
+(STATIC), copies begin while the launch before still runs: as much as the buffers hold, where that one leaves them room.
 """
 
 import torch

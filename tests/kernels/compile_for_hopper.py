@@ -3,8 +3,9 @@
 The interpreter runs no compiler, and no Gluon: a kernel that it likes may still not build. Here the wrappers run whole,
 on tensors without storage that say they are on a GPU; launches stop after ptxas. Of each kernel the first N builds (all
 if not given) are reported, a line of JSON each: op, shape, kernel, bytes of shared memory, bytes of stack of a thread,
-whether it is launched early and whether it then waits before it touches memory (see `moeyard_kernels.dependent`), and a
-digest of the PTX, by which an edit that should change no code shows that it did not.
+whether it is launched early, whether its weight is called static, whether it waits before it touches memory (see
+`moeyard_kernels.dependent`), and a digest of the PTX, by which an edit that should change no code shows that it did
+not. Those launched early or static count as others.
 """
 
 import hashlib
@@ -107,19 +108,21 @@ def pretend() -> None:
 def main() -> None:
     """See the module."""
     most = int(sys.argv[1]) if len(sys.argv) > 1 else sys.maxsize
-    built: list[tuple[str, Any]] = []
+    built: list[tuple[Any, ...]] = []
     seen: set[str] = set()
-    count: Counter[str] = Counter()
+    count: Counter[tuple[object, ...]] = Counter()
     launch = JITFunction.run
 
     def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        if count[self.__name__] >= most:
+        # What may happen ahead of the wait depends on these.
+        kind = (self.__name__, kwargs.get("launch_pdl", False), kwargs.get("STATIC"))
+        if count[kind] >= most:
             return
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         if kernel.hash not in seen:
             seen.add(kernel.hash)
-            count[self.__name__] += 1
-            built.append((self.__name__, kernel))
+            count[kind] += 1
+            built.append((*kind, kernel))
 
     JITFunction.run = build
     pretend()
@@ -127,10 +130,12 @@ def main() -> None:
         for case in all_cases(sys.argv[2:]):
             for run in (case.run, *(variant for _, variant in case.variants)):
                 run()
-            for name, kernel in built:
+                if case.op == "linear":
+                    run(static_weight=False)
+            for name, early, static, kernel in built:
                 line = {"op": case.op, "shape": case.shape, "kernel": name, "shared": kernel.metadata.shared}
                 line |= {"stack": stack_bytes(kernel.asm["cubin"]), "ptx": digest(kernel.asm["ptx"])}
-                line |= {"early": kernel.metadata.launch_pdl, "waits": waits(kernel.asm["ptx"])}
+                line |= {"early": early, "static": bool(static), "waits": waits(kernel.asm["ptx"])}
                 print(json.dumps(line), flush=True)
             built.clear()
 

@@ -4,12 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import linear, ops
 from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.bench.timing import capture
 from moeyard_kernels.dependent import dependent
 from moeyard_kernels.linear_configs import CONFIGS
+from moeyard_kernels.tuning import Config
 
 GPU_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="only GPUs launch one kernel beside another")
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 1024, 256, 16, 4, 6
@@ -80,27 +82,31 @@ def test_a_chain_of_launches_equals_one_launch_at_a_time(num_rows: int) -> None:
 def test_a_weight_written_by_the_launch_ahead_is_complete(num_rows: int) -> None:
     """Which is what `static_weight` would promise not to happen."""
     x, weight, scale = rows(num_rows, 2048), rows(5120, 2048), rows(5120)
-    wanted = linear.linear(x, weight * scale[:, None])
     for config in (None, *linear.configs_for(num_rows)):
-        for _ in range(5):
-            scaled = torch.empty_like(weight)
-            scaled.copy_(weight)
-            ops.scale_rows_(scaled, scale)
-            assert_bits(f"{config}", linear.linear(x, scaled, config=config), wanted)
+
+        def step(config: Config | None = config) -> tuple[torch.Tensor, ...]:
+            scaled = ops.scale_rows_(weight.clone(), scale)
+            return scaled, linear.linear(x, scaled, config=config)
+
+        assert_replays(step, lambda: x.copy_(rows(num_rows, 2048)))
 
 
 @GPU_ONLY
+@pytest.mark.parametrize("static", [False, True], ids=["any", "static"])
 @pytest.mark.parametrize("config", [c for c in CONFIGS if c["TMA"] == 2], ids=str)
-def test_a_static_weight_gives_the_same_bits(config: dict[str, int]) -> None:
+def test_rows_written_by_the_launch_ahead_are_complete(config: Config, static: bool) -> None:
     for num_rows, num_out, dim in ((1, 2112, 7168), (7, 5120, 2048), (64, 520, 1000)):
         x, y, weight = rows(num_rows, dim), rows(num_rows, dim), rows(num_out, dim, scale=dim**-0.5)
         torch.cuda.synchronize()
-        wanted = linear.linear(torch.add(x, y), weight)
-        for _ in range(5):
-            # The launch ahead writes x.
-            total = ops.residual_add_scaled(x, y, y, 0.0)
-            got = linear.linear(total, weight, config=config, static_weight=True)
-            assert_bits(f"{num_rows} rows, {num_out} x {dim}", got, wanted)
+        assert_bits(
+            "a static weight", linear.linear(x, weight, config=config, static_weight=static), linear.linear(x, weight)
+        )
+
+        def step(x: torch.Tensor = x, y: torch.Tensor = y, weight: torch.Tensor = weight) -> tuple[torch.Tensor, ...]:
+            total = ops.residual_add_scaled(x, y, y, 0.5)
+            return total, linear.linear(total, weight, config=config, static_weight=static)
+
+        assert_replays(step, lambda x=x: x.copy_(torch.randn_like(x)))  # type: ignore[misc]
 
 
 def test_nothing_is_asked_for_without_a_gpu() -> None:

@@ -54,6 +54,7 @@ def test_values(dtype: torch.dtype, packed: bool) -> None:
     assert y.dtype == dtype
     torch.testing.assert_close(y.double(), exact, **close)
     torch.testing.assert_close(ops.linear(x, weight, bias).double(), exact + bias.double(), **close)
+    assert torch.equal(ops.linear(x, weight, static_weight=True), y)
     assert ops.linear(x[:0], weight, bias).shape == (0, 70)
 
 

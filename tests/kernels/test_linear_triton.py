@@ -1,7 +1,7 @@
 """The Triton projections: the same bits for every number of rows, every config, one weight or a pair.
 
-Interpreted, products are numpy's, whose sums follow the tile: there the inputs are small integers, whose sums are exact
-in any order, so that indices and masks are what is tested. On a GPU the inputs are random and the bits are compared.
+Interpreted, the inputs are small integers, whose sums are exact in any order: indices and masks are what is tested. On
+a GPU the inputs are random and the bits are compared.
 """
 
 import pytest
@@ -104,8 +104,9 @@ def test_a_row_ignores_what_its_neighbours_hold() -> None:
     assert torch.equal(linear.linear(others, weight)[7], whole[7])
 
 
-def test_misaligned_rows_take_a_kernel_that_can_read_them() -> None:
-    stream = next(c for c in linear.CONFIGS if c["TMA"])
+@pytest.mark.parametrize("kind", [1, 2], ids=["stream", "skinny"])
+def test_misaligned_rows_take_a_kernel_that_can_read_them(kind: int) -> None:
+    stream = next(c for c in linear.CONFIGS if c["TMA"] == kind)
     x, weight = draw(40, 60, dtype=BF16), draw(33, 60, dtype=BF16)
     assert_right(linear.linear(x, weight, config=stream), exact(x, weight), BF16)
     store = draw(1 + 40 * 64, dtype=BF16)

@@ -56,7 +56,7 @@ def row_of(case: Case, timer: Timer) -> list[str]:
     """Gate, time and judge one case. Raises AssertionError when the gate is red."""
     case.gate()
     seconds = timer.seconds(case.run, case.num_bytes)
-    baseline = timer.seconds(case.baseline, case.num_bytes) if case.baseline else None
+    baseline = timer.seconds(case.baseline, case.num_bytes, early=False) if case.baseline else None
     bandwidth, rate = case.num_bytes / seconds, case.num_flops / seconds
     share = bandwidth / timer.copy_bandwidth
     met = ""

@@ -4,8 +4,8 @@ Each launch finds its inputs outside the L2, as in a step between other layers. 
 back to back, and pays for what it writes under the launches that follow, as they do for theirs. An op of few bytes
 would need thousands of copies: before each of its launches the L2 is flushed by reading, and the time of the reads
 alone taken off. The reads carry the write-back of the launch before them, which this charges to it although a step
-hides it: `torch.neg` of 4096 x 2048 bf16 took 12.9 us so and 10.1 us rotating, while launches that only read agreed
-within 0.4 us (2026-11-21, one H200); of 1 MiB it is 0.2 us at most.
+hides it: `torch.neg` of 4096 x 2048 bf16 took 12.9 us so and 9.8 us rotating, while launches that only read agreed
+within 0.4 us (2026-11-22, one H200); of 1 MiB it is 0.2 us at most.
 """
 
 import statistics
@@ -33,11 +33,11 @@ _LONG_SECONDS = 5e-3
 
 
 @triton.jit
-def _read_kernel(p_x, p_out, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read_kernel(p_x, p_out, N, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Read [i BLOCK, i BLOCK + BLOCK) of int32 and store something only if it holds a value that it never does."""
-    # As the kernel ahead in a step would: the one that is timed begins its launch beside it.
-    wait_for_previous()
-    let_next_begin()
+    if EARLY:
+        wait_for_previous()
+        let_next_begin()
     o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_x = tl.load(p_x + o_x, mask=o_x < N, other=0)
     top = tl.max(b_x, 0)
@@ -53,18 +53,25 @@ class Timer:
         self._sink = torch.zeros(1, dtype=torch.int32, device="cuda")
         self.copy_bandwidth = copy_bandwidth()
 
-    def flush(self) -> None:
-        """Evict what the L2 holds by reading other memory, which leaves no lines to write back."""
+    def flush(self, *, early: bool) -> None:
+        """Evict what the L2 holds by reading other memory, which leaves no lines to write back.
+
+        early: as a kernel of ours ahead in a step would, let the next launch begin beside it.
+        """
         block = 8192
         grid = (self._flushed.numel() // block,)
+        options = dependent(self._flushed) if early else {}
         _read_kernel[grid](
-            self._flushed, self._sink, self._flushed.numel(), BLOCK=block, num_warps=8, **dependent(self._flushed)
+            self._flushed, self._sink, self._flushed.numel(), BLOCK=block, EARLY=early, num_warps=8, **options
         )
 
-    def seconds(self, run: partial[Any], num_bytes: int) -> float:
-        """Median seconds of one `run`, which moves `num_bytes`; see the module. Copies of its tensors need memory."""
+    def seconds(self, run: partial[Any], num_bytes: int, *, early: bool = True) -> float:
+        """Median seconds of one `run`, which moves `num_bytes`; see the module. Copies of its tensors need memory.
+
+        early: whether its first launch may begin early; torch's do not, and what is read between them then does not.
+        """
         if num_bytes < _LEAST_ROTATED:
-            return self._seconds_flushed(run)
+            return self._seconds_flushed(run, early=early)
         sets = [with_own_tensors(run) for _ in range(max(2, -(-_ROTATION_BYTES // num_bytes)))]
         launches = sets * -(-_LAUNCHES // len(sets))
 
@@ -79,17 +86,17 @@ class Timer:
         once, thrice = _medians([turns(1), turns(3)])
         return (thrice - once) / 2 / len(launches)
 
-    def _seconds_flushed(self, run: partial[Any]) -> float:
+    def _seconds_flushed(self, run: partial[Any], *, early: bool) -> float:
         """A graph of (flush, run) x n less a graph of (flush) x n, over n."""
 
         def both() -> None:
             for _ in range(_LAUNCHES):
-                self.flush()
+                self.flush(early=early)
                 run()
 
         def flush_only() -> None:
             for _ in range(_LAUNCHES):
-                self.flush()
+                self.flush(early=early)
 
         with_run, without = _medians([both, flush_only])
         return max(with_run - without, 0.0) / _LAUNCHES
