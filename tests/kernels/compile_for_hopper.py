@@ -3,7 +3,7 @@
 The interpreter runs no compiler, and no Gluon: a kernel that it likes may still not build. Here the wrappers run whole,
 on tensors without storage that say they are on a GPU; launches stop after ptxas. Of each kernel the first N builds (all
 if not given) are reported, a line of JSON each: op, shape, kernel, bytes of shared memory, bytes of stack of a thread,
-whether it is launched early, whether its weight is called static, whether it waits before it touches memory (see
+whether it is launched early, whether its weight is called static, whether it waits before it reads memory (see
 `moeyard_kernels.dependent`), and a digest of the PTX, by which an edit that should change no code shows that it did
 not. Those launched early or static count as others.
 """
@@ -82,9 +82,12 @@ def stack_bytes(cubin: bytes) -> int:
 
 
 def waits(ptx: str) -> bool:
-    """Whether the kernel waits for the launches before it ahead of all it reads from and writes to global memory."""
+    """Whether the kernel waits for the launches before it ahead of all it reads from global memory.
+
+    Stores are left out: the text of warps that store what others read may come first (Triton 3.6).
+    """
     body = ptx[ptx.index(".entry") :]
-    first = re.search(r"\b(ld|st|atom|red)\.(\w+\.)*global|cp\.async", body)
+    first = re.search(r"\b(ld|atom|red)\.(\w+\.)*global|cp\.async", body)
     return first is None or 0 <= body.find("griddepcontrol.wait") < first.start()
 
 
