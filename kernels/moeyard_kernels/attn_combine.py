@@ -17,7 +17,7 @@ from moeyard_kernels.launch import finish, interpreted, new_output
 _AHEAD = 16
 _COLUMNS = 128
 # Programs of one warp that let the next launch begin: 32768 of them took 12 us more for it on an H200.
-_MANY = 1024
+_MANY = tl.constexpr(1024)
 
 
 @triton.jit(
@@ -30,14 +30,14 @@ def _attn_combine_kernel(  # type: ignore[no-untyped-def]
     p_part, p_lse, p_lens, p_out, p_out_lse, N, S,
     M: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
     HAS_LENS: tl.constexpr, BX: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
-    AHEAD: tl.constexpr, ONCE: tl.constexpr, MANY: tl.constexpr,
+    AHEAD: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program merges BD columns of BX rows, counted over p_part [N / M, S, M, D] and p_lse [N / M, S, M].
 
     p_out: [N, D]. Grid: (ceil(N / BX), ceil(D / BD)).
     """
     wait_for_previous()
-    if tl.num_programs(0) * tl.num_programs(1) <= MANY:
+    if tl.num_programs(0) * tl.num_programs(1) <= _MANY:
         let_next_begin()
     o_x = tl.program_id(0) * BX + tl.arange(0, BX)
     o_d, o_s = tl.program_id(1) * BD + tl.arange(0, BD), tl.arange(0, BS)
@@ -143,7 +143,7 @@ def _combine(
             HAS_LENS=tables is not None, BX=rows, BQ=triton.next_power_of_2(num_rows // heads),
             BS=min(256, triton.next_power_of_2(num_splits)), BD=columns,
             AHEAD=min(_AHEAD, triton.next_power_of_2(num_splits)),
-            ONCE=num_splits <= _AHEAD, MANY=_MANY, num_warps=1, **UNFUSED, **dependent(partial),
+            ONCE=num_splits <= _AHEAD, num_warps=1, **UNFUSED, **dependent(partial),
         )  # fmt: skip
     rows_out = count // heads
     return finish(out, dtype).view(rows_out, heads, dim), out_lse.view(rows_out, heads)

@@ -12,17 +12,15 @@ product of the experts only lets the second begin. The rest are launched as ever
 early settle unevenly (315 us, 270 without), and gate and layout, of few programs, took longer.
 """
 
-import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.language.target_info import cuda_capability_geq
 
+from moeyard_kernels.launch import capability
 from moeyard_kernels.rounding import INTERPRETED
 
 _NEVER: Mapping[str, bool] = MappingProxyType({})
@@ -45,25 +43,6 @@ def let_next_begin():  # type: ignore[no-untyped-def]
             tl.extra.cuda.gdc_launch_dependents()
 
 
-@gluon.jit
-def gluon_wait_for_previous():  # type: ignore[no-untyped-def]
-    """`wait_for_previous` for kernels in Gluon, which are Hopper's."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def gluon_let_next_begin():  # type: ignore[no-untyped-def]
-    """`let_next_begin`, likewise."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@functools.cache
-def _early(device: torch.device) -> Mapping[str, bool]:
-    return _EARLY if torch.cuda.get_device_capability(device) >= (9, 0) else _NEVER
-
-
 def dependent(x: torch.Tensor) -> Mapping[str, bool]:
     """Options for the launch, on the device of x, of a kernel that calls `wait_for_previous`."""
-    return _early(x.device) if x.is_cuda else _NEVER
+    return _EARLY if capability(x) >= (9, 0) else _NEVER

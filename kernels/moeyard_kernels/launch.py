@@ -5,6 +5,8 @@ with `.to(tl.float32)`, and their outputs are made by `new_output` (fp32 when in
 `finish`, where torch rounds. Kernel parameters carry no annotations but tl.constexpr: a GPU build would compile them.
 """
 
+import functools
+
 import torch
 import triton
 
@@ -15,6 +17,16 @@ from moeyard_kernels.checks import checked as checked
 # The largest extent of a CUDA grid in y and z, and in x.
 MAX_GRID_Y = 65535
 MAX_GRID_X = 2**31 - 1
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def capability(x: torch.Tensor) -> tuple[int, int]:
+    """Compute capability of the GPU that holds x, (9, 0) for Hopper; (0, 0) of a CPU."""
+    return _capability(x.device) if x.is_cuda else (0, 0)
 
 
 def interpreted() -> bool:

@@ -181,8 +181,8 @@ def _launch_stream(
     d_x, d_xt = (TensorDescriptor.from_tensor(x, [bm, bk]) for bm in (chosen["BM"], tail[0]))
     d_wa, d_wb = (TensorDescriptor.from_tensor(weight, [chosen["BN"], bk]) for weight in (weights[0], weights[-1]))
     d_wt = TensorDescriptor.from_tensor(weights[-1], [tail[1], bk])
-    flags |= {name: chosen[name] for name in ("GROUP", "BMT", "BNT", "SWAP_T")}
-    _stream_kernel[(programs,)](d_x, d_wa, d_wb, d_xt, d_wt, *rest, plan.cut, plan.repeat, **flags, **dependent(x))
+    flags |= {name: chosen[name] for name in ("BK", "SWAP", "num_stages", "GROUP", "BMT", "BNT", "SWAP_T")}
+    _stream_kernel[(programs,)](d_x, d_wa, d_wb, d_xt, d_wt, *rest, plan.cut, plan.repeat, **flags)
 
 
 def _launch_skinny(
@@ -191,8 +191,7 @@ def _launch_skinny(
     d_x = linear_skinny.descriptor(x, chosen["BM"])
     d_wa, d_wb = (linear_skinny.descriptor(weight, chosen["BN"]) for weight in (weights[0], weights[-1]))
     linear_skinny.linear_skinny_kernel[(min(tiles, _num_programs(x)),)](
-        d_x, d_wa, d_wb, *rest, BM=chosen["BM"], BN=chosen["BN"], SUB=chosen["BK"] // linear_skinny.COLUMNS,
-        STAGES=chosen["num_stages"], **flags, **dependent(x),
+        d_x, d_wa, d_wb, *rest, SUB=chosen["BK"] // linear_skinny.COLUMNS, STAGES=chosen["num_stages"], **flags,
     )  # fmt: skip
 
 
@@ -225,17 +224,17 @@ def _run(
     tiles = rows * sum(triton.cdiv(n, chosen["BN"]) for n in num_out)
     if tiles > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: x {list(x.shape)} and weights of {num_out} rows exceed the grid of a GPU")
-    flags: dict[str, Any] = {"HAS_BIAS": bias is not None, "PAIR": len(weights) == 2, "num_warps": chosen["num_warps"]}
+    flags: dict[str, Any] = {name: chosen[name] for name in ("BM", "BN", "num_warps")}
+    flags |= {"HAS_BIAS": bias is not None, "PAIR": len(weights) == 2, **dependent(x)}
     rest = (x if bias is None else bias, outs[0], outs[-1], num_rows, num_out[0], num_out[-1], dim)
     if chosen["TMA"] == 2:
         _launch_skinny(x, weights, chosen, tiles, rest, flags | {"STATIC": static_weight})
-        return outs
-    flags |= {name: chosen[name] for name in ("BM", "BN", "BK", "SWAP", "num_stages")}
-    if chosen["TMA"]:
+    elif chosen["TMA"]:
         _launch_stream(x, weights, chosen, tiles, rest, flags)
     else:
+        flags |= {name: chosen[name] for name in ("BK", "SWAP", "num_stages")}
         group, even = 0 if rows == 1 else chosen["GROUP"], dim % chosen["BK"] == 0
-        _tiles_kernel[(tiles,)](x, weights[0], weights[-1], *rest, GROUP=group, EVEN_K=even, **flags, **dependent(x))
+        _tiles_kernel[(tiles,)](x, weights[0], weights[-1], *rest, GROUP=group, EVEN_K=even, **flags)
     return tuple(launch.finish(out, x.dtype) for out in outs)
 
 

@@ -106,6 +106,7 @@ def configs_for(num_rows: int) -> tuple[Config, ...]:
         return (*(_MIDDLE if num_rows <= 512 else _MIDDLE[-2:]), *_WIDE)
     # Descriptors of many more rows than there are copy slowly.
     rows = next(r for r in (8, 16, 32, 64) if num_rows <= r)
+    # 64 rows may do as two tiles of 32, too.
     skinny = (c for c in _SKINNY if c["BM"] == rows or (rows, c["BM"]) == (64, 32))
     return (*(c for c in _FEW_ROWS if c["BM"] == max(rows, 16)), *skinny)
 

@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moeyard_kernels.dependent import gluon_let_next_begin, gluon_wait_for_previous
+from moeyard_kernels.dependent import let_next_begin, wait_for_previous
+from moeyard_kernels.launch import capability
 
 # What one copy brings of K: 128 bytes, as far as shared memory is swizzled.
 COLUMNS = 64
@@ -40,15 +41,12 @@ def _place(i_step, M, NA, num_k, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.co
 @gluon.jit
 def _copy_weight(  # type: ignore[no-untyped-def]
     d_wa, d_wb, s_w, e, i_n, second, i_k, i_buffer, SUB: gl.constexpr, BYTES: gl.constexpr, PAIR: gl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     mbarrier.expect(e.index(i_buffer), BYTES)
     for u in gl.static_range(SUB):
         o_k, s_part = (i_k * SUB + u) * _COLUMNS, s_w.index(i_buffer * SUB + u)
-        if PAIR:
-            if second:
-                tma.async_copy_global_to_shared(d_wb, [i_n, o_k], e.index(i_buffer), s_part)
-            else:
-                tma.async_copy_global_to_shared(d_wa, [i_n, o_k], e.index(i_buffer), s_part)
+        if PAIR and second:
+            tma.async_copy_global_to_shared(d_wb, [i_n, o_k], e.index(i_buffer), s_part)
         else:
             tma.async_copy_global_to_shared(d_wa, [i_n, o_k], e.index(i_buffer), s_part)
 
@@ -69,15 +67,15 @@ def _copy(  # type: ignore[no-untyped-def]
     """Fill the buffers, weights first; then each again when it is free (f)."""
     BYTES: gl.constexpr = (BM + BN) * SUB * _COLUMNS * 2
     if not STATIC:
-        gluon_wait_for_previous()
-        gluon_let_next_begin()
+        wait_for_previous()
+        let_next_begin()
     num_first = gl.minimum(num_steps, STAGES)
     for i in range(num_first):
         _, i_n, second, i_k = _place(i, M, NA, num_k, BM, BN, PAIR)
         _copy_weight(d_wa, d_wb, s_w, e, i_n, second, i_k, i, SUB, BYTES, PAIR)
     if STATIC:
-        gluon_wait_for_previous()
-        gluon_let_next_begin()
+        wait_for_previous()
+        let_next_begin()
     for i in range(num_first):
         i_m, _, _, i_k = _place(i, M, NA, num_k, BM, BN, PAIR)
         _copy_rows(d_x, s_x, e, i_m, i_k, i, SUB)
@@ -173,4 +171,4 @@ def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
 
 def suits(x: torch.Tensor) -> bool:
     """Whether the kernel can run: in bf16, on Hopper."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) == (9, 0)
+    return x.dtype == torch.bfloat16 and capability(x) == (9, 0)

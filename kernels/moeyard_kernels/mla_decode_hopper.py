@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moeyard_kernels.dependent import gluon_wait_for_previous
+from moeyard_kernels.dependent import wait_for_previous
 
 
 @gluon.jit
@@ -86,7 +86,7 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
     BM: gl.constexpr, SWAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """As `_mla_decode_kernel` without a window; R and D are powers of two, all is bf16."""
-    gluon_wait_for_previous()
+    wait_for_previous()
     M: gl.constexpr = Q * H
     TILES: gl.constexpr = (M + BM - 1) // BM
     AXIS: gl.constexpr = 0 if SWAP else 1

@@ -230,16 +230,16 @@ def test_idle_fleet_sleeps(service: Command) -> None:
     rest = [p for p in service.processes() if p not in workers + router]
     groups = {"workers": workers, "router": router, "Ray": rest}
     # What wakes up costs more while the host is busy, up to twice as much: the quietest of three windows counts.
-    for _ in range(3):
+    windows: list[float] = []
+    while len(windows) < 3 and min(windows, default=1.0) >= MAX_IDLE_CORES:
         before = {name: cpu_seconds(group) for name, group in groups.items()}
         begun = time.monotonic()
         time.sleep(IDLE_SECONDS)
         seconds = time.monotonic() - begun
         used = {name: (cpu_seconds(group) - before[name]) / seconds for name, group in groups.items()}
         print("idle, cores:", {name: round(value, 4) for name, value in used.items()})
-        if used["workers"] + used["router"] < MAX_IDLE_CORES:
-            return
-    pytest.fail("the fleet does not sleep")
+        windows.append(used["workers"] + used["router"])
+    assert min(windows) < MAX_IDLE_CORES
 
 
 def test_ctrl_c_in_a_terminal(service: Command) -> None:

@@ -106,12 +106,12 @@ def test_a_row_ignores_what_its_neighbours_hold() -> None:
 
 @pytest.mark.parametrize("kind", [1, 2], ids=["stream", "skinny"])
 def test_misaligned_rows_take_a_kernel_that_can_read_them(kind: int) -> None:
-    stream = next(c for c in linear.CONFIGS if c["TMA"] == kind)
+    config = next(c for c in linear.CONFIGS if c["TMA"] == kind)
     x, weight = draw(40, 60, dtype=BF16), draw(33, 60, dtype=BF16)
-    assert_right(linear.linear(x, weight, config=stream), exact(x, weight), BF16)
+    assert_right(linear.linear(x, weight, config=config), exact(x, weight), BF16)
     store = draw(1 + 40 * 64, dtype=BF16)
     x, weight = store[1:].view(40, 64), draw(33, 64, dtype=BF16)
-    assert_right(linear.linear(x, weight, config=stream), exact(x, weight), BF16)
+    assert_right(linear.linear(x, weight, config=config), exact(x, weight), BF16)
 
 
 def test_layouts_are_checked_before_any_launch() -> None:
