@@ -3,9 +3,10 @@
 One fp32 accumulator per output, K ascending: the bits are the same for every tile, for either operand on the left of
 the product (SWAP: the weight's rows fill the tensor cores' rows, so that few rows of x waste none of them), and whether
 threads copy or the tensor memory accelerator (TMA) does. So the kernel and its tile are chosen by shape alone:
-- `_tiles_kernel`: one output tile per program, any shape and alignment; few rows are a matter of bandwidth;
+- `linear_tiles_kernel`: one output tile per program, any shape and alignment;
+- `linear_wide_kernel`: the same with tensor descriptors, in tiles whose columns are the sum of two powers of two;
 - `_stream_kernel`: persistent programs with tensor descriptors, for many rows, dealt out by `linear_schedule`;
-- `linear_skinny`: few rows on Hopper, in slices of 16 to 64 columns.
+- `linear_skinny`: few rows on Hopper, in slices of 16 to 96 columns.
 Measured on an H200 and left out: K in parts (another formula for every row; many rows would pay with a second
 accumulator), Triton 3.6's warp specialization (slower, and wrong at depth).
 """
@@ -19,76 +20,23 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeyard_kernels import launch, linear_skinny, tuning
 from moeyard_kernels.dependent import dependent, wait_for_previous
-from moeyard_kernels.linear_configs import CONFIGS, FP32_CONFIGS, configs_for, default_config, plain_config, shape_class
+from moeyard_kernels.linear_configs import (
+    CONFIGS,
+    FP32_CONFIGS,
+    configs_for,
+    default_config,
+    head_and_tail,
+    plain_config,
+    shape_class,
+)
 from moeyard_kernels.linear_schedule import Schedule, schedule, tile_cycles
+from moeyard_kernels.linear_tiles import linear_tiles_kernel, linear_wide_kernel, place, store
 from moeyard_kernels.rounding import product
 from moeyard_kernels.tuning import Config
 
 __all__ = ["CONFIGS", "FP32_CONFIGS", "OP", "configs_for", "linear", "linear_pair", "shape_class"]
 
 OP = "linear"
-
-
-@triton.jit
-def _place(i_tile, tiles_m, tiles_n, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Row and column of a tile: rows fastest, in groups of GROUP, so that the tiles at work share their operands."""
-    i_group = i_tile // (GROUP * tiles_n)
-    rows_here = tl.minimum(tiles_m - i_group * GROUP, GROUP)
-    i_in = i_tile % (GROUP * tiles_n)
-    return i_group * GROUP + i_in % rows_here, i_in // rows_here
-
-
-@triton.jit
-def _store(b_acc, p_y, p_bias, o_m, o_n, M, N, SWAP: tl.constexpr, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
-    if SWAP:
-        b_acc = tl.trans(b_acc)
-    if HAS_BIAS:
-        b_acc += tl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
-    p_by = p_y + o_m.to(tl.int64)[:, None] * N + o_n[None, :]
-    tl.store(p_by, b_acc.to(p_y.dtype.element_ty), mask=(o_m[:, None] < M) & (o_n[None, :] < N))
-
-
-@triton.jit(do_not_specialize=["M"])
-def _tiles_kernel(  # type: ignore[no-untyped-def]
-    p_x, p_wa, p_wb, p_bias, p_ya, p_yb, M, NA, NB, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PAIR: tl.constexpr,
-):  # fmt: skip
-    """One tile [BM, BN] of x [M, K] @ wa [NA, K].T, or of wb's after wa's. GROUP 0: there is one row of tiles."""
-    wait_for_previous()
-    tiles_a = tl.cdiv(NA, BN)
-    tiles_n = tiles_a
-    if PAIR:
-        tiles_n += tl.cdiv(NB, BN)
-    if GROUP == 0:
-        i_m, i_n = 0, tl.program_id(0)
-    else:
-        i_m, i_n = _place(tl.program_id(0), tl.cdiv(M, BM), tiles_n, GROUP)
-    p_w, p_y, N = p_wa, p_ya, NA
-    if PAIR:
-        second = i_n >= tiles_a
-        p_w, p_y, N = tl.where(second, p_wb, p_wa), tl.where(second, p_yb, p_ya), tl.where(second, NB, NA)
-        i_n = tl.where(second, i_n - tiles_a, i_n)
-
-    o_m = i_m * BM + tl.arange(0, BM)
-    o_n = i_n * BN + tl.arange(0, BN)
-    o_k = tl.arange(0, BK)
-    m_m = o_m[:, None] < M
-    p_bx = p_x + o_m.to(tl.int64)[:, None] * K + o_k[None, :]
-    # Rows of the weight past its end repeat the last: their results are not stored.
-    p_bw = p_w + tl.minimum(o_n, N - 1).to(tl.int64)[:, None] * K + o_k[None, :]
-    b_acc = tl.zeros([BN, BM] if SWAP else [BM, BN], dtype=tl.float32)
-    for k in range(0, K, BK):
-        if EVEN_K:
-            b_w = tl.load(p_bw, eviction_policy="evict_first")
-            b_x = tl.load(p_bx, mask=m_m, other=0.0)
-        else:
-            b_w = tl.load(p_bw, mask=o_k[None, :] < K - k, other=0.0)
-            b_x = tl.load(p_bx, mask=m_m & (o_k[None, :] < K - k), other=0.0)
-        b_acc = product(b_x, b_w, b_acc, SWAP)
-        p_bx += BK
-        p_bw += BK
-    _store(b_acc, p_y, p_bias, o_m, o_n, M, N, SWAP, HAS_BIAS)
 
 
 @triton.jit
@@ -101,12 +49,12 @@ def _stream_tiles(  # type: ignore[no-untyped-def]
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(n_end - n_first, BN)
     for j in tl.range(0, num_tiles, flatten=True):
         i_tile = tl.where(j < num_early, i_early + stride_early * j, i_late + tl.num_programs(0) * (j - num_early))
-        i_m, i_n = _place(i_tile, tiles_m, tiles_n, GROUP)
+        i_m, i_n = place(i_tile, tiles_m, tiles_n, GROUP)
         o_m, o_n = i_m * BM, n_first + i_n * BN
         b_acc = tl.zeros([BN, BM] if SWAP else [BM, BN], dtype=tl.float32)
         for k in range(0, K, BK):
             b_acc = product(d_x.load([o_m, k]), d_w.load([o_n, k]), b_acc, SWAP)
-        _store(b_acc, p_y, p_bias, o_m + tl.arange(0, BM), o_n + tl.arange(0, BN), M, N, SWAP, HAS_BIAS)
+        store(b_acc, p_y, p_bias, o_m + tl.arange(0, BM), o_n + tl.arange(0, BN), M, N, SWAP, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["M", "CUT", "REPEAT"])
@@ -181,17 +129,37 @@ def _launch_stream(
     d_x, d_xt = (TensorDescriptor.from_tensor(x, [bm, bk]) for bm in (chosen["BM"], tail[0]))
     d_wa, d_wb = (TensorDescriptor.from_tensor(weight, [chosen["BN"], bk]) for weight in (weights[0], weights[-1]))
     d_wt = TensorDescriptor.from_tensor(weights[-1], [tail[1], bk])
-    flags |= {name: chosen[name] for name in ("BK", "SWAP", "num_stages", "GROUP", "BMT", "BNT", "SWAP_T")}
+    flags |= {name: chosen[name] for name in ("BN", "BK", "SWAP", "num_stages", "GROUP", "BMT", "BNT", "SWAP_T")}
     _stream_kernel[(programs,)](d_x, d_wa, d_wb, d_xt, d_wt, *rest, plan.cut, plan.repeat, **flags)
+
+
+def _launch_wide(
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Config, outs: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None, flags: Any,
+) -> None:  # fmt: skip
+    """A launch for each weight: one kernel for both would hold the sums of both, which do not fit the registers."""
+    bm, bk, (head, tail) = chosen["BM"], chosen["BK"], head_and_tail(chosen["BN"])
+    d_x = TensorDescriptor.from_tensor(x, [bm, bk])
+    flags |= {name: chosen[name] for name in ("BK", "GROUP", "num_stages")}
+    del flags["PAIR"]
+    for weight, out in zip(weights, outs, strict=True):
+        num_rows, num_out = out.shape
+        d_w, d_t = (TensorDescriptor.from_tensor(weight, [n, bk]) for n in (head, tail))
+        tiles = triton.cdiv(num_rows, bm) * triton.cdiv(num_out, chosen["BN"])
+        linear_wide_kernel[(tiles,)](
+            d_x, d_w, d_t, x if bias is None else bias, out, num_rows, num_out, x.shape[1],
+            HEAD=head, TAIL=tail, **flags,
+        )  # fmt: skip
 
 
 def _launch_skinny(
     x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Config, tiles: int, rest: tuple[Any, ...], flags: Any
 ) -> None:
-    d_x = linear_skinny.descriptor(x, chosen["BM"])
-    d_wa, d_wb = (linear_skinny.descriptor(weight, chosen["BN"]) for weight in (weights[0], weights[-1]))
+    head, tail = head_and_tail(chosen["BN"])
+    blocks = [linear_skinny.descriptor(w, n) for w in (weights[0], weights[-1]) for n in (head, tail or head)]
     linear_skinny.linear_skinny_kernel[(min(tiles, _num_programs(x)),)](
-        d_x, d_wa, d_wb, *rest, SUB=chosen["BK"] // linear_skinny.COLUMNS, STAGES=chosen["num_stages"], **flags,
+        linear_skinny.descriptor(x, chosen["BM"]), *blocks, *rest, HEAD=head, TAIL=tail, EARLY=chosen["EARLY"],
+        SUB=chosen["BK"] // linear_skinny.COLUMNS, STAGES=chosen["num_stages"], **flags,
     )  # fmt: skip
 
 
@@ -224,17 +192,19 @@ def _run(
     tiles = rows * sum(triton.cdiv(n, chosen["BN"]) for n in num_out)
     if tiles > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: x {list(x.shape)} and weights of {num_out} rows exceed the grid of a GPU")
-    flags: dict[str, Any] = {name: chosen[name] for name in ("BM", "BN", "num_warps")}
+    flags: dict[str, Any] = {name: chosen[name] for name in ("BM", "num_warps")}
     flags |= {"HAS_BIAS": bias is not None, "PAIR": len(weights) == 2, **dependent(x)}
     rest = (x if bias is None else bias, outs[0], outs[-1], num_rows, num_out[0], num_out[-1], dim)
-    if chosen["TMA"] == 2:
+    if chosen["TMA"] == 3:
+        _launch_wide(x, weights, chosen, outs, bias, flags)
+    elif chosen["TMA"] == 2:
         _launch_skinny(x, weights, chosen, tiles, rest, flags | {"STATIC": static_weight})
     elif chosen["TMA"]:
         _launch_stream(x, weights, chosen, tiles, rest, flags)
     else:
-        flags |= {name: chosen[name] for name in ("BK", "SWAP", "num_stages")}
+        flags |= {name: chosen[name] for name in ("BN", "BK", "SWAP", "num_stages")}
         group, even = 0 if rows == 1 else chosen["GROUP"], dim % chosen["BK"] == 0
-        _tiles_kernel[(tiles,)](x, weights[0], weights[-1], *rest, GROUP=group, EVEN_K=even, **flags)
+        linear_tiles_kernel[(tiles,)](x, weights[0], weights[-1], *rest, GROUP=group, EVEN_K=even, **flags)
     return tuple(launch.finish(out, x.dtype) for out in outs)
 
 

@@ -1,8 +1,9 @@
 """The tiles that `linear` may run with, and which of them are worth trying for a shape. All give the same bits.
 
-TMA 0 is `linear._tiles_kernel`, 1 `linear._stream_kernel`, with PER_SM programs per multiprocessor and tail tiles of
-BMT x BNT (none if 0), 2 `linear_skinny`. Numbers of stages fill the 227 KB of shared memory of Hopper, or less than
-half of them where the next launch's programs are to fit beside this one's.
+TMA 0 is `linear_tiles_kernel`, 1 `linear._stream_kernel`, with PER_SM programs per multiprocessor and tail tiles of
+BMT x BNT (none if 0), 2 `linear_skinny`, with EARLY steps of the weight ahead of x, 3 `linear_wide_kernel`. Numbers of
+stages fill the 227 KB of shared memory of Hopper, or less than half of them where the next launch's programs are to fit
+beside this one's.
 """
 
 import triton
@@ -24,24 +25,36 @@ def _stream(
     )  # fmt: skip
 
 
-def _skinny(BM: int, BN: int, BK: int, *, num_stages: int) -> Config:
-    return config(BM=BM, BN=BN, BK=BK, TMA=2, num_warps=4, num_stages=num_stages)
+def _skinny(BM: int, BN: int, BK: int, *, num_stages: int, EARLY: int) -> Config:
+    return config(BM=BM, BN=BN, BK=BK, EARLY=EARLY, TMA=2, num_warps=4, num_stages=num_stages)
+
+
+def _wide(BM: int, BN: int, BK: int, *, num_warps: int, num_stages: int, GROUP: int) -> Config:
+    return config(BM=BM, BN=BN, BK=BK, GROUP=GROUP, TMA=3, num_warps=num_warps, num_stages=num_stages)
 
 
 _SKINNY = (
-    _skinny(8, 16, 512, num_stages=4),
-    _skinny(8, 16, 256, num_stages=8),
-    _skinny(8, 32, 256, num_stages=10),
-    _skinny(8, 64, 256, num_stages=6),
-    _skinny(16, 16, 256, num_stages=6),
-    _skinny(16, 32, 256, num_stages=9),
-    _skinny(16, 64, 256, num_stages=5),
-    _skinny(32, 16, 256, num_stages=9),
-    _skinny(32, 32, 256, num_stages=6),
-    _skinny(32, 64, 256, num_stages=4),
-    _skinny(64, 16, 256, num_stages=5),
-    _skinny(64, 32, 256, num_stages=4),
-    _skinny(64, 64, 128, num_stages=7),
+    _skinny(8, 16, 256, num_stages=8, EARLY=4),
+    _skinny(8, 32, 256, num_stages=10, EARLY=4),
+    _skinny(8, 64, 256, num_stages=6, EARLY=4),
+    _skinny(8, 64, 256, num_stages=6, EARLY=6),
+    _skinny(8, 96, 128, num_stages=8, EARLY=8),
+    _skinny(16, 16, 256, num_stages=7, EARLY=4),
+    _skinny(16, 32, 256, num_stages=9, EARLY=4),
+    _skinny(16, 64, 128, num_stages=10, EARLY=10),
+    _skinny(16, 64, 256, num_stages=5, EARLY=4),
+    _skinny(16, 96, 128, num_stages=7, EARLY=7),
+    _skinny(32, 16, 256, num_stages=8, EARLY=4),
+    _skinny(32, 32, 256, num_stages=6, EARLY=3),
+    _skinny(32, 40, 128, num_stages=11, EARLY=5),
+    _skinny(32, 64, 128, num_stages=9, EARLY=9),
+    _skinny(32, 96, 128, num_stages=6, EARLY=6),
+    _skinny(64, 16, 256, num_stages=5, EARLY=2),
+    _skinny(64, 16, 128, num_stages=11, EARLY=4),
+    _skinny(64, 32, 128, num_stages=9, EARLY=4),
+    _skinny(64, 40, 128, num_stages=8, EARLY=4),
+    _skinny(64, 64, 128, num_stages=7, EARLY=7),
+    _skinny(64, 96, 128, num_stages=5, EARLY=5),
 )
 _FEW_ROWS = (
     _tiles(16, 64, 128, num_stages=6),
@@ -70,25 +83,35 @@ _MIDDLE = (
     _stream(128, 64, 64, num_stages=4, num_warps=4, PER_SM=2),
     _stream(128, 128, 64, num_stages=6),
 )
+_ONE_WAVE = _wide(128, 320, 32, num_warps=8, num_stages=6, GROUP=8)
 _WIDE = (
     _stream(128, 256, 64, num_stages=4),
     _stream(128, 256, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=1),
     _stream(128, 256, 64, num_stages=4, BMT=128, BNT=64),
     _stream(128, 128, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=1),
     _stream(128, 128, 64, num_stages=6, BMT=128, BNT=64),
+    _ONE_WAVE,
+    _wide(128, 80, 64, num_warps=4, num_stages=4, GROUP=4),
 )
 # (up to so many rows, by narrow slices, by wide ones)
 _DEFAULTS = (
-    (8, _SKINNY[0], _SKINNY[3]),
-    (16, _SKINNY[4], _SKINNY[6]),
-    (32, _SKINNY[7], _SKINNY[9]),
-    (64, _SKINNY[8], _SKINNY[12]),
+    (8, _SKINNY[0], _SKINNY[2]),
+    (16, _SKINNY[5], _SKINNY[7]),
+    (32, _SKINNY[10], _SKINNY[13]),
+    (64, _SKINNY[15], _SKINNY[18]),
 )
 # For what tensor descriptors cannot describe, and for few rows on other GPUs than Hopper.
 _MISALIGNED = _tiles(128, 128, 64, num_stages=3, SWAP=0)
 # fp32 runs on the plain cores, which is slow however it is cut: one tile for few rows, one for many.
 FP32_CONFIGS = (_tiles(16, 32, 32, num_stages=2, SWAP=0), _tiles(64, 64, 32, num_warps=8, num_stages=2, SWAP=0))
 CONFIGS: tuple[Config, ...] = (*_SKINNY, *_FEW_ROWS, *_MIDDLE, *_WIDE, _MISALIGNED, *FP32_CONFIGS)
+
+
+def head_and_tail(columns: int) -> tuple[int, int]:
+    """A tile's columns as a power of two, which is what one copy brings, and the rest, 0 or another: 40 = 32 + 8."""
+    head = 1 << (columns.bit_length() - 1)
+    return head, columns - head
+
 
 # Counts of rows that get a config of their own.
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -123,8 +146,11 @@ def default_config(num_rows: int, num_out: int) -> Config:
     if num_rows <= 64:
         # Slices of 64 columns, if the weight has enough of them to occupy half of the multiprocessors.
         return next(wide if num_out >= 66 * 64 else narrow for rows, narrow, wide in _DEFAULTS if num_rows <= rows)
-    # Tiles as large as still give a program to nearly every multiprocessor of an H200.
-    columns = triton.cdiv(num_out, 256)
-    if triton.cdiv(num_rows, 128) * columns >= 110:
+    # Tiles as large as still give a program to nearly every multiprocessor of an H200, which are 132.
+    rows = triton.cdiv(num_rows, 128)
+    tiles = rows * triton.cdiv(num_out, 256)
+    if tiles > 132 >= rows * triton.cdiv(num_out, 320):
+        return _ONE_WAVE
+    if tiles >= 110:
         return _WIDE[1]
-    return _MIDDLE[6 if triton.cdiv(num_rows, 128) * columns >= 50 else 5 if num_rows > 128 else 2]
+    return _MIDDLE[6 if tiles >= 50 else 5 if num_rows > 128 else 2]

@@ -2,8 +2,12 @@
 
 Rows of x are the left operand of products that always take 64: BM of them are copied, and what lies behind them in
 shared memory fills the others, whose results are not stored. So a tile may be as narrow as 16 columns, which a weight
-of 2112 needs to occupy 132 multiprocessors. One warp copies, four multiply. Of a weight that no running launch writes
-(STATIC), copies begin while the launch before still runs: as much as the buffers hold, where that one leaves them room.
+of 2112 needs to occupy 132 multiprocessors. Columns that are no power of two (40: 5120 in 128 programs) likewise are
+the first of an operand of the next. One warp copies, four multiply.
+
+Of a weight that no running launch writes (STATIC), the first EARLY steps are copied while the launch before still runs,
+where that one leaves room. Not all that the buffers hold: the first rows of x would wait behind it for the memory
+(7168 x 2112 with 16 rows on an H200: 9.6 us with 7 steps of weights ahead of x, 9.2 with 4).
 """
 
 import torch
@@ -27,134 +31,176 @@ _COLUMNS = gl.constexpr(COLUMNS)
 
 
 @gluon.jit
-def _place(i_step, M, NA, num_k, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(row, column, whether of the second weight, which slice of K) of this program's i_step-th step: rows fastest."""
-    i_tile = gl.program_id(0) + i_step // num_k * gl.num_programs(0)
+def _place(i_tile, M, NA, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(row, column, whether of the second weight) of a tile: rows fastest."""
     tiles_m, tiles_a = gl.cdiv(M, BM), gl.cdiv(NA, BN)
     i_n = i_tile // tiles_m
     second = i_n >= tiles_a
     if PAIR:
         i_n = gl.where(second, i_n - tiles_a, i_n)
-    return i_tile % tiles_m * BM, i_n * BN, second, i_step % num_k
+    return i_tile % tiles_m * BM, i_n * BN, second
+
+
+@gluon.jit
+def _advance(i_buffer, phase, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The next buffer of the ring, and the phase of its barriers."""
+    last = i_buffer == STAGES - 1
+    return gl.where(last, 0, i_buffer + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
 def _copy_weight(  # type: ignore[no-untyped-def]
-    d_wa, d_wb, s_w, e, i_n, second, i_k, i_buffer, SUB: gl.constexpr, BYTES: gl.constexpr, PAIR: gl.constexpr
-):
-    mbarrier.expect(e.index(i_buffer), BYTES)
+    d_w, d_t, s_w, bar, i_n, i_k, i_buffer, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr,
+):  # fmt: skip
+    """One step of HEAD + TAIL columns (a copy brings a power of two), one behind the other."""
+    L_W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEAD, _COLUMNS], s_w.dtype)
+    PARTS: gl.constexpr = HEAD // TAIL + 1 if TAIL else 1
     for u in gl.static_range(SUB):
-        o_k, s_part = (i_k * SUB + u) * _COLUMNS, s_w.index(i_buffer * SUB + u)
-        if PAIR and second:
-            tma.async_copy_global_to_shared(d_wb, [i_n, o_k], e.index(i_buffer), s_part)
-        else:
-            tma.async_copy_global_to_shared(d_wa, [i_n, o_k], e.index(i_buffer), s_part)
+        o_k, i_part = (i_k * SUB + u) * _COLUMNS, (i_buffer * SUB + u) * PARTS
+        s_head = s_w.index(i_part)._reinterpret(s_w.dtype, [HEAD, _COLUMNS], L_W)
+        tma.async_copy_global_to_shared(d_w, [i_n, o_k], bar, s_head)
+        if TAIL:
+            tma.async_copy_global_to_shared(d_t, [i_n + HEAD, o_k], bar, s_w.index(i_part + PARTS - 1))
 
 
 @gluon.jit
-def _copy_rows(d_x, s_x, e, i_m, i_k, i_buffer, SUB: gl.constexpr):  # type: ignore[no-untyped-def]
+def _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, SUB: gl.constexpr):  # type: ignore[no-untyped-def]
     for u in gl.static_range(SUB):
         i_part = i_buffer * SUB + u
-        tma.async_copy_global_to_shared(d_x, [i_m, (i_k * SUB + u) * _COLUMNS], e.index(i_buffer), s_x.index(i_part))
+        tma.async_copy_global_to_shared(d_x, [i_m, (i_k * SUB + u) * _COLUMNS], bar, s_x.index(i_part))
 
 
 @gluon.jit
 def _copy(  # type: ignore[no-untyped-def]
-    d_x, d_wa, d_wb, s_x, s_w, e, f, M, NA, num_k, num_steps,
-    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr, PAIR: gl.constexpr,
-    STATIC: gl.constexpr,
+    d_x, d_wa, d_ta, d_wb, d_tb, s_x, s_w, e, f, M, NA, num_tiles, num_k,
+    BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, PAIR: gl.constexpr, STATIC: gl.constexpr,
 ):  # fmt: skip
-    """Fill the buffers, weights first; then each again when it is free (f)."""
+    """Fill the buffers, EARLY steps of the weight ahead of x; then each again when it is free (f)."""
+    BN: gl.constexpr = HEAD + TAIL
     BYTES: gl.constexpr = (BM + BN) * SUB * _COLUMNS * 2
     if not STATIC:
         wait_for_previous()
         let_next_begin()
-    num_first = gl.minimum(num_steps, STAGES)
-    for i in range(num_first):
-        _, i_n, second, i_k = _place(i, M, NA, num_k, BM, BN, PAIR)
-        _copy_weight(d_wa, d_wb, s_w, e, i_n, second, i_k, i, SUB, BYTES, PAIR)
+    i_tile, num_early = gl.program_id(0), gl.minimum(num_k, EARLY)
+    i_m, i_n, second = _place(i_tile, M, NA, BM, BN, PAIR)
+    for i in range(num_early):
+        mbarrier.expect(e.index(i), BYTES)
+        if PAIR and second:
+            _copy_weight(d_wb, d_tb, s_w, e.index(i), i_n, i, i, HEAD, TAIL, SUB)
+        else:
+            _copy_weight(d_wa, d_ta, s_w, e.index(i), i_n, i, i, HEAD, TAIL, SUB)
     if STATIC:
         wait_for_previous()
         let_next_begin()
-    for i in range(num_first):
-        i_m, _, _, i_k = _place(i, M, NA, num_k, BM, BN, PAIR)
-        _copy_rows(d_x, s_x, e, i_m, i_k, i, SUB)
-    for i in range(num_first, num_steps):
-        i_buffer = i % STAGES
-        i_m, i_n, second, i_k = _place(i, M, NA, num_k, BM, BN, PAIR)
-        mbarrier.wait(f.index(i_buffer), (i // STAGES - 1) & 1)
-        _copy_weight(d_wa, d_wb, s_w, e, i_n, second, i_k, i_buffer, SUB, BYTES, PAIR)
-        _copy_rows(d_x, s_x, e, i_m, i_k, i_buffer, SUB)
+    for i in range(num_early):
+        _copy_rows(d_x, s_x, e.index(i), i_m, i, i, SUB)
+    i_k = num_early
+    # A new barrier counts as past the phase before its first: buffers are free at first.
+    i_buffer, phase = num_early % STAGES, 1 - num_early // STAGES
+    while i_tile < num_tiles:
+        i_m, i_n, second = _place(i_tile, M, NA, BM, BN, PAIR)
+        while i_k < num_k:
+            bar = e.index(i_buffer)
+            mbarrier.wait(f.index(i_buffer), phase)
+            mbarrier.expect(bar, BYTES)
+            if PAIR and second:
+                _copy_weight(d_wb, d_tb, s_w, bar, i_n, i_k, i_buffer, HEAD, TAIL, SUB)
+            else:
+                _copy_weight(d_wa, d_ta, s_w, bar, i_n, i_k, i_buffer, HEAD, TAIL, SUB)
+            _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, SUB)
+            i_buffer, phase = _advance(i_buffer, phase, STAGES)
+            i_k += 1
+        i_k = 0
+        i_tile += gl.num_programs(0)
 
 
 @gluon.jit
 def _multiply(  # type: ignore[no-untyped-def]
-    p_bias, p_ya, p_yb, s_x, s_w, e, f, M, NA, NB, num_k, num_steps,
-    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    PAIR: gl.constexpr,
+    p_bias, p_ya, p_yb, s_x, s_w, e, f, M, NA, NB, num_tiles, num_k,
+    BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
     """Products of a buffer start before those of the last have ended, whose buffer is then free."""
-    L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    BN: gl.constexpr = HEAD + TAIL
+    WIDTH: gl.constexpr = 2 * HEAD if TAIL else HEAD
+    PARTS: gl.constexpr = HEAD // TAIL + 1 if TAIL else 1
+    L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     L_X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, _COLUMNS], s_x.dtype)
-    o_r = gl.arange(0, 64, gl.SliceLayout(1, L_Y))
-    for i_first in range(0, num_steps, num_k):
-        i_m, i_n, second, _ = _place(i_first, M, NA, num_k, BM, BN, PAIR)
-        b_acc = gl.zeros([64, BN], gl.float32, L_Y)
-        for i in range(i_first, i_first + num_k):
-            i_buffer = i % STAGES
-            mbarrier.wait(e.index(i_buffer), (i // STAGES) & 1)
+    L_W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, _COLUMNS], s_w.dtype)
+    o_r, o_c = gl.arange(0, 64, gl.SliceLayout(1, L_Y)), gl.arange(0, WIDTH, gl.SliceLayout(0, L_Y))
+    i_buffer, phase = 0, 0
+    for i_tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        i_m, i_n, second = _place(i_tile, M, NA, BM, BN, PAIR)
+        b_acc = gl.zeros([64, WIDTH], gl.float32, L_Y)
+        i_last = i_buffer
+        for i_k in range(num_k):
+            mbarrier.wait(e.index(i_buffer), phase)
             for u in gl.static_range(SUB):
-                s_rows = s_x.index(i_buffer * SUB + u)._reinterpret(s_x.dtype, [64, _COLUMNS], L_X)
-                s_part = s_w.index(i_buffer * SUB + u).permute((1, 0))
-                b_acc = warpgroup_mma(s_rows, s_part, b_acc, is_async=True)
+                i_part = i_buffer * SUB + u
+                s_rows = s_x.index(i_part)._reinterpret(s_x.dtype, [64, _COLUMNS], L_X)
+                s_part = s_w.index(i_part * PARTS)._reinterpret(s_w.dtype, [WIDTH, _COLUMNS], L_W)
+                b_acc = warpgroup_mma(s_rows, s_part.permute((1, 0)), b_acc, is_async=True)
             b_acc = warpgroup_mma_wait(num_outstanding=SUB, deps=(b_acc,))
-            if i > i_first:
-                mbarrier.arrive(f.index((i - 1) % STAGES), count=1)
+            if i_k > 0:
+                mbarrier.arrive(f.index(i_last), count=1)
+            i_last = i_buffer
+            i_buffer, phase = _advance(i_buffer, phase, STAGES)
         b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
-        mbarrier.arrive(f.index((i_first + num_k - 1) % STAGES), count=1)
+        mbarrier.arrive(f.index(i_last), count=1)
         p_y, N = p_ya, NA
         if PAIR:
             p_y, N = gl.where(second, p_yb, p_ya), gl.where(second, NB, NA)
-        o_n = i_n + gl.arange(0, BN, gl.SliceLayout(0, L_Y))
+        o_n = i_n + o_c
         if HAS_BIAS:
             b_acc += gl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[None, :]
         p_by = p_y + (i_m + o_r).to(gl.int64)[:, None] * N + o_n[None, :]
-        m_y = ((o_r < BM) & (i_m + o_r < M))[:, None] & (o_n < N)[None, :]
+        m_y = ((o_r < BM) & (i_m + o_r < M))[:, None] & ((o_c < BN) & (o_n < N))[None, :]
         gl.store(p_by, b_acc.to(p_y.dtype.element_ty), mask=m_y)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def linear_skinny_kernel(  # type: ignore[no-untyped-def]
-    d_x, d_wa, d_wb, p_bias, p_ya, p_yb, M, NA, NB, K,
-    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    PAIR: gl.constexpr, STATIC: gl.constexpr,
+    d_x, d_wa, d_ta, d_wb, d_tb, p_bias, p_ya, p_yb, M, NA, NB, K,
+    BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, HAS_BIAS: gl.constexpr, PAIR: gl.constexpr, STATIC: gl.constexpr,
 ):  # fmt: skip
-    """x [M, K] @ wa [NA, K].T, then @ wb [NB, K].T if PAIR, in tiles [BM, BN] that go to the programs in turn.
+    """x [M, K] @ wa [NA, K].T, then @ wb [NB, K].T if PAIR, in tiles [BM, HEAD + TAIL] that go to the programs in turn.
 
-    Descriptors in blocks of [BM, 64] and [BN, 64]; SUB of them are a step, and STAGES steps are on the way.
+    Descriptors in blocks of [BM, 64] for x, [HEAD, 64] for wa and wb, [TAIL, 64] for ta and tb, which are the same
+    weights. TAIL is 0 or divides HEAD. SUB blocks are a step; STAGES steps are on the way.
     """
     DT: gl.constexpr = p_ya.dtype.element_ty
-    # Behind the last rows there is room for a whole operand of 64.
+    BLOCK: gl.constexpr = TAIL if TAIL else HEAD
+    PARTS: gl.constexpr = HEAD // BLOCK + 1 if TAIL else 1
+    # Behind the last blocks there is room for a whole operand.
     s_x = gl.allocate_shared_memory(DT, [STAGES * SUB + 64 // BM - 1, BM, _COLUMNS], d_x.layout)
-    s_w = gl.allocate_shared_memory(DT, [STAGES * SUB, BN, _COLUMNS], d_wa.layout)
+    MORE: gl.constexpr = HEAD // BLOCK - 1 if TAIL else 0
+    s_w = gl.allocate_shared_memory(DT, [STAGES * SUB * PARTS + MORE, BLOCK, _COLUMNS], d_ta.layout)
     e = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     f = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(e.index(i), count=1)
         mbarrier.init(f.index(i), count=1)
     fence_async_shared()
-    tiles = gl.cdiv(M, BM) * (gl.cdiv(NA, BN) + (gl.cdiv(NB, BN) if PAIR else 0))
+    BN: gl.constexpr = HEAD + TAIL
+    num_tiles = gl.cdiv(M, BM) * (gl.cdiv(NA, BN) + (gl.cdiv(NB, BN) if PAIR else 0))
     num_k = gl.cdiv(K, SUB * _COLUMNS)
-    num_steps = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0)) * num_k
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (p_bias, p_ya, p_yb, s_x, s_w, e, f, M, NA, NB, num_k, num_steps, BM, BN, SUB, STAGES, HAS_BIAS, PAIR),
+                (
+                    p_bias, p_ya, p_yb, s_x, s_w, e, f, M, NA, NB, num_tiles, num_k,
+                    BM, HEAD, TAIL, SUB, STAGES, HAS_BIAS, PAIR,
+                ),
             ),
             (
                 _copy,
-                (d_x, d_wa, d_wb, s_x, s_w, e, f, M, NA, num_k, num_steps, BM, BN, SUB, STAGES, PAIR, STATIC),
+                (
+                    d_x, d_wa, d_ta, d_wb, d_tb, s_x, s_w, e, f, M, NA, num_tiles, num_k,
+                    BM, HEAD, TAIL, SUB, STAGES, EARLY, PAIR, STATIC,
+                ),
             ),
         ],
         [1],

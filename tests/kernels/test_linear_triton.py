@@ -104,7 +104,7 @@ def test_a_row_ignores_what_its_neighbours_hold() -> None:
     assert torch.equal(linear.linear(others, weight)[7], whole[7])
 
 
-@pytest.mark.parametrize("kind", [1, 2], ids=["stream", "skinny"])
+@pytest.mark.parametrize("kind", [1, 2, 3], ids=["stream", "skinny", "wide"])
 def test_misaligned_rows_take_a_kernel_that_can_read_them(kind: int) -> None:
     config = next(c for c in linear.CONFIGS if c["TMA"] == kind)
     x, weight = draw(40, 60, dtype=BF16), draw(33, 60, dtype=BF16)
