@@ -6,7 +6,7 @@ threads copy or the tensor memory accelerator (TMA) does. So the kernel and its 
 - `linear_tiles_kernel`: one output tile per program, any shape and alignment;
 - `linear_wide_kernel`: the same with tensor descriptors, in tiles whose columns are the sum of two powers of two;
 - `_stream_kernel`: persistent programs with tensor descriptors, for many rows, dealt out by `linear_schedule`;
-- `linear_skinny`: few rows on Hopper, in slices of 16 to 96 columns.
+- `linear_skinny`: few rows on Hopper, in slices of 16 to 64 columns.
 Measured on an H200 and left out: K in parts (another formula for every row; many rows would pay with a second
 accumulator), Triton 3.6's warp specialization (slower, and wrong at depth).
 """

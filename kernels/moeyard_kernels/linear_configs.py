@@ -37,24 +37,21 @@ _SKINNY = (
     _skinny(8, 16, 256, num_stages=8, EARLY=4),
     _skinny(8, 32, 256, num_stages=10, EARLY=4),
     _skinny(8, 64, 256, num_stages=6, EARLY=4),
-    _skinny(8, 64, 256, num_stages=6, EARLY=6),
-    _skinny(8, 96, 128, num_stages=8, EARLY=8),
-    _skinny(16, 16, 256, num_stages=7, EARLY=4),
+    _skinny(8, 64, 128, num_stages=12, EARLY=12),
+    _skinny(16, 16, 256, num_stages=8, EARLY=4),
     _skinny(16, 32, 256, num_stages=9, EARLY=4),
-    _skinny(16, 64, 128, num_stages=10, EARLY=10),
+    _skinny(16, 48, 256, num_stages=6, EARLY=4),
     _skinny(16, 64, 256, num_stages=5, EARLY=4),
-    _skinny(16, 96, 128, num_stages=7, EARLY=7),
-    _skinny(32, 16, 256, num_stages=8, EARLY=4),
+    _skinny(16, 64, 128, num_stages=11, EARLY=11),
+    _skinny(32, 16, 256, num_stages=8, EARLY=3),
     _skinny(32, 32, 256, num_stages=6, EARLY=3),
-    _skinny(32, 40, 128, num_stages=11, EARLY=5),
+    _skinny(32, 48, 128, num_stages=11, EARLY=6),
     _skinny(32, 64, 128, num_stages=9, EARLY=9),
-    _skinny(32, 96, 128, num_stages=6, EARLY=6),
-    _skinny(64, 16, 256, num_stages=5, EARLY=2),
-    _skinny(64, 16, 128, num_stages=11, EARLY=4),
-    _skinny(64, 32, 128, num_stages=9, EARLY=4),
+    _skinny(64, 16, 128, num_stages=11, EARLY=6),
+    _skinny(64, 32, 128, num_stages=9, EARLY=9),
     _skinny(64, 40, 128, num_stages=8, EARLY=4),
+    _skinny(64, 48, 128, num_stages=8, EARLY=8),
     _skinny(64, 64, 128, num_stages=7, EARLY=7),
-    _skinny(64, 96, 128, num_stages=5, EARLY=5),
 )
 _FEW_ROWS = (
     _tiles(16, 64, 128, num_stages=6),
@@ -96,9 +93,9 @@ _WIDE = (
 # (up to so many rows, by narrow slices, by wide ones)
 _DEFAULTS = (
     (8, _SKINNY[0], _SKINNY[2]),
-    (16, _SKINNY[5], _SKINNY[7]),
-    (32, _SKINNY[10], _SKINNY[13]),
-    (64, _SKINNY[15], _SKINNY[18]),
+    (16, _SKINNY[4], _SKINNY[7]),
+    (32, _SKINNY[9], _SKINNY[12]),
+    (64, _SKINNY[13], _SKINNY[17]),
 )
 # For what tensor descriptors cannot describe, and for few rows on other GPUs than Hopper.
 _MISALIGNED = _tiles(128, 128, 64, num_stages=3, SWAP=0)

@@ -49,6 +49,12 @@ def _advance(i_buffer, phase, STAGES: gl.constexpr):  # type: ignore[no-untyped-
 
 
 @gluon.jit
+def _before(i_buffer, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The buffer before it. A variable that kept it would not be carried: Triton 3.6 takes two names for one value."""
+    return gl.where(i_buffer == 0, STAGES - 1, i_buffer - 1)
+
+
+@gluon.jit
 def _copy_weight(  # type: ignore[no-untyped-def]
     d_w, d_t, s_w, bar, i_n, i_k, i_buffer, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr,
 ):  # fmt: skip
@@ -133,7 +139,6 @@ def _multiply(  # type: ignore[no-untyped-def]
     for i_tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         i_m, i_n, second = _place(i_tile, M, NA, BM, BN, PAIR)
         b_acc = gl.zeros([64, WIDTH], gl.float32, L_Y)
-        i_last = i_buffer
         for i_k in range(num_k):
             mbarrier.wait(e.index(i_buffer), phase)
             for u in gl.static_range(SUB):
@@ -143,11 +148,10 @@ def _multiply(  # type: ignore[no-untyped-def]
                 b_acc = warpgroup_mma(s_rows, s_part.permute((1, 0)), b_acc, is_async=True)
             b_acc = warpgroup_mma_wait(num_outstanding=SUB, deps=(b_acc,))
             if i_k > 0:
-                mbarrier.arrive(f.index(i_last), count=1)
-            i_last = i_buffer
+                mbarrier.arrive(f.index(_before(i_buffer, STAGES)), count=1)
             i_buffer, phase = _advance(i_buffer, phase, STAGES)
         b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
-        mbarrier.arrive(f.index(i_last), count=1)
+        mbarrier.arrive(f.index(_before(i_buffer, STAGES)), count=1)
         p_y, N = p_ya, NA
         if PAIR:
             p_y, N = gl.where(second, p_yb, p_ya), gl.where(second, NB, NA)

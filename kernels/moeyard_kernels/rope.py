@@ -6,13 +6,26 @@ import triton.language as tl
 
 from moeyard_kernels import tuning
 from moeyard_kernels.dependent import dependent, let_next_begin, wait_for_previous
-from moeyard_kernels.launch import MAX_GRID_X, MAX_GRID_Y, finish, new_output
+from moeyard_kernels.launch import MAX_GRID_X, finish, new_output
 from moeyard_kernels.rounding import round_to
 from moeyard_kernels.rows import check_rows
 
 CONFIGS = tuple(
     tuning.config(BN=heads, num_warps=warps)
-    for heads, warps in ((4, 1), (8, 1), (8, 2), (8, 4), (16, 2), (16, 4), (32, 4), (64, 4), (64, 8))
+    for heads, warps in (
+        (4, 1),
+        (8, 1),
+        (8, 2),
+        (8, 4),
+        (16, 1),
+        (16, 2),
+        (16, 4),
+        (32, 1),
+        (32, 2),
+        (32, 4),
+        (64, 2),
+        (64, 4),
+    )
 )
 
 
@@ -79,6 +92,17 @@ def store_halves(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def place(num_blocks):  # type: ignore[no-untyped-def]
+    """(Token, block) of this program of T num_blocks: a token's blocks run beside each other, light ones among others.
+
+    rope_cache_write_mla of 4096 tokens on an H200: 36.6 us so, 39.5 with all tokens' first blocks ahead of the next.
+    """
+    i_program = tl.program_id(0)
+    i_t = i_program // num_blocks
+    return i_t.to(tl.int64), i_program - i_t * num_blocks
+
+
+@triton.jit
 def rotate_block(  # type: ignore[no-untyped-def]
     p_x, p_cos, p_sin, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
     INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
@@ -94,13 +118,13 @@ def rotate_block(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rope_kernel(  # type: ignore[no-untyped-def]
-    p_x, p_cos, p_sin, p_out, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
+    p_x, p_cos, p_sin, p_out, N, HALF, num_blocks, stride_t, stride_n, stride_cos, stride_sin,
     INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
-    """Grid: (T, ceil(N / BN))."""
+    """Grid: T num_blocks, where num_blocks = ceil(N / BN)."""
     wait_for_previous()
     let_next_begin()
-    i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_t, i_n = place(num_blocks)
     rotate_block(
         p_x, p_cos, p_sin, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
         INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
@@ -119,7 +143,7 @@ def launch_plan(
         op, shape_class(num_tokens, num_heads, dim), x, lambda: default_config(num_heads, dim)
     )
     num_blocks = triton.cdiv(num_heads, config["BN"])
-    if num_blocks + more_blocks > MAX_GRID_Y or num_tokens > MAX_GRID_X:
+    if num_tokens * (num_blocks + more_blocks) > MAX_GRID_X:
         raise ValueError(f"{op}: {list(x.shape)} exceeds the grid of a GPU")
     return config, num_blocks, new_output(*x.shape, like=x)
 
@@ -137,8 +161,8 @@ def rope(
     check_rows("rope", x=x, cos=cos, sin=sin)
     config, num_blocks, out = launch_plan("rope", x, config)
     if out.numel():
-        _rope_kernel[(num_tokens, num_blocks)](
-            x, cos, sin, out, num_heads, x.stride(0), x.stride(1), cos.stride(0), sin.stride(0), dim // 2,
+        _rope_kernel[(num_tokens * num_blocks,)](
+            x, cos, sin, out, num_heads, dim // 2, num_blocks, *x.stride()[:2], cos.stride(0), sin.stride(0),
             INTERLEAVED=interleaved, BH=half_block(dim), enable_fp_fusion=False, **config, **dependent(x),
         )  # fmt: skip
     return finish(out, x.dtype)

@@ -8,7 +8,7 @@ from moeyard_kernels import tuning
 from moeyard_kernels.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.launch import check_indices, finish
 from moeyard_kernels.rope import CONFIGS as CONFIGS
-from moeyard_kernels.rope import half_block, launch_plan, rotate_block, rotated_heads, store_halves
+from moeyard_kernels.rope import half_block, launch_plan, place, rotate_block, rotated_heads, store_halves
 from moeyard_kernels.rope import shape_class as shape_class
 from moeyard_kernels.rows import check_rows
 
@@ -29,10 +29,10 @@ def _gqa_kernel(  # type: ignore[no-untyped-def]
     stride_ckn, stride_ckp, stride_cke, stride_cvn, stride_cvp, stride_cve,
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BNKV: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Query heads [i_n BN, i_n BN + BN) of one token, or its keys and values. Grid: (T, num_q_blocks + 1)."""
+    """Query heads [i_n BN, i_n BN + BN) of one token, or its keys and values. Grid: T (num_q_blocks + 1)."""
     wait_for_previous()
     let_next_begin()
-    i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_t, i_n = place(num_q_blocks + 1)
     if i_n < num_q_blocks:
         rotate_block(
             p_q, p_cos, p_sin, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, HALF,
@@ -62,10 +62,10 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
     stride_page, stride_entry,
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Query heads [i_n BN, i_n BN + BN) of one token, or its latent and shared key. Grid: (T, num_q_blocks + 1)."""
+    """Query heads [i_n BN, i_n BN + BN) of one token, or its latent and shared key. Grid: T (num_q_blocks + 1)."""
     wait_for_previous()
     let_next_begin()
-    i_t, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_t, i_n = place(num_q_blocks + 1)
     if i_n < num_q_blocks:
         rotate_block(
             p_q, p_cos, p_sin, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, HALF,
@@ -98,7 +98,7 @@ def rope_cache_write_gqa(
     check_indices(op, low=-1, high=num_pages * page, slot_mapping=slot_mapping)
     config, q_blocks, out = launch_plan(op, q, config, more_blocks=1)
     if num_tokens:
-        _gqa_kernel[(num_tokens, q_blocks + 1)](
+        _gqa_kernel[(num_tokens * (q_blocks + 1),)](
             q, k, v, cos, sin, slot_mapping, out, k_cache, v_cache,
             num_heads, k.shape[1], dim // 2, q_blocks,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
@@ -122,7 +122,7 @@ def rope_cache_write_mla(
     check_indices(op, low=-1, high=num_pages * page, slot_mapping=slot_mapping)
     config, q_blocks, out = launch_plan(op, q_rope, config, more_blocks=1)
     if num_tokens:
-        _mla_kernel[(num_tokens, q_blocks + 1)](
+        _mla_kernel[(num_tokens * (q_blocks + 1),)](
             q_rope, kv_a, k_rope, cos, sin, slot_mapping, out, cache,
             num_heads, kv_a.shape[1], dim // 2, q_blocks,
             *q_rope.stride()[:2], kv_a.stride(0), k_rope.stride(0), cos.stride(0), sin.stride(0),
