@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moeyard_kernels import launch, linear, ops
+from moeyard_kernels.linear_configs import default_config, head_and_tail
 from moeyard_kernels.linear_schedule import Schedule, schedule
 from moeyard_kernels.tuning import Config
 
@@ -127,6 +128,17 @@ def test_the_shape_class_rounds_rows_up() -> None:
     assert linear.shape_class(2, 7168, 2112) == linear.shape_class(8, 7168, 2112) == "M8 N2112 K7168"
     assert linear.shape_class(9, 7168, 1536, 576) == "M16 N1536+576 K7168"
     assert linear.shape_class(100_000, 6, 5) == "M8192 N5 K6"
+
+
+def test_untuned_shapes_take_tiles_of_one_wave_where_there_are_such() -> None:
+    # 160 tiles of 128 x 256 are two waves of 132 multiprocessors, 128 of 128 x 320 are one.
+    assert default_config(1024, 5120)["BN"] == 320
+    assert default_config(1024, 7168)["BN"] == 256
+    assert default_config(64, 2112)["BN"] < default_config(64, 7168)["BN"]
+
+
+def test_a_tile_is_a_power_of_two_and_another() -> None:
+    assert [head_and_tail(columns) for columns in (16, 40, 48, 320)] == [(16, 0), (32, 8), (32, 16), (256, 64)]
 
 
 @pytest.mark.parametrize("tail_cost", [0.5, 0.73])
