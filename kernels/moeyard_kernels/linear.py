@@ -141,7 +141,6 @@ def _launch_wide(
     bm, bk, (head, tail) = chosen["BM"], chosen["BK"], head_and_tail(chosen["BN"])
     d_x = TensorDescriptor.from_tensor(x, [bm, bk])
     flags |= {name: chosen[name] for name in ("BK", "GROUP", "num_stages")}
-    del flags["PAIR"]
     for weight, out in zip(weights, outs, strict=True):
         num_rows, num_out = out.shape
         d_w, d_t = (TensorDescriptor.from_tensor(weight, [n, bk]) for n in (head, tail))
@@ -193,16 +192,17 @@ def _run(
     if tiles > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: x {list(x.shape)} and weights of {num_out} rows exceed the grid of a GPU")
     flags: dict[str, Any] = {name: chosen[name] for name in ("BM", "num_warps")}
-    flags |= {"HAS_BIAS": bias is not None, "PAIR": len(weights) == 2, **dependent(x)}
+    flags |= {"HAS_BIAS": bias is not None, **dependent(x)}
+    pair = {"PAIR": len(weights) == 2}
     rest = (x if bias is None else bias, outs[0], outs[-1], num_rows, num_out[0], num_out[-1], dim)
     if chosen["TMA"] == 3:
         _launch_wide(x, weights, chosen, outs, bias, flags)
     elif chosen["TMA"] == 2:
-        _launch_skinny(x, weights, chosen, tiles, rest, flags | {"STATIC": static_weight})
+        _launch_skinny(x, weights, chosen, tiles, rest, flags | pair | {"STATIC": static_weight})
     elif chosen["TMA"]:
-        _launch_stream(x, weights, chosen, tiles, rest, flags)
+        _launch_stream(x, weights, chosen, tiles, rest, flags | pair)
     else:
-        flags |= {name: chosen[name] for name in ("BN", "BK", "SWAP", "num_stages")}
+        flags |= pair | {name: chosen[name] for name in ("BN", "BK", "SWAP", "num_stages")}
         group, even = 0 if rows == 1 else chosen["GROUP"], dim % chosen["BK"] == 0
         linear_tiles_kernel[(tiles,)](x, weights[0], weights[-1], *rest, GROUP=group, EVEN_K=even, **flags)
     return tuple(launch.finish(out, x.dtype) for out in outs)

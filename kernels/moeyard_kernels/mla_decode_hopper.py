@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moeyard_kernels.dependent import wait_for_previous
+from moeyard_kernels.dependent import let_next_begin, wait_for_previous
 
 
 @gluon.jit
@@ -121,7 +121,8 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
     else:
         s_p = gl.allocate_shared_memory(DT, [BM, BN], gl.NVMMASharedLayout.get_default_for([BM, BN], DT))
 
-    for i_item in range(gl.program_id(0), gl.max(b_ends, 0) * TILES, gl.num_programs(0)):
+    num_items = gl.max(b_ends, 0) * TILES
+    for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         i_b, i_s = find_work(i_item // TILES, b_ends)
         o_m = (i_item % TILES) * BM + gl.arange(0, BM, L_M)
         m_m = o_m < M
@@ -181,6 +182,9 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
             b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_o,))
             i_buffer = 1 - i_buffer
 
+        if i_item + gl.num_programs(0) >= num_items:
+            # The merge settles beside the last results. Earlier it would take its place among programs at work.
+            let_next_begin()
         async_copy.wait_group(0)
         # The keys' buffer is free: through it each lane gets all sums of a row.
         s_l = s_kv._reinterpret(gl.float32, [2, BN, BM] if SWAP else [2, BM, BN], L_SCRATCH)

@@ -10,23 +10,8 @@ from moeyard_kernels.launch import MAX_GRID_X, finish, new_output
 from moeyard_kernels.rounding import round_to
 from moeyard_kernels.rows import check_rows
 
-CONFIGS = tuple(
-    tuning.config(BN=heads, num_warps=warps)
-    for heads, warps in (
-        (4, 1),
-        (8, 1),
-        (8, 2),
-        (8, 4),
-        (16, 1),
-        (16, 2),
-        (16, 4),
-        (32, 1),
-        (32, 2),
-        (32, 4),
-        (64, 2),
-        (64, 4),
-    )
-)
+_TILES = ((4, 1), (8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4))
+CONFIGS = tuple(tuning.config(BN=heads, num_warps=warps) for heads, warps in _TILES)
 
 
 def shape_class(num_tokens: int, num_heads: int, dim: int) -> str:
