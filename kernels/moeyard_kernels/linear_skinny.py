@@ -50,7 +50,7 @@ def _advance(i_buffer, phase, STAGES: gl.constexpr):  # type: ignore[no-untyped-
 
 @gluon.jit
 def _before(i_buffer, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The buffer before it. No variable keeps it: one that equals another ahead of a loop, Triton 3.7 does not carry."""
+    """The buffer before it. No variable keeps it: one that equals another before a loop, Triton 3.7 does not carry."""
     return gl.where(i_buffer == 0, STAGES - 1, i_buffer - 1)
 
 
