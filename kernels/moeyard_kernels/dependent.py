@@ -7,8 +7,8 @@ completion stays in order for the whole stream. Kernels of others are not launch
 Needs Hopper or later; elsewhere nothing changes.
 
 Which kernel does what was measured (docs/kernels.md). Elementwise kernels and the skinny product do both; the merge of
-splits too, while its programs are few. Latent decode of few heads waits, and lets the merge begin when its programs are
-at their last results. Other products and sampling only wait; the first product of the experts only lets the second
+splits too, while its programs are few. `mla_decode_hopper` waits, and lets the merge begin when its programs are at
+their last results. Other products and sampling only wait; the first product of the experts only lets the second
 begin. The rest are launched as ever: programs of `gqa_decode` that come early settle unevenly (315 us, 270 without);
 gate and layout, of few programs, took longer.
 """

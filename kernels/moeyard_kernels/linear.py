@@ -134,8 +134,8 @@ def _launch_stream(
 
 
 def _launch_wide(
-    x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Config, outs: tuple[torch.Tensor, ...],
-    bias: torch.Tensor | None, flags: Any,
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Config, bias: torch.Tensor,
+    outs: tuple[torch.Tensor, ...], flags: Any,
 ) -> None:  # fmt: skip
     """A launch for each weight: one kernel for both would hold the sums of both, which do not fit the registers."""
     bm, bk, (head, tail) = chosen["BM"], chosen["BK"], head_and_tail(chosen["BN"])
@@ -146,7 +146,7 @@ def _launch_wide(
         d_w, d_t = (TensorDescriptor.from_tensor(weight, [n, bk]) for n in (head, tail))
         tiles = triton.cdiv(num_rows, bm) * triton.cdiv(num_out, chosen["BN"])
         linear_wide_kernel[(tiles,)](
-            d_x, d_w, d_t, x if bias is None else bias, out, num_rows, num_out, x.shape[1],
+            d_x, d_w, d_t, bias, out, num_rows, num_out, x.shape[1],
             HEAD=head, TAIL=tail, **flags,
         )  # fmt: skip
 
@@ -166,7 +166,7 @@ def _choose(x: torch.Tensor, num_out: list[int]) -> Config:
     num_rows, dim = x.shape
     if x.dtype == torch.float32:
         return FP32_CONFIGS[num_rows > 64]
-    return tuning.choose(OP, shape_class(num_rows, dim, *num_out), x, lambda: default_config(num_rows, sum(num_out)))
+    return tuning.choose(OP, shape_class(num_rows, dim, *num_out), x, lambda: default_config(num_rows, *num_out))
 
 
 def _run(
@@ -193,13 +193,15 @@ def _run(
         raise ValueError(f"{OP}: x {list(x.shape)} and weights of {num_out} rows exceed the grid of a GPU")
     flags: dict[str, Any] = {name: chosen[name] for name in ("BM", "num_warps")}
     flags |= {"HAS_BIAS": bias is not None, **dependent(x)}
+    # What nothing is read from need only be a tensor.
+    bias = x if bias is None else bias
+    rest = (bias, outs[0], outs[-1], num_rows, num_out[0], num_out[-1], dim)
     pair = {"PAIR": len(weights) == 2}
-    rest = (x if bias is None else bias, outs[0], outs[-1], num_rows, num_out[0], num_out[-1], dim)
     if chosen["TMA"] == 3:
-        _launch_wide(x, weights, chosen, outs, bias, flags)
+        _launch_wide(x, weights, chosen, bias, outs, flags)
     elif chosen["TMA"] == 2:
         _launch_skinny(x, weights, chosen, tiles, rest, flags | pair | {"STATIC": static_weight})
-    elif chosen["TMA"]:
+    elif chosen["TMA"] == 1:
         _launch_stream(x, weights, chosen, tiles, rest, flags | pair)
     else:
         flags |= pair | {name: chosen[name] for name in ("BN", "BK", "SWAP", "num_stages")}

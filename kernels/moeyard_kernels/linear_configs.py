@@ -2,8 +2,7 @@
 
 TMA 0 is `linear_tiles_kernel`, 1 `linear._stream_kernel`, with PER_SM programs per multiprocessor and tail tiles of
 BMT x BNT (none if 0), 2 `linear_skinny`, with EARLY steps of the weight ahead of x, 3 `linear_wide_kernel`. Numbers of
-stages fill the 227 KB of shared memory of Hopper, or less than half of them where the next launch's programs are to fit
-beside this one's.
+stages fit the 227 KB of shared memory of Hopper; fewer than that allows were faster where so few are given.
 """
 
 import triton
@@ -105,9 +104,15 @@ CONFIGS: tuple[Config, ...] = (*_SKINNY, *_FEW_ROWS, *_MIDDLE, *_WIDE, _MISALIGN
 
 
 def head_and_tail(columns: int) -> tuple[int, int]:
-    """A tile's columns as a power of two, which is what one copy brings, and the rest, 0 or another: 40 = 32 + 8."""
+    """A tile's columns as a power of two, which is what one copy brings, and the rest, 0 or another: 40 = 32 + 8.
+
+    Raises ValueError for others.
+    """
     head = 1 << (columns.bit_length() - 1)
-    return head, columns - head
+    tail = columns - head
+    if tail & (tail - 1):
+        raise ValueError(f"{columns} columns are not the sum of two powers of two")
+    return head, tail
 
 
 # Counts of rows that get a config of their own.
@@ -138,15 +143,17 @@ def plain_config(num_rows: int) -> Config:
     return next(c for c in _FEW_ROWS if c["TMA"] == 0 and num_rows <= c["BM"])
 
 
-def default_config(num_rows: int, num_out: int) -> Config:
-    """The config of bf16 shapes that nobody tuned."""
+def default_config(num_rows: int, *num_out: int) -> Config:
+    """The config of bf16 shapes that nobody tuned: one weight's outputs, or two weights'."""
+    columns = sum(num_out)
     if num_rows <= 64:
         # Slices of 64 columns, if the weight has enough of them to occupy half of the multiprocessors.
-        return next(wide if num_out >= 66 * 64 else narrow for rows, narrow, wide in _DEFAULTS if num_rows <= rows)
+        return next(wide if columns >= 66 * 64 else narrow for rows, narrow, wide in _DEFAULTS if num_rows <= rows)
     # Tiles as large as still give a program to nearly every multiprocessor of an H200, which are 132.
     rows = triton.cdiv(num_rows, 128)
-    tiles = rows * triton.cdiv(num_out, 256)
-    if tiles > 132 >= rows * triton.cdiv(num_out, 320):
+    tiles = rows * triton.cdiv(columns, 256)
+    # Two weights would be two launches.
+    if len(num_out) == 1 and tiles > 132 and 110 <= rows * triton.cdiv(columns, 320) <= 132:
         return _ONE_WAVE
     if tiles >= 110:
         return _WIDE[1]

@@ -1,4 +1,4 @@
-"""Triton: the kernels of `linear` that give one output tile to each program, and what all of its kernels share."""
+"""Triton: the kernels of `linear` that give one output tile to each program, and what its Triton kernels share."""
 
 import triton
 import triton.language as tl
@@ -18,6 +18,7 @@ def place(i_tile, tiles_m, tiles_n, GROUP: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def store(b_acc, p_y, p_bias, o_m, o_n, M, N, SWAP: tl.constexpr, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store b_acc [BM, BN] fp32 (its transpose if SWAP), with the bias [N], as rows o_m and columns o_n of y [M, N]."""
     if SWAP:
         b_acc = tl.trans(b_acc)
     if HAS_BIAS:
@@ -75,7 +76,7 @@ def linear_wide_kernel(  # type: ignore[no-untyped-def]
     BM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BM, HEAD + TAIL] of x [M, K] @ w [N, K].T.
+    """One tile [BM, HEAD + TAIL] of x [M, K] @ w [N, K].T; HEAD and TAIL are powers of two of 16 at least.
 
     Descriptors in blocks of [BM, BK] for x, [HEAD, BK] for w and [TAIL, BK] for t, which is w again. Tiles of 320
     columns are 128 programs for 1024 rows of a weight of 5120: one wave of an H200, where tiles of 256 take two.

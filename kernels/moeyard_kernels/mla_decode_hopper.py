@@ -183,7 +183,8 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
             i_buffer = 1 - i_buffer
 
         if i_item + gl.num_programs(0) >= num_items:
-            # The merge settles beside the last results. Earlier it would take its place among programs at work.
+            # The next launch (the merge, if there are splits) settles beside the last results. Earlier it would take
+            # its place among programs at work.
             let_next_begin()
         async_copy.wait_group(0)
         # The keys' buffer is free: through it each lane gets all sums of a row.

@@ -77,10 +77,11 @@ def store_halves(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def place(num_blocks):  # type: ignore[no-untyped-def]
-    """(Token, block) of this program of T num_blocks: a token's blocks run beside each other, light ones among others.
+def token_and_block(num_blocks):  # type: ignore[no-untyped-def]
+    """(Token, block) of this program of T num_blocks: a token's blocks run beside each other, cheap ones among others.
 
-    rope_cache_write_mla of 4096 tokens on an H200: 36.6 us so, 39.5 with all tokens' first blocks ahead of the next.
+    rope_cache_write_mla of 4096 tokens on an H200: 36.6 us so, 39.5 with the first block of every token before any
+    second one (docs/kernels.md).
     """
     i_program = tl.program_id(0)
     i_t = i_program // num_blocks
@@ -109,7 +110,7 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
     """Grid: T num_blocks, where num_blocks = ceil(N / BN)."""
     wait_for_previous()
     let_next_begin()
-    i_t, i_n = place(num_blocks)
+    i_t, i_n = token_and_block(num_blocks)
     rotate_block(
         p_x, p_cos, p_sin, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
         INTERLEAVED=INTERLEAVED, BN=BN, BH=BH

@@ -8,7 +8,7 @@ from moeyard_kernels import tuning
 from moeyard_kernels.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.launch import check_indices, finish
 from moeyard_kernels.rope import CONFIGS as CONFIGS
-from moeyard_kernels.rope import half_block, launch_plan, place, rotate_block, rotated_heads, store_halves
+from moeyard_kernels.rope import half_block, launch_plan, rotate_block, rotated_heads, store_halves, token_and_block
 from moeyard_kernels.rope import shape_class as shape_class
 from moeyard_kernels.rows import check_rows
 
@@ -32,7 +32,7 @@ def _gqa_kernel(  # type: ignore[no-untyped-def]
     """Query heads [i_n BN, i_n BN + BN) of one token, or its keys and values. Grid: T (num_q_blocks + 1)."""
     wait_for_previous()
     let_next_begin()
-    i_t, i_n = place(num_q_blocks + 1)
+    i_t, i_n = token_and_block(num_q_blocks + 1)
     if i_n < num_q_blocks:
         rotate_block(
             p_q, p_cos, p_sin, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, HALF,
@@ -65,7 +65,7 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
     """Query heads [i_n BN, i_n BN + BN) of one token, or its latent and shared key. Grid: T (num_q_blocks + 1)."""
     wait_for_previous()
     let_next_begin()
-    i_t, i_n = place(num_q_blocks + 1)
+    i_t, i_n = token_and_block(num_q_blocks + 1)
     if i_n < num_q_blocks:
         rotate_block(
             p_q, p_cos, p_sin, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, HALF,

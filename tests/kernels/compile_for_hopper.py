@@ -91,6 +91,12 @@ def waits(ptx: str) -> bool:
     return first is None or 0 <= body.find("griddepcontrol.wait") < first.start()
 
 
+def triggers_late(ptx: str) -> bool:
+    """Whether the kernel lets the next launch begin only behind its own wait, so that launches complete in order."""
+    trigger = ptx.find("griddepcontrol.launch_dependents")
+    return trigger < 0 or 0 <= ptx.find("griddepcontrol.wait") < trigger
+
+
 def digest(ptx: str) -> str:
     """Of the instructions, which name no place in our files (see `pretend`)."""
     return hashlib.sha256(ptx.encode()).hexdigest()[:16]
@@ -117,8 +123,8 @@ def main() -> None:
     launch = JITFunction.run
 
     def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        # What may happen ahead of the wait depends on these.
-        kind = (self.__name__, kwargs.get("launch_pdl", False), kwargs.get("STATIC"))
+        # What may happen ahead of the wait depends on these, and where the parts of a tile lie on the last.
+        kind = (self.__name__, kwargs.get("launch_pdl", False), kwargs.get("STATIC"), bool(kwargs.get("TAIL")))
         if count[kind] >= most:
             return
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
@@ -135,10 +141,11 @@ def main() -> None:
                 run()
                 if case.op == "linear":
                     run(static_weight=False)
-            for name, early, static, kernel in built:
+            for name, early, static, _, kernel in built:
                 line = {"op": case.op, "shape": case.shape, "kernel": name, "shared": kernel.metadata.shared}
                 line |= {"stack": stack_bytes(kernel.asm["cubin"]), "ptx": digest(kernel.asm["ptx"])}
                 line |= {"early": early, "static": bool(static), "waits": waits(kernel.asm["ptx"])}
+                line |= {"triggers_late": triggers_late(kernel.asm["ptx"])}
                 print(json.dumps(line), flush=True)
             built.clear()
 

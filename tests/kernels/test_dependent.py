@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.kernels.decode_cases import paged
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import linear, ops
@@ -105,6 +106,37 @@ def test_rows_written_by_the_launch_ahead_are_complete(config: Config, static: b
             return total, linear.linear(total, weight, config=config, static_weight=static)
 
         assert_replays(step, lambda x=x: x.copy_(torch.randn_like(x)))  # type: ignore[misc]
+
+
+@GPU_ONLY
+@pytest.mark.parametrize("config", [None, *(c for c in CONFIGS if c["TMA"] == 2)], ids=str)
+def test_a_pair_of_static_weights_is_read_early(config: Config | None) -> None:
+    x, y, first, second = rows(5, 2048), rows(5, 2048), rows(520, 2048), rows(300, 2048)
+    torch.cuda.synchronize()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        total = ops.residual_add_scaled(x, y, y, 0.5)
+        return total, *linear.linear_pair(total, first, second, config=config, static_weight=True)
+
+    assert_replays(step, lambda: x.copy_(torch.randn_like(x)))
+
+
+@GPU_ONLY
+@pytest.mark.parametrize(("num_sequences", "length"), [(64, 2500), (200, 700)], ids=["merged", "one split"])
+def test_what_follows_latent_decode_finds_its_results(num_sequences: int, length: int) -> None:
+    """Its programs, of several items each, let the next launch begin ahead of their last results."""
+    lens = [length - i for i in range(num_sequences)]
+    held = paged(lens, 64, heads=1, dims=(576,), dtype=torch.bfloat16)
+    tables, cache = held.tables(torch.tensor(lens)), held.caches[0][0]
+    q, rope = rows(num_sequences, 16, 512), rows(num_sequences, 16, 64)
+    weight = rows(64, 16 * 512, scale=0.01)
+    torch.cuda.synchronize()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out, lse = ops.mla_decode(q, rope, cache, plan=tables, scale=576**-0.5, return_lse=True)
+        return out, lse, ops.linear(out.flatten(1), weight, static_weight=True)
+
+    assert_replays(step, lambda: q.copy_(torch.randn_like(q)))
 
 
 def test_nothing_is_asked_for_without_a_gpu() -> None:

@@ -1,13 +1,14 @@
 """The Triton projections: the same bits for every number of rows, every config, one weight or a pair.
 
 Interpreted, the inputs are small integers, whose sums are exact in any order: indices and masks are what is tested. On
-a GPU the inputs are random and the bits are compared.
+a GPU the inputs are random and the bits are compared. Configs of `linear_skinny`, which cannot be interpreted, run the
+kernel for other GPUs on a CPU.
 """
 
 import pytest
 import torch
 
-from moeyard_kernels import launch, linear, ops
+from moeyard_kernels import launch, linear, linear_skinny, ops
 from moeyard_kernels.linear_configs import default_config, head_and_tail
 from moeyard_kernels.linear_schedule import Schedule, schedule
 from moeyard_kernels.tuning import Config
@@ -134,11 +135,25 @@ def test_untuned_shapes_take_tiles_of_one_wave_where_there_are_such() -> None:
     # 160 tiles of 128 x 256 are two waves of 132 multiprocessors, 128 of 128 x 320 are one.
     assert default_config(1024, 5120)["BN"] == 320
     assert default_config(1024, 7168)["BN"] == 256
+    assert default_config(1024, 2560, 2560)["BN"] == 256
+    assert default_config(8500, 300)["BN"] == 256
     assert default_config(64, 2112)["BN"] < default_config(64, 7168)["BN"]
 
 
 def test_a_tile_is_a_power_of_two_and_another() -> None:
     assert [head_and_tail(columns) for columns in (16, 40, 48, 320)] == [(16, 0), (32, 8), (32, 16), (256, 64)]
+    with pytest.raises(ValueError, match="56 columns"):
+        head_and_tail(56)
+
+
+def test_skinny_configs_keep_what_their_kernel_asks_for() -> None:
+    for config in (c for c in linear.CONFIGS if c["TMA"] == 2):
+        head, tail = head_and_tail(config["BN"])
+        assert 1 <= config["EARLY"] <= config["num_stages"]
+        assert config["BM"] in (8, 16, 32, 64)
+        assert head >= 8
+        assert tail == 0 or tail >= 8
+        assert config["BK"] % linear_skinny.COLUMNS == 0
 
 
 @pytest.mark.parametrize("tail_cost", [0.5, 0.73])

@@ -86,7 +86,8 @@ def test_kernel_equals_the_reference_bit_for_bit(
 
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
 def test_every_config_gives_the_same_bits(config: Config) -> None:
-    x, phase = torch.randn(1, 9, 24).bfloat16(), angles(2, 24)[1:]
+    # Tokens of several blocks each, for most configs.
+    x, phase = torch.randn(2, 9, 24).bfloat16(), angles(3, 24)[1:]
     for interleaved in (False, True):
         wanted = ops.rope(x, phase.cos(), phase.sin(), interleaved=interleaved)
         assert torch.equal(run_kernel(x, phase.cos(), phase.sin(), interleaved, config), wanted)
@@ -104,6 +105,12 @@ def test_a_graph_replays_it(num_tokens: int) -> None:
         return tuple(ops.rope(x, cos, sin, interleaved=interleaved) for interleaved in (False, True))
 
     assert_replays(step, lambda: (x.normal_(), cos.normal_(), sin.normal_()))
+
+
+def test_what_the_grid_cannot_hold_is_refused() -> None:
+    x, angle = torch.zeros(1, 1, 16).expand(1 << 31, 1, 16), torch.zeros(1, 8).expand(1 << 31, 8)
+    with pytest.raises(ValueError, match=r"rope: \[2147483648, 1, 16\] exceeds the grid"):
+        triton_kernel.rope(x, angle, angle, interleaved=False)
 
 
 def test_bad_arguments_are_named() -> None:

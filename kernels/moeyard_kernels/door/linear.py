@@ -55,7 +55,7 @@ def linear(
 def linear_pair(
     x: torch.Tensor, weight_a: torch.Tensor, weight_b: torch.Tensor, *, static_weight: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(linear(x, weight_a), linear(x, weight_b)), bit for bit, on a GPU in one launch if rows are few.
+    """(linear(x, weight_a), linear(x, weight_b)), bit for bit, in one launch on a GPU (for many rows it may be two).
 
     For two projections of one input: q_a and kv_a, gate and up. x [M, K], weight_a [Na, K], weight_b [Nb, K].
     static_weight: as in `linear`.
