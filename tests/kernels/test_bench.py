@@ -62,6 +62,20 @@ def judge(seconds: float, target: Target | None, baseline: float | None = None) 
     return dict(zip(HEADS, row_of(case, Clock()), strict=True))
 
 
+def test_what_is_launched_as_ever_is_timed_so() -> None:
+    asked = []
+
+    class Listener(Clock):
+        def seconds(self, run: partial[Any], num_bytes: int, *, early: bool = True) -> float:
+            asked.append(early)
+            return run()
+
+    run = partial(float, 1.0)
+    for early in (True, False):
+        row_of(Case(op="op", shape="", run=run, gate=lambda: None, num_bytes=1, baseline=run, early=early), Listener())
+    assert asked == [True, False, False, False]
+
+
 @pytest.mark.parametrize(
     ("seconds", "target", "met"),
     [

@@ -55,7 +55,7 @@ def describe(target: Target | None) -> str:
 def row_of(case: Case, timer: Timer) -> list[str]:
     """Gate, time and judge one case. Raises AssertionError when the gate is red."""
     case.gate()
-    seconds = timer.seconds(case.run, case.num_bytes)
+    seconds = timer.seconds(case.run, case.num_bytes, early=case.early)
     baseline = timer.seconds(case.baseline, case.num_bytes, early=False) if case.baseline else None
     bandwidth, rate = case.num_bytes / seconds, case.num_flops / seconds
     share = bandwidth / timer.copy_bandwidth

@@ -35,6 +35,7 @@ class Case:
     bit, and raises AssertionError saying what differs. `num_bytes` are the fewest bytes that must move (each input read
     once, each output written once), `num_flops` the operations of the matrix products. `variants`: every config that
     may be chosen for this shape, as (config, run with it), for `--tune`; `tune_key` is (op, shape class) of the store.
+    `early`: whether the op's first launch may begin early, which `Timer.seconds` asks for.
     """
 
     op: str
@@ -48,6 +49,7 @@ class Case:
     baseline_name: str = ""
     variants: Sequence[tuple[Config, partial[Any]]] = ()
     tune_key: tuple[str, str] | None = None
+    early: bool = True
 
 
 def with_own_tensors(run: partial[Any]) -> partial[Any]:

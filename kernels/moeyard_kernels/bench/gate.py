@@ -60,6 +60,7 @@ def _gate(num_tokens: int, num_experts: int, name: str, options: Mapping[str, ob
             else partial(_sigmoid_chain, logits, bias, grouped="num_groups" in options)
         ),
         baseline_name="torch scores, topk, gather, divide",
+        early=False,
     )
 
 
