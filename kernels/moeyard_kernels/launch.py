@@ -29,6 +29,11 @@ def capability(x: torch.Tensor) -> tuple[int, int]:
     return _capability(x.device) if x.is_cuda else (0, 0)
 
 
+def on_hopper(x: torch.Tensor) -> bool:
+    """Whether x is what the kernels in Gluon are written for: bf16, on a Hopper GPU."""
+    return x.dtype == torch.bfloat16 and capability(x) == (9, 0)
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter (on CPU tensors)."""
     flag: bool = triton.knobs.runtime.interpret

@@ -185,7 +185,7 @@ def _run(
     if num_rows == 0 or not any(num_out):
         return tuple(launch.finish(out, x.dtype) for out in outs)
     chosen = chosen or _choose(x, num_out)
-    if (chosen["TMA"] and not _fits_stream(x, *weights)) or (chosen["TMA"] == 2 and not linear_skinny.suits(x)):
+    if (chosen["TMA"] and not _fits_stream(x, *weights)) or (chosen["TMA"] == 2 and not launch.on_hopper(x)):
         chosen = plain_config(num_rows)
     rows = triton.cdiv(num_rows, chosen["BM"])
     tiles = rows * sum(triton.cdiv(n, chosen["BN"]) for n in num_out)

@@ -89,14 +89,7 @@ _WIDE = (
     _ONE_WAVE,
     _wide(128, 80, 64, num_warps=4, num_stages=4, GROUP=4),
 )
-# (up to so many rows, by narrow slices, by wide ones)
-_DEFAULTS = (
-    (8, _SKINNY[0], _SKINNY[2]),
-    (16, _SKINNY[4], _SKINNY[7]),
-    (32, _SKINNY[9], _SKINNY[12]),
-    (64, _SKINNY[13], _SKINNY[17]),
-)
-# For what tensor descriptors cannot describe, and for few rows on other GPUs than Hopper.
+# For many rows that tensor descriptors cannot describe.
 _MISALIGNED = _tiles(128, 128, 64, num_stages=3, SWAP=0)
 # fp32 runs on the plain cores, which is slow however it is cut: one tile for few rows, one for many.
 FP32_CONFIGS = (_tiles(16, 32, 32, num_stages=2, SWAP=0), _tiles(64, 64, 32, num_warps=8, num_stages=2, SWAP=0))
@@ -125,12 +118,16 @@ def shape_class(num_rows: int, dim: int, *num_out: int) -> str:
     return f"M{rows} N{'+'.join(map(str, num_out))} K{dim}"
 
 
+def _skinny_rows(num_rows: int) -> int:
+    """The BM of `_SKINNY` for so many rows: descriptors of many more rows than there are copy slowly."""
+    return next(rows for rows in (8, 16, 32, 64) if num_rows <= rows)
+
+
 def configs_for(num_rows: int) -> tuple[Config, ...]:
     """The configs worth trying for that many rows, in bf16."""
     if num_rows > 64:
         return (*(_MIDDLE if num_rows <= 512 else _MIDDLE[-2:]), *_WIDE)
-    # Descriptors of many more rows than there are copy slowly.
-    rows = next(r for r in (8, 16, 32, 64) if num_rows <= r)
+    rows = _skinny_rows(num_rows)
     # 64 rows may do as two tiles of 32, too.
     skinny = (c for c in _SKINNY if c["BM"] == rows or (rows, c["BM"]) == (64, 32))
     return (*(c for c in _FEW_ROWS if c["BM"] == max(rows, 16)), *skinny)
@@ -148,7 +145,8 @@ def default_config(num_rows: int, *num_out: int) -> Config:
     columns = sum(num_out)
     if num_rows <= 64:
         # Slices of 64 columns, if the weight has enough of them to occupy half of the multiprocessors.
-        return next(wide if columns >= 66 * 64 else narrow for rows, narrow, wide in _DEFAULTS if num_rows <= rows)
+        chosen = (_skinny_rows(num_rows), 64 if columns >= 66 * 64 else 16)
+        return next(c for c in _SKINNY if (c["BM"], c["BN"]) == chosen)
     # Tiles as large as still give a program to nearly every multiprocessor of an H200, which are 132.
     rows = triton.cdiv(num_rows, 128)
     tiles = rows * triton.cdiv(columns, 256)

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeyard_kernels.dependent import let_next_begin, wait_for_previous
-from moeyard_kernels.launch import capability
 
 # What one copy brings of K: 128 bytes, as far as shared memory is swizzled.
 COLUMNS = 64
@@ -231,8 +230,3 @@ def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(
         x, [rows, COLUMNS], gl.NVMMASharedLayout.get_default_for([rows, COLUMNS], gl.bfloat16)
     )
-
-
-def suits(x: torch.Tensor) -> bool:
-    """Whether the kernel can run: in bf16, on Hopper."""
-    return x.dtype == torch.bfloat16 and capability(x) == (9, 0)

@@ -33,7 +33,7 @@ from moeyard_kernels.decode_tables import (
     work_ends,
 )
 from moeyard_kernels.dependent import dependent
-from moeyard_kernels.launch import capability, interpreted
+from moeyard_kernels.launch import interpreted, on_hopper
 from moeyard_kernels.mla_decode_hopper import mla_decode_hopper_kernel
 from moeyard_kernels.mla_decode_pairs import descriptors, mla_decode_pairs_kernel
 from moeyard_kernels.rounding import round_to
@@ -216,10 +216,6 @@ def mla_decode(
 
 def _suits_hopper(q_latent: torch.Tensor, q_rope: torch.Tensor, latent_cache: torch.Tensor) -> bool:
     """Whether the kernels for Hopper can run: there, in bf16, on aligned rows, with the widths of DeepSeek's models."""
-    if capability(q_latent) != (9, 0) or q_latent.dtype != torch.bfloat16:
+    if not on_hopper(q_latent) or (q_latent.shape[2], q_rope.shape[2]) != (512, 64):
         return False
-    if (q_latent.shape[2], q_rope.shape[2]) != (512, 64) or any(
-        x.data_ptr() % 16 for x in (q_latent, q_rope, latent_cache)
-    ):
-        return False
-    return torch.cuda.get_device_capability(q_latent.device) == (9, 0)
+    return all(x.data_ptr() % 16 == 0 for x in (q_latent, q_rope, latent_cache))

@@ -4,7 +4,7 @@ import torch
 
 from moeyard_kernels import tuning
 from moeyard_kernels.decode_plan import BLOCK
-from moeyard_kernels.launch import capability
+from moeyard_kernels.launch import on_hopper
 from moeyard_kernels.prefill_plan import PrefillPlan
 from moeyard_kernels.tuning import Config
 
@@ -65,7 +65,7 @@ def _many(q: torch.Tensor, plan: PrefillPlan) -> bool:
 
 def suits_hopper(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> bool:
     """Whether `attn_prefill_hopper_kernel` can run: on such a GPU, bf16, keys that TMA copies by blocks, no window."""
-    if capability(q) != (9, 0) or q.dtype != torch.bfloat16:
+    if not on_hopper(q):
         return False
     dims = (*split_dim(q.shape[2]), v.shape[-1])
     fits = dims in ((64, 0, 64), (128, 0, 64), (64, 0, 128), (128, 0, 128), (128, 64, 128))
