@@ -17,10 +17,10 @@ from pathlib import Path
 
 import psutil
 
-from moeyard_worker.checkpoint_check import check_checkpoint
-from moeyard_worker.checkpoint_index import open_index
+from moeyard_worker.checkpoint.check import check_checkpoint
+from moeyard_worker.checkpoint.index import open_index
 from moeyard_worker.experts.placement import partition
-from moeyard_worker.model_config import load_model_config
+from moeyard_worker.models.model_config import load_model_config
 
 MODEL = Path(__file__).resolve().parents[1] / "deploy" / "demo"
 SETTLE_SECONDS = 15.0

@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from moeyard_worker.cpu_config import set_cpu_environment
+from moeyard_worker.config.cpu_config import set_cpu_environment
 
 # Before torch is imported anywhere: one thread, and bits that keep (docs/architecture.md).
 set_cpu_environment()

@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from moeyard_worker.config import EngineConfig
+from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.protocol import (
     Abort,
     Done,
@@ -35,7 +35,7 @@ CALL_SECONDS = 60.0
 
 def _serve(connection: Connection) -> None:
     """A rank's process: builds a WorkerActor for each case and calls its methods as told."""
-    from moeyard_worker.actor import WorkerActor, WorkerSpec
+    from moeyard_worker.engine.worker import WorkerActor, WorkerSpec
 
     worker: Any = None
     while True:

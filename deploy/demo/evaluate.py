@@ -19,12 +19,12 @@ import transformers
 
 from demo.measure import DemoModel, Document, measure_heldout, read_documents, spread
 from demo.model_card import figures, samples
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.sampler import sample
+from moeyard_worker.engine.verify import greedy_tokens, local_runner, prompt_logits
 from moeyard_worker.protocol import SamplingParams
-from moeyard_worker.request import Chunk, Step
-from moeyard_worker.runner import Runner
-from moeyard_worker.sampler import sample
-from moeyard_worker.sequence import Sequence as Request
-from moeyard_worker.verify import greedy_tokens, local_runner, prompt_logits
+from moeyard_worker.scheduling.request import Sequence as Request
+from moeyard_worker.scheduling.step import Chunk, Step
 
 HERE = Path(__file__).resolve().parent
 # What issue 3 asks of the model.

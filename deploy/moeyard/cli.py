@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from moeyard import __version__
-from moeyard_worker.config import DTYPE_BYTES, DTYPES, EXCHANGES, POLICIES, EngineConfig, parse_size
-from moeyard_worker.cpu_config import set_cpu_environment
+from moeyard_worker.config.cpu_config import set_cpu_environment
+from moeyard_worker.config.engine_config import DTYPE_BYTES, DTYPES, EXCHANGES, POLICIES, EngineConfig, parse_size
 from moeyard_worker.experts.sim import belady, format_table, simulate
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -252,7 +252,7 @@ def run_demo(args: argparse.Namespace) -> int:
 def run_verify(args: argparse.Namespace) -> int:
     """`moeyard verify`."""
     set_cpu_environment()
-    from moeyard_worker.verify import verify  # imports torch and transformers
+    from moeyard_worker.engine.verify import verify  # imports torch and transformers
 
     return verify(args.model, dtype=args.dtype)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from moeyard.serve import Running, serve
-from moeyard_worker.config import EngineConfig
+from moeyard_worker.config.engine_config import EngineConfig
 
 # Addresses like this one are what the bundled model read most (deploy/demo/README.md). Sampled, because the greedy text
 # of so small a model runs in circles; seeded, so that everybody sees the same.

@@ -1,4 +1,4 @@
-"""The Ray side of one rank: a shell around `moeyard_worker.actor.WorkerActor` that lives in the worker process.
+"""The Ray side of one rank: a shell around `moeyard_worker.engine.worker.WorkerActor` that lives in the worker process.
 
 Only plain values cross Ray, so that the launcher never imports torch.
 """
@@ -14,7 +14,7 @@ class RankActor:
     def setup(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Bind the rank's sockets (`host` None: the node's address); returns its endpoints and its node."""
         # Imported here and not above: the launcher imports this module and must not pay for torch.
-        from moeyard_worker.actor import WorkerActor, WorkerSpec
+        from moeyard_worker.engine.worker import WorkerActor, WorkerSpec
 
         node = ray.get_runtime_context().get_node_id()
         # The address under which the cluster knows the node: `ray start --node-ip-address` may have chosen it.

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from moeyard_worker.cpu_config import CPU_ENVIRONMENT
+from moeyard_worker.config.cpu_config import CPU_ENVIRONMENT
 
 LOCAL_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {

@@ -25,7 +25,7 @@ from moeyard import __version__
 from moeyard.rank import Rank
 from moeyard.ray_actor import RankActor
 from moeyard.ray_config import uses_tls, worker_environment
-from moeyard_worker.config import EngineConfig
+from moeyard_worker.config.engine_config import EngineConfig
 
 Progress = Callable[[int, int], None]
 

@@ -24,13 +24,13 @@ from moeyard.rank import Rank
 from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.server import run_router
-from moeyard_worker.checkpoint_check import check_checkpoint
-from moeyard_worker.checkpoint_index import open_index
-from moeyard_worker.config import DTYPE_BYTES, EngineConfig, format_size
+from moeyard_worker.checkpoint.check import check_checkpoint
+from moeyard_worker.checkpoint.index import open_index
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size
+from moeyard_worker.engine.host_memory import available_memory
+from moeyard_worker.engine.memory import plan_memory
 from moeyard_worker.experts.placement import partition
-from moeyard_worker.host_memory import available_memory
-from moeyard_worker.memory import plan_memory
-from moeyard_worker.model_config import ModelConfig, load_model_config
+from moeyard_worker.models.model_config import ModelConfig, load_model_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

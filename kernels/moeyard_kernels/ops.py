@@ -8,7 +8,7 @@ One answer: on a CPU with one thread, a row of any result depends on that row's 
 there are, on its place among them or on its neighbours.
 """
 
-from moeyard_kernels.decode_plan import BLOCK, DecodePlan, DecodeTables, plan_decode
+from moeyard_kernels.cpu.decode_plan import DecodePlan, plan_decode
 from moeyard_kernels.door.decode import attn_combine, gqa_decode, mla_decode
 from moeyard_kernels.door.elementwise import (
     add_rms_norm,
@@ -24,9 +24,10 @@ from moeyard_kernels.door.prefill import attn_prefill, attn_prefill_varlen
 from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_write_mla
 from moeyard_kernels.door.routing import topk_gate
 from moeyard_kernels.door.sampling import sample
-from moeyard_kernels.prefill_plan import PrefillPlan, plan_prefill
-from moeyard_kernels.ref.expert_layout import ExpertLayout, expert_block_rows
-from moeyard_kernels.ref.sample import LogitEdits
+from moeyard_kernels.types.decode_tables import BLOCK, DecodeTables
+from moeyard_kernels.types.expert_layout import ExpertLayout, expert_block_rows
+from moeyard_kernels.types.logit_edits import LogitEdits
+from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
 
 __all__ = [
     "BLOCK",

@@ -19,7 +19,7 @@ import pytest
 from tests.e2e.http_fleet import HttpFleet, engine_config, serve_http, wait_for
 from tests.fleet import Answer, Client, Fleet, ProcessPool, RankProcess, call_all, start_fleet
 
-from moeyard_worker.actor import WorkerActor, WorkerSpec
+from moeyard_worker.engine.worker import WorkerActor, WorkerSpec
 from moeyard_worker.protocol import Done, Rejected
 
 DEADLINE = 1.0

@@ -13,7 +13,7 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.e2e.http_fleet import engine_config, serve_http
 from tests.fleet import ProcessPool
 
-from moeyard_worker.verify import reference_model
+from moeyard_worker.engine.verify import reference_model
 
 NUM_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 15, 16, 33, 64, 97, 150)

@@ -17,7 +17,7 @@ from tests.e2e.http_fleet import HttpFleet, engine_config, events, serve_http, w
 from tests.fleet import ProcessPool
 from tokenizers import Tokenizer
 
-from moeyard_worker.verify import reference_model
+from moeyard_worker.engine.verify import reference_model
 
 PROMPT = [7, 91, 3, 200, 64, 12, 5]
 GREEDY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True}

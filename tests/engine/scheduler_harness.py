@@ -8,11 +8,11 @@ alone, which `tokens_alone` computes without a scheduler.
 
 from dataclasses import dataclass, field
 
-from moeyard_worker.config import SchedulerConfig
+from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import Done, Rejected, SamplingParams, Submit, Tokens
-from moeyard_worker.request import Chunk, Step
-from moeyard_worker.scheduler import Scheduler
-from moeyard_worker.sequence import Reply, Sampled
+from moeyard_worker.scheduling.request import Reply, Sampled
+from moeyard_worker.scheduling.scheduler import Scheduler
+from moeyard_worker.scheduling.step import Chunk, Step
 
 Cell = int | None
 

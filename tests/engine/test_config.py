@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeyard_worker import config as config_module
-from moeyard_worker.config import EngineConfig, SchedulerConfig, format_size, parse_size
+from moeyard_worker.config import engine_config as config_module
+from moeyard_worker.config.engine_config import EngineConfig, SchedulerConfig, format_size, parse_size
 from moeyard_worker.experts import policies
 
 SCHEDULER = {"num_pages": 8, "page_size": 16, "max_model_len": 64, "vocab_size": 100}

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.checkpoints import make_checkpoint
 
-from moeyard_worker.attention_config import GqaConfig, MlaConfig
-from moeyard_worker.checkpoint import open_checkpoint
-from moeyard_worker.config import EngineConfig, format_size
+from moeyard_worker.checkpoint.loading import open_checkpoint
+from moeyard_worker.config.engine_config import EngineConfig, format_size
+from moeyard_worker.config.rope_config import RopeConfig
+from moeyard_worker.engine.host_memory import available_memory, cgroup_available
+from moeyard_worker.engine.memory import AUTO_KV_SHARE, MemoryPlan, plan_memory, prefix_bytes, slab_bytes, step_bytes
+from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.slab import ExchangeShape
-from moeyard_worker.host_memory import available_memory, cgroup_available
-from moeyard_worker.memory import AUTO_KV_SHARE, MemoryPlan, plan_memory, prefix_bytes, slab_bytes, step_bytes
-from moeyard_worker.model_config import GateConfig, ModelConfig, load_model_config
-from moeyard_worker.rope_config import RopeConfig
-from moeyard_worker.runner import Runner
+from moeyard_worker.models.attention_config import GqaConfig, MlaConfig
+from moeyard_worker.models.model_config import GateConfig, ModelConfig, load_model_config
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GQA = GqaConfig(num_heads=8, num_kv_heads=2, head_dim=64, scale=1.0, bias=False, qk_norm=False, sliding_window=None)
@@ -300,15 +300,15 @@ def test_resident_bytes_are_what_a_runner_holds(
 _PEAK = """
 import re, sys
 from pathlib import Path
-from moeyard_worker.cpu_config import set_cpu_environment
+from moeyard_worker.config.cpu_config import set_cpu_environment
 set_cpu_environment()
 import torch
-from moeyard_worker.checkpoint import MappedExperts, open_checkpoint
+from moeyard_worker.checkpoint.loading import MappedExperts, open_checkpoint
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.experts.cache import ExpertCache
-from moeyard_worker.model_config import load_model_config
-from moeyard_worker.request import Chunk, Step
-from moeyard_worker.runner import Runner
+from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.scheduling.step import Chunk, Step
+from moeyard_worker.engine.runner import Runner
 torch.set_num_threads(1)
 directory, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 model = load_model_config(directory)

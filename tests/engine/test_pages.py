@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeyard_worker.cache.pages import PagePool, page_hashes
+from moeyard_worker.state.pages import PagePool, page_hashes
 
 NUM_PAGES = 6
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from moeyard_worker.philox import exponential_noise, philox4x32
+from moeyard_worker.engine.philox import exponential_noise, philox4x32
 
 ONES = 0xFFFFFFFF
 

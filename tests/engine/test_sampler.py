@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from moeyard_worker.engine.sampler import sample
 from moeyard_worker.protocol import SamplingParams
-from moeyard_worker.sampler import sample
-from moeyard_worker.sequence import Sampled, Sequence
+from moeyard_worker.scheduling.request import Sampled, Sequence
 
 V = 40
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from tests.engine.scheduler_harness import Harness
 
-from moeyard_worker.config import SchedulerConfig
+from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import Done, Rejected, SamplingParams, Submit, TokenLogprob, Tokens
-from moeyard_worker.request import Chunk, Step
-from moeyard_worker.scheduler import Scheduler
-from moeyard_worker.sequence import Sampled
+from moeyard_worker.scheduling.request import Sampled
+from moeyard_worker.scheduling.scheduler import Scheduler
+from moeyard_worker.scheduling.step import Chunk, Step
 
 CONFIG = SchedulerConfig(
     num_pages=16, page_size=4, max_model_len=64, vocab_size=100, max_batch_tokens=16, max_num_seqs=4, prefill_chunk=8

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.engine.scheduler_harness import Harness
 
-from moeyard_worker.config import SchedulerConfig
+from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import SamplingParams, Submit
 
 VOCAB = 11

@@ -18,13 +18,13 @@ from types import ModuleType
 import pytest
 from tests.fleet import Client
 
-from moeyard_worker.actor import WorkerActor, WorkerSpec
-from moeyard_worker.config import EngineConfig
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.engine.worker import WorkerActor, WorkerSpec
 from moeyard_worker.experts.policies import POLICIES
 from moeyard_worker.experts.policy import Counters
 from moeyard_worker.experts.sim import belady, simulate
 from moeyard_worker.experts.trace import RankTrace, read_trace
-from moeyard_worker.model_config import ModelConfig, load_model_config
+from moeyard_worker.models.model_config import ModelConfig, load_model_config
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "deploy" / "demo"

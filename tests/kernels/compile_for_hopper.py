@@ -4,8 +4,8 @@ The interpreter runs no compiler, and no Gluon: a kernel that it likes may still
 on tensors without storage that say they are on a GPU; launches stop after ptxas. Of each kernel the first N builds (all
 if not given) are reported, a line of JSON each: op, shape, kernel, bytes of shared memory, bytes of stack of a thread,
 whether it is launched early, whether its weight is called static, whether it waits before it reads memory (see
-`moeyard_kernels.dependent`) and lets the next launch begin only behind that, and a digest of the PTX, by which an edit
-that should change no code shows that it did not. Those launched early, static or with a tail count as others.
+`moeyard_kernels.common.dependent`) and lets the next launch begin only behind that, and a digest of the PTX, by which
+an edit that should change no code shows that it did not. Those launched early, static or with a tail count as others.
 """
 
 import hashlib

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from moeyard_kernels.bench.case import assert_bits
-from moeyard_kernels.decode_plan import DecodeTables
+from moeyard_kernels.types.decode_tables import DecodeTables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -5,8 +5,8 @@ import torch
 from tests.kernels.decode_cases import DEVICE, assert_same, poison, relative
 from tests.kernels.graphs import assert_replays
 
-from moeyard_kernels import attn_combine as kernel
 from moeyard_kernels import ops
+from moeyard_kernels.attention import attn_combine as kernel
 
 
 def pieces(batch: int, splits: int, heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,10 +9,11 @@ import torch
 from tests.kernels.decode_cases import assert_same, relative
 from tests.kernels.graphs import assert_replays
 
-from moeyard_kernels import attn_prefill as triton_kernel
-from moeyard_kernels import launch, ops, tuning
-from moeyard_kernels.prefill_plan import TILE, PrefillPlan, plan_prefill
-from moeyard_kernels.tuning import Config
+from moeyard_kernels import ops
+from moeyard_kernels.attention import attn_prefill as triton_kernel
+from moeyard_kernels.common import launch, tuning
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.types.prefill_plan import TILE, PrefillPlan, plan_prefill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NATIVE = DEVICE == "cuda"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from moeyard_kernels import tuning
 from moeyard_kernels.bench.__main__ import HEADS, MODULES, describe, main, row_of
 from moeyard_kernels.bench.case import Case, Target, assert_bits, with_own_tensors
+from moeyard_kernels.common import tuning
 from moeyard_kernels.ops import DecodeTables, LogitEdits
 
 # In a process of its own, which comes to believe in a GPU: a line for every run that the timer could not rotate.

@@ -7,12 +7,13 @@ import torch
 from tests.kernels.decode_cases import paged
 from tests.kernels.graphs import assert_replays
 
-from moeyard_kernels import linear, ops
+from moeyard_kernels import ops
 from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.bench.timing import capture
-from moeyard_kernels.dependent import dependent
-from moeyard_kernels.linear_configs import CONFIGS
-from moeyard_kernels.tuning import Config
+from moeyard_kernels.common.dependent import dependent
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.linear import linear
+from moeyard_kernels.linear.linear_configs import CONFIGS
 
 GPU_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="only GPUs launch one kernel beside another")
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 1024, 256, 16, 4, 6

@@ -6,8 +6,9 @@ import pytest
 import torch
 from tests.kernels.graphs import assert_replays
 
-from moeyard_kernels import expert_layout as triton_kernel
-from moeyard_kernels import launch, ops
+from moeyard_kernels import ops
+from moeyard_kernels.common import launch
+from moeyard_kernels.experts import expert_layout as triton_kernel
 from moeyard_kernels.ops import ExpertLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

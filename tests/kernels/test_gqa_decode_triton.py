@@ -4,10 +4,10 @@ import pytest
 import torch
 from tests.kernels.decode_cases import DEVICE, Paged, assert_same, exact, paged, poison, relative, torch_chain
 
-from moeyard_kernels import gqa_decode as kernel
 from moeyard_kernels import ops
-from moeyard_kernels.decode_plan import GQA_SPLIT, DecodeTables
-from moeyard_kernels.launch import checked
+from moeyard_kernels.attention import gqa_decode as kernel
+from moeyard_kernels.common.launch import checked
+from moeyard_kernels.types.decode_tables import GQA_SPLIT, DecodeTables
 
 GPU = DEVICE == "cuda"
 # On a GPU the true splits; interpreted ones are short, because a program costs by its blocks.

@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from tests.kernels.graphs import assert_replays
 
-from moeyard_kernels import expert_layout as layout_kernel
-from moeyard_kernels import grouped_gemm as triton_kernel
-from moeyard_kernels import ops, silu_mul
+from moeyard_kernels import ops
+from moeyard_kernels.common.rounding import INTERPRETED
+from moeyard_kernels.elementwise import silu_mul
+from moeyard_kernels.experts import expert_layout as layout_kernel
+from moeyard_kernels.experts import grouped_gemm as triton_kernel
 from moeyard_kernels.ops import ExpertLayout, expert_block_rows
-from moeyard_kernels.rounding import INTERPRETED
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

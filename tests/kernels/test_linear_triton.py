@@ -8,10 +8,12 @@ kernel for other GPUs on a CPU.
 import pytest
 import torch
 
-from moeyard_kernels import launch, linear, linear_skinny, ops
-from moeyard_kernels.linear_configs import default_config, head_and_tail
-from moeyard_kernels.linear_schedule import Schedule, schedule
-from moeyard_kernels.tuning import Config
+from moeyard_kernels import ops
+from moeyard_kernels.common import launch
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.linear import linear, linear_skinny
+from moeyard_kernels.linear.linear_configs import default_config, head_and_tail
+from moeyard_kernels.linear.linear_schedule import Schedule, schedule
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tests.kernels.graphs import assert_replays
 
-from moeyard_kernels import mla_split_qkv_a_norm as triton_kernel
 from moeyard_kernels import ops
-from moeyard_kernels import rms_norm as norm_kernel
+from moeyard_kernels.elementwise import mla_split_qkv_a_norm as triton_kernel
+from moeyard_kernels.elementwise import rms_norm as norm_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

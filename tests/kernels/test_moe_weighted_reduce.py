@@ -8,10 +8,11 @@ import pytest
 import torch
 from tests.kernels.graphs import assert_replays
 
-from moeyard_kernels import moe_weighted_reduce as triton_kernel
-from moeyard_kernels import ops, tuning
+from moeyard_kernels import ops
+from moeyard_kernels.common import tuning
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.experts import moe_weighted_reduce as triton_kernel
 from moeyard_kernels.ref import moe_weighted_reduce as reference
-from moeyard_kernels.tuning import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -7,8 +7,8 @@ import torch
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
-from moeyard_kernels import residual_add_scaled as triton_kernel
-from moeyard_kernels.tuning import Config
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.elementwise import residual_add_scaled as triton_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

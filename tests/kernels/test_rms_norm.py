@@ -7,7 +7,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
 from moeyard_kernels import ops
-from moeyard_kernels import rms_norm as triton_kernel
+from moeyard_kernels.elementwise import rms_norm as triton_kernel
 from moeyard_kernels.ref import rms_norm as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

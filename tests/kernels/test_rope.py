@@ -8,8 +8,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
 
 from moeyard_kernels import ops
-from moeyard_kernels import rope as triton_kernel
-from moeyard_kernels.tuning import Config
+from moeyard_kernels.attention import rope as triton_kernel
+from moeyard_kernels.common.tuning import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

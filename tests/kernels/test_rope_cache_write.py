@@ -5,9 +5,9 @@ import torch
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
-from moeyard_kernels import rope_cache_write as triton_kernel
-from moeyard_kernels.launch import checked
-from moeyard_kernels.tuning import Config
+from moeyard_kernels.attention import rope_cache_write as triton_kernel
+from moeyard_kernels.common.launch import checked
+from moeyard_kernels.common.tuning import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

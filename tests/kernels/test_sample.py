@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from moeyard_kernels import ops
-from moeyard_kernels import sample as triton_kernel
-from moeyard_kernels.launch import checked
+from moeyard_kernels.common.launch import checked
+from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.ref import sample as reference
-from moeyard_kernels.ref.sample import LogitEdits
-from moeyard_kernels.tuning import Config
-from moeyard_worker import philox, sampler
+from moeyard_kernels.sampling import sample as triton_kernel
+from moeyard_kernels.types.logit_edits import LogitEdits
+from moeyard_worker.engine import philox, sampler
 from moeyard_worker.protocol import SamplingParams
-from moeyard_worker.sequence import Sequence
+from moeyard_worker.scheduling.request import Sequence
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"

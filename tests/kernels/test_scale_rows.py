@@ -5,8 +5,8 @@ import torch
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
-from moeyard_kernels import scale_rows as triton_kernel
-from moeyard_kernels.tuning import Config
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.elementwise import scale_rows as triton_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]

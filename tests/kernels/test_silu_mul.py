@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
-from moeyard_kernels import silu_mul as triton_kernel
-from moeyard_kernels.tuning import Config
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.elementwise import silu_mul as triton_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

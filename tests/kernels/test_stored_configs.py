@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeyard_kernels import tuning
+import moeyard_kernels
 from moeyard_kernels.bench.__main__ import all_cases
 from moeyard_kernels.bench.case import assert_bits
+from moeyard_kernels.common import tuning
 
 FILES = sorted(tuning.FOLDER.glob("*.json"))
 # Where an op's store is not named like its module.
@@ -26,7 +27,8 @@ def test_every_stored_config_is_one_that_the_tests_hold_to_equal_bits(file: Path
     assert table, "an empty file is no store"
     unknown = []
     for op, classes in table.items():
-        module = importlib.import_module(f"moeyard_kernels.{MODULE_OF.get(op, op)}")
+        [file_of] = Path(moeyard_kernels.__path__[0]).glob(f"[!rc]*/{MODULE_OF.get(op, op)}.py")
+        module = importlib.import_module(f"moeyard_kernels.{file_of.parent.name}.{file_of.stem}")
         known = [dict(config) for config in module.CONFIGS]
         unknown += [(op, shape, config) for shape, config in classes.items() if config not in known]
     assert unknown == []

@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from moeyard_kernels import ops
-from moeyard_kernels import topk_gate as triton_kernel
+from moeyard_kernels.experts import topk_gate as triton_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN = 32

@@ -7,12 +7,12 @@ import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 from moeyard_kernels.ops import padded_rows
-from moeyard_worker.batch import build_batch
-from moeyard_worker.cache.pools import KvPool, LatentPool
-from moeyard_worker.model_config import load_model_config
+from moeyard_worker.engine.batch import build_batch
+from moeyard_worker.engine.verify import greedy_tokens, local_runner
 from moeyard_worker.models.decoder import make_pool
-from moeyard_worker.request import Chunk, Step
-from moeyard_worker.verify import greedy_tokens, local_runner
+from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.scheduling.step import Chunk, Step
+from moeyard_worker.state.pools import KvPool, LatentPool
 
 
 def chunk(start: int, ids: tuple[int, ...], pages: tuple[int, ...], *, prompt: bool, sample: bool = True) -> Chunk:

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint
 
-from moeyard_worker.checkpoint import DenseLoader, MappedExperts, open_checkpoint
-from moeyard_worker.checkpoint_check import CheckedCheckpoint
-from moeyard_worker.checkpoint_error import CheckpointError
-from moeyard_worker.checkpoint_index import open_index
+from moeyard_worker.checkpoint.check import CheckedCheckpoint
+from moeyard_worker.checkpoint.index import open_index
+from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
+from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.experts.placement import partition
-from moeyard_worker.model_config import load_model_config
-from moeyard_worker.weights import Weight
+from moeyard_worker.layers.weights import Weight
+from moeyard_worker.models.model_config import load_model_config
 
 LAYER = "model.layers.1."
 
@@ -262,8 +262,8 @@ def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
 _PEAK = r"""
 import re, sys, torch
 from pathlib import Path
-from moeyard_worker.checkpoint import DenseLoader, open_checkpoint
-from moeyard_worker.model_config import load_model_config
+from moeyard_worker.checkpoint.loading import DenseLoader, open_checkpoint
+from moeyard_worker.models.model_config import load_model_config
 directory, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 checkpoint = open_checkpoint(directory, load_model_config(directory))
 torch.ops.mkldnn._reorder_linear_weight(torch.zeros(64, 64, dtype=dtype))

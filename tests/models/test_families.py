@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
-from moeyard_worker.verify import greedy_tokens, local_runner, prompt_logits, reference_model
+from moeyard_worker.engine.verify import greedy_tokens, local_runner, prompt_logits, reference_model
 
 YARN = {
     "rope_type": "yarn",

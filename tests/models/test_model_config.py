@@ -11,10 +11,10 @@ import torch
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moeyard_worker.attention_config import GqaConfig, MlaConfig
-from moeyard_worker.checkpoint_error import CheckpointError
+from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.layers.rope import inverse_frequencies
-from moeyard_worker.model_config import load_model_config
+from moeyard_worker.models.attention_config import GqaConfig, MlaConfig
+from moeyard_worker.models.model_config import load_model_config
 
 BASE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -64,7 +64,8 @@ def write(directory: Path, family: str, remove: tuple[str, ...] = (), **changes:
 
 
 def test_importing_it_loads_no_torch() -> None:
-    code = "import sys, moeyard_worker.model_config, moeyard_worker.checkpoint_check; sys.exit('torch' in sys.modules)"
+    modules = "moeyard_worker.models.model_config, moeyard_worker.checkpoint.check"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 

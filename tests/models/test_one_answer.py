@@ -6,9 +6,9 @@ import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
-from moeyard_worker.request import Chunk, Step
-from moeyard_worker.runner import Runner
-from moeyard_worker.verify import greedy_tokens, local_runner
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.verify import greedy_tokens, local_runner
+from moeyard_worker.scheduling.step import Chunk, Step
 
 OPTIONS = {
     "deepseek_v3": {"num_hidden_layers": 2},

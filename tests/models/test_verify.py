@@ -6,9 +6,9 @@ import pytest
 import torch
 from tests.checkpoints import edit_config, make_checkpoint
 
-from moeyard_worker import verify as module
-from moeyard_worker.checkpoint_error import CheckpointError
-from moeyard_worker.verify import local_runner, sample_prompts, verify
+from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.engine import verify as module
+from moeyard_worker.engine.verify import local_runner, sample_prompts, verify
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "mixtral"])

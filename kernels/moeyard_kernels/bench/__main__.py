@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 import triton
 
-from moeyard_kernels import tuning
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.bench.timing import Timer
+from moeyard_kernels.common import tuning
 
 # Each has `cases() -> Iterator[Case]`; inputs live only while their case is at hand.
 MODULES = ("elementwise", "reduce", "linear", "gate", "moe", "mla_decode", "gqa_decode", "attn_prefill", "sample")

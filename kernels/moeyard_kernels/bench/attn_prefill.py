@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moeyard_kernels import attn_prefill as kernel
+from moeyard_kernels.attention import attn_prefill as kernel
 from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.prefill_plan import PrefillPlan, plan_prefill
+from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
 
 OPS: tuple[str, ...] = ("attn_prefill",)
 

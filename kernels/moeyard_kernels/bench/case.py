@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from moeyard_kernels.tuning import Config
+from moeyard_kernels.common.tuning import Config
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from moeyard_kernels import ops, rms_norm, rope, rope_cache_write, silu_mul
+from moeyard_kernels import ops
+from moeyard_kernels.attention import rope, rope_cache_write
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.elementwise import rms_norm, silu_mul
 from moeyard_kernels.ref import rope as rope_reference
 
 OPS = (

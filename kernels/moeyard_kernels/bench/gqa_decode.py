@@ -5,11 +5,11 @@ from functools import partial
 
 import torch
 
-from moeyard_kernels import gqa_decode as kernel
 from moeyard_kernels import ops
+from moeyard_kernels.attention import gqa_decode as kernel
 from moeyard_kernels.bench.case import Case, Target
 from moeyard_kernels.bench.mla_decode import gate_rows
-from moeyard_kernels.decode_plan import DecodeTables
+from moeyard_kernels.types.decode_tables import DecodeTables
 
 OPS: tuple[str, ...] = ("gqa_decode",)
 

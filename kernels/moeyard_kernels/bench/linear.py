@@ -6,8 +6,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from moeyard_kernels import linear as op
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.linear import linear as op
 
 OPS: tuple[str, ...] = ("linear", "linear_pair")
 # (K, N) of q_a with kv_a, q_b, o (Kimi-K2: 64 heads), q with k and v (Qwen3-30B-A3B), and its vocabulary.

@@ -5,10 +5,10 @@ from functools import partial
 
 import torch
 
-from moeyard_kernels import mla_decode as kernel
 from moeyard_kernels import ops
+from moeyard_kernels.attention import mla_decode as kernel
 from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.decode_plan import DecodeTables
+from moeyard_kernels.types.decode_tables import DecodeTables
 
 OPS: tuple[str, ...] = ("mla_decode", "attn_combine")
 

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from moeyard_kernels import expert_layout, grouped_gemm
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.experts import expert_layout, grouped_gemm
 from moeyard_kernels.ops import ExpertLayout, expert_block_rows
 from moeyard_kernels.ref import expert_layout as layout_reference
 

@@ -5,8 +5,10 @@ from functools import partial
 
 import torch
 
-from moeyard_kernels import moe_weighted_reduce, ops, residual_add_scaled, scale_rows
+from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.elementwise import residual_add_scaled, scale_rows
+from moeyard_kernels.experts import moe_weighted_reduce
 from moeyard_kernels.ref import moe_weighted_reduce as reduce_reference
 from moeyard_kernels.ref import residual_add_scaled as residual_reference
 from moeyard_kernels.ref import scale_rows as scale_reference

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from moeyard_kernels import ops
-from moeyard_kernels import sample as triton_kernel
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.ref import sample as reference
-from moeyard_kernels.ref.sample import LogitEdits
+from moeyard_kernels.sampling import sample as triton_kernel
+from moeyard_kernels.types.logit_edits import LogitEdits
 
 OPS: tuple[str, ...] = ("sample",)
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels.bench.case import with_own_tensors
-from moeyard_kernels.dependent import dependent, let_next_begin, wait_for_previous
+from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 
 # More than twice the L2 of an H200 (60 MB).
 _FLUSH_BYTES = 160 << 20

@@ -4,12 +4,13 @@ from typing import Literal, overload
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, check_layout, check_plan, show
-from moeyard_kernels.decode_plan import GQA_SPLIT, MLA_SPLIT, DecodePlan, DecodeTables
+from moeyard_kernels.common.checks import FLOATS, check_layout, check_plan, show
+from moeyard_kernels.cpu import gqa_decode as _gqa_decode
+from moeyard_kernels.cpu import mla_decode as _mla_decode
+from moeyard_kernels.cpu.decode_plan import DecodePlan
 from moeyard_kernels.ref import attn_combine as _attn_combine
 from moeyard_kernels.ref import decode_splits as _decode_splits
-from moeyard_kernels.ref import gqa_decode as _gqa_decode
-from moeyard_kernels.ref import mla_decode as _mla_decode
+from moeyard_kernels.types.decode_tables import GQA_SPLIT, MLA_SPLIT, DecodeTables
 
 
 @overload
@@ -64,7 +65,7 @@ def gqa_decode(
     _check_tables("gqa_decode", plan, q.shape[0], k_cache.shape[2], scale, q=q, k_cache=k_cache, v_cache=v_cache)
     if q.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import gqa_decode as triton_kernel
+        from moeyard_kernels.attention import gqa_decode as triton_kernel
 
         out, lse = triton_kernel.gqa_decode(q, k_cache, v_cache, tables=plan, scale=scale)
     else:
@@ -127,7 +128,7 @@ def mla_decode(
     )  # fmt: skip
     if q_latent.is_cuda:
         # As above.
-        from moeyard_kernels import mla_decode as triton_kernel
+        from moeyard_kernels.attention import mla_decode as triton_kernel
 
         out, lse = triton_kernel.mla_decode(q_latent, q_rope, latent_cache, tables=plan, scale=scale)
     else:
@@ -153,7 +154,7 @@ def attn_combine(
     check_layout("attn_combine", partial=partial, lse=lse)
     if partial.is_cuda:
         # As above.
-        from moeyard_kernels import attn_combine as triton_kernel
+        from moeyard_kernels.attention import attn_combine as triton_kernel
 
         return triton_kernel.attn_combine(partial, lse, dtype=dtype)
     return _attn_combine.attn_combine(partial, lse, dtype=dtype)

@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, check_devices, check_norm, show
+from moeyard_kernels.common.checks import FLOATS, check_devices, check_norm, show
 from moeyard_kernels.ref import mla_split_qkv_a_norm as _mla_split_qkv_a_norm
 from moeyard_kernels.ref import residual_add_scaled as _residual_add_scaled
 from moeyard_kernels.ref import rms_norm as _rms_norm
@@ -16,7 +16,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     check_devices("rms_norm", x=x, weight=weight)
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import rms_norm as triton_kernel
+        from moeyard_kernels.elementwise import rms_norm as triton_kernel
 
         return triton_kernel.rms_norm(x, weight, eps)
     return _rms_norm.rms_norm(x, weight, eps)
@@ -32,7 +32,7 @@ def add_rms_norm(
     check_devices("add_rms_norm", x=x, residual=residual, weight=weight)
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import rms_norm as triton_kernel
+        from moeyard_kernels.elementwise import rms_norm as triton_kernel
 
         return triton_kernel.add_rms_norm(x, residual, weight, eps)
     return _rms_norm.add_rms_norm(x, residual, weight, eps)
@@ -58,7 +58,7 @@ def mla_split_qkv_a_norm(
     check_devices("mla_split_qkv_a_norm", qkv_a=qkv_a, q_weight=q_weight, kv_weight=kv_weight)
     if qkv_a.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import mla_split_qkv_a_norm as triton_kernel
+        from moeyard_kernels.elementwise import mla_split_qkv_a_norm as triton_kernel
 
         return triton_kernel.mla_split_qkv_a_norm(qkv_a, q_weight, kv_weight, eps)
     return _mla_split_qkv_a_norm.mla_split_qkv_a_norm(qkv_a, q_weight, kv_weight, eps)
@@ -70,7 +70,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"silu_mul: gate_up must be fp32 or bf16 [M, 2 I], got {show(gate_up)}")
     if gate_up.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import silu_mul as triton_kernel
+        from moeyard_kernels.elementwise import silu_mul as triton_kernel
 
         return triton_kernel.silu_mul(gate_up)
     return _silu_mul.silu_mul(gate_up)
@@ -85,7 +85,7 @@ def scale_rows_(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     check_devices("scale_rows_", x=x, scale=scale)
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import scale_rows as triton_kernel
+        from moeyard_kernels.elementwise import scale_rows as triton_kernel
 
         return triton_kernel.scale_rows_(x, scale)
     return _scale_rows.scale_rows_(x, scale)
@@ -105,7 +105,7 @@ def residual_add_scaled(hidden: torch.Tensor, shared: torch.Tensor, routed: torc
     check_devices("residual_add_scaled", hidden=hidden, shared=shared, routed=routed)
     if hidden.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import residual_add_scaled as triton_kernel
+        from moeyard_kernels.elementwise import residual_add_scaled as triton_kernel
 
         return triton_kernel.residual_add_scaled(hidden, shared, routed, scale)
     return _residual_add_scaled.residual_add_scaled(hidden, shared, routed, scale)

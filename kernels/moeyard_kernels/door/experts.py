@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, check_devices, check_expert, missing, show
+from moeyard_kernels.common.checks import FLOATS, check_devices, check_expert, missing, show
+from moeyard_kernels.cpu import grouped_mlp as _grouped_mlp
 from moeyard_kernels.ref import expert_layout as _expert_layout
 from moeyard_kernels.ref import grouped_gemm as _grouped_gemm
-from moeyard_kernels.ref import grouped_mlp as _grouped_mlp
 from moeyard_kernels.ref import moe_weighted_reduce as _moe_weighted_reduce
-from moeyard_kernels.ref.expert_layout import ExpertLayout
+from moeyard_kernels.types.expert_layout import ExpertLayout
 
 _BLOCK_ROWS = (16, 32, 64, 128)
 
@@ -33,7 +33,7 @@ def expert_layout(
         raise ValueError(f"expert_layout: {num_slots} slots in blocks of {block_rows} rows, expected {_BLOCK_ROWS}")
     if topk_ids.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import expert_layout as triton_kernel
+        from moeyard_kernels.experts import expert_layout as triton_kernel
 
         return triton_kernel.expert_layout(topk_ids, slot_of_expert, num_slots=num_slots, block_rows=block_rows)
     return _expert_layout.expert_layout(topk_ids, slot_of_expert, num_slots=num_slots, block_rows=block_rows)
@@ -74,7 +74,7 @@ def grouped_gemm(
     check_devices("grouped_gemm", x=x, gate_up=gate_up, down=down, layout=layout.pairs, out=out)
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import grouped_gemm as triton_kernel
+        from moeyard_kernels.experts import grouped_gemm as triton_kernel
 
         return triton_kernel.grouped_gemm(x, gate_up, down, layout, top_k=top_k, out=out)
     out = x.new_empty(num_pairs, hidden) if out is None else out
@@ -140,7 +140,7 @@ def moe_weighted_reduce(
     check_devices("moe_weighted_reduce", partial=partial, weights=weights, shared=shared, residual=residual)
     if partial.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import moe_weighted_reduce as triton_kernel
+        from moeyard_kernels.experts import moe_weighted_reduce as triton_kernel
 
         return triton_kernel.moe_weighted_reduce(partial, weights, shared, residual)
     return _moe_weighted_reduce.moe_weighted_reduce(partial, weights, shared, residual)

@@ -2,8 +2,8 @@
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, check_devices, show
-from moeyard_kernels.ref import linear as _linear
+from moeyard_kernels.common.checks import FLOATS, check_devices, show
+from moeyard_kernels.cpu import linear as _linear
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ def linear(
         check_devices("linear", x=x, bias=bias)
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import linear as triton_kernel
+        from moeyard_kernels.linear import linear as triton_kernel
 
         return triton_kernel.linear(x, weight, bias, static_weight=static_weight)
     return _linear.linear(x, weight, bias)
@@ -64,7 +64,7 @@ def linear_pair(
     _check("linear_pair", x, weight_b, "weight_b")
     if x.is_cuda:
         # As above.
-        from moeyard_kernels import linear as triton_kernel
+        from moeyard_kernels.linear import linear as triton_kernel
 
         return triton_kernel.linear_pair(x, weight_a, weight_b, static_weight=static_weight)
     return _linear.linear(x, weight_a), _linear.linear(x, weight_b)

@@ -2,10 +2,10 @@
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, check_devices, missing, show
-from moeyard_kernels.prefill_plan import PrefillPlan
-from moeyard_kernels.ref import attn_prefill as _attn_prefill
+from moeyard_kernels.common.checks import FLOATS, check_devices, missing, show
+from moeyard_kernels.cpu import attn_prefill as _attn_prefill
 from moeyard_kernels.ref import attn_prefill_varlen as _attn_prefill_varlen
+from moeyard_kernels.types.prefill_plan import PrefillPlan
 
 
 def attn_prefill(
@@ -56,7 +56,7 @@ def attn_prefill_varlen(
     _check_varlen(q, k, v, plan, k_rope, scale)
     if q.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import attn_prefill as triton_kernel
+        from moeyard_kernels.attention import attn_prefill as triton_kernel
 
         return triton_kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale, k_rope=k_rope, return_lse=return_lse)
     table = plan.page_table

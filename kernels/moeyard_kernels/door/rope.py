@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, check_devices, show
+from moeyard_kernels.common.checks import FLOATS, check_devices, show
 from moeyard_kernels.ref import rope as _rope
 from moeyard_kernels.ref import rope_cache_write as _rope_cache_write
 
@@ -19,7 +19,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: 
     check_devices("rope", x=x, cos=cos, sin=sin)
     if x.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import rope as triton_kernel
+        from moeyard_kernels.attention import rope as triton_kernel
 
         return triton_kernel.rope(x, cos, sin, interleaved=interleaved)
     return _rope.rope(x, cos, sin, interleaved=interleaved)
@@ -58,7 +58,7 @@ def rope_cache_write_gqa(
     check_devices(op, q=q, k=k, v=v, cos=cos, sin=sin, slot_mapping=slot_mapping, k_cache=k_cache, v_cache=v_cache)
     if q.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import rope_cache_write as triton_kernel
+        from moeyard_kernels.attention import rope_cache_write as triton_kernel
 
         return triton_kernel.rope_cache_write_gqa(
             q, k, v, cos, sin, slot_mapping, k_cache, v_cache, interleaved=interleaved
@@ -98,7 +98,7 @@ def rope_cache_write_mla(
     check_devices(op, q_rope=q_rope, **moved)
     if q_rope.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import rope_cache_write as triton_kernel
+        from moeyard_kernels.attention import rope_cache_write as triton_kernel
 
         return triton_kernel.rope_cache_write_mla(
             q_rope, kv_a, k_rope, cos, sin, slot_mapping, cache, interleaved=interleaved

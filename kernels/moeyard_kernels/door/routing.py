@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from moeyard_kernels.checks import check_devices, check_groups, show
+from moeyard_kernels.common.checks import check_devices, check_groups, show
 from moeyard_kernels.ref import topk_gate as _topk_gate
 
 
@@ -42,7 +42,7 @@ def topk_gate(
     run = _topk_gate.topk_gate
     if logits.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import topk_gate as triton_kernel
+        from moeyard_kernels.experts import topk_gate as triton_kernel
 
         run = triton_kernel.topk_gate
     return run(

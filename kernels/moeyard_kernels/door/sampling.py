@@ -2,9 +2,9 @@
 
 import torch
 
-from moeyard_kernels.checks import FLOATS, check_devices, show
+from moeyard_kernels.common.checks import FLOATS, check_devices, show
 from moeyard_kernels.ref import sample as _sample
-from moeyard_kernels.ref.sample import MAX_BIASES, LogitEdits
+from moeyard_kernels.types.logit_edits import MAX_BIASES, LogitEdits
 
 
 def sample(
@@ -57,7 +57,7 @@ def sample(
     run = _sample.sample
     if logits.is_cuda:
         # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels import sample as triton_kernel
+        from moeyard_kernels.sampling import sample as triton_kernel
 
         run = triton_kernel.sample
     return run(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moeyard_kernels.ref.attn_prefill import attn_prefill_lse
+from moeyard_kernels.cpu.attn_prefill import attn_prefill_lse
 
 
 def attn_prefill_varlen(

@@ -2,8 +2,8 @@
 
 import torch
 
-from moeyard_kernels.decode_plan import DecodeTables
 from moeyard_kernels.ref.attn_combine import attn_combine
+from moeyard_kernels.types.decode_tables import DecodeTables
 
 
 def gqa_decode(

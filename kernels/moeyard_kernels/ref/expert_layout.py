@@ -1,46 +1,9 @@
-"""Which (token, k) pairs each resident expert computes, as blocks of rows that hold one expert each."""
-
-from dataclasses import dataclass
+"""Pairs grouped by expert, padded to blocks of rows."""
 
 import torch
 
-from moeyard_kernels.checks import check_indices
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLayout:
-    """Rows of a step's pairs t * K + k, grouped by expert; made by `ops.expert_layout`, read by `ops.grouped_gemm`.
-
-    counts: [E] int32, pairs of each expert, 0 for one that is not here.
-    pairs: [rows] int32. Expert e has counts[e] rows from a multiple of block_rows on; experts ascend, and so do their
-    pairs; the rest of the last block is -1. Rows from num_blocks * block_rows on are not written.
-    slot_of_block: [rows / block_rows] int32, where the weights of each block's expert are. num_blocks are written.
-    num_blocks: [1] int32, on the device: nobody waits for it.
-    """
-
-    block_rows: int
-    num_pairs: int
-    num_slots: int
-    counts: torch.Tensor
-    pairs: torch.Tensor
-    slot_of_block: torch.Tensor
-    num_blocks: torch.Tensor
-
-
-def max_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
-    """The most blocks that so many pairs can need: every expert that has any wastes at most block_rows - 1 rows."""
-    return (num_pairs + min(num_experts, num_pairs) * (block_rows - 1)) // block_rows
-
-
-def expert_block_rows(num_pairs: int, num_experts: int) -> int:
-    """The rows per block that run fastest with so many pairs over so many experts (those that are here).
-
-    Small blocks waste little of a tensor core's work, large ones read the weights seldom. Measured on an H200 with 128
-    experts of Qwen3-30B-A3B at 1 to 32 tokens per expert and block sizes of 16 to 128: the fastest or within 2 % of it.
-    """
-    if num_pairs <= 10 * num_experts:
-        return 16
-    return 64 if num_pairs <= 48 * num_experts else 128
+from moeyard_kernels.common.checks import check_indices
+from moeyard_kernels.types.expert_layout import ExpertLayout, max_blocks
 
 
 def expert_layout(

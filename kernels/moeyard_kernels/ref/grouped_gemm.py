@@ -2,9 +2,9 @@
 
 import torch
 
-from moeyard_kernels.ref.expert_layout import ExpertLayout
-from moeyard_kernels.ref.linear import linear
+from moeyard_kernels.cpu.linear import linear
 from moeyard_kernels.ref.silu_mul import silu_mul
+from moeyard_kernels.types.expert_layout import ExpertLayout
 
 
 def grouped_gemm(

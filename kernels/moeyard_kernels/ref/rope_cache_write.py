@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.checks import check_indices
+from moeyard_kernels.common.checks import check_indices
 from moeyard_kernels.ref.rope import rope
 
 

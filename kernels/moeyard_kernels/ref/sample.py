@@ -11,45 +11,11 @@ and compare masses rounded to 2^-44 of the likeliest token's: a cut could fall e
 so close to the sum up to a token.
 """
 
-from dataclasses import dataclass, fields
-from typing import ClassVar
-
 import torch
 
-# A word of `LogitEdits`: the index of its bias, whether the token is in the prompt, and how often it is in the output,
-# up to 262143 times.
-BIAS_BITS = 12
-MAX_BIASES = 2**BIAS_BITS - 1
-IN_PROMPT = 1 << BIAS_BITS
-COUNT_SHIFT = BIAS_BITS + 1
+from moeyard_kernels.types.logit_edits import COUNT_SHIFT, IN_PROMPT, MAX_BIASES, LogitEdits
 
 _LOW = 0xFFFFFFFF
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitEdits:
-    """What bias and penalties need to know of every token, kept on the device from step to step, by slot.
-
-    words: [S, V] int32, per token i + IN_PROMPT * (in the prompt) + ONCE * (times in the output), where i is 0 or says
-    that bias[slot, i - 1] is added to the logit. bias: [S, L] fp64, L at most 4095 (0 if none has any); -inf holds a
-    token back whatever the penalties say. slots: [B] int64, the slot of each row, -1 for a row without edits, whose
-    words are not read. penalties: [B, 3] fp64, repetition (1 is off), frequency and presence (0 is off).
-
-    A slot costs 4 V bytes (0.66 MB for 163840 tokens) and is kept by one scatter of the prompt and one addition of ONCE
-    per token chosen. A step reads as many bytes of words as of fp32 logits, of rows with a slot only.
-    """
-
-    IN_PROMPT: ClassVar[int] = IN_PROMPT
-    ONCE: ClassVar[int] = 1 << COUNT_SHIFT
-
-    words: torch.Tensor
-    bias: torch.Tensor
-    slots: torch.Tensor
-    penalties: torch.Tensor
-
-    def named(self) -> dict[str, torch.Tensor]:
-        """Its tensors, by the names that errors give them."""
-        return {f"edits.{field.name}": getattr(self, field.name) for field in fields(self)}
 
 
 def philox4x32(counter: torch.Tensor, position: int, seed: int) -> torch.Tensor:

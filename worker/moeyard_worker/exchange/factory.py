@@ -2,7 +2,7 @@
 
 from typing import cast
 
-from moeyard_worker.config import EXCHANGES, ExchangeKind
+from moeyard_worker.config.engine_config import EXCHANGES, ExchangeKind
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.mesh import Mesh

@@ -1,6 +1,6 @@
 """How many experts a rank keeps in device memory. Pure."""
 
-from moeyard_worker.config import format_size
+from moeyard_worker.config.engine_config import format_size
 
 
 def resolve_slots(

@@ -3,9 +3,9 @@
 import torch
 
 from moeyard_kernels import ops
-from moeyard_worker.attention_config import GqaConfig
-from moeyard_worker.batch import Batch, pad_heads
-from moeyard_worker.cache.pools import KvLayer
+from moeyard_worker.engine.batch import Batch, pad_heads
+from moeyard_worker.models.attention_config import GqaConfig
+from moeyard_worker.state.pools import KvLayer
 
 
 class GqaAttention:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from moeyard_kernels import ops
-from moeyard_worker.attention_config import MlaConfig
-from moeyard_worker.batch import Batch, PromptSegment, pad_heads
-from moeyard_worker.cache.pools import LatentLayer
+from moeyard_worker.engine.batch import Batch, PromptSegment, pad_heads
+from moeyard_worker.models.attention_config import MlaConfig
+from moeyard_worker.state.pools import LatentLayer
 
 
 class MlaAttention:

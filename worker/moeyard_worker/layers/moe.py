@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from moeyard_kernels import ops
-from moeyard_worker.batch import Batch
+from moeyard_worker.engine.batch import Batch
 from moeyard_worker.exchange.base import Dispatched, Exchange
 from moeyard_worker.layers.mlp import Mlp
-from moeyard_worker.model_config import GateConfig
+from moeyard_worker.models.model_config import GateConfig
 
 
 class Experts(Protocol):

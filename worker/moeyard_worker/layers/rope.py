@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from moeyard_worker.rope_config import RopeConfig
+from moeyard_worker.config.rope_config import RopeConfig
 
 
 class RopeTable:

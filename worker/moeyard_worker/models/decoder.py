@@ -5,18 +5,18 @@ from collections.abc import Callable
 import torch
 
 from moeyard_kernels import ops
-from moeyard_worker.attention_config import GqaConfig, MlaConfig
-from moeyard_worker.batch import Batch
-from moeyard_worker.cache.pools import KvLayer, KvPool, LatentLayer, LatentPool
+from moeyard_worker.engine.batch import Batch
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.gqa import GqaAttention
 from moeyard_worker.layers.mla import MlaAttention
 from moeyard_worker.layers.mlp import Mlp
 from moeyard_worker.layers.moe import Experts, Moe
 from moeyard_worker.layers.rope import RopeTable
-from moeyard_worker.model_config import ModelConfig
+from moeyard_worker.layers.weights import Weight
+from moeyard_worker.models.attention_config import GqaConfig, MlaConfig
+from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.spec import LayerSpec, ModelSpec
-from moeyard_worker.weights import Weight
+from moeyard_worker.state.pools import KvLayer, KvPool, LatentLayer, LatentPool
 
 Load = Callable[[Weight], torch.Tensor]
 

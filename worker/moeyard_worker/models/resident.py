@@ -1,8 +1,8 @@
 """What the dense weights of a rank take in memory, as the layers keep them. Pure: nothing is loaded."""
 
-from moeyard_worker.attention_config import GqaConfig, MlaConfig
+from moeyard_worker.layers.weights import num_elements
+from moeyard_worker.models.attention_config import GqaConfig, MlaConfig
 from moeyard_worker.models.spec import ModelSpec
-from moeyard_worker.weights import num_elements
 
 _FP32 = 4
 

@@ -8,11 +8,11 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moeyard_worker.attention_config import GqaConfig, MlaConfig
-from moeyard_worker.model_config import ModelConfig
+from moeyard_worker.layers.weights import Weight, matrix, stacked, weight
 from moeyard_worker.models import deepseek, mixtral, qwen3_moe
+from moeyard_worker.models.attention_config import GqaConfig, MlaConfig
+from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.names import Names
-from moeyard_worker.weights import Weight, matrix, stacked, weight
 
 NAMES = MappingProxyType(
     {

@@ -1,0 +1,152 @@
+"""Triton: what the decode attentions over device-side tables share.
+
+Which work there is, where a query's splits begin and end, and the sum over keys in one order for every layout.
+
+A sequence's keys are cut at multiples of SPLIT positions. Its splits are numbered from 0 at the first one that any of
+its queries sees; a query sees nothing of some of them when a window or a shorter length says so, and such a split
+leaves its sums as they are, bit for bit.
+"""
+
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.common.launch import check_indices
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.types.decode_tables import DecodeTables
+
+LOG2E = 1.4426950408889634
+# Launched with it, products and sums stay apart unless `tl.fma` says otherwise: no tile is contracted its own way.
+UNFUSED = MappingProxyType({"enable_fp_fusion": False})
+
+
+def check_tables(op: str, tables: DecodeTables, num_pages: int) -> None:
+    """Raise ValueError for lengths and pages that are none; free on a GPU unless within `launch.checked()`."""
+    longest = tables.page_table.shape[1] * tables.page_size
+    check_indices(op, low=0, high=longest + 1, kv_lens=tables.kv_lens)
+    check_indices(op, low=0, high=num_pages, page_table=tables.page_table)
+
+
+def num_programs(work: int, x: torch.Tensor, per_multiprocessor: int) -> int:
+    """How many programs share `work` pieces at most: as many as run at once (two if interpreted, where each costs)."""
+    if not x.is_cuda:
+        return min(work, 2)
+    return min(work, per_multiprocessor * torch.cuda.get_device_properties(x.device).multi_processor_count)
+
+
+def fitting(configs: Sequence[Config], rows: int) -> tuple[Config, ...]:
+    """Those whose tile of BM rows, 64 at most, suits so many rows of a sequence."""
+    rows = max(rows, 16)
+    return tuple(c for c in configs if c["BM"] // 2 < rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
+
+
+@triton.jit
+def split_span(b_lens, WINDOW: tl.constexpr, SPLIT: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(first, end) of the splits that queries of these lengths see, over AXIS. A length of 0 is no query."""
+    i_end = tl.cdiv(tl.max(b_lens, AXIS), SPLIT)
+    if WINDOW > 0:
+        b_low = tl.where(b_lens > 0, tl.maximum(b_lens - WINDOW, 0), 2147483647)
+        i_first = tl.minimum(tl.min(b_low, AXIS) // SPLIT, i_end)
+    else:
+        i_first = tl.zeros_like(i_end)
+    return i_first, i_end
+
+
+@triton.jit
+def work_ends(  # type: ignore[no-untyped-def]
+    p_lens, B, Q: tl.constexpr, BB: tl.constexpr, BQ: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, LEAST
+):
+    """[BB] int32: how many splits the sequences 0 to b have in all, at least LEAST each. p_lens: [B, Q]."""
+    o_b, o_q = tl.arange(0, BB), tl.arange(0, BQ)
+    m_b = (o_b < B)[:, None] & (o_q < Q)[None, :]
+    b_lens = tl.load(p_lens + o_b[:, None] * Q + o_q[None, :], mask=m_b, other=0)
+    i_first, i_end = split_span(b_lens, WINDOW, SPLIT, 1)
+    return tl.cumsum(tl.where(o_b < B, tl.maximum(i_end - i_first, LEAST), 0), 0)
+
+
+@triton.jit
+def find_work(i_work, b_ends):  # type: ignore[no-untyped-def]
+    """(sequence, which of its splits) of the i_work-th piece, counted over all sequences in order."""
+    m_before = b_ends <= i_work
+    return tl.sum(m_before.to(tl.int32), 0), i_work - tl.max(tl.where(m_before, b_ends, 0), 0)
+
+
+@triton.jit
+def keys_seen(  # type: ignore[no-untyped-def]
+    p_lens, i_b, i_s, o_query, m_row, Q: tl.constexpr, BQ: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """What rows, row m being query o_query[m] of sequence i_b if m_row, see of the sequence's split i_s.
+
+    Returns (b_len, b_low, i_low, i_bottom, i_high): row m sees positions [b_low[m], b_len[m]); blocks of BN from i_low
+    to i_high cover what any row sees of the split; below i_bottom and from i_high on, memory may hold anything.
+    """
+    o_q = tl.arange(0, BQ)
+    i_first, _ = split_span(tl.load(p_lens + i_b * Q + o_q, mask=o_q < Q, other=0), WINDOW, SPLIT, 0)
+    b_len = tl.load(p_lens + i_b * Q + o_query, mask=m_row, other=0)
+    i_high = tl.minimum(tl.max(b_len, 0), (i_first + i_s + 1) * SPLIT)
+    i_low = (i_first + i_s) * SPLIT
+    i_bottom = i_low
+    b_low = tl.zeros_like(b_len)
+    if WINDOW > 0:
+        b_low = tl.maximum(b_len - WINDOW, 0)
+        i_bottom = tl.min(tl.where(b_len > 0, b_low, 2147483647), 0)
+        i_low = tl.maximum(i_low, i_bottom // BN * BN)
+    return b_len, b_low, i_low, i_bottom, i_high
+
+
+@triton.jit
+def cache_rows(p_pages, i_n, o_n, m_n, i_page0, PAGE: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BN] int64: where a cache, from its page i_page0 on, holds positions o_n, which are i_n to i_n + BN, if m_n."""
+    if PAGE == BN:
+        i_page = tl.load(p_pages + i_n // PAGE).to(tl.int64)
+        o_row = (i_page0 + i_page) * PAGE + tl.arange(0, BN)
+    else:
+        i_page = tl.load(p_pages + o_n // PAGE, mask=m_n, other=0).to(tl.int64)
+        o_row = (i_page0 + i_page) * PAGE + o_n % PAGE
+    return o_row
+
+
+@triton.jit
+def sees(o_n, b_len, b_low, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which rows see which of positions o_n, keys along AXIS."""
+    o_n = tl.expand_dims(o_n, 1 - AXIS)
+    return (o_n < tl.expand_dims(b_len, AXIS)) & (o_n >= tl.expand_dims(b_low, AXIS))
+
+
+@triton.jit
+def sum_over_keys(b_x, BM: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum the BN values along AXIS by halves, (n, n + BN / 2) first: `tl.sum` follows the layout, hence the tile."""
+    for i in tl.static_range(LOG2_BN):
+        if AXIS == 1:
+            b_x = tl.sum(tl.reshape(b_x, [BM, 2, BN >> (i + 1)]), 1)
+        else:
+            b_x = tl.sum(tl.reshape(b_x, [2, BN >> (i + 1), BM]), 0)
+    return tl.reshape(b_x, [BM])
+
+
+@triton.jit
+def softmax_step(b_s, m_seen, b_m, c, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One block of scores b_s, keys along AXIS, under the running maximum b_m.
+
+    c > 0: the scale times log2(e). Returns (p, what earlier sums are multiplied by, the same along AXIS of p, new b_m).
+    """
+    b_s = tl.where(m_seen, b_s * c, float("-inf"))
+    b_new = tl.maximum(b_m, tl.max(b_s, AXIS))
+    # Where nothing was seen yet, -inf less -inf would be NaN.
+    b_top = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_s - tl.expand_dims(b_top, AXIS))
+    b_alpha = tl.exp2(b_m - b_top)
+    return b_p, b_alpha, tl.broadcast_to(tl.expand_dims(b_alpha, AXIS), b_s.shape), b_new
+
+
+@triton.jit
+def split_result(b_m, b_sum):  # type: ignore[no-untyped-def]
+    """(what the sum of values is multiplied by, log-sum-exp in natural logarithms) of a split; (0, -inf) if unseen."""
+    m_any = b_sum > 0
+    b_sum = tl.where(m_any, b_sum, 1.0)
+    b_lse = (b_m + tl.log2(b_sum)) * 0.6931471805599453
+    return tl.where(m_any, tl.div_rn(1.0, b_sum), 0.0), tl.where(m_any, b_lse, float("-inf"))

@@ -1,0 +1,178 @@
+"""Triton: decode attention with grouped query heads over device-side tables, split along the keys.
+
+As `mla_decode`, with keys and values apart and one latent per key head: for the rows of a sequence and key head (its
+queries times the heads of the group), per split of SPLIT positions and per block of BN of them, ascending:
+
+    s = q k^T;  s = c s;  m' = max(m, max s);  p = 2^(s - m');  a = 2^(m - m');  l = fma(l, a, p);  o = o a + bf16(p) v
+
+The caches are [Hkv, num_pages, page, D]: a block of one head is one contiguous piece of a page.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.attention.attn_combine import combine_splits, new_partials
+from moeyard_kernels.attention.decode_splits import (
+    LOG2E,
+    UNFUSED,
+    cache_rows,
+    check_tables,
+    find_work,
+    fitting,
+    keys_seen,
+    num_programs,
+    sees,
+    softmax_step,
+    split_result,
+    sum_over_keys,
+    work_ends,
+)
+from moeyard_kernels.common import tuning
+from moeyard_kernels.common.launch import interpreted
+from moeyard_kernels.common.rounding import round_to
+from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
+
+
+@triton.jit(do_not_specialize=("B", "MAX_PAGES", "S", "NUM_PAGES"))
+def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
+    p_q, p_k, p_v, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S, NUM_PAGES,
+    Q: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, BB: tl.constexpr,
+    BQ: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Programs take (sequence, split, key head, tile of rows) in turns. p_out: [B, S, Q H, V], p_lse: [B, S, Q H].
+
+    G query heads share a key head; row m of a tile's Q G is query m // G, head m % G of the group.
+    """
+    TILES: tl.constexpr = (Q * G + BM - 1) // BM
+    HEADS: tl.constexpr = H // G
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    b_ends = work_ends(p_lens, B, Q, BB, BQ, WINDOW, SPLIT, S == 1)
+    o_d, o_v = tl.arange(0, BD), tl.arange(0, BV)
+    for i_item in tl.range(tl.program_id(0), tl.max(b_ends, 0) * (HEADS * TILES), tl.num_programs(0)):
+        i_b, i_s = find_work(i_item // (HEADS * TILES), b_ends)
+        i_h = i_item // TILES % HEADS
+        o_m = (i_item % TILES) * BM + tl.arange(0, BM)
+        m_m = o_m < Q * G
+        b_len, b_low, i_low, i_bottom, i_high = keys_seen(
+            p_lens, i_b, i_s, o_m // G, m_m, Q=Q, BQ=BQ, WINDOW=WINDOW, SPLIT=SPLIT, BN=BN
+        )
+        p_pages = p_table + i_b.to(tl.int64) * MAX_PAGES
+
+        # Rows of q and of the results: (query, head).
+        o_row = o_m // G * H + i_h * G + o_m % G
+        i_row = i_b.to(tl.int64) * (Q * H)
+        b_q = tl.load(
+            p_q + (i_row + o_row)[:, None] * D + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0
+        )
+        if UPCAST:
+            b_q = b_q.to(tl.float32)
+        if SWAP:
+            b_q = tl.trans(b_q)
+            b_acc = tl.zeros([BV, BM], dtype=tl.float32)
+            b_l = tl.zeros([BN, BM], dtype=tl.float32)
+        else:
+            b_acc = tl.zeros([BM, BV], dtype=tl.float32)
+            b_l = tl.zeros([BM, BN], dtype=tl.float32)
+        b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
+        i_head = i_h.to(tl.int64) * NUM_PAGES
+        for i_n in tl.range(i_low, i_high, BN):
+            o_n = i_n + tl.arange(0, BN)
+            m_n = o_n < i_high
+            if WINDOW > 0:
+                m_n = m_n & (o_n >= i_bottom)
+            o_key = cache_rows(p_pages, i_n, o_n, m_n, i_head, PAGE=PAGE, BN=BN)
+            m_k, m_v = m_n[:, None], m_n[:, None]
+            if BD != D:
+                m_k = m_k & (o_d < D)[None, :]
+            if BV != V:
+                m_v = m_v & (o_v < V)[None, :]
+            b_k = tl.load(p_k + o_key[:, None] * D + o_d[None, :], mask=m_k, other=0.0)
+            b_v = tl.load(p_v + o_key[:, None] * V + o_v[None, :], mask=m_v, other=0.0)
+            if UPCAST:
+                b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
+            if SWAP:
+                b_s = tl.dot(b_k, b_q, input_precision="ieee")
+            else:
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+            b_p, b_alpha, b_wide, b_m = softmax_step(b_s, sees(o_n, b_len, b_low, AXIS), b_m, c, AXIS)
+            b_l = tl.fma(b_l, b_wide, b_p)
+            if UPCAST:
+                b_p = round_to(b_p, p_v.dtype.element_ty)
+            b_acc = b_acc * tl.expand_dims(b_alpha, AXIS)
+            if SWAP:
+                b_acc = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), b_acc, input_precision="ieee")
+            else:
+                b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+
+        b_inv, b_lse = split_result(b_m, sum_over_keys(b_l, BM, BN, LOG2_BN, AXIS))
+        b_acc = b_acc * tl.expand_dims(b_inv, AXIS)
+        if SWAP:
+            b_acc = tl.trans(b_acc)
+        o_out = (i_b.to(tl.int64) * S + i_s) * (Q * H) + o_row
+        m_out = m_m[:, None] & (o_v < V)[None, :]
+        tl.store(p_out + o_out[:, None] * V + o_v[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_out)
+        tl.store(p_lse + o_out, b_lse, mask=m_m)
+
+
+# BM: rows (queries times heads of a group) of a tile. SWAP: keys are the rows of the products, which suits few rows.
+# PER_SM: how many programs a multiprocessor is given.
+CONFIGS = (
+    tuning.config(BM=16, SWAP=0, PER_SM=4, num_warps=2, num_stages=4),
+    tuning.config(BM=16, SWAP=0, PER_SM=2, num_warps=4, num_stages=5),
+    tuning.config(BM=16, SWAP=1, PER_SM=3, num_warps=4, num_stages=4),
+    tuning.config(BM=16, SWAP=1, PER_SM=2, num_warps=4, num_stages=5),
+    tuning.config(BM=32, SWAP=0, PER_SM=2, num_warps=4, num_stages=4),
+    tuning.config(BM=64, SWAP=0, PER_SM=2, num_warps=4, num_stages=3),
+)
+
+
+def shape_class(rows: int, dim: int, sequences: int) -> str:
+    """The class of a launch: rows per sequence and key head, width of a key, and whether sequences are few."""
+    return f"M{rows} D{dim} {'few' if sequences <= 8 else 'many'}"
+
+
+def configs_for(rows: int) -> tuple[tuning.Config, ...]:
+    """Those of `CONFIGS` whose tile suits so many rows."""
+    return fitting(CONFIGS, rows)
+
+
+def default_config(rows: int) -> tuning.Config:
+    """The config for shapes that nobody tuned."""
+    return CONFIGS[0 if rows <= 16 else 4 if rows <= 32 else 5]
+
+
+def gqa_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    tables: DecodeTables,
+    scale: float,
+    split: int = GQA_SPLIT,
+    config: tuning.Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `moeyard_kernels.ops.gqa_decode`. Returns (out [rows, Hq, Dv], lse [rows, Hq] fp32)."""
+    heads, dim = q.shape[1:]
+    sequences, queries, splits = tables.num_sequences, tables.num_queries, tables.max_splits(split)
+    kv_heads, num_pages, _, dim_v = v_cache.shape
+    group = heads // kv_heads
+    rows = queries * group
+    check_tables("gqa_decode", tables, num_pages)
+    if config is None:
+        config = tuning.choose("gqa_decode", shape_class(rows, dim, sequences), q, default=lambda: default_config(rows))
+    partial, lse = new_partials(q, tables=tables, heads=heads, dim=dim_v, split=split)
+    if partial.numel():
+        work = sequences * splits * kv_heads * triton.cdiv(rows, config["BM"])
+        _gqa_decode_kernel[(num_programs(work, q, config["PER_SM"]),)](
+            q, k_cache, v_cache, tables.page_table, tables.kv_lens, partial, lse,
+            scale * LOG2E, sequences, tables.page_table.shape[1], splits, num_pages,
+            Q=queries, H=heads, G=group, D=dim, V=dim_v, PAGE=tables.page_size, WINDOW=tables.window or 0,
+            SPLIT=split, BN=BLOCK, LOG2_BN=BLOCK.bit_length() - 1,
+            BB=triton.next_power_of_2(sequences), BQ=triton.next_power_of_2(queries),
+            BD=max(16, triton.next_power_of_2(dim)), BV=max(16, triton.next_power_of_2(dim_v)),
+            BM=config["BM"], SWAP=bool(config["SWAP"]), UPCAST=interpreted(),
+            num_warps=config["num_warps"], num_stages=config["num_stages"], **UNFUSED,
+        )  # fmt: skip
+    return combine_splits(partial, lse, dtype=q.dtype, heads=heads, tables=tables, split=split)

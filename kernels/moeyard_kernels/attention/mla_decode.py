@@ -1,0 +1,221 @@
+"""Triton: absorbed latent decode attention (MLA) over device-side tables, split along the keys.
+
+For the rows of a sequence (its queries times heads), per split of SPLIT positions and in it per block of BN, ascending:
+
+    s = q_latent k_latent^T + q_rope k_rope^T;  s = c s;  m' = max(m, max s);  p = 2^(s - m');  a = 2^(m - m')
+    l = fma(l, a, p), l2 = l2 a per key of a block, and the two change names;  o = o a + bf16(p) k_latent
+
+with c = scale log2(e), sums in fp32. A split gives o / (sum(l) + sum(l2)) and its log-sum-exp, which `attn_combine`
+merges. SPLIT and BN are part of the answer; how many rows a tile has, which way round the products are taken (SWAP) and
+who takes which block are not (for the last, even and odd blocks have an l each).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.attention.attn_combine import combine_splits, new_partials
+from moeyard_kernels.attention.decode_splits import (
+    LOG2E,
+    UNFUSED,
+    cache_rows,
+    check_tables,
+    find_work,
+    fitting,
+    keys_seen,
+    num_programs,
+    sees,
+    softmax_step,
+    split_result,
+    sum_over_keys,
+    work_ends,
+)
+from moeyard_kernels.attention.mla_decode_hopper import mla_decode_hopper_kernel
+from moeyard_kernels.attention.mla_decode_pairs import descriptors, mla_decode_pairs_kernel
+from moeyard_kernels.common import tuning
+from moeyard_kernels.common.dependent import dependent
+from moeyard_kernels.common.launch import interpreted, on_hopper
+from moeyard_kernels.common.rounding import round_to
+from moeyard_kernels.types.decode_tables import BLOCK, MLA_SPLIT, DecodeTables
+
+
+@triton.jit(do_not_specialize=("B", "MAX_PAGES", "S"))
+def _mla_decode_kernel(  # type: ignore[no-untyped-def]
+    p_q, p_r, p_kv, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S,
+    Q: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, BB: tl.constexpr, BQ: tl.constexpr,
+    BR: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Programs take (sequence, split, tile of rows) in turns. p_out: [B, S, Q H, R], p_lse: [B, S, Q H]."""
+    M: tl.constexpr = Q * H
+    TILES: tl.constexpr = (M + BM - 1) // BM
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    b_ends = work_ends(p_lens, B, Q, BB, BQ, WINDOW, SPLIT, S == 1)
+    o_r, o_d = tl.arange(0, BR), tl.arange(0, BD)
+    for i_item in tl.range(tl.program_id(0), tl.max(b_ends, 0) * TILES, tl.num_programs(0)):
+        i_b, i_s = find_work(i_item // TILES, b_ends)
+        o_m = (i_item % TILES) * BM + tl.arange(0, BM)
+        m_m = o_m < M
+        b_len, b_low, i_low, i_bottom, i_high = keys_seen(
+            p_lens, i_b, i_s, o_m // H, m_m, Q=Q, BQ=BQ, WINDOW=WINDOW, SPLIT=SPLIT, BN=BN
+        )
+        p_pages = p_table + i_b.to(tl.int64) * MAX_PAGES
+
+        i_row = (i_b * M).to(tl.int64)
+        b_q = tl.load(
+            p_q + (i_row + o_m)[:, None] * R + o_r[None, :], mask=m_m[:, None] & (o_r < R)[None, :], other=0.0
+        )
+        b_r = tl.load(
+            p_r + (i_row + o_m)[:, None] * D + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0
+        )
+        if UPCAST:
+            b_q, b_r = b_q.to(tl.float32), b_r.to(tl.float32)
+        if SWAP:
+            b_q, b_r = tl.trans(b_q), tl.trans(b_r)
+            b_acc = tl.zeros([BR, BM], dtype=tl.float32)
+            b_l = tl.zeros([BN, BM], dtype=tl.float32)
+        else:
+            b_acc = tl.zeros([BM, BR], dtype=tl.float32)
+            b_l = tl.zeros([BM, BN], dtype=tl.float32)
+        b_l2 = b_l
+        b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
+        for i_n in tl.range(i_low, i_high, BN):
+            o_n = i_n + tl.arange(0, BN)
+            m_n = o_n < i_high
+            if WINDOW > 0:
+                m_n = m_n & (o_n >= i_bottom)
+            o_row = cache_rows(p_pages, i_n, o_n, m_n, 0, PAGE=PAGE, BN=BN)
+            p_row = p_kv + o_row[:, None] * (R + D)
+            m_latent = m_n[:, None]
+            m_rope = m_n[:, None]
+            if BR != R:
+                m_latent = m_latent & (o_r < R)[None, :]
+            if BD != D:
+                m_rope = m_rope & (o_d < D)[None, :]
+            b_kv = tl.load(p_row + o_r[None, :], mask=m_latent, other=0.0)
+            b_k = tl.load(p_row + R + o_d[None, :], mask=m_rope, other=0.0)
+            if UPCAST:
+                b_kv, b_k = b_kv.to(tl.float32), b_k.to(tl.float32)
+            if SWAP:
+                b_s = tl.dot(b_kv, b_q, input_precision="ieee")
+                b_s = tl.dot(b_k, b_r, b_s, input_precision="ieee")
+            else:
+                b_s = tl.dot(b_q, tl.trans(b_kv), input_precision="ieee")
+                b_s = tl.dot(b_r, tl.trans(b_k), b_s, input_precision="ieee")
+            b_p, b_alpha, b_wide, b_m = softmax_step(b_s, sees(o_n, b_len, b_low, AXIS), b_m, c, AXIS)
+            b_l, b_l2 = b_l2 * b_wide, tl.fma(b_l, b_wide, b_p)
+            if UPCAST:
+                b_p = round_to(b_p, p_kv.dtype.element_ty)
+            b_acc = b_acc * tl.expand_dims(b_alpha, AXIS)
+            if SWAP:
+                b_acc = tl.dot(tl.trans(b_kv), b_p.to(b_kv.dtype), b_acc, input_precision="ieee")
+            else:
+                b_acc = tl.dot(b_p.to(b_kv.dtype), b_kv, b_acc, input_precision="ieee")
+
+        b_sum = sum_over_keys(b_l, BM, BN, LOG2_BN, AXIS) + sum_over_keys(b_l2, BM, BN, LOG2_BN, AXIS)
+        b_inv, b_lse = split_result(b_m, b_sum)
+        b_acc = b_acc * tl.expand_dims(b_inv, AXIS)
+        if SWAP:
+            b_acc = tl.trans(b_acc)
+        i_out = (i_b.to(tl.int64) * S + i_s) * M
+        m_out = m_m[:, None] & (o_r < R)[None, :]
+        tl.store(p_out + (i_out + o_m)[:, None] * R + o_r[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_out)
+        tl.store(p_lse + i_out + o_m, b_lse, mask=m_m)
+
+
+# BM: rows (queries times heads) of a tile. SWAP: keys are the rows of the products, which suits few heads. PER_SM: how
+# many programs a multiprocessor is given. HOPPER: where it can be, by 1 `mla_decode_hopper` or 2 `mla_decode_pairs`.
+CONFIGS = (
+    tuning.config(BM=16, SWAP=0, PER_SM=2, HOPPER=0, num_warps=4, num_stages=2),
+    tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=0, num_warps=4, num_stages=2),
+    tuning.config(BM=64, SWAP=0, PER_SM=1, HOPPER=0, num_warps=8, num_stages=2),
+    tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=1, num_warps=4, num_stages=2),
+    tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=1, num_warps=8, num_stages=2),
+    tuning.config(BM=32, SWAP=1, PER_SM=1, HOPPER=1, num_warps=8, num_stages=2),
+    tuning.config(BM=64, SWAP=0, PER_SM=1, HOPPER=1, num_warps=8, num_stages=2),
+    tuning.config(BM=64, SWAP=0, PER_SM=1, HOPPER=2, num_warps=4, num_stages=2),
+)
+
+# What fits a tile of fp32, whose products are not the matrix units'.
+_FP32 = tuning.config(BM=16, SWAP=0, PER_SM=1, HOPPER=0, num_warps=8, num_stages=1)
+
+
+def shape_class(rows: int, sequences: int) -> str:
+    """The class of a launch: rows per sequence (queries times heads), and whether sequences are few."""
+    return f"M{rows} {'few' if sequences <= 8 else 'many'}"
+
+
+def configs_for(rows: int) -> tuple[tuning.Config, ...]:
+    """Those of `CONFIGS` whose tile suits so many rows."""
+    return fitting(CONFIGS, rows)
+
+
+def default_config(rows: int) -> tuning.Config:
+    """The config for shapes that nobody tuned."""
+    return CONFIGS[3 if rows <= 16 else 5 if rows <= 32 else 7]
+
+
+def mla_decode(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    *,
+    tables: DecodeTables,
+    scale: float,
+    split: int = MLA_SPLIT,
+    config: tuning.Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `moeyard_kernels.ops.mla_decode`. Returns (out [rows, Hq, R], lse [rows, Hq] fp32)."""
+    heads, rank = q_latent.shape[1:]
+    sequences, queries, splits = tables.num_sequences, tables.num_queries, tables.max_splits(split)
+    rows = queries * heads
+    check_tables("mla_decode", tables, latent_cache.shape[0])
+    if config is None and q_latent.dtype == torch.float32 and q_latent.is_cuda:
+        config = _FP32
+    if config is None:
+        config = tuning.choose(
+            "mla_decode", shape_class(rows, sequences), q_latent, default=lambda: default_config(rows)
+        )
+    partial, lse = new_partials(q_latent, tables=tables, heads=heads, dim=rank, split=split)
+    if q_latent.numel():
+        work = sequences * splits * triton.cdiv(rows, config["BM"])
+        grid = (num_programs(work, q_latent, config["PER_SM"]),)
+        tail = (
+            tables.page_table, tables.kv_lens, partial, lse,
+            scale * LOG2E, sequences, tables.page_table.shape[1], splits,
+        )  # fmt: skip
+        sizes = {
+            "Q": queries, "H": heads, "SPLIT": split,
+            "BB": triton.next_power_of_2(sequences), "BQ": triton.next_power_of_2(queries),
+            "num_warps": config["num_warps"], **UNFUSED,
+        }  # fmt: skip
+        tile = {
+            "R": rank, "D": q_rope.shape[2], "PAGE": tables.page_size, "BN": BLOCK, "LOG2_BN": BLOCK.bit_length() - 1,
+            "BM": config["BM"], "SWAP": bool(config["SWAP"]),
+        }  # fmt: skip
+        # The kernels for Hopper know no window, as no model with latent attention has one.
+        suits = tables.window is None and _suits_hopper(q_latent, q_rope, latent_cache)
+        kind = config["HOPPER"] if suits else 0
+        if config["HOPPER"] == 2 and (kind == 0 or tables.page_size != BLOCK):
+            # The other kernels spread a tile of 64 rows over twice the warps.
+            kind, sizes["num_warps"] = min(kind, 1), 8
+        if kind == 2:
+            mla_decode_pairs_kernel[grid](*descriptors(q_latent, q_rope, latent_cache), latent_cache, *tail, **sizes)
+        elif kind:
+            mla_decode_hopper_kernel[grid](
+                q_latent, q_rope, latent_cache, *tail, **sizes, **tile, **dependent(q_latent)
+            )
+        else:
+            _mla_decode_kernel[grid](
+                q_latent, q_rope, latent_cache, *tail, **sizes, **tile,
+                BR=max(16, triton.next_power_of_2(rank)), BD=max(16, triton.next_power_of_2(q_rope.shape[2])),
+                WINDOW=tables.window or 0, UPCAST=interpreted(), num_stages=config["num_stages"],
+            )  # fmt: skip
+    return combine_splits(partial, lse, dtype=q_latent.dtype, heads=heads, tables=tables, split=split)
+
+
+def _suits_hopper(q_latent: torch.Tensor, q_rope: torch.Tensor, latent_cache: torch.Tensor) -> bool:
+    """Whether the kernels for Hopper can run: there, in bf16, on aligned rows, with the widths of DeepSeek's models."""
+    if not on_hopper(q_latent) or (q_latent.shape[2], q_rope.shape[2]) != (512, 64):
+        return False
+    return all(x.data_ptr() % 16 == 0 for x in (q_latent, q_rope, latent_cache))

@@ -1,0 +1,72 @@
+"""What `attn_prefill` may run with, and what it does run with by default."""
+
+import torch
+
+from moeyard_kernels.common import tuning
+from moeyard_kernels.common.launch import on_hopper
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.types.decode_tables import BLOCK
+from moeyard_kernels.types.prefill_plan import PrefillPlan
+
+OP = "attn_prefill"
+
+# Rows per program, whether full blocks of keys come by TMA (where layout and pages allow), and how it is scheduled.
+# Two programs of 64 rows share a multiprocessor and fill each other's gaps; one of 128 rows reads keys half as often.
+# HOPPER is the Gluon kernel, where it can run; its num_warps are those of each of its two groups.
+CONFIGS: tuple[Config, ...] = (
+    tuning.config(num_warps=4, num_stages=3, BM=128, TMA=1, HOPPER=1),
+    tuning.config(num_warps=4, num_stages=4, BM=128, TMA=1, HOPPER=1),
+    tuning.config(num_warps=4, num_stages=3, BM=64, TMA=1),
+    tuning.config(num_warps=4, num_stages=2, BM=128, TMA=1),
+    tuning.config(num_warps=4, num_stages=3, BM=64, TMA=0),
+    tuning.config(num_warps=8, num_stages=3, BM=128, TMA=1),
+    tuning.config(num_warps=8, num_stages=3, BM=128, TMA=0),
+)
+
+# (Tile, head) pairs from which on a class of shapes is called "many".
+_MANY = 512
+# What a program may take of a multiprocessor's shared memory, in bytes.
+_SHARED = 224 << 10
+
+
+def split_dim(dim: int) -> tuple[int, int]:
+    """dim as the sum of two powers of two, the larger first (the second may be 0). Raises ValueError if it is none."""
+    first = 1 << (dim.bit_length() - 1)
+    rest = dim - first
+    if first < 16 or rest & (rest - 1) or 0 < rest < 16:
+        raise ValueError(f"{OP}: head dimension {dim} is no sum of one or two powers of two from 16 on")
+    return first, rest
+
+
+def shape_class(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> str:
+    """What tiles are chosen by."""
+    kind = ("" if q.dtype == torch.bfloat16 else " fp32") + ("" if plan.window is None else " window")
+    layout = "rows" if plan.page_size == 0 else "pages" if plan.page_size % BLOCK == 0 else "small pages"
+    return f"D{q.shape[2]} V{v.shape[-1]} {layout} {'many' if _many(q, plan) else 'few'}{kind}"
+
+
+def default_config(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> Config:
+    """For shapes that nobody tuned; fp32 runs without tensor cores, in small tiles."""
+    if q.dtype == torch.float32:
+        return tuning.config(num_warps=4, num_stages=1, BM=32, TMA=0)
+    width = q.shape[2] + v.shape[-1]
+    if width >= 256 and _many(q, plan) and suits_hopper(q, v, plan):
+        return CONFIGS[0]
+    wide = width > 256 and _many(q, plan)
+    rows = 128 if wide else 64
+    fits = (_SHARED - rows * q.shape[2] * 2) // (BLOCK * width * 2)
+    return tuning.config(num_warps=8 if wide else 4, num_stages=max(1, min(3, fits)), BM=rows, TMA=1)
+
+
+def _many(q: torch.Tensor, plan: PrefillPlan) -> bool:
+    """Whether blocks of 128 rows keep a GPU busy too."""
+    return plan.tiles.shape[0] * q.shape[1] >= _MANY
+
+
+def suits_hopper(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> bool:
+    """Whether `attn_prefill_hopper_kernel` can run: on such a GPU, bf16, keys that TMA copies by blocks, no window."""
+    if not on_hopper(q):
+        return False
+    dims = (*split_dim(q.shape[2]), v.shape[-1])
+    fits = dims in ((64, 0, 64), (128, 0, 64), (64, 0, 128), (128, 0, 128), (128, 64, 128))
+    return fits and plan.window is None and plan.page_size % BLOCK == 0

@@ -1,0 +1,154 @@
+"""Triton: rotary position embedding in the two layouts that checkpoints use."""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.common import tuning
+from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
+from moeyard_kernels.common.launch import MAX_GRID_X, finish, new_output
+from moeyard_kernels.common.rounding import round_to
+from moeyard_kernels.common.rows import check_rows
+
+_TILES = ((4, 1), (8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4))
+CONFIGS = tuple(tuning.config(BN=heads, num_warps=warps) for heads, warps in _TILES)
+
+
+def shape_class(num_tokens: int, num_heads: int, dim: int) -> str:
+    """Decode steps want many small programs, prompts few large ones."""
+    return f"{'few' if num_tokens <= 64 else 'many'} N{num_heads} D{dim}"
+
+
+def default_config(num_heads: int, dim: int) -> tuning.Config:
+    """The config of shapes that nobody tuned: 512 pairs per program, a few per thread."""
+    half = half_block(dim)
+    heads = min(max(1, 512 // half), triton.next_power_of_2(num_heads))
+    return tuning.config(BN=heads, num_warps=max(1, min(4, heads * half // 128)))
+
+
+@triton.jit
+def rotate(b_first, b_second, b_cos, b_sin, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(a cos - b sin, b cos + a sin), each product and sum rounded to WIDE, the wider dtype of x and cos.
+
+    Launch with `enable_fp_fusion=False`: in fp32 the roundings of the products are those of fp32 itself.
+    """
+    b_new_first = round_to(b_first * b_cos, WIDE) - round_to(b_second * b_sin, WIDE)
+    b_new_second = round_to(b_second * b_cos, WIDE) + round_to(b_first * b_sin, WIDE)
+    return round_to(b_new_first, WIDE), round_to(b_new_second, WIDE)
+
+
+@triton.jit
+def rotated_heads(  # type: ignore[no-untyped-def]
+    p_x, stride_n, o_n, N, p_cos, p_sin, HALF, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
+):
+    """The rotated halves [BN, BH] (fp32, rounded to x's dtype) of heads o_n of one token. BH covers HALF = D / 2."""
+    o_h = tl.arange(0, BH)
+    m_h = o_h < HALF
+    m_n = (o_n < N)[:, None]
+    if INTERLEAVED:
+        o_d = tl.arange(0, 2 * BH)
+        b_x = tl.load(
+            p_x + o_n.to(tl.int64)[:, None] * stride_n + o_d[None, :], mask=m_n & (o_d < 2 * HALF)[None, :], other=0.0
+        ).to(tl.float32)
+        b_first, b_second = tl.split(tl.reshape(b_x, [BN, BH, 2]))
+    else:
+        p_first = p_x + o_n.to(tl.int64)[:, None] * stride_n + o_h[None, :]
+        b_first = tl.load(p_first, mask=m_n & m_h[None, :], other=0.0).to(tl.float32)
+        b_second = tl.load(p_first + HALF, mask=m_n & m_h[None, :], other=0.0).to(tl.float32)
+    b_cos = tl.load(p_cos + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+    b_sin = tl.load(p_sin + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+    if p_cos.dtype.element_ty == tl.float32:
+        b_first, b_second = rotate(b_first, b_second, b_cos, b_sin, tl.float32)
+    else:
+        b_first, b_second = rotate(b_first, b_second, b_cos, b_sin, p_x.dtype.element_ty)
+    return round_to(b_first, p_x.dtype.element_ty), round_to(b_second, p_x.dtype.element_ty)
+
+
+@triton.jit
+def store_halves(  # type: ignore[no-untyped-def]
+    p_out, stride_n, o_n, m_n, b_first, b_second, HALF, BH: tl.constexpr
+):
+    """Store the halves [BN, BH] of heads o_n where m_n, one after the other."""
+    o_h = tl.arange(0, BH)
+    m_x = m_n[:, None] & (o_h < HALF)[None, :]
+    p_first = p_out + o_n.to(tl.int64)[:, None] * stride_n + o_h[None, :]
+    tl.store(p_first, b_first.to(p_out.dtype.element_ty), mask=m_x)
+    tl.store(p_first + HALF, b_second.to(p_out.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def token_and_block(num_blocks):  # type: ignore[no-untyped-def]
+    """(Token, block) of this program of T num_blocks: a token's blocks run beside each other, cheap ones among others.
+
+    rope_cache_write_mla of 4096 tokens on an H200: 36.6 us so, 39.5 with the first block of every token before any
+    second one (docs/kernels.md).
+    """
+    i_program = tl.program_id(0)
+    i_t = i_program // num_blocks
+    return i_t.to(tl.int64), i_program - i_t * num_blocks
+
+
+@triton.jit
+def rotate_block(  # type: ignore[no-untyped-def]
+    p_x, p_cos, p_sin, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
+    INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
+):  # fmt: skip
+    """Rotate heads [i_n BN, i_n BN + BN) of token i_t of x into out [T, N, D]."""
+    o_n = i_n * BN + tl.arange(0, BN)
+    b_first, b_second = rotated_heads(
+        p_x + i_t * stride_t, stride_n, o_n, N, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, HALF,
+        INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
+    )  # fmt: skip
+    store_halves(p_out + i_t * N * 2 * HALF, 2 * HALF, o_n, o_n < N, b_first, b_second, HALF, BH=BH)
+
+
+@triton.jit
+def _rope_kernel(  # type: ignore[no-untyped-def]
+    p_x, p_cos, p_sin, p_out, N, HALF, num_blocks, stride_t, stride_n, stride_cos, stride_sin,
+    INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
+):  # fmt: skip
+    """Grid: T num_blocks, where num_blocks = ceil(N / BN)."""
+    wait_for_previous()
+    let_next_begin()
+    i_t, i_n = token_and_block(num_blocks)
+    rotate_block(
+        p_x, p_cos, p_sin, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
+        INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
+    )  # fmt: skip
+
+
+def launch_plan(
+    op: str, x: torch.Tensor, config: tuning.Config | None, *, more_blocks: int = 0
+) -> tuple[tuning.Config, int, torch.Tensor]:
+    """(config, blocks of heads, output) of a launch that rotates x [T, heads, D].
+
+    Raises ValueError if the grid of a GPU cannot hold the tokens, or `more_blocks` blocks beside those of the heads.
+    """
+    num_tokens, num_heads, dim = x.shape
+    config = config or tuning.choose(
+        op, shape_class(num_tokens, num_heads, dim), x, lambda: default_config(num_heads, dim)
+    )
+    num_blocks = triton.cdiv(num_heads, config["BN"])
+    if num_tokens * (num_blocks + more_blocks) > MAX_GRID_X:
+        raise ValueError(f"{op}: {list(x.shape)} exceeds the grid of a GPU")
+    return config, num_blocks, new_output(*x.shape, like=x)
+
+
+def half_block(dim: int) -> int:
+    """The block of indices that covers half a head of `dim` values."""
+    return max(16, triton.next_power_of_2(dim // 2))
+
+
+def rope(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, config: tuning.Config | None = None
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.rope`. x [T, heads, D] may be a view whose heads are contiguous each."""
+    num_tokens, num_heads, dim = x.shape
+    check_rows("rope", x=x, cos=cos, sin=sin)
+    config, num_blocks, out = launch_plan("rope", x, config)
+    if out.numel():
+        _rope_kernel[(num_tokens * num_blocks,)](
+            x, cos, sin, out, num_heads, dim // 2, num_blocks, *x.stride()[:2], cos.stride(0), sin.stride(0),
+            INTERLEAVED=interleaved, BH=half_block(dim), enable_fp_fusion=False, **config, **dependent(x),
+        )  # fmt: skip
+    return finish(out, x.dtype)

@@ -1,0 +1,140 @@
+"""Triton: rotate a step's queries and keys and write its keys and values into the paged cache, in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.attention.rope import CONFIGS as CONFIGS
+from moeyard_kernels.attention.rope import (
+    half_block,
+    launch_plan,
+    rotate_block,
+    rotated_heads,
+    store_halves,
+    token_and_block,
+)
+from moeyard_kernels.attention.rope import shape_class as shape_class
+from moeyard_kernels.common import tuning
+from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
+from moeyard_kernels.common.launch import check_indices, finish
+from moeyard_kernels.common.rows import check_rows
+
+
+@triton.jit
+def _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(Whether token i_t is written, its entry's offset in the cache). A page's size is a constant: no division."""
+    i_slot = tl.load(p_slots + i_t)
+    i_page = i_slot // PAGE
+    return i_slot >= 0, i_page * stride_page + (i_slot - i_page * PAGE) * stride_entry
+
+
+@triton.jit
+def _gqa_kernel(  # type: ignore[no-untyped-def]
+    p_q, p_k, p_v, p_cos, p_sin, p_slots, p_out, p_k_cache, p_v_cache,
+    NQ, NKV, HALF, num_q_blocks,
+    stride_qt, stride_qn, stride_kt, stride_kn, stride_vt, stride_vn, stride_cos, stride_sin,
+    stride_ckn, stride_ckp, stride_cke, stride_cvn, stride_cvp, stride_cve,
+    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BNKV: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """Query heads [i_n BN, i_n BN + BN) of one token, or its keys and values. Grid: T (num_q_blocks + 1)."""
+    wait_for_previous()
+    let_next_begin()
+    i_t, i_n = token_and_block(num_q_blocks + 1)
+    if i_n < num_q_blocks:
+        rotate_block(
+            p_q, p_cos, p_sin, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, HALF,
+            INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
+        )  # fmt: skip
+    else:
+        o_kv = tl.arange(0, BNKV)
+        o_d = tl.arange(0, 2 * BH)
+        is_written, o_k_entry = _slot_of(p_slots, i_t, stride_ckp, stride_cke, PAGE)
+        is_written, o_v_entry = _slot_of(p_slots, i_t, stride_cvp, stride_cve, PAGE)
+        m_kv = (o_kv < NKV) & is_written
+        m_v = m_kv[:, None] & (o_d < 2 * HALF)[None, :]
+        o_v = o_kv.to(tl.int64)[:, None]
+        b_v = tl.load(p_v + i_t * stride_vt + o_v * stride_vn + o_d[None, :], mask=m_v, other=0.0)
+        b_k_first, b_k_second = rotated_heads(
+            p_k + i_t * stride_kt, stride_kn, o_kv, NKV, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, HALF,
+            INTERLEAVED=INTERLEAVED, BN=BNKV, BH=BH
+        )  # fmt: skip
+        store_halves(p_k_cache + o_k_entry, stride_ckn, o_kv, m_kv, b_k_first, b_k_second, HALF, BH=BH)
+        tl.store(p_v_cache + o_v_entry + o_v * stride_cvn + o_d[None, :], b_v, mask=m_v)
+
+
+@triton.jit
+def _mla_kernel(  # type: ignore[no-untyped-def]
+    p_q, p_latent, p_k, p_cos, p_sin, p_slots, p_out, p_cache,
+    NQ, R, HALF, num_q_blocks, stride_qt, stride_qn, stride_lt, stride_kt, stride_cos, stride_sin,
+    stride_page, stride_entry,
+    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """Query heads [i_n BN, i_n BN + BN) of one token, or its latent and shared key. Grid: T (num_q_blocks + 1)."""
+    wait_for_previous()
+    let_next_begin()
+    i_t, i_n = token_and_block(num_q_blocks + 1)
+    if i_n < num_q_blocks:
+        rotate_block(
+            p_q, p_cos, p_sin, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, HALF,
+            INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
+        )  # fmt: skip
+    else:
+        is_written, o_entry = _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE)
+        o_r = tl.arange(0, BR)
+        m_r = (o_r < R) & is_written
+        b_latent = tl.load(p_latent + i_t * stride_lt + o_r, mask=m_r, other=0.0)
+        o_k = tl.arange(0, 1)
+        b_k_first, b_k_second = rotated_heads(
+            p_k + i_t * stride_kt, 0, o_k, 1, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, HALF,
+            INTERLEAVED=INTERLEAVED, BN=1, BH=BH
+        )  # fmt: skip
+        tl.store(p_cache + o_entry + o_r, b_latent, mask=m_r)
+        store_halves(p_cache + o_entry + R, 0, o_k, (o_k < 1) & is_written, b_k_first, b_k_second, HALF, BH=BH)
+
+
+def rope_cache_write_gqa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    *, interleaved: bool, config: tuning.Config | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """See `moeyard_kernels.ops.rope_cache_write_gqa`. Heads and cache entries are contiguous each."""
+    op = "rope_cache_write_gqa"
+    num_tokens, num_heads, dim = q.shape
+    check_rows(op, q=q, k=k, v=v, cos=cos, sin=sin, slot_mapping=slot_mapping, k_cache=k_cache, v_cache=v_cache)
+    num_pages, page = k_cache.shape[1], k_cache.shape[2]
+    check_indices(op, low=-1, high=num_pages * page, slot_mapping=slot_mapping)
+    config, q_blocks, out = launch_plan(op, q, config, more_blocks=1)
+    if num_tokens:
+        _gqa_kernel[(num_tokens * (q_blocks + 1),)](
+            q, k, v, cos, sin, slot_mapping, out, k_cache, v_cache,
+            num_heads, k.shape[1], dim // 2, q_blocks,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
+            *k_cache.stride()[:3], *v_cache.stride()[:3],
+            PAGE=page, INTERLEAVED=interleaved, BNKV=triton.next_power_of_2(k.shape[1]),
+            BH=half_block(dim), enable_fp_fusion=False, **config, **dependent(q),
+        )  # fmt: skip
+    return finish(out, q.dtype)
+
+
+def rope_cache_write_mla(
+    q_rope: torch.Tensor, kv_a: torch.Tensor, k_rope: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    slot_mapping: torch.Tensor, cache: torch.Tensor,
+    *, interleaved: bool, config: tuning.Config | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """See `moeyard_kernels.ops.rope_cache_write_mla`. Every head, row and cache entry is contiguous in itself."""
+    op = "rope_cache_write_mla"
+    num_tokens, num_heads, dim = q_rope.shape
+    check_rows(op, q_rope=q_rope, kv_a=kv_a, k_rope=k_rope, cos=cos, sin=sin, slot_mapping=slot_mapping, cache=cache)
+    num_pages, page = cache.shape[:2]
+    check_indices(op, low=-1, high=num_pages * page, slot_mapping=slot_mapping)
+    config, q_blocks, out = launch_plan(op, q_rope, config, more_blocks=1)
+    if num_tokens:
+        _mla_kernel[(num_tokens * (q_blocks + 1),)](
+            q_rope, kv_a, k_rope, cos, sin, slot_mapping, out, cache,
+            num_heads, kv_a.shape[1], dim // 2, q_blocks,
+            *q_rope.stride()[:2], kv_a.stride(0), k_rope.stride(0), cos.stride(0), sin.stride(0),
+            *cache.stride()[:2],
+            PAGE=page, INTERLEAVED=interleaved, BR=triton.next_power_of_2(kv_a.shape[1]),
+            BH=half_block(dim), enable_fp_fusion=False, **config, **dependent(q_rope),
+        )  # fmt: skip
+    return finish(out, q_rope.dtype)

@@ -1,0 +1,92 @@
+"""What `ops` demands of its arguments; every function raises ValueError naming the argument and both values."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from moeyard_kernels.cpu.decode_plan import DecodePlan
+
+FLOATS = (torch.float32, torch.bfloat16)
+
+_CHECKED: ContextVar[bool] = ContextVar("moeyard_kernels_checked", default=False)
+
+
+def show(x: torch.Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Within it, wrappers on a GPU check index tensors too, which costs a host sync each. On a CPU they always are."""
+    token = _CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
+
+
+def check_indices(op: str, *, low: int, high: int, **indices: torch.Tensor) -> None:
+    """Raise ValueError unless every value of each named index tensor is in [low, high). Free on a GPU if unchecked."""
+    for name, index in indices.items():
+        if index.numel() == 0 or (index.is_cuda and not _CHECKED.get()):
+            continue
+        least, most = (int(x) for x in torch.aminmax(index))
+        if least < low or most >= high:
+            raise ValueError(f"{op}: {name} {show(index)} holds {least} to {most}, outside {low} to {high - 1}")
+
+
+def check_layout(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless all tensors are contiguous, on one device. None is passed over."""
+    for name, x in tensors.items():
+        if x is not None and not x.is_contiguous():
+            raise ValueError(f"{op}: {name} {show(x)} with strides {x.stride()} is not contiguous")
+    check_devices(op, **tensors)
+
+
+def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless all tensors are on the first one's device. None is passed over."""
+    given = [(name, x) for name, x in tensors.items() if x is not None]
+    for name, x in given[1:]:
+        if x.device != given[0][1].device:
+            raise ValueError(f"{op}: {name} is on {x.device}, {given[0][0]} on {given[0][1].device}")
+
+
+def check_expert(gate_up: torch.Tensor, down: torch.Tensor, rows: torch.Tensor) -> None:
+    hidden = rows.shape[1]
+    if gate_up.dim() != 2 or gate_up.shape[1] != hidden or down.shape != (hidden, gate_up.shape[0] // 2):
+        raise ValueError(f"grouped_mlp: gate_up {show(gate_up)}, down {show(down)} do not fit rows {show(rows)}")
+    if gate_up.dtype != rows.dtype or down.dtype != rows.dtype:
+        raise ValueError(f"grouped_mlp: gate_up {gate_up.dtype}, down {down.dtype} for rows of {rows.dtype}")
+
+
+def check_norm(op: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+    if x.dim() == 0 or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
+        raise ValueError(f"{op}: weight {show(weight)} does not fit x {show(x)}")
+    if x.dtype not in FLOATS or weight.dtype != x.dtype:
+        raise ValueError(f"{op}: x {x.dtype} and weight {weight.dtype} must share a dtype, fp32 or bf16")
+
+
+def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int, group_score: str) -> None:
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(f"topk_gate: {num_experts} experts in {num_groups} groups")
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(f"topk_gate: topk_groups {topk_groups} of {num_groups} groups")
+    if top_k > num_experts // num_groups * topk_groups:
+        raise ValueError(f"topk_gate: top_k {top_k} exceeds {topk_groups} groups of {num_experts // num_groups}")
+    if group_score not in ("max", "top2sum"):
+        raise ValueError(f"topk_gate: group_score {group_score!r} is neither 'max' nor 'top2sum'")
+    if group_score == "top2sum" and num_experts // num_groups < 2:
+        raise ValueError(f"topk_gate: group_score 'top2sum' of groups of {num_experts // num_groups}")
+
+
+def check_plan(op: str, plan: DecodePlan, num_rows: int, page_size: int) -> None:
+    if plan.num_rows != num_rows or plan.page_size != page_size:
+        raise ValueError(
+            f"{op}: the plan is for {plan.num_rows} rows and pages of {plan.page_size}, got {num_rows} and {page_size}"
+        )
+
+
+def missing(op: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f"{op}: CPU tensors only; on a GPU it is {instead}")

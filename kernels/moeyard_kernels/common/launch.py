@@ -1,0 +1,52 @@
+"""What the Triton wrappers share: the checks of `checks` and stores that the interpreter gets right.
+
+Under TRITON_INTERPRET=1 a store of fp32 into a bf16 tensor truncates, and arithmetic on bf16 is wrong: kernels load
+with `.to(tl.float32)`, and their outputs are made by `new_output` (fp32 when interpreted) and returned through
+`finish`, where torch rounds. Kernel parameters carry no annotations but tl.constexpr: a GPU build would compile them.
+"""
+
+import functools
+
+import torch
+import triton
+
+from moeyard_kernels.common.checks import check_indices as check_indices
+from moeyard_kernels.common.checks import check_layout as check_layout
+from moeyard_kernels.common.checks import checked as checked
+
+# The largest extent of a CUDA grid in y and z, and in x.
+MAX_GRID_Y = 65535
+MAX_GRID_X = 2**31 - 1
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def capability(x: torch.Tensor) -> tuple[int, int]:
+    """Compute capability of the GPU that holds x, (9, 0) for Hopper; (0, 0) of a CPU."""
+    return _capability(x.device) if x.is_cuda else (0, 0)
+
+
+def on_hopper(x: torch.Tensor) -> bool:
+    """Whether x is what the kernels in Gluon are written for: bf16, on a Hopper GPU."""
+    return x.dtype == torch.bfloat16 and capability(x) == (9, 0)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (on CPU tensors)."""
+    flag: bool = triton.knobs.runtime.interpret
+    return flag
+
+
+def new_output(*shape: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An empty output for a kernel, on `like`'s device; `like`'s dtype unless given (fp32 for bf16 if interpreted)."""
+    dtype = like.dtype if dtype is None else dtype
+    stored = torch.float32 if dtype == torch.bfloat16 and not like.is_cuda else dtype
+    return torch.empty(shape, device=like.device, dtype=stored)
+
+
+def finish(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The output a caller sees: `out` itself on a GPU, rounded to `dtype` by torch if interpreted."""
+    return out.to(dtype)

@@ -1,0 +1,55 @@
+"""What the decode attentions share: one query row against its blocks of keys, summed in ascending block order."""
+
+import torch
+
+from moeyard_kernels.cpu.decode_plan import DecodePlan
+from moeyard_kernels.types.decode_tables import BLOCK
+
+# Blocks are gathered from the cache in pieces of about this many values: 2 MiB of fp32 stay in a core's cache and are
+# recycled by malloc, while larger pieces would be mapped and zeroed by the kernel anew each time.
+_PIECE = 512 * 1024
+
+
+def attend_blocks(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor | None, *, dim_v: int, plan: DecodePlan
+) -> torch.Tensor:
+    """q [X, B, M, Dk] fp32, scaled; caches [X, num_pages, page, D] -> [X, B, M, dim_v] fp32.
+
+    X counts key heads, M the query heads of each. Without `v_cache` the values are the first `dim_v` of the keys.
+    Per row: out = sum_b exp(s_b - m) v_b / sum_b sum(exp(s_b - m)), m being the row's maximum over all its blocks
+    (exact, so it knows no order) and both sums running over ascending blocks. Every product is M x 64 whatever the
+    batch, every exponential runs over a multiple of 64 values: neither the batch nor the pieces show in the bits.
+    """
+    num_heads, num_rows, m, dim = q.shape
+    num_blocks = plan.row_of_block.shape[0]
+    step = max(1, _PIECE // (num_heads * BLOCK * dim))
+    pieces = [slice(i, min(i + step, num_blocks)) for i in range(0, num_blocks, step)]
+    scores = []
+    for piece in pieces:
+        k = _gather(k_cache, plan, piece)
+        rows = q.index_select(1, plan.row_of_block[piece]).view(-1, m, dim)
+        s = torch.bmm(rows, k.transpose(1, 2)).view(num_heads, -1, m, BLOCK)
+        scores.append(s.add_(plan.mask[piece]))
+    tops = [s.amax(-1) for s in scores]
+    top = torch.cat(tops, 1) if len(tops) > 1 else tops[0]
+    top = top.index_select(1, plan.blocks_of_row).view(num_heads, num_rows, -1, m).amax(2)
+    out = q.new_zeros(num_heads, num_rows, m, dim_v)
+    total = q.new_zeros(num_heads, num_rows, m)
+    for piece, s in zip(pieces, scores, strict=True):
+        row = plan.row_of_block[piece]
+        p = s.sub_(top.index_select(1, row).unsqueeze(-1)).exp_()
+        if v_cache is not None:
+            v = _gather(v_cache, plan, piece)
+        else:
+            v = (k if len(pieces) == 1 else _gather(k_cache, plan, piece))[..., :dim_v]
+        o = torch.bmm(p.view(-1, m, BLOCK), v)
+        out.index_add_(1, row, o.view(num_heads, -1, m, dim_v))
+        total.index_add_(1, row, p.sum(-1))
+    return out.div_(total.unsqueeze(-1))
+
+
+def _gather(cache: torch.Tensor, plan: DecodePlan, piece: slice) -> torch.Tensor:
+    """The blocks of `piece` of each head, [X * blocks, 64, D] fp32."""
+    per_block = BLOCK // plan.page_size
+    pages = plan.page_ids[piece.start * per_block : piece.stop * per_block]
+    return cache.index_select(1, pages).float().view(-1, BLOCK, cache.shape[-1])

@@ -1,0 +1,90 @@
+"""Causal attention of consecutive prompt positions of one sequence."""
+
+import torch
+import torch.nn.functional as F
+
+from moeyard_kernels.types.decode_tables import BLOCK
+
+# Query rows are computed in multiples of this many.
+ROW_TILE = 16
+# Scores of one tile of queries hold at most this many fp32 values (32 MiB), or one row tile's worth.
+_MAX_SCORES = 8 << 20
+
+
+def attn_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, start: int, scale: float, window: int | None = None
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.attn_prefill`."""
+    return attn_prefill_lse(q, k, v, start=start, scale=scale, window=window)[0]
+
+
+def attn_prefill_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, start: int, scale: float, window: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(attention [T, Hq, Dv], log of the sum of exp(scores) [T, Hq] fp32). Scores and sums are fp32 for bf16 too.
+
+    A query's sum over values runs in ascending blocks of 64 keys from position 0, one addition per block; blocks it
+    does not see add exact zeros. Query rows come in tiles of a multiple of 16, so neither the tile nor the chunk shows.
+    """
+    num_rows, num_q_heads, dim = q.shape
+    num_kv_heads, dim_v = k.shape[0], v.shape[2]
+    if dim_v % ROW_TILE:
+        # A product with few columns may sum a row by its place (as in linear.py); values get columns of zeros.
+        v = F.pad(v, (0, -dim_v % ROW_TILE))
+    out = q.new_empty(num_rows, num_q_heads, dim_v)
+    lse = q.new_empty(num_rows, num_q_heads, dtype=torch.float32)
+    if num_rows == 0:
+        return out, lse
+    end = start + num_rows
+    low = 0 if window is None else max(0, start - window + 1) // BLOCK * BLOCK
+    k32, v32 = _blocks(k, low, end), _blocks(v, low, end)
+    q32 = q.new_zeros(
+        num_kv_heads, num_q_heads // num_kv_heads, num_rows + -num_rows % ROW_TILE, dim, dtype=torch.float32
+    )
+    torch.mul(q.view(num_rows, num_kv_heads, -1, dim).permute(1, 2, 0, 3), scale, out=q32[:, :, :num_rows])
+    tile = max(ROW_TILE, min(64, _MAX_SCORES // (num_q_heads * k32.shape[1]) // ROW_TILE * ROW_TILE))
+    for t in range(0, num_rows, tile):
+        count = min(tile, num_rows - t)
+        done, log_sum = _tile(q32[:, :, t : t + tile], k32, v32, low, start + t, window)
+        out[t : t + count] = done[:, :, :count, :dim_v].permute(2, 0, 1, 3).reshape(count, num_q_heads, dim_v)
+        lse[t : t + count] = log_sum[:, :, :count].permute(2, 0, 1).reshape(count, num_q_heads)
+    return out, lse
+
+
+def _blocks(x: torch.Tensor, low: int, end: int) -> torch.Tensor:
+    """x [heads, L, D] from position `low` to the end of the block that holds end - 1, as fp32, zeros past `end`."""
+    stop = end + -end % BLOCK
+    if x.shape[1] >= stop:
+        return x[:, low:stop].float()
+    padded = x.new_zeros(x.shape[0], stop - low, x.shape[2], dtype=torch.float32)
+    padded[:, : end - low] = x[:, low:end]
+    return padded
+
+
+def _tile(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, low: int, start: int, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [Hkv, G, M, D] at positions start.. against keys from `low` on -> [Hkv, G, M, Dv], [Hkv, G, M] (lse), fp32."""
+    num_kv_heads, group, m, dim = q.shape
+    first = 0 if window is None else max(0, start - window + 1 - low) // BLOCK * BLOCK
+    last = min(k.shape[1], start + m - low + -(start + m - low) % BLOCK)
+    scores = torch.bmm(q.reshape(num_kv_heads, group * m, dim), k[:, first:last].transpose(1, 2))
+    grid = scores.view(num_kv_heads, group, m, last - first)
+    # Only columns that some row of the tile must not see are masked: those after the first query, those before the
+    # last query's window.
+    position = torch.arange(start, start + m).unsqueeze(1)
+    after = start + 1 - low - first
+    grid[..., after:].masked_fill_(torch.arange(start + 1, low + last) > position, float("-inf"))
+    if window is not None:
+        before = min(max(0, start + m - window - low - first), last - first)
+        hidden = torch.arange(low + first, low + first + before) <= position - window
+        grid[..., :before].masked_fill_(hidden, float("-inf"))
+    top = scores.amax(-1, keepdim=True)
+    scores -= top
+    p = scores.exp_()
+    acc = p.new_zeros(num_kv_heads, group * m, v.shape[2])
+    for b in range(0, last - first, BLOCK):
+        acc.baddbmm_(p[:, :, b : b + BLOCK], v[:, first + b : first + b + BLOCK])
+    total = p.view(num_kv_heads, group * m, -1, BLOCK).sum(-1).cumsum(-1)[..., -1:]
+    lse = total.log().add_(top)
+    return acc.div_(total).view(num_kv_heads, group, m, -1), lse.view(num_kv_heads, group, m)

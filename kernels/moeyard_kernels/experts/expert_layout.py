@@ -1,0 +1,119 @@
+"""Triton: pairs grouped by expert, padded to blocks of rows, without a host sync.
+
+Every program counts all pairs by itself (a histogram of a few hundred values costs less than a launch) and places its
+own BP of them: row = start of the expert + number of earlier pairs of the same one, by comparing with all of them.
+More pairs than `ONE_LAUNCH` are counted in chunks by a launch of their own, whose table stands in for the histogram.
+Whoever places the first pair of a block names its slot, and whoever places an expert's last pair marks the padding, so
+the cost depends neither on the capacity of the tensors nor on the number of slots (which may be those of all layers).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.common import launch
+from moeyard_kernels.types.expert_layout import ExpertLayout, max_blocks
+
+ONE_LAUNCH = 1024
+# Pairs per row of the table of counts when there are more.
+_CHUNK = 512
+# Pairs placed by one program, of few and of many.
+_BP = 8
+_BP_MANY = 128
+
+
+@triton.jit
+def _experts(p_ids, p_slot_of_expert, o_p, m_p):  # type: ignore[no-untyped-def]
+    """Expert and slot of each pair, both -1 where the expert is not here."""
+    b_id = tl.load(p_ids + o_p, mask=m_p, other=0).to(tl.int32)
+    b_slot = tl.load(p_slot_of_expert + b_id, mask=m_p, other=-1)
+    return tl.where(b_slot >= 0, b_id, -1), b_slot
+
+
+@triton.jit(do_not_specialize=["P"])
+def _count_kernel(p_ids, p_slot_of_expert, p_table, P, BC: tl.constexpr, BE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Count the pairs per expert of one chunk: p_table [ceil(P / BC), BE]. Grid: (ceil(P / BC),)."""
+    i_c = tl.program_id(0)
+    o_p = i_c * BC + tl.arange(0, BC)
+    b_expert, _ = _experts(p_ids, p_slot_of_expert, o_p, o_p < P)  # [BC]
+    b_count = tl.histogram(tl.maximum(b_expert, 0), BE, mask=b_expert >= 0)  # [BE]
+    tl.store(p_table + i_c * BE + tl.arange(0, BE), b_count)
+
+
+@triton.jit(do_not_specialize=["P", "CHUNKS"])
+def _place_kernel(  # type: ignore[no-untyped-def]
+    p_ids, p_slot_of_expert, p_table, p_counts, p_pairs, p_slot_of_block, p_num_blocks, P, E, CHUNKS,
+    ONE: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Place BP pairs. Grid: (ceil(P / BP),). BC pairs a chunk (all of them if ONE), BE >= E, BT table rows."""
+    i_p = tl.program_id(0)
+    o_p = i_p * BP + tl.arange(0, BP)
+    o_c = i_p * BP // BC * BC + tl.arange(0, BC)
+    o_e = tl.arange(0, BE)
+    b_expert, b_slot = _experts(p_ids, p_slot_of_expert, o_p, o_p < P)  # [BP]
+    b_others, _ = _experts(p_ids, p_slot_of_expert, o_c, o_c < P)  # [BC]
+    if ONE:
+        b_count = tl.histogram(tl.maximum(b_others, 0), BE, mask=b_others >= 0)  # [BE]
+        b_before = tl.zeros([BE], dtype=tl.int32)
+    else:
+        b_count = tl.zeros([BE], dtype=tl.int32)
+        b_before = tl.zeros([BE], dtype=tl.int32)
+        for i_t in range(0, CHUNKS, BT):
+            o_t = i_t + tl.arange(0, BT)
+            b_t = tl.load(p_table + o_t[:, None] * BE + o_e[None, :], mask=o_t[:, None] < CHUNKS, other=0)
+            b_count += tl.sum(b_t, 0)
+            b_before += tl.sum(tl.where(o_t[:, None] < i_p * BP // BC, b_t, 0), 0)
+    b_blocks = (b_count + (BR - 1)) // BR
+    b_end = tl.cumsum(b_blocks, 0)
+    if i_p == 0:
+        tl.store(p_counts + o_e, b_count, mask=o_e < E)
+        tl.store(p_num_blocks, tl.sum(b_blocks, 0))
+
+    m_here = b_expert >= 0
+    b_safe = tl.maximum(b_expert, 0)
+    m_same = (b_others[None, :] == b_expert[:, None]) & (o_c[None, :] < o_p[:, None])  # [BP, BC]
+    b_rank = tl.sum(m_same.to(tl.int32), 1) + tl.gather(b_before, b_safe, 0)
+    b_row = tl.gather(b_end - b_blocks, b_safe, 0) * BR + b_rank
+    b_left = tl.gather(b_count, b_safe, 0) - b_rank - 1
+    tl.store(p_pairs + b_row, o_p, mask=m_here)
+    tl.store(p_slot_of_block + b_row // BR, b_slot, mask=m_here & (b_rank % BR == 0))
+    o_r = tl.arange(0, BR)
+    m_pad = (m_here & (b_left == 0))[:, None] & (o_r[None, :] > (b_rank % BR)[:, None])  # [BP, BR]
+    tl.store(p_pairs + (b_row - b_rank % BR)[:, None] + o_r[None, :], tl.full([BP, BR], -1, tl.int32), mask=m_pad)
+
+
+def expert_layout(
+    topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int
+) -> ExpertLayout:
+    """See `moeyard_kernels.ops.expert_layout`: one launch up to ONE_LAUNCH pairs, two beyond."""
+    launch.check_layout("expert_layout", topk_ids=topk_ids, slot_of_expert=slot_of_expert)
+    launch.check_indices("expert_layout", low=0, high=slot_of_expert.shape[0], topk_ids=topk_ids)
+    launch.check_indices("expert_layout", low=-1, high=num_slots, slot_of_expert=slot_of_expert)
+    num_pairs, num_experts = topk_ids.numel(), slot_of_expert.shape[0]
+    capacity = max_blocks(num_pairs, num_experts, block_rows)
+    if max(capacity, 1) * block_rows >= 2**31:
+        raise ValueError(f"expert_layout: {num_pairs} pairs in blocks of {block_rows} rows exceed 32-bit row numbers")
+    new = torch.empty if num_pairs else torch.zeros
+    sizes = (num_experts, capacity * block_rows, capacity, 1)
+    counts, pairs, slot_of_block, num_blocks = (new(n, dtype=torch.int32, device=topk_ids.device) for n in sizes)
+    if num_pairs:
+        one = num_pairs <= ONE_LAUNCH
+        be = max(32, triton.next_power_of_2(num_experts))
+        bc, bp = (max(32, triton.next_power_of_2(num_pairs)), _BP) if one else (_CHUNK, _BP_MANY)
+        chunks = triton.cdiv(num_pairs, bc)
+        table = counts if one else torch.empty(chunks, be, dtype=torch.int32, device=topk_ids.device)
+        if not one:
+            _count_kernel[(chunks,)](topk_ids, slot_of_expert, table, num_pairs, BC=bc, BE=be)
+        _place_kernel[(triton.cdiv(num_pairs, bp),)](
+            topk_ids, slot_of_expert, table, counts, pairs, slot_of_block, num_blocks, num_pairs,
+            num_experts, chunks, ONE=one, BC=bc, BP=bp, BE=be, BT=max(1, 4096 // be), BR=block_rows,
+        )  # fmt: skip
+    return ExpertLayout(
+        block_rows=block_rows,
+        num_pairs=num_pairs,
+        num_slots=num_slots,
+        counts=counts,
+        pairs=pairs,
+        slot_of_block=slot_of_block,
+        num_blocks=num_blocks,
+    )

@@ -1,0 +1,242 @@
+"""Triton: the routed experts as two launches over an `ExpertLayout`, one output row per (token, k) pair.
+
+    h[r] = silu_mul(gate_up[slot] @ x[pair // K])   for each row r of a block and the slot of that block
+    out[pair] = down[slot] @ h[r]
+
+One kernel does both: a program multiplies one block of rows with BN outputs of its expert (BN gates and the BN ups that
+belong to them), K ascending in one fp32 accumulator per output, so that a row's bits do not depend on the tile, on
+`block_rows` or on the other rows. The grid holds the most blocks that the shapes allow; programs beyond the number in
+use leave at once. The second launch finds its weights while the first one drains (see `dependent`), and then waits for
+the rows (1.2 us of 23 with one token; fetching the weights into the L2 meanwhile cost 3 us).
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moeyard_kernels.common import launch, tuning
+from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
+from moeyard_kernels.common.rounding import product, round_to
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.elementwise.silu_mul import silu_mul_values
+from moeyard_kernels.types.expert_layout import ExpertLayout
+
+OP = "grouped_gemm"
+
+
+def _tile(BN: int, BK: int, num_warps: int, num_stages: int, *, SWAP: int = 0, TMA: int = 0, HALVES: int = 0) -> Config:
+    """A config. SWAP: the weights, not the rows, fill the rows of the tensor cores. TMA: weights by descriptor.
+
+    HALVES: half the work for a block whose second half is empty.
+    """
+    return tuning.config(
+        BN=BN, BK=BK, SWAP=SWAP, TMA=TMA, HALVES=HALVES, num_warps=num_warps, num_stages=num_stages
+    )  # fmt: skip
+
+
+# For blocks of 16 and 32 rows, where the weights' bytes are all that counts.
+NARROW = (
+    _tile(32, 128, 4, 4, SWAP=1, TMA=1),
+    _tile(64, 128, 4, 3, SWAP=1, TMA=1),
+    _tile(32, 256, 4, 3, SWAP=1, TMA=1),
+    _tile(128, 64, 4, 5, SWAP=1, TMA=1),
+    _tile(64, 128, 4, 4, SWAP=1),
+    _tile(32, 128, 4, 4),
+)
+# For blocks of 64 and 128 rows. The last holds too many gates and ups at once.
+WIDE = (
+    _tile(64, 64, 4, 4, TMA=1),
+    _tile(128, 64, 4, 3, TMA=1),
+    _tile(128, 64, 8, 4, TMA=1, HALVES=1),
+    _tile(128, 64, 8, 3, HALVES=1),
+    _tile(256, 64, 8, 4, TMA=1, HALVES=1),
+)
+# fp32 products run on the plain cores, which is slow however they are cut.
+FP32 = (_tile(32, 32, 4, 2), _tile(16, 64, 4, 2))
+CONFIGS: tuple[Config, ...] = (*NARROW, *WIDE, *FP32)
+
+
+def candidates(step: str, block_rows: int, dtype: torch.dtype) -> tuple[Config, ...]:
+    """The configs worth timing for "gate_up" or "down" over blocks of so many rows."""
+    if dtype == torch.float32:
+        return FP32
+    if block_rows <= 32:
+        return NARROW
+    return WIDE[:-1] if step == "gate_up" else WIDE
+
+
+def shape_class(step: str, num_pairs: int, num_slots: int, block_rows: int, num_out: int, dim: int) -> str:
+    """The class that bf16 configs are stored under; step is "gate_up" or "down", pairs round up to a power of 8."""
+    pairs = next((n for n in (8, 64, 512, 4096) if num_pairs <= n), 32768)
+    return f"{step} P{pairs} S{num_slots} B{block_rows} N{num_out} K{dim}"
+
+
+def default_config(step: str, block_rows: int, dtype: torch.dtype) -> Config:
+    """The config of a shape that nobody tuned: what an H200 ran fastest for two models at 1 to 4096 tokens."""
+    if dtype == torch.float32:
+        return FP32[0]
+    if block_rows <= 32:
+        return NARROW[0 if step == "gate_up" else 1]
+    if block_rows == 64:
+        return WIDE[0 if step == "gate_up" else 1]
+    return WIDE[2 if step == "gate_up" else 4]
+
+
+@triton.jit
+def _expert_tile(  # type: ignore[no-untyped-def]
+    p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows [i_row, i_row + BM) by outputs [i_n BN, i_n BN + BN), of the expert in i_slot."""
+    G: tl.constexpr = 2 if GATED else 1
+    DTYPE: tl.constexpr = p_w.dtype.element_ty
+    o_r = i_row + tl.arange(0, BM)
+    o_n = i_n * BN + tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    o_w = tl.arange(0, G * BN)
+    # Gates, then the ups of the same outputs. Outputs past N read the weights of the last; nothing of them is stored.
+    o_w = (i_slot.to(tl.int64) * G + o_w // BN) * N + tl.minimum(i_n * BN + o_w % BN, N - 1)
+    p_bw = p_w + o_w * K  # [G BN]
+    b_pair = tl.load(p_pairs + o_r)  # [BM]
+    m_r = b_pair >= 0
+    if GATED:
+        p_ba = p_a + tl.where(m_r, b_pair // TOP_K, 0).to(tl.int64) * K  # [BM]
+    else:
+        p_ba = p_a + o_r * K
+        wait_for_previous()
+
+    b_acc = tl.zeros([G * BN, BM] if SWAP else [BM, G * BN], dtype=tl.float32)
+    for i_k in range(0, K, BK):
+        m_k = (i_k + o_k < K)[None, :]
+        m_a = m_r[:, None] & m_k if K % BK else m_r[:, None]
+        b_a = tl.load(p_ba[:, None] + (i_k + o_k)[None, :], mask=m_a, other=0.0)  # [BM, BK]
+        if TMA:
+            b_w = tl.reshape(d_w.load([i_slot * G, i_n * BN, i_k]), [G * BN, BK])
+        elif K % BK:
+            b_w = tl.load(p_bw[:, None] + (i_k + o_k)[None, :], mask=m_k, other=0.0)
+        else:
+            b_w = tl.load(p_bw[:, None] + (i_k + o_k)[None, :])
+        b_acc = product(b_a, b_w, b_acc, SWAP)
+
+    if GATED:
+        if SWAP:
+            b_acc = tl.permute(tl.reshape(b_acc, [2, BN, BM]), (1, 2, 0))
+        else:
+            b_acc = tl.permute(tl.reshape(b_acc, [BM, 2, BN]), (0, 2, 1))
+        b_gate, b_up = tl.split(b_acc)
+        b_y = silu_mul_values(round_to(b_gate, DTYPE), round_to(b_up, DTYPE), DTYPE)
+        # The interpreter stores h in fp32, unrounded otherwise.
+        b_y = round_to(b_y, DTYPE)
+        p_row = p_out + o_r * N
+    else:
+        b_y = b_acc
+        p_row = p_out + b_pair.to(tl.int64) * N
+    if SWAP:
+        b_y = tl.trans(b_y)
+    p_by = p_row[:, None] + o_n[None, :]
+    tl.store(p_by, b_y.to(p_out.dtype.element_ty), mask=m_r[:, None] & (o_n < N)[None, :])
+
+
+@triton.jit
+def _expert_kernel(  # type: ignore[no-untyped-def]
+    p_a, p_w, d_w, p_pairs, p_slot_of_block, p_num_blocks, p_out, N: tl.constexpr, K: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """One block of BM rows by BN outputs. GATED: gather a's rows and store h [rows, N]; else read h, scatter to pairs.
+
+    p_w [S, 2 N or N, K], d_w [2 S or S, N, K] its descriptor if TMA. HALVES: a block whose second half is padding
+    is computed as half a block. Grid: (most blocks * ceil(N / BN),).
+    """
+    i_b = tl.program_id(0) // tl.cdiv(N, BN)
+    i_n = tl.program_id(0) % tl.cdiv(N, BN)
+    if i_b >= tl.load(p_num_blocks):
+        return
+    if GATED:
+        # The launch for "down" may read the layout before it waits, for this one begins when the layout is complete.
+        let_next_begin()
+    i_slot = tl.load(p_slot_of_block + i_b)
+    i_row = i_b.to(tl.int64) * BM
+    if HALVES and tl.load(p_pairs + i_row + BM // 2) < 0:
+        _expert_tile(
+            p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM // 2, BN, BK, SWAP, TMA
+        )  # fmt: skip
+        return
+    _expert_tile(p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA)
+
+
+def _launch(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertLayout, top_k: int, cfg: Config) -> None:
+    """Run one of the two products; top_k is 0 for the second."""
+    num_out, dim = w.shape[1] // (2 if top_k else 1), w.shape[2]
+    meta: dict[str, Any] = dict(cfg)
+    aligned = dim * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
+    meta["TMA"] = meta["TMA"] if aligned else 0
+    meta["HALVES"] = meta["HALVES"] if layout.block_rows >= 64 else 0
+    d_w: Any = w
+    if meta["TMA"]:
+        d_w = TensorDescriptor.from_tensor(w.view(-1, num_out, dim), [2 if top_k else 1, cfg["BN"], cfg["BK"]])
+    if top_k == 0:
+        meta |= dependent(w)
+    grid = (layout.slot_of_block.shape[0] * triton.cdiv(num_out, cfg["BN"]),)
+    _expert_kernel[grid](
+        a, w, d_w, layout.pairs, layout.slot_of_block, layout.num_blocks, out, N=num_out, K=dim, TOP_K=max(top_k, 1),
+        GATED=top_k > 0, BM=layout.block_rows, **meta,
+    )  # fmt: skip
+
+
+def _config(w: torch.Tensor, layout: ExpertLayout, step: str, num_out: int) -> Config:
+    if w.dtype == torch.float32:
+        return default_config(step, layout.block_rows, w.dtype)
+    name = shape_class(step, layout.num_pairs, layout.num_slots, layout.block_rows, num_out, w.shape[2])
+    return tuning.choose(OP, name, w, lambda: default_config(step, layout.block_rows, w.dtype))
+
+
+def gate_up_rows(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    layout: ExpertLayout,
+    *,
+    top_k: int,
+    out: torch.Tensor,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """The first launch: h [rows of the layout, I], of which the rows of pairs are written."""
+    _launch(x, gate_up, out, layout, top_k, config or _config(gate_up, layout, "gate_up", gate_up.shape[1] // 2))
+    return out
+
+
+def down_pairs(
+    h: torch.Tensor, down: torch.Tensor, layout: ExpertLayout, *, out: torch.Tensor, config: Config | None = None
+) -> torch.Tensor:
+    """The second launch: out [P, H], of which the rows of the layout's pairs are written."""
+    _launch(h, down, out, layout, 0, config or _config(down, layout, "down", down.shape[1]))
+    return out
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    layout: ExpertLayout,
+    *,
+    top_k: int,
+    out: torch.Tensor | None = None,
+    configs: tuple[Config | None, Config | None] = (None, None),
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.grouped_gemm`. `configs`: of gate_up and of down, where they are not to be looked up."""
+    launch.check_layout(OP, x=x, gate_up=gate_up, down=down, pairs=layout.pairs, out=out)
+    hidden, inner = x.shape[1], down.shape[2]
+    if layout.slot_of_block.shape[0] * triton.cdiv(max(hidden, inner), 16) > launch.MAX_GRID_X:
+        raise ValueError(f"{OP}: {layout.slot_of_block.shape[0]} blocks of {hidden} outputs exceed the grid of a GPU")
+    stored = launch.new_output(layout.num_pairs, hidden, like=x)
+    if out is not None:
+        # The interpreter does not store bf16: it gets a copy.
+        stored = out if stored.dtype == out.dtype else stored.copy_(out)
+    if layout.num_pairs and gate_up.numel():
+        h = launch.new_output(layout.pairs.shape[0], inner, like=x)
+        gate_up_rows(x, gate_up, layout, top_k=top_k, out=h, config=configs[0])
+        down_pairs(h, down, layout, out=stored, config=configs[1])
+    return launch.finish(stored, x.dtype) if out is None or out is stored else out.copy_(stored)

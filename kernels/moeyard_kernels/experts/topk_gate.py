@@ -1,0 +1,142 @@
+"""Triton: router logits to expert ids and weights, one warp per token.
+
+The k best are found one after the other, each by two reductions over integers: the largest score, then the lowest
+expert that has it. Of a row's bits the tile decides (sums are trees), and the tile follows from the number of experts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.common.launch import MAX_GRID_X, check_layout
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_LEAST = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def _exp(b_x):  # type: ignore[no-untyped-def]
+    """e^x to about an ulp: the power of two of the rounded product, corrected by what the rounding took off."""
+    m_near = tl.abs(b_x) < 88.0
+    b_near = tl.where(m_near, b_x, 0.0)
+    b_rest = tl.fma(b_near, tl.full(b_x.shape, _LOG2_E, tl.float32), -(b_near * _LOG2_E))
+    b_power = tl.exp2(b_x * _LOG2_E)
+    return tl.fma(tl.where(m_near, b_power, 0.0), b_rest * _LN_2, b_power)
+
+
+@triton.jit
+def _scores(b_x, b_max, b_sum, SOFTMAX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Softmax (of a row with that maximum and that sum of exponentials) or sigmoid of logits."""
+    if SOFTMAX:
+        b_score = tl.div_rn(_exp(b_x - b_max), tl.full(b_x.shape, b_sum, tl.float32))
+    else:
+        b_score = tl.div_rn(tl.full(b_x.shape, 1.0, tl.float32), 1.0 + _exp(-b_x))
+    return b_score
+
+
+@triton.jit
+def _kept_groups(b_choice, m_e, BG: tl.constexpr, BS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2SUM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BG] whether a group is among the best: fewer than TOPK_GROUPS groups are better, or as good and before it."""
+    o_g = tl.arange(0, BG)
+    o_s = tl.broadcast_to(tl.arange(0, BS)[None, :], [BG, BS])
+    b_choice = tl.where(m_e, b_choice, float("-inf"))
+    b_best = tl.max(b_choice, 1)
+    if TOP2SUM:
+        o_first = tl.min(tl.where(b_choice == b_best[:, None], o_s, BS), 1)
+        b_best += tl.max(tl.where(o_s == o_first[:, None], float("-inf"), b_choice), 1)
+    b_other = tl.reshape(b_best, [1, BG])
+    m_better = (b_other > b_best[:, None]) | ((b_other == b_best[:, None]) & (o_g[None, :] < o_g[:, None]))
+    return tl.sum(m_better.to(tl.int32), 1) < TOPK_GROUPS
+
+
+@triton.jit
+def _topk_gate_kernel(  # type: ignore[no-untyped-def]
+    p_logits, p_bias, p_weights, p_ids, E, SIZE, scaling,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2SUM: tl.constexpr,
+    BG: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One token, its experts as [groups, SIZE]. Grid: (T,)."""
+    i_t = tl.program_id(0).to(tl.int64)
+    o_g, o_s, o_k = tl.arange(0, BG), tl.arange(0, BS), tl.arange(0, BK)
+    o_e = o_g[:, None] * SIZE + o_s[None, :]
+    m_e = (o_g < NUM_GROUPS)[:, None] & (o_s < SIZE)[None, :]
+    b_x = tl.load(p_logits + i_t * E + o_e, mask=m_e, other=0.0)
+    b_max, b_sum = 0.0, 1.0
+    if SOFTMAX:
+        b_max = tl.max(tl.max(tl.where(m_e, b_x, float("-inf")), 1), 0)
+        b_sum = tl.sum(tl.sum(tl.where(m_e, _exp(b_x - b_max), 0.0), 1), 0)
+    b_choice = _scores(b_x, b_max, b_sum, SOFTMAX)
+    if HAS_BIAS:
+        b_choice += tl.load(p_bias + o_e, mask=m_e, other=0.0)
+    if TOPK_GROUPS < NUM_GROUPS:
+        m_kept = _kept_groups(b_choice, m_e, BG, BS, TOPK_GROUPS, TOP2SUM)
+        b_choice = tl.where(m_kept[:, None], b_choice, 0.0 if SOFTMAX else float("-inf"))
+    # The bits of a float as an integer of the same order.
+    b_key = (b_choice + 0.0).to(tl.int32, bitcast=True)
+    b_key = tl.reshape(tl.where(m_e, b_key ^ ((b_key >> 31) & 0x7FFFFFFF), _LEAST), [BG * BS])
+    o_flat = tl.arange(0, BG * BS)
+    o_flat = o_flat // BS * SIZE + o_flat % BS
+    b_ids = tl.zeros([BK], dtype=tl.int32)
+    for k in tl.static_range(K):
+        i_top = tl.min(tl.where(b_key == tl.max(b_key, 0), o_flat, 0x7FFFFFFF), 0)
+        b_key = tl.where(o_flat == i_top, _LEAST, b_key)
+        b_ids = tl.where(o_k == k, i_top, b_ids)
+    m_k = o_k < K
+    b_chosen = tl.load(p_logits + i_t * E + b_ids, mask=m_k, other=0.0)
+    b_weight = tl.where(m_k, _scores(b_chosen, b_max, b_sum, SOFTMAX), 0.0)
+    if RENORMALIZE:
+        b_total = tl.sum(b_weight, 0)
+        if not SOFTMAX:
+            b_total += 1e-20
+        b_weight = tl.div_rn(b_weight, tl.full([BK], b_total, tl.float32))
+    tl.store(p_weights + i_t * K + o_k, b_weight * scaling, mask=m_k)
+    tl.store(p_ids + i_t * K + o_k, b_ids.to(tl.int64), mask=m_k)
+
+
+def topk_gate(
+    logits: torch.Tensor,
+    *,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    group_score: str = "max",
+    scaling: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `moeyard_kernels.ops.topk_gate`. Raises ValueError for strided logits and for what its grid cannot hold."""
+    check_layout("topk_gate", logits=logits, bias=bias)
+    num_tokens, num_experts = logits.shape
+    if num_tokens > MAX_GRID_X:
+        raise ValueError(f"topk_gate: {list(logits.shape)} exceeds the grid of a GPU")
+    if topk_groups >= num_groups:
+        num_groups = topk_groups = 1
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
+    size = num_experts // num_groups
+    if num_tokens:
+        _topk_gate_kernel[(num_tokens,)](
+            logits,
+            logits if bias is None else bias,
+            weights,
+            ids,
+            num_experts,
+            size,
+            float(scaling),
+            K=top_k,
+            SOFTMAX=scoring == "softmax",
+            RENORMALIZE=renormalize,
+            HAS_BIAS=bias is not None,
+            NUM_GROUPS=num_groups,
+            TOPK_GROUPS=topk_groups,
+            TOP2SUM=group_score == "top2sum",
+            BG=triton.next_power_of_2(num_groups),
+            BS=triton.next_power_of_2(size),
+            BK=triton.next_power_of_2(top_k),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return weights, ids

@@ -1,0 +1,158 @@
+"""The tiles that `linear` may run with, and which of them are worth trying for a shape. All give the same bits.
+
+TMA 0 is `linear_tiles_kernel`, 1 `linear._stream_kernel`, with PER_SM programs per multiprocessor and tail tiles of
+BMT x BNT (none if 0), 2 `linear_skinny`, with EARLY steps of the weight ahead of x, 3 `linear_wide_kernel`. Numbers of
+stages fit the 227 KB of shared memory of Hopper; fewer than that allows were faster where so few are given.
+"""
+
+import triton
+
+from moeyard_kernels.common.tuning import Config, config
+
+
+def _tiles(BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 4, SWAP: int = 1, GROUP: int = 8) -> Config:
+    return config(BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=GROUP, TMA=0, num_warps=num_warps, num_stages=num_stages)
+
+
+def _stream(
+    BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 8, SWAP: int = 0, PER_SM: int = 1, GROUP: int = 8,
+    BMT: int = 0, BNT: int = 0, SWAP_T: int = 0,
+) -> Config:  # fmt: skip
+    return config(
+        BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=GROUP, TMA=1, PER_SM=PER_SM, BMT=BMT, BNT=BNT, SWAP_T=SWAP_T,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+def _skinny(BM: int, BN: int, BK: int, *, num_stages: int, EARLY: int) -> Config:
+    return config(BM=BM, BN=BN, BK=BK, EARLY=EARLY, TMA=2, num_warps=4, num_stages=num_stages)
+
+
+def _wide(BM: int, BN: int, BK: int, *, num_warps: int, num_stages: int, GROUP: int) -> Config:
+    return config(BM=BM, BN=BN, BK=BK, GROUP=GROUP, TMA=3, num_warps=num_warps, num_stages=num_stages)
+
+
+_SKINNY = (
+    _skinny(8, 16, 256, num_stages=8, EARLY=4),
+    _skinny(8, 32, 256, num_stages=10, EARLY=4),
+    _skinny(8, 64, 256, num_stages=6, EARLY=4),
+    _skinny(8, 64, 128, num_stages=12, EARLY=12),
+    _skinny(16, 16, 256, num_stages=8, EARLY=4),
+    _skinny(16, 32, 256, num_stages=9, EARLY=4),
+    _skinny(16, 48, 256, num_stages=6, EARLY=4),
+    _skinny(16, 64, 256, num_stages=5, EARLY=4),
+    _skinny(16, 64, 128, num_stages=11, EARLY=11),
+    _skinny(32, 16, 256, num_stages=8, EARLY=3),
+    _skinny(32, 32, 256, num_stages=6, EARLY=3),
+    _skinny(32, 48, 128, num_stages=11, EARLY=6),
+    _skinny(32, 64, 128, num_stages=9, EARLY=9),
+    _skinny(64, 16, 128, num_stages=11, EARLY=6),
+    _skinny(64, 32, 128, num_stages=9, EARLY=9),
+    _skinny(64, 40, 128, num_stages=8, EARLY=4),
+    _skinny(64, 48, 128, num_stages=8, EARLY=8),
+    _skinny(64, 64, 128, num_stages=7, EARLY=7),
+)
+_FEW_ROWS = (
+    _tiles(16, 64, 128, num_stages=6),
+    _tiles(16, 64, 64, num_stages=8),
+    _tiles(16, 128, 64, num_stages=6),
+    _tiles(32, 64, 128, num_stages=5),
+    _tiles(32, 128, 64, num_stages=5),
+    _tiles(64, 64, 128, num_stages=5),
+    _tiles(64, 64, 64, num_stages=8),
+    _tiles(64, 128, 64, num_stages=6),
+    _stream(16, 64, 256, num_stages=5, num_warps=4, SWAP=1),
+    _stream(16, 128, 128, num_stages=5, num_warps=4, SWAP=1),
+    _stream(32, 64, 128, num_stages=7, num_warps=4, SWAP=1),
+    _stream(32, 64, 256, num_stages=4, num_warps=4, SWAP=1),
+    _stream(32, 128, 128, num_stages=4, num_warps=4, SWAP=1),
+    _stream(64, 16, 256, num_stages=5, num_warps=4),
+    _stream(64, 64, 128, num_stages=6, num_warps=4, SWAP=1),
+    _stream(64, 128, 128, num_stages=4, num_warps=4, SWAP=1),
+)
+_MIDDLE = (
+    _stream(64, 32, 256, num_stages=4, num_warps=4),
+    _stream(64, 64, 128, num_stages=6, num_warps=4),
+    _stream(64, 64, 64, num_stages=6, num_warps=4, PER_SM=2),
+    _stream(64, 128, 128, num_stages=4, num_warps=4),
+    _stream(128, 64, 128, num_stages=4, num_warps=4),
+    _stream(128, 64, 64, num_stages=4, num_warps=4, PER_SM=2),
+    _stream(128, 128, 64, num_stages=6),
+)
+_ONE_WAVE = _wide(128, 320, 32, num_warps=8, num_stages=6, GROUP=8)
+_WIDE = (
+    _stream(128, 256, 64, num_stages=4),
+    _stream(128, 256, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=1),
+    _stream(128, 256, 64, num_stages=4, BMT=128, BNT=64),
+    _stream(128, 128, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=1),
+    _stream(128, 128, 64, num_stages=6, BMT=128, BNT=64),
+    _ONE_WAVE,
+    _wide(128, 80, 64, num_warps=4, num_stages=4, GROUP=4),
+)
+# For many rows that tensor descriptors cannot describe.
+_MISALIGNED = _tiles(128, 128, 64, num_stages=3, SWAP=0)
+# fp32 runs on the plain cores, which is slow however it is cut: one tile for few rows, one for many.
+FP32_CONFIGS = (_tiles(16, 32, 32, num_stages=2, SWAP=0), _tiles(64, 64, 32, num_warps=8, num_stages=2, SWAP=0))
+CONFIGS: tuple[Config, ...] = (*_SKINNY, *_FEW_ROWS, *_MIDDLE, *_WIDE, _MISALIGNED, *FP32_CONFIGS)
+
+
+def head_and_tail(columns: int) -> tuple[int, int]:
+    """A tile's columns as a power of two, which is what one copy brings, and the rest, 0 or another: 40 = 32 + 8.
+
+    Raises ValueError for others.
+    """
+    head = 1 << (columns.bit_length() - 1)
+    tail = columns - head
+    if tail & (tail - 1):
+        raise ValueError(f"{columns} columns are not the sum of two powers of two")
+    return head, tail
+
+
+# Counts of rows that get a config of their own.
+_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def shape_class(num_rows: int, dim: int, *num_out: int) -> str:
+    """The class that configs are stored under: rows rounded up to one of a few counts, at most 8192."""
+    rows = next((r for r in _ROWS if num_rows <= r), _ROWS[-1])
+    return f"M{rows} N{'+'.join(map(str, num_out))} K{dim}"
+
+
+def _skinny_rows(num_rows: int) -> int:
+    """The BM of `_SKINNY` for so many rows: descriptors of many more rows than there are copy slowly."""
+    return next(rows for rows in (8, 16, 32, 64) if num_rows <= rows)
+
+
+def configs_for(num_rows: int) -> tuple[Config, ...]:
+    """The configs worth trying for that many rows, in bf16."""
+    if num_rows > 64:
+        return (*(_MIDDLE if num_rows <= 512 else _MIDDLE[-2:]), *_WIDE)
+    rows = _skinny_rows(num_rows)
+    # 64 rows may do as two tiles of 32, too.
+    skinny = (c for c in _SKINNY if c["BM"] == rows or (rows, c["BM"]) == (64, 32))
+    return (*(c for c in _FEW_ROWS if c["BM"] == max(rows, 16)), *skinny)
+
+
+def plain_config(num_rows: int) -> Config:
+    """The config for what may be misaligned, on any GPU."""
+    if num_rows > 64:
+        return _MISALIGNED
+    return next(c for c in _FEW_ROWS if c["TMA"] == 0 and num_rows <= c["BM"])
+
+
+def default_config(num_rows: int, *num_out: int) -> Config:
+    """The config of bf16 shapes that nobody tuned: one weight's outputs, or two weights'."""
+    columns = sum(num_out)
+    if num_rows <= 64:
+        # Slices of 64 columns, if the weight has enough of them to occupy half of the multiprocessors.
+        chosen = (_skinny_rows(num_rows), 64 if columns >= 66 * 64 else 16)
+        return next(c for c in _SKINNY if (c["BM"], c["BN"]) == chosen)
+    # Tiles as large as still give a program to nearly every multiprocessor of an H200, which are 132.
+    rows = triton.cdiv(num_rows, 128)
+    tiles = rows * triton.cdiv(columns, 256)
+    # Two weights would be two launches.
+    if len(num_out) == 1 and tiles > 132 and 110 <= rows * triton.cdiv(columns, 320) <= 132:
+        return _ONE_WAVE
+    if tiles >= 110:
+        return _WIDE[1]
+    return _MIDDLE[6 if tiles >= 50 else 5 if num_rows > 128 else 2]

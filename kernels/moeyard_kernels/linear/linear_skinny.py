@@ -1,0 +1,232 @@
+"""Gluon: `linear` of few rows for Hopper, bit for bit the same: slices of columns, up to one program a multiprocessor.
+
+Rows of x are the left operand of products that always take 64: BM of them are copied, and what lies behind them in
+shared memory fills the others, whose results are not stored. So a tile may be as narrow as 16 columns, which a weight
+of 2112 needs to occupy 132 multiprocessors. Where the columns are no power of two (40: 5120 in 128 programs), they
+likewise are the first columns of an operand of the next power. One warp copies, four multiply.
+
+Of a weight that no running launch writes (STATIC), the first EARLY steps are copied while the launch before still runs,
+where that one leaves room. Not all that the buffers hold: the first rows of x would wait behind it for the memory
+(7168 x 2112 with 16 rows on an H200: 9.6 us with 7 steps of weights ahead of x, 9.2 with 4).
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
+
+# What one copy brings of K: 128 bytes, as far as shared memory is swizzled.
+COLUMNS = 64
+_COLUMNS = gl.constexpr(COLUMNS)
+
+
+@gluon.jit
+def _place(i_tile, M, NA, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(row, column, whether of the second weight) of a tile: rows fastest."""
+    tiles_m, tiles_a = gl.cdiv(M, BM), gl.cdiv(NA, BN)
+    i_n = i_tile // tiles_m
+    second = i_n >= tiles_a
+    if PAIR:
+        i_n = gl.where(second, i_n - tiles_a, i_n)
+    return i_tile % tiles_m * BM, i_n * BN, second
+
+
+@gluon.jit
+def _advance(i_buffer, phase, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The next buffer of the ring, and the phase of its barriers."""
+    last = i_buffer == STAGES - 1
+    return gl.where(last, 0, i_buffer + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _before(i_buffer, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The buffer before i_buffer. Computed, for Triton 3.7 does not carry `i_last = i_buffer` if both began as one."""
+    return gl.where(i_buffer == 0, STAGES - 1, i_buffer - 1)
+
+
+@gluon.jit
+def _copy_columns(  # type: ignore[no-untyped-def]
+    d_w, d_t, s_w, bar, i_n, i_k, i_buffer, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr,
+):  # fmt: skip
+    """One step of HEAD + TAIL columns of a weight, one behind the other: what a copy brings is a power of two."""
+    BLOCK: gl.constexpr = s_w.shape[1]
+    L_W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEAD, _COLUMNS], s_w.dtype)
+    for u in gl.static_range(SUB):
+        o_k, i_block = (i_k * SUB + u) * _COLUMNS, (i_buffer * SUB + u) * ((HEAD + TAIL) // BLOCK)
+        s_head = s_w.index(i_block)._reinterpret(s_w.dtype, [HEAD, _COLUMNS], L_W)
+        tma.async_copy_global_to_shared(d_w, [i_n, o_k], bar, s_head)
+        if TAIL:
+            tma.async_copy_global_to_shared(d_t, [i_n + HEAD, o_k], bar, s_w.index(i_block + HEAD // BLOCK))
+
+
+@gluon.jit
+def _copy_weight(  # type: ignore[no-untyped-def]
+    d_wa, d_ta, d_wb, d_tb, s_w, bar, i_n, second, i_k, i_buffer,
+    HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, PAIR: gl.constexpr,
+):  # fmt: skip
+    """One step of the tile's columns, of the second weight or the first."""
+    if PAIR and second:
+        _copy_columns(d_wb, d_tb, s_w, bar, i_n, i_k, i_buffer, HEAD, TAIL, SUB)
+    else:
+        _copy_columns(d_wa, d_ta, s_w, bar, i_n, i_k, i_buffer, HEAD, TAIL, SUB)
+
+
+@gluon.jit
+def _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, SUB: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The rows of x of that step."""
+    for u in gl.static_range(SUB):
+        i_part = i_buffer * SUB + u
+        tma.async_copy_global_to_shared(d_x, [i_m, (i_k * SUB + u) * _COLUMNS], bar, s_x.index(i_part))
+
+
+@gluon.jit
+def _copy(  # type: ignore[no-untyped-def]
+    d_x, d_wa, d_ta, d_wb, d_tb, s_x, s_w, e, f, M, NA, num_tiles, num_k,
+    BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, PAIR: gl.constexpr, STATIC: gl.constexpr,
+):  # fmt: skip
+    """One warp: fill the buffers, EARLY steps of the weight ahead of x; then each again when it is free (f).
+
+    A buffer's e ends a phase when the bytes of a whole step are there, of the weight and of x.
+    """
+    BN: gl.constexpr = HEAD + TAIL
+    BYTES: gl.constexpr = (BM + BN) * SUB * _COLUMNS * 2
+    if not STATIC:
+        wait_for_previous()
+        let_next_begin()
+    i_tile, num_early = gl.program_id(0), gl.minimum(num_k, EARLY)
+    i_m, i_n, second = _place(i_tile, M, NA, BM, BN, PAIR)
+    for i in range(num_early):
+        mbarrier.expect(e.index(i), BYTES)
+        _copy_weight(d_wa, d_ta, d_wb, d_tb, s_w, e.index(i), i_n, second, i, i, HEAD, TAIL, SUB, PAIR)
+    if STATIC:
+        wait_for_previous()
+        let_next_begin()
+    for i in range(num_early):
+        _copy_rows(d_x, s_x, e.index(i), i_m, i, i, SUB)
+    # The first tile goes on from there.
+    i_k = num_early
+    # A new barrier counts as past the phase before its first: buffers are free at first.
+    i_buffer, phase = num_early % STAGES, 1 - num_early // STAGES
+    while i_tile < num_tiles:
+        i_m, i_n, second = _place(i_tile, M, NA, BM, BN, PAIR)
+        while i_k < num_k:
+            bar = e.index(i_buffer)
+            mbarrier.wait(f.index(i_buffer), phase)
+            mbarrier.expect(bar, BYTES)
+            _copy_weight(d_wa, d_ta, d_wb, d_tb, s_w, bar, i_n, second, i_k, i_buffer, HEAD, TAIL, SUB, PAIR)
+            _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, SUB)
+            i_buffer, phase = _advance(i_buffer, phase, STAGES)
+            i_k += 1
+        i_k = 0
+        i_tile += gl.num_programs(0)
+
+
+@gluon.jit
+def _multiply(  # type: ignore[no-untyped-def]
+    p_bias, p_ya, p_yb, s_x, s_w, e, f, M, NA, NB, num_tiles, num_k,
+    BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr, PAIR: gl.constexpr,
+):  # fmt: skip
+    """Products of a buffer start before those of the last have ended, whose buffer is then free."""
+    BN: gl.constexpr = HEAD + TAIL
+    WIDTH: gl.constexpr = 2 * HEAD if TAIL else HEAD
+    BLOCK: gl.constexpr = s_w.shape[1]
+    L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    L_X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, _COLUMNS], s_x.dtype)
+    L_W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, _COLUMNS], s_w.dtype)
+    o_r, o_c = gl.arange(0, 64, gl.SliceLayout(1, L_Y)), gl.arange(0, WIDTH, gl.SliceLayout(0, L_Y))
+    i_buffer, phase = 0, 0
+    for i_tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        i_m, i_n, second = _place(i_tile, M, NA, BM, BN, PAIR)
+        b_acc = gl.zeros([64, WIDTH], gl.float32, L_Y)
+        for i_k in range(num_k):
+            mbarrier.wait(e.index(i_buffer), phase)
+            for u in gl.static_range(SUB):
+                i_part = i_buffer * SUB + u
+                s_rows = s_x.index(i_part)._reinterpret(s_x.dtype, [64, _COLUMNS], L_X)
+                s_part = s_w.index(i_part * (BN // BLOCK))._reinterpret(s_w.dtype, [WIDTH, _COLUMNS], L_W)
+                b_acc = warpgroup_mma(s_rows, s_part.permute((1, 0)), b_acc, is_async=True)
+            b_acc = warpgroup_mma_wait(num_outstanding=SUB, deps=(b_acc,))
+            if i_k > 0:
+                mbarrier.arrive(f.index(_before(i_buffer, STAGES)), count=1)
+            i_buffer, phase = _advance(i_buffer, phase, STAGES)
+        b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
+        mbarrier.arrive(f.index(_before(i_buffer, STAGES)), count=1)
+        p_y, N = p_ya, NA
+        if PAIR:
+            p_y, N = gl.where(second, p_yb, p_ya), gl.where(second, NB, NA)
+        o_n = i_n + o_c
+        if HAS_BIAS:
+            b_acc += gl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[None, :]
+        p_by = p_y + (i_m + o_r).to(gl.int64)[:, None] * N + o_n[None, :]
+        m_y = ((o_r < BM) & (i_m + o_r < M))[:, None] & ((o_c < BN) & (o_n < N))[None, :]
+        gl.store(p_by, b_acc.to(p_y.dtype.element_ty), mask=m_y)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def linear_skinny_kernel(  # type: ignore[no-untyped-def]
+    d_x, d_wa, d_ta, d_wb, d_tb, p_bias, p_ya, p_yb, M, NA, NB, K,
+    BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, HAS_BIAS: gl.constexpr, PAIR: gl.constexpr, STATIC: gl.constexpr,
+):  # fmt: skip
+    """x [M, K] @ wa [NA, K].T, then @ wb [NB, K].T if PAIR, in tiles [BM, HEAD + TAIL] that go to the programs in turn.
+
+    Descriptors in blocks of [BM, 64] for x, [HEAD, 64] for wa and wb, [TAIL, 64] for ta and tb, which are the same
+    weights (if TAIL is 0, they are as wa and wb). BM, HEAD and TAIL are powers of two of 8 at least, for 8 rows are
+    swizzled as one; BM is at most 64. SUB blocks are a step, STAGES steps are on the way, EARLY of them (at most all)
+    ahead of x.
+    """
+    gl.static_assert(EARLY <= STAGES)
+    gl.static_assert(TAIL == 0 or (TAIL >= 8 and HEAD % TAIL == 0))
+    DT: gl.constexpr = p_ya.dtype.element_ty
+    BLOCK: gl.constexpr = TAIL if TAIL else HEAD
+    BN: gl.constexpr = HEAD + TAIL
+    # Behind the last blocks there is room for a whole operand.
+    s_x = gl.allocate_shared_memory(DT, [STAGES * SUB + 64 // BM - 1, BM, _COLUMNS], d_x.layout)
+    REST: gl.constexpr = (2 * HEAD - BN) // BLOCK if TAIL else 0
+    s_w = gl.allocate_shared_memory(DT, [STAGES * SUB * (BN // BLOCK) + REST, BLOCK, _COLUMNS], d_ta.layout)
+    e = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    f = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(e.index(i), count=1)
+        mbarrier.init(f.index(i), count=1)
+    fence_async_shared()
+    num_tiles = gl.cdiv(M, BM) * (gl.cdiv(NA, BN) + (gl.cdiv(NB, BN) if PAIR else 0))
+    num_k = gl.cdiv(K, SUB * _COLUMNS)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    p_bias, p_ya, p_yb, s_x, s_w, e, f, M, NA, NB, num_tiles, num_k,
+                    BM, HEAD, TAIL, SUB, STAGES, HAS_BIAS, PAIR,
+                ),
+            ),
+            (
+                _copy,
+                (
+                    d_x, d_wa, d_ta, d_wb, d_tb, s_x, s_w, e, f, M, NA, num_tiles, num_k,
+                    BM, HEAD, TAIL, SUB, STAGES, EARLY, PAIR, STATIC,
+                ),
+            ),
+        ],
+        [1],
+        [40],
+    )  # fmt: skip
+
+
+def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """What the kernel copies blocks of `rows` rows of a matrix through."""
+    return TensorDescriptor.from_tensor(
+        x, [rows, COLUMNS], gl.NVMMASharedLayout.get_default_for([rows, COLUMNS], gl.bfloat16)
+    )

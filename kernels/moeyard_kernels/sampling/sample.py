@@ -1,0 +1,309 @@
+"""Triton: one token per row of logits, in a fixed chain of launches; `ref.sample` has the formulas.
+
+    max      largest logit of each part of a row, lowest id first; of many groups of tokens if there is a top-k
+    top      largest of the row: the token of a greedy row, the zero point of the weights of the others
+    gather   (top-k) the tokens that reach a bound below the k-th largest                        -> sample_cut
+    cut      (top-k) the token if they were few, else where top-k ends
+    race     best few of each part by log(weight / E) in fp32                                    -> sample_race
+    rank     their exact scores in fp64: the token unless there is a top-p
+    mass     (top-p) the mass before each of the best, in fixed point
+    settle   (top-p) the best within the nucleus; else a second race, rank, mass and settle; at last a search of the row
+
+Which launches there are follows from which arguments are None; each is over at once for rows that have their token.
+Every row keeps its numbers to itself, all that is combined across programs is exact (maxima, integer sums), and fp64 is
+computed by the formulas of the reference, without contraction to fma: no tile, no batch and no order of programs shows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.common import tuning
+from moeyard_kernels.common.dependent import dependent, wait_for_previous
+from moeyard_kernels.common.launch import MAX_GRID_Y, check_indices, check_layout
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.sampling.sample_blocks import NO_ID, from_key, to_key, values
+from moeyard_kernels.sampling.sample_cut import cut_kernel, gather_kernel, group_bound
+from moeyard_kernels.sampling.sample_logprob import log_probabilities
+from moeyard_kernels.sampling.sample_race import mass_kernel, race_kernel, rank_kernel, settle_kernel
+from moeyard_kernels.types.logit_edits import LogitEdits
+
+# Quads that each part of a row keeps; candidates of a row that are tested against top-p, first round and last.
+_PER_PART = 4
+_TESTED = (3, 8)
+# Groups of tokens per row, at least, for top-k; half as many are the largest k that is found from a list.
+_GROUPS = 2048
+
+
+def _config(
+    block: int, rounds: int, num_warps: int, *, race: int = 4096, mass: int = 512, part: int = 8192, list_: int = 4096
+) -> Config:
+    return tuning.config(
+        BLOCK=block, ROUNDS=rounds, RACE=race, MASS=mass, PART=part, LIST=list_, num_warps=num_warps, num_stages=1
+    )
+
+
+# BLOCK x ROUNDS tokens per program that looks for the largest, RACE per program of the race, PART per program that sums
+# masses, MASS at a time; LIST tokens in which top-k is found in registers.
+CONFIGS = (
+    _config(1024, 8, 4),
+    _config(512, 4, 4, part=2048),
+    _config(2048, 4, 8, part=4096),
+    *(_config(1024, 8, 4, race=race) for race in (2048, 8192)),
+    _config(1024, 8, 4, mass=256, list_=2048),
+)
+
+
+def shape_class(num_rows: int, vocab: int) -> str:
+    """Rows up to a power of two, and the vocabulary."""
+    return f"B{triton.next_power_of_2(num_rows)} V{vocab}"
+
+
+def default_config(num_rows: int, vocab: int) -> Config:
+    """Small parts where few rows must fill the machine."""
+    return CONFIGS[0] if num_rows * vocab > 2**21 else CONFIGS[1]
+
+
+@triton.jit
+def _max_kernel(  # type: ignore[no-untyped-def]
+    p_logits, p_words, p_bias, p_slots, p_penalties, p_key, p_id, p_groups, V, L,
+    EDIT: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Key and lowest id of the largest of ROUNDS * BV logits, and the keys of GROUPS group maxima. Grid: (C, B)."""
+    wait_for_previous()
+    i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b_id = i_c * ROUNDS * BV + tl.arange(0, BV)
+    b_best = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, b_id, b_id < V, V, L, EDIT)
+    if EDIT:
+        # Too many registers if unrolled.
+        for r in range(1, ROUNDS):
+            o_v = (i_c * ROUNDS + r) * BV + tl.arange(0, BV)
+            b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < V, V, L, EDIT)
+            b_best, b_id = _larger(b_best, b_id, b_x, o_v)
+    else:
+        for r in tl.static_range(1, ROUNDS):
+            o_v = (i_c * ROUNDS + r) * BV + tl.arange(0, BV)
+            b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < V, V, L, EDIT)
+            b_best, b_id = _larger(b_best, b_id, b_x, o_v)
+    b_key = to_key(b_best)
+    best = tl.max(b_key)
+    o_c = i_b * tl.num_programs(0) + i_c
+    tl.store(p_key + o_c, best)
+    tl.store(p_id + o_c, tl.min(tl.where(b_key == best, b_id, NO_ID)))
+    if GROUPS > 0:
+        b_group = tl.max(tl.reshape(b_key, [GROUPS, BV // GROUPS], can_reorder=True), 1)
+        tl.store(p_groups + o_c * GROUPS + tl.arange(0, GROUPS), b_group)
+
+
+@triton.jit
+def _larger(b_best, b_id, b_x, o_v):  # type: ignore[no-untyped-def]
+    """The larger of two values, a NaN before all, the first if they are equal, with its id."""
+    m_v = (b_x > b_best) | ((b_x != b_x) & (b_best == b_best))
+    return tl.where(m_v, b_x, b_best), tl.where(m_v, o_v, b_id)
+
+
+@triton.jit
+def _top_kernel(  # type: ignore[no-untyped-def]
+    p_key, p_id, p_groups, p_temperature, p_top_k, p_top, p_open, p_bound, p_count, p_ids, V, C, G,
+    SAMPLED: tl.constexpr, TOP_K: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """The largest logit of row i_b and its token; open says that the row is to be sampled; the bound for top-k."""
+    wait_for_previous()
+    i_b = tl.program_id(0).to(tl.int64)
+    o_c = tl.arange(0, BC)
+    # A part that does not exist repeats the first.
+    o_c = i_b * C + tl.where(o_c < C, o_c, 0)
+    b_key = tl.load(p_key + o_c)
+    best = tl.max(b_key)
+    tl.store(p_ids + i_b, tl.min(tl.where(b_key == best, tl.load(p_id + o_c), NO_ID)))
+    top = from_key(best)
+    tl.store(p_top + i_b, top)
+    if SAMPLED:
+        is_open = (top < float("inf")) & (top > -float("inf")) & (tl.load(p_temperature + i_b) > 0)
+        tl.store(p_open + i_b, is_open.to(tl.int32))
+        if TOP_K:
+            k = tl.load(p_top_k + i_b)
+            count = BL + 1
+            if is_open & (k > 0) & (k < V):
+                bound, useful = group_bound(p_groups, i_b, k, best, V, G, BG, BL)
+                tl.store(p_bound + i_b, bound)
+                count = (1 - useful) * (BL + 1)
+            tl.store(p_count + i_b, count)
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    edits: LogitEdits | None = None,
+    logprobs: bool = False,
+    config: Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See `moeyard_kernels.ops.sample`. Raises ValueError for what its grid cannot hold."""
+    num_rows, vocab = logits.shape
+    if num_rows > MAX_GRID_Y or vocab >= 2**21:
+        raise ValueError(f"sample: logits [{num_rows}, {vocab}] exceed the grid of a GPU")
+    check_layout(
+        "sample", logits=logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds,
+        positions=positions, **({} if edits is None else edits.named()),
+    )  # fmt: skip
+    ids = logits.new_empty(num_rows, dtype=torch.int64)
+    chosen = logits.new_empty(num_rows, dtype=torch.float32) if logprobs else None
+    if not num_rows:
+        return ids, chosen
+    config = config or tuning.choose(
+        "sample", shape_class(num_rows, vocab), logits, lambda: default_config(num_rows, vocab)
+    )
+    if edits is not None:
+        check_indices("sample", low=-1, high=edits.words.shape[0], slots=edits.slots)
+    rows = _largest(logits, edits, config, temperature=temperature, top_k=top_k, ids=ids)
+    if temperature is not None:
+        assert seeds is not None, "the door demands seeds"
+        assert positions is not None, "the door demands positions"
+        _draw(
+            rows, config, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds,
+            positions=positions, ids=ids,
+        )  # fmt: skip
+    if chosen is not None:
+        raw = rows if edits is None else _largest(logits, None, config, temperature=None, top_k=None, ids=None)
+        log_probabilities(logits, raw.top, ids, chosen, config=config, bits=raw.bits)
+    return ids, chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows whose largest logit is known.
+
+    inputs: pointers that every kernel begins with: logits and their edits. sizes: V and L. top: [B] as X. open: [B]
+    int32, 1 where a token is still to be drawn. bound: [B] key, for top-k, and count: [B] int32, 0 where it is of use.
+    bits: of a mass, so that the mass of a row is below 2^62.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    sizes: tuple[int, int]
+    edit: bool
+    top: torch.Tensor
+    open: torch.Tensor
+    bound: torch.Tensor
+    count: torch.Tensor
+    bits: int
+
+
+def _largest(
+    logits: torch.Tensor,
+    edits: LogitEdits | None,
+    config: Config,
+    *,
+    temperature: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    ids: torch.Tensor | None,
+) -> _Rows:
+    """The largest logit of each row, and its id into `ids`."""
+    num_rows, vocab = logits.shape
+    if edits is None:
+        inputs, width = (logits,) * 5, 0
+    else:
+        inputs, width = (logits, edits.words, edits.bias, edits.slots, edits.penalties), edits.bias.shape[1]
+    num_parts = triton.cdiv(vocab, config["BLOCK"] * config["ROUNDS"])
+    per_part = min(config["BLOCK"], triton.next_power_of_2(triton.cdiv(_GROUPS, num_parts)))
+    num_groups = 0 if top_k is None else per_part * num_parts
+    keys, values_ = (torch.int32, torch.float32) if edits is None else (torch.int64, torch.float64)
+    key = logits.new_empty(num_rows, num_parts, dtype=keys)
+    part_id = logits.new_empty(num_rows, num_parts, dtype=torch.int32)
+    groups = logits.new_empty(num_rows, num_groups, dtype=keys)
+    rows = _Rows(
+        inputs=inputs,
+        sizes=(vocab, width),
+        edit=edits is not None,
+        top=logits.new_empty(num_rows, dtype=values_),
+        open=logits.new_empty(num_rows, dtype=torch.int32),
+        bound=logits.new_empty(num_rows, dtype=keys),
+        count=logits.new_empty(num_rows, dtype=torch.int32),
+        bits=min(51, 62 - (vocab - 1).bit_length()),
+    )
+    _max_kernel[num_parts, num_rows](
+        *inputs, key, part_id, groups, vocab, width,
+        EDIT=rows.edit, GROUPS=num_groups // num_parts, ROUNDS=config["ROUNDS"], BV=config["BLOCK"],
+        num_warps=config["num_warps"], enable_fp_fusion=False, **dependent(logits),
+    )  # fmt: skip
+    ids = logits.new_empty(num_rows, dtype=torch.int64) if ids is None else ids
+    # Where an argument is off, no kernel reads its pointer.
+    _top_kernel[num_rows,](
+        key, part_id, groups, ids if temperature is None else temperature, ids if top_k is None else top_k,
+        rows.top, rows.open, rows.bound, rows.count, ids, vocab, num_parts, num_groups,
+        SAMPLED=temperature is not None, TOP_K=top_k is not None, BC=triton.next_power_of_2(num_parts),
+        BG=triton.next_power_of_2(max(1, num_groups)), BL=config["LIST"], num_warps=1 if top_k is None else 8,
+        **dependent(logits),
+    )  # fmt: skip
+    return rows
+
+
+def _draw(
+    rows: _Rows,
+    config: Config,
+    *,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    ids: torch.Tensor,
+) -> None:
+    """Overwrite the ids of open rows by tokens drawn from them."""
+    num_rows, vocab = len(ids), rows.sizes[0]
+    new = rows.top.new_empty
+    # Where top-k ends; what is left for the second round ends at `end`.
+    cut, end = ((new(num_rows), new(num_rows, dtype=torch.int32)) for _ in range(2))
+    state = (*rows.inputs, rows.top, rows.open, temperature)
+    min_p_, top_p_ = (temperature if x is None else x for x in (min_p, top_p))
+    draw = (min_p_, seeds, positions)
+    of = {"EDIT": rows.edit, "MIN_P": min_p is not None, "enable_fp_fusion": False, **dependent(ids)}
+    # Edited logits take twice the registers.
+    race = config["RACE"] // (2 if rows.edit else 1)
+    num_race = triton.cdiv(vocab, race)
+    if top_k is not None:
+        some = new(num_rows, config["LIST"], dtype=torch.int32)
+        gather_kernel[num_race, num_rows](
+            *rows.inputs, rows.open, rows.bound, rows.count, some, *rows.sizes, EDIT=rows.edit, BV=race,
+            BL=config["LIST"], num_warps=8, enable_fp_fusion=False, **dependent(ids),
+        )  # fmt: skip
+        cut_kernel[num_rows,](
+            *state, top_k, top_p_, *draw, rows.bound, rows.count, some, *cut, ids, *rows.sizes,
+            TOP_P=top_p is not None, BITS=rows.bits, BV=min(8192, triton.next_power_of_2(vocab)), BL=config["LIST"],
+            num_warps=8, **of,
+        )  # fmt: skip
+    score = new(num_rows, num_race * _PER_PART, dtype=torch.float32)
+    quad = new(score.shape, dtype=torch.int32)
+    num_parts = triton.cdiv(vocab, config["PART"])
+    rounds = _TESTED if top_p is not None else _TESTED[:1]
+    for i, tested in enumerate(rounds):
+        ends, where = top_k is not None or i > 0, cut if i == 0 else end
+        race_kernel[num_race, num_rows](
+            *state, *draw, *where, score, quad, *rows.sizes, ENDS=ends, J=_PER_PART, BV=race, num_warps=8, **of,
+        )  # fmt: skip
+        best = [new(num_rows, tested, dtype=t) for t in (rows.top.dtype, torch.int32, torch.int32)]
+        rank_kernel[num_rows,](
+            *state, top_p_, *draw, *where, score, quad, *best, ids, *rows.sizes, score.shape[1], ENDS=ends,
+            TOP_P=top_p is not None, J=_PER_PART, P=tested, BN=triton.next_power_of_2(score.shape[1]), num_warps=8,
+            **of,
+        )  # fmt: skip
+        masses = new(num_rows, num_parts, tested + 1, dtype=torch.int64)
+        if top_p is not None:
+            mass_kernel[num_parts, num_rows](
+                *state, top_p_, min_p_, *cut, *best[:2], masses, *rows.sizes, TOP_K=top_k is not None, BITS=rows.bits,
+                P=tested, PART=config["PART"], BV=config["MASS"],
+                num_warps=4, **of,
+            )  # fmt: skip
+        settle_kernel[num_rows,](
+            *state, top_p_, *draw, *where, *end, *best, masses, ids, *rows.sizes, num_parts, ENDS=ends,
+            TOP_P=top_p is not None, BITS=rows.bits, P=tested, SEARCH=i == len(rounds) - 1,
+            BC=triton.next_power_of_2(num_parts), BV=min(2048, triton.next_power_of_2(vocab)), num_warps=8, **of,
+        )  # fmt: skip

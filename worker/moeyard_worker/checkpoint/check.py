@@ -1,0 +1,90 @@
+"""Proof that a checkpoint is complete: every tensor in it is used, or named as skipped with the reason. Pure."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from moeyard_worker.checkpoint.index import DTYPE_BYTES, INDEX_NAME, SINGLE_NAME, CheckpointIndex
+from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.models.resident import resident_bytes
+from moeyard_worker.models.spec import ModelSpec, model_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedCheckpoint:
+    """An index that holds exactly what `spec` needs. `skipped` maps the other keys to why they are not loaded."""
+
+    index: CheckpointIndex
+    spec: ModelSpec
+    skipped: Mapping[str, str]
+
+    def dense_bytes(self) -> int:
+        """Bytes that every rank reads of its own, as stored: everything but experts. What `progress` adds up to."""
+        return sum(self.index.entries[part.key].num_bytes for each in self.spec.dense() for part in each.parts)
+
+    def resident_bytes(self, itemsize: int) -> int:
+        """Bytes that the same weights take in memory, served in values of `itemsize` bytes."""
+        return resident_bytes(self.spec, itemsize)
+
+    def expert_bytes(self, experts: range) -> int:
+        """Bytes of the experts of all layers that a rank which owns `experts` reads."""
+        total = 0
+        for layer in self.spec.layers:
+            if layer.experts is None or not experts:
+                continue
+            for key, shape in self.spec.expert_tensors(layer.experts, experts[0]):
+                per_tensor = shape[0] if layer.experts.fused else 1
+                total += self.index.entries[key].num_bytes // per_tensor * len(experts)
+        return total
+
+
+def check_checkpoint(index: CheckpointIndex, config: ModelConfig) -> CheckedCheckpoint:
+    """Compare the stored tensors with what the model needs; one CheckpointError says the first problem and how many."""
+    spec = model_spec(config, index.entries)
+    expected = spec.expected()
+    skipped: dict[str, str] = {}
+    for key in index.entries:
+        reason = None if key in expected else _skip_reason(index, config, key, spec.names.lm_head)
+        if reason is not None:
+            skipped[key] = reason
+    problems = list(_problems(index, expected, skipped))
+    if problems:
+        more = f" (and {len(problems) - 1} more like this)" if len(problems) > 1 else ""
+        raise CheckpointError(problems[0] + more)
+    return CheckedCheckpoint(index=index, spec=spec, skipped=MappingProxyType(skipped))
+
+
+def _skip_reason(index: CheckpointIndex, config: ModelConfig, key: str, lm_head: str) -> str | None:
+    layer = re.match(r"model\.layers\.(\d+)\.", key)
+    if layer and config.num_layers <= int(layer[1]) < config.num_layers + config.num_mtp_layers:
+        return "multi-token prediction layer"
+    if key.endswith("rotary_emb.inv_freq"):
+        return "computed from config.json"
+    if key == lm_head and config.tie_word_embeddings:
+        return "tied to the embedding"
+    if 0 in index.entries[key].shape:
+        return "holds no elements"
+    return None
+
+
+def _problems(
+    index: CheckpointIndex, expected: Mapping[str, tuple[int, ...]], skipped: Mapping[str, str]
+) -> Iterator[str]:
+    files = {entry.file for entry in index.entries.values()}
+    where = next(iter(files)) if len(files) == 1 else index.directory / INDEX_NAME
+    if not files:
+        where = index.directory / SINGLE_NAME
+    for key, shape in expected.items():
+        if key not in index.entries:
+            yield f"{where}: no tensor {key} of shape {list(shape)}, which config.json calls for"
+    for key, entry in index.entries.items():
+        if key in skipped:
+            continue
+        if key not in expected:
+            yield f"{entry.file}: unexpected tensor {key} of shape {list(entry.shape)}"
+        elif entry.shape != expected[key]:
+            yield f"{entry.file}: {key} has shape {list(entry.shape)}, config.json calls for {list(expected[key])}"
+        elif entry.dtype not in DTYPE_BYTES:
+            yield f"{entry.file}: {key} is {entry.dtype}, which is not supported (supported: {', '.join(DTYPE_BYTES)})"

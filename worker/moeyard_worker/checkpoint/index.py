@@ -1,0 +1,126 @@
+"""What a directory of safetensors files holds: every tensor's file, dtype, shape and place. Pure: headers only.
+
+The format (github.com/huggingface/safetensors): 8 bytes of little-endian header length, a JSON header with one entry
+per tensor, then the tensors without gaps. All of it is checked against the file's size, so that a file cut short by an
+interrupted download is named before anything is loaded.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.config.fields import read_json
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+DTYPE_BYTES = MappingProxyType({"F32": 4, "BF16": 2})
+_OTHER_DTYPE_BYTES = MappingProxyType(
+    {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "F16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+    | {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor in a file: `start` is the byte where its data begins, from the start of the file. `dtype` as stored."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointIndex:
+    """All tensors of a checkpoint by key."""
+
+    directory: Path
+    entries: Mapping[str, TensorEntry]
+
+
+def open_index(directory: Path | str) -> CheckpointIndex:
+    """Read the headers of all shards; raises CheckpointError naming file and key."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory; a checkpoint is a local Hugging Face directory")
+    index_path = directory / INDEX_NAME
+    if index_path.exists():
+        return CheckpointIndex(directory, _read_shards(directory, index_path))
+    if not (directory / SINGLE_NAME).exists():
+        raise CheckpointError(f"{directory}: neither {SINGLE_NAME} nor {INDEX_NAME}; only safetensors are read")
+    return CheckpointIndex(directory, read_header(directory / SINGLE_NAME))
+
+
+def _read_shards(directory: Path, index_path: Path) -> dict[str, TensorEntry]:
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index_path}: weight_map is missing or not a map of keys to file names")
+    entries: dict[str, TensorEntry] = {}
+    for name in sorted(set(weight_map.values())):
+        file = directory / name
+        if file.parent != directory or not file.is_file():
+            key = next(key for key, value in weight_map.items() if value == name)
+            raise CheckpointError(f"{file}: no such file, but {INDEX_NAME} puts {key} there")
+        for key, entry in read_header(file).items():
+            if key in entries:
+                raise CheckpointError(f"{file}: {key} is also in {entries[key].file.name}")
+            entries[key] = entry
+    for key, name in weight_map.items():
+        if key not in entries or entries[key].file.name != name:
+            raise CheckpointError(f"{directory / name}: no tensor {key}, but {INDEX_NAME} puts it there")
+    return entries
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The entries of one safetensors file, checked against its size."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(f"{file}: not a safetensors file, or truncated ({size} bytes, header of {length})")
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: the header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: the header is not a JSON object")
+    header.pop("__metadata__", None)
+    entries = {key: _entry(file, key, value, 8 + length) for key, value in header.items()}
+    _check_layout(file, entries, 8 + length, size)
+    return entries
+
+
+def _entry(file: Path, key: str, value: Any, data_start: int) -> TensorEntry:
+    try:
+        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        numbers_ok = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)) and begin <= end
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{file}: {key} has a malformed header entry {value!r:.80}") from error
+    itemsize = (DTYPE_BYTES.get(dtype) or _OTHER_DTYPE_BYTES.get(dtype)) if isinstance(dtype, str) else None
+    if not numbers_ok or itemsize is None or math.prod(shape) * itemsize != end - begin:
+        raise CheckpointError(f"{file}: {key} has a malformed header entry {value!r:.80}")
+    return TensorEntry(file, dtype, shape, data_start + begin, end - begin)
+
+
+def _check_layout(file: Path, entries: Mapping[str, TensorEntry], data_start: int, size: int) -> None:
+    position = data_start
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if entry.start != position:
+            raise CheckpointError(f"{file}: {key} starts at byte {entry.start}, expected {position}")
+        position += entry.num_bytes
+        if position > size:
+            raise CheckpointError(
+                f"{file}: truncated: {key} ends at byte {position}, the file has {size}; download it again"
+            )
+    if position != size:
+        raise CheckpointError(f"{file}: {size - position} bytes follow the last tensor")

@@ -1,0 +1,128 @@
+"""Loading: dense weights stream from disk into their final place, experts stay in the file as memory-mapped views.
+
+Peak memory is what a rank keeps plus one parameter: a stored tensor of the served dtype is read straight into the rows
+of its parameter, another dtype goes through `_SCRATCH_BYTES` at a time; a matrix is then packed for the kernels.
+"""
+
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from moeyard_kernels.ops import pack_weight
+from moeyard_worker.checkpoint.check import CheckedCheckpoint, check_checkpoint
+from moeyard_worker.checkpoint.index import TensorEntry, open_index
+from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.layers.weights import Weight, num_elements
+from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.models.spec import ExpertNames, ModelSpec
+
+_SCRATCH_BYTES = 16 << 20
+_TORCH_DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16})
+
+
+def open_checkpoint(directory: Path | str, config: ModelConfig) -> CheckedCheckpoint:
+    """Read all headers and prove the checkpoint complete; nothing is loaded. Raises CheckpointError."""
+    return check_checkpoint(open_index(directory), config)
+
+
+class DenseLoader:
+    """Reads weights that every rank holds. `progress` is called with the bytes of each block read."""
+
+    def __init__(
+        self,
+        checkpoint: CheckedCheckpoint,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+
+    def load(self, weight: Weight) -> torch.Tensor:
+        """The parameter `weight` describes, in the served dtype or float32 where it says so; a matrix is packed."""
+        dtype = torch.float32 if weight.fp32 else self._dtype
+        filled = sum(num_elements(part.shape) for part in weight.parts)
+        allocate = torch.empty if filled == num_elements(weight.shape) else torch.zeros
+        out = allocate(weight.shape, dtype=dtype, device=self._device)
+        for part in weight.parts:
+            rows = out.view(-1, *part.shape[1:])[part.row : part.row + part.shape[0]]
+            self._read(part.key, self._checkpoint.index.entries[part.key], rows.view(-1))
+        return pack_weight(out) if weight.matrix else out
+
+    def _read(self, key: str, entry: TensorEntry, out: torch.Tensor) -> None:
+        """Fill the flat `out` from the file, block by block."""
+        stored = _TORCH_DTYPES[entry.dtype]
+        direct = out.dtype == stored and out.device.type == "cpu"
+        block = _SCRATCH_BYTES // stored.itemsize
+        scratch = None if direct else torch.empty(min(block, out.numel()), dtype=stored)
+        with entry.file.open("rb", buffering=0) as stream:
+            for begin in range(0, out.numel(), block):
+                target = out[begin : begin + block]
+                place = target if scratch is None else scratch[: target.numel()]
+                _read_exactly(stream.fileno(), entry, key, begin * stored.itemsize, place)
+                if scratch is not None:
+                    target.copy_(place)
+                if self._progress is not None:
+                    self._progress(place.numel() * stored.itemsize)
+
+
+def _read_exactly(fd: int, entry: TensorEntry, key: str, offset: int, out: torch.Tensor) -> None:
+    buffer = out.view(torch.uint8).numpy().data
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:]], entry.start + offset + done)
+        if count == 0:
+            raise CheckpointError(f"{entry.file}: truncated while reading {key}")
+        done += count
+
+
+class MappedExperts:
+    """`ExpertSource` over the checkpoint's files: views into memory maps, opened when first asked for.
+
+    The maps live as long as this object or a tensor from it.
+    """
+
+    def __init__(self, checkpoint: CheckedCheckpoint) -> None:
+        self._spec: ModelSpec = checkpoint.spec
+        self._entries = checkpoint.index.entries
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    @property
+    def mapped_files(self) -> tuple[Path, ...]:
+        """Files that were opened so far."""
+        return tuple(self._maps)
+
+    def tensors(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(gate [I, H], up [I, H], down [H, I]) as stored; treat them as read-only."""
+        names = self._spec.layers[layer].experts
+        assert names is not None, f"layer {layer} has no experts"
+        assert 0 <= expert < self._spec.config.num_experts, expert
+        if names.fused:
+            return self._fused(names, expert)
+        gate, up, down = (self._view(key) for key, _ in self._spec.expert_tensors(names, expert))
+        return gate, up, down
+
+    def _fused(self, names: ExpertNames, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        gate_up, down = self._view(names.fused_gate_up)[expert], self._view(names.fused_down)[expert]
+        width = self._spec.config.moe_intermediate_size
+        return gate_up[:width], gate_up[width:], down
+
+    def _view(self, key: str) -> torch.Tensor:
+        entry = self._entries[key]
+        if entry.file not in self._maps:
+            with entry.file.open("rb") as stream:
+                # Private and writable in name only: torch wants a writable buffer, the pages stay the file's.
+                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+                self._maps[entry.file] = mmap.mmap(
+                    stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                )
+        dtype = _TORCH_DTYPES[entry.dtype]
+        count = num_elements(entry.shape)
+        return torch.frombuffer(self._maps[entry.file], dtype=dtype, count=count, offset=entry.start).view(entry.shape)

@@ -1,0 +1,234 @@
+"""The loop of one rank: messages in, lockstep steps, messages out.
+
+A rank with work sends its plan and waits for the others'; an idle rank blocks on its sockets until a request arrives or
+a peer's plan does, so nothing spins and nobody coordinates. A peer that is lost or late poisons the step: every request
+here ends with the named error, and the rank refuses new ones until the fleet is started again.
+"""
+
+import logging
+import os
+import time
+
+import zmq
+
+from moeyard_worker.engine.frontend import Frontend
+from moeyard_worker.engine.metrics import WorkerMetrics
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.sampler import sample
+from moeyard_worker.exchange.base import Exchange, ExchangeError
+from moeyard_worker.exchange.lockstep import Lockstep
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.protocol import Abort, Hello, Message, Rejected, Snapshot, Submit
+from moeyard_worker.scheduling.scheduler import Scheduler
+from moeyard_worker.scheduling.step import Step
+
+log = logging.getLogger(__name__)
+
+# How long a rank stays idle before it checks its own invariants, and how often a busy one reports its load (seconds).
+IDLE_CHECK_SECONDS = 1.0
+SNAPSHOT_SECONDS = 0.02
+
+
+class Engine:
+    """Owns the loop; everything it drives is handed in. `run` is called in one thread, `stop` from any."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        epoch: int,
+        scheduler: Scheduler,
+        runner: Runner,
+        experts: ExpertCache,
+        exchange: Exchange,
+        mesh: Mesh,
+        frontend: Frontend,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = epoch
+        self.step = 0
+        self.failure: str | None = None
+        self._scheduler = scheduler
+        self._runner = runner
+        self._experts = experts
+        self._exchange = exchange
+        self._mesh = mesh
+        self._lockstep = Lockstep(mesh)
+        self._frontend = frontend
+        self._metrics = metrics
+        self._clients: set[bytes] = set()
+        self._reported: tuple[object, ...] = ()
+        self._reported_at = 0.0
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._stopping = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._poller.register(frontend.socket, zmq.POLLIN)
+        # Peers are registered by `run`: they are met after this rank is built.
+        self._peer_sockets: list[zmq.Socket[bytes]] = []
+
+    def stop(self) -> None:
+        """Ask the loop to end after the step it is in. Safe from any thread, and twice."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Give back what the loop was woken with; after `run` has returned, and no `stop` follows."""
+        os.close(self._wake)
+
+    def run(self) -> None:
+        """Serve until `stop`. A broken invariant ends every request by name and is raised."""
+        for socket in self._mesh.poll_sockets():
+            self._peer_sockets.append(socket)
+            self._poller.register(socket, zmq.POLLIN)
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            self._poison(f"rank {self.rank} failed at step {self.step}: {type(error).__name__}: {error}")
+            self._refuse_unread()
+            raise
+        finally:
+            for reply in self._scheduler.fail_all("the worker is stopping"):
+                self._frontend.send(reply.client, reply.message)
+
+    def _turn(self) -> None:
+        self._take_messages()
+        if self.failure is None and (self._scheduler.has_work() or self._peer_started()):
+            try:
+                self._run_step()
+            except ExchangeError as error:
+                self._poison(str(error))
+        else:
+            self._report(force=False)
+            self._block()
+
+    def _peer_started(self) -> bool:
+        try:
+            return self._lockstep.peer_started(self.step + 1)
+        except ExchangeError as error:
+            self._poison(str(error))
+            return False
+
+    def _block(self) -> None:
+        """Wait for a message, a peer or `stop`; check the invariants once when the wait grows long."""
+        ready = dict(self._poller.poll(int(IDLE_CHECK_SECONDS * 1000)))
+        if not ready:
+            self._scheduler.validate()
+            ready = dict(self._poller.poll())
+        if self.failure is None and any(s in ready for s in self._peer_sockets):
+            try:
+                self._mesh.check_peers()
+            except ExchangeError as error:
+                self._poison(str(error))
+
+    def _take_messages(self) -> None:
+        for client, message in self._frontend.receive():
+            if isinstance(message, Submit):
+                self._submit(client, message)
+            elif isinstance(message, Abort):
+                done = self._scheduler.abort(client, message.request_id)
+                if done is not None:
+                    self._send(client, done)
+            elif isinstance(message, Hello):
+                self._clients.add(client)
+                self._send(client, self._snapshot())
+            else:
+                log.warning("a router sent a %s, which only workers send", message.type)
+
+    def _refuse_unread(self) -> None:
+        """Answer the requests that nobody will read any more."""
+        for client, message in self._frontend.receive():
+            if isinstance(message, Submit):
+                self._submit(client, message)
+
+    def _submit(self, client: bytes, message: Submit) -> None:
+        rejected: Rejected | None
+        if self.failure is not None:
+            rejected = Rejected(request_id=message.request_id, reason="fleet_failed", message=self.failure)
+        else:
+            rejected = self._scheduler.add(message, client, time.monotonic())
+        if rejected is not None:
+            self._send(client, rejected)
+
+    def _run_step(self) -> None:
+        """One lockstep step; idle ranks take part with no rows."""
+        started = time.monotonic()
+        step = self._scheduler.schedule(started) if self._scheduler.has_work() else Step.empty()
+        self._lockstep.agree(self.step + 1, step.num_tokens)
+        self.step += 1
+        self._exchange.begin_step(self.step)
+        self._experts.begin_step(self.step)
+        logits = self._runner.forward(step)
+        sequences = [self._scheduler.sequence(chunk) for chunk in step.sampled]
+        sampled = sample(logits, sequences, self._scheduler.config.eos_token_ids)
+        now = time.monotonic()
+        for reply in self._scheduler.complete(step, sampled, now):
+            self._send(reply.client, reply.message)
+        self._metrics.observe_step(
+            num_tokens=step.num_tokens,
+            seconds=now - started,
+            scheduler=self._scheduler,
+            exchange=self._exchange,
+            experts=self._experts,
+            lockstep=self._lockstep,
+        )
+        self._report(force=False)
+
+    def _send(self, client: bytes, message: Message) -> None:
+        if not self._frontend.send(client, message):
+            self._clients.discard(client)
+            self._scheduler.abort_client(client)
+
+    def _poison(self, failure: str) -> None:
+        """The fleet cannot step any more: end every request by name, tell routers and peers, refuse what comes."""
+        if self.failure is not None:
+            return
+        log.error("fleet failed: %s", failure)
+        self.failure = failure
+        # Peers first: what broke may be the scheduler, and then ending its requests breaks too.
+        for socket in self._peer_sockets:
+            self._poller.unregister(socket)
+        self._peer_sockets = []
+        self._mesh.fail(failure)
+        for reply in self._scheduler.fail_all(failure):
+            self._frontend.send(reply.client, reply.message)
+        self._report(force=True)
+
+    def _snapshot(self) -> Snapshot:
+        scheduler = self._scheduler
+        return Snapshot(
+            rank=self.rank,
+            world_size=self.world_size,
+            epoch=self.epoch,
+            step=self.step,
+            state="ready" if self.failure is None else "failed",
+            failure=self.failure,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            kv_pages_total=scheduler.config.num_pages,
+            kv_pages_free=scheduler.pool.num_free,
+            page_size=scheduler.config.page_size,
+            max_model_len=scheduler.config.max_model_len,
+            vocab_size=scheduler.config.vocab_size,
+        )
+
+    def _report(self, *, force: bool) -> None:
+        """Send a snapshot to every router when the load changed; a busy rank also after a step, at most every 20 ms."""
+        scheduler = self._scheduler
+        step = self.step if scheduler.has_work() else None
+        load = (self.failure, step, scheduler.num_running, scheduler.num_waiting, scheduler.pool.num_free)
+        now = time.monotonic()
+        busy = scheduler.has_work() and now - self._reported_at < SNAPSHOT_SECONDS
+        if not force and (load == self._reported or busy):
+            return
+        self._reported, self._reported_at = load, now
+        self._metrics.observe_load(scheduler)
+        snapshot = self._snapshot()
+        for client in list(self._clients):
+            self._send(client, snapshot)

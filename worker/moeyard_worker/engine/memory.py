@@ -1,0 +1,186 @@
+"""How a rank's memory is divided between weights, KV pages and expert slots. Pure: sizes in, sizes out (bytes)."""
+
+from dataclasses import dataclass
+
+from moeyard_worker.config.engine_config import EngineConfig, format_size
+from moeyard_worker.experts.slots import resolve_slots
+from moeyard_worker.models.attention_config import MlaConfig
+from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.state.spec import StateSpec
+
+# Without --kv-memory, KV pages and what it takes to attend to the longest sequence in them take at most this share of
+# what weights and reserve leave free.
+AUTO_KV_SHARE = 0.25
+# Share of the available memory that nothing is planned into: the allocator's rounding, Python's objects, sockets.
+MARGIN_SHARE = 0.05
+# The kernels compute in this many bytes per value, whatever dtype is served.
+_FP32 = 4
+# Scores of one tile of prompt rows: that many bytes, or 16 rows per head over the whole prefix (attn_prefill).
+_SCORE_BYTES = 32 << 20
+_SCORE_ROWS = 16
+# What a step's tensors take of the machine for each byte of theirs: freed blocks of other sizes are kept by malloc.
+# Measured 1.0 to 1.35 (512 rows behind 3584 positions, 16 key heads; 112 processes, torch 2.13, glibc 2.36), given the
+# alignment that cpu_config.py asks for; 1.0 to 1.7 without it.
+_MALLOC_FACTOR = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Bytes set aside before memory is divided: the exchange's slab, one step's tensors, a margin."""
+
+    exchange: int
+    workspace: int
+    margin: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.exchange + self.workspace + self.margin
+
+    def __str__(self) -> str:
+        return (
+            f"a reserve of {format_size(self.total)} (exchange {format_size(self.exchange)}, one step "
+            f"{format_size(self.workspace)}, margin {format_size(self.margin)})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What fits: pages of KV, expert slots, and the longest sequence that the pages can hold.
+
+    `reserve` is what was set aside before, `prefix_bytes` what attending to that longest sequence takes.
+    """
+
+    num_pages: int
+    expert_slots: int
+    max_model_len: int
+    reserve: Reserve
+    prefix_bytes: int
+
+
+def slab_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) -> int:
+    """One rank's slab of the exchange (exchange/slab.py, but for its alignment); 0 when no row leaves the rank."""
+    if config.num_workers == 1 and config.exchange in ("auto", "local"):
+        return 0
+    row = (1 + model.top_k) * model.hidden_size * itemsize
+    return config.max_batch_tokens * (row + 8 * model.top_k)
+
+
+def step_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """What the tensors of the largest step take at their peak, as an estimate; the prefix is `prefix_bytes`.
+
+    Values per row, in fp32: the residual, its norm, a block's input and output (4 H) beside the larger of attention
+    (query, key, value, rotated, scaled and as output: 8 times the query's width) and MLP: gate, up, activation and
+    product (4 I), the experts' outputs sorted and back in place (2 K H), and with peers the rows gathered from all of
+    them, in a buffer that grows by doubling, and frames both ways (4 W H). Then the logits of every sequence, twice,
+    and one row of the sampler's fp64 scratch. tests/engine/test_memory.py measures the peak against it.
+    """
+    attention, hidden, peers = model.attention, model.hidden_size, config.num_workers
+    head = attention.qk_dim if isinstance(attention, MlaConfig) else attention.head_dim
+    wide = max(model.intermediate_size, model.shared_intermediate_size, model.moe_intermediate_size)
+    moved = 2 * model.top_k * hidden + (4 * peers * hidden if peers > 1 else 0)
+    row = 4 * hidden + max(8 * attention.num_heads * head, 4 * wide + moved)
+    logits = model.vocab_size * (2 * _FP32 * config.max_num_seqs + 64)
+    return int((config.max_batch_tokens * row * _FP32 + logits + _SCORE_BYTES) * _MALLOC_FACTOR)
+
+
+def prefix_bytes(model: ModelConfig, itemsize: int) -> int:
+    """What a prompt chunk takes, in one layer at a time, per position of its sequence before and in the chunk.
+
+    Keys and values are gathered from the pages and, if not served in fp32, copied to it; latents are decompressed into
+    every head's key and value first, and each key is joined to its rotated part. Scores as in `_SCORE_ROWS`.
+    """
+    attention = model.attention
+    if isinstance(attention, MlaConfig):
+        used = attention.num_heads * (attention.qk_dim + attention.v_dim)
+        made = attention.latent_dim + used + attention.num_heads * attention.nope_dim
+    else:
+        used = made = 2 * attention.num_kv_heads * attention.head_dim
+    copied = used * _FP32 if itemsize < _FP32 else 0
+    return int((made * itemsize + copied + _SCORE_ROWS * attention.num_heads * _FP32) * _MALLOC_FACTOR)
+
+
+def plan_memory(
+    *,
+    config: EngineConfig,
+    model: ModelConfig,
+    itemsize: int,
+    resident_bytes: int,
+    num_local_experts: int,
+    available: int,
+    slab_allocated: bool = False,
+) -> MemoryPlan:
+    """Divide `available` bytes of one rank that serves values of `itemsize` bytes.
+
+    `resident_bytes` are the dense weights in memory, `num_local_experts` counts (layer, expert) pairs of this rank.
+    `slab_allocated`: the exchange's slab is already missing from `available`.
+
+    Raises ValueError with both numbers and the flag to change when something does not fit.
+    """
+    reserve = Reserve(
+        exchange=0 if slab_allocated else slab_bytes(config, model, itemsize),
+        workspace=step_bytes(config, model),
+        margin=int(available * MARGIN_SHARE),
+    )
+    free = available - resident_bytes - reserve.total
+    if free <= 0:
+        raise ValueError(
+            f"the dense weights need {format_size(resident_bytes)} beside {reserve}, this worker has "
+            f"{format_size(available)} of free memory; lower --max-batch-tokens, use fewer workers on this host or a "
+            "machine with more memory"
+        )
+    max_model_len = config.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise ValueError(f"--max-model-len {max_model_len} exceeds the model's {model.max_position}")
+    state, per_position = model.state_spec(itemsize), prefix_bytes(model, itemsize)
+    num_pages = _num_pages(config, state, free=free, max_model_len=max_model_len, per_position=per_position)
+    max_model_len = min(max_model_len, num_pages * config.page_size)
+    kv, prefix = num_pages * config.page_size * state.bytes_per_token, max_model_len * per_position
+    if kv + prefix > free:
+        assert config.kv_memory is not None, "an automatic size fits"
+        raise ValueError(
+            f"--kv-memory {format_size(config.kv_memory)} does not fit: this worker has {format_size(free)} of free "
+            f"memory beside its dense weights and {reserve}, of which attention over {max_model_len} tokens takes "
+            f"{format_size(prefix)}; lower --kv-memory"
+        )
+    left = free - kv - prefix
+    try:
+        slots = resolve_slots(
+            slots=config.expert_slots,
+            memory_bytes=config.expert_memory,
+            expert_bytes=model.expert_bytes(itemsize),
+            num_experts=num_local_experts,
+            available_bytes=left,
+        )
+    except ValueError as error:
+        if config.expert_memory is not None and config.expert_memory <= left:
+            raise
+        raise ValueError(f"{error} (beside {format_size(kv)} of KV and {reserve})") from None
+    return MemoryPlan(
+        num_pages=num_pages, expert_slots=slots, max_model_len=max_model_len, reserve=reserve, prefix_bytes=prefix
+    )
+
+
+def _num_pages(config: EngineConfig, state: StateSpec, *, free: int, max_model_len: int, per_position: int) -> int:
+    """Pages of --kv-memory, or, without it, as many as can be used and `AUTO_KV_SHARE` allows."""
+    page_bytes = config.page_size * state.bytes_per_token
+    longest = -(-max_model_len // config.page_size)
+    if config.kv_memory is not None:
+        num_pages = config.kv_memory // page_bytes
+    else:
+        share = int(free * AUTO_KV_SHARE)
+        # Pages that make the longest sequence longer also make its attention take more.
+        both = page_bytes + config.page_size * per_position
+        num_pages = share // both
+        if num_pages > longest:
+            num_pages = min(longest + (share - longest * both) // page_bytes, config.max_num_seqs * longest)
+    if num_pages < 2:
+        raise ValueError(
+            f"KV memory holds {num_pages} pages of {format_size(page_bytes)}, at least 2 are needed; raise --kv-memory"
+        )
+    if config.max_model_len is not None and num_pages < longest:
+        raise ValueError(
+            f"--max-model-len {max_model_len} needs {longest} KV pages, memory holds {num_pages}; "
+            "raise --kv-memory or lower --max-model-len"
+        )
+    return num_pages

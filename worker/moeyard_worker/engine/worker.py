@@ -1,0 +1,253 @@
+"""One rank of the fleet: builds the parts in order and runs the engine. Ray (deploy) or a test drives it.
+
+Life: construct (sockets bound, nothing loaded) -> `endpoints` -> `connect` (meet the peers) -> `load` (weights, caches)
+-> `start` -> `wait` until the engine ends. `progress` and `stop` may be called at any time, from any thread. What
+crosses a method is plain values, so that a launcher needs no torch to drive a worker.
+"""
+
+import logging
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeyard_worker.checkpoint.loading import MappedExperts, open_checkpoint
+from moeyard_worker.config.engine_config import EngineConfig, SchedulerConfig
+from moeyard_worker.engine.frontend import Frontend
+from moeyard_worker.engine.host_memory import available_memory
+from moeyard_worker.engine.loop import Engine
+from moeyard_worker.engine.memory import MemoryPlan, plan_memory
+from moeyard_worker.engine.metrics import WorkerMetrics
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.exchange.factory import build_exchange, build_mesh
+from moeyard_worker.exchange.rendezvous import MeshEndpoint
+from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.experts.placement import partition
+from moeyard_worker.experts.trace import RoutingRecorder, TraceHeader
+from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.scheduling.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+# Peers construct their sockets before anyone is told to connect, so this is long (seconds).
+MEET_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What one rank is told at start. `epoch` is a random number of this fleet: frames of another one are refused."""
+
+    config: EngineConfig
+    rank: int
+    epoch: int
+    host: str
+    version: str
+    metrics_port: int = 0
+
+
+class WorkerActor:
+    """A rank. Methods other than `progress` and `stop` are called once, in the order of the module's docstring."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        torch.set_num_threads(spec.config.threads)
+        self._spec = spec
+        config = spec.config
+        self._model = load_model_config(config.model_path)
+        self._checkpoint = open_checkpoint(config.model_path, self._model)
+        self._dtype = getattr(torch, self._model.dtype if config.dtype == "auto" else config.dtype)
+        self._placement = partition(self._model.num_experts, config.num_workers)
+        self._experts = self._placement[spec.rank]
+        self._shape = ExchangeShape(
+            num_experts=self._model.num_experts,
+            top_k=self._model.top_k,
+            hidden=self._model.hidden_size,
+            dtype=self._dtype,
+            max_tokens=config.max_batch_tokens,
+        )
+        self._mesh = build_mesh(
+            config.exchange,
+            shape=self._shape,
+            rank=spec.rank,
+            world_size=config.num_workers,
+            epoch=spec.epoch,
+            host=spec.host,
+            deadline=config.step_deadline,
+        )
+        self._frontend = Frontend(spec.host)
+        self._metrics = WorkerMetrics(rank=spec.rank, version=spec.version)
+        try:
+            self._metrics_port = self._metrics.serve(spec.host, spec.metrics_port)
+        except OSError as error:
+            raise ValueError(
+                f"metrics of worker {spec.rank} cannot listen on {spec.host}:{spec.metrics_port}: {error.strerror}; "
+                "choose another --metrics-port-base"
+            ) from error
+        self._available: int | None = None
+        self._loaded = 0
+        self._total = 0
+        self._engine: Engine | None = None
+        self._recording: RoutingRecorder | None = None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._crash: BaseException | None = None
+
+    def endpoints(self) -> dict[str, Any]:
+        """`frontend` for routers, `metrics_url` for Prometheus, `mesh` (fields of a MeshEndpoint) for the peers."""
+        return {
+            "frontend": self._frontend.endpoint,
+            "metrics_url": f"http://{self._spec.host}:{self._metrics_port}/metrics",
+            "mesh": asdict(self._mesh.endpoint()),
+        }
+
+    def connect(self, mesh: list[dict[str, Any]]) -> None:
+        """Meet the peers: their endpoints in rank order."""
+        self._mesh.connect([MeshEndpoint(**fields) for fields in mesh], timeout=MEET_SECONDS)
+        # No rank loads before all have met: in `load` peers of this host would already be taking what is measured.
+        self._available = available_memory()
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes loaded so far and in all (0, 0 before `load`)."""
+        return self._loaded, self._total
+
+    def _advance(self, num_bytes: int) -> None:
+        self._loaded += num_bytes
+
+    def load(self, ranks_on_host: int) -> dict[str, Any]:
+        """Load this rank's weights and allocate its caches; returns what was decided (sizes in bytes).
+
+        `ranks_on_host` workers share evenly what was free on the host when they had met. Raises ValueError when
+        something does not fit and CheckpointError for a bad file.
+        """
+        config, model = self._spec.config, self._model
+        assert self._available is not None, "load comes after connect"
+        plan = self._plan(self._available // ranks_on_host)
+        self._recording = self._recorder(plan)
+        experts = self.experts = ExpertCache(
+            source=MappedExperts(self._checkpoint),
+            layers=model.moe_layers,
+            experts=self._experts,
+            hidden=model.hidden_size,
+            intermediate=model.moe_intermediate_size,
+            dtype=self._dtype,
+            num_slots=plan.expert_slots,
+            top_k=model.top_k,
+            policy=config.expert_policy,
+            recorder=self._recording,
+        )
+        self._total = self._checkpoint.dense_bytes()
+        if experts.all_resident:
+            self._total += experts.num_slots * model.expert_bytes(self._dtype.itemsize)
+        exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
+        runner = Runner(
+            self._checkpoint,
+            exchange=exchange,
+            experts=experts,
+            dtype=self._dtype,
+            num_pages=plan.num_pages,
+            page_size=config.page_size,
+            progress=self._advance,
+        )
+        experts.preload(self._advance)
+        scheduler = self.scheduler = Scheduler(
+            SchedulerConfig(
+                num_pages=plan.num_pages,
+                page_size=config.page_size,
+                max_model_len=plan.max_model_len,
+                vocab_size=model.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+                max_batch_tokens=config.max_batch_tokens,
+                max_num_seqs=config.max_num_seqs,
+                prefill_chunk=config.prefill_chunk,
+                max_waiting=config.max_waiting,
+                prefix_caching=config.prefix_caching and model.state_spec(self._dtype.itemsize).prefix_reusable,
+            )
+        )
+        self._engine = Engine(
+            rank=self._spec.rank,
+            world_size=config.num_workers,
+            epoch=self._spec.epoch,
+            scheduler=scheduler,
+            runner=runner,
+            experts=experts,
+            exchange=exchange,
+            mesh=self._mesh,
+            frontend=self._frontend,
+            metrics=self._metrics,
+        )
+        log.info("rank %d serves %s with %s", self._spec.rank, config.model_path, plan)
+        return {
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "num_pages": plan.num_pages,
+            "max_model_len": plan.max_model_len,
+            "expert_slots": experts.num_slots,
+            "num_experts": experts.num_experts,
+            "skipped": dict(self._checkpoint.skipped),
+        }
+
+    def _plan(self, available: int) -> MemoryPlan:
+        return plan_memory(
+            config=self._spec.config,
+            model=self._model,
+            itemsize=self._dtype.itemsize,
+            resident_bytes=self._checkpoint.resident_bytes(self._dtype.itemsize),
+            num_local_experts=len(self._experts) * len(self._model.moe_layers),
+            available=available,
+            # Peers of one host reserve theirs when they are constructed.
+            slab_allocated=self._mesh.own_slab is not None,
+        )
+
+    def _recorder(self, plan: MemoryPlan) -> RoutingRecorder | None:
+        config = self._spec.config
+        if config.record_routing is None:
+            return None
+        header = TraceHeader(
+            rank=self._spec.rank,
+            world_size=config.num_workers,
+            layers=self._model.moe_layers,
+            experts_start=self._experts.start,
+            experts_stop=self._experts.stop,
+            top_k=self._model.top_k,
+            num_slots=plan.expert_slots,
+            policy=config.expert_policy,
+        )
+        return RoutingRecorder(Path(config.record_routing), header)
+
+    def start(self) -> None:
+        """Run the engine in a thread of its own."""
+        self._thread = threading.Thread(target=self._run, name=f"engine-{self._spec.rank}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        assert self._engine is not None
+        try:
+            self._engine.run()
+        except BaseException as error:  # boundary: handed to `wait`, which raises it where the launcher sees it
+            self._crash = error
+        finally:
+            self._mesh.close()
+            # Routers must not go on talking to a rank that has ended.
+            self._frontend.close()
+            if self._recording is not None:
+                self._recording.close()
+            self._stopped.set()
+
+    def wait(self) -> None:
+        """Block until the engine has ended; raises what ended it when that was not `stop`."""
+        self._stopped.wait()
+        if self._crash is not None:
+            raise self._crash
+
+    def stop(self) -> None:
+        """End the engine after its current step and free sockets and shared memory. Safe to call twice."""
+        if self._engine is not None and self._thread is not None:
+            self._engine.stop()
+            self._thread.join()
+            self._engine.close()
+            self._engine = None
+        self._mesh.close()
+        self._frontend.close()
+        self._metrics.close()
+        self._stopped.set()
