@@ -30,7 +30,8 @@ from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, forma
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.memory import plan_memory
 from moeyard_worker.experts.placement import partition
-from moeyard_worker.models.model_config import ModelConfig, load_model_config
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

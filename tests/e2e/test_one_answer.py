@@ -15,7 +15,7 @@ import pytest
 from tests.fleet import Answer, Fleet, ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
-from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.models.families import load_model_config
 
 PAGE = 16
 NUM_PAGES = {"ample": 256, "scarce": 10}

@@ -24,7 +24,8 @@ from moeyard_worker.experts.policies import POLICIES
 from moeyard_worker.experts.policy import Counters
 from moeyard_worker.experts.sim import belady, simulate
 from moeyard_worker.experts.trace import RankTrace, read_trace
-from moeyard_worker.models.model_config import ModelConfig, load_model_config
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "deploy" / "demo"

@@ -185,7 +185,7 @@ def test_routing_of_random_checkpoints_is_diverse(tmp_path: Path, family: str, s
     run = experts.run
 
     def spy(layer: int, dispatched: Any) -> torch.Tensor:
-        seen.append(dispatched.num_tokens_per_expert)
+        seen.append(dispatched.experts.flatten().bincount().tolist())
         return run(layer, dispatched)
 
     experts.run = spy  # type: ignore[method-assign]

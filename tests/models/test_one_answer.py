@@ -133,12 +133,12 @@ def test_idle_step_takes_part_in_every_exchange(tmp_path: Path) -> None:
     calls: list[tuple[str, int]] = []
     dispatch, combine = exchange.dispatch, exchange.combine
 
-    def spy_dispatch(x: torch.Tensor, ids: torch.Tensor, *, layer: int, num_prefill_tokens: int) -> object:
+    def spy_dispatch(x: torch.Tensor, ids: torch.Tensor, *, layer: int, num_prompt: int) -> object:
         assert x.shape == (0, 64)
         assert ids.shape == (0, 2)
         assert ids.dtype == torch.int64
         calls.append(("dispatch", layer))
-        return dispatch(x, ids, layer=layer, num_prefill_tokens=num_prefill_tokens)
+        return dispatch(x, ids, layer=layer, num_prompt=num_prompt)
 
     def spy_combine(out: torch.Tensor, handle: object) -> torch.Tensor:
         calls.append(("combine", out.shape[0]))

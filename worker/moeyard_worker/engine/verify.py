@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.checkpoint.loading import MappedExperts, open_checkpoint
 from moeyard_worker.config.fields import read_json
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.experts.cache import ExpertCache
-from moeyard_worker.models.model_config import ModelConfig, load_model_config
+from moeyard_worker.models.families import FAMILIES, load_model_config
+from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.scheduling.step import Chunk, Step
 
 PAGE_SIZE = 16
@@ -29,16 +31,6 @@ PROMPT_TEXTS = (
     "The capital of France is",
     "def fibonacci(n: int) -> int:\n    ",
     "Once upon a time, there was",
-)
-# transformers knows kimi_k2 under the name of its architecture.
-MODEL_CLASSES = MappingProxyType(
-    {
-        "deepseek_v3": "DeepseekV3ForCausalLM",
-        "kimi_k2": "DeepseekV3ForCausalLM",
-        "deepseek_v2": "DeepseekV2ForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-        "mixtral": "MixtralForCausalLM",
-    }
 )
 # Differences of logits relative to the largest logit. float32 only differs in the order of sums; bfloat16 rounds after
 # every operation, in other places here and there.
@@ -60,7 +52,9 @@ def local_runner(directory: Path | str, *, dtype: torch.dtype, num_pages: int, p
     """A runner that is a fleet of its own, with every expert resident. Raises CheckpointError."""
     config = load_model_config(directory)
     checkpoint = open_checkpoint(directory, config)
+    backend = CpuBackend(page_size=page_size)
     experts = ExpertCache(
+        backend=backend,
         source=MappedExperts(checkpoint),
         layers=config.moe_layers,
         experts=range(config.num_experts),
@@ -72,12 +66,7 @@ def local_runner(directory: Path | str, *, dtype: torch.dtype, num_pages: int, p
     )
     experts.preload()
     return Runner(
-        checkpoint,
-        exchange=LocalExchange(num_experts=config.num_experts),
-        experts=experts,
-        dtype=dtype,
-        num_pages=num_pages,
-        page_size=page_size,
+        checkpoint, backend=backend, exchange=LocalExchange(), experts=experts, dtype=dtype, num_pages=num_pages
     )
 
 
@@ -156,7 +145,7 @@ def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model_class = getattr(transformers, MODEL_CLASSES[family])
+    model_class = getattr(transformers, FAMILIES[family].reference)
     # The model type names how stored tensors are converted; under a name it does not know transformers would skip that
     # and leave the experts at random values.
     settings = read_json(Path(directory) / "config.json")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.checkpoint.loading import MappedExperts, open_checkpoint
 from moeyard_worker.config.engine_config import EngineConfig, SchedulerConfig
 from moeyard_worker.engine.frontend import Frontend
@@ -23,11 +24,11 @@ from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
-from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.experts.trace import RoutingRecorder, TraceHeader
-from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class WorkerActor:
             num_experts=self._model.num_experts,
             top_k=self._model.top_k,
             hidden=self._model.hidden_size,
-            dtype=self._dtype,
+            dtype=str(self._dtype).removeprefix("torch."),
             max_tokens=config.max_batch_tokens,
         )
         self._mesh = build_mesh(
@@ -125,7 +126,9 @@ class WorkerActor:
         assert self._available is not None, "load comes after connect"
         plan = self._plan(self._available // ranks_on_host)
         self._recording = self._recorder(plan)
+        backend = CpuBackend(page_size=config.page_size)
         experts = self.experts = ExpertCache(
+            backend=backend,
             source=MappedExperts(self._checkpoint),
             layers=model.moe_layers,
             experts=self._experts,
@@ -143,11 +146,11 @@ class WorkerActor:
         exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
         runner = Runner(
             self._checkpoint,
+            backend=backend,
             exchange=exchange,
             experts=experts,
             dtype=self._dtype,
             num_pages=plan.num_pages,
-            page_size=config.page_size,
             progress=self._advance,
         )
         experts.preload(self._advance)

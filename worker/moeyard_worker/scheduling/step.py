@@ -21,6 +21,10 @@ class Chunk:
     sample: bool
 
     @property
+    def state_slot(self) -> int:
+        return -1
+
+    @property
     def num_tokens(self) -> int:
         """Number of rows of this chunk."""
         return len(self.token_ids)
@@ -65,3 +69,12 @@ class Step:
     def sampled(self) -> tuple[Chunk, ...]:
         """The chunks whose last row is sampled, in row order; row i of the runner's logits belongs to chunk i."""
         return tuple(c for c in self.chunks if c.sample)
+
+    @property
+    def sample_rows(self) -> tuple[int, ...]:
+        rows, end = [], 0
+        for chunk in self.chunks:
+            end += chunk.num_tokens
+            if chunk.sample:
+                rows.append(end - 1)
+        return tuple(rows)

@@ -13,4 +13,5 @@ class StateSpec:
 
     bytes_per_token: int
     bytes_per_sequence: int = 0
+    chunk_alignment: int = 1
     prefix_reusable: bool = True
