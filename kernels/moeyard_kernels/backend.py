@@ -11,13 +11,16 @@ that the backend's kernels want. H counts hidden, T = num_tokens, K = experts pe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moeyard_kernels.types.gate import GateRule
 from moeyard_kernels.types.step import StepRows
 
 if TYPE_CHECKING:
     import torch
+
+# What a backend made and alone can read: it is handed back to the backend that made it.
+Own = Any
 
 
 class StepPlan(Protocol):
@@ -39,7 +42,7 @@ class StepPlan(Protocol):
 class GqaAttend(Protocol):
     """Grouped-query attention of one layer: head norms, rotation, keys and values into their pages, attention."""
 
-    def attend(self, qkv: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, plan: Own) -> torch.Tensor:
         """qkv [num_rows, (Hq + 2 Hkv) D] -> [num_rows, Hq D]; all of the step is stored before anything attends."""
         ...
 
@@ -47,7 +50,7 @@ class GqaAttend(Protocol):
 class MlaAttend(Protocol):
     """Latent attention of one layer: rotation, latents into their pages, attention."""
 
-    def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: Own) -> torch.Tensor:
         """q [num_rows, Hq (nope + Dr)], latent [num_rows, R] normalised, k_rope [num_rows, Dr] -> [num_rows, Hq Dv]."""
         ...
 
@@ -70,7 +73,7 @@ class ExpertRun(Protocol):
         """`counts` where the host has them anyway, else None."""
         ...
 
-    def compute(self, slot_of_expert: object) -> None:
+    def compute(self, slot_of_expert: Own) -> None:
         """Run the pairs of every local expert whose slot in a `slot_table` is not -1."""
         ...
 
@@ -88,7 +91,7 @@ class ExpertSlots(Protocol):
         """Put one expert, gate and up [I, H] and down [H, I], into a slot, rounded to the served dtype; its bytes."""
         ...
 
-    def slot_table(self, slots: Sequence[int]) -> object:
+    def slot_table(self, slots: Sequence[int]) -> Own:
         """The slot of each local expert, -1 for one that is not to be run, in the form `ExpertRun.compute` takes."""
         ...
 
@@ -138,7 +141,7 @@ class Backend(Protocol):
         ...
 
     def route(
-        self, x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, plan: StepPlan
+        self, x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, plan: Own
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights [T', K] fp32, expert ids [T', K]) of x [num_rows, H]; T <= T' <= num_rows, ids of padding are -1.
 
@@ -147,7 +150,7 @@ class Backend(Protocol):
         ...
 
     def weighted_reduce(
-        self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, plan: StepPlan
+        self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, plan: Own
     ) -> torch.Tensor:
         """partial [T', K, H], weights [T', K], shared [num_rows, H] -> [num_rows, H]; see `ops.moe_weighted_reduce`."""
         ...

@@ -6,6 +6,7 @@ Hits and misses go through the same kernel on the same kind of slot, so residenc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -165,7 +166,7 @@ class ExpertCache:
         if stalls:
             self.stats.stall_seconds.append(sum(stalls))
 
-    def _table(self, wave: list[Placed]) -> object:
+    def _table(self, wave: list[Placed]) -> Any:
         """The slots of these experts, -1 for all others."""
         slots = [-1] * len(self._experts)
         for placed in wave:
@@ -203,7 +204,8 @@ class ExpertCache:
 
 def _needed(run: ExpertRun) -> tuple[list[int], list[int]]:
     """Local ids of the experts that a decode row needs, and of those that only prompt rows need, ascending."""
-    decode, prefill = [], []
+    decode: list[int] = []
+    prefill: list[int] = []
     for local, (count, num_decode) in enumerate(zip(run.counts, run.decode_counts, strict=True)):
         if count:
             (decode if num_decode else prefill).append(local)

@@ -24,7 +24,7 @@ def load_model_config(directory: Path | str) -> ModelConfig:
     path = directory / "config.json"
     config = Fields(str(path), read_json(path))
     name = config.values.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise config.error("model_type", f"{name!r} is not supported (supported: {', '.join(FAMILIES)})")
     config.require("hidden_act", ("silu",), "silu")
     if config.values.get("quantization_config") is not None:
