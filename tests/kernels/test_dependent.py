@@ -134,7 +134,7 @@ def test_what_follows_latent_decode_finds_its_results(num_sequences: int, length
     torch.cuda.synchronize()
 
     def step() -> tuple[torch.Tensor, ...]:
-        out, lse = ops.mla_decode(q, rope, cache, plan=tables, scale=576**-0.5, return_lse=True)
+        out, lse = ops.mla_decode(q, rope, cache, tables=tables, scale=576**-0.5)
         return out, lse, ops.linear(out.flatten(1), weight, static_weight=True)
 
     assert_replays(step, lambda: q.copy_(torch.randn_like(q)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
-from moeyard_kernels.ops import padded_rows
+from moeyard_kernels.cpu.linear import padded_rows
 from moeyard_worker.engine.batch import build_batch
 from moeyard_worker.engine.verify import greedy_tokens, local_runner
 from moeyard_worker.models.decoder import make_pool

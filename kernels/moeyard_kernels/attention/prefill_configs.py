@@ -1,4 +1,4 @@
-"""What `attn_prefill` may run with, and what it does run with by default."""
+"""What `attn_prefill_varlen` may run with, and what it does run with by default."""
 
 import torch
 
@@ -8,7 +8,7 @@ from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.prefill_plan import PrefillPlan
 
-OP = "attn_prefill"
+OP = "attn_prefill_varlen"
 
 # Rows per program, whether full blocks of keys come by TMA (where layout and pages allow), and how it is scheduled.
 # Two programs of 64 rows share a multiprocessor and fill each other's gaps; one of 128 rows reads keys half as often.

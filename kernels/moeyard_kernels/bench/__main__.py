@@ -28,7 +28,10 @@ from moeyard_kernels.bench.timing import Timer
 from moeyard_kernels.common import tuning
 
 # Each has `cases() -> Iterator[Case]`; inputs live only while their case is at hand.
-MODULES = ("elementwise", "reduce", "linear", "gate", "moe", "mla_decode", "gqa_decode", "attn_prefill", "sample")
+MODULES = (
+    *("elementwise", "reduce", "linear", "gate", "moe"),
+    *("mla_decode", "gqa_decode", "attn_prefill_varlen", "sample"),
+)
 HEADS = ("op", "shape", "us", "GB/s", "TFLOP/s", "copy %", "baseline", "us there", "speedup", "target", "met")
 
 

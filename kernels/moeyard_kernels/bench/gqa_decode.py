@@ -51,7 +51,7 @@ def _case(heads: int, kv_heads: int, batch: int, queries: int, length: int, targ
     rows = queries * heads // kv_heads
 
     def attend(only: slice, some: DecodeTables) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.gqa_decode(q[only], k, v, plan=some, scale=_SCALE, return_lse=True)
+        return ops.gqa_decode(q[only], k, v, tables=some, scale=_SCALE)
 
     def exact(b: int, row: int, length: int) -> torch.Tensor:
         page_ids = tables.page_table[b].long()

@@ -79,7 +79,7 @@ def _case(heads: int, batch: int, queries: int, length: int, target: Target | No
     tables = DecodeTables(page_table=table, kv_lens=lens, page_size=_PAGE)
 
     def attend(rows: slice, some: DecodeTables) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.mla_decode(q[rows], r[rows], cache, plan=some, scale=_SCALE, return_lse=True)
+        return ops.mla_decode(q[rows], r[rows], cache, tables=some, scale=_SCALE)
 
     def exact(b: int, row: int, length: int) -> torch.Tensor:
         keys = cache[tables.page_table[b].long()].flatten(0, 1)[:length].double()

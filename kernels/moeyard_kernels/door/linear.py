@@ -3,23 +3,7 @@
 import torch
 
 from moeyard_kernels.common.checks import FLOATS, check_devices, show
-from moeyard_kernels.cpu import linear as _linear
-
-
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """weight [N, K] (fp32 or bf16) in the form that `linear` and `grouped_mlp` are fastest with.
-
-    On a CPU: a blocked copy of the same size, opaque but for `shape` and `dtype`, 1.2 to 2 times as fast for few rows.
-    Its bits may differ from those of the plain weight, so a given weight is packed always or never. On CUDA: itself.
-    """
-    if weight.dim() != 2 or weight.dtype not in FLOATS:
-        raise ValueError(f"pack_weight: weight must be fp32 or bf16 [N, K], got {show(weight)}")
-    return weight if weight.is_cuda else _linear.pack_weight(weight)
-
-
-def padded_rows(num_rows: int) -> int:
-    """The count up to which a step's rows are best padded once, so that `linear` need not copy in every layer."""
-    return _linear.padded_rows(num_rows)
+from moeyard_kernels.door.load import kernel
 
 
 def _check(op: str, x: torch.Tensor, weight: torch.Tensor, name: str) -> None:
@@ -33,7 +17,7 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, name: str) -> None:
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, static_weight: bool = False
 ) -> torch.Tensor:
-    """x [M, K] @ weight [N, K].T + bias [N] -> [M, N]; fp32 or bf16, all alike. M may be 0; `weight` may be packed.
+    """x [M, K] @ weight [N, K].T + bias [N] -> [M, N]; fp32 or bf16, all alike. M may be 0.
 
     Sums and the bias are fp32, with one rounding to the dtype at the end. static_weight: the caller knows that no
     launch still at work writes `weight`, as with a model's weights while it serves; a GPU may then read it before the
@@ -44,12 +28,7 @@ def linear(
         if bias.dtype != x.dtype or bias.shape != weight.shape[:1]:
             raise ValueError(f"linear: bias {show(bias)} does not fit weight {show(weight)}")
         check_devices("linear", x=x, bias=bias)
-    if x.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.linear import linear as triton_kernel
-
-        return triton_kernel.linear(x, weight, bias, static_weight=static_weight)
-    return _linear.linear(x, weight, bias)
+    return kernel("linear.linear", x).linear(x, weight, bias, static_weight=static_weight)
 
 
 def linear_pair(
@@ -62,9 +41,4 @@ def linear_pair(
     """
     _check("linear_pair", x, weight_a, "weight_a")
     _check("linear_pair", x, weight_b, "weight_b")
-    if x.is_cuda:
-        # As above.
-        from moeyard_kernels.linear import linear as triton_kernel
-
-        return triton_kernel.linear_pair(x, weight_a, weight_b, static_weight=static_weight)
-    return _linear.linear(x, weight_a), _linear.linear(x, weight_b)
+    return kernel("linear.linear", x).linear_pair(x, weight_a, weight_b, static_weight=static_weight)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from moeyard_kernels.ops import pack_weight
+from moeyard_kernels.cpu.linear import pack_weight
 from moeyard_worker.checkpoint.check import CheckedCheckpoint, check_checkpoint
 from moeyard_worker.checkpoint.index import TensorEntry, open_index
 from moeyard_worker.config.checkpoint_error import CheckpointError

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from moeyard_kernels.ops import BLOCK, DecodePlan, padded_rows, plan_decode
+from moeyard_kernels.cpu.decode_plan import BLOCK, DecodePlan, plan_decode
+from moeyard_kernels.cpu.linear import padded_rows
 from moeyard_worker.scheduling.step import Chunk, Step
 
 # The absorbed products of latent attention see decode rows in multiples of this many: fewer than four rows take another

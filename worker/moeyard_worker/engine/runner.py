@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from moeyard_kernels.ops import BLOCK
+from moeyard_kernels.cpu.decode_plan import BLOCK
 from moeyard_worker.checkpoint.check import CheckedCheckpoint
 from moeyard_worker.checkpoint.loading import DenseLoader
 from moeyard_worker.engine.batch import build_batch

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moeyard_kernels.ops import grouped_mlp
+from moeyard_kernels.cpu.grouped_mlp import grouped_mlp
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.policies import start_policy

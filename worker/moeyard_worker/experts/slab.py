@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.ops import pack_weight
+from moeyard_kernels.cpu.linear import pack_weight
 
 
 class Slab:

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from moeyard_kernels import ops
+from moeyard_kernels.cpu.attn_prefill import attn_prefill
+from moeyard_kernels.cpu.linear import linear
+from moeyard_kernels.cpu.mla_decode import mla_decode
 from moeyard_worker.engine.batch import Batch, PromptSegment, pad_heads
 from moeyard_worker.models.attention_config import MlaConfig
 from moeyard_worker.state.pools import LatentLayer
@@ -50,10 +53,10 @@ class MlaAttention:
     ) -> torch.Tensor:
         """x [num_rows, H] -> [num_rows, H]. The step's latents are in the cache before anything attends."""
         config = self._config
-        rows = ops.linear(x, self._q_kv_a, self._q_kv_a_bias)
+        rows = linear(x, self._q_kv_a, self._q_kv_a_bias)
         first, latent, k_rope = torch.split_with_sizes(rows, (self._num_first, config.kv_lora_rank, config.rope_dim), 1)
         if self._q_norm is not None and self._q_b is not None:
-            first = ops.linear(ops.rms_norm(first, self._q_norm, config.norm_eps), self._q_b)
+            first = linear(ops.rms_norm(first, self._q_norm, config.norm_eps), self._q_b)
         q = first.view(-1, config.num_heads, config.qk_dim)
         # The key's rotated part rotates as one more head of the query.
         rotated = torch.cat((q[..., config.nope_dim :], k_rope.unsqueeze(1)), 1)
@@ -63,7 +66,7 @@ class MlaAttention:
         cache.write(batch.slots, latent[: batch.num_tokens])
 
         out = self._attend(q, q_rope, batch, cache)
-        return ops.linear(out.flatten(1), self._o, self._o_bias)
+        return linear(out.flatten(1), self._o, self._o_bias)
 
     def _attend(self, q: torch.Tensor, q_rope: torch.Tensor, batch: Batch, cache: LatentLayer) -> torch.Tensor:
         """[num_rows, Hq, Dv]; what the padding holds is finite."""
@@ -86,7 +89,7 @@ class MlaAttention:
         k_nope, v = kv[..., : config.nope_dim], kv[..., config.nope_dim : config.nope_dim + config.v_dim]
         k_rope = rows[:, config.kv_lora_rank :].expand(config.num_heads, -1, -1)
         here = slice(part.begin, part.end)
-        return ops.attn_prefill(
+        return attn_prefill(
             torch.cat((q[here, :, : config.nope_dim], q_rope[here]), -1),
             torch.cat((k_nope, k_rope), -1),
             v,
@@ -99,7 +102,7 @@ class MlaAttention:
         config, begin = self._config, batch.num_prefill
         q_nope = q[begin : begin + batch.num_decode_rows, :, : config.nope_dim]
         q_latent = torch.bmm(q_nope.transpose(0, 1), self._k_absorb).transpose(0, 1)
-        latent = ops.mla_decode(
+        latent = mla_decode(
             q_latent[: batch.num_decode, :, : config.kv_lora_rank],
             q_rope[begin : batch.num_tokens],
             cache.rows,

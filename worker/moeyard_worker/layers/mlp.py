@@ -3,6 +3,7 @@
 import torch
 
 from moeyard_kernels import ops
+from moeyard_kernels.cpu.linear import linear
 
 
 class Mlp:
@@ -13,4 +14,4 @@ class Mlp:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, H] -> [M, H]."""
-        return ops.linear(ops.silu_mul(ops.linear(x, self._gate_up)), self._down)
+        return linear(ops.silu_mul(linear(x, self._gate_up)), self._down)

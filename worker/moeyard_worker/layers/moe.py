@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from moeyard_kernels import ops
+from moeyard_kernels.cpu.linear import linear
 from moeyard_worker.engine.batch import Batch
 from moeyard_worker.exchange.base import Dispatched, Exchange
 from moeyard_worker.layers.mlp import Mlp
@@ -61,7 +62,7 @@ class Moe:
         if not x.shape[0]:
             return x.new_empty(0, config.top_k, dtype=torch.float32), x.new_empty(0, config.top_k, dtype=torch.int64)
         return ops.topk_gate(
-            ops.linear(x.to(self._gate.dtype), self._gate).float(),
+            linear(x.to(self._gate.dtype), self._gate).float(),
             top_k=config.top_k,
             scoring=config.scoring,
             renormalize=config.renormalize,

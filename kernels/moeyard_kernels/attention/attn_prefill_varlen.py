@@ -197,7 +197,7 @@ def attn_prefill_varlen(
     k_rope: torch.Tensor | None = None,
     return_lse: bool = False,
     config: Config | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `moeyard_kernels.ops.attn_prefill_varlen`. Raises ValueError for what its grid or its dots cannot hold."""
     num_rows, num_heads, dim_k = q.shape
     paged = plan.page_size > 0
@@ -252,8 +252,7 @@ def attn_prefill_varlen(
                 WIDE=launch.interpreted() and q.dtype == torch.bfloat16, STAGES=config["num_stages"],
                 num_warps=config["num_warps"], num_stages=config["num_stages"],
             )  # fmt: skip
-    out = launch.finish(out, q.dtype)
-    return (out, lse) if return_lse else out
+    return launch.finish(out, q.dtype), lse if return_lse else None
 
 
 def _near(num_kv_heads: int, programs: int) -> int:
