@@ -36,7 +36,7 @@ _UNSEEN = tl.constexpr(-2e38)
 
 
 @triton.jit
-def _load(  # type: ignore[no-untyped-def]
+def _load(
     p_x, d_x, i_row, o_row, m_row, s_row, i_col,
     D: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def _load(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _attend(  # type: ignore[no-untyped-def]
+def _attend(
     b_acc, b_m, b_l, b_q, b_q2, o_p, i_low, i_begin, i_end, i_seen, i_base, p_pages,
     p_k, p_k2, p_v, d_k, d_k2, d_v, s_k, s_k2, s_v, i_col_k, i_col_k2, i_col_v, c, window,
     D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
@@ -98,7 +98,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 # Sizes that change from step to step must not compile the kernel anew.
 @triton.jit(do_not_specialize=["window", "num_pages", "max_pages", "num_near", "num_parts"])
-def _attn_prefill_kernel(  # type: ignore[no-untyped-def]
+def _attn_prefill_kernel(
     p_q, p_k, p_k2, p_v, d_k, d_k2, d_v, p_out, p_lse, p_cu_q, p_starts, p_tiles, p_keys,
     c, window, s_q, s_q_head, s_k, s_k_head, s_k2, s_k2_head, s_v, s_v_head,
     num_pages, max_pages, H, num_near, num_parts,

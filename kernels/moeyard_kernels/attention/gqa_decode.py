@@ -35,7 +35,7 @@ from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
 
 
 @triton.jit(do_not_specialize=("B", "MAX_PAGES", "S", "NUM_PAGES"))
-def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
+def _gqa_decode_kernel(
     p_q, p_k, p_v, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S, NUM_PAGES,
     Q: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, BB: tl.constexpr,

@@ -40,7 +40,7 @@ from moeyard_kernels.types.decode_tables import BLOCK, MLA_SPLIT, DecodeTables
 
 
 @triton.jit(do_not_specialize=("B", "MAX_PAGES", "S"))
-def _mla_decode_kernel(  # type: ignore[no-untyped-def]
+def _mla_decode_kernel(
     p_q, p_r, p_kv, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S,
     Q: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, BB: tl.constexpr, BQ: tl.constexpr,

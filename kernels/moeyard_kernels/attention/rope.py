@@ -27,7 +27,7 @@ def default_config(num_heads: int, dim: int) -> tuning.Config:
 
 
 @triton.jit
-def rotate(b_first, b_second, b_cos, b_sin, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def rotate(b_first, b_second, b_cos, b_sin, WIDE: tl.constexpr):
     """(a cos - b sin, b cos + a sin), each product and sum rounded to WIDE, the wider dtype of x and cos.
 
     Launch with `enable_fp_fusion=False`: in fp32 the roundings of the products are those of fp32 itself.
@@ -38,7 +38,7 @@ def rotate(b_first, b_second, b_cos, b_sin, WIDE: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def rotated_heads(  # type: ignore[no-untyped-def]
+def rotated_heads(
     p_x, stride_n, o_n, N, p_cos, p_sin, HALF, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
 ):
     """The rotated halves [BN, BH] (fp32, rounded to x's dtype) of heads o_n of one token. BH covers HALF = D / 2."""
@@ -65,9 +65,7 @@ def rotated_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_halves(  # type: ignore[no-untyped-def]
-    p_out, stride_n, o_n, m_n, b_first, b_second, HALF, BH: tl.constexpr
-):
+def store_halves(p_out, stride_n, o_n, m_n, b_first, b_second, HALF, BH: tl.constexpr):
     """Store the halves [BN, BH] of heads o_n where m_n, one after the other."""
     o_h = tl.arange(0, BH)
     m_x = m_n[:, None] & (o_h < HALF)[None, :]
@@ -77,7 +75,7 @@ def store_halves(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def token_and_block(num_blocks):  # type: ignore[no-untyped-def]
+def token_and_block(num_blocks):
     """(Token, block) of this program of T num_blocks: a token's blocks run beside each other, cheap ones among others.
 
     rope_cache_write_mla of 4096 tokens on an H200: 36.6 us so, 39.5 with the first block of every token before any
@@ -89,7 +87,7 @@ def token_and_block(num_blocks):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def rotate_block(  # type: ignore[no-untyped-def]
+def rotate_block(
     p_x, p_cos, p_sin, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
     INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
@@ -103,7 +101,7 @@ def rotate_block(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rope_kernel(  # type: ignore[no-untyped-def]
+def _rope_kernel(
     p_x, p_cos, p_sin, p_out, N, HALF, num_blocks, stride_t, stride_n, stride_cos, stride_sin,
     INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip

@@ -21,7 +21,7 @@ from moeyard_kernels.common.rows import check_rows
 
 
 @triton.jit
-def _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE: tl.constexpr):
     """(Whether token i_t is written, its entry's offset in the cache). A page's size is a constant: no division."""
     i_slot = tl.load(p_slots + i_t)
     i_page = i_slot // PAGE
@@ -29,7 +29,7 @@ def _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE: tl.constexpr):  # ty
 
 
 @triton.jit
-def _gqa_kernel(  # type: ignore[no-untyped-def]
+def _gqa_kernel(
     p_q, p_k, p_v, p_cos, p_sin, p_slots, p_out, p_k_cache, p_v_cache,
     NQ, NKV, HALF, num_q_blocks,
     stride_qt, stride_qn, stride_kt, stride_kn, stride_vt, stride_vn, stride_cos, stride_sin,
@@ -63,7 +63,7 @@ def _gqa_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mla_kernel(  # type: ignore[no-untyped-def]
+def _mla_kernel(
     p_q, p_latent, p_k, p_cos, p_sin, p_slots, p_out, p_cache,
     NQ, R, HALF, num_q_blocks, stride_qt, stride_qn, stride_lt, stride_kt, stride_cos, stride_sin,
     stride_page, stride_entry,

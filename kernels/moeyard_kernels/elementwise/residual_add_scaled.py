@@ -27,7 +27,7 @@ def default_config(num_rows: int, hidden: int) -> tuning.Config:
 
 
 @triton.jit
-def _residual_add_scaled_kernel(p_hidden, p_shared, p_routed, p_out, scale, H, BH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _residual_add_scaled_kernel(p_hidden, p_shared, p_routed, p_out, scale, H, BH: tl.constexpr):
     """One program sums one row's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
     wait_for_previous()
     let_next_begin()

@@ -27,7 +27,7 @@ def default_config(num_rows: int, hidden: int) -> tuning.Config:
 
 
 @triton.jit
-def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr):
     """One program scales one row's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
     wait_for_previous()
     let_next_begin()

@@ -28,13 +28,13 @@ def default_config(num_rows: int, inner: int) -> tuning.Config:
 
 
 @triton.jit
-def silu_mul_values(b_gate, b_up, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def silu_mul_values(b_gate, b_up, DTYPE: tl.constexpr):
     """round(round(silu(gate)) * up) of fp32 values, both roundings to DTYPE; the last is left to the store."""
     return round_to(b_gate / (1.0 + tl.exp(-b_gate)), DTYPE) * b_up
 
 
 @triton.jit
-def _silu_mul_kernel(p_x, p_out, stride_x, I, BI: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
+def _silu_mul_kernel(p_x, p_out, stride_x, I, BI: tl.constexpr):  # noqa: E741
     """One program activates one row's columns [i_i BI, i_i BI + BI). Grid: (M, ceil(I / BI))."""
     wait_for_previous()
     let_next_begin()

@@ -86,7 +86,7 @@ def default_config(step: str, block_rows: int, dtype: torch.dtype) -> Config:
 
 
 @triton.jit
-def _expert_tile(  # type: ignore[no-untyped-def]
+def _expert_tile(
     p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def _expert_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _expert_kernel(  # type: ignore[no-untyped-def]
+def _expert_kernel(
     p_a, p_w, d_w, p_pairs, p_slot_of_block, p_num_blocks, p_out, N: tl.constexpr, K: tl.constexpr,
     TOP_K: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,

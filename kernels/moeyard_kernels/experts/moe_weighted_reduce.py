@@ -27,7 +27,7 @@ def default_config(num_tokens: int, hidden: int) -> tuning.Config:
 
 
 @triton.jit
-def _moe_weighted_reduce_kernel(  # type: ignore[no-untyped-def]
+def _moe_weighted_reduce_kernel(
     p_partial, p_weights, p_shared, p_residual, p_out, H,
     K: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip

@@ -41,7 +41,7 @@ OP = "linear"
 
 
 @triton.jit
-def _stream_tiles(  # type: ignore[no-untyped-def]
+def _stream_tiles(
     d_x, d_w, p_bias, p_y, num_early, i_early, stride_early, i_late, num_tiles, n_first, n_end, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -59,7 +59,7 @@ def _stream_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["M", "CUT", "REPEAT"])
-def _stream_kernel(  # type: ignore[no-untyped-def]
+def _stream_kernel(
     d_x, d_wa, d_wb, d_xt, d_wt, p_bias, p_ya, p_yb, M, NA, NB, K, CUT, REPEAT,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     BMT: tl.constexpr, BNT: tl.constexpr, SWAP_T: tl.constexpr,

@@ -67,7 +67,7 @@ def default_config(num_rows: int, vocab: int) -> Config:
 
 
 @triton.jit
-def _max_kernel(  # type: ignore[no-untyped-def]
+def _max_kernel(
     p_logits, p_words, p_bias, p_slots, p_penalties, p_key, p_id, p_groups, V, L,
     EDIT: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -98,14 +98,14 @@ def _max_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _larger(b_best, b_id, b_x, o_v):  # type: ignore[no-untyped-def]
+def _larger(b_best, b_id, b_x, o_v):
     """The larger of two values, a NaN before all, the first if they are equal, with its id."""
     m_v = (b_x > b_best) | ((b_x != b_x) & (b_best == b_best))
     return tl.where(m_v, b_x, b_best), tl.where(m_v, o_v, b_id)
 
 
 @triton.jit
-def _top_kernel(  # type: ignore[no-untyped-def]
+def _top_kernel(
     p_key, p_id, p_groups, p_temperature, p_top_k, p_top, p_open, p_bound, p_count, p_ids, V, C, G,
     SAMPLED: tl.constexpr, TOP_K: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip

@@ -10,9 +10,7 @@ from moeyard_kernels.sampling.sample_blocks import mass, mass_scale
 
 
 @triton.jit
-def _total_kernel(  # type: ignore[no-untyped-def]
-    p_logits, p_top, p_total, V, BITS: tl.constexpr, PART: tl.constexpr, BV: tl.constexpr
-):
+def _total_kernel(p_logits, p_top, p_total, V, BITS: tl.constexpr, PART: tl.constexpr, BV: tl.constexpr):
     """The sum of exp(logit - largest) of PART tokens, in fixed point. Grid: (C, B)."""
     wait_for_previous()
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -27,7 +25,7 @@ def _total_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _logprob_kernel(p_logits, p_top, p_total, p_ids, p_out, V, C, BITS: tl.constexpr, BC: tl.constexpr):  # type: ignore[no-untyped-def]
+def _logprob_kernel(p_logits, p_top, p_total, p_ids, p_out, V, C, BITS: tl.constexpr, BC: tl.constexpr):
     """log(exp(logit - largest) / total) of the chosen token; NaN if the largest logit is not finite."""
     wait_for_previous()
     i_b = tl.program_id(0).to(tl.int64)
