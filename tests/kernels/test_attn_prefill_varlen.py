@@ -11,8 +11,8 @@ from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention import attn_prefill_varlen as triton_kernel
-from moeyard_kernels.common import launch, tuning
-from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.attention.prefill_configs import PrefillConfig
+from moeyard_kernels.common import launch
 from moeyard_kernels.types.prefill_plan import TILE, PrefillPlan, plan_prefill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,7 +92,7 @@ def chain(prompt: Prompt, window: int | None) -> torch.Tensor:
     return torch.bmm(scores.float().softmax(-1).to(v.dtype), v).transpose(0, 1)
 
 
-def pick(config: tuning.Config, dtype: torch.dtype) -> tuning.Config | None:
+def pick(config: PrefillConfig, dtype: torch.dtype) -> PrefillConfig | None:
     """Configs are for bf16 on a GPU; fp32 has the default alone there."""
     return None if NATIVE and dtype == torch.float32 else config
 
@@ -118,7 +118,7 @@ def test_chunks_and_configs_do_not_show(
     # The interpreter knows neither warps nor stages.
     configs = triton_kernel.CONFIGS if NATIVE else triton_kernel.CONFIGS[4:6]
     for config in configs:
-        if config.get("HOPPER") and window:
+        if config.kernel == "hopper" and window:
             continue
         chosen = pick(config, dtype)
         assert_same(run_chunks(prompt, [length], window, config=chosen), whole, f"{config}")
@@ -194,7 +194,7 @@ def test_a_batch_over_pages_is_each_chunk_alone(page: int, window: int | None, d
         torch.testing.assert_close(got[0], reference[0], rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
         torch.testing.assert_close(got[1], reference[1], rtol=1e-5, atol=1e-5)
     for config in triton_kernel.CONFIGS if NATIVE else triton_kernel.CONFIGS[-1:]:
-        if config.get("HOPPER") and (window or page < 64):
+        if config.kernel == "hopper" and (window or page < 64):
             continue
         assert_same(run(q, k, v, plan, prompts[0].scale, config=pick(config, dtype)), got, f"{config}")
 
@@ -211,7 +211,8 @@ def test_strided_parts_and_a_shared_key_part(dtype: torch.dtype) -> None:
     plan = plan_prefill([length], [0], device=DEVICE)
     whole = torch.cat((k, rope[:, None].expand(-1, heads, -1)), -1)
     wanted = run(q.contiguous(), whole, v.contiguous(), plan, 0.1)
-    for config in (tuning.config(BM=64, TMA=0), tuning.config(BM=64, TMA=1), triton_kernel.CONFIGS[0]):
+    plain = (PrefillConfig(kernel="pointers", BM=64), PrefillConfig(kernel="descriptors", BM=64))
+    for config in (*plain, triton_kernel.CONFIGS[0]):
         assert_same(run(q, k, v, plan, 0.1, k_rope=rope, config=config), wanted, f"{config}")
     if not NATIVE:
         from_door, none = ops.attn_prefill_varlen(q, k, v, plan=plan, scale=0.1, k_rope=rope)
@@ -223,7 +224,9 @@ def test_strided_parts_and_a_shared_key_part(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("config", [None, triton_kernel.CONFIGS[0], triton_kernel.CONFIGS[2]], ids=str)
 @pytest.mark.parametrize("shape", [GQA, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
-def test_a_graph_replays_other_chunks(paged: bool, shape: tuple[int, int, int, int], config: Config | None) -> None:
+def test_a_graph_replays_other_chunks(
+    paged: bool, shape: tuple[int, int, int, int], config: PrefillConfig | None
+) -> None:
     heads, kv_heads, dim_k, dim_v = shape
     sizes = (kv_heads, 32, 64) if paged else (1024, kv_heads)
     q, k, v = (

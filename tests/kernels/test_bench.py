@@ -141,7 +141,7 @@ def test_every_family_is_named_once() -> None:
 
 
 def test_a_call_over_its_own_tensors() -> None:
-    wide, config = torch.arange(48.0).view(4, 12), tuning.config(BM=16)
+    wide, config = torch.arange(48.0).view(4, 12), tuning.RowConfig(BLOCK=16)
     q, k, turned = wide[:, 2:6], wide[:, 6:9], torch.arange(6).view(2, 3).T
     tables = DecodeTables(page_table=torch.ones(2, 3).int(), kv_lens=torch.ones(2).int(), page_size=16)
     edits = LogitEdits(

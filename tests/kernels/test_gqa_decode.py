@@ -118,7 +118,7 @@ def test_configs_agree(count: int, heads: int, kv_heads: int, dim: int, dim_v: i
         q = q * 0
     results = [attend(q, held, held.tables(lens), config=config) for config in kernel.CONFIGS]
     for config, result in zip(kernel.CONFIGS, results, strict=True):
-        assert_same(result, results[0], str(dict(config)))
+        assert_same(result, results[0], str(config))
 
 
 @pytest.mark.skipif(not GPU, reason="slow where interpreted; the latent kernel is tested there")

@@ -10,9 +10,8 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.common import launch
-from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.linear import linear, linear_skinny
-from moeyard_kernels.linear.linear_configs import default_config, head_and_tail
+from moeyard_kernels.linear.linear_configs import LinearConfig, Skinny, Stream, Wide, default_config, head_and_tail
 from moeyard_kernels.linear.linear_schedule import Schedule, schedule
 
 CUDA = torch.cuda.is_available()
@@ -25,8 +24,8 @@ COUNTS = (1, 2, 3, 8, 16, 17, 64, 65, 128, 300, 1024)
 MODEL_SHAPES = [(2112, 7168), (12288, 1536), (7168, 8192), (5120, 2048), (576, 7168), (257, 200), (100, 72)]
 
 
-def config_id(config: Config) -> str:
-    return "-".join(f"{name}{value}" for name, value in config.items())
+def config_id(config: LinearConfig) -> str:
+    return "-".join(f"{name}{value}" for name, value in config.as_dict().items())
 
 
 def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -59,12 +58,12 @@ def assert_right(y: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("config", linear.CONFIGS, ids=config_id)
-def test_every_config_is_right_at_odd_shapes(config: Config) -> None:
+def test_every_config_is_right_at_odd_shapes(config: LinearConfig) -> None:
     dtypes = [FP32, BF16] if config in linear.FP32_CONFIGS else [BF16]
     for dtype in dtypes:
         # The last has tiles enough for a tail; programs are what costs time in the interpreter.
         shapes = [(5, 70, 19, 72), (17, 33, 40, 100), (140, 330, 8, 16)]
-        for num_rows, num_a, num_b, dim in shapes if CUDA or config["BM"] > 64 else shapes[:2]:
+        for num_rows, num_a, num_b, dim in shapes if CUDA or config.BM > 64 else shapes[:2]:
             x, bias = draw(num_rows, dim, dtype=dtype), draw(num_a, dtype=dtype)
             a, b = draw(num_a, dim, dtype=dtype), draw(num_b, dim, dtype=dtype)
             poison(num_rows, num_a, dtype)
@@ -108,9 +107,9 @@ def test_a_row_ignores_what_its_neighbours_hold() -> None:
     assert torch.equal(linear.linear(others, weight)[7], whole[7])
 
 
-@pytest.mark.parametrize("kind", [1, 2, 3], ids=["stream", "skinny", "wide"])
-def test_misaligned_rows_take_a_kernel_that_can_read_them(kind: int) -> None:
-    config = next(c for c in linear.CONFIGS if c["TMA"] == kind)
+@pytest.mark.parametrize("kind", [Stream, Skinny, Wide])
+def test_misaligned_rows_take_a_kernel_that_can_read_them(kind: type[LinearConfig]) -> None:
+    config = next(c for c in linear.CONFIGS if isinstance(c, kind))
     x, weight = draw(40, 60, dtype=BF16), draw(33, 60, dtype=BF16)
     assert_right(linear.linear(x, weight, config=config), exact(x, weight), BF16)
     store = draw(1 + 40 * 64, dtype=BF16)
@@ -164,11 +163,11 @@ def test_the_shape_class_rounds_rows_up() -> None:
 
 def test_untuned_shapes_take_tiles_of_one_wave_where_there_are_such() -> None:
     # 160 tiles of 128 x 256 are two waves of 132 multiprocessors, 128 of 128 x 320 are one.
-    assert default_config(1024, 5120)["BN"] == 320
-    assert default_config(1024, 7168)["BN"] == 256
-    assert default_config(1024, 2560, 2560)["BN"] == 256
-    assert default_config(8500, 300)["BN"] == 256
-    assert default_config(64, 2112)["BN"] < default_config(64, 7168)["BN"]
+    assert default_config(1024, 5120).BN == 320
+    assert default_config(1024, 7168).BN == 256
+    assert default_config(1024, 2560, 2560).BN == 256
+    assert default_config(8500, 300).BN == 256
+    assert default_config(64, 2112).BN < default_config(64, 7168).BN
 
 
 def test_a_tile_is_a_power_of_two_and_another() -> None:
@@ -178,13 +177,13 @@ def test_a_tile_is_a_power_of_two_and_another() -> None:
 
 
 def test_skinny_configs_keep_what_their_kernel_asks_for() -> None:
-    for config in (c for c in linear.CONFIGS if c["TMA"] == 2):
-        head, tail = head_and_tail(config["BN"])
-        assert 1 <= config["EARLY"] <= config["num_stages"]
-        assert config["BM"] in (8, 16, 32, 64)
+    for config in (c for c in linear.CONFIGS if isinstance(c, Skinny)):
+        head, tail = head_and_tail(config.BN)
+        assert 1 <= config.EARLY <= config.num_stages
+        assert config.BM in (8, 16, 32, 64)
         assert head >= 8
         assert tail == 0 or tail >= 8
-        assert config["BK"] % linear_skinny.COLUMNS == 0
+        assert config.BK % linear_skinny.COLUMNS == 0
 
 
 @pytest.mark.parametrize("tail_cost", [0.5, 0.73])
@@ -213,7 +212,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(shape: tuple[int, int]) -> None
 
 @GPU_ONLY
 @pytest.mark.parametrize("config", linear.CONFIGS, ids=config_id)
-def test_every_config_gives_the_same_bits(config: Config) -> None:
+def test_every_config_gives_the_same_bits(config: LinearConfig) -> None:
     for num_out, dim in MODEL_SHAPES:
         x, weight, bias = draw(300, dim, dtype=BF16), draw(num_out, dim, dtype=BF16), draw(num_out, dtype=BF16)
         half = num_out // 2

@@ -20,10 +20,16 @@ import triton.language as tl
 
 from moeyard_kernels.attention.attn_prefill_hopper import MAX_REGISTERS, attn_prefill_hopper_kernel
 from moeyard_kernels.attention.prefill_configs import CONFIGS as CONFIGS
-from moeyard_kernels.attention.prefill_configs import OP, default_config, shape_class, split_dim, suits_hopper
+from moeyard_kernels.attention.prefill_configs import (
+    OP,
+    PrefillConfig,
+    default_config,
+    shape_class,
+    split_dim,
+    suits_hopper,
+)
 from moeyard_kernels.attention.prefill_rows import Rows
 from moeyard_kernels.common import launch, tuning
-from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.prefill_plan import TILE, PrefillPlan
 
@@ -196,7 +202,7 @@ def attn_prefill_varlen(
     scale: float,
     k_rope: torch.Tensor | None = None,
     return_lse: bool = False,
-    config: Config | None = None,
+    config: PrefillConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `moeyard_kernels.ops.attn_prefill_varlen`. Raises ValueError for what its grid or its dots cannot hold."""
     num_rows, num_heads, dim_k = q.shape
@@ -208,7 +214,8 @@ def attn_prefill_varlen(
     if k_rope is not None and (first, second) != (k.shape[-1], k_rope.shape[-1]):
         raise ValueError(f"{OP}: k {list(k.shape)} and k_rope {list(k_rope.shape)}, expected {first} and {second} wide")
     if config is None:
-        config = tuning.choose(OP, shape_class(q, v, plan), q, functools.partial(default_config, q, v, plan))
+        default = functools.partial(default_config, q, v, plan)
+        config = tuning.choose(OP, shape_class(q, v, plan), q, (PrefillConfig,), default)
     if paged and k.shape[0] * k.shape[1] * k.shape[2] >= 2**31:
         raise ValueError(f"{OP}: k {list(k.shape)} holds more than 2^31 - 1 rows")
     if plan.page_table is not None:
@@ -221,9 +228,9 @@ def attn_prefill_varlen(
         values = Rows(v, dim_v, paged)
         queries = Rows(q, first, False)
         ready = plan.page_size % BLOCK == 0 and all(x.tma_ready() for x in (keys, rope, values))
-        hopper = bool(config.get("HOPPER", 0)) and ready and queries.tma_ready() and suits_hopper(q, v, plan)
-        tma = bool(config["TMA"]) and ready
-        group, parts = num_heads // num_kv_heads, TILE // config["BM"]
+        hopper = config.kernel == "hopper" and ready and queries.tma_ready() and suits_hopper(q, v, plan)
+        tma = config.kernel != "pointers" and ready
+        group, parts = num_heads // num_kv_heads, TILE // config.BM
         num_parts = plan.tiles.shape[0] * parts
         if num_parts * num_heads > launch.MAX_GRID_X:
             raise ValueError(f"{OP}: {plan.tiles.shape[0]} tiles of {TILE} queries exceed the grid of a GPU")
@@ -240,7 +247,7 @@ def attn_prefill_varlen(
             attn_prefill_hopper_kernel[grid](
                 *(x.gluon_descriptor() for x in (queries, rest, keys, rope, values)), out, lse, *index,
                 c, queries.head, keys.head, rope.head, values.head, *sizes,
-                **shape, LSE=return_lse, STAGES=config["num_stages"], NO_SCORE=_NO_SCORE.value, UNSEEN=_UNSEEN.value,
+                **shape, LSE=return_lse, STAGES=config.num_stages, NO_SCORE=_NO_SCORE.value, UNSEEN=_UNSEEN.value,
                 num_warps=4, maxnreg=MAX_REGISTERS,
             )  # fmt: skip
         else:
@@ -248,9 +255,9 @@ def attn_prefill_varlen(
                 q, keys.x, rope.x, values.x, *(x.descriptor() if tma else None for x in (keys, rope, values)),
                 out, lse, *index, c, plan.window or 0, q.stride(0), q.stride(1),
                 keys.row, keys.head, rope.row, rope.head, values.row, values.head, *sizes,
-                **shape, BM=config["BM"], PARTS=parts, WINDOW=plan.window is not None, TMA=tma, LSE=return_lse,
-                WIDE=launch.interpreted() and q.dtype == torch.bfloat16, STAGES=config["num_stages"],
-                num_warps=config["num_warps"], num_stages=config["num_stages"],
+                **shape, BM=config.BM, PARTS=parts, WINDOW=plan.window is not None, TMA=tma, LSE=return_lse,
+                WIDE=launch.interpreted() and q.dtype == torch.bfloat16, STAGES=config.num_stages,
+                num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
     return launch.finish(out, q.dtype), lse if return_lse else None
 

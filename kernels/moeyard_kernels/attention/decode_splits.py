@@ -9,13 +9,13 @@ leaves its sums as they are, bit for bit.
 
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import Protocol, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 
 from moeyard_kernels.common.launch import check_indices
-from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import DecodeTables
 
 LOG2E = 1.4426950408889634
@@ -37,10 +37,18 @@ def num_programs(work: int, x: torch.Tensor, per_multiprocessor: int) -> int:
     return min(work, per_multiprocessor * torch.cuda.get_device_properties(x.device).multi_processor_count)
 
 
-def fitting(configs: Sequence[Config], rows: int) -> tuple[Config, ...]:
+class _Tiled(Protocol):
+    @property
+    def BM(self) -> int: ...
+
+
+T = TypeVar("T", bound=_Tiled)
+
+
+def fitting(configs: Sequence[T], rows: int) -> tuple[T, ...]:
     """Those whose tile of BM rows, 64 at most, suits so many rows of a sequence."""
     rows = max(rows, 16)
-    return tuple(c for c in configs if c["BM"] // 2 < rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
+    return tuple(c for c in configs if c.BM // 2 < rows <= 2 * c.BM or (c.BM == 64 and rows > 64))
 
 
 @triton.jit

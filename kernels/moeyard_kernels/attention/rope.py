@@ -4,14 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.common import tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, finish, new_output
 from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.common.tuning import RowConfig, choose
 
 _TILES = ((4, 1), (8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4))
-CONFIGS = tuple(tuning.config(BN=heads, num_warps=warps) for heads, warps in _TILES)
+CONFIGS = tuple(RowConfig(BLOCK=heads, num_warps=warps) for heads, warps in _TILES)
 
 
 def shape_class(num_tokens: int, num_heads: int, dim: int) -> str:
@@ -19,11 +19,11 @@ def shape_class(num_tokens: int, num_heads: int, dim: int) -> str:
     return f"{'few' if num_tokens <= 64 else 'many'} N{num_heads} D{dim}"
 
 
-def default_config(num_heads: int, dim: int) -> tuning.Config:
+def default_config(num_heads: int, dim: int) -> RowConfig:
     """The config of shapes that nobody tuned: 512 pairs per program, a few per thread."""
     half = half_block(dim)
     heads = min(max(1, 512 // half), triton.next_power_of_2(num_heads))
-    return tuning.config(BN=heads, num_warps=max(1, min(4, heads * half // 128)))
+    return RowConfig(BLOCK=heads, num_warps=max(1, min(4, heads * half // 128)))
 
 
 @triton.jit
@@ -116,17 +116,17 @@ def _rope_kernel(
 
 
 def launch_plan(
-    op: str, x: torch.Tensor, config: tuning.Config | None, *, more_blocks: int = 0
-) -> tuple[tuning.Config, int, torch.Tensor]:
+    op: str, x: torch.Tensor, config: RowConfig | None, *, more_blocks: int = 0
+) -> tuple[RowConfig, int, torch.Tensor]:
     """(config, blocks of heads, output) of a launch that rotates x [T, heads, D].
 
     Raises ValueError if the grid of a GPU cannot hold the tokens, or `more_blocks` blocks beside those of the heads.
     """
     num_tokens, num_heads, dim = x.shape
-    config = config or tuning.choose(
-        op, shape_class(num_tokens, num_heads, dim), x, lambda: default_config(num_heads, dim)
+    config = config or choose(
+        op, shape_class(num_tokens, num_heads, dim), x, (RowConfig,), lambda: default_config(num_heads, dim)
     )
-    num_blocks = triton.cdiv(num_heads, config["BN"])
+    num_blocks = triton.cdiv(num_heads, config.BLOCK)
     if num_tokens * (num_blocks + more_blocks) > MAX_GRID_X:
         raise ValueError(f"{op}: {list(x.shape)} exceeds the grid of a GPU")
     return config, num_blocks, new_output(*x.shape, like=x)
@@ -138,7 +138,7 @@ def half_block(dim: int) -> int:
 
 
 def rope(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, config: tuning.Config | None = None
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, config: RowConfig | None = None
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.rope`. x [T, heads, D] may be a view whose heads are contiguous each."""
     num_tokens, num_heads, dim = x.shape
@@ -147,6 +147,7 @@ def rope(
     if out.numel():
         _rope_kernel[(num_tokens * num_blocks,)](
             x, cos, sin, out, num_heads, dim // 2, num_blocks, *x.stride()[:2], cos.stride(0), sin.stride(0),
-            INTERLEAVED=interleaved, BH=half_block(dim), enable_fp_fusion=False, **config, **dependent(x),
+            INTERLEAVED=interleaved, BH=half_block(dim), BN=config.BLOCK, enable_fp_fusion=False,
+            **config.options, **dependent(x),
         )  # fmt: skip
     return finish(out, x.dtype)

@@ -124,17 +124,17 @@ def tune(ops: Sequence[str]) -> int:
         timed = []
         for config, run in case.variants:
             try:
-                assert_bits(f"{case.op} {case.shape} {dict(config)}", run(), wanted)
+                assert_bits(f"{case.op} {case.shape} {config}", run(), wanted)
             except AssertionError as error:
                 red += 1
                 print(f"RED {error}", flush=True)
                 continue
-            timed.append((timer.seconds(run, case.num_bytes), dict(config)))
+            timed.append((timer.seconds(run, case.num_bytes), config))
         if not timed:
             continue
         best = min(timed, key=lambda pair: pair[0])
         op, shape_class = case.tune_key
-        table.setdefault(op, {})[shape_class] = best[1]
+        table.setdefault(op, {})[shape_class] = best[1].as_dict()
         ranking = ", ".join(f"{s * 1e6:.1f} {c}" for s, c in sorted(timed, key=lambda pair: pair[0])[:4])
         print(f"{op} {case.shape} [{shape_class}]: {ranking}; slowest {max(s for s, _ in timed) * 1e6:.1f}", flush=True)
         path.parent.mkdir(exist_ok=True)

@@ -91,7 +91,7 @@ def _gate(shape: Shape) -> None:
     whole, _ = kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale)
     for config in kernel.CONFIGS:
         got, _ = kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale, config=config)
-        assert_bits(f"{dict(config)}", got, whole)
+        assert_bits(f"{config}", got, whole)
     row = 0
     for b, (length, start) in enumerate(small.chunks):
         keys, values = _keys_of(small, b, k, plan), _keys_of(small, b, v, plan)

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -57,8 +56,8 @@ def with_own_tensors(run: partial[Any]) -> partial[Any]:
 
     Offsets and strides stay, and tensors that share memory share the copy.
     """
-    # Configs cannot be copied, and need not be.
-    memo = {id(x): x for x in (*run.args, *run.keywords.values()) if isinstance(x, MappingProxyType)}
+    # Configs need not be copied.
+    memo = {id(x): x for x in (*run.args, *run.keywords.values()) if isinstance(x, Config)}
     args, keywords = copy.deepcopy((run.args, run.keywords), memo)
     return partial(run.func, *args, **keywords)
 
