@@ -19,7 +19,7 @@ from moeyard_kernels.door.elementwise import (
     silu_mul,
 )
 from moeyard_kernels.door.experts import expert_layout, grouped_gemm, moe_weighted_reduce
-from moeyard_kernels.door.linear import linear, linear_pair
+from moeyard_kernels.door.linear import head_linear, linear, linear_pair
 from moeyard_kernels.door.prefill import attn_prefill_varlen
 from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_write_mla
 from moeyard_kernels.door.routing import topk_gate
@@ -41,6 +41,7 @@ __all__ = [
     "expert_layout",
     "gqa_decode",
     "grouped_gemm",
+    "head_linear",
     "linear",
     "linear_pair",
     "mla_decode",

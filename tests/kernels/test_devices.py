@@ -63,6 +63,7 @@ CASES: tuple[tuple[str, Callable, dict[str, torch.Tensor], dict], ...] = (
         {},
     ),
     ("linear", ops.linear, {"x": floats(2, 8), "weight": floats(4, 8), "bias": floats(4)}, {}),
+    ("head_linear", ops.head_linear, {"x": floats(2, 3, 8), "weight": floats(3, 4, 8)}, {}),
     ("linear_pair", ops.linear_pair, {"x": floats(2, 8), "weight_a": floats(4, 8), "weight_b": floats(6, 8)}, {}),
 )
 

@@ -83,7 +83,7 @@ def _randn(shape: Shape, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
-def _gate(shape: Shape) -> None:
+def _prove(shape: Shape) -> None:
     """Chunks = whole, alone = in a batch, every config = every other, near float64: at lengths that take no time."""
     small = replace(shape, chunks=((700, 0), (1, 300), (333, 129)))
     q, k, v, plan = _inputs(small)
@@ -144,7 +144,7 @@ def cases() -> Iterator[Case]:
             op="attn_prefill_varlen",
             shape=f"{shape.name}: {shape.heads}/{shape.kv_heads} heads, {shape.dim_k}/{shape.dim_v}",
             run=run,
-            gate=partial(_gate, shape),
+            prove=partial(_prove, shape),
             num_bytes=2 * (q.shape[0] * dims + shape.num_keys * shape.kv_heads * (shape.dim_k + shape.dim_v)),
             num_flops=int(2 * dims * shape.num_pairs),
             target=shape.target,

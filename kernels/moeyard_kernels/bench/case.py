@@ -30,7 +30,7 @@ class Case:
     Every tensor that they and the runs of `variants` read or write is among their arguments, so that `with_own_tensors`
     finds it.
 
-    `gate` proves on this device and these shapes (smaller where the proof would take long) what the op promises bit for
+    `prove` checks on this device and these shapes (smaller where that would take long) what the op promises bit for
     bit, and raises AssertionError saying what differs. `num_bytes` are the fewest bytes that must move (each input read
     once, each output written once), `num_flops` the operations of the matrix products. `variants`: every config that
     may be chosen for this shape, as (config, run with it), for `--tune`; `tune_key` is (op, shape class) of the store.
@@ -40,7 +40,7 @@ class Case:
     op: str
     shape: str
     run: partial[Any]
-    gate: Callable[[], None]
+    prove: Callable[[], None]
     num_bytes: int
     num_flops: int = 0
     target: Target | None = None

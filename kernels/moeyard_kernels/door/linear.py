@@ -42,3 +42,24 @@ def linear_pair(
     _check("linear_pair", x, weight_a, "weight_a")
     _check("linear_pair", x, weight_b, "weight_b")
     return kernel("linear.linear", x).linear_pair(x, weight_a, weight_b, static_weight=static_weight)
+
+
+def head_linear(x: torch.Tensor, weight: torch.Tensor, *, static_weight: bool = False) -> torch.Tensor:
+    """y[t, h] = weight[h] @ x[t, h]: x [T, H, K], weight [H, N, K] -> [T, H, N] contiguous; fp32 or bf16, all alike.
+
+    x has any strides but for its last, which is 1, and so has weight but that one of its last two is 1: of latent
+    attention's kv_b [H, nope + Dv, R], `kv_b[:, :nope].transpose(1, 2)` absorbs queries and `kv_b[:, nope:]` expands
+    values, both as views. Sums are fp32, with one rounding at the end. static_weight: as in `linear`.
+    """
+    if x.dim() != 3 or weight.dim() != 3 or x.shape[1] != weight.shape[0] or x.shape[2] != weight.shape[2]:
+        raise ValueError(f"head_linear: x {show(x)} does not fit weight {show(weight)}")
+    if x.dtype != weight.dtype or x.dtype not in FLOATS:
+        raise ValueError(f"head_linear: x {show(x)} and weight {show(weight)} must share a dtype, fp32 or bf16")
+    check_devices("head_linear", x=x, weight=weight)
+    if x.stride(2) != 1 and x.shape[2] > 1:
+        raise ValueError(f"head_linear: x {show(x)} with strides {x.stride()} is not contiguous in its last dimension")
+    if 1 not in weight.stride()[1:] and min(weight.shape[1:]) > 1:
+        raise ValueError(
+            f"head_linear: weight {show(weight)} with strides {weight.stride()} is contiguous in none of the last two"
+        )
+    return kernel("linear.head_linear", x).head_linear(x, weight, static_weight=static_weight)

@@ -29,15 +29,15 @@ def cases() -> Iterator[Case]:
     """Three gates at the issue's 64 tokens, at one token and at a prompt's 4096."""
     for num_tokens in (64, 1, 4096):
         for name, num_experts, options in _GATES:
-            yield _gate(num_tokens, num_experts, name, options)
+            yield _case(num_tokens, num_experts, name, options)
 
 
-def _gate(num_tokens: int, num_experts: int, name: str, options: Mapping[str, Any]) -> Case:
+def _case(num_tokens: int, num_experts: int, name: str, options: Mapping[str, Any]) -> Case:
     logits = torch.randn(num_tokens, num_experts, device="cuda")
     bias = torch.randn(num_experts, device="cuda") * 0.1 if options["scoring"] == "sigmoid" else None
     choose: partial[Any] = partial(ops.topk_gate, top_k=8, bias=bias, **options)
 
-    def gate() -> None:
+    def prove() -> None:
         weights, ids = choose(logits)
         wanted, wanted_ids = reference.topk_gate(
             logits.cpu(), top_k=8, bias=None if bias is None else bias.cpu(), **options
@@ -51,7 +51,7 @@ def _gate(num_tokens: int, num_experts: int, name: str, options: Mapping[str, An
         op="topk_gate",
         shape=f"T{num_tokens} E{num_experts} K8 {name}",
         run=partial(choose, logits),
-        gate=gate,
+        prove=prove,
         num_bytes=num_tokens * (4 * num_experts + 8 * 12),
         target=Target("us", 6) if num_tokens == 64 else None,
         baseline=(
