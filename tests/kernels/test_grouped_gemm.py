@@ -53,8 +53,8 @@ class Experts:
         self,
         block_rows: int = 16,
         rows: slice = slice(None),
-        gate_up: triton_kernel.Config | None = None,
-        down: triton_kernel.Config | None = None,
+        gate_up: triton_kernel.ExpertConfig | None = None,
+        down: triton_kernel.ExpertConfig | None = None,
     ) -> torch.Tensor:
         """[T, K, H] of the tokens in `rows`; NaN where no expert is here. gate_up, down: configs of the launches."""
         topk_ids = self.topk_ids[rows].contiguous()
@@ -72,10 +72,10 @@ class Experts:
     def assert_any_tile(self, block_rows: int, whole: torch.Tensor) -> None:
         for config in triton_kernel.candidates("gate_up", block_rows, self.x.dtype):
             y = self.run(block_rows, gate_up=config)
-            assert torch.equal(bits(y), bits(whole)), f"gate_up, blocks of {block_rows}, {dict(config)}"
+            assert torch.equal(bits(y), bits(whole)), f"gate_up, blocks of {block_rows}, {config}"
         for config in triton_kernel.candidates("down", block_rows, self.x.dtype):
             y = self.run(block_rows, down=config)
-            assert torch.equal(bits(y), bits(whole)), f"down, blocks of {block_rows}, {dict(config)}"
+            assert torch.equal(bits(y), bits(whole)), f"down, blocks of {block_rows}, {config}"
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

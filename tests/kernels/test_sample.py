@@ -10,7 +10,6 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.common.launch import checked
-from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.ref import sample as reference
 from moeyard_kernels.sampling import sample as triton_kernel
 from moeyard_kernels.types.logit_edits import LogitEdits
@@ -24,9 +23,9 @@ LARGE = [129280, 151936, 163840] if ON_GPU else []
 # The interpreter takes 60 ms for a row.
 MANY = 64 if ON_GPU else 4
 # Parts and lists so small that a short row has many of both, and its top-k does not fit.
-SMALL = triton_kernel._config(256, 2, 4, race=256, mass=256, part=512, list_=16)
+SMALL = triton_kernel.SampleConfig(BLOCK=256, ROUNDS=2, RACE=256, MASS=256, PART=512, LIST=16)
 # The interpreter takes 2 ms for every call of a function.
-USUAL = None if ON_GPU else triton_kernel._config(1024, 1, 4, race=1024, mass=1024, part=1024)
+USUAL = None if ON_GPU else triton_kernel.SampleConfig(BLOCK=1024, ROUNDS=1, RACE=1024, MASS=1024, PART=1024)
 F64 = torch.float64
 
 
@@ -84,7 +83,7 @@ def to_device(x: Any) -> Any:
 
 
 def run_kernel(
-    logits: torch.Tensor, *, config: Config | None = None, **options: Any
+    logits: torch.Tensor, *, config: triton_kernel.SampleConfig | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The Triton kernels on DEVICE, results on the CPU."""
     # What the allocator hands out next is these blocks, full of nonsense.

@@ -66,10 +66,10 @@ def _rows_of(options: dict[str, Any], rows: slice, device: str) -> dict[str, Any
     return out
 
 
-def _gate(logits: torch.Tensor, options: dict[str, Any]) -> Callable[[], None]:
+def _prove(logits: torch.Tensor, options: dict[str, Any]) -> Callable[[], None]:
     """Some rows equal the reference, and those rows alone equal the rows of the batch."""
 
-    def gate() -> None:
+    def prove() -> None:
         whole, logprobs = ops.sample(logits, **options)
         count = min(PROVEN, logits.shape[0])
         wanted, wanted_logprobs = reference.sample(logits[:count].cpu(), **_rows_of(options, slice(count), "cpu"))
@@ -83,7 +83,7 @@ def _gate(logits: torch.Tensor, options: dict[str, Any]) -> Callable[[], None]:
             if logprobs is not None:
                 assert_bits(f"log-probability of row {i} alone", logprob, logprobs[row])
 
-    return gate
+    return prove
 
 
 def _draw_chain(
@@ -145,7 +145,7 @@ def _case(logits: torch.Tensor, kind: str, names: tuple[str, ...], bound: float 
         op="sample",
         shape=f"{num_rows}x{VOCAB} {str(logits.dtype).removeprefix('torch.')} {kind}",
         run=partial(ops.sample, logits, **options),
-        gate=_gate(logits, options),
+        prove=_prove(logits, options),
         num_bytes=logits.numel() * (logits.element_size() + (4 if "edits" in names else 0)),
         target=None if bound is None else Target("us", bound),
         baseline=_torch_chain(logits, options) if has_chain else None,

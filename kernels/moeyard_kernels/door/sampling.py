@@ -3,7 +3,7 @@
 import torch
 
 from moeyard_kernels.common.checks import FLOATS, check_devices, show
-from moeyard_kernels.ref import sample as _sample
+from moeyard_kernels.door.load import kernel
 from moeyard_kernels.types.logit_edits import MAX_BIASES, LogitEdits
 
 
@@ -54,13 +54,7 @@ def sample(
         raise ValueError(f"sample: temperature {show(temperature)} needs seeds and positions")
     if edits is not None:
         _check_edits(edits, logits)
-    run = _sample.sample
-    if logits.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.sampling import sample as triton_kernel
-
-        run = triton_kernel.sample
-    return run(
+    return kernel("sampling.sample", logits).sample(
         logits,
         temperature=temperature,
         top_k=top_k,

@@ -23,7 +23,7 @@ _BP_MANY = 128
 
 
 @triton.jit
-def _experts(p_ids, p_slot_of_expert, o_p, m_p):  # type: ignore[no-untyped-def]
+def _experts(p_ids, p_slot_of_expert, o_p, m_p):
     """Expert and slot of each pair, both -1 where the expert is not here."""
     b_id = tl.load(p_ids + o_p, mask=m_p, other=0).to(tl.int32)
     b_slot = tl.load(p_slot_of_expert + b_id, mask=m_p, other=-1)
@@ -31,7 +31,7 @@ def _experts(p_ids, p_slot_of_expert, o_p, m_p):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["P"])
-def _count_kernel(p_ids, p_slot_of_expert, p_table, P, BC: tl.constexpr, BE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _count_kernel(p_ids, p_slot_of_expert, p_table, P, BC: tl.constexpr, BE: tl.constexpr):
     """Count the pairs per expert of one chunk: p_table [ceil(P / BC), BE]. Grid: (ceil(P / BC),)."""
     i_c = tl.program_id(0)
     o_p = i_c * BC + tl.arange(0, BC)
@@ -41,7 +41,7 @@ def _count_kernel(p_ids, p_slot_of_expert, p_table, P, BC: tl.constexpr, BE: tl.
 
 
 @triton.jit(do_not_specialize=["P", "CHUNKS"])
-def _place_kernel(  # type: ignore[no-untyped-def]
+def _place_kernel(
     p_ids, p_slot_of_expert, p_table, p_counts, p_pairs, p_slot_of_block, p_num_blocks, P, E, CHUNKS,
     ONE: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip

@@ -5,14 +5,11 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels.common.dependent import dependent, wait_for_previous
-from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.sampling.sample_blocks import mass, mass_scale
 
 
 @triton.jit
-def _total_kernel(  # type: ignore[no-untyped-def]
-    p_logits, p_top, p_total, V, BITS: tl.constexpr, PART: tl.constexpr, BV: tl.constexpr
-):
+def _total_kernel(p_logits, p_top, p_total, V, BITS: tl.constexpr, PART: tl.constexpr, BV: tl.constexpr):
     """The sum of exp(logit - largest) of PART tokens, in fixed point. Grid: (C, B)."""
     wait_for_previous()
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -27,7 +24,7 @@ def _total_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _logprob_kernel(p_logits, p_top, p_total, p_ids, p_out, V, C, BITS: tl.constexpr, BC: tl.constexpr):  # type: ignore[no-untyped-def]
+def _logprob_kernel(p_logits, p_top, p_total, p_ids, p_out, V, C, BITS: tl.constexpr, BC: tl.constexpr):
     """log(exp(logit - largest) / total) of the chosen token; NaN if the largest logit is not finite."""
     wait_for_previous()
     i_b = tl.program_id(0).to(tl.int64)
@@ -40,15 +37,15 @@ def _logprob_kernel(p_logits, p_top, p_total, p_ids, p_out, V, C, BITS: tl.const
 
 
 def log_probabilities(
-    logits: torch.Tensor, top: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, *, config: Config, bits: int
+    logits: torch.Tensor, top: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, *, part: int, block: int, bits: int
 ) -> None:
     """out [B] fp32 = log softmax of logits [B, V] at ids [B], whose largest logits are `top` [B] fp32."""
     num_rows, vocab = logits.shape
-    num_parts = triton.cdiv(vocab, config["PART"])
+    num_parts = triton.cdiv(vocab, part)
     total = logits.new_empty(num_rows, num_parts, dtype=torch.int64)
     _total_kernel[num_parts, num_rows](
-        logits, top, total, vocab, BITS=bits, PART=config["PART"],
-        BV=config["MASS"], num_warps=4, enable_fp_fusion=False, **dependent(logits),
+        logits, top, total, vocab, BITS=bits, PART=part,
+        BV=block, num_warps=4, enable_fp_fusion=False, **dependent(logits),
     )  # fmt: skip
     _logprob_kernel[num_rows,](
         logits, top, total, ids, out, vocab, num_parts, BITS=bits, BC=triton.next_power_of_2(num_parts), num_warps=1,

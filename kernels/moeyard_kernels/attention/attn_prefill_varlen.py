@@ -20,10 +20,16 @@ import triton.language as tl
 
 from moeyard_kernels.attention.attn_prefill_hopper import MAX_REGISTERS, attn_prefill_hopper_kernel
 from moeyard_kernels.attention.prefill_configs import CONFIGS as CONFIGS
-from moeyard_kernels.attention.prefill_configs import OP, default_config, shape_class, split_dim, suits_hopper
+from moeyard_kernels.attention.prefill_configs import (
+    OP,
+    PrefillConfig,
+    default_config,
+    shape_class,
+    split_dim,
+    suits_hopper,
+)
 from moeyard_kernels.attention.prefill_rows import Rows
 from moeyard_kernels.common import launch, tuning
-from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.prefill_plan import TILE, PrefillPlan
 
@@ -36,7 +42,7 @@ _UNSEEN = tl.constexpr(-2e38)
 
 
 @triton.jit
-def _load(  # type: ignore[no-untyped-def]
+def _load(
     p_x, d_x, i_row, o_row, m_row, s_row, i_col,
     D: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +56,7 @@ def _load(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _attend(  # type: ignore[no-untyped-def]
+def _attend(
     b_acc, b_m, b_l, b_q, b_q2, o_p, i_low, i_begin, i_end, i_seen, i_base, p_pages,
     p_k, p_k2, p_v, d_k, d_k2, d_v, s_k, s_k2, s_v, i_col_k, i_col_k2, i_col_v, c, window,
     D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
@@ -98,7 +104,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 # Sizes that change from step to step must not compile the kernel anew.
 @triton.jit(do_not_specialize=["window", "num_pages", "max_pages", "num_near", "num_parts"])
-def _attn_prefill_kernel(  # type: ignore[no-untyped-def]
+def _attn_prefill_kernel(
     p_q, p_k, p_k2, p_v, d_k, d_k2, d_v, p_out, p_lse, p_cu_q, p_starts, p_tiles, p_keys,
     c, window, s_q, s_q_head, s_k, s_k_head, s_k2, s_k2_head, s_v, s_v_head,
     num_pages, max_pages, H, num_near, num_parts,
@@ -196,8 +202,8 @@ def attn_prefill_varlen(
     scale: float,
     k_rope: torch.Tensor | None = None,
     return_lse: bool = False,
-    config: Config | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    config: PrefillConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `moeyard_kernels.ops.attn_prefill_varlen`. Raises ValueError for what its grid or its dots cannot hold."""
     num_rows, num_heads, dim_k = q.shape
     paged = plan.page_size > 0
@@ -208,7 +214,8 @@ def attn_prefill_varlen(
     if k_rope is not None and (first, second) != (k.shape[-1], k_rope.shape[-1]):
         raise ValueError(f"{OP}: k {list(k.shape)} and k_rope {list(k_rope.shape)}, expected {first} and {second} wide")
     if config is None:
-        config = tuning.choose(OP, shape_class(q, v, plan), q, functools.partial(default_config, q, v, plan))
+        default = functools.partial(default_config, q, v, plan)
+        config = tuning.choose(OP, shape_class(q, v, plan), q, (PrefillConfig,), default)
     if paged and k.shape[0] * k.shape[1] * k.shape[2] >= 2**31:
         raise ValueError(f"{OP}: k {list(k.shape)} holds more than 2^31 - 1 rows")
     if plan.page_table is not None:
@@ -221,9 +228,9 @@ def attn_prefill_varlen(
         values = Rows(v, dim_v, paged)
         queries = Rows(q, first, False)
         ready = plan.page_size % BLOCK == 0 and all(x.tma_ready() for x in (keys, rope, values))
-        hopper = bool(config.get("HOPPER", 0)) and ready and queries.tma_ready() and suits_hopper(q, v, plan)
-        tma = bool(config["TMA"]) and ready
-        group, parts = num_heads // num_kv_heads, TILE // config["BM"]
+        hopper = config.kernel == "hopper" and ready and queries.tma_ready() and suits_hopper(q, v, plan)
+        tma = config.kernel != "pointers" and ready
+        group, parts = num_heads // num_kv_heads, TILE // config.BM
         num_parts = plan.tiles.shape[0] * parts
         if num_parts * num_heads > launch.MAX_GRID_X:
             raise ValueError(f"{OP}: {plan.tiles.shape[0]} tiles of {TILE} queries exceed the grid of a GPU")
@@ -240,7 +247,7 @@ def attn_prefill_varlen(
             attn_prefill_hopper_kernel[grid](
                 *(x.gluon_descriptor() for x in (queries, rest, keys, rope, values)), out, lse, *index,
                 c, queries.head, keys.head, rope.head, values.head, *sizes,
-                **shape, LSE=return_lse, STAGES=config["num_stages"], NO_SCORE=_NO_SCORE.value, UNSEEN=_UNSEEN.value,
+                **shape, LSE=return_lse, STAGES=config.num_stages, NO_SCORE=_NO_SCORE.value, UNSEEN=_UNSEEN.value,
                 num_warps=4, maxnreg=MAX_REGISTERS,
             )  # fmt: skip
         else:
@@ -248,12 +255,11 @@ def attn_prefill_varlen(
                 q, keys.x, rope.x, values.x, *(x.descriptor() if tma else None for x in (keys, rope, values)),
                 out, lse, *index, c, plan.window or 0, q.stride(0), q.stride(1),
                 keys.row, keys.head, rope.row, rope.head, values.row, values.head, *sizes,
-                **shape, BM=config["BM"], PARTS=parts, WINDOW=plan.window is not None, TMA=tma, LSE=return_lse,
-                WIDE=launch.interpreted() and q.dtype == torch.bfloat16, STAGES=config["num_stages"],
-                num_warps=config["num_warps"], num_stages=config["num_stages"],
+                **shape, BM=config.BM, PARTS=parts, WINDOW=plan.window is not None, TMA=tma, LSE=return_lse,
+                WIDE=launch.interpreted() and q.dtype == torch.bfloat16, STAGES=config.num_stages,
+                num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
-    out = launch.finish(out, q.dtype)
-    return (out, lse) if return_lse else out
+    return launch.finish(out, q.dtype), lse if return_lse else None
 
 
 def _near(num_kv_heads: int, programs: int) -> int:

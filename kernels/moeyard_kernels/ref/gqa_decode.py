@@ -3,36 +3,27 @@
 import torch
 
 from moeyard_kernels.ref.attn_combine import attn_combine
-from moeyard_kernels.types.decode_tables import DecodeTables
+from moeyard_kernels.types.decode_tables import GQA_SPLIT, DecodeTables
 
 
 def gqa_decode(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, tables: DecodeTables, scale: float, split: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `moeyard_kernels.ops.gqa_decode`; also returns the log-sum-exp [rows, Hq] fp32."""
-    _check_tables("gqa_decode", tables, k_cache.shape[1])
-    return _attend(q, k_cache, v_cache, tables=tables, scale=scale, split=split)
-
-
-def mla_decode(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent_cache: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
     *,
     tables: DecodeTables,
     scale: float,
-    split: int,
+    split: int = GQA_SPLIT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `moeyard_kernels.ops.mla_decode`; also returns the log-sum-exp [rows, Hq] fp32."""
-    _check_tables("mla_decode", tables, latent_cache.shape[0])
-    keys = latent_cache.unsqueeze(0)
-    values = keys[..., : q_latent.shape[2]]
-    return _attend(torch.cat((q_latent, q_rope), -1), keys, values, tables=tables, scale=scale, split=split)
+    """See `moeyard_kernels.ops.gqa_decode`."""
+    check_tables("gqa_decode", tables, k_cache.shape[1])
+    return attend(q, k_cache, v_cache, tables=tables, scale=scale, split=split)
 
 
-def _attend(
+def attend(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, tables: DecodeTables, scale: float, split: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B, Hq, Dk] over caches [Hkv, num_pages, page, D] -> ([B, Hq, Dv] in q's dtype, log-sum-exp [B, Hq] fp32)."""
     num_kv_heads, num_q = k_cache.shape[0], tables.num_queries
     out, lse = q.new_zeros(*q.shape[:2], v_cache.shape[3]), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     for row, length in enumerate(tables.kv_lens.flatten().tolist()):
@@ -54,7 +45,7 @@ def _attend(
     return out, lse
 
 
-def _check_tables(op: str, tables: DecodeTables, num_pages: int) -> None:
+def check_tables(op: str, tables: DecodeTables, num_pages: int) -> None:
     """Raise ValueError for lengths that the table cannot hold, and for pages in use that the cache has not."""
     lens, table = tables.kv_lens.view(tables.num_sequences, tables.num_queries), tables.page_table
     longest = table.shape[1] * tables.page_size

@@ -13,8 +13,8 @@ from moeyard_kernels.ref import topk_gate as reference
 
 OPS = ("topk_gate",)
 
-_SIGMOID: Mapping[str, object] = MappingProxyType({"scoring": "sigmoid", "renormalize": True, "scaling": 2.5})
-_GATES: tuple[tuple[str, int, Mapping[str, object]], ...] = (
+_SIGMOID: Mapping[str, Any] = MappingProxyType({"scoring": "sigmoid", "renormalize": True, "scaling": 2.5})
+_GATES: tuple[tuple[str, int, Mapping[str, Any]], ...] = (
     ("Kimi-K2 sigmoid bias", 384, _SIGMOID),
     (
         "DeepSeek-V3 sigmoid bias, 4 of 8 groups",
@@ -29,18 +29,18 @@ def cases() -> Iterator[Case]:
     """Three gates at the issue's 64 tokens, at one token and at a prompt's 4096."""
     for num_tokens in (64, 1, 4096):
         for name, num_experts, options in _GATES:
-            yield _gate(num_tokens, num_experts, name, options)
+            yield _case(num_tokens, num_experts, name, options)
 
 
-def _gate(num_tokens: int, num_experts: int, name: str, options: Mapping[str, object]) -> Case:
+def _case(num_tokens: int, num_experts: int, name: str, options: Mapping[str, Any]) -> Case:
     logits = torch.randn(num_tokens, num_experts, device="cuda")
     bias = torch.randn(num_experts, device="cuda") * 0.1 if options["scoring"] == "sigmoid" else None
-    choose: partial[Any] = partial(ops.topk_gate, top_k=8, bias=bias, **options)  # type: ignore[arg-type]
+    choose: partial[Any] = partial(ops.topk_gate, top_k=8, bias=bias, **options)
 
-    def gate() -> None:
+    def prove() -> None:
         weights, ids = choose(logits)
         wanted, wanted_ids = reference.topk_gate(
-            logits.cpu(), top_k=8, bias=None if bias is None else bias.cpu(), **options  # type: ignore[arg-type]
+            logits.cpu(), top_k=8, bias=None if bias is None else bias.cpu(), **options
         )  # fmt: skip
         assert_bits("ids of the reference", ids.cpu(), wanted_ids)
         assert torch.allclose(weights.cpu(), wanted, rtol=1e-6, atol=0), "weights are not the reference's"
@@ -51,7 +51,7 @@ def _gate(num_tokens: int, num_experts: int, name: str, options: Mapping[str, ob
         op="topk_gate",
         shape=f"T{num_tokens} E{num_experts} K8 {name}",
         run=partial(choose, logits),
-        gate=gate,
+        prove=prove,
         num_bytes=num_tokens * (4 * num_experts + 8 * 12),
         target=Target("us", 6) if num_tokens == 64 else None,
         baseline=(

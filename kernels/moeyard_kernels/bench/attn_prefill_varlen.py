@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moeyard_kernels.attention import attn_prefill as kernel
+from moeyard_kernels.attention import attn_prefill_varlen as kernel
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
 
-OPS: tuple[str, ...] = ("attn_prefill",)
+OPS: tuple[str, ...] = ("attn_prefill_varlen",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,23 +83,21 @@ def _randn(shape: Shape, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
-def _gate(shape: Shape) -> None:
+def _prove(shape: Shape) -> None:
     """Chunks = whole, alone = in a batch, every config = every other, near float64: at lengths that take no time."""
     small = replace(shape, chunks=((700, 0), (1, 300), (333, 129)))
     q, k, v, plan = _inputs(small)
     scale = shape.dim_k**-0.5
-    whole = kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale)
-    assert isinstance(whole, torch.Tensor)
+    whole, _ = kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale)
     for config in kernel.CONFIGS:
-        assert_bits(
-            f"{dict(config)}", kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale, config=config), whole
-        )
+        got, _ = kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale, config=config)
+        assert_bits(f"{config}", got, whole)
     row = 0
     for b, (length, start) in enumerate(small.chunks):
         keys, values = _keys_of(small, b, k, plan), _keys_of(small, b, v, plan)
         for begin in range(0, length, 100):
             end = min(begin + 100, length)
-            alone = kernel.attn_prefill_varlen(
+            alone, _ = kernel.attn_prefill_varlen(
                 q[row + begin : row + end], keys[: start + end], values[: start + end],
                 plan=plan_prefill([end - begin], [start + begin], device="cuda"), scale=scale,
             )  # fmt: skip
@@ -143,15 +141,15 @@ def cases() -> Iterator[Case]:
         whole = shape.chunks == _LONG and not shape.page
         dims = shape.heads * (shape.dim_k + shape.dim_v)
         yield Case(
-            op="attn_prefill",
+            op="attn_prefill_varlen",
             shape=f"{shape.name}: {shape.heads}/{shape.kv_heads} heads, {shape.dim_k}/{shape.dim_v}",
             run=run,
-            gate=partial(_gate, shape),
+            prove=partial(_prove, shape),
             num_bytes=2 * (q.shape[0] * dims + shape.num_keys * shape.kv_heads * (shape.dim_k + shape.dim_v)),
             num_flops=int(2 * dims * shape.num_pairs),
             target=shape.target,
             baseline=_baseline(shape, q) if whole else None,
             baseline_name="torch sdpa" if whole else "",
             variants=[(config, partial(run, config=config)) for config in kernel.CONFIGS if shape.tuned],
-            tune_key=("attn_prefill", kernel.shape_class(q, v, plan)),
+            tune_key=("attn_prefill_varlen", kernel.shape_class(q, v, plan)),
         )
