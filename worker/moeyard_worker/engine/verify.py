@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from moeyard_kernels.backend import Backend
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.checkpoint.loading import MappedExperts, open_checkpoint
 from moeyard_worker.config.fields import read_json
@@ -48,11 +49,18 @@ class Comparison:
     num_tokens: int
 
 
-def local_runner(directory: Path | str, *, dtype: torch.dtype, num_pages: int, page_size: int = PAGE_SIZE) -> Runner:
+def local_runner(
+    directory: Path | str,
+    *,
+    dtype: torch.dtype,
+    num_pages: int,
+    page_size: int = PAGE_SIZE,
+    backend: Backend | None = None,
+) -> Runner:
     """A runner that is a fleet of its own, with every expert resident. Raises CheckpointError."""
     config = load_model_config(directory)
     checkpoint = open_checkpoint(directory, config)
-    backend = CpuBackend(page_size=page_size)
+    backend = CpuBackend(page_size=page_size) if backend is None else backend
     experts = ExpertCache(
         backend=backend,
         source=MappedExperts(checkpoint),

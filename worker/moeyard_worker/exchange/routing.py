@@ -40,7 +40,7 @@ def route(topk_ids: np.ndarray, *, token_bounds: Sequence[int], experts: range, 
     assert topk_ids.size == 0 or -1 <= topk_ids.min() <= topk_ids.max() < num_experts, "an expert id is out of range"
     top_k = topk_ids.shape[1]
     here = (topk_ids >= experts.start) & (topk_ids < experts.stop)
-    row_tokens = here.any(1, keepdims=True)[:, 0].nonzero()[0]
+    row_tokens = here.max(1).nonzero()[0]
     of_rows = here[row_tokens]
     pairs = here.reshape(-1).nonzero()[0]
     return Routing(
