@@ -97,7 +97,7 @@ class CudaMla:
 
 
 def _rotation_table(rope: torch.Tensor | None, dim: int, device: torch.device) -> torch.Tensor:
-    """The table itself, or, without a rotation, one that turns nothing: a factor of 1 and a zero taken off are exact."""
+    """The table itself; without one, a table that turns nothing: a factor of 1 and a zero taken off are exact."""
     if rope is not None:
         return rope
     still = torch.cat((torch.ones(1, dim // 2), torch.zeros(1, dim // 2)), 1).to(device)
