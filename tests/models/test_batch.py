@@ -15,14 +15,14 @@ from moeyard_worker.scheduling.step import Chunk, Step
 from moeyard_worker.state.pools import KvPool, LatentPool
 
 
-def chunk(start: int, ids: tuple[int, ...], pages: tuple[int, ...], *, prompt: bool, sample: bool = True) -> Chunk:
-    return Chunk(request_id="", start=start, token_ids=ids, pages=pages, prompt=prompt, sample=sample)
+def chunk(start: int, ids: tuple[int, ...], pages: tuple[int, ...], *, prompt: bool, num_sampled: int = 1) -> Chunk:
+    return Chunk(key=(b"", ""), start=start, token_ids=ids, pages=pages, prompt=prompt, num_sampled=num_sampled)
 
 
 def test_rows_of_a_mixed_step() -> None:
     step = Step(
         prefill=(
-            chunk(0, (11, 12, 13), (5,), prompt=True, sample=False),
+            chunk(0, (11, 12, 13), (5,), prompt=True, num_sampled=0),
             chunk(6, (14, 15, 16), (2, 9, 4), prompt=True),
         ),
         decode=(chunk(9, (17,), (7, 1, 3), prompt=False), chunk(3, (18, 19), (6, 8), prompt=False)),

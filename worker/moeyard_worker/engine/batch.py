@@ -73,7 +73,6 @@ def build_batch(step: Step, *, page_size: int, window: int | None) -> Batch:
     token_ids = np.zeros(num_rows, dtype=np.int64)
     positions = np.zeros(num_rows, dtype=np.int64)
     slots = np.empty(num_tokens, dtype=np.int64)
-    samples: list[int] = []
     segments: list[PromptSegment] = []
     begin = 0
     for chunk in step.chunks:
@@ -90,9 +89,8 @@ def build_batch(step: Step, *, page_size: int, window: int | None) -> Batch:
         if chunk.prompt:
             pages = torch.from_numpy(_block_pages(chunk, page_size))
             segments.append(PromptSegment(begin=begin, end=end, start=chunk.start, pages=pages))
-        if chunk.sample:
-            samples.append(end - 1)
         begin = end
+    samples = step.sample_rows
     sample_rows = np.zeros(padded_rows(len(samples)), dtype=np.int64)
     sample_rows[: len(samples)] = samples
     return Batch(

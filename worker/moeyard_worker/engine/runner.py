@@ -52,7 +52,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
-        """fp32 logits [num_sampled padded, V]; row i belongs to step.sampled[i], the padding is garbage.
+        """fp32 logits [num_sampled padded, V]; row i is that of step.sample_rows[i], the padding is garbage.
 
         An empty step returns no row but takes part in every exchange. Raises ExchangeError when a peer is lost.
         """
