@@ -337,7 +337,7 @@ runner = Runner(
 )
 def step(start, count):
     tokens = tuple(i % 1000 for i in range(count))
-    chunk = Chunk(request_id="a", start=start, token_ids=tokens, pages=tuple(range(256)), prompt=True, sample=True)
+    chunk = Chunk(key=(b"", "a"), start=start, token_ids=tokens, pages=tuple(range(256)), prompt=True, num_sampled=1)
     return runner.forward(Step(prefill=(chunk,)))
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

@@ -9,22 +9,21 @@ import torch
 
 from moeyard_worker.engine.sampler import sample
 from moeyard_worker.protocol import SamplingParams
-from moeyard_worker.scheduling.request import Sampled, Sequence
+from moeyard_worker.scheduling.request import Accepted, Request
 
 V = 40
 
 
-def sequence(prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **sampling: Any) -> Sequence:
+def sequence(prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **sampling: Any) -> Request:
     """A sequence about to sample its next token."""
     params = SamplingParams(**{"max_tokens": 1000, **sampling})
-    return Sequence(
+    return Request(
         client=b"a",
         request_id="r",
         prompt=prompt,
         sampling=params,
         arrived=0.0,
         hashes=[],
-        key="61:r",
         output=list(output),
     )
 
@@ -33,7 +32,7 @@ def logits_for(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def one(logits: torch.Tensor, eos: tuple[int, ...] = (), **options: Any) -> Sampled:
+def one(logits: torch.Tensor, eos: tuple[int, ...] = (), **options: Any) -> Accepted:
     return sample(logits[None], [sequence(**options)], eos)[0]
 
 
@@ -58,7 +57,7 @@ def naive_probabilities(logits: list[float], p: SamplingParams) -> list[float]:
     return [probabilities[i] / mass if i in kept else 0.0 for i in range(len(logits))]
 
 
-def naive_edit(logits: list[float], s: Sequence) -> list[float]:
+def naive_edit(logits: list[float], s: Request) -> list[float]:
     """Bias, then the three penalties, token by token."""
     p, edited = s.sampling, []
     for token_id, x in enumerate(logits):
@@ -95,7 +94,7 @@ def test_frequencies_are_the_probabilities(cuts: dict[str, Any], seed: int) -> N
     params = SamplingParams(**{"max_tokens": 1, **cuts})
     expected = naive_probabilities(logits.double().tolist(), params)
     n = 2000
-    tokens = [s.token_id for s in sample(logits.expand(n, V), [sequence(seed=i, **cuts) for i in range(n)], ())]
+    tokens = [s.token_ids[0] for s in sample(logits.expand(n, V), [sequence(seed=i, **cuts) for i in range(n)], ())]
     counts = np.bincount(tokens, minlength=V)
     support = [i for i in range(V) if expected[i] > 0]
     assert all(expected[i] > 0 for i in np.flatnonzero(counts)), "a token outside the support was drawn"
@@ -125,7 +124,7 @@ def test_support_is_the_naive_one(cuts: dict[str, Any], seed: int) -> None:
     logits = torch.linspace(1, 0, V)[torch.randperm(V, generator=torch.Generator().manual_seed(seed))]
     expected = naive_probabilities(logits.double().tolist(), SamplingParams(max_tokens=1, **cuts))
     n = 800
-    drawn = {s.token_id for s in sample(logits.expand(n, V), [sequence(seed=i, **cuts) for i in range(n)], ())}
+    drawn = {s.token_ids[0] for s in sample(logits.expand(n, V), [sequence(seed=i, **cuts) for i in range(n)], ())}
     assert drawn <= {i for i in range(V) if expected[i] > 0}
     assert drawn >= {i for i in range(V) if n * expected[i] > 15}
 
@@ -133,7 +132,7 @@ def test_support_is_the_naive_one(cuts: dict[str, Any], seed: int) -> None:
 def test_ties_at_a_cut_belong_to_the_lowest_ids() -> None:
     logits = torch.zeros(V)
     for cuts, kept in (({"top_k": 3}, 3), ({"top_p": 0.1}, 4), ({"top_k": 8, "top_p": 0.5}, 4)):
-        drawn = {one(logits, seed=i, **cuts).token_id for i in range(200)}
+        drawn = {one(logits, seed=i, **cuts).token_ids[0] for i in range(200)}
         assert drawn == set(range(kept)), cuts
 
 
@@ -141,16 +140,16 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     logits = torch.zeros(V)
     logits[[30, 7, 21]] = 5.0
     for options in ({}, {"logit_bias": {39: -1.0}}, {"min_tokens": 1}, {"presence_penalty": 0.5}):
-        assert one(logits, temperature=0.0, **options).token_id == 7
+        assert one(logits, temperature=0.0, **options).token_ids[0] == 7
     # Edits are made in float64: in float32 this bias would round away.
-    assert one(logits, temperature=0.0, logit_bias={21: 1e-9}).token_id == 21
+    assert one(logits, temperature=0.0, logit_bias={21: 1e-9}).token_ids[0] == 21
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-300, 5e-324])
 def test_a_tiny_temperature_is_greedy(temperature: float, seed: int) -> None:
     logits = logits_for(seed, V)
-    assert one(logits, temperature=temperature).token_id == int(logits.argmax())
-    assert one(logits, temperature=temperature, top_p=0.5, min_p=0.1).token_id == int(logits.argmax())
+    assert one(logits, temperature=temperature).token_ids[0] == int(logits.argmax())
+    assert one(logits, temperature=temperature, top_p=0.5, min_p=0.1).token_ids[0] == int(logits.argmax())
 
 
 PENALTIES = [
@@ -174,8 +173,8 @@ def test_penalties_are_the_naive_ones(edits: dict[str, Any], seed: int) -> None:
         s = sequence(prompt, output, temperature=0.0, **edits)
         edited = naive_edit(row.double().tolist(), s)
         (chosen,) = sample(row[None], [s], ())
-        assert edited[chosen.token_id] >= max(edited) - 1e-12
-        changed += chosen.token_id != int(row.argmax())
+        assert edited[chosen.token_ids[0]] >= max(edited) - 1e-12
+        changed += chosen.token_ids[0] != int(row.argmax())
     assert changed > 5, "the rows are too easy to notice the edits"
 
 
@@ -183,10 +182,10 @@ def test_penalties_weigh_the_prompt_only_where_they_should() -> None:
     logits = torch.full((V,), -10.0)
     logits[5], logits[6] = 2.0, 1.5
     for penalty in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}):
-        assert one(logits, prompt=(5,), temperature=0.0, **penalty).token_id == 5
-        assert one(logits, prompt=(1,), output=(5,), temperature=0.0, **penalty).token_id == 6
-    assert one(logits, prompt=(5,), temperature=0.0, repetition_penalty=2.0).token_id == 6
-    assert one(logits, prompt=(1,), output=(5,), temperature=0.0, repetition_penalty=2.0).token_id == 6
+        assert one(logits, prompt=(5,), temperature=0.0, **penalty).token_ids[0] == 5
+        assert one(logits, prompt=(1,), output=(5,), temperature=0.0, **penalty).token_ids[0] == 6
+    assert one(logits, prompt=(5,), temperature=0.0, repetition_penalty=2.0).token_ids[0] == 6
+    assert one(logits, prompt=(1,), output=(5,), temperature=0.0, repetition_penalty=2.0).token_ids[0] == 6
 
 
 def test_penalties_act_on_sampling_too(seed: int) -> None:
@@ -194,9 +193,9 @@ def test_penalties_act_on_sampling_too(seed: int) -> None:
     edits = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {8: 1.0}}
     prompt, output = (1, 2, 3), (4, 4, 5)
     edited = torch.tensor(naive_edit(logits.double().tolist(), sequence(prompt, output, **edits)))
-    tokens = [one(logits, prompt=prompt, output=output, seed=i, **edits).token_id for i in range(300)]
-    assert tokens == [one(edited, prompt=prompt, output=output, seed=i).token_id for i in range(300)]
-    assert tokens != [one(logits, prompt=prompt, output=output, seed=i).token_id for i in range(300)]
+    tokens = [one(logits, prompt=prompt, output=output, seed=i, **edits).token_ids[0] for i in range(300)]
+    assert tokens == [one(edited, prompt=prompt, output=output, seed=i).token_ids[0] for i in range(300)]
+    assert tokens != [one(logits, prompt=prompt, output=output, seed=i).token_ids[0] for i in range(300)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -206,10 +205,10 @@ def test_min_tokens_holds_back_every_stop(temperature: float) -> None:
     options: dict[str, Any] = {"temperature": temperature, "min_tokens": 2, "stop_token_ids": (3, 1000)}
     for output in ((), (5,)):
         for seed in range(20):
-            assert one(logits, eos=(2,), output=output, seed=seed, **options).token_id not in (2, 3)
-    assert one(logits, eos=(2,), output=(5, 5), **options).token_id in (2, 3)
+            assert one(logits, eos=(2,), output=output, seed=seed, **options).token_ids[0] not in (2, 3)
+    assert one(logits, eos=(2,), output=(5, 5), **options).token_ids[0] in (2, 3)
     # With ignore_eos an end-of-sequence token is an ordinary one.
-    assert one(logits, eos=(2,), output=(5,), ignore_eos=True, **options).token_id == 2
+    assert one(logits, eos=(2,), output=(5,), ignore_eos=True, **options).token_ids[0] == 2
 
 
 def test_logprobs_are_those_of_the_unmodified_logits(seed: int) -> None:
@@ -219,23 +218,20 @@ def test_logprobs_are_those_of_the_unmodified_logits(seed: int) -> None:
     edits = {"temperature": 0.7, "top_k": 9, "presence_penalty": 1.0, "logit_bias": {5: 4.0}}
     out = sample(logits, [sequence(seed=i, logprobs=5, **edits) for i in range(30)], ())
     for row, exact, sampled in zip(logits, expected, out, strict=True):
-        got = sampled.logprob
-        assert got is not None
-        assert got.logprob == pytest.approx(float(exact[sampled.token_id]), abs=1e-6)
-        assert got.rank == 1 + int((row > row[sampled.token_id]).sum())
+        (got,) = sampled.logprobs
+        assert got.logprob == pytest.approx(float(exact[sampled.token_ids[0]]), abs=1e-6)
+        assert got.rank == 1 + int((row > row[sampled.token_ids[0]]).sum())
         order = sorted(range(V), key=lambda i: (-float(row[i]), i))[:5]
         assert [i for i, _ in got.top] == order
         assert [x for _, x in got.top] == pytest.approx([float(exact[i]) for i in order], abs=1e-6)
-    assert out[3].logprob is not None
-    assert [i for i, _ in out[3].logprob.top][:3] == [4, 9, 17]
+    assert [i for i, _ in out[3].logprobs[0].top][:3] == [4, 9, 17]
 
 
 def test_number_of_logprobs(seed: int) -> None:
     logits = logits_for(seed, V)
-    assert one(logits).logprob is None
+    assert one(logits).logprobs == ()
     for asked, given in ((0, 0), (1, 1), (V, V), (V + 5, V)):
-        logprob = one(logits, logprobs=asked).logprob
-        assert logprob is not None
+        (logprob,) = one(logits, logprobs=asked).logprobs
         assert len(logprob.top) == given
 
 
@@ -248,7 +244,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(seed: int) -> None:
     assert sample(logits, rows, (7,)) == alone
     flipped = logits[: len(rows)].flip(0).contiguous()
     assert sample(flipped, rows[::-1], (7,))[::-1] == alone
-    assert len({s.token_id for s in alone}) > 3
+    assert len({s.token_ids[0] for s in alone}) > 3
 
 
 def test_the_draw_depends_on_seed_and_position_alone(seed: int) -> None:
@@ -256,13 +252,13 @@ def test_the_draw_depends_on_seed_and_position_alone(seed: int) -> None:
     # The same position reached as prompt or as output: as after a failover that sends the outputs as a prompt.
     for i in range(50):
         draws = {
-            one(logits, prompt=(1, 2, 3, 4, 5), seed=i).token_id,
-            one(logits, prompt=(1, 2), output=(3, 4, 5), seed=i).token_id,
-            one(logits, prompt=(9, 9, 9), output=(9, 9), seed=i).token_id,
+            one(logits, prompt=(1, 2, 3, 4, 5), seed=i).token_ids[0],
+            one(logits, prompt=(1, 2), output=(3, 4, 5), seed=i).token_ids[0],
+            one(logits, prompt=(9, 9, 9), output=(9, 9), seed=i).token_ids[0],
         }
         assert len(draws) == 1
-    by_seed = [one(logits, seed=i).token_id for i in range(50)]
-    by_position = [one(logits, prompt=(1,) * (i + 1)).token_id for i in range(50)]
+    by_seed = [one(logits, seed=i).token_ids[0] for i in range(50)]
+    by_position = [one(logits, prompt=(1,) * (i + 1)).token_ids[0] for i in range(50)]
     assert len(set(by_seed)) > 3
     assert len(set(by_position)) > 3
 
@@ -282,7 +278,7 @@ def test_no_allowed_edit_leaves_nothing_to_choose(scale: float, temperature: flo
     edits = {"logit_bias": {1: 100.0, 2: -100.0}, "presence_penalty": 2.0, "frequency_penalty": -2.0, "min_p": 1.0}
     for penalty in (0.01, 100.0):
         chosen = one(logits, output=(1, 1, 2), temperature=temperature, repetition_penalty=penalty, **edits)
-        assert 0 <= chosen.token_id < 50
+        assert 0 <= chosen.token_ids[0] < 50
 
 
 def test_no_rows() -> None:

@@ -15,7 +15,7 @@ from moeyard_kernels.sampling import sample as triton_kernel
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_worker.engine import philox, sampler
 from moeyard_worker.protocol import SamplingParams
-from moeyard_worker.scheduling.request import Sequence
+from moeyard_worker.scheduling.request import Request
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
@@ -29,15 +29,15 @@ USUAL = None if ON_GPU else triton_kernel.SampleConfig(BLOCK=1024, ROUNDS=1, RAC
 F64 = torch.float64
 
 
-def sequence(prompt: Seq[int] = (1, 2, 3), output: Seq[int] = (), **options: Any) -> Sequence:
+def sequence(prompt: Seq[int] = (1, 2, 3), output: Seq[int] = (), **options: Any) -> Request:
     params = SamplingParams(**{"max_tokens": 1000, **options})
-    return Sequence(
-        client=b"a", request_id="r", prompt=tuple(prompt), sampling=params, arrived=0.0, hashes=[], key="61:r",
+    return Request(
+        client=b"a", request_id="r", prompt=tuple(prompt), sampling=params, arrived=0.0, hashes=[],
         output=list(output),
     )  # fmt: skip
 
 
-def edits_of(sequences: Seq[Sequence], vocab: int) -> LogitEdits:
+def edits_of(sequences: Seq[Request], vocab: int) -> LogitEdits:
     """As a worker would keep them; the slots are not those of the rows."""
     num_rows, width = len(sequences), 1 + max(len(s.sampling.logit_bias) for s in sequences)
     words = torch.zeros(num_rows + 1, vocab, dtype=torch.int32)
@@ -61,7 +61,7 @@ def edits_of(sequences: Seq[Sequence], vocab: int) -> LogitEdits:
     return LogitEdits(words=words, bias=bias, slots=slots, penalties=penalties)
 
 
-def arguments(sequences: Seq[Sequence], vocab: int, *, edits: bool = True) -> dict[str, Any]:
+def arguments(sequences: Seq[Request], vocab: int, *, edits: bool = True) -> dict[str, Any]:
     def column(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([getattr(s.sampling, name) for s in sequences], dtype=dtype)
 
@@ -96,11 +96,11 @@ def run_kernel(
     return ids.cpu(), None if logprobs is None else logprobs.cpu()
 
 
-def from_worker(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
-    return [s.token_id for s in sampler.sample(logits.float(), sequences, ())]
+def from_worker(logits: torch.Tensor, sequences: Seq[Request]) -> list[int]:
+    return [s.token_ids[0] for s in sampler.sample(logits.float(), sequences, ())]
 
 
-def mixed_rows(vocab: int, count: int, *, edits: bool) -> tuple[torch.Tensor, list[Sequence]]:
+def mixed_rows(vocab: int, count: int, *, edits: bool) -> tuple[torch.Tensor, list[Request]]:
     """Rows of all kinds, peaked and flat, greedy and sampled, and the sequences that ask for them."""
     rng = np.random.default_rng(int(torch.randint(2**31, ())))
     logits = torch.randn(count, vocab) * torch.from_numpy(rng.choice([0.05, 1.0, 3.0], count)).float()[:, None]

@@ -69,7 +69,7 @@ def test_prompts_beside_decode_rows(runners: tuple[Runner, Runner]) -> None:
     def chunk(which: int, start: int, end: int, *, is_prompt: bool) -> Chunk:
         tokens = tuple(ids[which][start:end])
         return Chunk(
-            request_id="", start=start, token_ids=tokens, pages=tables[which], prompt=is_prompt, sample=True
+            key=(b"", ""), start=start, token_ids=tokens, pages=tables[which], prompt=is_prompt, num_sampled=1
         )  # fmt: skip
 
     results = []
@@ -92,7 +92,7 @@ def test_an_empty_step(runners: tuple[Runner, Runner]) -> None:
 def test_attention_without_a_rotation() -> None:
     """As layers without positions want it: the values are those of any rotation at position 0."""
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "scale": 0.25, "window": None, "eps": 1e-6}
-    step = Step(prefill=(Chunk(request_id="", start=0, token_ids=(0,) * 9, pages=(0,), prompt=True, sample=True),))
+    step = Step(prefill=(Chunk(key=(b"", ""), start=0, token_ids=(0,) * 9, pages=(0,), prompt=True, num_sampled=1),))
     qkv = torch.randn(9, 8 * 16, generator=torch.Generator().manual_seed(1))
     results = []
     for backend in (CudaBackend(page_size=16, device=DEVICE), CpuBackend(page_size=16)):

@@ -59,12 +59,12 @@ def test_prompt_chunks(runner: Runner, prompts: list[list[int]], alone: tuple, c
 def make_chunk(ids: list[int], start: int, size: int, *, prompt: bool, first_page: int, reverse: bool = False) -> Chunk:
     pages = range(first_page, first_page + PAGES)
     return Chunk(
-        request_id="",
+        key=(b"", ""),
         start=start,
         token_ids=tuple(ids[start : start + size]),
         pages=tuple(reversed(pages)) if reverse else tuple(pages),
         prompt=prompt,
-        sample=True,
+        num_sampled=1,
     )
 
 
@@ -117,7 +117,7 @@ def test_recomputed_outputs(runner: Runner, prompts: list[list[int]], alone: tup
 
 def test_only_sampled_rows_are_returned(runner: Runner, prompts: list[list[int]], alone: tuple) -> None:
     ids = [*prompts[0], *alone[0]]
-    silent = Chunk(request_id="", start=0, token_ids=(1, 2, 3), pages=(PAGES,), prompt=True, sample=False)
+    silent = Chunk(key=(b"", ""), start=0, token_ids=(1, 2, 3), pages=(PAGES,), prompt=True, num_sampled=0)
     assert runner.forward(Step(prefill=(silent,))).shape == (0, VOCAB_SIZE)
     runner.forward(Step(prefill=(make_chunk(ids, 0, PROMPT_LENGTH, prompt=True, first_page=0),)))
     decode = make_chunk(ids, PROMPT_LENGTH, 1, prompt=False, first_page=0)

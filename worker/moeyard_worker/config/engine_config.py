@@ -18,6 +18,9 @@ class SchedulerConfig:
 
     max_batch_tokens: rows of one step, prompt and output together. max_num_seqs: running sequences.
     prefill_chunk: prompt rows of one sequence in one step. max_waiting: queued requests before `queue_full`.
+    max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3.
+    num_state_slots: sequences with state of their own beside pages, 0 when the model has none.
+    chunk_alignment: what every prompt chunk but the last ends at a multiple of.
     """
 
     num_pages: int
@@ -30,10 +33,31 @@ class SchedulerConfig:
     prefill_chunk: int = 512
     max_waiting: int = 1024
     prefix_caching: bool = True
+    max_in_flight: int = 1
+    num_drafts: int = 0
+    num_state_slots: int = 0
+    chunk_alignment: int = 1
 
     def __post_init__(self) -> None:
-        _require_positive(self, ("num_pages", "page_size", "max_model_len", "vocab_size", *_LIMITS))
+        _require_positive(self, ("num_pages", "page_size", "max_model_len", "vocab_size", "chunk_alignment", *_LIMITS))
         _require_rows(self)
+        for name, low, high in (("max_in_flight", 1, 2), ("num_drafts", 0, 3)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} must be in [{low}, {high}], got {getattr(self, name)}")
+        if self.num_state_slots < 0:
+            raise ValueError(f"num_state_slots must be at least 0, got {self.num_state_slots}")
+        rows = self.max_num_seqs * (1 + self.num_drafts)
+        if rows > self.max_batch_tokens:
+            raise ValueError(
+                f"max_num_seqs {self.max_num_seqs} with num_drafts {self.num_drafts} needs {rows} rows of a step, "
+                f"which exceeds max_batch_tokens {self.max_batch_tokens}"
+            )
+        for name in ("prefill_chunk", "max_batch_tokens"):
+            if getattr(self, name) < self.chunk_alignment:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} is less than chunk_alignment {self.chunk_alignment}, "
+                    "the rows that the model computes together"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

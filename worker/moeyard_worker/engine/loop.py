@@ -164,8 +164,7 @@ class Engine:
         self._exchange.begin_step(self.step)
         self._experts.begin_step(self.step)
         logits = self._runner.forward(step)
-        sequences = [self._scheduler.sequence(chunk) for chunk in step.sampled]
-        sampled = sample(logits, sequences, self._scheduler.config.eos_token_ids)
+        sampled = sample(logits, self._scheduler.requests(step), self._scheduler.config.eos_token_ids)
         now = time.monotonic()
         for reply in self._scheduler.complete(step, sampled, now):
             self._send(reply.client, reply.message)

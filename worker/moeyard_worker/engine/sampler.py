@@ -6,7 +6,7 @@ Gumbel-max). Temperature 0 takes the largest logit, ties by the lowest id. Repor
 unmodified logits.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,53 +14,53 @@ from numpy.typing import NDArray
 
 from moeyard_worker.engine.philox import exponential_noise
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
-from moeyard_worker.scheduling.request import Sampled, Sequence
+from moeyard_worker.scheduling.request import Accepted, Request
 
 LARGEST_LOGIT = 1e300
 
 
-def sample(logits: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: tuple[int, ...]) -> list[Sampled]:
-    """Next token of each sequence from logits [>= len(sequences), V] fp32, row i for sequence i."""
-    if not sequences:
+def sample(logits: torch.Tensor, requests: Sequence[Request], eos_token_ids: tuple[int, ...]) -> list[Accepted]:
+    """Next token of each request from logits [>= len(requests), V] fp32, row i for request i."""
+    if not requests:
         return []
     rows = logits.numpy()
     greedy = torch.argmax(logits, dim=-1).tolist()
     out = []
-    for i, sequence in enumerate(sequences):
-        params = sequence.sampling
-        token_id = greedy[i] if _is_plain_greedy(sequence) else _choose(rows[i], sequence, eos_token_ids)
-        logprob = None if params.logprobs is None else token_logprob(rows[i], token_id, params.logprobs)
-        out.append(Sampled(token_id, logprob))
+    for i, request in enumerate(requests):
+        params = request.sampling
+        token_id = greedy[i] if _is_plain_greedy(request) else _choose(rows[i], request, eos_token_ids)
+        logprobs = () if params.logprobs is None else (token_logprob(rows[i], token_id, params.logprobs),)
+        out.append(Accepted((token_id,), logprobs))
     return out
 
 
-def _is_plain_greedy(sequence: Sequence) -> bool:
-    p = sequence.sampling
-    return p.temperature == 0 and not _edits_logits(p) and len(sequence.output) >= p.min_tokens
+def _is_plain_greedy(request: Request) -> bool:
+    p = request.sampling
+    return p.temperature == 0 and not _edits_logits(p) and len(request.output) >= p.min_tokens
 
 
 def _edits_logits(p: SamplingParams) -> bool:
     return bool(p.logit_bias) or p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
 
 
-def _choose(row: NDArray[np.float32], sequence: Sequence, eos_token_ids: tuple[int, ...]) -> int:
-    params = sequence.sampling
+def _choose(row: NDArray[np.float32], request: Request, eos_token_ids: tuple[int, ...]) -> int:
+    params = request.sampling
     logits = row.astype(np.float64)
     if _edits_logits(params):
-        _edit(logits, params, sequence.prompt, sequence.output)
+        _edit(logits, params, request.prompt, request.output)
         # Whatever a request asks for, its logits stay finite: inf - inf would leave nothing to choose from.
         np.clip(logits, -LARGEST_LOGIT, LARGEST_LOGIT, out=logits)
-    if len(sequence.output) < params.min_tokens:
+    if len(request.output) < params.min_tokens:
         held_back = params.stop_token_ids + (() if params.ignore_eos else eos_token_ids)
         logits[[t for t in held_back if 0 <= t < logits.size]] = -np.inf
     if params.temperature == 0:
         return int(np.argmax(logits))
     ids, probabilities = _candidates(logits, params)
-    noise = exponential_noise(params.seed, sequence.length, ids)
+    noise = exponential_noise(params.seed, request.length, ids)
     return int(ids[np.argmax(probabilities / noise)])
 
 
-def _edit(logits: NDArray[np.float64], params: SamplingParams, prompt: Seq[int], output: Seq[int]) -> None:
+def _edit(logits: NDArray[np.float64], params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
     """Logit bias, then repetition (prompt and output), frequency and presence (output) penalties, in place."""
     for token_id, bias in params.logit_bias.items():
         logits[token_id] += bias

@@ -86,7 +86,7 @@ def prompt_logits(
     size = chunk_size or len(token_ids)
     for begin in range(start, len(token_ids), size):
         ids = tuple(token_ids[begin : begin + size])
-        chunk = Chunk(request_id="", start=begin, token_ids=ids, pages=tuple(pages), prompt=True, sample=True)
+        chunk = Chunk(key=(b"", ""), start=begin, token_ids=ids, pages=tuple(pages), prompt=True, num_sampled=1)
         rows.append(runner.forward(Step(prefill=(chunk,)))[0])
     return torch.stack(rows)
 
@@ -104,7 +104,7 @@ def greedy_tokens(
     tokens = [int(rows[0].argmax())]
     while len(tokens) < num_tokens:
         position = len(token_ids) + len(tokens) - 1
-        chunk = Chunk(request_id="", start=position, token_ids=(tokens[-1],), pages=pages, prompt=False, sample=True)
+        chunk = Chunk(key=(b"", ""), start=position, token_ids=(tokens[-1],), pages=pages, prompt=False, num_sampled=1)
         rows.append(runner.forward(Step(decode=(chunk,)))[0])
         tokens.append(int(rows[-1].argmax()))
     return tokens, torch.stack(rows)

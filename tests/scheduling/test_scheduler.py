@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.engine.scheduler_harness import Harness
+from tests.scheduling.scheduler_harness import Harness
 
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import Done, Rejected, SamplingParams, Submit, TokenLogprob, Tokens
-from moeyard_worker.scheduling.request import Sampled
+from moeyard_worker.scheduling.request import Accepted
 from moeyard_worker.scheduling.scheduler import Scheduler
 from moeyard_worker.scheduling.step import Chunk, Step
 
@@ -27,7 +27,7 @@ def submit(request_id: str, prompt: tuple[int, ...] | int, max_tokens: int = 4, 
 
 def shapes(chunks: tuple[Chunk, ...]) -> list[tuple[str, int, int, bool]]:
     """(request, start, rows, sampled) of each chunk."""
-    return [(c.request_id.split(":")[1], c.start, c.num_tokens, c.sample) for c in chunks]
+    return [(c.key[1], c.start, c.num_tokens, c.num_sampled > 0) for c in chunks]
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_the_latest_yields_and_keeps_its_place() -> None:
     ended: list[str] = []
     preempted: list[str] = []
     while harness.live:
-        before = [s.request_id for s in harness.scheduler._running]
+        before = [s.request_id for s in harness.scheduler._roster.running]
         step = harness.plan()
-        after = {s.request_id for s in harness.scheduler._running}
+        after = {s.request_id for s in harness.scheduler._roster.running}
         preempted += [name for name in reversed(before) if name not in after]
         ended += [r.message.request_id for r in harness.finish(step) if isinstance(r.message, Done)]
     assert preempted == ["r", "q"], "the latest yields first, and nobody yields twice here"
@@ -222,8 +222,8 @@ def test_single_rows_come_before_an_older_recompute() -> None:
     scheduler.add(submit("new", 4, 20), b"a", now=0.0)
     for _ in range(10):
         step = scheduler.schedule(now=0.0)
-        scheduler.complete(step, [Sampled(1)] * len(step.sampled), now=0.0)
-    old = scheduler._running[0]
+        scheduler.complete(step, [Accepted((1,))] * len(step.sampled), now=0.0)
+    old = scheduler._roster.running[0]
     old.num_computed = len(old.prompt)  # as after a preemption, when the prompt is computed again
     assert shapes(scheduler.schedule(now=0.0).decode) == [("new", old.length - 3, 1, True), ("old", 4, 3, False)]
 
@@ -289,7 +289,7 @@ def run_tokens(request: Submit, tokens: list[int], eos: tuple[int, ...] = ()) ->
     assert scheduler.add(request, b"a", now=0.0) is None
     for token_id in tokens:
         step = scheduler.schedule(now=0.0)
-        for reply in scheduler.complete(step, [Sampled(token_id)], now=0.0):
+        for reply in scheduler.complete(step, [Accepted((token_id,))], now=0.0):
             if isinstance(reply.message, Done):
                 return reply.message
     raise AssertionError("the request did not end")
@@ -321,7 +321,7 @@ def test_times_are_from_arrival_to_start_to_first_token() -> None:
     while scheduler.has_work():
         now = next(times)
         step = scheduler.schedule(now=float(now))
-        replies = scheduler.complete(step, [Sampled(1)] * len(step.sampled), now=now + 5.0)
+        replies = scheduler.complete(step, [Accepted((1,))] * len(step.sampled), now=now + 5.0)
         dones += [r.message for r in replies if isinstance(r.message, Done)]
     # p runs in the step [10, 15]; q in [20, 25], [30, 35] (first token) and [40, 45].
     assert [(d.queue_seconds, d.prefill_seconds) for d in dones] == [(9.0, 5.0), (18.0, 15.0)]
@@ -335,8 +335,8 @@ def test_logprobs_travel_with_their_token() -> None:
     scheduler.add(submit("p", 3, 2, logprobs=1), b"client", now=0.0)
     logprob = TokenLogprob(logprob=-0.5, rank=1, top=((7, -0.5),))
     step = scheduler.schedule(now=0.0)
-    assert scheduler.sequence(step.sampled[0]).request_id == "p"
-    (reply,) = scheduler.complete(step, [Sampled(7, logprob)], now=0.0)
+    assert [r.request_id for r in scheduler.requests(step)] == ["p"]
+    (reply,) = scheduler.complete(step, [Accepted((7,), (logprob,))], now=0.0)
     assert reply.client == b"client"
     assert reply.message == Tokens(request_id="p", start=0, token_ids=(7,), logprobs=(logprob,))
 
@@ -353,5 +353,5 @@ def test_a_step_must_be_completed_before_the_next() -> None:
     step = scheduler.schedule(now=0.0)
     with pytest.raises(AssertionError, match="not completed"):
         scheduler.schedule(now=0.0)
-    with pytest.raises(AssertionError, match="0 tokens for 1 sampled chunks"):
+    with pytest.raises(AssertionError, match="0 results for 1 sampled chunks"):
         scheduler.complete(step, [], now=0.0)
