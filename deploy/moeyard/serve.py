@@ -20,6 +20,7 @@ from types import FrameType
 from tqdm import tqdm
 
 from moeyard import ray_config
+from moeyard.lazy import load
 from moeyard.rank import Rank
 from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig, WorkerAddress
@@ -57,9 +58,7 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
     else:
         ray_config.prepare_remote()
     # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
-    from moeyard.ray_fleet import RayFleet
-
-    fleet = RayFleet(
+    fleet = load("moeyard.ray_fleet").RayFleet(
         config, address=args.ray_address, worker_host=args.worker_host, metrics_port_base=args.metrics_port_base
     )
     failures: list[str] = []

@@ -104,4 +104,4 @@ def test_a_formatted_size_reads_back_to_four_digits(size: int) -> None:
 
 
 def test_the_flag_offers_the_policies_there_are() -> None:
-    assert set(config_module.POLICIES) == set(policies.POLICIES)
+    assert set(config_module.EXPERT_POLICIES) == set(policies.POLICIES)

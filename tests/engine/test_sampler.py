@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from moeyard_worker.engine.sampler import sample
+
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.request import Accepted, Request
 

@@ -19,7 +19,8 @@ import pytest
 from tests.fleet import Client
 
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.engine.worker import WorkerActor, WorkerSpec
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.worker import Worker
 from moeyard_worker.experts.policies import POLICIES
 from moeyard_worker.experts.policy import Counters
 from moeyard_worker.experts.sim import belady, simulate
@@ -182,7 +183,7 @@ def test_a_live_engine_counts_what_the_simulator_does(
         max_model_len=160,
         max_num_seqs=4,
     )
-    worker = WorkerActor(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
+    worker = Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
     client = None
     try:
         endpoints = worker.endpoints()

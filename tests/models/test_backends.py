@@ -13,8 +13,8 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_worker.engine.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.verify import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.scheduling.step import Chunk, Step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,7 +7,8 @@ import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
-from moeyard_worker.engine.verify import greedy_tokens, local_runner, prompt_logits, reference_model
+from moeyard_worker.engine.local import greedy_tokens, local_runner, prompt_logits
+from moeyard_worker.engine.verify import reference_model
 
 YARN = {
     "rope_type": "yarn",

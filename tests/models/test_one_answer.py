@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
+from moeyard_worker.engine.local import greedy_tokens, local_runner
 from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.verify import greedy_tokens, local_runner
 from moeyard_worker.scheduling.step import Chunk, Step
 
 OPTIONS = {

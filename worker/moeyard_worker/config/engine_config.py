@@ -8,7 +8,7 @@ ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp"]
 EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp")
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
 DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
-POLICIES: tuple[str, ...] = ("slru", "lru")
+EXPERT_POLICIES: tuple[str, ...] = ("slru", "lru")
 _LIMITS = ("max_batch_tokens", "max_num_seqs", "prefill_chunk", "max_waiting")
 
 
@@ -65,6 +65,7 @@ class EngineConfig:
     """What `moeyard serve` asks of every worker; the CLI's defaults are read from these fields.
 
     expert_slots and expert_memory: at most one is set; neither means as many as fit. kv_memory None means auto.
+    async_scheduling: a step is planned while the one before runs.
     """
 
     model_path: str
@@ -83,11 +84,12 @@ class EngineConfig:
     prefill_chunk: int = 512
     max_waiting: int = 1024
     prefix_caching: bool = True
+    async_scheduling: bool = False
     step_deadline: float = 5.0
     threads: int = 1
 
     def __post_init__(self) -> None:
-        for name, allowed in (("exchange", EXCHANGES), ("dtype", DTYPES), ("expert_policy", POLICIES)):
+        for name, allowed in (("exchange", EXCHANGES), ("dtype", DTYPES), ("expert_policy", EXPERT_POLICIES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         _require_positive(self, ("num_workers", "page_size", "threads", *_LIMITS))

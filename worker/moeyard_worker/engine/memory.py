@@ -125,7 +125,9 @@ def plan_memory(
         workspace=step_bytes(config, model),
         margin=int(available * MARGIN_SHARE),
     )
-    free = available - resident_bytes - reserve.total
+    state = model.state_spec(itemsize)
+    held = resident_bytes + config.max_num_seqs * state.bytes_per_sequence
+    free = available - held - reserve.total
     if free <= 0:
         raise ValueError(
             f"the dense weights need {format_size(resident_bytes)} beside {reserve}, this worker has "
@@ -135,7 +137,7 @@ def plan_memory(
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise ValueError(f"--max-model-len {max_model_len} exceeds the model's {model.max_position}")
-    state, per_position = model.state_spec(itemsize), prefix_bytes(model, itemsize)
+    per_position = prefix_bytes(model, itemsize)
     num_pages = _num_pages(config, state, free=free, max_model_len=max_model_len, per_position=per_position)
     max_model_len = min(max_model_len, num_pages * config.page_size)
     kv, prefix = num_pages * config.page_size * state.bytes_per_token, max_model_len * per_position

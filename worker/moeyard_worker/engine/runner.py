@@ -1,17 +1,28 @@
-"""Runs steps on one rank: a `Step` in, logits of its sampled rows out."""
+"""Runs steps on one rank: a `Step` in, what its sampled chunks yielded out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from moeyard_kernels.backend import Backend
 from moeyard_worker.checkpoint.check import CheckedCheckpoint
 from moeyard_worker.checkpoint.loading import DenseLoader
+from moeyard_worker.engine.sampling import accepted, choose, feed, sampled_rows
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.moe import Experts
 from moeyard_worker.models.decoder import Decoder
+from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 from moeyard_worker.state.pools import allocate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A step that runs, or has run: `results[i]` of `step.sampled[i]`."""
+
+    step: Step
+    results: list[Accepted]
 
 
 class Runner:
@@ -57,3 +68,15 @@ class Runner:
         An empty step returns no row but takes part in every exchange. Raises ExchangeError when a peer is lost.
         """
         return self._model.forward(self._backend.plan(step))
+
+    def launch(self, step: Step, requests: Sequence[Request], *, before: Launched | None) -> Launched:
+        """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon.
+
+        Here the step has run when this returns, and rows that another backend would feed on its device are fed from the
+        results before. Raises ExchangeError when a peer is lost.
+        """
+        yielded = [] if before is None else before.results
+        fed = feed(step, yielded)
+        logits = self.forward(fed)
+        rows = sampled_rows(fed, requests, yielded)
+        return Launched(step=step, results=accepted(fed, choose(logits, rows, self.config.eos_token_ids)))
