@@ -1,113 +1,19 @@
-"""A fake device over real page tables and slots, and every promise of the scheduler checked at every event.
+"""A scheduler with a fake device behind it, and every promise of the scheduler checked at every event.
 
-The fake state of a position is a hash of all earlier states, read through the page table of the chunk, of its own token
-and of its formula (prompt or decode). Pages are blank when they are handed out. So a lost, shared, stale or skipped
-position, or one computed with the wrong formula, changes the tokens, and they are compared with those of the request
-alone, which `tokens_alone` computes without a scheduler. A slot holds the states of all positions of its request.
-
-The device runs planned steps in order, at once when they are planned (`eager`) or as late as it can. It feeds rows whose
-tokens the host does not know, and proposes drafts: true ones, wrong ones, fewer than asked for.
+The device runs planned steps in order, at once when they are planned (`eager`) or as late as it can. Every request's
+tokens are compared with those of the request alone.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
+from tests.scheduling.fake_device import Device, states_alone, tokens_alone
+
 from moeyard_worker.config.engine_config import SchedulerConfig
-from moeyard_worker.protocol import Done, Rejected, SamplingParams, Submit, Tokens
-from moeyard_worker.scheduling.request import Accepted, Reply, accept
+from moeyard_worker.protocol import Done, Rejected, Submit, Tokens
+from moeyard_worker.scheduling.request import Accepted, Reply
 from moeyard_worker.scheduling.scheduler import Scheduler
 from moeyard_worker.scheduling.step import Chunk, Step
-
-Cell = int | None
-
-
-def state_of(earlier: list[Cell], token_id: int, *, prompt: bool) -> int:
-    """The fake state of the position after `earlier`."""
-    assert None not in earlier, "a position reads a state that nobody computed"
-    return hash((*earlier, token_id, prompt))
-
-
-def prompt_states(prompt: tuple[int, ...]) -> list[Cell]:
-    """The fake states of all prompt positions."""
-    states: list[Cell] = []
-    for token_id in prompt:
-        states.append(state_of(states, token_id, prompt=True))
-    return states
-
-
-def tokens_alone(config: SchedulerConfig, prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], str]:
-    """Output tokens and finish reason of a request that nothing else touches."""
-    states = prompt_states(prompt)
-    output: list[int] = []
-    while True:
-        assert states[-1] is not None
-        token_id = states[-1] % config.vocab_size
-        output.append(token_id)
-        stops = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in config.eos_token_ids)
-        if stops and len(output) >= params.min_tokens:
-            return output, "stop"
-        if len(output) == params.max_tokens:
-            return output, "length"
-        states.append(state_of(states, token_id, prompt=False))
-
-
-class Device:
-    """Runs steps on fake states. `cells[page][offset]` and `slots[slot][position]` are states."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
-        self.cells: list[list[Cell]] = [[None] * config.page_size for _ in range(config.num_pages)]
-        self.slots: list[list[Cell]] = [[] for _ in range(config.num_state_slots)]
-        # Of each sampled chunk of the latest step: where its last accepted token sits, the token, drafts behind it.
-        self.latest: list[tuple[int, int, tuple[int, ...]]] = []
-
-    def run(self, step: Step, fresh: list[list[int]]) -> list[Accepted]:
-        """Compute a step; `fresh[i]` are the pages that chunk i is the first to name."""
-        earlier, self.latest = self.latest, []
-        return [r for c, pages in zip(step.chunks, fresh, strict=True) if (r := self._run(c, pages, earlier))]
-
-    def _run(self, chunk: Chunk, fresh: list[int], fed: list[tuple[int, int, tuple[int, ...]]]) -> Accepted | None:
-        config, size = self.config, self.config.page_size
-        for page in fresh:
-            self.cells[page] = [None] * size
-        start, token_ids = chunk.start, chunk.token_ids
-        if chunk.fed is not None:
-            start, token_id, drafts = fed[chunk.fed]
-            assert chunk.start <= start <= chunk.max_start
-            assert set(token_ids) == {0}
-            # A row without a draft gets any token: what is accepted is right whoever guessed it.
-            token_ids = (token_id, *drafts, *(0,) * config.num_drafts)[: chunk.num_tokens]
-        assert start + chunk.num_tokens <= config.max_model_len, "a position that the model does not have"
-        states = [self.cells[chunk.pages[i // size]][i % size] for i in range(start)]
-        if chunk.state_slot >= 0:
-            assert start == 0 or self.slots[chunk.state_slot][:start] == states, "the slot is another's, or stale"
-        for position, token_id in enumerate(token_ids, start=start):
-            states.append(state_of(states, token_id, prompt=chunk.prompt))
-            self.cells[chunk.pages[position // size]][position % size] = states[-1]
-        if chunk.state_slot >= 0:
-            self.slots[chunk.state_slot] = list(states)
-        if not chunk.num_sampled:
-            return None
-        first = len(states) - chunk.num_sampled
-        sampled = [state % config.vocab_size for state in states[first:] if state is not None]
-        count = accept(token_ids[len(token_ids) - chunk.num_sampled + 1 :], sampled)
-        end = first + count
-        drafts = self._propose(states[:end], sampled[count - 1])
-        self.latest.append((end, sampled[count - 1], drafts))
-        return Accepted(tuple(sampled[:count]), drafts=drafts)
-
-    def _propose(self, states: list[Cell], token_id: int) -> tuple[int, ...]:
-        """Drafts behind `token_id` at position len(states): two of three are right, and the last may be missing."""
-        drafts: list[int] = []
-        for j in range(self.config.num_drafts):
-            states.append(state_of(states, token_id, prompt=False))
-            assert states[-1] is not None
-            luck = hash((states[-1], 7))
-            if j and luck % 7 == 0:
-                break
-            token_id = (states[-1] + (luck % 3 == 0)) % self.config.vocab_size
-            drafts.append(token_id)
-        return tuple(drafts)
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +60,7 @@ class Harness:
         self.flights: deque[Planned] = deque()
         self.num_accepted = 0
         self.num_ended = 0
+        self.num_late_ends = 0
         self.num_steps = 0
 
     def expected_refusal(self, submit: Submit, client: bytes) -> str | None:
@@ -255,7 +162,7 @@ class Harness:
         self.check()
         self._check_tables()
         if self.eager and step.chunks:
-            planned.results = self.device.run(step, planned.fresh)
+            self._run(planned)
         return step
 
     def _check_chunk(self, chunk: Chunk, request: Live, *, prompt: bool) -> list[int]:
@@ -298,7 +205,9 @@ class Harness:
         assert chunk.start < len(request.prompt)
         assert chunk.start == 0 or self.config.prefix_caching
         reused = [cell for page in chunk.pages[: chunk.start // size] for cell in self.device.cells[page]]
-        assert reused == prompt_states(request.prompt[: chunk.start]), "a prefix hit on other tokens"
+        assert reused == states_alone(request.prompt, self.config.vocab_size, chunk.start), (
+            "a prefix hit on other tokens"
+        )
         if request.first_start is None:
             request.first_start = chunk.start
         request.computed, request.pages = chunk.start, chunk.pages[: chunk.start // size]
@@ -341,7 +250,8 @@ class Harness:
         planned = self.flights.popleft()
         assert planned.step is step
         if planned.results is None:
-            planned.results = self.device.run(step, planned.fresh)
+            self._run(planned)
+        assert planned.results is not None
         replies = self.scheduler.complete(step, planned.results, now=float(self.num_steps))
         expected, results = [], iter(planned.results)
         for chunk, request in zip(step.chunks, planned.requests, strict=True):
@@ -363,6 +273,10 @@ class Harness:
                 request.pages = request.pages[: -(-len(request.known) // self.config.page_size)]
         self.check()
         return replies
+
+    def _run(self, planned: Planned) -> None:
+        prompts = [request.prompt for request in planned.requests]
+        planned.results = self.device.run(planned.step, prompts, planned.fresh)
 
     def _check_replies(self, replies: list[Reply], expected: list[tuple[Live, tuple[int, ...]]]) -> None:
         """One `Tokens` per request that goes on living, in order of rows, each followed by its end if it ends."""
@@ -439,4 +353,5 @@ class Harness:
     def _leave(self, request: Live) -> None:
         self.num_ended += 1
         if request.in_flight:
+            self.num_late_ends += 1
             self.leaving.append(request)

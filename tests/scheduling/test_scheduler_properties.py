@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.scheduling.scheduler_harness import Harness
@@ -102,7 +103,7 @@ def test_any_life_of_a_scheduler(config: SchedulerConfig, eager: bool, life: lis
     harness.drain()
 
 
-def random_life(rng: random.Random) -> Harness:
+def random_life(rng: random.Random, *, max_in_flight: int, num_drafts: int) -> Harness:
     """A busy life over a pool that holds about two of the requests; runs to the end."""
     page_size = rng.choice((1, 2, 4))
     config = SchedulerConfig(
@@ -110,11 +111,14 @@ def random_life(rng: random.Random) -> Harness:
         page_size=page_size,
         max_model_len=40,
         vocab_size=VOCAB,
-        max_batch_tokens=rng.choice((4, 8, 32)),
+        eos_token_ids=rng.choice(((), (0,))),
+        max_batch_tokens=rng.choice((16, 32)) if num_drafts else rng.choice((4, 8, 32)),
         max_num_seqs=4,
         prefill_chunk=rng.choice((2, 5, 32)),
+        max_in_flight=max_in_flight,
+        num_drafts=num_drafts,
     )
-    harness = Harness(config)
+    harness = Harness(config, eager=rng.random() < 0.5)
     for i in range(12):
         prompt = rng.choice(TEXTS)[: rng.randint(1, 20)]
         sampling = SamplingParams(max_tokens=rng.randint(5, 20))
@@ -125,12 +129,18 @@ def random_life(rng: random.Random) -> Harness:
     return harness
 
 
-def test_busy_lives_preempt_and_reuse(seed: int) -> None:
-    """The promises are worth something only if tight pools do preempt, and prompts are reused, while they hold."""
-    num_preemptions, num_hits = [], []
-    for i in range(25):
-        stats = random_life(random.Random(seed + i)).scheduler.stats
-        num_preemptions.append(stats.num_preemptions)
-        num_hits.append(stats.prefix_hit_tokens)
-    assert sum(1 for n in num_preemptions if n > 0) > 12, num_preemptions
-    assert sum(1 for n in num_hits if n > 0) > 12, num_hits
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_busy_lives_preempt_and_reuse(seed: int, max_in_flight: int, num_drafts: int) -> None:
+    """What holds is worth something only if meanwhile pools are tight, prompts are reused, ends are seen late, and
+    drafts are right and wrong."""
+    lives = [
+        random_life(random.Random(seed + i), max_in_flight=max_in_flight, num_drafts=num_drafts) for i in range(25)
+    ]
+    stats = [harness.scheduler.stats for harness in lives]
+    assert sum(1 for s in stats if s.num_preemptions > 0) > 12
+    assert sum(1 for s in stats if s.prefix_hit_tokens > 0) > 12
+    assert (sum(harness.num_late_ends for harness in lives) > 12) == (max_in_flight == 2)
+    for j in range(num_drafts):
+        verified, accepted = sum(s.drafts[j] for s in stats), sum(s.accepted[j] for s in stats)
+        assert 0.05 * verified < accepted < 0.95 * verified, f"draft {j}: {accepted} of {verified} are right"

@@ -46,10 +46,10 @@ class Reply:
 class Request:
     """One request while it lives, and after its end while a step in flight still names it.
 
-    `num_computed` positions have their state in `pages` (and in slot `state_slot`), as of the last completed step: a
-    refused draft is undone by not counting it. `drafts` are proposed for the positions after the last token.
-    `in_flight` are its chunks in planned steps that are not completed, oldest first; `sample_index` is the place of the
-    newest one among the sampled chunks of its step.
+    `serial` is its place in the order of arrival. `num_computed` positions have their state in `pages` (and in slot
+    `state_slot`), as of the last completed step: a refused draft is undone by not counting it. `drafts` are proposed
+    for the positions after the last token. `in_flight` are its chunks in planned steps that are not completed, oldest
+    first; `sample_index` is the place of the newest one among the sampled chunks of its step.
     """
 
     client: bytes
@@ -58,7 +58,7 @@ class Request:
     sampling: SamplingParams
     arrived: float
     hashes: list[bytes]
-    arrival: int = 0
+    serial: int = 0
     output: list[int] = field(default_factory=list)
     drafts: tuple[int, ...] = ()
     pages: list[int] = field(default_factory=list)

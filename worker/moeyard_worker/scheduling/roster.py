@@ -8,8 +8,8 @@ from moeyard_worker.scheduling.request import Request
 from moeyard_worker.scheduling.step import Chunk, RequestKey
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
+def _serial(request: Request) -> int:
+    return request.serial
 
 
 class Roster:
@@ -20,12 +20,12 @@ class Roster:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.leaving: list[Request] = []
-        self._num_arrived = 0
+        self._num_entered = 0
 
     def enter(self, request: Request) -> None:
         """A new request waits."""
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
+        request.serial = self._num_entered
+        self._num_entered += 1
         self.live[request.key] = request
         self.waiting.append(request)
 
@@ -33,14 +33,14 @@ class Roster:
         """The first that waits runs."""
         request = self.waiting.popleft()
         request.running = True
-        insort(self.running, request, key=_arrival)
+        insort(self.running, request, key=_serial)
         return request
 
     def stand_back(self, request: Request) -> None:
         """A running request waits again: first of all as a rule, but behind those that came before it."""
         self.running.remove(request)
         request.running = False
-        insort(self.waiting, request, key=_arrival)
+        insort(self.waiting, request, key=_serial)
 
     def end(self, request: Request) -> None:
         """A live request ends; its key is free again, even while it is `leaving`."""
@@ -60,7 +60,7 @@ class Roster:
         assert len(queued) == len(self.live), "a request is lost or queued twice"
         assert {id(r) for r in queued} == {id(r) for r in self.live.values()}, "queues and live requests differ"
         for queue in (self.waiting, self.running):
-            assert [r.arrival for r in queue] == sorted(r.arrival for r in queue), "first come is not first served"
+            assert [r.serial for r in queue] == sorted(r.serial for r in queue), "first come is not first served"
         for r in self.waiting:
             assert (r.pages, r.state_slot, r.num_computed, r.running) == ([], -1, 0, False), f"{r.key} holds state"
             assert (r.drafts, r.in_flight, r.ended) == ((), [], False), f"waiting {r.key} is planned or has ended"
