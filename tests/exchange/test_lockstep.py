@@ -9,7 +9,7 @@ import torch
 from exchange_fleet import Fleet, agree, join_when_started
 
 from moeyard_worker.exchange.base import ExchangeError
-from moeyard_worker.exchange.frames import Phase, Plan, encode_plan, pack_tag
+from moeyard_worker.exchange.frames import Phase, PlanFrame, encode_plan_frame, pack_tag
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.slab import ExchangeShape
@@ -108,8 +108,14 @@ def test_peer_started_sees_a_plan_and_leaves_it(pair: tuple[Mesh, Mesh]) -> None
 @pytest.mark.parametrize(
     ("frame", "message"),
     [
-        (encode_plan(Plan(epoch=1, step=6, source=1, num_tokens=1)), "rank 1 plans the wrong step: expected step 5"),
-        (encode_plan(Plan(epoch=2, step=5, source=1, num_tokens=1)), "rank 1 plans the wrong step: expected step 5"),
+        (
+            encode_plan_frame(PlanFrame(epoch=1, step=6, source=1, num_tokens=1)),
+            "rank 1 plans the wrong step: expected step 5",
+        ),
+        (
+            encode_plan_frame(PlanFrame(epoch=2, step=5, source=1, num_tokens=1)),
+            "rank 1 plans the wrong step: expected step 5",
+        ),
         (pack_tag(1, 5, 0, Phase.COMBINE, 1), "rank 1 sent the wrong frame between steps: expected a plan"),
     ],
     ids=["step", "epoch", "phase"],
@@ -127,13 +133,13 @@ def test_a_wrong_frame_between_steps_is_named(pair: tuple[Mesh, Mesh], frame: by
 
 def test_a_plan_for_another_step_ends_the_agreement(pair: tuple[Mesh, Mesh]) -> None:
     first, second = pair
-    second.send(0, encode_plan(Plan(epoch=1, step=6, source=1, num_tokens=1)))
+    second.send(0, encode_plan_frame(PlanFrame(epoch=1, step=6, source=1, num_tokens=1)))
     with pytest.raises(ExchangeError, match=r"expected plan of rank 1, epoch 1, step 5, got plan of rank 1.* step 6"):
         Lockstep(first).agree(5, 1)
 
 
 def test_a_plan_of_the_wrong_size_is_named(pair: tuple[Mesh, Mesh]) -> None:
     first, second = pair
-    second.send(0, encode_plan(Plan(epoch=1, step=5, source=1, num_tokens=1)) + b"x")
+    second.send(0, encode_plan_frame(PlanFrame(epoch=1, step=5, source=1, num_tokens=1)) + b"x")
     with pytest.raises(ExchangeError, match="rank 1 sent a bad plan: a plan frame has 24 bytes, got 25"):
         Lockstep(first).agree(5, 1)

@@ -16,10 +16,10 @@ import zmq
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.frames import (
     NO_LAYER,
-    Hello,
+    Handshake,
     Phase,
     Tag,
-    encode_hello,
+    encode_handshake,
     encode_poison,
     encode_tag,
     pack_tag,
@@ -298,10 +298,10 @@ def test_strangers_are_turned_away_and_change_nothing(meshes: Opener) -> None:
         stranger.setsockopt(zmq.IMMEDIATE, 1)
         monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         stranger.connect(ranks[0].endpoint().tcp[1])
-        hello = Hello(rank=1, world_size=2, epoch=EPOCH, token=ranks[0].endpoint().token)
+        handshake = Handshake(rank=1, world_size=2, epoch=EPOCH, token=ranks[0].endpoint().token)
         stranger.setsockopt(zmq.SNDTIMEO, 1000)
         with contextlib.suppress(zmq.Again):
-            stranger.send(encode_hello(hello))
+            stranger.send(encode_handshake(handshake))
         assert monitor.poll(10_000)
         stranger.disable_monitor()
         monitor.close()

@@ -1,4 +1,4 @@
-"""What travels between ranks: tags, plan frames, poison frames and hellos. Pure: stdlib + msgpack.
+"""What travels between ranks: tags, plan frames, poison frames and handshakes. Pure: stdlib + msgpack.
 
 Every frame starts with a tag of TAG_BYTES bytes (little endian: magic, version, phase, source, layer, epoch, step), so
 that a receiver compares one slice with the bytes it expects, and decodes only to explain a mismatch. Decoding is
@@ -29,7 +29,7 @@ class FrameError(ValueError):
 class Phase(IntEnum):
     """What a frame is for. The order is the order of a rank's life and of a step."""
 
-    HELLO = 1
+    HANDSHAKE = 1
     PLAN = 2
     DISPATCH = 3
     COMBINE = 4
@@ -53,7 +53,7 @@ class Tag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PlanFrame:
     """A rank's part in lockstep step `step`: it takes part with `num_tokens` rows (0 for an idle rank)."""
 
     epoch: int
@@ -63,7 +63,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Handshake:
     """First frame on a connection. `token` is the receiver's secret: the sender was given its endpoint."""
 
     rank: int
@@ -105,7 +105,7 @@ def decode_tag(frame: bytes) -> Tag:
     return Tag(epoch=epoch, step=step, layer=None if layer == NO_LAYER else layer, phase=phase, source=source)
 
 
-def encode_plan(plan: Plan) -> bytes:
+def encode_plan_frame(plan: PlanFrame) -> bytes:
     """One frame; raises `FrameError` on a field out of range."""
     tag = encode_tag(Tag(epoch=plan.epoch, step=plan.step, layer=None, phase=Phase.PLAN, source=plan.source))
     if not 0 <= plan.num_tokens < 2**32:
@@ -113,7 +113,7 @@ def encode_plan(plan: Plan) -> bytes:
     return tag + _PLAN.pack(plan.num_tokens)
 
 
-def decode_plan(frame: bytes) -> Plan:
+def decode_plan_frame(frame: bytes) -> PlanFrame:
     """Parse a plan frame; raises `FrameError`."""
     tag = decode_tag(frame)
     if tag.phase is not Phase.PLAN:
@@ -121,7 +121,7 @@ def decode_plan(frame: bytes) -> Plan:
     if len(frame) != TAG_BYTES + _PLAN.size:
         raise FrameError(f"a plan frame has {TAG_BYTES + _PLAN.size} bytes, got {len(frame)}")
     (num_tokens,) = _PLAN.unpack_from(frame, TAG_BYTES)
-    return Plan(epoch=tag.epoch, step=tag.step, source=tag.source, num_tokens=num_tokens)
+    return PlanFrame(epoch=tag.epoch, step=tag.step, source=tag.source, num_tokens=num_tokens)
 
 
 def encode_poison(tag: Tag, reason: str) -> bytes:
@@ -144,28 +144,28 @@ def decode_poison(frame: bytes) -> tuple[Tag, str]:
         raise FrameError(f"poison reason: {error}") from error
 
 
-def encode_hello(hello: Hello) -> bytes:
+def encode_handshake(handshake: Handshake) -> bytes:
     """One frame."""
-    tag = encode_tag(Tag(epoch=hello.epoch, step=0, layer=None, phase=Phase.HELLO, source=hello.rank))
-    body: bytes = msgpack.packb(asdict(hello))
+    tag = encode_tag(Tag(epoch=handshake.epoch, step=0, layer=None, phase=Phase.HANDSHAKE, source=handshake.rank))
+    body: bytes = msgpack.packb(asdict(handshake))
     return tag + body
 
 
-def decode_hello(frame: bytes) -> Hello:
-    """Parse a hello; raises `FrameError` on anything but exactly its four fields."""
+def decode_handshake(frame: bytes) -> Handshake:
+    """Parse a handshake; raises `FrameError` on anything but exactly its four fields."""
     tag = decode_tag(frame)
-    if tag.phase is not Phase.HELLO:
-        raise FrameError(f"expected a hello, got {tag}")
+    if tag.phase is not Phase.HANDSHAKE:
+        raise FrameError(f"expected a handshake, got {tag}")
     try:
         body = msgpack.unpackb(frame[TAG_BYTES:], raw=False)
     except (ValueError, msgpack.UnpackException) as error:
-        raise FrameError(f"hello: not msgpack: {error}") from error
+        raise FrameError(f"handshake: not msgpack: {error}") from error
     kinds = {"rank": int, "world_size": int, "epoch": int, "token": str}
     if not isinstance(body, dict) or body.keys() != kinds.keys():
-        raise FrameError(f"hello: expected the fields {', '.join(kinds)}, got {body!r:.80}")
+        raise FrameError(f"handshake: expected the fields {', '.join(kinds)}, got {body!r:.80}")
     for name, kind in kinds.items():
         if type(body[name]) is not kind:
-            raise FrameError(f"hello.{name}: expected {kind.__name__}, got {body[name]!r:.80}")
+            raise FrameError(f"handshake.{name}: expected {kind.__name__}, got {body[name]!r:.80}")
     if (body["rank"], body["epoch"], 0) != (tag.source, tag.epoch, tag.step):
-        raise FrameError(f"hello: rank {body['rank']}, epoch {body['epoch']} in a {tag}")
-    return Hello(**body)
+        raise FrameError(f"handshake: rank {body['rank']}, epoch {body['epoch']} in a {tag}")
+    return Handshake(**body)

@@ -17,11 +17,11 @@ from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.frames import (
     NO_LAYER,
     TAG_BYTES,
-    Hello,
+    Handshake,
     Phase,
     Tag,
     decode_tag,
-    encode_hello,
+    encode_handshake,
     encode_poison,
     pack_tag,
 )
@@ -29,7 +29,7 @@ from moeyard_worker.exchange.naming import is_poison, name_frame, name_ranks, to
 from moeyard_worker.exchange.rendezvous import (
     MeshEndpoint,
     check_endpoints,
-    check_hello,
+    check_handshake,
     check_host,
     host_identity,
 )
@@ -40,7 +40,7 @@ Transport = Literal["shm", "tcp"]
 
 # Room for a frame's tag and counts beside the largest payload, which is smaller than a slab.
 FRAME_SLACK_BYTES = 1 << 16
-# While a hello waits for its peer to connect there is no event to wait for, hence short waits, at start only.
+# While a handshake waits for its peer to connect there is no event to wait for, hence short waits, at start only.
 CONNECT_SLICE_S = 0.005
 # A rank that was itself stopped wakes past the deadline with its peers' frames still on their way in: it must not
 # accuse them before it has looked once more.
@@ -131,7 +131,7 @@ class Mesh:
         return self._endpoint
 
     def connect(self, endpoints: Sequence[MeshEndpoint], timeout: float = 20.0) -> None:
-        """Connect to every peer, map its memory, exchange hellos; all `endpoints`, own one included, in rank order.
+        """Connect to every peer, map its memory, exchange handshakes; all `endpoints`, own one included, in rank order.
 
         Returns when every peer answered; by then no file of this mesh has a name any more. Raises ExchangeError naming
         the ranks that did not answer within `timeout` seconds, or the one that disagrees.
@@ -144,14 +144,14 @@ class Mesh:
             self._connect_peer(self._wires, endpoints[peer])
         unsent, unheard = set(self.peers), set(self.peers)
         while True:
-            unsent -= {peer for peer in unsent if self._send_hello(self._wires, endpoints[peer])}
+            unsent -= {peer for peer in unsent if self._send_handshake(self._wires, endpoints[peer])}
             if not unsent and not unheard:
                 break
             remaining = limit - perf_counter()
             self._wires.poll(min(remaining, CONNECT_SLICE_S) if unsent else remaining)
             for peer in sorted(unheard):
                 if self._wires.inbox[peer]:
-                    self._check_hello(peer, self._wires.inbox[peer].popleft())
+                    self._check_handshake(peer, self._wires.inbox[peer].popleft())
                     unheard.discard(peer)
                 elif peer in self._wires.lost:
                     self._raise(f"rank {peer} {self._wires.lost[peer]} while connecting")
@@ -240,14 +240,14 @@ class Mesh:
         if not here:
             wires.read_in_place(peer.rank)
 
-    def _send_hello(self, wires: Wires, peer: MeshEndpoint) -> bool:
-        hello = Hello(rank=self.rank, world_size=self.world_size, epoch=self.epoch, token=peer.token)
-        return wires.send(peer.rank, encode_hello(hello))
+    def _send_handshake(self, wires: Wires, peer: MeshEndpoint) -> bool:
+        handshake = Handshake(rank=self.rank, world_size=self.world_size, epoch=self.epoch, token=peer.token)
+        return wires.send(peer.rank, encode_handshake(handshake))
 
-    def _check_hello(self, peer: int, frame: Frame) -> None:
+    def _check_handshake(self, peer: int, frame: Frame) -> None:
         if is_poison(frame):
-            self._raise_unexpected(peer, frame, self._tag(Phase.HELLO, None, peer))
-        complaint = check_hello(frame, peer, self._endpoint)
+            self._raise_unexpected(peer, frame, self._tag(Phase.HANDSHAKE, None, peer))
+        complaint = check_handshake(frame, peer, self._endpoint)
         if complaint is not None:
             self._raise(complaint)
 

@@ -14,7 +14,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 # At most two frames of a source are ever unread (its frame of this phase and, when it already has ours, of the next),
-# plus a hello, a plan and a poison frame. A PAIR blocks at its mark, it never drops.
+# plus a handshake, a plan and a poison frame. A PAIR blocks at its mark, it never drops.
 HIGH_WATER_MARK = 64
 # A wait first blocks in `recv` this long, which is one system call and the usual case; only then it polls everything.
 RECV_SLICE_MS = 2
