@@ -7,18 +7,22 @@ strict: whatever is not exactly a frame of this version raises `FrameError`.
 
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from struct import Struct
+from struct import Struct, unpack_from
 from struct import error as StructError
 
 import msgpack
 
+from moeyard_worker.exchange.finding import MAX_REASON_BYTES, Finding
+
 MAGIC = b"mY"
-VERSION = 1
+VERSION = 2
 NO_LAYER = 0xFFFF
-MAX_REASON_BYTES = 2000
+# The round of a poison frame that says what all agreed on; rounds of agreement begin at 1.
+SETTLED = 0
 
 _TAG = Struct("<2sBBHHIQ")
 _PLAN = Struct("<I")
+_POISON = Struct("<HQIH")
 TAG_BYTES = _TAG.size
 
 
@@ -60,6 +64,16 @@ class PlanFrame:
     step: int
     source: int
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoisonFrame:
+    """A rank's word on why the fleet has ended: in `round` of the agreement the smallest finding it knows, or in round
+    SETTLED the one that is final.
+    """
+
+    round: int
+    finding: Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,24 +138,37 @@ def decode_plan_frame(frame: bytes) -> PlanFrame:
     return PlanFrame(epoch=tag.epoch, step=tag.step, source=tag.source, num_tokens=num_tokens)
 
 
-def encode_poison(tag: Tag, reason: str) -> bytes:
-    """The frame that tells a peer why the step is lost; a long reason is cut at MAX_REASON_BYTES bytes."""
-    body = reason.encode("utf-8", "replace")[:MAX_REASON_BYTES].decode("utf-8", "ignore").encode()
-    return encode_tag(tag) + body
+def encode_poison(tag: Tag, poison: PoisonFrame) -> bytes:
+    """One frame; raises `FrameError` on a field out of range or a reason longer than MAX_REASON_BYTES bytes."""
+    finding, ranks = poison.finding, poison.finding.ranks
+    reason = finding.reason.encode()
+    if len(reason) > MAX_REASON_BYTES:
+        raise FrameError(f"a poison reason of {len(reason)} bytes, at most {MAX_REASON_BYTES}")
+    try:
+        body = _POISON.pack(poison.round, finding.step, finding.place, len(ranks))
+        return encode_tag(tag) + body + Struct(f"<{len(ranks)}H").pack(*ranks) + reason
+    except StructError as error:
+        raise FrameError(f"{poison}: {error}") from error
 
 
-def decode_poison(frame: bytes) -> tuple[Tag, str]:
-    """The tag and the reason of a poison frame; raises `FrameError`."""
+def decode_poison(frame: bytes) -> tuple[Tag, PoisonFrame]:
+    """The tag and the content of a poison frame; raises `FrameError`."""
     tag = decode_tag(frame)
     if tag.phase is not Phase.POISON:
         raise FrameError(f"expected a poison frame, got {tag}")
-    body = frame[TAG_BYTES:]
+    try:
+        number, step, place, num_ranks = _POISON.unpack_from(frame, TAG_BYTES)
+        ranks = unpack_from(f"<{num_ranks}H", frame, TAG_BYTES + _POISON.size)
+    except StructError as error:
+        raise FrameError(f"a poison frame of {len(frame)} bytes: {error}") from error
+    body = frame[TAG_BYTES + _POISON.size + 2 * num_ranks :]
     if len(body) > MAX_REASON_BYTES:
         raise FrameError(f"a poison reason of {len(body)} bytes, at most {MAX_REASON_BYTES}")
     try:
-        return tag, bytes(body).decode("utf-8")
+        reason = bytes(body).decode("utf-8")
     except UnicodeDecodeError as error:
         raise FrameError(f"poison reason: {error}") from error
+    return tag, PoisonFrame(round=number, finding=Finding(step=step, place=place, ranks=ranks, reason=reason))
 
 
 def encode_handshake(handshake: Handshake) -> bytes:

@@ -61,5 +61,4 @@ class Lockstep:
             raise self._failed(f"rank {peer} sent a bad plan: {error}") from error
 
     def _failed(self, reason: str) -> ExchangeError:
-        self.mesh.fail(reason)
-        return ExchangeError(reason)
+        return ExchangeError(self.mesh.fail(reason))

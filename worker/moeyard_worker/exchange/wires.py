@@ -23,6 +23,9 @@ RECV_SLICE_MS = 2
 RECONNECT_NEVER_MS = 86_400_000
 # How long closing waits for frames already sent to leave; nothing waits when they have.
 CLOSE_LINGER_MS = 500
+# A rank that was itself stopped wakes past its time limit with its peers' frames still on their way in: it must not
+# accuse them before it has looked once more for this long.
+LAST_LOOK_S = 0.05
 # sun_path holds 108 bytes with its terminating zero (unix(7)).
 MAX_IPC_PATH = 107
 
