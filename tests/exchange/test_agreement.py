@@ -30,6 +30,7 @@ class Network:
         self.budgets = budgets
         self.ranks = range(len(findings))
         self.agreements: dict[int, Agreement] = {}
+        self.found: dict[int, Finding] = {}
         self.queues: dict[tuple[int, int], deque[PoisonFrame]] = {
             (a, b): deque() for a in self.ranks for b in self.ranks if a != b
         }
@@ -43,6 +44,7 @@ class Network:
         return [rank for rank in self.ranks if self.alive(rank)]
 
     def join(self, rank: int, found: Finding) -> None:
+        self.found[rank] = found
         self.agreements[rank] = Agreement([peer for peer in self.ranks if peer != rank], found)
         self.advance(rank)
 
@@ -145,22 +147,17 @@ def test_all_survivors_name_one_finding(network: Network) -> None:
     survivors = network.survivors()
     [settled] = network.settled(survivors)
     assert settled in network.findings
-    own = [f for r in survivors if (f := network.findings[r]) is not None and network.agreements[r] is not None]
-    assert settled is not None
     # Whoever joined with a finding of its own and lives was heard; one that was told first has found nothing.
-    assert settled <= max(own)
+    assert all(settled <= network.found[rank] for rank in survivors if rank in network.found)
 
 
 @given(fleets(deaths=False))
 def test_nobody_dies_and_the_smallest_of_those_who_found_something_is_named(network: Network) -> None:
-    joined: list[Finding] = []
-    for rank in network.ranks:
-        found = network.findings[rank]
+    for rank, found in enumerate(network.findings):
         if found is not None:
-            joined.append(found)
             network.join(rank, found)
     network.run()
-    assert network.settled(network.survivors()) == {min(joined)}
+    assert network.settled(network.survivors()) == {min(network.found.values())}
 
 
 @given(fleets(deaths=True))

@@ -19,7 +19,7 @@ SHAPE = ExchangeShape(num_experts=4, top_k=1, hidden=1, dtype=torch.float32, max
 
 def connected_pair(transport: Literal["shm", "tcp"] = "shm") -> tuple[Mesh, Mesh]:
     """Two connected ranks in this process."""
-    first, second = (Mesh(rank=rank, world_size=2, epoch=1, deadline=10, transport=transport) for rank in range(2))
+    first, second = (Mesh(rank=rank, world_size=2, epoch=1, deadline=4, transport=transport) for rank in range(2))
     endpoints = [first.endpoint(), second.endpoint()]
     thread = threading.Thread(target=second.connect, args=(endpoints,))
     thread.start()
@@ -59,7 +59,7 @@ def test_what_a_peer_says_before_it_ends_is_heard(ends: int, transport: Literal[
         pair[ends].close()
         thread.join()
         pair[1 - ends].close()
-        assert reasons == [f"the root cause (told by rank {ends})"]
+        assert reasons == ["the root cause"]
 
 
 def test_one_rank_agrees_with_itself() -> None:

@@ -15,23 +15,15 @@ import zmq
 
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.finding import AFTER_STEP, OWN_FAULT, Finding, cut_reason
-from moeyard_worker.exchange.frames import (
-    NO_LAYER,
-    TAG_BYTES,
-    Handshake,
-    Phase,
-    Tag,
-    decode_tag,
-    encode_handshake,
-    pack_tag,
-)
+from moeyard_worker.exchange.frames import NO_LAYER, TAG_BYTES, Phase, Tag, decode_tag, pack_tag
 from moeyard_worker.exchange.naming import is_poison, name_frame, name_ranks, place_of, told_by, where_in_step
 from moeyard_worker.exchange.poisoning import agree_on_finding, tell_settled
 from moeyard_worker.exchange.rendezvous import (
     MeshEndpoint,
     check_endpoints,
     check_handshake,
-    check_host,
+    check_place,
+    handshake_for,
     host_identity,
 )
 from moeyard_worker.exchange.slab import SharedFile
@@ -76,13 +68,9 @@ class Mesh:
         fingerprint: str = "",
         host_id: str | None = None,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size}")
-        if deadline <= 0:
-            raise ValueError(f"the step deadline must be positive, got {deadline}")
         if transport not in ("shm", "tcp"):
             raise ValueError(f"transport must be shm or tcp, got {transport!r}")
-        check_host(host)
+        check_place(rank, world_size, host=host, deadline=deadline)
         self.rank = rank
         self.world_size = world_size
         self.epoch = epoch
@@ -135,8 +123,8 @@ class Mesh:
     def connect(self, endpoints: Sequence[MeshEndpoint], timeout: float = 20.0) -> None:
         """Connect to every peer, map its memory, exchange handshakes; all `endpoints`, own one included, in rank order.
 
-        Returns when every peer answered; by then no file of this mesh has a name any more. Raises ExchangeError naming
-        the ranks that did not answer within `timeout` seconds, or the one that disagrees.
+        When it returns no file of this mesh has a name any more. Raises ExchangeError naming the ranks that did not
+        answer within `timeout` seconds, or the one that disagrees.
         """
         limit = perf_counter() + timeout
         check_endpoints(endpoints, self._endpoint)
@@ -145,8 +133,9 @@ class Mesh:
         for peer in self.peers:
             self._connect_peer(self._wires, endpoints[peer])
         unsent, unheard = set(self.peers), set(self.peers)
+        handshakes = {peer: handshake_for(endpoints[peer], self._endpoint) for peer in self.peers}
         while True:
-            unsent -= {peer for peer in unsent if self._send_handshake(self._wires, endpoints[peer])}
+            unsent -= {peer for peer in unsent if self._wires.send(peer, handshakes[peer])}
             if not unsent and not unheard:
                 break
             remaining = limit - perf_counter()
@@ -158,8 +147,8 @@ class Mesh:
                 elif peer in self._wires.lost:
                     self._raise(OWN_FAULT, [peer], f"rank {peer} {self._wires.lost[peer]} while connecting")
             if remaining <= 0 and (unsent or unheard):
-                who = name_ranks(unsent | unheard)
-                self._raise(OWN_FAULT, unsent | unheard, f"{who} did not answer within {timeout:.1f} s of connecting")
+                who = unsent | unheard
+                self._raise(OWN_FAULT, who, f"{name_ranks(who)} did not answer within {timeout:.1f} s of connecting")
         self._connected = True
         self._remove_names()
 
@@ -242,10 +231,6 @@ class Mesh:
         if not here:
             wires.read_in_place(peer.rank)
 
-    def _send_handshake(self, wires: Wires, peer: MeshEndpoint) -> bool:
-        handshake = Handshake(rank=self.rank, world_size=self.world_size, epoch=self.epoch, token=peer.token)
-        return wires.send(peer.rank, encode_handshake(handshake))
-
     def _check_handshake(self, peer: int, frame: Frame) -> None:
         if is_poison(frame):
             self._raise_unexpected(peer, frame, self._tag(Phase.HANDSHAKE, None, peer))
@@ -257,9 +242,9 @@ class Mesh:
         """Wait on everything until `peer`, whose frame is due, has one."""
         wires = self._open_wires()
         limit = since + self.deadline
+        late = happened = False
         while True:
-            late = perf_counter() >= limit
-            happened = wires.poll(LAST_LOOK_S if late else limit - perf_counter())
+            # Before the first wait too: an end may have been seen while another peer was waited for.
             if wires.inbox[peer]:
                 return wires.inbox[peer].popleft()
             self._raise_if_told(wires)
@@ -270,6 +255,8 @@ class Mesh:
                     self._raise(place, [other], f"rank {other} {wires.lost[other]} at {where}")
             if late and not happened:
                 self._raise(place, due, f"{name_ranks(due)} silent at {where} ({self.deadline:.1f} s)")
+            late = perf_counter() >= limit
+            happened = wires.poll(LAST_LOOK_S if late else limit - perf_counter())
 
     def _open_wires(self) -> Wires:
         if self.failure is not None:
@@ -284,16 +271,13 @@ class Mesh:
         """Agree on what ended the fleet, unless that has been done; this rank found `reason`."""
         if self.failure is None:
             self.failure = reason
-            ranks = tuple(sorted(ranks))
             step = self.step if step is None else step
-            finding = Finding(step=step, place=place, ranks=ranks, reason=cut_reason(reason))
+            finding = Finding(step=step, place=place, ranks=tuple(sorted(ranks)), reason=cut_reason(reason))
+            tag = self._tag(Phase.POISON, None, self.rank)
             if self._wires is not None and self._connected:
-                patience = PATIENCE_SHARE * self.deadline
-                finding = agree_on_finding(
-                    self._wires, rank=self.rank, epoch=self.epoch, finding=finding, patience=patience
-                )
+                finding = agree_on_finding(self._wires, tag, finding, patience=PATIENCE_SHARE * self.deadline)
             elif self._wires is not None:
-                tell_settled(self._wires, rank=self.rank, epoch=self.epoch, finding=finding)
+                tell_settled(self._wires, tag, finding)
             self.failure = finding.reason
         return self.failure
 

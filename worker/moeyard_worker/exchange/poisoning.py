@@ -4,7 +4,7 @@ from time import perf_counter
 
 from moeyard_worker.exchange.agreement import Agreement
 from moeyard_worker.exchange.finding import Finding
-from moeyard_worker.exchange.frames import SETTLED, Phase, PoisonFrame, Tag, encode_poison
+from moeyard_worker.exchange.frames import SETTLED, PoisonFrame, Tag, encode_poison
 from moeyard_worker.exchange.naming import told_by
 from moeyard_worker.exchange.wires import LAST_LOOK_S, Wires
 
@@ -16,26 +16,24 @@ def tell(wires: Wires, tag: Tag, poison: PoisonFrame) -> None:
         wires.send(peer, frame)
 
 
-def tell_settled(wires: Wires, *, rank: int, epoch: int, finding: Finding) -> Finding:
-    """Name a failure without asking anybody: between ranks that are still connecting there is nobody to agree with."""
-    tell(wires, _tag(rank, epoch, finding), PoisonFrame(round=SETTLED, finding=finding))
-    return finding
+def tell_settled(wires: Wires, tag: Tag, finding: Finding) -> None:
+    """Name a failure without asking anybody: ranks that are still connecting have nobody to agree with."""
+    tell(wires, tag, PoisonFrame(round=SETTLED, finding=finding))
 
 
-def agree_on_finding(wires: Wires, *, rank: int, epoch: int, finding: Finding, patience: float) -> Finding:
-    """The finding that all ranks name, this rank's own or a smaller one of a peer.
+def agree_on_finding(wires: Wires, tag: Tag, finding: Finding, *, patience: float) -> Finding:
+    """The finding that all ranks name, this rank's own or a smaller one of a peer. `tag` is this rank's, of poison.
 
     `patience` (seconds) bounds the wait of each round: a rank that neither speaks nor loses its connection costs this
     once. Frames that are no poison of this epoch are dropped, the step they belong to is lost.
     """
     agreement = Agreement(wires.peers, finding)
-    tag = _tag(rank, epoch, finding)
     wires.drain()
     limit = perf_counter() + patience
     while True:
         for peer, inbox in wires.inbox.items():
             while inbox:
-                told = told_by(inbox.popleft(), peer, epoch)
+                told = told_by(inbox.popleft(), peer, tag.epoch)
                 if told is not None:
                     agreement.hear(peer, told)
         for peer in wires.lost:
@@ -49,7 +47,3 @@ def agree_on_finding(wires: Wires, *, rank: int, epoch: int, finding: Finding, p
         happened = wires.poll(LAST_LOOK_S if late else limit - perf_counter())
         if late and not happened:
             agreement.give_up()
-
-
-def _tag(rank: int, epoch: int, finding: Finding) -> Tag:
-    return Tag(epoch=epoch, step=finding.step, layer=None, phase=Phase.POISON, source=rank)

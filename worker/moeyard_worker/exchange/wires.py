@@ -89,11 +89,18 @@ class Wires:
             (zmq.RCVHWM, HIGH_WATER_MARK),
             (zmq.MAXMSGSIZE, max_frame_bytes),
             (zmq.RCVTIMEO, RECV_SLICE_MS),
-            (zmq.HEARTBEAT_IVL, max(1, int(heartbeat_timeout * 500))),
-            (zmq.HEARTBEAT_TIMEOUT, max(1, int(heartbeat_timeout * 1000))),
             (zmq.IPV6, int(self._ipv6)),
         ):
             socket.setsockopt(option, value)
+        if peer < self._rank:
+            # Only where we connect: libzmq 4.3.5 aborts the process when a stranger leaves a bound PAIR that sends
+            # heartbeats. With ours the bound end learns how long to live without them (HEARTBEAT_TTL), so a dead link
+            # is seen at both ends.
+            milliseconds = max(1, int(heartbeat_timeout * 1000))
+            socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, milliseconds // 2))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
+            # In libzmq's wire format tenths of a second.
+            socket.setsockopt(zmq.HEARTBEAT_TTL, max(100, milliseconds))
         monitor = socket.get_monitor_socket(_BIND_EVENTS if peer > self._rank else _CONNECT_EVENTS)
         self._monitors[peer] = monitor
         self._poller.register(socket, zmq.POLLIN)
