@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import os
+import select
+import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -170,7 +172,7 @@ def test_what_a_peer_sent_before_it_left_still_counts(meshes: Opener, transport:
         ranks[peer].send(0, tag(peer))
     ranks[1].close()
     receive(ranks[0])
-    wait_for_event(ranks[0])
+    wait_until_lost(ranks[0], 1)
     with pytest.raises(ExchangeError, match=r"^rank 1 lost after step 812$"):
         ranks[0].check_peers()
     with pytest.raises(ExchangeError, match=r"^rank 1 lost after step 812$"):
@@ -195,8 +197,8 @@ def send_many(mesh: Mesh) -> None:
 def wait_for_event(mesh: Mesh) -> None:
     """Block as an idle engine does."""
     poller = zmq.Poller()
-    for socket in mesh.poll_sockets():
-        poller.register(socket, zmq.POLLIN)
+    for end in mesh.poll_sockets():
+        poller.register(end, zmq.POLLIN)
     assert poller.poll(10_000), "no event"
 
 
@@ -414,6 +416,59 @@ def test_strangers_are_turned_away_and_change_nothing(meshes: Opener) -> None:
         ranks[1].send(0, tag(1))
         assert receive(ranks[0])[1] == tag(1)
         ranks[0].check_peers()
+
+
+class Link(threading.Thread):
+    """A TCP connection to `address` through this process; once `cut`, nothing passes any more and nothing is closed."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(daemon=True)
+        self._target = ("127.0.0.1", int(address.rpartition(":")[2]))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._knife, self._stopped = socket.socketpair()
+        self.passed = threading.Event()
+
+    def run(self) -> None:
+        ends = [self._listener.accept()[0], socket.create_connection(self._target)]
+        other = dict(zip(ends, reversed(ends), strict=True))
+        while self._stopped not in (ready := select.select([*ends, self._stopped], [], [])[0]):
+            for end in ready:
+                other[end].sendall(end.recv(65536))
+                self.passed.set()
+        self._stopped.recv(1)  # until the test has ended
+        self._stopped.recv(1)
+        for open_socket in (*ends, self._listener, self._stopped):
+            open_socket.close()
+
+    def cut(self) -> None:
+        self._knife.send(b"x")
+
+    def close(self) -> None:
+        self._knife.close()
+        self.join()
+
+
+def test_a_dead_link_of_an_idle_fleet_is_seen_at_both_ends(meshes: Opener) -> None:
+    """The end that connects sends heartbeats and tells the bound one how long to live without them."""
+    ranks = meshes(2, connected=False, transport="tcp", deadline=0.2)
+    wires = ranks[0]._wires
+    assert wires is not None
+    assert wires._sockets[1].getsockopt(zmq.HEARTBEAT_IVL) == 0, (
+        "libzmq: a stranger can abort a bound PAIR that sends them"
+    )
+    endpoints = [mesh.endpoint() for mesh in ranks]
+    with contextlib.closing(Link(endpoints[0].tcp[1])) as link:
+        link.start()
+        through = [replace(endpoints[0], tcp=("", link.address)), endpoints[1]]
+        calls = [lambda: ranks[0].connect(endpoints), lambda: ranks[1].connect(through)]
+        assert failures_of(*calls) == [None, None]
+        link.passed.clear()
+        assert link.passed.wait(10), "no heartbeat"
+        link.cut()
+        for mesh in ranks:
+            wait_until_lost(mesh, 1 - mesh.rank)
+        assert failures_of(*(mesh.check_peers for mesh in ranks)) == [f"rank {r} lost after step 0" for r in (1, 0)]
 
 
 def test_a_mesh_of_one_opens_nothing(meshes: Opener) -> None:
