@@ -195,7 +195,7 @@ def test_rooms_keep_their_size(room: str) -> None:
 def kernel_rank(name: str) -> int | None:
     """The place of a module of the kernels in KERNEL_ORDER."""
     part = room_of(name)
-    return next((i for i, each in enumerate(KERNEL_ORDER) if part == each or part in each and each != part), None)
+    return next((i for i, each in enumerate(KERNEL_ORDER) if part == each or (part in each and each != part)), None)
 
 
 def test_kernels_import_one_way() -> None:

@@ -4,21 +4,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeyard_worker.exchange.finding import Finding, cut_reason
 from moeyard_worker.exchange.frames import (
-    MAX_REASON_BYTES,
     NO_LAYER,
     TAG_BYTES,
     FrameError,
-    Hello,
+    Handshake,
     Phase,
-    Plan,
+    PlanFrame,
+    PoisonFrame,
     Tag,
-    decode_hello,
-    decode_plan,
+    decode_handshake,
+    decode_plan_frame,
     decode_poison,
     decode_tag,
-    encode_hello,
-    encode_plan,
+    encode_handshake,
+    encode_plan_frame,
     encode_poison,
     encode_tag,
 )
@@ -34,9 +35,17 @@ def tags(draw: st.DrawFn) -> Tag:
     return Tag(epoch=draw(U32), step=draw(U64), layer=layer, phase=phase, source=draw(U16))
 
 
-PLANS = st.builds(Plan, epoch=U32, step=U64, source=U16, num_tokens=U32)
-HELLOS = st.builds(Hello, rank=U16, world_size=U16, epoch=U32, token=st.text())
-DECODERS = (decode_tag, decode_plan, decode_poison, decode_hello)
+PLANS = st.builds(PlanFrame, epoch=U32, step=U64, source=U16, num_tokens=U32)
+HANDSHAKES = st.builds(Handshake, rank=U16, world_size=U16, epoch=U32, token=st.text())
+FINDINGS = st.builds(
+    Finding,
+    step=U64,
+    place=U32,
+    ranks=st.lists(U16, max_size=8).map(tuple),
+    reason=st.text(max_size=3000).map(cut_reason),
+)
+POISONS = st.builds(PoisonFrame, round=U16, finding=FINDINGS)
+DECODERS = (decode_tag, decode_plan_frame, decode_poison, decode_handshake)
 
 
 @given(tags())
@@ -53,22 +62,35 @@ def test_two_tags_have_the_same_bytes_only_if_equal(one: Tag, other: Tag) -> Non
 
 
 @given(PLANS)
-def test_plan_round_trip(plan: Plan) -> None:
-    assert decode_plan(encode_plan(plan)) == plan
+def test_plan_round_trip(plan: PlanFrame) -> None:
+    assert decode_plan_frame(encode_plan_frame(plan)) == plan
 
 
-@given(HELLOS)
-def test_hello_round_trip(hello: Hello) -> None:
-    assert decode_hello(encode_hello(hello)) == hello
+@given(HANDSHAKES)
+def test_handshake_round_trip(handshake: Handshake) -> None:
+    assert decode_handshake(encode_handshake(handshake)) == handshake
 
 
-@given(U32, U64, U16, st.text(max_size=3000))
-def test_poison_keeps_the_reason_up_to_its_limit(epoch: int, step: int, source: int, reason: str) -> None:
+@given(U32, U64, U16, POISONS)
+def test_poison_round_trip(epoch: int, step: int, source: int, poison: PoisonFrame) -> None:
     tag = Tag(epoch=epoch, step=step, layer=None, phase=Phase.POISON, source=source)
-    back, kept = decode_poison(encode_poison(tag, reason))
-    assert back == tag
-    assert reason.startswith(kept)
-    assert kept == reason or len(kept.encode()) > MAX_REASON_BYTES - 4
+    assert decode_poison(encode_poison(tag, poison)) == (tag, poison)
+
+
+def test_a_poison_frame_has_a_limit() -> None:
+    tag = Tag(epoch=0, step=0, layer=None, phase=Phase.POISON, source=0)
+    for reason, message in (("x" * 2001, "a poison reason of 2001 bytes, at most 2000"), ("x", "ranks=.70000")):
+        poison = PoisonFrame(round=1, finding=Finding(step=1, place=0, ranks=(70000,), reason=reason))
+        with pytest.raises(FrameError, match=message):
+            encode_poison(tag, poison)
+    good = encode_poison(tag, PoisonFrame(round=1, finding=Finding(step=1, place=0, ranks=(1, 2), reason="x")))
+    with pytest.raises(FrameError, match="at most 2000"):
+        decode_poison(good + b"x" * 2000)
+    for length in range(TAG_BYTES, len(good) - 1):
+        with pytest.raises(FrameError, match="a poison frame of"):
+            decode_poison(good[:length])
+    with pytest.raises(FrameError, match="poison reason: "):
+        decode_poison(good + b"\xff")
 
 
 @given(st.binary(max_size=80))
@@ -78,7 +100,7 @@ def test_other_bytes_are_frame_errors(noise: bytes) -> None:
             decode(noise)
 
 
-@given(st.one_of(PLANS.map(encode_plan), HELLOS.map(encode_hello)), st.data())
+@given(st.one_of(PLANS.map(encode_plan_frame), HANDSHAKES.map(encode_handshake)), st.data())
 def test_a_damaged_frame_is_an_error_or_another_frame(frame: bytes, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(frame) - 1))
     damaged = frame[:at] + bytes([frame[at] ^ data.draw(st.integers(1, 255))]) + frame[at + 1 :]
@@ -90,12 +112,12 @@ def test_a_damaged_frame_is_an_error_or_another_frame(frame: bytes, data: st.Dat
         assert decode is decode_tag or decoded != decode(frame)
 
 
-@given(PLANS.map(encode_plan), st.integers(0, 23))
+@given(PLANS.map(encode_plan_frame), st.integers(0, 23))
 def test_a_cut_plan_is_an_error(frame: bytes, length: int) -> None:
     with pytest.raises(FrameError, match="bytes"):
-        decode_plan(frame[:length])
+        decode_plan_frame(frame[:length])
     with pytest.raises(FrameError, match="25"):
-        decode_plan(frame + b"x")
+        decode_plan_frame(frame + b"x")
 
 
 @pytest.mark.parametrize(
@@ -112,14 +134,14 @@ def test_a_field_out_of_range_is_not_encoded(tag: Tag, message: str) -> None:
 
 
 def test_errors_say_what_is_wrong() -> None:
-    frame = encode_plan(Plan(epoch=1, step=812, source=3, num_tokens=5))
-    with pytest.raises(FrameError, match="frame version 9, this side speaks 1"):
+    frame = encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5))
+    with pytest.raises(FrameError, match="frame version 9, this side speaks 2"):
         decode_tag(frame[:2] + b"\x09" + frame[3:])
     with pytest.raises(FrameError, match="77 is not a valid Phase"):
         decode_tag(frame[:3] + b"\x4d" + frame[4:])
-    with pytest.raises(FrameError, match="expected a hello, got plan of rank 3, epoch 1, step 812"):
-        decode_hello(frame)
+    with pytest.raises(FrameError, match="expected a handshake, got plan of rank 3, epoch 1, step 812"):
+        decode_handshake(frame)
     with pytest.raises(FrameError, match="a frame starts with"):
         decode_tag(b"xx" + frame[2:])
     with pytest.raises(FrameError, match="5000000000 tokens"):
-        encode_plan(Plan(epoch=1, step=812, source=3, num_tokens=5_000_000_000))
+        encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5_000_000_000))

@@ -8,7 +8,7 @@ import pytest
 from exchange_fleet import Fleet, agree, join_when_started
 
 from moeyard_worker.exchange.base import ExchangeError
-from moeyard_worker.exchange.frames import Phase, Plan, encode_plan, pack_tag
+from moeyard_worker.exchange.frames import Phase, PlanFrame, encode_plan_frame, pack_tag
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
@@ -18,7 +18,7 @@ SHAPE = ExchangeShape(num_experts=4, top_k=1, hidden=1, dtype="float32", max_tok
 
 def connected_pair(transport: Literal["shm", "tcp"] = "shm") -> tuple[Mesh, Mesh]:
     """Two connected ranks in this process."""
-    first, second = (Mesh(rank=rank, world_size=2, epoch=1, deadline=10, transport=transport) for rank in range(2))
+    first, second = (Mesh(rank=rank, world_size=2, epoch=1, deadline=4, transport=transport) for rank in range(2))
     endpoints = [first.endpoint(), second.endpoint()]
     thread = threading.Thread(target=second.connect, args=(endpoints,))
     thread.start()
@@ -58,7 +58,7 @@ def test_what_a_peer_says_before_it_ends_is_heard(ends: int, transport: Literal[
         pair[ends].close()
         thread.join()
         pair[1 - ends].close()
-        assert reasons == [f"the root cause (told by rank {ends})"]
+        assert reasons == ["the root cause"]
 
 
 def test_one_rank_agrees_with_itself() -> None:
@@ -107,8 +107,14 @@ def test_peer_started_sees_a_plan_and_leaves_it(pair: tuple[Mesh, Mesh]) -> None
 @pytest.mark.parametrize(
     ("frame", "message"),
     [
-        (encode_plan(Plan(epoch=1, step=6, source=1, num_tokens=1)), "rank 1 plans the wrong step: expected step 5"),
-        (encode_plan(Plan(epoch=2, step=5, source=1, num_tokens=1)), "rank 1 plans the wrong step: expected step 5"),
+        (
+            encode_plan_frame(PlanFrame(epoch=1, step=6, source=1, num_tokens=1)),
+            "rank 1 plans the wrong step: expected step 5",
+        ),
+        (
+            encode_plan_frame(PlanFrame(epoch=2, step=5, source=1, num_tokens=1)),
+            "rank 1 plans the wrong step: expected step 5",
+        ),
         (pack_tag(1, 5, 0, Phase.COMBINE, 1), "rank 1 sent the wrong frame between steps: expected a plan"),
     ],
     ids=["step", "epoch", "phase"],
@@ -126,13 +132,13 @@ def test_a_wrong_frame_between_steps_is_named(pair: tuple[Mesh, Mesh], frame: by
 
 def test_a_plan_for_another_step_ends_the_agreement(pair: tuple[Mesh, Mesh]) -> None:
     first, second = pair
-    second.send(0, encode_plan(Plan(epoch=1, step=6, source=1, num_tokens=1)))
+    second.send(0, encode_plan_frame(PlanFrame(epoch=1, step=6, source=1, num_tokens=1)))
     with pytest.raises(ExchangeError, match=r"expected plan of rank 1, epoch 1, step 5, got plan of rank 1.* step 6"):
         Lockstep(first).agree(5, 1)
 
 
 def test_a_plan_of_the_wrong_size_is_named(pair: tuple[Mesh, Mesh]) -> None:
     first, second = pair
-    second.send(0, encode_plan(Plan(epoch=1, step=5, source=1, num_tokens=1)) + b"x")
+    second.send(0, encode_plan_frame(PlanFrame(epoch=1, step=5, source=1, num_tokens=1)) + b"x")
     with pytest.raises(ExchangeError, match="rank 1 sent a bad plan: a plan frame has 24 bytes, got 25"):
         Lockstep(first).agree(5, 1)

@@ -1,7 +1,10 @@
 """Strict frames and named failures, with the ranks of a mesh in one process."""
 
 import contextlib
+import functools
 import os
+import select
+import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -14,12 +17,15 @@ import pytest
 import zmq
 
 from moeyard_worker.exchange.base import ExchangeError
+from moeyard_worker.exchange.finding import Finding
 from moeyard_worker.exchange.frames import (
     NO_LAYER,
-    Hello,
+    SETTLED,
+    Handshake,
     Phase,
+    PoisonFrame,
     Tag,
-    encode_hello,
+    encode_handshake,
     encode_poison,
     encode_tag,
     pack_tag,
@@ -27,6 +33,7 @@ from moeyard_worker.exchange.frames import (
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.exchange.slab import SharedFile
+from moeyard_worker.exchange.wires import Frame
 
 STEP, LAYER, EPOCH = 812, 17, 4
 Opener = Callable[..., list[Mesh]]
@@ -57,15 +64,20 @@ def connect_all(
 ) -> list[str | None]:
     """Connect all ranks at once; what each raised, if anything."""
     endpoints = endpoints or [mesh.endpoint() for mesh in ranks]
-    errors: list[str | None] = [None] * len(ranks)
+    return failures_of(*(functools.partial(mesh.connect, endpoints, timeout) for mesh in ranks))
 
-    def connect(mesh: Mesh) -> None:
+
+def failures_of(*calls: Callable[[], object]) -> list[str | None]:
+    """Make all calls at once, a thread each; the ExchangeError that each raised, if any."""
+    errors: list[str | None] = [None] * len(calls)
+
+    def run(number: int) -> None:
         try:
-            mesh.connect(endpoints, timeout)
+            calls[number]()
         except ExchangeError as error:
-            errors[mesh.rank] = str(error)
+            errors[number] = str(error)
 
-    threads = [threading.Thread(target=connect, args=(mesh,)) for mesh in ranks]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -91,6 +103,7 @@ def test_frames_arrive_by_rank_and_in_order(meshes: Opener, transport: str) -> N
     assert [frame[20:] for frame in receive(ranks[0])] == [b"", b"second 1", b"second 2"]
 
 
+OLD_NEWS = PoisonFrame(round=SETTLED, finding=Finding(step=1, place=0, ranks=(2,), reason="old news"))
 WRONG = {
     "stale_step": (tag(1, step=811), "combine of rank 1, epoch 4, step 811, layer 17"),
     "step_ahead": (tag(1, step=813), "combine of rank 1, epoch 4, step 813, layer 17"),
@@ -102,7 +115,7 @@ WRONG = {
     "short": (b"mY", "no frame: a frame of 2 bytes, a tag has 20"),
     "noise": (b"x" * 64, "no frame: a frame starts with b'mY', got b'xx'"),
     "poison_of_other_epoch": (
-        encode_poison(Tag(epoch=3, step=1, layer=None, phase=Phase.POISON, source=1), "old news"),
+        encode_poison(Tag(epoch=3, step=1, layer=None, phase=Phase.POISON, source=1), OLD_NEWS),
         "poison of rank 1, epoch 3, step 1",
     ),
 }
@@ -114,19 +127,13 @@ def test_a_wrong_frame_is_named_on_every_rank(meshes: Opener, transport: str, fr
     ranks = meshes(3, transport=transport)
     ranks[1].send(0, frame)
     expected = f"rank 1 sent the wrong frame: expected combine of rank 1, epoch 4, step 812, layer 17, got {found}"
-    with pytest.raises(ExchangeError) as raised:
-        receive(ranks[0])
-    assert str(raised.value) == expected
-    for other in ranks[1:]:
-        with pytest.raises(ExchangeError) as raised:
-            receive(other)
-        assert str(raised.value) == f"{expected} (told by rank 0)"
+    assert failures_of(*(functools.partial(receive, mesh) for mesh in ranks)) == [expected] * 3
     with pytest.raises(ExchangeError, match="wrong frame"):
         ranks[0].send(1, tag(0))
 
 
 def test_a_duplicate_is_named(meshes: Opener) -> None:
-    ranks = meshes(2)
+    ranks = meshes(2, deadline=0.5)
     for _ in range(2):
         ranks[1].send(0, tag(1, phase=Phase.DISPATCH))
     receive(ranks[0], Phase.DISPATCH)
@@ -144,9 +151,11 @@ def test_silence_is_named_at_the_deadline(meshes: Opener, transport: str) -> Non
         receive(ranks[0])
     assert str(raised.value) == "rank 3 silent at step 812, layer 17, combine (0.2 s)"
     assert perf_counter() - start >= 0.2
-    wait_for_event(ranks[3])
-    with pytest.raises(ExchangeError, match=r"^rank 3 silent .* \(told by rank 0\)$"):
-        ranks[3].check_peers()
+    # Nobody answered: each rank that was away takes over what was settled without it.
+    for other in ranks[1:]:
+        wait_for_event(other)
+        with pytest.raises(ExchangeError, match=r"^rank 3 silent at step 812, layer 17, combine \(0.2 s\)$"):
+            other.check_peers()
 
 
 def test_all_silent_ranks_are_named(meshes: Opener) -> None:
@@ -158,12 +167,12 @@ def test_all_silent_ranks_are_named(meshes: Opener) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_what_a_peer_sent_before_it_left_still_counts(meshes: Opener, transport: str) -> None:
-    ranks = meshes(3, transport=transport)
+    ranks = meshes(3, transport=transport, deadline=0.5)
     for peer in (1, 2):
         ranks[peer].send(0, tag(peer))
     ranks[1].close()
     receive(ranks[0])
-    wait_for_event(ranks[0])
+    wait_until_lost(ranks[0], 1)
     with pytest.raises(ExchangeError, match=r"^rank 1 lost after step 812$"):
         ranks[0].check_peers()
     with pytest.raises(ExchangeError, match=r"^rank 1 lost after step 812$"):
@@ -188,22 +197,132 @@ def send_many(mesh: Mesh) -> None:
 def wait_for_event(mesh: Mesh) -> None:
     """Block as an idle engine does."""
     poller = zmq.Poller()
-    for socket in mesh.poll_sockets():
-        poller.register(socket, zmq.POLLIN)
+    for end in mesh.poll_sockets():
+        poller.register(end, zmq.POLLIN)
     assert poller.poll(10_000), "no event"
 
 
 def test_the_first_reason_reaches_everybody_and_stays(meshes: Opener) -> None:
     ranks = meshes(3)
-    ranks[1].fail("rank 1 out of memory at step 812")
-    ranks[1].fail("something later")
-    for other in (0, 2):
-        wait_for_event(ranks[other])
-        with pytest.raises(ExchangeError, match=r"^rank 1 out of memory at step 812 \(told by rank 1\)$"):
-            ranks[other].check_peers()
-    for mesh in ranks:
-        with pytest.raises(ExchangeError, match=r"^rank 1 out of memory at step 812"):
-            mesh.check_peers()
+    reason = "rank 1 out of memory at step 812"
+
+    def wait(mesh: Mesh) -> None:
+        wait_for_event(mesh)
+        mesh.check_peers()
+
+    calls = [functools.partial(wait, ranks[0]), lambda: ranks[1].fail(reason), functools.partial(wait, ranks[2])]
+    assert failures_of(*calls) == [reason, None, reason]
+    assert ranks[1].fail("something later") == reason
+    assert failures_of(*(mesh.check_peers for mesh in ranks)) == [reason] * 3
+
+
+def before_first_word(mesh: Mesh, act: Callable[[int], None]) -> None:
+    """Call `act` (with the peer) once, when the mesh, which has made its own finding, is about to tell the first peer.
+
+    What the others find until then cannot be known here: findings cross, every time.
+    """
+    wires = mesh._wires
+    assert wires is not None
+    send = wires.send
+
+    def first(peer: int, frame: Frame) -> bool:
+        wires.send = send  # type: ignore[method-assign]
+        act(peer)
+        return send(peer, frame)
+
+    wires.send = first  # type: ignore[method-assign]
+
+
+def wait_until_lost(mesh: Mesh, *peers: int) -> None:
+    """The end of a connection may take a moment to be seen; what waits for a peer's frame then finds it lost."""
+    wires = mesh._wires
+    assert wires is not None
+    while not wires.lost.keys() >= set(peers):
+        assert wires.poll(10), "no event"
+
+
+PLACES = [(None, Phase.PLAN), (1, Phase.DISPATCH), (1, Phase.COMBINE), (0, Phase.COMBINE), (3, Phase.DISPATCH)]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("world_size", "victims", "expected"),
+    [
+        (3, (2,), "rank 2 lost at step 812, plan"),
+        (5, (0,), "rank 0 lost at step 812, layer 0, combine"),
+        (5, (3, 4), "rank 3 lost at step 812, plan"),
+        (8, (1, 7), "rank 1 lost at step 812, plan"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_findings_that_cross_end_as_one(
+    meshes: Opener, transport: str, world_size: int, victims: tuple[int, ...], expected: str
+) -> None:
+    """Every survivor misses the dead at another place, and has made its finding before it hears of any other."""
+    ranks = meshes(world_size, transport=transport)
+    for victim in victims:
+        ranks[victim].close()
+    survivors = [mesh for mesh in ranks if mesh.rank not in victims]
+    barrier = threading.Barrier(len(survivors), timeout=10)
+    calls = []
+    for mesh in survivors:
+        wait_until_lost(mesh, *victims)
+        before_first_word(mesh, lambda _: barrier.wait() and None)
+        layer, phase = PLACES[mesh.rank % len(PLACES)]
+        calls.append(functools.partial(mesh.recv_all, phase, layer=layer, since=perf_counter()))
+    assert failures_of(*calls) == [expected] * len(survivors)
+    assert {mesh.failure for mesh in survivors} == {expected}
+
+
+class Died(Exception):
+    """What a rank's thread ends with in place of its process."""
+
+
+def test_what_a_rank_told_only_one_before_it_died_is_known_to_all(meshes: Opener) -> None:
+    """Rank 1 has the earliest finding, tells rank 0, and is gone before it tells rank 2, while both have their own."""
+    ranks = meshes(4)
+    ranks[3].close()
+    barrier = threading.Barrier(3, timeout=10)
+
+    def die(_: int) -> None:
+        ranks[1].close()
+        raise Died
+
+    def die_at_the_second(_: int) -> None:
+        barrier.wait()
+        before_first_word(ranks[1], die)
+
+    before_first_word(ranks[1], die_at_the_second)
+    for mesh in (ranks[0], ranks[2]):
+        before_first_word(mesh, lambda _: barrier.wait() and None)
+    calls = []
+    for rank, (layer, phase) in enumerate([(1, Phase.DISPATCH), (None, Phase.PLAN), (1, Phase.COMBINE)]):
+        wait_until_lost(ranks[rank], 3)
+        calls.append(functools.partial(ranks[rank].recv_all, phase, layer=layer, since=perf_counter()))
+
+    def until_dead() -> None:
+        with pytest.raises(Died):
+            calls[1]()
+
+    expected = "rank 3 lost at step 812, plan"
+    assert failures_of(calls[0], until_dead, calls[2]) == [expected, None, expected]
+
+
+@pytest.mark.parametrize("asleep", [1, 2], ids=["early", "late"])
+def test_a_rank_that_is_away_takes_over_what_the_others_settled(meshes: Opener, asleep: int) -> None:
+    """It keeps them no longer than a round's time, even if it could have told of something earlier."""
+    ranks = meshes(4, deadline=1.0)
+    ranks[3].close()
+    awake = [mesh for mesh in ranks[:3] if mesh.rank != asleep]
+    for mesh in ranks[:3]:
+        wait_until_lost(mesh, 3)
+    start = perf_counter()
+    calls = [functools.partial(mesh.recv_all, Phase.COMBINE, layer=1, since=start) for mesh in awake]
+    expected = "rank 3 lost at step 812, layer 1, combine"
+    assert failures_of(*calls) == [expected] * 2
+    assert perf_counter() - start < 0.9
+    with pytest.raises(ExchangeError, match=f"^{expected}$"):
+        ranks[asleep].recv_all(Phase.PLAN, layer=None, since=perf_counter())
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -275,19 +394,7 @@ def test_somebody_without_the_token_is_named(meshes: Opener) -> None:
     endpoints = [ranks[0].endpoint(), ranks[1].endpoint()]
     forged = [replace(endpoints[0], token="guess"), endpoints[1]]
     ranks[1]._endpoint = forged[1]
-    errors: list[str | None] = [None, None]
-
-    def connect(rank: int, given: list[MeshEndpoint]) -> None:
-        try:
-            ranks[rank].connect(given, timeout=10)
-        except ExchangeError as error:
-            errors[rank] = str(error)
-
-    threads = [threading.Thread(target=connect, args=args) for args in ((0, endpoints), (1, forged))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    errors = failures_of(lambda: ranks[0].connect(endpoints, 10), lambda: ranks[1].connect(forged, 10))
     assert errors[0] == "what connected as rank 1 of 2, epoch 4, is rank 1 of 2, epoch 4, without the token"
 
 
@@ -298,10 +405,10 @@ def test_strangers_are_turned_away_and_change_nothing(meshes: Opener) -> None:
         stranger.setsockopt(zmq.IMMEDIATE, 1)
         monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         stranger.connect(ranks[0].endpoint().tcp[1])
-        hello = Hello(rank=1, world_size=2, epoch=EPOCH, token=ranks[0].endpoint().token)
+        handshake = Handshake(rank=1, world_size=2, epoch=EPOCH, token=ranks[0].endpoint().token)
         stranger.setsockopt(zmq.SNDTIMEO, 1000)
         with contextlib.suppress(zmq.Again):
-            stranger.send(encode_hello(hello))
+            stranger.send(encode_handshake(handshake))
         assert monitor.poll(10_000)
         stranger.disable_monitor()
         monitor.close()
@@ -309,6 +416,59 @@ def test_strangers_are_turned_away_and_change_nothing(meshes: Opener) -> None:
         ranks[1].send(0, tag(1))
         assert receive(ranks[0])[1] == tag(1)
         ranks[0].check_peers()
+
+
+class Link(threading.Thread):
+    """A TCP connection to `address` through this process; once `cut`, nothing passes any more and nothing is closed."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(daemon=True)
+        self._target = ("127.0.0.1", int(address.rpartition(":")[2]))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._knife, self._stopped = socket.socketpair()
+        self.passed = threading.Event()
+
+    def run(self) -> None:
+        ends = [self._listener.accept()[0], socket.create_connection(self._target)]
+        other = dict(zip(ends, reversed(ends), strict=True))
+        while self._stopped not in (ready := select.select([*ends, self._stopped], [], [])[0]):
+            for end in ready:
+                other[end].sendall(end.recv(65536))
+                self.passed.set()
+        self._stopped.recv(1)  # until the test has ended
+        self._stopped.recv(1)
+        for open_socket in (*ends, self._listener, self._stopped):
+            open_socket.close()
+
+    def cut(self) -> None:
+        self._knife.send(b"x")
+
+    def close(self) -> None:
+        self._knife.close()
+        self.join()
+
+
+def test_a_dead_link_of_an_idle_fleet_is_seen_at_both_ends(meshes: Opener) -> None:
+    """The end that connects sends heartbeats and tells the bound one how long to live without them."""
+    ranks = meshes(2, connected=False, transport="tcp", deadline=0.2)
+    wires = ranks[0]._wires
+    assert wires is not None
+    assert wires._sockets[1].getsockopt(zmq.HEARTBEAT_IVL) == 0, (
+        "libzmq: a stranger can abort a bound PAIR that sends them"
+    )
+    endpoints = [mesh.endpoint() for mesh in ranks]
+    with contextlib.closing(Link(endpoints[0].tcp[1])) as link:
+        link.start()
+        through = [replace(endpoints[0], tcp=("", link.address)), endpoints[1]]
+        calls = [lambda: ranks[0].connect(endpoints), lambda: ranks[1].connect(through)]
+        assert failures_of(*calls) == [None, None]
+        link.passed.clear()
+        assert link.passed.wait(10), "no heartbeat"
+        link.cut()
+        for mesh in ranks:
+            wait_until_lost(mesh, 1 - mesh.rank)
+        assert failures_of(*(mesh.check_peers for mesh in ranks)) == [f"rank {r} lost after step 0" for r in (1, 0)]
 
 
 def test_a_mesh_of_one_opens_nothing(meshes: Opener) -> None:

@@ -207,15 +207,15 @@ class Engine:
         """The fleet cannot step any more: end every request by name, tell routers and peers, refuse what comes."""
         if self.failure is not None:
             return
-        log.error("fleet failed: %s", failure)
-        self.failure = failure
-        # Peers first: what broke may be the scheduler, and then ending its requests breaks too.
         for socket in self._peer_sockets:
             self._poller.unregister(socket)
         self._peer_sockets = []
-        self._mesh.fail(failure)
+        # Peers first: what broke may be the scheduler, and then ending its requests breaks too. What they found may be
+        # the cause of this failure, and all ranks end their requests with one reason.
+        self.failure = self._mesh.fail(failure)
+        log.error("fleet failed: %s", self.failure)
         self._launched.clear()
-        for reply in self._scheduler.fail_all(failure):
+        for reply in self._scheduler.fail_all(self.failure):
             self._frontend.send(reply.client, reply.message)
         self._report(force=True)
 

@@ -1,4 +1,4 @@
-"""What travels between ranks: tags, plan frames, poison frames and hellos. Pure: stdlib + msgpack.
+"""What travels between ranks: tags, plan frames, poison frames and handshakes. Pure: stdlib + msgpack.
 
 Every frame starts with a tag of TAG_BYTES bytes (little endian: magic, version, phase, source, layer, epoch, step), so
 that a receiver compares one slice with the bytes it expects, and decodes only to explain a mismatch. Decoding is
@@ -7,18 +7,22 @@ strict: whatever is not exactly a frame of this version raises `FrameError`.
 
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from struct import Struct
+from struct import Struct, unpack_from
 from struct import error as StructError
 
 import msgpack
 
+from moeyard_worker.exchange.finding import MAX_REASON_BYTES, Finding
+
 MAGIC = b"mY"
-VERSION = 1
+VERSION = 2
 NO_LAYER = 0xFFFF
-MAX_REASON_BYTES = 2000
+# The round of a poison frame that says what all agreed on; rounds of agreement begin at 1.
+SETTLED = 0
 
 _TAG = Struct("<2sBBHHIQ")
 _PLAN = Struct("<I")
+_POISON = Struct("<HQIH")
 TAG_BYTES = _TAG.size
 
 
@@ -29,7 +33,7 @@ class FrameError(ValueError):
 class Phase(IntEnum):
     """What a frame is for. The order is the order of a rank's life and of a step."""
 
-    HELLO = 1
+    HANDSHAKE = 1
     PLAN = 2
     DISPATCH = 3
     COMBINE = 4
@@ -53,7 +57,7 @@ class Tag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PlanFrame:
     """A rank's part in lockstep step `step`: it takes part with `num_tokens` rows (0 for an idle rank)."""
 
     epoch: int
@@ -63,7 +67,17 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class PoisonFrame:
+    """A rank's word on why the fleet has ended: in `round` of the agreement the smallest finding it knows, or in round
+    SETTLED the one that is final.
+    """
+
+    round: int
+    finding: Finding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handshake:
     """First frame on a connection. `token` is the receiver's secret: the sender was given its endpoint."""
 
     rank: int
@@ -105,7 +119,7 @@ def decode_tag(frame: bytes) -> Tag:
     return Tag(epoch=epoch, step=step, layer=None if layer == NO_LAYER else layer, phase=phase, source=source)
 
 
-def encode_plan(plan: Plan) -> bytes:
+def encode_plan_frame(plan: PlanFrame) -> bytes:
     """One frame; raises `FrameError` on a field out of range."""
     tag = encode_tag(Tag(epoch=plan.epoch, step=plan.step, layer=None, phase=Phase.PLAN, source=plan.source))
     if not 0 <= plan.num_tokens < 2**32:
@@ -113,7 +127,7 @@ def encode_plan(plan: Plan) -> bytes:
     return tag + _PLAN.pack(plan.num_tokens)
 
 
-def decode_plan(frame: bytes) -> Plan:
+def decode_plan_frame(frame: bytes) -> PlanFrame:
     """Parse a plan frame; raises `FrameError`."""
     tag = decode_tag(frame)
     if tag.phase is not Phase.PLAN:
@@ -121,51 +135,64 @@ def decode_plan(frame: bytes) -> Plan:
     if len(frame) != TAG_BYTES + _PLAN.size:
         raise FrameError(f"a plan frame has {TAG_BYTES + _PLAN.size} bytes, got {len(frame)}")
     (num_tokens,) = _PLAN.unpack_from(frame, TAG_BYTES)
-    return Plan(epoch=tag.epoch, step=tag.step, source=tag.source, num_tokens=num_tokens)
+    return PlanFrame(epoch=tag.epoch, step=tag.step, source=tag.source, num_tokens=num_tokens)
 
 
-def encode_poison(tag: Tag, reason: str) -> bytes:
-    """The frame that tells a peer why the step is lost; a long reason is cut at MAX_REASON_BYTES bytes."""
-    body = reason.encode("utf-8", "replace")[:MAX_REASON_BYTES].decode("utf-8", "ignore").encode()
-    return encode_tag(tag) + body
+def encode_poison(tag: Tag, poison: PoisonFrame) -> bytes:
+    """One frame; raises `FrameError` on a field out of range or a reason longer than MAX_REASON_BYTES bytes."""
+    finding, ranks = poison.finding, poison.finding.ranks
+    reason = finding.reason.encode()
+    if len(reason) > MAX_REASON_BYTES:
+        raise FrameError(f"a poison reason of {len(reason)} bytes, at most {MAX_REASON_BYTES}")
+    try:
+        body = _POISON.pack(poison.round, finding.step, finding.place, len(ranks))
+        return encode_tag(tag) + body + Struct(f"<{len(ranks)}H").pack(*ranks) + reason
+    except StructError as error:
+        raise FrameError(f"{poison}: {error}") from error
 
 
-def decode_poison(frame: bytes) -> tuple[Tag, str]:
-    """The tag and the reason of a poison frame; raises `FrameError`."""
+def decode_poison(frame: bytes) -> tuple[Tag, PoisonFrame]:
+    """The tag and the content of a poison frame; raises `FrameError`."""
     tag = decode_tag(frame)
     if tag.phase is not Phase.POISON:
         raise FrameError(f"expected a poison frame, got {tag}")
-    body = frame[TAG_BYTES:]
+    try:
+        number, step, place, num_ranks = _POISON.unpack_from(frame, TAG_BYTES)
+        ranks = unpack_from(f"<{num_ranks}H", frame, TAG_BYTES + _POISON.size)
+    except StructError as error:
+        raise FrameError(f"a poison frame of {len(frame)} bytes: {error}") from error
+    body = frame[TAG_BYTES + _POISON.size + 2 * num_ranks :]
     if len(body) > MAX_REASON_BYTES:
         raise FrameError(f"a poison reason of {len(body)} bytes, at most {MAX_REASON_BYTES}")
     try:
-        return tag, bytes(body).decode("utf-8")
+        reason = bytes(body).decode("utf-8")
     except UnicodeDecodeError as error:
         raise FrameError(f"poison reason: {error}") from error
+    return tag, PoisonFrame(round=number, finding=Finding(step=step, place=place, ranks=ranks, reason=reason))
 
 
-def encode_hello(hello: Hello) -> bytes:
+def encode_handshake(handshake: Handshake) -> bytes:
     """One frame."""
-    tag = encode_tag(Tag(epoch=hello.epoch, step=0, layer=None, phase=Phase.HELLO, source=hello.rank))
-    body: bytes = msgpack.packb(asdict(hello))
+    tag = encode_tag(Tag(epoch=handshake.epoch, step=0, layer=None, phase=Phase.HANDSHAKE, source=handshake.rank))
+    body: bytes = msgpack.packb(asdict(handshake))
     return tag + body
 
 
-def decode_hello(frame: bytes) -> Hello:
-    """Parse a hello; raises `FrameError` on anything but exactly its four fields."""
+def decode_handshake(frame: bytes) -> Handshake:
+    """Parse a handshake; raises `FrameError` on anything but exactly its four fields."""
     tag = decode_tag(frame)
-    if tag.phase is not Phase.HELLO:
-        raise FrameError(f"expected a hello, got {tag}")
+    if tag.phase is not Phase.HANDSHAKE:
+        raise FrameError(f"expected a handshake, got {tag}")
     try:
         body = msgpack.unpackb(frame[TAG_BYTES:], raw=False)
     except (ValueError, msgpack.UnpackException) as error:
-        raise FrameError(f"hello: not msgpack: {error}") from error
+        raise FrameError(f"handshake: not msgpack: {error}") from error
     kinds = {"rank": int, "world_size": int, "epoch": int, "token": str}
     if not isinstance(body, dict) or body.keys() != kinds.keys():
-        raise FrameError(f"hello: expected the fields {', '.join(kinds)}, got {body!r:.80}")
+        raise FrameError(f"handshake: expected the fields {', '.join(kinds)}, got {body!r:.80}")
     for name, kind in kinds.items():
         if type(body[name]) is not kind:
-            raise FrameError(f"hello.{name}: expected {kind.__name__}, got {body[name]!r:.80}")
+            raise FrameError(f"handshake.{name}: expected {kind.__name__}, got {body[name]!r:.80}")
     if (body["rank"], body["epoch"], 0) != (tag.source, tag.epoch, tag.step):
-        raise FrameError(f"hello: rank {body['rank']}, epoch {body['epoch']} in a {tag}")
-    return Hello(**body)
+        raise FrameError(f"handshake: rank {body['rank']}, epoch {body['epoch']} in a {tag}")
+    return Handshake(**body)

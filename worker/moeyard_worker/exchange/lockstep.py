@@ -7,7 +7,7 @@ blocks on its own sockets and `Mesh.poll_sockets`.
 from time import perf_counter
 
 from moeyard_worker.exchange.base import ExchangeError
-from moeyard_worker.exchange.frames import FrameError, Phase, Plan, decode_plan, encode_plan
+from moeyard_worker.exchange.frames import FrameError, Phase, PlanFrame, decode_plan_frame, encode_plan_frame
 from moeyard_worker.exchange.mesh import Mesh
 
 
@@ -29,7 +29,7 @@ class Lockstep:
         start = perf_counter()
         mesh = self.mesh
         mesh.step = step
-        plan = encode_plan(Plan(epoch=mesh.epoch, step=step, source=mesh.rank, num_tokens=num_tokens))
+        plan = encode_plan_frame(PlanFrame(epoch=mesh.epoch, step=step, source=mesh.rank, num_tokens=num_tokens))
         for peer in mesh.peers:
             mesh.send(peer, plan)
         frames = mesh.recv_all(Phase.PLAN, layer=None, since=start)
@@ -47,7 +47,7 @@ class Lockstep:
         arrived = self.mesh.arrived()
         for peer, frame in arrived.items():
             try:
-                plan = decode_plan(bytes(frame))
+                plan = decode_plan_frame(bytes(frame))
             except FrameError as error:
                 raise self._failed(f"rank {peer} sent the wrong frame between steps: {error}") from error
             if (plan.epoch, plan.step, plan.source) != (self.mesh.epoch, step, peer):
@@ -56,10 +56,9 @@ class Lockstep:
 
     def _num_tokens(self, peer: int, frame: bytes) -> int:
         try:
-            return decode_plan(frame).num_tokens
+            return decode_plan_frame(frame).num_tokens
         except FrameError as error:
             raise self._failed(f"rank {peer} sent a bad plan: {error}") from error
 
     def _failed(self, reason: str) -> ExchangeError:
-        self.mesh.fail(reason)
-        return ExchangeError(reason)
+        return ExchangeError(self.mesh.fail(reason))

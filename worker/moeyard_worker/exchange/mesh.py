@@ -1,50 +1,43 @@
 """The control mesh: strict frames between all pairs of ranks, and a name for every failure.
 
-One thread owns a mesh. A rank that finds a failure tells its peers before it raises, so that all ranks fail at once and
-with the same root cause; after that every call raises the first reason again.
+One thread owns a mesh. A rank that finds a failure agrees with its peers on what to call it before it raises, so that
+all ranks fail at once and with the same reason; after that every call raises that reason again.
 """
 
 import secrets
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Literal, NoReturn
 
 import zmq
 
 from moeyard_worker.exchange.base import ExchangeError
-from moeyard_worker.exchange.frames import (
-    NO_LAYER,
-    TAG_BYTES,
-    Hello,
-    Phase,
-    Tag,
-    decode_tag,
-    encode_hello,
-    encode_poison,
-    pack_tag,
-)
-from moeyard_worker.exchange.naming import is_poison, name_frame, name_ranks, told_reason, where_in_step
+from moeyard_worker.exchange.finding import AFTER_STEP, OWN_FAULT, Finding, cut_reason
+from moeyard_worker.exchange.frames import NO_LAYER, TAG_BYTES, Phase, Tag, decode_tag, pack_tag
+from moeyard_worker.exchange.naming import is_poison, name_frame, name_ranks, place_of, told_by, where_in_step
+from moeyard_worker.exchange.poisoning import agree_on_finding, tell_settled
 from moeyard_worker.exchange.rendezvous import (
     MeshEndpoint,
     check_endpoints,
-    check_hello,
-    check_host,
+    check_handshake,
+    check_place,
+    handshake_for,
     host_identity,
 )
 from moeyard_worker.exchange.slab import SharedFile
-from moeyard_worker.exchange.wires import Frame, Wires
+from moeyard_worker.exchange.wires import LAST_LOOK_S, Frame, Wires
 
 Transport = Literal["shm", "tcp"]
 
 # Room for a frame's tag and counts beside the largest payload, which is smaller than a slab.
 FRAME_SLACK_BYTES = 1 << 16
-# While a hello waits for its peer to connect there is no event to wait for, hence short waits, at start only.
+# While a handshake waits for its peer to connect there is no event to wait for, hence short waits, at start only.
 CONNECT_SLICE_S = 0.005
-# A rank that was itself stopped wakes past the deadline with its peers' frames still on their way in: it must not
-# accuse them before it has looked once more.
-LAST_LOOK_S = 0.05
+# How long a round of agreeing on a failure waits for ranks that are there and do not speak, as a share of the deadline.
+# A rank may be deep in a layer's arithmetic; one that looks later takes over what the others have settled.
+PATIENCE_SHARE = 1 / 8
 
 
 class Mesh:
@@ -75,13 +68,9 @@ class Mesh:
         fingerprint: str = "",
         host_id: str | None = None,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size}")
-        if deadline <= 0:
-            raise ValueError(f"the step deadline must be positive, got {deadline}")
         if transport not in ("shm", "tcp"):
             raise ValueError(f"transport must be shm or tcp, got {transport!r}")
-        check_host(host)
+        check_place(rank, world_size, host=host, deadline=deadline)
         self.rank = rank
         self.world_size = world_size
         self.epoch = epoch
@@ -93,6 +82,7 @@ class Mesh:
         self.own_slab: SharedFile | None = None
         self._own_directory: str | None = None
         self._wires: Wires | None = None
+        self._connected = False
         shared = self._shared = transport == "shm" and world_size > 1
         if shared and runtime_dir is None:
             runtime_dir = self._own_directory = tempfile.mkdtemp(prefix="moeyard-")
@@ -131,10 +121,10 @@ class Mesh:
         return self._endpoint
 
     def connect(self, endpoints: Sequence[MeshEndpoint], timeout: float = 20.0) -> None:
-        """Connect to every peer, map its memory, exchange hellos; all `endpoints`, own one included, in rank order.
+        """Connect to every peer, map its memory, exchange handshakes; all `endpoints`, own one included, in rank order.
 
-        Returns when every peer answered; by then no file of this mesh has a name any more. Raises ExchangeError naming
-        the ranks that did not answer within `timeout` seconds, or the one that disagrees.
+        When it returns no file of this mesh has a name any more. Raises ExchangeError naming the ranks that did not
+        answer within `timeout` seconds, or the one that disagrees.
         """
         limit = perf_counter() + timeout
         check_endpoints(endpoints, self._endpoint)
@@ -143,20 +133,23 @@ class Mesh:
         for peer in self.peers:
             self._connect_peer(self._wires, endpoints[peer])
         unsent, unheard = set(self.peers), set(self.peers)
+        handshakes = {peer: handshake_for(endpoints[peer], self._endpoint) for peer in self.peers}
         while True:
-            unsent -= {peer for peer in unsent if self._send_hello(self._wires, endpoints[peer])}
+            unsent -= {peer for peer in unsent if self._wires.send(peer, handshakes[peer])}
             if not unsent and not unheard:
                 break
             remaining = limit - perf_counter()
             self._wires.poll(min(remaining, CONNECT_SLICE_S) if unsent else remaining)
             for peer in sorted(unheard):
                 if self._wires.inbox[peer]:
-                    self._check_hello(peer, self._wires.inbox[peer].popleft())
+                    self._check_handshake(peer, self._wires.inbox[peer].popleft())
                     unheard.discard(peer)
                 elif peer in self._wires.lost:
-                    self._raise(f"rank {peer} {self._wires.lost[peer]} while connecting")
+                    self._raise(OWN_FAULT, [peer], f"rank {peer} {self._wires.lost[peer]} while connecting")
             if remaining <= 0 and (unsent or unheard):
-                self._raise(f"{name_ranks(unsent | unheard)} did not answer within {timeout:.1f} s of connecting")
+                who = unsent | unheard
+                self._raise(OWN_FAULT, who, f"{name_ranks(who)} did not answer within {timeout:.1f} s of connecting")
+        self._connected = True
         self._remove_names()
 
     def send(self, peer: int, frame: Frame) -> None:
@@ -208,16 +201,14 @@ class Mesh:
         self._wires.drain()
         self._raise_if_told(self._wires)
         for peer in sorted(self._wires.lost):
-            self._raise(f"rank {peer} {self._wires.lost[peer]} after step {self.step}")
+            self._raise(AFTER_STEP, [peer], f"rank {peer} {self._wires.lost[peer]} after step {self.step}")
 
-    def fail(self, reason: str) -> None:
-        """Poison: tell every peer why, and refuse all further work. The first reason stays."""
-        if self.failure is None:
-            self.failure = reason
-            if self._wires is not None:
-                frame = encode_poison(self._tag(Phase.POISON, None, self.rank), reason)
-                for peer in self.peers:
-                    self._wires.send(peer, frame)
+    def fail(self, reason: str) -> str:
+        """Poison: end all work of the fleet for `reason`; returns the reason that all ranks give, which may be another.
+
+        Waits for the peers as `agree_on_finding` says. The first reason stays.
+        """
+        return self._settle(OWN_FAULT, [self.rank], reason)
 
     def close(self) -> None:
         """Close the sockets, drop the shared memory (it lives on under views still held). Safe to call twice."""
@@ -240,34 +231,32 @@ class Mesh:
         if not here:
             wires.read_in_place(peer.rank)
 
-    def _send_hello(self, wires: Wires, peer: MeshEndpoint) -> bool:
-        hello = Hello(rank=self.rank, world_size=self.world_size, epoch=self.epoch, token=peer.token)
-        return wires.send(peer.rank, encode_hello(hello))
-
-    def _check_hello(self, peer: int, frame: Frame) -> None:
+    def _check_handshake(self, peer: int, frame: Frame) -> None:
         if is_poison(frame):
-            self._raise_unexpected(peer, frame, self._tag(Phase.HELLO, None, peer))
-        complaint = check_hello(frame, peer, self._endpoint)
+            self._raise_unexpected(peer, frame, self._tag(Phase.HANDSHAKE, None, peer))
+        complaint = check_handshake(frame, peer, self._endpoint)
         if complaint is not None:
-            self._raise(complaint)
+            self._raise(OWN_FAULT, [peer], complaint)
 
     def _wait(self, peer: int, *, phase: Phase, layer: int | None, since: float) -> Frame:
         """Wait on everything until `peer`, whose frame is due, has one."""
         wires = self._open_wires()
         limit = since + self.deadline
+        late = happened = False
         while True:
-            late = perf_counter() >= limit
-            happened = wires.poll(LAST_LOOK_S if late else limit - perf_counter())
+            # Before the first wait too: an end may have been seen while another peer was waited for.
             if wires.inbox[peer]:
                 return wires.inbox[peer].popleft()
             self._raise_if_told(wires)
             due = [other for other in self.peers if other >= peer and not wires.inbox[other]]
-            where = where_in_step(self.step, layer, phase)
+            where, place = where_in_step(self.step, layer, phase), place_of(layer, phase)
             for other in due:
                 if other in wires.lost:
-                    self._raise(f"rank {other} {wires.lost[other]} at {where}")
+                    self._raise(place, [other], f"rank {other} {wires.lost[other]} at {where}")
             if late and not happened:
-                self._raise(f"{name_ranks(due)} silent at {where} ({self.deadline:.1f} s)")
+                self._raise(place, due, f"{name_ranks(due)} silent at {where} ({self.deadline:.1f} s)")
+            late = perf_counter() >= limit
+            happened = wires.poll(LAST_LOOK_S if late else limit - perf_counter())
 
     def _open_wires(self) -> Wires:
         if self.failure is not None:
@@ -278,9 +267,22 @@ class Mesh:
     def _tag(self, phase: Phase, layer: int | None, source: int) -> Tag:
         return Tag(epoch=self.epoch, step=self.step, layer=layer, phase=phase, source=source)
 
-    def _raise(self, reason: str) -> NoReturn:
-        self.fail(reason)
-        raise ExchangeError(self.failure)
+    def _settle(self, place: int, ranks: Iterable[int], reason: str, *, step: int | None = None) -> str:
+        """Agree on what ended the fleet, unless that has been done; this rank found `reason`."""
+        if self.failure is None:
+            self.failure = reason
+            step = self.step if step is None else step
+            finding = Finding(step=step, place=place, ranks=tuple(sorted(ranks)), reason=cut_reason(reason))
+            tag = self._tag(Phase.POISON, None, self.rank)
+            if self._wires is not None and self._connected:
+                finding = agree_on_finding(self._wires, tag, finding, patience=PATIENCE_SHARE * self.deadline)
+            elif self._wires is not None:
+                tell_settled(self._wires, tag, finding)
+            self.failure = finding.reason
+        return self.failure
+
+    def _raise(self, place: int, ranks: Iterable[int], reason: str, *, step: int | None = None) -> NoReturn:
+        raise ExchangeError(self._settle(place, ranks, reason, step=step))
 
     def _raise_if_told(self, wires: Wires) -> None:
         for peer, inbox in wires.inbox.items():
@@ -289,21 +291,24 @@ class Mesh:
                     self._raise_unexpected(peer, frame, self._tag(Phase.POISON, None, peer))
 
     def _raise_unexpected(self, peer: int, frame: Frame, expected: Tag) -> NoReturn:
-        """Take over the reason of a poison frame; call any other frame by its name."""
-        reason = told_reason(frame, peer, self.epoch)
-        if reason is None:
-            self._raise(f"rank {peer} sent the wrong frame: expected {expected}, got {name_frame(frame)}")
-        # The teller told everybody: repeating it would only cross with the same news.
-        self.failure = reason
-        raise ExchangeError(f"{reason} (told by rank {peer})")
+        """Join the agreement that a poison frame of `peer` belongs to; call any other frame by its name."""
+        told = told_by(frame, peer, self.epoch)
+        if told is None:
+            reason = f"rank {peer} sent the wrong frame: expected {expected}, got {name_frame(frame)}"
+            self._raise(place_of(expected.layer, expected.phase), [peer], reason)
+        # It may be in the inbox no more, and to hear it twice changes nothing.
+        self._open_wires().inbox[peer].appendleft(frame)
+        found = told.finding
+        self._raise(found.place, found.ranks, found.reason, step=found.step)
 
     def _raise_undeliverable(self, peer: int, frame: Frame) -> NoReturn:
         assert self._wires is not None
         self._wires.drain()
         self._raise_if_told(self._wires)
         tag = decode_tag(bytes(frame[:TAG_BYTES]))
+        where = where_in_step(tag.step, tag.layer, tag.phase)
         end = self._wires.lost.get(peer, "takes no frames")
-        self._raise(f"rank {peer} {end} at {where_in_step(tag.step, tag.layer, tag.phase)}")
+        self._raise(place_of(tag.layer, tag.phase), [peer], f"rank {peer} {end} at {where}")
 
     def _remove_names(self) -> None:
         if self._wires is not None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from moeyard_worker.exchange.frames import TAG_BYTES, FrameError, Phase, decode_poison, decode_tag
+from moeyard_worker.exchange.finding import AFTER_STEP, OWN_FAULT
+from moeyard_worker.exchange.frames import TAG_BYTES, FrameError, Phase, PoisonFrame, decode_poison, decode_tag
 
 Frame = bytes | memoryview
 
@@ -18,6 +19,13 @@ def where_in_step(step: int, layer: int | None, phase: Phase) -> str:
     return f"step {step}{'' if layer is None else f', layer {layer}'}, {phase.name.lower()}"
 
 
+def place_of(layer: int | None, phase: Phase) -> int:
+    """A wait's place in the chain of its step: the plan, dispatch and combine layer by layer, then what is later."""
+    if layer is not None:
+        return 2 + 2 * layer + (phase is Phase.COMBINE)
+    return {Phase.HANDSHAKE: OWN_FAULT, Phase.PLAN: 1}.get(phase, AFTER_STEP)
+
+
 def name_frame(frame: Frame) -> str:
     """The tag of a frame in words, or why it has none."""
     try:
@@ -31,10 +39,12 @@ def is_poison(frame: Frame) -> bool:
     return len(frame) >= TAG_BYTES and frame[3] == Phase.POISON
 
 
-def told_reason(frame: Frame, peer: int, epoch: int) -> str | None:
-    """The reason in a poison frame of `peer` in `epoch`; None for any other frame."""
+def told_by(frame: Frame, peer: int, epoch: int) -> PoisonFrame | None:
+    """What a poison frame of `peer` in `epoch` says; None for any other frame."""
+    if not is_poison(frame):
+        return None
     try:
-        tag, reason = decode_poison(bytes(frame))
+        tag, poison = decode_poison(bytes(frame))
     except FrameError:
         return None
-    return reason if (tag.source, tag.epoch) == (peer, epoch) else None
+    return poison if (tag.source, tag.epoch) == (peer, epoch) else None

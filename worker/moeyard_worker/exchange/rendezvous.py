@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeyard_worker.exchange.base import ExchangeError
-from moeyard_worker.exchange.frames import FrameError, Hello, decode_hello
+from moeyard_worker.exchange.frames import FrameError, Handshake, decode_handshake, encode_handshake
 from moeyard_worker.exchange.slab import SHARED_DIRECTORY
 
 
@@ -52,20 +52,29 @@ def check_endpoints(endpoints: Sequence[MeshEndpoint], own: MeshEndpoint) -> Non
         raise ExchangeError(f"endpoint {own.rank} is not the one rank {own.rank} published")
 
 
-def check_hello(frame: bytes | memoryview, peer: int, own: MeshEndpoint) -> str | None:
+def handshake_for(peer: MeshEndpoint, own: MeshEndpoint) -> bytes:
+    """The first frame to `peer`."""
+    return encode_handshake(Handshake(rank=own.rank, world_size=own.world_size, epoch=own.epoch, token=peer.token))
+
+
+def check_handshake(frame: bytes | memoryview, peer: int, own: MeshEndpoint) -> str | None:
     """What is wrong with the first frame of the connection to `peer`, or None. Leaves out the token, a secret."""
     try:
-        hello = decode_hello(bytes(frame))
+        handshake = decode_handshake(bytes(frame))
     except FrameError as error:
-        return f"rank {peer} sent no hello: {error}"
-    if hello == Hello(rank=peer, world_size=own.world_size, epoch=own.epoch, token=own.token):
+        return f"rank {peer} sent no handshake: {error}"
+    if handshake == Handshake(rank=peer, world_size=own.world_size, epoch=own.epoch, token=own.token):
         return None
-    theirs = f"rank {hello.rank} of {hello.world_size}, epoch {hello.epoch}"
-    theirs += "" if hello.token == own.token else ", without the token"
+    theirs = f"rank {handshake.rank} of {handshake.world_size}, epoch {handshake.epoch}"
+    theirs += "" if handshake.token == own.token else ", without the token"
     return f"what connected as rank {peer} of {own.world_size}, epoch {own.epoch}, is {theirs}"
 
 
-def check_host(host: str) -> None:
-    """Raise ValueError for a wildcard: ranks listen on one concrete address."""
+def check_place(rank: int, world_size: int, *, host: str, deadline: float) -> None:
+    """Raise ValueError for a rank outside its fleet, no deadline, or a wildcard: ranks listen on one address."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size}")
+    if deadline <= 0:
+        raise ValueError(f"the step deadline must be positive, got {deadline}")
     if host in ("", "*", "0.0.0.0", "::"):
         raise ValueError(f"ranks bind to one concrete address, got {host!r}")

@@ -14,7 +14,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 # At most two frames of a source are ever unread (its frame of this phase and, when it already has ours, of the next),
-# plus a hello, a plan and a poison frame. A PAIR blocks at its mark, it never drops.
+# plus a handshake, a plan and a poison frame. A PAIR blocks at its mark, it never drops.
 HIGH_WATER_MARK = 64
 # A wait first blocks in `recv` this long, which is one system call and the usual case; only then it polls everything.
 RECV_SLICE_MS = 2
@@ -23,6 +23,9 @@ RECV_SLICE_MS = 2
 RECONNECT_NEVER_MS = 86_400_000
 # How long closing waits for frames already sent to leave; nothing waits when they have.
 CLOSE_LINGER_MS = 500
+# A rank that was itself stopped wakes past its time limit with its peers' frames still on their way in: it must not
+# accuse them before it has looked once more for this long.
+LAST_LOOK_S = 0.05
 # sun_path holds 108 bytes with its terminating zero (unix(7)).
 MAX_IPC_PATH = 107
 
@@ -86,11 +89,18 @@ class Wires:
             (zmq.RCVHWM, HIGH_WATER_MARK),
             (zmq.MAXMSGSIZE, max_frame_bytes),
             (zmq.RCVTIMEO, RECV_SLICE_MS),
-            (zmq.HEARTBEAT_IVL, max(1, int(heartbeat_timeout * 500))),
-            (zmq.HEARTBEAT_TIMEOUT, max(1, int(heartbeat_timeout * 1000))),
             (zmq.IPV6, int(self._ipv6)),
         ):
             socket.setsockopt(option, value)
+        if peer < self._rank:
+            # Only where we connect: libzmq 4.3.5 aborts the process when a stranger leaves a bound PAIR that sends
+            # heartbeats. With ours the bound end learns how long to live without them (HEARTBEAT_TTL), so a dead link
+            # is seen at both ends.
+            milliseconds = max(1, int(heartbeat_timeout * 1000))
+            socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, milliseconds // 2))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
+            # In libzmq's wire format tenths of a second.
+            socket.setsockopt(zmq.HEARTBEAT_TTL, max(100, milliseconds))
         monitor = socket.get_monitor_socket(_BIND_EVENTS if peer > self._rank else _CONNECT_EVENTS)
         self._monitors[peer] = monitor
         self._poller.register(socket, zmq.POLLIN)

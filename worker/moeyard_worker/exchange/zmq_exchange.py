@@ -218,8 +218,8 @@ class ZmqExchange:
         for rank, source in enumerate(sources):
             first, last = routing.row_bounds[rank], routing.row_bounds[rank + 1]
             if source.picked and len(source.rows) != last - first:
-                self._mesh.fail(f"rank {rank} sent {len(source.rows)} rows, its ids ask for {last - first}")
-                raise ExchangeError(self._mesh.failure)
+                reason = f"rank {rank} sent {len(source.rows)} rows, its ids ask for {last - first}"
+                raise ExchangeError(self._mesh.fail(reason))
             if first == last:
                 continue
             into = self._raw_rows[first:last]
@@ -254,8 +254,8 @@ class ZmqExchange:
 
     def _malformed(self, peer: int, frame: Frame, layer: int, phase: Phase) -> ExchangeError:
         where = f"step {self._mesh.step}, layer {layer}, {phase.name.lower()}"
-        self._mesh.fail(f"rank {peer} sent a malformed frame of {len(frame)} bytes at {where}")
-        return ExchangeError(self._mesh.failure)
+        reason = f"rank {peer} sent a malformed frame of {len(frame)} bytes at {where}"
+        return ExchangeError(self._mesh.fail(reason))
 
 
 def _prompt_rows(sources: list[_Source], routing: Routing, token_bounds: list[int]) -> torch.Tensor | None:
