@@ -67,7 +67,7 @@ def _fed(chunk: Chunk, results: Sequence[Accepted]) -> Chunk:
 
 
 def sampled_rows(step: Step, requests: Sequence[Request], before: Sequence[Accepted]) -> list[SampledRow]:
-    """The rows of `step.sample_rows`; `requests[i]` is behind `step.sampled[i]`, `before` as in `feed` (already fed)."""
+    """The rows of `step.sample_rows`; `requests[i]` is behind `step.sampled[i]`, `before` as in `feed`."""
     rows = []
     for chunk, request in zip(step.sampled, requests, strict=True):
         known = request.output if chunk.fed is None else [*request.output, *before[chunk.fed].token_ids]
