@@ -28,12 +28,14 @@ from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.expert_layout import ExpertLayout, expert_block_rows
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
+from moeyard_kernels.types.sampled_tokens import SampledTokens
 
 __all__ = [
     "DecodeTables",
     "ExpertLayout",
     "LogitEdits",
     "PrefillPlan",
+    "SampledTokens",
     "add_rms_norm",
     "attn_combine",
     "attn_prefill_varlen",

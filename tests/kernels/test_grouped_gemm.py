@@ -162,6 +162,12 @@ def test_neighbours_slots_and_masks_do_not_show(kind: str, dtype: torch.dtype) -
     away = case.topk_ids == 1
     assert some[away].isnan().all()
     assert torch.equal(bits(some[~away]), bits(whole[~away]))
+    # Nor do they notice pairs that are masked.
+    case.topk_ids = torch.where(case.topk_ids == 2, -1, case.topk_ids)
+    away |= case.topk_ids == -1
+    some = case.run()
+    assert some[away].isnan().all()
+    assert torch.equal(bits(some[~away]), bits(whole[~away]))
 
 
 @DTYPES

@@ -15,9 +15,10 @@ def expert_layout(
     """Group the pairs t * K + k of topk_ids [T, K] (int64 or int32) by expert; slot_of_expert [E] int32, -1: not here.
 
     Pairs of one expert stay in order, and each expert begins at a multiple of `block_rows` (16, 32, 64 or 128; see
-    `expert_block_rows`); pairs of experts that are not here are in no block. No host sync: all counts stay on the
-    device. The cost does not depend on `num_slots`, which may count the slots of all layers. Ids must lie in [0, E) and
-    slots in [-1, num_slots): checked on a CPU, and on a GPU within `launch.checked()`.
+    `expert_block_rows`). In no block are pairs of experts that are not here, and masked ones, whose id is -1: those of
+    a padding row, or of another rank's expert. No host sync: all counts stay on the device. The cost does not depend on
+    `num_slots`, which may count the slots of all layers. Ids must lie in [-1, E) and slots in [-1, num_slots): checked
+    on a CPU, and on a GPU within `launch.checked()`.
     """
     if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"expert_layout: topk_ids must be int64 or int32 [T, K], got {show(topk_ids)}")

@@ -24,9 +24,9 @@ _BP_MANY = 128
 
 @triton.jit
 def _experts(p_ids, p_slot_of_expert, o_p, m_p):
-    """Expert and slot of each pair, both -1 where the expert is not here."""
-    b_id = tl.load(p_ids + o_p, mask=m_p, other=0).to(tl.int32)
-    b_slot = tl.load(p_slot_of_expert + b_id, mask=m_p, other=-1)
+    """Expert and slot of each pair, both -1 where the pair is masked or its expert is not here."""
+    b_id = tl.load(p_ids + o_p, mask=m_p, other=-1).to(tl.int32)
+    b_slot = tl.load(p_slot_of_expert + b_id, mask=b_id >= 0, other=-1)
     return tl.where(b_slot >= 0, b_id, -1), b_slot
 
 
@@ -87,7 +87,7 @@ def expert_layout(
 ) -> ExpertLayout:
     """See `moeyard_kernels.ops.expert_layout`: one launch up to ONE_LAUNCH pairs, two beyond."""
     launch.check_layout("expert_layout", topk_ids=topk_ids, slot_of_expert=slot_of_expert)
-    launch.check_indices("expert_layout", low=0, high=slot_of_expert.shape[0], topk_ids=topk_ids)
+    launch.check_indices("expert_layout", low=-1, high=slot_of_expert.shape[0], topk_ids=topk_ids)
     launch.check_indices("expert_layout", low=-1, high=num_slots, slot_of_expert=slot_of_expert)
     num_pairs, num_experts = topk_ids.numel(), slot_of_expert.shape[0]
     capacity = max_blocks(num_pairs, num_experts, block_rows)

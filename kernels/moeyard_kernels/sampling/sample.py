@@ -27,9 +27,10 @@ from moeyard_kernels.common.launch import MAX_GRID_Y, check_indices, check_layou
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.sampling.sample_blocks import NO_ID, from_key, to_key, values
 from moeyard_kernels.sampling.sample_cut import cut_kernel, gather_kernel, group_bound
-from moeyard_kernels.sampling.sample_logprob import log_probabilities
+from moeyard_kernels.sampling.sample_logprob import token_logprobs
 from moeyard_kernels.sampling.sample_race import mass_kernel, race_kernel, rank_kernel, settle_kernel
 from moeyard_kernels.types.logit_edits import LogitEdits
+from moeyard_kernels.types.sampled_tokens import SampledTokens
 
 # Quads that each part of a row keeps; candidates of a row that are tested against top-p, first round and last.
 _PER_PART = 4
@@ -151,9 +152,9 @@ def sample(
     seeds: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     edits: LogitEdits | None = None,
-    logprobs: bool = False,
+    logprobs: int | None = None,
     config: SampleConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> SampledTokens:
     """See `moeyard_kernels.ops.sample`. Raises ValueError for what its grid cannot hold."""
     num_rows, vocab = logits.shape
     if num_rows > MAX_GRID_Y or vocab >= 2**21:
@@ -163,9 +164,9 @@ def sample(
         positions=positions, **({} if edits is None else edits.named()),
     )  # fmt: skip
     ids = logits.new_empty(num_rows, dtype=torch.int64)
-    chosen = logits.new_empty(num_rows, dtype=torch.float32) if logprobs else None
+    out = SampledTokens(ids=ids) if logprobs is None else SampledTokens.room(ids, min(logprobs, vocab))
     if not num_rows:
-        return ids, chosen
+        return out
     config = config or tuning.choose(
         "sample", shape_class(num_rows, vocab), logits, (SampleConfig,), lambda: default_config(num_rows, vocab)
     )
@@ -179,10 +180,10 @@ def sample(
             rows, config, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds,
             positions=positions, ids=ids,
         )  # fmt: skip
-    if chosen is not None:
+    if logprobs is not None:
         raw = rows if edits is None else _largest(logits, None, config, temperature=None, top_k=None, ids=None)
-        log_probabilities(logits, raw.top, ids, chosen, part=config.PART, block=config.MASS, bits=raw.bits)
-    return ids, chosen
+        token_logprobs(logits, raw.top, out, part=config.PART, block=config.MASS, bits=raw.bits)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
