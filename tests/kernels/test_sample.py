@@ -1,4 +1,4 @@
-"""Sampling: kernels and reference against the engine's CPU sampler, token by token, and against the definitions."""
+"""Sampling: kernels and reference against one written with numpy, token by token, and against the definitions."""
 
 import math
 from collections.abc import Sequence as Seq
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.kernels import numpy_sampler
 
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import assert_bits
@@ -16,7 +17,6 @@ from moeyard_kernels.ref import sample as reference
 from moeyard_kernels.sampling import sample as triton_kernel
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.sampled_tokens import SampledTokens
-from moeyard_worker.engine import philox, sampler
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.request import Request
 
@@ -50,7 +50,7 @@ def edits_of(sequences: Seq[Request], vocab: int) -> LogitEdits:
         p, slot = s.sampling, num_rows - i
         held_back = set(p.stop_token_ids) if len(s.output) < p.min_tokens else set()
         added = {**p.logit_bias, **dict.fromkeys(held_back, -math.inf)}
-        if not sampler._edits_logits(p) and not held_back:
+        if not numpy_sampler.edits_logits(p) and not held_back:
             continue
         bias = torch.nn.functional.pad(bias, (0, max(0, len(added) - bias.shape[1])), value=math.nan)
         slots[i], penalties[i] = slot, torch.tensor([p.repetition_penalty, p.frequency_penalty, p.presence_penalty])
@@ -113,8 +113,8 @@ def of_rows(tokens: SampledTokens, rows: slice | list[int]) -> SampledTokens:
     return SampledTokens(**{name: x if x is None else x[rows] for name, x in named(tokens).items()})
 
 
-def from_worker(logits: torch.Tensor, sequences: Seq[Request]) -> list[int]:
-    return [s.token_ids[0] for s in sampler.sample(logits.float(), sequences, ())]
+def from_numpy(logits: torch.Tensor, sequences: Seq[Request]) -> list[int]:
+    return [s.token_ids[0] for s in numpy_sampler.sample(logits.float(), sequences, ())]
 
 
 def mixed_rows(vocab: int, count: int, *, edits: bool) -> tuple[torch.Tensor, list[Request]]:
@@ -144,11 +144,11 @@ def mixed_rows(vocab: int, count: int, *, edits: bool) -> tuple[torch.Tensor, li
     return logits, sequences
 
 
-def test_noise_is_the_workers() -> None:
+def test_noise_is_numpys() -> None:
     ids = torch.tensor([0, 1, 2, 3, 4, 7, 163839, 2**31 - 1])
     for seed, position in ((0, 0), (-1, 5), (2**63 - 1, 2**32 + 7), (-(2**63), 131071)):
         words = reference.philox4x32(ids, position, seed).numpy()
-        wanted = philox.philox4x32(
+        wanted = numpy_sampler.philox4x32(
             (ids.numpy().astype(np.uint64), position, 0, 0), (seed & 2**32 - 1, seed >> 32 & 2**32 - 1)
         )
         assert np.array_equal(words, wanted)
@@ -160,14 +160,14 @@ def test_noise_is_the_workers() -> None:
 
 
 @pytest.mark.parametrize("vocab", [7, 1000])
-def test_the_reference_chooses_what_the_worker_does(vocab: int) -> None:
+def test_the_reference_chooses_what_numpy_does(vocab: int) -> None:
     logits, sequences = mixed_rows(vocab, 150, edits=True)
     ids = ops.sample(logits, **arguments(sequences, vocab)).ids
-    assert ids.tolist() == from_worker(logits, sequences)
+    assert ids.tolist() == from_numpy(logits, sequences)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-3, 0.7, 30.0])
-def test_the_reference_chooses_what_the_worker_does_of_many(temperature: float) -> None:
+def test_the_reference_chooses_what_numpy_does_of_many(temperature: float) -> None:
     """Rows long enough that cuts look at their likeliest tokens only."""
     logits = torch.randn(12, 20000) * torch.tensor([0.02, 1.0, 4.0]).repeat(4)[:, None]
     logits[:6] = logits[:6].mul(8).round().div(8)
@@ -175,7 +175,7 @@ def test_the_reference_chooses_what_the_worker_does_of_many(temperature: float) 
     cuts = [{**cut, "temperature": temperature, "seed": i} for i in range(3) for cut in cuts]
     sequences = [sequence(output=(5, 5, 7), repetition_penalty=(1.0, 1.3)[i % 2], **cuts[i]) for i in range(12)]
     ids = ops.sample(logits, **arguments(sequences, 20000)).ids
-    assert ids.tolist() == from_worker(logits, sequences)
+    assert ids.tolist() == from_numpy(logits, sequences)
 
 
 def kept_by_definition(x: np.ndarray, temperature: float, *, top_k: int, top_p: float, min_p: float) -> np.ndarray:
@@ -215,11 +215,11 @@ def test_cuts_keep_what_a_whole_sort_would(kind: str, temperature: float) -> Non
 @pytest.mark.parametrize("edits", [False, True], ids=["plain", "edits"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("vocab", [7, 1000, 4096, *LARGE], ids=lambda v: f"V{v}")
-def test_kernels_choose_what_the_worker_does(vocab: int, dtype: torch.dtype, edits: bool) -> None:
+def test_kernels_choose_what_numpy_does(vocab: int, dtype: torch.dtype, edits: bool) -> None:
     logits, sequences = mixed_rows(vocab, MANY, edits=edits)
     logits = logits.to(dtype)
     ids = run_kernel(logits, **arguments(sequences, vocab, edits=edits)).ids
-    assert ids.tolist() == from_worker(logits, sequences)
+    assert ids.tolist() == from_numpy(logits, sequences)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_top_k_that_fits_no_list(top_k: int) -> None:
     logits[3, ::3] = 0.5
     sequences = [sequence(top_k=top_k, temperature=0.9, seed=i, top_p=(1.0, 0.7)[i % 2]) for i in range(4)]
     ids = run_kernel(logits, config=SMALL, **arguments(sequences, 900, edits=False)).ids
-    assert ids.tolist() == from_worker(logits, sequences)
+    assert ids.tolist() == from_numpy(logits, sequences)
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.004, 0.03])
@@ -285,7 +285,7 @@ def test_nuclei_that_the_first_candidates_miss(top_p: float) -> None:
     logits = torch.randn(MANY // 2, 900).mul(0.2)
     sequences = [sequence(top_p=top_p, seed=i) for i in range(MANY // 2)]
     ids = run_kernel(logits, config=SMALL, **arguments(sequences, 900, edits=False)).ids
-    assert ids.tolist() == from_worker(logits, sequences)
+    assert ids.tolist() == from_numpy(logits, sequences)
 
 
 def test_rows_that_fp32_cannot_judge_are_searched() -> None:
@@ -295,7 +295,7 @@ def test_rows_that_fp32_cannot_judge_are_searched() -> None:
     sequences = [sequence(min_p=0.5, seed=i, top_p=(1.0, 0.9)[i % 2]) for i in range(2)]
     ids = run_kernel(logits, **arguments(sequences, 900, edits=False)).ids
     assert set(ids.tolist()) <= {400, 500}
-    assert ids.tolist() == from_worker(logits, sequences)
+    assert ids.tolist() == from_numpy(logits, sequences)
 
 
 def test_ties_at_a_cut_go_to_the_lowest_ids() -> None:
@@ -343,13 +343,13 @@ def test_extreme_temperatures(temperature: float) -> None:
     cuts: list[dict[str, Any]] = [{}, {"top_k": 9}, {"top_p": 0.9}] if temperature < 1e60 else [{}] * 3
     sequences = [sequence(temperature=temperature, seed=i, **cuts[i]) for i in range(3)]
     ids = run_kernel(logits, **arguments(sequences, 400, edits=False)).ids
-    assert ids.tolist() == from_worker(logits, sequences)
+    assert ids.tolist() == from_numpy(logits, sequences)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_top", [0, 1, 7, 20])
 @pytest.mark.parametrize("vocab", [11, 1000, *LARGE[:1]], ids=lambda v: f"V{v}")
-def test_logprobs_and_ranks_are_the_workers(vocab: int, num_top: int, dtype: torch.dtype) -> None:
+def test_logprobs_and_ranks_are_numpys(vocab: int, num_top: int, dtype: torch.dtype) -> None:
     """Of the unmodified logits: the kernels' and the reference's, ties among the likeliest too."""
     logits, sequences = mixed_rows(vocab, 3, edits=True)
     logits = logits.mul(4).round().div(4).to(dtype)
@@ -358,7 +358,7 @@ def test_logprobs_and_ranks_are_the_workers(vocab: int, num_top: int, dtype: tor
         assert tokens.logprobs is not None
         assert tokens.ranks is not None
         for i in range(3):
-            wanted = sampler.token_logprob(logits[i].float().numpy(), int(tokens.ids[i]), num_top)
+            wanted = numpy_sampler.token_logprob(logits[i].float().numpy(), int(tokens.ids[i]), num_top)
             assert int(tokens.ranks[i]) == wanted.rank
             assert float(tokens.logprobs[i]) == pytest.approx(wanted.logprob, rel=2e-7, abs=1e-7)
             if num_top == 0:
@@ -367,8 +367,8 @@ def test_logprobs_and_ranks_are_the_workers(vocab: int, num_top: int, dtype: tor
             assert tokens.top_ids is not None
             assert tokens.top_logprobs is not None
             assert tokens.top_ids[i].tolist() == [token for token, _ in wanted.top]
-            of_worker = [logprob for _, logprob in wanted.top]
-            assert tokens.top_logprobs[i].tolist() == pytest.approx(of_worker, rel=2e-7, abs=1e-7)
+            of_numpy = [logprob for _, logprob in wanted.top]
+            assert tokens.top_logprobs[i].tolist() == pytest.approx(of_numpy, rel=2e-7, abs=1e-7)
 
 
 def test_nothing_is_computed_that_nobody_asked_for() -> None:

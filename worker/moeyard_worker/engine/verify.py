@@ -101,7 +101,8 @@ def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -
 def verify(directory: Path | str, *, dtype: str = "float32") -> int:
     """Print a table of differences and return 0 when logits and tokens agree, 1 when not or when it cannot be checked.
 
-    `dtype` is "float32" or "bfloat16". Raises CheckpointError for a checkpoint that cannot be read. Greedy tokens decide in float32 only: in bfloat16 near ties fall either way.
+    `dtype` is "float32" or "bfloat16". Raises CheckpointError for a checkpoint that cannot be read. Greedy
+    tokens decide in float32 only: in bfloat16 near ties fall either way.
     """
     if dtype not in TOLERANCE:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(TOLERANCE)}")

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-
-from moeyard_worker.engine.philox import exponential_noise, philox4x32
+from tests.kernels.numpy_sampler import exponential_noise, philox4x32
 
 ONES = 0xFFFFFFFF
 
