@@ -38,7 +38,7 @@ class HeadConfig(tuning.Config):
 
 
 _FEW = tuple(
-    HeadConfig(BM=rows, BN=columns, BK=64, AHEAD=8, ROWS_AHEAD=rows_ahead, num_warps=warps)
+    HeadConfig(BM=rows, BN=columns, BK=64, AHEAD=8, ROWS_AHEAD=rows_ahead, num_warps=max(warps, rows // 32))
     for rows, rows_ahead in ((16, 8), (32, 4), (64, 2))
     for columns, warps in ((16, 1), (32, 2), (64, 4), (128, 8))
 )
