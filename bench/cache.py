@@ -39,7 +39,7 @@ from moeyard_worker.experts.policies import POLICIES
 from moeyard_worker.experts.policy import Counters
 from moeyard_worker.experts.sim import belady, simulate
 from moeyard_worker.experts.trace import RoutingRecorder, rank_path, read_trace
-from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.models.families import load_model_config
 
 DEMO = Path(__file__).resolve().parents[1] / "deploy" / "demo"
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from moeyard_worker.exchange.factory import build_exchange, build_mesh, resolve_kind
-from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.placement import partition
 
 WARM_UP_LAYERS = 50
@@ -44,7 +44,7 @@ class Case:
             num_experts=self.experts,
             top_k=self.top_k,
             hidden=self.hidden,
-            dtype=getattr(torch, self.dtype),
+            dtype=self.dtype,
             max_tokens=max(1, self.tokens),
         )
 
@@ -58,7 +58,7 @@ def run_rank(case: Case, rank: int, pipe: Connection) -> None:
     mesh.connect(pipe.recv())
     placement = partition(case.experts, case.ranks)
     exchange = build_exchange(case.kind, mesh=mesh, shape=case.shape, placement=placement)
-    x = torch.randn(case.tokens, case.hidden, generator=generator).to(case.shape.dtype)
+    x = torch.randn(case.tokens, case.hidden, generator=generator).to(getattr(torch, case.dtype))
     routes = [_random_routes(case, generator) for _ in range(16)]
     for number in range(WARM_UP_LAYERS + case.layers):
         step, layer = divmod(number, LAYERS_PER_STEP)
@@ -66,8 +66,8 @@ def run_rank(case: Case, rank: int, pipe: Connection) -> None:
             exchange.begin_step(step)
         if number == WARM_UP_LAYERS:
             exchange.stats.seconds = {"dispatch": [], "combine": []}
-        received = exchange.dispatch(x, routes[number % len(routes)], layer=layer, num_prefill_tokens=0)
-        outputs = received.rows.index_select(0, received.row_of_pair)
+        received = exchange.dispatch(x, routes[number % len(routes)], layer=layer, num_prompt=0)
+        outputs = received.rows.unsqueeze(1).expand(-1, case.top_k, -1).contiguous()
         exchange.combine(outputs, received.handle)
     pipe.send(exchange.stats.seconds)
     exchange.close()

@@ -20,7 +20,7 @@ import psutil
 from moeyard_worker.checkpoint.check import check_checkpoint
 from moeyard_worker.checkpoint.index import open_index
 from moeyard_worker.experts.placement import partition
-from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.models.families import load_model_config
 
 MODEL = Path(__file__).resolve().parents[1] / "deploy" / "demo"
 SETTLE_SECONDS = 15.0

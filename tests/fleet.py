@@ -34,8 +34,9 @@ CALL_SECONDS = 60.0
 
 
 def _serve(connection: Connection) -> None:
-    """A rank's process: builds a WorkerActor for each case and calls its methods as told."""
-    from moeyard_worker.engine.worker import WorkerActor, WorkerSpec
+    """A rank's process: builds a Worker for each case and calls its methods as told."""
+    from moeyard_worker.config.worker_spec import WorkerSpec
+    from moeyard_worker.engine.worker import Worker
 
     worker: Any = None
     while True:
@@ -45,7 +46,7 @@ def _serve(connection: Connection) -> None:
             return
         try:
             if name == "setup":
-                worker = WorkerActor(WorkerSpec(**args[0]))
+                worker = Worker(WorkerSpec(**args[0]))
                 result = worker.endpoints()
             elif name == "counters":
                 counters = worker.experts.stats.counters

@@ -18,33 +18,41 @@ MAX_LINES = 320
 # Whole on purpose: whoever wants to know how the demo model was made reads one file.
 LONG_FILES = frozenset(("deploy/demo/train.py",))
 
-# Who may import whom. Of the worker the router knows the protocol only; everybody else enters the kernels by one door.
+# Who may import whom. Of the worker the router knows the protocol only.
 MAY_IMPORT = {
     "moeyard": ("moeyard", "moeyard_router", "moeyard_worker"),
     "moeyard_router": ("moeyard_router", "moeyard_worker.protocol"),
-    "moeyard_worker": ("moeyard_worker", "moeyard_kernels.ops"),
+    "moeyard_worker": ("moeyard_worker", "moeyard_kernels.backend", "moeyard_kernels.types"),
     "moeyard_kernels": ("moeyard_kernels",),
 }
-# Inside the worker a part may import itself and what stands before it, so that imports point one way.
-WORKER_ORDER = (
-    *(
-        "protocol",
-        "request",
-        "sequence",
-        "config",
-        "checkpoint_error",
-        "cpu_config",
-        "host_memory",
-        "philox",
-        "weights",
-        "sampling_check",
-        "cache.spec",
-    ),
-    *("config_fields", "rope_config", "attention_config", "model_config"),
-    *("cache", "exchange", "experts", "memory", "scheduler", "batch", "layers", "models"),
-    *("checkpoint_index", "checkpoint_check", "checkpoint", "sampler", "runner", "frontend", "metrics", "engine"),
-    *("actor", "verify"),
-)
+# The rooms of the worker: what each may import beside itself, and how many lines it may have. A room that outgrows its
+# budget wants another look at what it does before it gets more.
+ROOMS = {
+    "config": ((), 450),
+    "state": (("config",), 350),
+    "scheduling": (("config", "state"), 1000),
+    "exchange": (("config",), 1800),
+    "experts": (("config", "exchange"), 1150),
+    "layers": (("config", "state", "exchange"), 550),
+    "models": (("config", "state", "exchange", "layers"), 750),
+    "checkpoint": (("config", "layers", "models"), 375),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 1600),
+}
+# Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
+KERNEL_DOORS = {
+    "moeyard_worker.engine.worker": ("moeyard_kernels.cpu.backend", "moeyard_kernels.cuda.backend"),
+    "moeyard_worker.engine.local": ("moeyard_kernels.cpu.backend",),
+    "moeyard_worker.engine.sampling": ("moeyard_kernels.ops",),
+}
+# Inside the kernels a folder may import itself and those before it; `ref` only types and the checks.
+SUBJECTS = ("attention", "linear", "experts", "sampling", "elementwise")
+KERNEL_ORDER = ("types", "common", "backend", "ref", SUBJECTS, "door", "ops", ("cpu", "cuda"), "bench")
+# What is imported late, by name, and why. Nothing else is: no function hides an import.
+IMPORT_LATE = {
+    "moeyard.lazy": "a command pays for Ray, torch and transformers only if it uses them",
+    "moeyard_kernels.door.load": "Triton is loaded where there is a GPU to run it",
+    "moeyard_kernels.bench.__main__": "the bench makes the inputs of the ops that were asked for",
+}
 # Modules that a pure file may not import: devices, sockets, other processes, clocks, chance, the machine.
 IMPURE = frozenset(
     (
@@ -76,12 +84,20 @@ class Source:
     def where(self, node: ast.stmt | ast.expr | ast.excepthandler) -> str:
         return f"{self.path.relative_to(ROOT)}:{node.lineno}"
 
+    @cached_property
+    def for_types(self) -> set[ast.AST]:
+        """What stands under `if TYPE_CHECKING`: never run, so nothing is loaded by it."""
+        blocks = (n for n in self.tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+        return {node for block in blocks for node in ast.walk(block)}
+
     def imports(self) -> Iterator[tuple[str, ast.stmt]]:
         """Absolute name of everything imported, at any depth; `from a import b` gives a.b, b a module or not."""
         package = (self.module or "").split(".")
         if self.path.name != "__init__.py":
             package = package[:-1]
         for node in ast.walk(self.tree):
+            if node in self.for_types:
+                continue
             if isinstance(node, ast.Import):
                 yield from ((alias.name, node) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -133,34 +149,96 @@ def test_folder_is_no_package_and_holds_no_python_file(folder: str) -> None:
 def test_packages_import_one_way() -> None:
     wrong = [
         f"{source.where(node)} imports {name}"
-        for source in MODULES.values()
+        for module, source in MODULES.items()
         for name, node in source.imports()
         if name.split(".")[0] in PACKAGES
-        and not any(inside(name, allowed) for allowed in MAY_IMPORT[str(source.module).split(".")[0]])
+        and not any(
+            inside(name, allowed) for allowed in (*MAY_IMPORT[module.split(".")[0]], *KERNEL_DOORS.get(module, ()))
+        )
     ]
     assert wrong == []
 
 
-def worker_part(name: str) -> str | None:
-    """The entry of WORKER_ORDER that a module of the worker belongs to; the most specific one."""
-    inner = name.removeprefix("moeyard_worker.")
-    return max((part for part in WORKER_ORDER if inside(inner, part)), key=len, default=None)
+def room_of(name: str) -> str:
+    """The part of a module's name behind its package: a room of the worker, a folder or file of the kernels."""
+    return name.split(".")[1] if "." in name else ""
 
 
-def test_worker_parts_import_one_way() -> None:
+def test_the_worker_has_rooms_and_one_boundary_file() -> None:
+    found = {room_of(name) for name in MODULES if name.startswith("moeyard_worker.")}
+    assert found == {*ROOMS, "protocol"}, "a new part of the worker finds its room, or a reason to be one"
+    loose = sorted(path.name for path in (ROOT / "worker/moeyard_worker").glob("*.py"))
+    assert loose == ["__init__.py", "protocol.py"]
+
+
+def test_rooms_import_along_allowed_edges() -> None:
     wrong = []
-    for source in MODULES.values():
-        if not str(source.module).startswith("moeyard_worker."):
+    for module, source in MODULES.items():
+        if not module.startswith("moeyard_worker."):
             continue
-        own = worker_part(str(source.module))
-        assert own or source.path.name == "__init__.py", f"{source.module} has no place in WORKER_ORDER"
-        for name, node in source.imports():
-            if not name.startswith("moeyard_worker."):
-                continue
-            other = worker_part(name)
-            if own and other and WORKER_ORDER.index(other) > WORKER_ORDER.index(own):
-                wrong.append(f"{source.where(node)}: {own} imports {other}")
+        own = room_of(module)
+        allowed = {own, "protocol", *(ROOMS[own][0] if own in ROOMS else ())}
+        wrong += [
+            f"{source.where(node)}: {own} imports {name}"
+            for name, node in source.imports()
+            if name.startswith("moeyard_worker.") and room_of(name) not in allowed
+        ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_keep_their_size(room: str) -> None:
+    lines = sum(len(s.text.splitlines()) for name, s in MODULES.items() if inside(name, f"moeyard_worker.{room}"))
+    assert lines <= ROOMS[room][1], f"{room} has {lines} lines"
+
+
+def kernel_rank(name: str) -> int | None:
+    """The place of a module of the kernels in KERNEL_ORDER."""
+    part = room_of(name)
+    return next((i for i, each in enumerate(KERNEL_ORDER) if part == each or (part in each and each != part)), None)
+
+
+def test_kernels_import_one_way() -> None:
+    wrong = []
+    for module, source in MODULES.items():
+        own = kernel_rank(module) if module.startswith("moeyard_kernels.") else None
+        if own is None:
+            continue
+        for name, node in source.imports():
+            other = kernel_rank(name) if name.startswith("moeyard_kernels.") else None
+            apart = other == own and room_of(name) != room_of(module) and room_of(module) not in SUBJECTS
+            if other is not None and (other > own or apart):
+                wrong.append(f"{source.where(node)} imports {name}")
+    assert wrong == []
+
+
+def test_layers_know_no_device() -> None:
+    """Above the seam nobody asks where a tensor lies, and no description of a layer loads torch."""
+    wrong = [
+        f"{source.where(node)}: {node.attr}"
+        for module, source in MODULES.items()
+        if inside(module, "moeyard_worker.layers") or inside(module, "moeyard_worker.models")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("is_cuda", "is_mkldnn", "cuda", "numpy")
+    ]
+    assert wrong == []
+    modules = "moeyard_worker.layers.gqa, moeyard_worker.layers.mla, moeyard_worker.models.spec"
+    assert run_python(f"import {modules}\nprint('torch' in sys.modules)") == "False"
+
+
+def test_nothing_is_imported_late_without_a_reason() -> None:
+    assert len(IMPORT_LATE) <= 3
+    wrong, late = [], set()
+    for source in SOURCES:
+        for function in ast.walk(source.tree):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                inner = (node for node in ast.walk(function) if isinstance(node, ast.Import | ast.ImportFrom))
+                wrong += [source.where(node) for node in inner]
+        calls = (node.func for node in ast.walk(source.tree) if isinstance(node, ast.Call))
+        if any(ast.unparse(call).endswith(("import_module", "__import__")) for call in calls):
+            late.add(source.module or str(source.path))
+    assert wrong == []
+    assert late == set(IMPORT_LATE)
 
 
 def test_no_import_cycles() -> None:
@@ -179,7 +257,7 @@ def test_no_import_cycles() -> None:
 
 
 def test_kernel_references_know_no_kernel() -> None:
-    allowed = ("moeyard_kernels.ref", "moeyard_kernels.decode_plan", "moeyard_kernels.common.checks")
+    allowed = ("moeyard_kernels.types", "moeyard_kernels.ref", "moeyard_kernels.common.checks")
     wrong = [
         f"{source.where(node)} imports {name}"
         for module, source in MODULES.items()

@@ -19,11 +19,10 @@ import transformers
 
 from demo.measure import DemoModel, Document, measure_heldout, read_documents, spread
 from demo.model_card import figures, samples
+from moeyard_worker.engine.local import greedy_tokens, local_runner, prompt_logits
 from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.sampler import sample
-from moeyard_worker.engine.verify import greedy_tokens, local_runner, prompt_logits
+from moeyard_worker.engine.sampling import SampledRow, choose
 from moeyard_worker.protocol import SamplingParams
-from moeyard_worker.scheduling.request import Sequence as Request
 from moeyard_worker.scheduling.step import Chunk, Step
 
 HERE = Path(__file__).resolve().parent
@@ -144,22 +143,22 @@ def speculative_passes(right: Sequence[bool]) -> int:
 
 def continue_with_moeyard(runner: Runner, prompt: Sequence[int], params: SamplingParams) -> list[int]:
     """Tokens of moeyard's own sampler after a prompt, up to an end token (kept) or `params.max_tokens`."""
-    request = Request(client=b"", request_id="", prompt=tuple(prompt), sampling=params, arrived=0.0, hashes=[], key="")
+    output: list[int] = []
     pages = tuple(range(-(-(len(prompt) + params.max_tokens) // runner.page_size)))
     ends = runner.config.eos_token_ids
     logits = prompt_logits(runner, prompt, pages)[-1:]
     while True:
-        [chosen] = sample(logits, [request], ends)
-        request.output.append(chosen.token_id)
-        if chosen.token_id in ends or len(request.output) == params.max_tokens:
-            return request.output
+        [(token_id, _)] = choose(logits, [SampledRow(params=params, prompt=prompt, output=output)], ends)
+        output.append(token_id)
+        if token_id in ends or len(output) == params.max_tokens:
+            return output
         chunk = Chunk(
-            request_id="",
-            start=request.length - 1,
-            token_ids=(chosen.token_id,),
+            key=(b"", ""),
+            start=len(prompt) + len(output) - 1,
+            token_ids=(token_id,),
             pages=pages,
             prompt=False,
-            sample=True,
+            num_sampled=1,
         )
         logits = runner.forward(Step(decode=(chunk,)))[:1]
 

@@ -5,13 +5,22 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 from moeyard import __version__
+from moeyard.lazy import load
 from moeyard_worker.config.cpu_config import set_cpu_environment
-from moeyard_worker.config.engine_config import DTYPE_BYTES, DTYPES, EXCHANGES, POLICIES, EngineConfig, parse_size
+from moeyard_worker.config.engine_config import (
+    DTYPE_BYTES,
+    DTYPES,
+    EXCHANGES,
+    EXPERT_POLICIES,
+    EngineConfig,
+    parse_size,
+)
 from moeyard_worker.experts.sim import belady, format_table, simulate
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -84,7 +93,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--expert-policy",
-        choices=POLICIES,
+        choices=EXPERT_POLICIES,
         default=DEFAULTS["expert_policy"],
         help="residency policy (default %(default)s)",
     )
@@ -129,6 +138,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="queued requests of a rank before 429 (default %(default)s)",
     )
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its first token")
+    add("--async-scheduling", action="store_true", help="plan a step while the one before runs")
     add(
         "--step-deadline",
         type=float,
@@ -190,6 +200,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         prefill_chunk=args.prefill_chunk,
         max_waiting=args.max_waiting,
         prefix_caching=not args.no_prefix_caching,
+        async_scheduling=args.async_scheduling,
         step_deadline=args.step_deadline,
         threads=args.threads,
     )
@@ -220,7 +231,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     sim = commands.add_parser("cache-sim", help="replay recorded routing through an expert-cache policy")
     sim.add_argument("file", help="what --record-routing wrote")
-    sim.add_argument("--policy", choices=POLICIES, help="residency policy (default: as recorded)")
+    sim.add_argument("--policy", choices=EXPERT_POLICIES, help="residency policy (default: as recorded)")
     sim.add_argument(
         "--slots", type=int, nargs="+", metavar="N", help="slots per rank; several compare (default: as recorded)"
     )
@@ -237,24 +248,20 @@ def bundled_model() -> str:
 
 def run_serve(args: argparse.Namespace) -> int:
     """`moeyard serve`."""
-    from moeyard.serve import serve  # Ray takes a second to import, which --help must not pay
-
-    return serve(args, engine_config(args))
+    return int(load("moeyard.serve").serve(args, engine_config(args)))
 
 
 def run_demo(args: argparse.Namespace) -> int:
     """`moeyard demo`."""
-    from moeyard.demo import demo  # as above
-
-    return demo(args, engine_config(args))
+    return int(load("moeyard.demo").demo(args, engine_config(args)))
 
 
 def run_verify(args: argparse.Namespace) -> int:
     """`moeyard verify`."""
+    if find_spec("transformers") is None:
+        raise ValueError("verify needs transformers: pip install 'moeyard[verify]'")
     set_cpu_environment()
-    from moeyard_worker.engine.verify import verify  # imports torch and transformers
-
-    return verify(args.model, dtype=args.dtype)
+    return int(load("moeyard_worker.engine.verify").verify(args.model, dtype=args.dtype))
 
 
 def run_cache_sim(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The Ray side of one rank: a shell around `moeyard_worker.engine.worker.WorkerActor` that lives in the worker process.
+"""The Ray side of one rank: a shell around `moeyard_worker.engine.worker.Worker` that lives in the worker process.
 
 Only plain values cross Ray, so that the launcher never imports torch.
 """
@@ -7,19 +7,19 @@ from typing import Any
 
 import ray
 
+from moeyard.lazy import load
+from moeyard_worker.config.worker_spec import WorkerSpec
+
 
 class RankActor:
     """Methods are the worker's own, in its order: setup, connect, load, start, wait; `progress` and `stop` any time."""
 
     def setup(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Bind the rank's sockets (`host` None: the node's address); returns its endpoints and its node."""
-        # Imported here and not above: the launcher imports this module and must not pay for torch.
-        from moeyard_worker.engine.worker import WorkerActor, WorkerSpec
-
         node = ray.get_runtime_context().get_node_id()
         # The address under which the cluster knows the node: `ray start --node-ip-address` may have chosen it.
         host = spec.pop("host") or next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
-        self._worker = WorkerActor(WorkerSpec(host=host, **spec))
+        self._worker = load("moeyard_worker.engine.worker").Worker(WorkerSpec(host=host, **spec))
         return {**self._worker.endpoints(), "node": node}
 
     def connect(self, mesh: list[dict[str, Any]]) -> None:

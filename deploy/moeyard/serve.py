@@ -20,6 +20,7 @@ from types import FrameType
 from tqdm import tqdm
 
 from moeyard import ray_config
+from moeyard.lazy import load
 from moeyard.rank import Rank
 from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig, WorkerAddress
@@ -30,7 +31,8 @@ from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, forma
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.memory import plan_memory
 from moeyard_worker.experts.placement import partition
-from moeyard_worker.models.model_config import ModelConfig, load_model_config
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +58,7 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
     else:
         ray_config.prepare_remote()
     # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
-    from moeyard.ray_fleet import RayFleet
-
-    fleet = RayFleet(
+    fleet = load("moeyard.ray_fleet").RayFleet(
         config, address=args.ray_address, worker_host=args.worker_host, metrics_port_base=args.metrics_port_base
     )
     failures: list[str] = []

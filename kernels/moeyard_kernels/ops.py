@@ -1,14 +1,14 @@
-"""The one door to the kernels: each op runs as Triton on CUDA tensors and as the torch reference on CPU tensors.
+"""The one door to the kernels: each op runs as Triton on CUDA tensors, and as the oracle in `ref` on CPU tensors.
 
-A CUDA tensor given to an op of the CPU engine alone raises NotImplementedError naming the op to use. Wrong ranks,
-shapes, dtypes, devices and strides raise ValueError naming the argument and both values, before anything is launched. T
-counts tokens, M and R rows, P (token, k) pairs.
+One signature and one kind of result per op, wherever its tensors are. Wrong ranks, shapes, dtypes, devices and strides
+raise ValueError naming the argument and both values, before anything is launched. T counts tokens, M and R rows, P
+(token, k) pairs.
 
-One answer: on a CPU with one thread, a row of any result depends on that row's inputs alone, never on how many rows
-there are, on its place among them or on its neighbours.
+One answer: on a GPU a row of any result depends on that row's inputs alone, bit for bit, never on how many rows there
+are, on its place among them or on its neighbours. The oracles are plain formulas in torch; what a CPU serves with, and
+keeps that promise there, is in `moeyard_kernels.cpu`.
 """
 
-from moeyard_kernels.cpu.decode_plan import DecodePlan, plan_decode
 from moeyard_kernels.door.decode import attn_combine, gqa_decode, mla_decode
 from moeyard_kernels.door.elementwise import (
     add_rms_norm,
@@ -18,41 +18,37 @@ from moeyard_kernels.door.elementwise import (
     scale_rows_,
     silu_mul,
 )
-from moeyard_kernels.door.experts import expert_layout, grouped_gemm, grouped_mlp, moe_weighted_reduce
-from moeyard_kernels.door.linear import linear, linear_pair, pack_weight, padded_rows
-from moeyard_kernels.door.prefill import attn_prefill, attn_prefill_varlen
+from moeyard_kernels.door.experts import expert_layout, grouped_gemm, moe_weighted_reduce
+from moeyard_kernels.door.linear import head_linear, linear, linear_pair
+from moeyard_kernels.door.prefill import attn_prefill_varlen
 from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_write_mla
 from moeyard_kernels.door.routing import topk_gate
 from moeyard_kernels.door.sampling import sample
-from moeyard_kernels.types.decode_tables import BLOCK, DecodeTables
+from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.expert_layout import ExpertLayout, expert_block_rows
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
+from moeyard_kernels.types.sampled_tokens import SampledTokens
 
 __all__ = [
-    "BLOCK",
-    "DecodePlan",
     "DecodeTables",
     "ExpertLayout",
     "LogitEdits",
     "PrefillPlan",
+    "SampledTokens",
     "add_rms_norm",
     "attn_combine",
-    "attn_prefill",
     "attn_prefill_varlen",
     "expert_block_rows",
     "expert_layout",
     "gqa_decode",
     "grouped_gemm",
-    "grouped_mlp",
+    "head_linear",
     "linear",
     "linear_pair",
     "mla_decode",
     "mla_split_qkv_a_norm",
     "moe_weighted_reduce",
-    "pack_weight",
-    "padded_rows",
-    "plan_decode",
     "plan_prefill",
     "residual_add_scaled",
     "rms_norm",

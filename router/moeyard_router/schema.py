@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from moeyard_router.errors import ApiError, bad_request
+from moeyard_worker.protocol import MAX_LOGPROBS
 
 MAX_STOP_STRINGS = 16
 # Fields of OpenAI's and vLLM's requests (of either endpoint) that ask for something this server does not do.
@@ -125,7 +126,7 @@ class CompletionRequest(_Generation):
 
     prompt: Any
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @field_validator("prompt", mode="after")
     @classmethod
@@ -186,7 +187,7 @@ class ChatRequest(_Generation):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from demo.evaluate import MAX_BITS_PER_BYTE, MIN_ACCEPTANCE, make_runner
 from demo.measure import DemoModel, Document, measure_heldout, read_documents, spread
-from moeyard_worker.engine.verify import greedy_tokens
+from moeyard_worker.engine.local import greedy_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "deploy" / "demo"

@@ -20,7 +20,7 @@ from tests.fleet import Fleet, ProcessPool, start_fleet
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.server import RouterServer
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.models.families import load_model_config
 
 MODEL_NAME = "tiny"
 PAGE = 16

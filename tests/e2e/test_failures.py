@@ -19,7 +19,8 @@ import pytest
 from tests.e2e.http_fleet import HttpFleet, engine_config, serve_http, wait_for
 from tests.fleet import Answer, Client, Fleet, ProcessPool, RankProcess, call_all, start_fleet
 
-from moeyard_worker.engine.worker import WorkerActor, WorkerSpec
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.worker import Worker
 from moeyard_worker.protocol import Done, Rejected
 
 DEADLINE = 1.0
@@ -145,13 +146,13 @@ def test_rank_killed_while_idle(processes: ProcessPool, model: Path) -> None:
 
 
 @contextlib.contextmanager
-def worker_here(config: Any, others: list[RankProcess]) -> Iterator[tuple[WorkerActor, Client]]:
+def worker_here(config: Any, others: list[RankProcess]) -> Iterator[tuple[Worker, Client]]:
     """Rank 0 in this process, where a test can break it, and the other ranks in theirs."""
     specs = [
         {"config": config, "rank": rank, "epoch": 3, "host": "127.0.0.1", "version": "test"}
         for rank in range(config.num_workers)
     ]
-    worker = WorkerActor(WorkerSpec(**specs[0]))
+    worker = Worker(WorkerSpec(**specs[0]))
     endpoints = [worker.endpoints(), *call_all(others, "setup", [(spec,) for spec in specs[1:]])]
     mesh = [e["mesh"] for e in endpoints]
     for rank in others:

@@ -2,7 +2,7 @@
 
 Every combination of ranks, exchange, expert slots, policy, prefill chunk and KV pages runs the same requests, alone and
 in a mixed batch, with prefix misses and hits, and must return what one rank with everything resident returns for each
-request alone. Preemption comes from a pool of pages too small for the batch.
+request alone. Preemption comes from a pool of pages too small for the batch. A choice of them runs two steps deep.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import pytest
 from tests.fleet import Answer, Fleet, ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
-from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.models.families import load_model_config
 
 PAGE = 16
 NUM_PAGES = {"ample": 256, "scarce": 10}
@@ -33,9 +33,11 @@ class Case:
     policy: str
     chunk: int
     pages: str
+    deep: int = 1
 
     def __str__(self) -> str:
-        return f"{self.ranks}ranks-{self.exchange}-{self.slots}-{self.policy}-chunk{self.chunk}-{self.pages}"
+        name = f"{self.ranks}ranks-{self.exchange}-{self.slots}-{self.policy}-chunk{self.chunk}-{self.pages}"
+        return name if self.deep == 1 else f"{name}-{self.deep}deep"
 
 
 def cases() -> list[Case]:
@@ -74,6 +76,7 @@ def config(case: Case, model: Path) -> EngineConfig:
         page_size=PAGE,
         max_batch_tokens=256,
         max_num_seqs=16,
+        async_scheduling=case.deep == 2,
     )
 
 
@@ -130,6 +133,23 @@ def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, t
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_mla(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]) -> None:
     check(case, processes, checkpoints["mla"], expected["mla"])
+
+
+TWO_DEEP_CASES = [
+    Case(1, "shm", "all", "slru", 2048, "ample", deep=2),
+    Case(1, "shm", "half", "lru", 16, "scarce", deep=2),
+    Case(2, "shm", "min", "slru", 64, "scarce", deep=2),
+    Case(2, "tcp", "all", "slru", 16, "ample", deep=2),
+    Case(4, "shm", "half", "slru", 64, "scarce", deep=2),
+]
+
+
+@pytest.mark.parametrize("kind", ["mla", "gqa_bf16"])
+@pytest.mark.parametrize("case", TWO_DEEP_CASES, ids=str)
+def test_two_steps_in_flight(
+    kind: str, case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]
+) -> None:
+    check(case, processes, checkpoints[kind], expected[kind])
 
 
 GQA_CASES = [

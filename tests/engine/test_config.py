@@ -58,6 +58,25 @@ def test_scheduler_needs_a_row_per_sequence() -> None:
         SchedulerConfig(**SCHEDULER, max_num_seqs=9, max_batch_tokens=8)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_in_flight": 0}, r"max_in_flight must be in \[1, 2\], got 0"),
+        ({"max_in_flight": 3}, r"max_in_flight must be in \[1, 2\], got 3"),
+        ({"num_drafts": 4}, r"num_drafts must be in \[0, 3\], got 4"),
+        ({"num_state_slots": -1}, "num_state_slots must be at least 0, got -1"),
+        ({"chunk_alignment": 0}, "chunk_alignment must be at least 1, got 0"),
+        ({"chunk_alignment": 64, "prefill_chunk": 63}, "prefill_chunk 63 is less than chunk_alignment 64"),
+        ({"chunk_alignment": 64, "max_batch_tokens": 63, "max_num_seqs": 9}, "max_batch_tokens 63 is less than"),
+        ({"num_drafts": 1, "max_num_seqs": 9, "max_batch_tokens": 17}, "9 with num_drafts 1 needs 18 rows .* 17"),
+    ],
+    ids=str,
+)
+def test_scheduler_refuses(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SchedulerConfig(**{**SCHEDULER, **options})
+
+
 def test_defaults_are_valid_and_frozen() -> None:
     config = EngineConfig(model_path="m")
     with pytest.raises(AttributeError):
@@ -104,4 +123,4 @@ def test_a_formatted_size_reads_back_to_four_digits(size: int) -> None:
 
 
 def test_the_flag_offers_the_policies_there_are() -> None:
-    assert set(config_module.POLICIES) == set(policies.POLICIES)
+    assert set(config_module.EXPERT_POLICIES) == set(policies.POLICIES)

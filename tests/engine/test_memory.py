@@ -14,20 +14,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.checkpoints import make_checkpoint
 
-from moeyard_worker.checkpoint.loading import open_checkpoint
+from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.types.gate import GateRule
+from moeyard_worker.checkpoint.loading import DenseLoader, open_checkpoint
 from moeyard_worker.config.engine_config import EngineConfig, format_size
 from moeyard_worker.config.rope_config import RopeConfig
 from moeyard_worker.engine.host_memory import available_memory, cgroup_available
-from moeyard_worker.engine.memory import AUTO_KV_SHARE, MemoryPlan, plan_memory, prefix_bytes, slab_bytes, step_bytes
+from moeyard_worker.engine.memory import (
+    AUTO_KV_SHARE,
+    MemoryPlan,
+    exchange_shape,
+    plan_memory,
+    prefix_bytes,
+    step_bytes,
+)
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.local import LocalExchange
-from moeyard_worker.exchange.slab import ExchangeShape
-from moeyard_worker.models.attention_config import GqaConfig, MlaConfig
-from moeyard_worker.models.model_config import GateConfig, ModelConfig, load_model_config
+from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.layers.gqa import Gqa
+from moeyard_worker.layers.mla import Mla
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.model_config import GateConfig, ModelConfig
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-GQA = GqaConfig(num_heads=8, num_kv_heads=2, head_dim=64, scale=1.0, bias=False, qk_norm=False, sliding_window=None)
-MLA = MlaConfig(num_heads=8, q_lora_rank=None, kv_lora_rank=64, nope_dim=32, rope_dim=16, v_dim=32, scale=1, bias=False)
+ROPE = RopeConfig(kind="default", dim=64, theta=1e4, interleaved=False)
+GQA = Gqa(
+    num_heads=8, num_kv_heads=2, head_dim=64, scale=1.0, bias=False, qk_norm=None, norm_eps=1e-6, sliding_window=None,
+    rope=ROPE,
+)  # fmt: skip
+MLA = Mla(
+    num_heads=8, q_lora_rank=None, kv_lora_rank=64, nope_dim=32, rope_dim=16, v_dim=32, scale=1, bias=False, rope=ROPE
+)  # fmt: skip
 MODEL = ModelConfig(
     family="qwen3_moe",
     hidden_size=512,
@@ -36,11 +53,10 @@ MODEL = ModelConfig(
     max_position=4096,
     rms_eps=1e-6,
     tie_word_embeddings=False,
-    attention=GQA,
-    rope=RopeConfig(kind="default", dim=64, theta=1e4, interleaved=False),
+    attention=(GQA,) * 4,
     intermediate_size=1024,
     moe_layers=(0, 1, 2, 3),
-    gate=GateConfig(top_k=2, scoring="softmax", renormalize=True),
+    gate=GateConfig(rule=GateRule(top_k=2, scoring="softmax", renormalize=True)),
     num_experts=8,
     moe_intermediate_size=256,
     shared_intermediate_size=0,
@@ -165,23 +181,19 @@ def test_no_room_for_one_expert() -> None:
     assert "a reserve of" in text
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_slab_is_what_the_exchange_allocates(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_slab_is_reserved_where_rows_leave_the_rank_and_once(dtype: str) -> None:
+    config = EngineConfig(model_path="", num_workers=2, max_batch_tokens=100, dtype=dtype)
     shape = ExchangeShape(num_experts=8, top_k=2, hidden=512, dtype=dtype, max_tokens=100)
-    config = EngineConfig(model_path="", num_workers=2, max_batch_tokens=100)
-    size = slab_bytes(config, MODEL, dtype.itemsize)
-    assert 0 <= shape.slab_bytes - size < 3 * 64
-    assert slab_bytes(replace(config, num_workers=1), MODEL, dtype.itemsize) == 0
-    assert slab_bytes(replace(config, num_workers=1, exchange="zmq"), MODEL, dtype.itemsize) == size
-
-
-def test_slab_is_reserved_once() -> None:
-    config = EngineConfig(model_path="", num_workers=2)
+    assert exchange_shape(config, MODEL) == shape
     sizes = {"model": MODEL, "itemsize": 4, "resident_bytes": MIB, "num_local_experts": 16, "available": GIB}
-    before = plan_memory(config=config, **sizes)
+    reserved = {
+        (ranks, exchange): plan_memory(config=replace(config, num_workers=ranks, exchange=exchange), **sizes).reserve
+        for ranks, exchange in ((1, "auto"), (1, "local"), (1, "zmq"), (2, "auto"))
+    }
+    assert [r.exchange for r in reserved.values()] == [0, 0, shape.slab_bytes, shape.slab_bytes]
     after = plan_memory(config=config, **sizes, slab_allocated=True)
-    assert before.reserve.exchange == slab_bytes(config, MODEL, 4) > 0
-    assert after.reserve == replace(before.reserve, exchange=0)
+    assert after.reserve == replace(reserved[2, "auto"], exchange=0)
 
 
 @given(
@@ -202,9 +214,9 @@ def test_slab_is_reserved_once() -> None:
     available=st.integers(1, 4 * GIB),
 )
 def test_parts_never_exceed_what_is_available(
-    config: EngineConfig, attention: GqaConfig | MlaConfig, itemsize: int, dense: int, num_experts: int, available: int
+    config: EngineConfig, attention: Gqa | Mla, itemsize: int, dense: int, num_experts: int, available: int
 ) -> None:
-    model = replace(MODEL, attention=attention)
+    model = replace(MODEL, attention=(attention,) * 4)
     try:
         done = plan_memory(
             config=config,
@@ -248,7 +260,7 @@ def held_bytes(root: object) -> int:
             stack.extend(each.values())
         elif isinstance(each, list | tuple):
             stack.extend(each)
-        elif type(each).__module__.startswith("moeyard_worker"):
+        elif type(each).__module__.startswith(("moeyard_worker", "moeyard_kernels")):
             stack.extend(vars(each).values() if hasattr(each, "__dict__") else ())
     return sum(storages.values())
 
@@ -284,13 +296,15 @@ def test_resident_bytes_are_what_a_runner_holds(
     make_checkpoint(tmp_path, family, dtype=stored, **overrides)
     model = load_model_config(tmp_path)
     checkpoint = open_checkpoint(tmp_path, model)
+    backend = CpuBackend(page_size=16)
     runner = Runner(
-        checkpoint,
-        exchange=LocalExchange(num_experts=8),
+        checkpoint.spec,
+        load=DenseLoader(checkpoint, backend=backend, dtype=served).load,
+        backend=backend,
+        exchange=LocalExchange(),
         experts=NoExperts(),
         dtype=served,
         num_pages=2,
-        page_size=16,
     )
     pool = 2 * 16 * model.state_spec(served.itemsize).bytes_per_token
     assert held_bytes(runner) == checkpoint.resident_bytes(served.itemsize) + pool
@@ -303,27 +317,30 @@ from pathlib import Path
 from moeyard_worker.config.cpu_config import set_cpu_environment
 set_cpu_environment()
 import torch
-from moeyard_worker.checkpoint.loading import MappedExperts, open_checkpoint
+from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.experts.cache import ExpertCache
-from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.step import Chunk, Step
 from moeyard_worker.engine.runner import Runner
 torch.set_num_threads(1)
 directory, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 model = load_model_config(directory)
 checkpoint = open_checkpoint(directory, model)
+backend = CpuBackend(page_size=16)
 experts = ExpertCache(
-    source=MappedExperts(checkpoint), layers=model.moe_layers, experts=range(8), hidden=model.hidden_size,
-    intermediate=model.moe_intermediate_size, dtype=dtype, num_slots=99, top_k=model.top_k,
+    backend=backend, source=MappedExperts(checkpoint), layers=model.moe_layers, experts=range(8),
+    hidden=model.hidden_size, intermediate=model.moe_intermediate_size, dtype=dtype, num_slots=99, top_k=model.top_k,
 )
 experts.preload()
 runner = Runner(
-    checkpoint, exchange=LocalExchange(num_experts=8), experts=experts, dtype=dtype, num_pages=256, page_size=16,
+    checkpoint.spec, load=DenseLoader(checkpoint, backend=backend, dtype=dtype).load, backend=backend,
+    exchange=LocalExchange(), experts=experts, dtype=dtype, num_pages=256,
 )
 def step(start, count):
     tokens = tuple(i % 1000 for i in range(count))
-    chunk = Chunk(request_id="a", start=start, token_ids=tokens, pages=tuple(range(256)), prompt=True, sample=True)
+    chunk = Chunk(key=(b"", "a"), start=start, token_ids=tokens, pages=tuple(range(256)), prompt=True, num_sampled=1)
     return runner.forward(Step(prefill=(chunk,)))
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

@@ -7,34 +7,30 @@ import numpy as np
 import pytest
 import torch
 
-from moeyard_worker.engine.sampler import sample
-from moeyard_worker.protocol import SamplingParams
-from moeyard_worker.scheduling.request import Sampled, Sequence
+from moeyard_worker.engine.sampling import SampledRow, accepted, choose, feed, sampled_rows
+from moeyard_worker.protocol import SamplingParams, TokenLogprob
+from moeyard_worker.scheduling.request import Accepted, Request
+from moeyard_worker.scheduling.step import Chunk, Step
 
 V = 40
 
 
-def sequence(prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **sampling: Any) -> Sequence:
-    """A sequence about to sample its next token."""
+def row(prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **sampling: Any) -> SampledRow:
+    """A row about to sample its request's next token."""
     params = SamplingParams(**{"max_tokens": 1000, **sampling})
-    return Sequence(
-        client=b"a",
-        request_id="r",
-        prompt=prompt,
-        sampling=params,
-        arrived=0.0,
-        hashes=[],
-        key="61:r",
-        output=list(output),
-    )
+    return SampledRow(params=params, prompt=prompt, output=list(output))
 
 
 def logits_for(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def one(logits: torch.Tensor, eos: tuple[int, ...] = (), **options: Any) -> Sampled:
-    return sample(logits[None], [sequence(**options)], eos)[0]
+def one(logits: torch.Tensor, eos: tuple[int, ...] = (), **options: Any) -> int:
+    return choose(logits[None], [row(**options)], eos)[0][0]
+
+
+def told(logits: torch.Tensor, **options: Any) -> TokenLogprob | None:
+    return choose(logits[None], [row(**options)], ())[0][1]
 
 
 def naive_probabilities(logits: list[float], p: SamplingParams) -> list[float]:
@@ -58,9 +54,9 @@ def naive_probabilities(logits: list[float], p: SamplingParams) -> list[float]:
     return [probabilities[i] / mass if i in kept else 0.0 for i in range(len(logits))]
 
 
-def naive_edit(logits: list[float], s: Sequence) -> list[float]:
+def naive_edit(logits: list[float], s: SampledRow) -> list[float]:
     """Bias, then the three penalties, token by token."""
-    p, edited = s.sampling, []
+    p, edited = s.params, []
     for token_id, x in enumerate(logits):
         x += p.logit_bias.get(token_id, 0.0)
         if token_id in s.prompt or token_id in s.output:
@@ -95,7 +91,7 @@ def test_frequencies_are_the_probabilities(cuts: dict[str, Any], seed: int) -> N
     params = SamplingParams(**{"max_tokens": 1, **cuts})
     expected = naive_probabilities(logits.double().tolist(), params)
     n = 2000
-    tokens = [s.token_id for s in sample(logits.expand(n, V), [sequence(seed=i, **cuts) for i in range(n)], ())]
+    tokens = [t for t, _ in choose(logits.expand(n, V), [row(seed=i, **cuts) for i in range(n)], ())]
     counts = np.bincount(tokens, minlength=V)
     support = [i for i in range(V) if expected[i] > 0]
     assert all(expected[i] > 0 for i in np.flatnonzero(counts)), "a token outside the support was drawn"
@@ -125,7 +121,7 @@ def test_support_is_the_naive_one(cuts: dict[str, Any], seed: int) -> None:
     logits = torch.linspace(1, 0, V)[torch.randperm(V, generator=torch.Generator().manual_seed(seed))]
     expected = naive_probabilities(logits.double().tolist(), SamplingParams(max_tokens=1, **cuts))
     n = 800
-    drawn = {s.token_id for s in sample(logits.expand(n, V), [sequence(seed=i, **cuts) for i in range(n)], ())}
+    drawn = {t for t, _ in choose(logits.expand(n, V), [row(seed=i, **cuts) for i in range(n)], ())}
     assert drawn <= {i for i in range(V) if expected[i] > 0}
     assert drawn >= {i for i in range(V) if n * expected[i] > 15}
 
@@ -133,7 +129,7 @@ def test_support_is_the_naive_one(cuts: dict[str, Any], seed: int) -> None:
 def test_ties_at_a_cut_belong_to_the_lowest_ids() -> None:
     logits = torch.zeros(V)
     for cuts, kept in (({"top_k": 3}, 3), ({"top_p": 0.1}, 4), ({"top_k": 8, "top_p": 0.5}, 4)):
-        drawn = {one(logits, seed=i, **cuts).token_id for i in range(200)}
+        drawn = {one(logits, seed=i, **cuts) for i in range(200)}
         assert drawn == set(range(kept)), cuts
 
 
@@ -141,16 +137,16 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     logits = torch.zeros(V)
     logits[[30, 7, 21]] = 5.0
     for options in ({}, {"logit_bias": {39: -1.0}}, {"min_tokens": 1}, {"presence_penalty": 0.5}):
-        assert one(logits, temperature=0.0, **options).token_id == 7
+        assert one(logits, temperature=0.0, **options) == 7
     # Edits are made in float64: in float32 this bias would round away.
-    assert one(logits, temperature=0.0, logit_bias={21: 1e-9}).token_id == 21
+    assert one(logits, temperature=0.0, logit_bias={21: 1e-9}) == 21
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-300, 5e-324])
 def test_a_tiny_temperature_is_greedy(temperature: float, seed: int) -> None:
     logits = logits_for(seed, V)
-    assert one(logits, temperature=temperature).token_id == int(logits.argmax())
-    assert one(logits, temperature=temperature, top_p=0.5, min_p=0.1).token_id == int(logits.argmax())
+    assert one(logits, temperature=temperature) == int(logits.argmax())
+    assert one(logits, temperature=temperature, top_p=0.5, min_p=0.1) == int(logits.argmax())
 
 
 PENALTIES = [
@@ -169,13 +165,13 @@ def test_penalties_are_the_naive_ones(edits: dict[str, Any], seed: int) -> None:
     """Greedy choices over many rows, and sampling equal to that of the edited logits without edits."""
     rng = np.random.default_rng(seed)
     changed = 0
-    for row in logits_for(seed, 200, V):
+    for values in logits_for(seed, 200, V):
         prompt, output = (tuple(rng.integers(0, V, size=n).tolist()) for n in (6, 25))
-        s = sequence(prompt, output, temperature=0.0, **edits)
-        edited = naive_edit(row.double().tolist(), s)
-        (chosen,) = sample(row[None], [s], ())
-        assert edited[chosen.token_id] >= max(edited) - 1e-12
-        changed += chosen.token_id != int(row.argmax())
+        asked = row(prompt, output, temperature=0.0, **edits)
+        edited = naive_edit(values.double().tolist(), asked)
+        ((chosen, _),) = choose(values[None], [asked], ())
+        assert edited[chosen] >= max(edited) - 1e-12
+        changed += chosen != int(values.argmax())
     assert changed > 5, "the rows are too easy to notice the edits"
 
 
@@ -183,20 +179,20 @@ def test_penalties_weigh_the_prompt_only_where_they_should() -> None:
     logits = torch.full((V,), -10.0)
     logits[5], logits[6] = 2.0, 1.5
     for penalty in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}):
-        assert one(logits, prompt=(5,), temperature=0.0, **penalty).token_id == 5
-        assert one(logits, prompt=(1,), output=(5,), temperature=0.0, **penalty).token_id == 6
-    assert one(logits, prompt=(5,), temperature=0.0, repetition_penalty=2.0).token_id == 6
-    assert one(logits, prompt=(1,), output=(5,), temperature=0.0, repetition_penalty=2.0).token_id == 6
+        assert one(logits, prompt=(5,), temperature=0.0, **penalty) == 5
+        assert one(logits, prompt=(1,), output=(5,), temperature=0.0, **penalty) == 6
+    assert one(logits, prompt=(5,), temperature=0.0, repetition_penalty=2.0) == 6
+    assert one(logits, prompt=(1,), output=(5,), temperature=0.0, repetition_penalty=2.0) == 6
 
 
 def test_penalties_act_on_sampling_too(seed: int) -> None:
     logits = logits_for(seed, V)
     edits = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {8: 1.0}}
     prompt, output = (1, 2, 3), (4, 4, 5)
-    edited = torch.tensor(naive_edit(logits.double().tolist(), sequence(prompt, output, **edits)))
-    tokens = [one(logits, prompt=prompt, output=output, seed=i, **edits).token_id for i in range(300)]
-    assert tokens == [one(edited, prompt=prompt, output=output, seed=i).token_id for i in range(300)]
-    assert tokens != [one(logits, prompt=prompt, output=output, seed=i).token_id for i in range(300)]
+    edited = torch.tensor(naive_edit(logits.double().tolist(), row(prompt, output, **edits)))
+    tokens = [one(logits, prompt=prompt, output=output, seed=i, **edits) for i in range(300)]
+    assert tokens == [one(edited, prompt=prompt, output=output, seed=i) for i in range(300)]
+    assert tokens != [one(logits, prompt=prompt, output=output, seed=i) for i in range(300)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -206,10 +202,10 @@ def test_min_tokens_holds_back_every_stop(temperature: float) -> None:
     options: dict[str, Any] = {"temperature": temperature, "min_tokens": 2, "stop_token_ids": (3, 1000)}
     for output in ((), (5,)):
         for seed in range(20):
-            assert one(logits, eos=(2,), output=output, seed=seed, **options).token_id not in (2, 3)
-    assert one(logits, eos=(2,), output=(5, 5), **options).token_id in (2, 3)
+            assert one(logits, eos=(2,), output=output, seed=seed, **options) not in (2, 3)
+    assert one(logits, eos=(2,), output=(5, 5), **options) in (2, 3)
     # With ignore_eos an end-of-sequence token is an ordinary one.
-    assert one(logits, eos=(2,), output=(5,), ignore_eos=True, **options).token_id == 2
+    assert one(logits, eos=(2,), output=(5,), ignore_eos=True, **options) == 2
 
 
 def test_logprobs_are_those_of_the_unmodified_logits(seed: int) -> None:
@@ -217,38 +213,44 @@ def test_logprobs_are_those_of_the_unmodified_logits(seed: int) -> None:
     logits[3, [4, 9, 17]] = 12.0
     expected = torch.log_softmax(logits.double(), dim=-1)
     edits = {"temperature": 0.7, "top_k": 9, "presence_penalty": 1.0, "logit_bias": {5: 4.0}}
-    out = sample(logits, [sequence(seed=i, logprobs=5, **edits) for i in range(30)], ())
-    for row, exact, sampled in zip(logits, expected, out, strict=True):
-        got = sampled.logprob
+    out = choose(logits, [row(seed=i, logprobs=5, **edits) for i in range(30)], ())
+    for values, exact, (token_id, got) in zip(logits, expected, out, strict=True):
         assert got is not None
-        assert got.logprob == pytest.approx(float(exact[sampled.token_id]), abs=1e-6)
-        assert got.rank == 1 + int((row > row[sampled.token_id]).sum())
-        order = sorted(range(V), key=lambda i: (-float(row[i]), i))[:5]
+        assert got.logprob == pytest.approx(float(exact[token_id]), abs=1e-6)
+        assert got.rank == 1 + int((values > values[token_id]).sum())
+        order = sorted(range(V), key=lambda i: (-float(values[i]), i))[:5]
         assert [i for i, _ in got.top] == order
         assert [x for _, x in got.top] == pytest.approx([float(exact[i]) for i in order], abs=1e-6)
-    assert out[3].logprob is not None
-    assert [i for i, _ in out[3].logprob.top][:3] == [4, 9, 17]
+    assert out[3][1] is not None
+    assert [i for i, _ in out[3][1].top][:3] == [4, 9, 17]
 
 
 def test_number_of_logprobs(seed: int) -> None:
     logits = logits_for(seed, V)
-    assert one(logits).logprob is None
-    for asked, given in ((0, 0), (1, 1), (V, V), (V + 5, V)):
-        logprob = one(logits, logprobs=asked).logprob
+    assert told(logits) is None
+    for asked in (0, 1, 20):
+        logprob = told(logits, logprobs=asked)
         assert logprob is not None
-        assert len(logprob.top) == given
+        assert len(logprob.top) == asked
+    # Each row is told as many as it asked for.
+    (_, few), (_, none), (_, many) = choose(logits.expand(3, V), [row(logprobs=n) for n in (2, None, 7)], ())
+    assert none is None
+    assert few is not None
+    assert many is not None
+    assert (len(few.top), len(many.top)) == (2, 7)
+    assert many.top[:2] == few.top
 
 
 def test_a_row_is_the_same_alone_and_in_any_batch(seed: int) -> None:
     """Token ids and log-probability bits, for rows of every kind, in two orders and with padding rows behind."""
     kinds: list[dict[str, Any]] = [*CUTS, *PENALTIES, {"temperature": 0.0}, {"temperature": 0.0, "min_tokens": 9}]
     logits = logits_for(seed, len(kinds) + 5, 257)
-    rows = [sequence((1, 2), (3, 4, 4), seed=i, logprobs=3, **kind) for i, kind in enumerate(kinds)]
-    alone = [sample(logits[i][None].clone(), [row], (7,))[0] for i, row in enumerate(rows)]
-    assert sample(logits, rows, (7,)) == alone
+    rows = [row((1, 2), (3, 4, 4), seed=i, logprobs=3, **kind) for i, kind in enumerate(kinds)]
+    alone = [choose(logits[i][None].clone(), [each], (7,))[0] for i, each in enumerate(rows)]
+    assert choose(logits, rows, (7,)) == alone
     flipped = logits[: len(rows)].flip(0).contiguous()
-    assert sample(flipped, rows[::-1], (7,))[::-1] == alone
-    assert len({s.token_id for s in alone}) > 3
+    assert choose(flipped, rows[::-1], (7,))[::-1] == alone
+    assert len({token_id for token_id, _ in alone}) > 3
 
 
 def test_the_draw_depends_on_seed_and_position_alone(seed: int) -> None:
@@ -256,13 +258,13 @@ def test_the_draw_depends_on_seed_and_position_alone(seed: int) -> None:
     # The same position reached as prompt or as output: as after a failover that sends the outputs as a prompt.
     for i in range(50):
         draws = {
-            one(logits, prompt=(1, 2, 3, 4, 5), seed=i).token_id,
-            one(logits, prompt=(1, 2), output=(3, 4, 5), seed=i).token_id,
-            one(logits, prompt=(9, 9, 9), output=(9, 9), seed=i).token_id,
+            one(logits, prompt=(1, 2, 3, 4, 5), seed=i),
+            one(logits, prompt=(1, 2), output=(3, 4, 5), seed=i),
+            one(logits, prompt=(9, 9, 9), output=(9, 9), seed=i),
         }
         assert len(draws) == 1
-    by_seed = [one(logits, seed=i).token_id for i in range(50)]
-    by_position = [one(logits, prompt=(1,) * (i + 1)).token_id for i in range(50)]
+    by_seed = [one(logits, seed=i) for i in range(50)]
+    by_position = [one(logits, prompt=(1,) * (i + 1)) for i in range(50)]
     assert len(set(by_seed)) > 3
     assert len(set(by_position)) > 3
 
@@ -270,7 +272,7 @@ def test_the_draw_depends_on_seed_and_position_alone(seed: int) -> None:
 def test_sampling_leaves_the_logits_alone(seed: int) -> None:
     logits = logits_for(seed, 1, V)
     before = logits.clone()
-    sample(logits, [sequence(output=(1,), min_tokens=5, stop_token_ids=(4,), **PENALTIES[-1], logprobs=2)], (3,))
+    choose(logits, [row(output=(1,), min_tokens=5, stop_token_ids=(4,), **PENALTIES[-1], logprobs=2)], (3,))
     assert torch.equal(logits, before)
 
 
@@ -282,8 +284,43 @@ def test_no_allowed_edit_leaves_nothing_to_choose(scale: float, temperature: flo
     edits = {"logit_bias": {1: 100.0, 2: -100.0}, "presence_penalty": 2.0, "frequency_penalty": -2.0, "min_p": 1.0}
     for penalty in (0.01, 100.0):
         chosen = one(logits, output=(1, 1, 2), temperature=temperature, repetition_penalty=penalty, **edits)
-        assert 0 <= chosen.token_id < 50
+        assert 0 <= chosen < 50
 
 
 def test_no_rows() -> None:
-    assert sample(torch.empty(16, V), [], ()) == []
+    assert choose(torch.empty(16, V), [], ()) == []
+
+
+def request(prompt: tuple[int, ...], output: tuple[int, ...]) -> Request:
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    return Request(
+        client=b"", request_id="", prompt=prompt, sampling=params, arrived=0.0, hashes=[], output=list(output)
+    )
+
+
+def test_rows_that_are_fed_take_what_the_step_before_yielded() -> None:
+    """Two tokens accepted, one draft behind them: the start moves, the rows are known, the sampler counts all."""
+    known = Chunk(key=(b"", "a"), start=3, token_ids=(7,), pages=(0,), prompt=False, num_sampled=1)
+    fed = Chunk(key=(b"", "b"), start=5, token_ids=(0, 0, 0), pages=(1,), prompt=False, num_sampled=3, fed=1, slack=2)
+    before = [Accepted((1,)), Accepted((11, 12), drafts=(13,))]
+    step = feed(Step(decode=(known, fed)), before)
+    assert step.decode[0] is known
+    assert (step.decode[1].start, step.decode[1].token_ids) == (6, (12, 13, 0))
+    requests = [request((1, 2, 3), (7,)), request((4, 5, 6), (8, 9))]
+    rows = sampled_rows(step, requests, before)
+    assert [list(r.output) for r in rows] == [[7], [8, 9, 11, 12], [8, 9, 11, 12, 13], [8, 9, 11, 12, 13, 0]]
+    assert [r.position for r in rows] == [4, 7, 8, 9]
+    nothing = feed(Step(decode=(known,)), [])
+    assert nothing.decode == (known,)
+
+
+def test_drafts_are_accepted_as_far_as_they_are_right() -> None:
+    chunk = Chunk(key=(b"", ""), start=3, token_ids=(7, 20, 21), pages=(0,), prompt=False, num_sampled=3)
+    plain = Chunk(key=(b"", ""), start=3, token_ids=(7, 8, 9), pages=(0,), prompt=False, num_sampled=1)
+    step = Step(decode=(chunk, plain))
+    for tokens, taken in (((20, 21, 22), 3), ((20, 5, 22), 2), ((6, 21, 22), 1)):
+        chosen = [(t, TokenLogprob(logprob=-1.0, rank=1)) for t in tokens]
+        first, second = accepted(step, [*chosen, (9, None)])
+        assert first.token_ids == tokens[:taken]
+        assert len(first.logprobs) == taken
+        assert second == Accepted((9,))

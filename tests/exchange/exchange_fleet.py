@@ -19,7 +19,7 @@ from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
-from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.placement import partition
 
 REPLY_TIMEOUT_S = 60
@@ -138,17 +138,16 @@ def run_layers(state: Rank, shape: ExchangeShape, scenario: Scenario, step: int,
     state.exchange.begin_step(step)
     for number in range(num_layers):
         layer = make_layer(shape, scenario, state.rank, number)
-        got = state.exchange.dispatch(layer.x, layer.topk_ids, layer=2 * number, num_prefill_tokens=layer.num_prefill)
+        got = state.exchange.dispatch(layer.x, layer.topk_ids, layer=2 * number, num_prompt=layer.num_prompt)
         rows = got.rows.clone()
-        outputs = expert_outputs(shape, len(got.row_of_pair), state.rank, number)
+        outputs = expert_outputs(shape, got.experts, state.rank, number)
         assert torch.equal(got.rows.view(torch.uint8), rows.view(torch.uint8)), "rows changed before combine"
         home = state.exchange.combine(outputs, got.handle)
         seen.append(
             Observed(
                 rows=rows,
-                row_of_pair=got.row_of_pair.tolist(),
-                counts=got.num_tokens_per_expert,
-                decode_counts=got.num_decode_per_expert,
+                experts=got.experts.tolist(),
+                prompt=[False] * len(rows) if got.prompt is None else got.prompt.tolist(),
                 home=home.clone(),
             )
         )
@@ -179,11 +178,11 @@ def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int
             if fatal and phase == "dispatch":
                 await_frames(state)
                 die(state, number)
-            got = state.exchange.dispatch(made.x, made.topk_ids, layer=layer, num_prefill_tokens=made.num_prefill)
+            got = state.exchange.dispatch(made.x, made.topk_ids, layer=layer, num_prompt=made.num_prompt)
             if fatal:
                 await_frames(state)
                 die(state, number)
-            state.exchange.combine(expert_outputs(shape, len(got.row_of_pair), state.rank, layer), got.handle)
+            state.exchange.combine(expert_outputs(shape, got.experts, state.rank, layer), got.handle)
 
 
 def idle(state: Rank, seconds: float) -> float:

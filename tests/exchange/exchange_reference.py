@@ -5,7 +5,7 @@ from zlib import crc32
 
 import torch
 
-from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.exchange.shape import ExchangeShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,7 @@ class Layer:
 
     x: torch.Tensor
     topk_ids: torch.Tensor
-    num_prefill: int
+    num_prompt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,8 @@ class Observed:
     """What one rank saw of one layer: the fields of `Dispatched` and the result of `combine`."""
 
     rows: torch.Tensor
-    row_of_pair: list[int]
-    counts: tuple[int, ...]
-    decode_counts: tuple[int, ...]
+    experts: list[list[int]]
+    prompt: list[bool]
     home: torch.Tensor
 
 
@@ -69,51 +68,51 @@ def make_layer(shape: ExchangeShape, scenario: Scenario, rank: int, number: int)
             scores[:, -shape.top_k :] += 1
         ids = scores.topk(shape.top_k, dim=1).indices.contiguous()
     return Layer(
-        x=random_rows(shape, num_tokens, random), topk_ids=ids, num_prefill=round(num_tokens * scenario.prefill)
+        x=random_rows(shape, num_tokens, random), topk_ids=ids, num_prompt=round(num_tokens * scenario.prefill)
     )
 
 
 def random_rows(shape: ExchangeShape, num_rows: int, random: torch.Generator) -> torch.Tensor:
     """[num_rows, hidden] of random bits, NaNs and infinities included: an exchange moves bits, it does not compute."""
-    words = torch.randint(-(2**15), 2**15, (num_rows, shape.hidden * shape.dtype.itemsize // 2), generator=random)
-    return words.to(torch.int16).view(shape.dtype)
+    words = torch.randint(-(2**15), 2**15, (num_rows, shape.row_bytes // 2), generator=random)
+    return words.to(torch.int16).view(getattr(torch, shape.dtype))
 
 
-def expert_outputs(shape: ExchangeShape, num_pairs: int, rank: int, number: int) -> torch.Tensor:
-    """What the experts of rank `rank` answer in layer `number`: arbitrary rows, different for every pair."""
-    return random_rows(shape, num_pairs, generator("experts", rank, number))
+def expert_outputs(shape: ExchangeShape, experts: torch.Tensor, rank: int, number: int) -> torch.Tensor:
+    """What the experts of rank `rank` answer to `experts` [R, K] in layer `number`: arbitrary rows [R, K, hidden],
+    different for every (row, k), others again in the holes."""
+    rows = random_rows(shape, experts.numel(), generator("experts", rank, number))
+    return rows.view(*experts.shape, shape.hidden)
 
 
 def reference(shape: ExchangeShape, placement: tuple[range, ...], layers: list[Layer], number: int) -> list[Observed]:
     """What every rank must observe for the ranks' inputs `layers`."""
     seen = []
-    homes = [torch.empty(*layer.topk_ids.shape, shape.hidden, dtype=shape.dtype) for layer in layers]
+    dtype = getattr(torch, shape.dtype)
+    homes = [torch.empty(*layer.topk_ids.shape, shape.hidden, dtype=dtype) for layer in layers]
     for rank, experts in enumerate(placement):
-        row_of: dict[tuple[int, int], int] = {}
         rows: list[torch.Tensor] = []
-        pairs: list[tuple[int, int, int, int]] = []
+        local: list[list[int]] = []
+        prompt: list[bool] = []
+        places: list[tuple[int, int]] = []
         for source, layer in enumerate(layers):
             for token, chosen in enumerate(layer.topk_ids.tolist()):
-                for k, expert in enumerate(chosen):
-                    if expert in experts:
-                        if (source, token) not in row_of:
-                            row_of[source, token] = len(rows)
-                            rows.append(layer.x[token])
-                        pairs.append((expert, source, token, k))
-        pairs.sort()
-        outputs = expert_outputs(shape, len(pairs), rank, number)
-        for output, (_, source, token, k) in zip(outputs, pairs, strict=True):
-            homes[source][token, k] = output
-        counts, decode_counts = [0] * len(experts), [0] * len(experts)
-        for expert, source, token, _ in pairs:
-            counts[expert - experts.start] += 1
-            decode_counts[expert - experts.start] += token >= layers[source].num_prefill
+                if any(expert in experts for expert in chosen):
+                    rows.append(layer.x[token])
+                    local.append([expert - experts.start if expert in experts else -1 for expert in chosen])
+                    prompt.append(token < layer.num_prompt)
+                    places.append((source, token))
+        ids = torch.tensor(local, dtype=torch.int64).view(len(rows), shape.top_k)
+        outputs = expert_outputs(shape, ids, rank, number)
+        for row, (source, token) in enumerate(places):
+            for k in range(shape.top_k):
+                if local[row][k] >= 0:
+                    homes[source][token, k] = outputs[row, k]
         seen.append(
             Observed(
-                rows=torch.stack(rows) if rows else torch.empty(0, shape.hidden, dtype=shape.dtype),
-                row_of_pair=[row_of[source, token] for _, source, token, _ in pairs],
-                counts=tuple(counts),
-                decode_counts=tuple(decode_counts),
+                rows=torch.stack(rows) if rows else torch.empty(0, shape.hidden, dtype=dtype),
+                experts=local,
+                prompt=prompt,
                 home=homes[rank],
             )
         )

@@ -5,13 +5,12 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from exchange_fleet import Failed, Fleet, idle, run_until
 from exchange_reference import SCENARIOS
 
-from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.exchange.shape import ExchangeShape
 
-SHAPE = ExchangeShape(num_experts=16, top_k=3, hidden=37, dtype=torch.float32, max_tokens=16)
+SHAPE = ExchangeShape(num_experts=16, top_k=3, hidden=37, dtype="float32", max_tokens=16)
 SCENARIO = SCENARIOS[0]
 # Far above the milliseconds it takes (a busy machine), far below the deadline (30 s), which is not what ends the wait.
 SOON_S = 2.0

@@ -5,16 +5,15 @@ from collections.abc import Iterator
 from typing import Literal
 
 import pytest
-import torch
 from exchange_fleet import Fleet, agree, join_when_started
 
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.frames import Phase, PlanFrame, encode_plan_frame, pack_tag
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.exchange.shape import ExchangeShape
 
-SHAPE = ExchangeShape(num_experts=4, top_k=1, hidden=1, dtype=torch.float32, max_tokens=1)
+SHAPE = ExchangeShape(num_experts=4, top_k=1, hidden=1, dtype="float32", max_tokens=1)
 
 
 def connected_pair(transport: Literal["shm", "tcp"] = "shm") -> tuple[Mesh, Mesh]:

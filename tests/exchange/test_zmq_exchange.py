@@ -11,11 +11,11 @@ from moeyard_worker.exchange.factory import build_exchange, build_mesh, resolve_
 from moeyard_worker.exchange.frames import Phase, pack_tag
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.zmq_exchange import ZmqExchange
 from moeyard_worker.experts.placement import partition
 
-SHAPE = ExchangeShape(num_experts=4, top_k=2, hidden=8, dtype=torch.float32, max_tokens=3)
+SHAPE = ExchangeShape(num_experts=4, top_k=2, hidden=8, dtype="float32", max_tokens=3)
 X = torch.arange(16.0).view(2, 8)
 IDS = torch.tensor([[0, 1], [2, 3]])
 
@@ -46,7 +46,7 @@ def with_peer(request: pytest.FixtureRequest) -> Iterator[tuple[str, ZmqExchange
 
 def test_more_rows_than_it_was_sized_for(alone: ZmqExchange) -> None:
     with pytest.raises(AssertionError, match="4 tokens, the exchange was sized for 3"):
-        alone.dispatch(torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), layer=0, num_prefill_tokens=0)
+        alone.dispatch(torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), layer=0, num_prompt=0)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_more_rows_than_it_was_sized_for(alone: ZmqExchange) -> None:
     [
         (X.double(), IDS),
         (torch.zeros(2, 9), IDS),
-        (X, IDS[:1]),
+        (X, IDS[[0, 1, 0]]),
         (X, torch.tensor([[0, 1], [2, 4]])),
         (torch.zeros(8, 2).t(), IDS),
     ],
@@ -62,24 +62,24 @@ def test_more_rows_than_it_was_sized_for(alone: ZmqExchange) -> None:
 )
 def test_inputs_that_do_not_fit(alone: ZmqExchange, x: torch.Tensor, ids: torch.Tensor) -> None:
     with pytest.raises(AssertionError):
-        alone.dispatch(x, ids, layer=0, num_prefill_tokens=0)
+        alone.dispatch(x, ids, layer=0, num_prompt=0)
 
 
 def test_dispatch_and_combine_alternate(alone: ZmqExchange) -> None:
-    first = alone.dispatch(X, IDS, layer=0, num_prefill_tokens=0)
+    first = alone.dispatch(X, IDS, layer=0, num_prompt=0)
     with pytest.raises(AssertionError, match="dispatch of layer 1 before the combine of layer 0"):
-        alone.dispatch(X, IDS, layer=1, num_prefill_tokens=0)
+        alone.dispatch(X, IDS, layer=1, num_prompt=0)
     with pytest.raises(AssertionError, match="step 1 begins before the combine of layer 0"):
         alone.begin_step(1)
     with pytest.raises(AssertionError):
-        alone.combine(torch.zeros(3, 8), first.handle)
-    alone.combine(torch.zeros(4, 8), first.handle)
+        alone.combine(torch.zeros(2, 1, 8), first.handle)
+    alone.combine(torch.zeros(2, 2, 8), first.handle)
     with pytest.raises(AssertionError, match="once"):
-        alone.combine(torch.zeros(4, 8), first.handle)
+        alone.combine(torch.zeros(2, 2, 8), first.handle)
 
 
 def test_stats_count_time_and_bytes(alone: ZmqExchange) -> None:
-    alone.combine(torch.zeros(4, 8), alone.dispatch(X, IDS, layer=0, num_prefill_tokens=0).handle)
+    alone.combine(torch.zeros(2, 2, 8), alone.dispatch(X, IDS, layer=0, num_prompt=0).handle)
     assert [len(alone.stats.seconds[phase]) for phase in ("dispatch", "combine")] == [1, 1]
     assert (alone.stats.bytes_sent, alone.stats.bytes_received) == (0, 0)
 
@@ -120,7 +120,7 @@ def test_a_malformed_dispatch_is_named(with_peer: tuple[str, ZmqExchange, Mesh],
     peer.send(0, HEAD + body)
     message = f"rank 1 sent a malformed frame of {20 + len(body)} bytes at step 9, layer 5, dispatch"
     with pytest.raises(ExchangeError, match=message):
-        exchange.dispatch(X, IDS, layer=5, num_prefill_tokens=0)
+        exchange.dispatch(X, IDS, layer=5, num_prompt=0)
 
 
 @pytest.mark.parametrize("with_peer", ["zmq-tcp"], indirect=True)
@@ -129,16 +129,16 @@ def test_rows_that_nobody_asked_for_are_named(with_peer: tuple[str, ZmqExchange,
     ids_of_rank_1 = torch.tensor([2, 3], dtype=torch.int32).numpy().tobytes()
     peer.send(0, HEAD + bytes([1, 0, 0, 0, 0, 0, 0, 0]) + ids_of_rank_1 + ROW)
     with pytest.raises(ExchangeError, match="rank 1 sent 1 rows, its ids ask for 0"):
-        exchange.dispatch(X, IDS, layer=5, num_prefill_tokens=0)
+        exchange.dispatch(X, IDS, layer=5, num_prompt=0)
 
 
 def test_a_combine_of_the_wrong_size_is_named(with_peer: tuple[str, ZmqExchange, Mesh]) -> None:
     _, exchange, peer = with_peer
     peer.send(0, HEAD + bytes(8))
-    handle = exchange.dispatch(X, IDS, layer=5, num_prefill_tokens=0).handle
+    handle = exchange.dispatch(X, IDS, layer=5, num_prompt=0).handle
     peer.send(0, pack_tag(0, 9, 5, Phase.COMBINE, 1) + ROW)
     with pytest.raises(ExchangeError, match="rank 1 sent a malformed frame of 52 bytes at step 9, layer 5, combine"):
-        exchange.combine(torch.zeros(2, 8), handle)
+        exchange.combine(torch.zeros(1, 2, 8), handle)
 
 
 def test_the_kinds() -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from moeyard_kernels import ops
+from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.cpu.linear import linear, pack_weight
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.policies import POLICIES, start_policy
 from moeyard_worker.experts.policy import Counters
-from moeyard_worker.experts.slab import Slab
 
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = (1, 2, 4), range(3, 9), 24, 20, 2
 TOTAL = len(LAYERS) * len(EXPERTS)
@@ -39,6 +39,7 @@ class Weights:
 
 def make_cache(source: Weights, *, num_slots: int, policy: str = "slru", dtype: torch.dtype) -> ExpertCache:
     cache = ExpertCache(
+        backend=CpuBackend(page_size=16),
         source=source,
         layers=LAYERS,
         experts=EXPERTS,
@@ -54,13 +55,20 @@ def make_cache(source: Weights, *, num_slots: int, policy: str = "slru", dtype: 
 
 
 def dispatch(generator: torch.Generator, *, counts: list[int], decodes: list[int], dtype: torch.dtype) -> Dispatched:
-    num_pairs = sum(counts)
-    num_rows = max(1, num_pairs // 2)
+    """Rows of two pairs each, one of them a hole, in any order; the first `decodes` of an expert are decode rows."""
+    pairs = [
+        (local, i >= num_decode)
+        for local, (count, num_decode) in enumerate(zip(counts, decodes, strict=True))
+        for i in range(count)
+    ]
+    pairs = [pairs[i] for i in torch.randperm(len(pairs), generator=generator).tolist()]
+    experts = torch.full((len(pairs), TOP_K), -1)
+    place = torch.randint(TOP_K, (len(pairs),), generator=generator)
+    experts[torch.arange(len(pairs)), place] = torch.tensor([local for local, _ in pairs], dtype=torch.int64)
     return Dispatched(
-        rows=torch.randn(num_rows, HIDDEN, generator=generator).to(dtype),
-        row_of_pair=torch.randint(num_rows, (num_pairs,), generator=generator),
-        num_tokens_per_expert=tuple(counts),
-        num_decode_per_expert=tuple(decodes),
+        rows=torch.randn(len(pairs), HIDDEN, generator=generator).to(dtype),
+        experts=experts,
+        prompt=torch.tensor([prompt for _, prompt in pairs], dtype=torch.bool),
         handle=None,
     )
 
@@ -82,19 +90,23 @@ def accesses(seed: int, num_steps: int, dtype: torch.dtype) -> list[tuple[int, D
 
 
 def needs(dispatched: Dispatched) -> tuple[list[int], list[int]]:
-    pairs = list(zip(EXPERTS, dispatched.num_tokens_per_expert, dispatched.num_decode_per_expert, strict=True))
-    return [e for e, n, d in pairs if d], [e for e, n, d in pairs if n and not d]
+    assert dispatched.prompt is not None
+    decode, every = ((set(dispatched.experts[rows].flatten().tolist()) - {-1}) for rows in (~dispatched.prompt, ...))
+    return [EXPERTS[e] for e in sorted(decode)], [EXPERTS[e] for e in sorted(every - decode)]
+
+
+def here(dispatched: Dispatched) -> torch.Tensor:
+    """[R, K], where the expert is here: the rest of a result are holes."""
+    return dispatched.experts >= 0
 
 
 def sequential(source: Weights, layer: int, dispatched: Dispatched, dtype: torch.dtype) -> torch.Tensor:
-    """One expert at a time from the checkpoint's tensors, in double precision."""
-    x = dispatched.rows.double()[dispatched.row_of_pair]
-    out, start = torch.full((len(x), HIDDEN), float("nan"), dtype=torch.float64), 0
-    for expert, count in zip(EXPERTS, dispatched.num_tokens_per_expert, strict=True):
-        gate, up, down = (w.to(dtype).double() for w in source.experts[layer, expert])
-        part = x[start : start + count]
-        out[start : start + count] = (torch.nn.functional.silu(part @ gate.T) * (part @ up.T)) @ down.T
-        start += count
+    """One pair at a time from the checkpoint's tensors, in double precision; holes are zero."""
+    out = torch.zeros(*dispatched.experts.shape, HIDDEN, dtype=torch.float64)
+    for row, k in here(dispatched).nonzero().tolist():
+        x = dispatched.rows[row].double()
+        gate, up, down = (w.to(dtype).double() for w in source.experts[layer, EXPERTS[dispatched.experts[row, k]]])
+        out[row, k] = (torch.nn.functional.silu(gate @ x) * (up @ x)) @ down.T
     return out
 
 
@@ -108,12 +120,13 @@ def test_residency_changes_no_bit(dtype: torch.dtype) -> None:
     ]
     for layer, dispatched in accesses(1, 20, dtype):
         first, *others = [cache.run(layer, dispatched) for cache in caches]
-        assert first.shape == (sum(dispatched.num_tokens_per_expert), HIDDEN)
+        assert first.shape == (*dispatched.experts.shape, HIDDEN)
         assert first.dtype == dtype
-        assert all(torch.equal(first, other) for other in others)
+        filled = here(dispatched)
+        assert all(torch.equal(first[filled], other[filled]) for other in others)
         if len(first):
             exact = sequential(source, layer, dispatched, dtype)
-            error = (first.double() - exact).abs().max() / exact.abs().max()
+            error = (first.double() - exact)[filled].abs().max() / exact.abs().max()
             assert error < (1e-5 if dtype == torch.float32 else 2e-2)
     for cache in caches:
         cache.validate()
@@ -150,6 +163,7 @@ def test_counters_are_those_of_the_policy(policy: str, num_slots: int) -> None:
 def test_preload_reports_every_expert_and_run_demands_it() -> None:
     source, written = Weights(), list[int]()
     arguments: dict[str, Any] = {
+        "backend": CpuBackend(page_size=16),
         "layers": LAYERS,
         "experts": EXPERTS,
         "hidden": HIDDEN,
@@ -168,7 +182,7 @@ def test_preload_reports_every_expert_and_run_demands_it() -> None:
     part = ExpertCache(source=source, dtype=torch.float32, num_slots=TOTAL - 1, **arguments)
     part.preload(written.append)
     assert len(written) == TOTAL
-    assert torch.equal(cache.run(4, work), part.run(4, work))
+    assert torch.equal(cache.run(4, work)[here(work)], part.run(4, work)[here(work)])
 
 
 def test_load_imbalance_is_the_busiest_over_the_mean() -> None:
@@ -181,13 +195,13 @@ def test_load_imbalance_is_the_busiest_over_the_mean() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_slot_holds_its_expert_packed_and_rounded_once(dtype: torch.dtype) -> None:
-    slab = Slab(num_slots=3, hidden=16, intermediate=8, dtype=dtype)
+    slots = CpuBackend(page_size=16).expert_slots(num_slots=3, hidden=16, intermediate=8, dtype=dtype)
     experts = [(torch.randn(8, 16), torch.randn(8, 16), torch.randn(16, 8)) for _ in range(3)]
     # Slot 0 is written twice: nothing of its first expert may stay, and no slot may share memory with another.
     for slot, expert in ((0, 2), (1, 1), (0, 0), (2, 2)):
-        slab.write(slot, *experts[expert])
+        slots.write(slot, *experts[expert])
     x, h = torch.randn(5, 16).to(dtype), torch.randn(5, 8).to(dtype)
     for slot, (gate, up, down) in enumerate(experts):
-        gate_up = ops.pack_weight(torch.cat([gate, up]).to(dtype))
-        assert torch.equal(ops.linear(x, slab.gate_up[slot]), ops.linear(x, gate_up))
-        assert torch.equal(ops.linear(h, slab.down[slot]), ops.linear(h, ops.pack_weight(down.to(dtype))))
+        gate_up = pack_weight(torch.cat([gate, up]).to(dtype))
+        assert torch.equal(linear(x, slots.gate_up[slot]), linear(x, gate_up))
+        assert torch.equal(linear(h, slots.down[slot]), linear(h, pack_weight(down.to(dtype))))

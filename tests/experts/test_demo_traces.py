@@ -19,12 +19,14 @@ import pytest
 from tests.fleet import Client
 
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.engine.worker import WorkerActor, WorkerSpec
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.worker import Worker
 from moeyard_worker.experts.policies import POLICIES
 from moeyard_worker.experts.policy import Counters
 from moeyard_worker.experts.sim import belady, simulate
 from moeyard_worker.experts.trace import RankTrace, read_trace
-from moeyard_worker.models.model_config import ModelConfig, load_model_config
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "deploy" / "demo"
@@ -181,7 +183,7 @@ def test_a_live_engine_counts_what_the_simulator_does(
         max_model_len=160,
         max_num_seqs=4,
     )
-    worker = WorkerActor(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
+    worker = Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
     client = None
     try:
         endpoints = worker.endpoints()

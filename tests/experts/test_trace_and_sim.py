@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moeyard_worker
+from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.policies import POLICIES
@@ -44,6 +45,7 @@ def run_engine(path: Path, made: TraceHeader, *, num_steps: int = 60) -> ExpertC
     generator = torch.Generator().manual_seed(made.num_slots + made.rank)
     with RoutingRecorder(path, made) as recorder:
         cache = ExpertCache(
+            backend=CpuBackend(page_size=16),
             source=Zeros(),
             layers=LAYERS,
             experts=EXPERTS,
@@ -61,12 +63,13 @@ def run_engine(path: Path, made: TraceHeader, *, num_steps: int = 60) -> ExpertC
             for layer in LAYERS:
                 counts = torch.randint(-3, 4, (len(EXPERTS),), generator=generator).clamp(min=0)
                 decodes = counts * torch.randint(0, 2, counts.shape, generator=generator)
-                num_pairs = int(counts.sum())
+                # A row per pair, the other a hole; an expert's first rows are decode rows.
+                local = torch.arange(len(EXPERTS)).repeat_interleave(counts)
+                nth = torch.cat([torch.arange(count) for count in counts.tolist()])
                 dispatched = Dispatched(
-                    rows=torch.zeros(1, SIZE),
-                    row_of_pair=torch.zeros(num_pairs, dtype=torch.int64),
-                    num_tokens_per_expert=tuple(counts.tolist()),
-                    num_decode_per_expert=tuple(decodes.tolist()),
+                    rows=torch.zeros(len(local), SIZE),
+                    experts=torch.stack((local, torch.full_like(local, -1)), 1),
+                    prompt=nth >= decodes[local],
                     handle=None,
                 )
                 cache.run(layer, dispatched)

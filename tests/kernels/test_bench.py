@@ -53,7 +53,7 @@ def judge(seconds: float, target: Target | None, baseline: float | None = None) 
         op="op",
         shape="T1",
         run=partial(float, seconds),
-        gate=lambda: None,
+        prove=lambda: None,
         num_bytes=2 * 10**9,
         num_flops=10**12,
         target=target,
@@ -72,7 +72,7 @@ def test_what_is_launched_as_ever_is_timed_so() -> None:
 
     run = partial(float, 1.0)
     for early in (True, False):
-        row_of(Case(op="op", shape="", run=run, gate=lambda: None, num_bytes=1, baseline=run, early=early), Listener())
+        row_of(Case(op="op", shape="", run=run, prove=lambda: None, num_bytes=1, baseline=run, early=early), Listener())
     assert asked == [True, False, False, False]
 
 
@@ -99,15 +99,15 @@ def test_targets_are_judged_at_their_bound(seconds: float, target: Target | None
     assert float(row["speedup"]) == pytest.approx(2e-3 / seconds, abs=0.005)
 
 
-def test_no_speed_behind_a_red_gate() -> None:
-    def gate() -> None:
+def test_no_speed_behind_a_red_proof() -> None:
+    def prove() -> None:
         assert_bits("rows", torch.zeros(3), torch.tensor([0.0, 1.0, 0.0]))
 
     def run() -> float:
-        raise RuntimeError("timed in spite of a red gate")
+        raise RuntimeError("timed in spite of a red proof")
 
     with pytest.raises(AssertionError, match="rows: 1 of 3 values differ"):
-        row_of(Case(op="op", shape="", run=partial(run), gate=gate, num_bytes=1), Clock())
+        row_of(Case(op="op", shape="", run=partial(run), prove=prove, num_bytes=1), Clock())
 
 
 def test_bits_are_bytes() -> None:
@@ -141,7 +141,7 @@ def test_every_family_is_named_once() -> None:
 
 
 def test_a_call_over_its_own_tensors() -> None:
-    wide, config = torch.arange(48.0).view(4, 12), tuning.config(BM=16)
+    wide, config = torch.arange(48.0).view(4, 12), tuning.RowConfig(BLOCK=16)
     q, k, turned = wide[:, 2:6], wide[:, 6:9], torch.arange(6).view(2, 3).T
     tables = DecodeTables(page_table=torch.ones(2, 3).int(), kv_lens=torch.ones(2).int(), page_size=16)
     edits = LogitEdits(

@@ -11,9 +11,8 @@ from moeyard_kernels import ops
 from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.bench.timing import capture
 from moeyard_kernels.common.dependent import dependent
-from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.linear import linear
-from moeyard_kernels.linear.linear_configs import CONFIGS
+from moeyard_kernels.linear.linear_configs import CONFIGS, LinearConfig, Skinny
 
 GPU_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="only GPUs launch one kernel beside another")
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 1024, 256, 16, 4, 6
@@ -86,7 +85,7 @@ def test_a_weight_written_by_the_launch_ahead_is_complete(num_rows: int) -> None
     x, weight, scale = rows(num_rows, 2048), rows(5120, 2048), rows(5120)
     for config in (None, *linear.configs_for(num_rows)):
 
-        def step(config: Config | None = config) -> tuple[torch.Tensor, ...]:
+        def step(config: LinearConfig | None = config) -> tuple[torch.Tensor, ...]:
             scaled = ops.scale_rows_(weight.clone(), scale)
             return scaled, linear.linear(x, scaled, config=config)
 
@@ -95,8 +94,8 @@ def test_a_weight_written_by_the_launch_ahead_is_complete(num_rows: int) -> None
 
 @GPU_ONLY
 @pytest.mark.parametrize("static", [False, True], ids=["any", "static"])
-@pytest.mark.parametrize("config", [c for c in CONFIGS if c["TMA"] == 2], ids=str)
-def test_rows_written_by_the_launch_ahead_are_complete(config: Config, static: bool) -> None:
+@pytest.mark.parametrize("config", [c for c in CONFIGS if isinstance(c, Skinny)], ids=str)
+def test_rows_written_by_the_launch_ahead_are_complete(config: LinearConfig, static: bool) -> None:
     for num_rows, num_out, dim in ((1, 2112, 7168), (7, 5120, 2048), (64, 520, 1000)):
         x, y, weight = rows(num_rows, dim), rows(num_rows, dim), rows(num_out, dim, scale=dim**-0.5)
         torch.cuda.synchronize()
@@ -110,8 +109,8 @@ def test_rows_written_by_the_launch_ahead_are_complete(config: Config, static: b
 
 
 @GPU_ONLY
-@pytest.mark.parametrize("config", [None, *(c for c in CONFIGS if c["TMA"] == 2)], ids=str)
-def test_a_pair_of_static_weights_is_read_early(config: Config | None) -> None:
+@pytest.mark.parametrize("config", [None, *(c for c in CONFIGS if isinstance(c, Skinny))], ids=str)
+def test_a_pair_of_static_weights_is_read_early(config: LinearConfig | None) -> None:
     x, y, first, second = rows(5, 2048), rows(5, 2048), rows(520, 2048), rows(300, 2048)
     torch.cuda.synchronize()
 
@@ -134,7 +133,7 @@ def test_what_follows_latent_decode_finds_its_results(num_sequences: int, length
     torch.cuda.synchronize()
 
     def step() -> tuple[torch.Tensor, ...]:
-        out, lse = ops.mla_decode(q, rope, cache, plan=tables, scale=576**-0.5, return_lse=True)
+        out, lse = ops.mla_decode(q, rope, cache, tables=tables, scale=576**-0.5)
         return out, lse, ops.linear(out.flatten(1), weight, static_weight=True)
 
     assert_replays(step, lambda: q.copy_(torch.randn_like(q)))

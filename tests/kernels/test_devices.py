@@ -62,13 +62,8 @@ CASES: tuple[tuple[str, Callable, dict[str, torch.Tensor], dict], ...] = (
         {"partial": floats(2, 3, 8), "weights": floats(2, 3), "shared": floats(2, 8), "residual": floats(2, 8)},
         {},
     ),
-    (
-        "attn_prefill",
-        ops.attn_prefill,
-        {"q": floats(2, 4, 8), "k": floats(2, 6, 8), "v": floats(2, 6, 8)},
-        {"start": 0, "scale": 1.0},
-    ),
     ("linear", ops.linear, {"x": floats(2, 8), "weight": floats(4, 8), "bias": floats(4)}, {}),
+    ("head_linear", ops.head_linear, {"x": floats(2, 3, 8), "weight": floats(3, 4, 8)}, {}),
     ("linear_pair", ops.linear_pair, {"x": floats(2, 8), "weight_a": floats(4, 8), "weight_b": floats(6, 8)}, {}),
 )
 

@@ -86,16 +86,25 @@ def test_kernel_and_reference_follow_the_rules(
 
 
 @pytest.mark.parametrize("num_tokens", [9, 300], ids=["one-launch", "two-launches"])
-@pytest.mark.parametrize("which", ["all-to-one", "none-here", "one-here"])
+@pytest.mark.parametrize("which", ["all-to-one", "none-here", "one-here", "some-masked", "all-masked", "padding"])
 def test_unbalanced_and_masked(which: str, num_tokens: int) -> None:
     topk_ids, slot_of_expert = routing(num_tokens, 4, 12), torch.arange(12, dtype=torch.int32)
     if which == "all-to-one":
         topk_ids[:] = 7
+    elif which == "some-masked":
+        topk_ids[torch.rand(topk_ids.shape) < 0.4] = -1
+        slot_of_expert[3] = -1
+    elif which == "all-masked":
+        topk_ids[:] = -1
+    elif which == "padding":
+        topk_ids[num_tokens // 2 :] = -1
     else:
         slot_of_expert[:] = -1
         slot_of_expert[5] = 3 if which == "one-here" else -1
-    layout = run_kernel(topk_ids, slot_of_expert, 12, 32)
-    check(layout, topk_ids, slot_of_expert, 12, 32)
+    for ids in (topk_ids, topk_ids.int()):
+        check(run_kernel(ids, slot_of_expert, 12, 32), ids, slot_of_expert, 12, 32)
+        reference = ops.expert_layout(ids, slot_of_expert, num_slots=12, block_rows=32)
+        check(reference, ids, slot_of_expert, 12, 32)
 
 
 @pytest.mark.parametrize("make", [run_kernel, None], ids=["kernel", "reference"])
@@ -121,7 +130,7 @@ def test_a_graph_replays_it(num_tokens: int) -> None:
         return layout.counts, layout.num_blocks, layout.slot_of_block.where(used, -2), pairs
 
     def refill() -> None:
-        topk_ids.copy_(routing(num_tokens, 8, 64))
+        topk_ids.copy_(routing(num_tokens, 8, 64)).masked_fill_(torch.rand(num_tokens, 1, device=DEVICE) < 0.2, -1)
         slot_of_expert.copy_(some_slots(64, 40))
 
     assert_replays(step, refill)
@@ -140,7 +149,9 @@ def test_bad_arguments_are_named() -> None:
     for run in (ops.expert_layout, triton_kernel.expert_layout):
         device = "cpu" if run is ops.expert_layout else DEVICE
         with launch.checked():
-            with pytest.raises(ValueError, match=r"topk_ids .*holds 0 to 4, outside 0 to 3"):
+            with pytest.raises(ValueError, match=r"topk_ids .*holds 0 to 4, outside -1 to 3"):
                 run((ids + torch.tensor([0, 1, 4])).to(device), slots.to(device), num_slots=4, block_rows=16)
+            with pytest.raises(ValueError, match=r"topk_ids .*holds -2 to 0, outside -1 to 3"):
+                run((ids - torch.tensor([0, 1, 2])).to(device), slots.to(device), num_slots=4, block_rows=16)
             with pytest.raises(ValueError, match=r"slot_of_expert .*holds 0 to 4, outside -1 to 3"):
                 run(ids.to(device), (slots + torch.tensor([0, 1, 4, 0]).int()).to(device), num_slots=4, block_rows=16)

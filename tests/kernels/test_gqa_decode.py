@@ -1,137 +1,178 @@
-"""Decode attention over pages: values against float64, bits against every batch."""
+"""The grouped decode kernel: values and log-sum-exps against float64, bits against every batch, page and tile."""
 
 import pytest
 import torch
-from transformers.models.mixtral.modeling_mixtral import eager_attention_forward
+from tests.kernels.decode_cases import DEVICE, Paged, assert_same, exact, paged, poison, relative, torch_chain
 
 from moeyard_kernels import ops
+from moeyard_kernels.attention import gqa_decode as kernel
+from moeyard_kernels.common.launch import checked
+from moeyard_kernels.types.decode_tables import GQA_SPLIT, DecodeTables
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-LENS = [1, 64, 65, 200, 17, 300, 63, 128, 129, 300]
-
-
-def exact(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None = None
-) -> torch.Tensor:
-    """One row: q [Hq, D] against k [Hkv, L, D], v [Hkv, L, Dv], float64 [Hq, Dv]."""
-    low = max(0, k.shape[1] - window) if window else 0
-    group = q.shape[0] // k.shape[0]
-    k, v = k[:, low:].double().repeat_interleave(group, 0), v[:, low:].double().repeat_interleave(group, 0)
-    return ((torch.einsum("hd,hld->hl", q.double(), k) * scale).softmax(-1).unsqueeze(1) @ v).squeeze(1)
-
-
-def pages_of(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
-    """[Hkv, length, D] of one row."""
-    return cache[:, table].flatten(1, 2)[:, :length]
-
-
-@DTYPES
-@pytest.mark.parametrize("window", [None, 1, 20, 64, 130], ids=lambda w: f"window-{w}")
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "page"),
-    [(8, 2, 64, 16), (8, 8, 24, 64), (6, 2, 40, 4), (5, 1, 33, 16)],
-    ids=lambda v: str(v),
+GPU = DEVICE == "cuda"
+# On a GPU the true splits; interpreted ones are short, because a program costs by its blocks.
+SPLIT = GQA_SPLIT if GPU else 128
+LENS = [1, 63, 64, 65, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 70]
+# Query heads, key heads, width of keys, of values, page.
+SHAPES = (
+    [(32, 4, 128, 128, 64), (32, 8, 128, 128, 16), (16, 16, 64, 64, 32), (6, 2, 96, 40, 16)]
+    if GPU
+    else [(6, 2, 24, 40, 16)]
 )
-def test_batches_do_not_show(
-    heads: int, kv_heads: int, dim: int, page: int, window: int | None, dtype: torch.dtype
+BY_SHAPE = pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v", "page"), SHAPES, ids=lambda n: str(n))
+WINDOWS = pytest.mark.parametrize("window", [None, 100], ids=lambda w: f"window-{w}")
+# numpy's products follow the tile, a GPU's do not.
+ONE_TILE = {} if GPU else {"config": kernel.CONFIGS[0]}
+
+
+def attend(q: torch.Tensor, held: Paged, tables: DecodeTables, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    poison(q.shape[0] * q.shape[1] * held.caches[1].shape[-1], q.dtype)
+    scale = q.shape[2] ** -0.5
+    return kernel.gqa_decode(q, *held.caches, tables=tables, scale=scale, **{"split": SPLIT, **options})  # type: ignore[arg-type]
+
+
+def queries(rows: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(rows, heads, dim).to(DEVICE, dtype)
+
+
+@BY_SHAPE
+@WINDOWS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_values(
+    heads: int, kv_heads: int, dim: int, dim_v: int, page: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    per_row = -(-max(LENS) // page)
-    num_pages = per_row * len(LENS) + 3
-    k = torch.randn(kv_heads, num_pages, page, dim).to(dtype)
-    v = torch.randn(kv_heads, num_pages, page, dim).to(dtype)
-    q = torch.randn(len(LENS), heads, dim).to(dtype)
-    table = torch.randperm(num_pages)[: per_row * len(LENS)].view(len(LENS), per_row)
-    # Two rows are positions of one sequence.
-    table[9] = table[5]
-    before = k.clone()
-
-    def run(rows: list[int]) -> torch.Tensor:
-        plan = ops.plan_decode(table[rows], [LENS[r] for r in rows], page_size=page, window=window)
-        return ops.gqa_decode(q[rows], k, v, plan=plan, scale=dim**-0.5)
-
-    whole = run(list(range(len(LENS))))
-    assert whole.shape == q.shape
-    assert whole.dtype == dtype
-    worst, theirs_worst = 0.0, 0.0
-    module = torch.nn.Module()
-    module.num_key_value_groups = heads // kv_heads
+    held = paged([*LENS, 0], page, heads=kv_heads, dims=(dim, dim_v), dtype=dtype, window=window)
+    q = queries(len(LENS) + 1, heads, dim, dtype)
+    out, lse = attend(q, held, held.tables(torch.tensor([*LENS, 0]), window=window))
+    assert out.dtype == dtype
+    assert (out[-1] == 0).all()
+    assert (lse[-1] == float("-inf")).all()
+    worst, chain_worst = 0.0, 0.0
     for row, length in enumerate(LENS):
-        keys, values = pages_of(k, table[row], length), pages_of(v, table[row], length)
-        wanted = exact(q[row], keys, values, scale=dim**-0.5, window=window)
-        worst = max(worst, (whole[row].double() - wanted).abs().max().item())
-        low = max(0, length - (window or length))
-        theirs, _ = eager_attention_forward(
-            module.eval(), q[row, None, :, None], keys[None, :, low:], values[None, :, low:], None, dim**-0.5
-        )
-        theirs_worst = max(theirs_worst, (theirs[0, 0].double() - wanted).abs().max().item())
-    assert worst <= (5e-6 if dtype == torch.float32 else theirs_worst)
-
-    for row in range(len(LENS)):
-        assert torch.equal(run([row])[0], whole[row]), f"row {row} alone"
-    for rows in ([3, 2, 1, 0], [5, 5, 9], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0] * 3):
-        assert torch.equal(run(rows), whole[rows])
-    # Other pages, and the positions of its own pages past its end, hold anything finite.
-    row = 3
-    seen = pages_of(k, table[row], LENS[row]).clone()
-    k.fill_(77.0)
-    for position in range(LENS[row]):
-        k[:, table[row, position // page], position % page] = seen[:, position]
-    assert torch.equal(run([row])[0], whole[row])
-    assert torch.equal(run([0, row])[1], whole[row])
-    assert not torch.equal(k, before)
+        keys, values = held.of(0, row, length), held.of(1, row, length)
+        wanted, wanted_lse = exact(q[row], keys, values, scale=dim**-0.5, window=window)
+        worst = max(worst, relative(out[row], wanted))
+        torch.testing.assert_close(lse[row].double().cpu(), wanted_lse, rtol=0, atol=1e-5)
+        chain = torch_chain(q[row], keys, values, scale=dim**-0.5, window=window)
+        chain_worst = max(chain_worst, relative(chain, wanted))
+    assert worst <= ((5e-6 if GPU else 2e-6) if dtype == torch.float32 else min(1e-2, chain_worst))
 
 
-@DTYPES
-def test_pieces_do_not_show(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    k = torch.randn(2, 60, 16, 32).to(dtype)
-    q, table = torch.randn(3, 6, 32).to(dtype), torch.arange(60).view(3, 20)
-    plan = ops.plan_decode(table, [290, 33, 320], page_size=16)
-    whole = ops.gqa_decode(q, k, k, plan=plan, scale=0.3)
-    for values in (1, 2 * 64 * 32 * 3):
-        monkeypatch.setattr("moeyard_kernels.cpu.attn_merge._PIECE", values)
-        assert torch.equal(ops.gqa_decode(q, k, k, plan=plan, scale=0.3), whole)
+@BY_SHAPE
+def test_batch_and_pages_do_not_show(heads: int, kv_heads: int, dim: int, dim_v: int, page: int) -> None:
+    held = paged(LENS, page, heads=kv_heads, dims=(dim, dim_v), dtype=torch.bfloat16)
+    q = queries(len(LENS), heads, dim)
+    whole = attend(q, held, held.tables(torch.tensor(LENS)))
+    moved = held.moved()
+    assert_same(attend(q, moved, moved.tables(torch.tensor(LENS))), whole, "other pages")
+    groups = [[r] for r in range(len(LENS))] if GPU else [[0], [5], [7]]
+    if GPU:
+        groups += [[r % len(LENS) for r in range(64)]]
+    for rows in [*groups, [3, 2, 7, 0]]:
+        got = attend(q[rows], held, held.tables(torch.tensor(LENS)[rows], rows))
+        assert_same(got, (whole[0][rows], whole[1][rows]), f"rows {rows}")
 
 
-def test_no_rows() -> None:
-    plan = ops.plan_decode(torch.zeros(0, 5, dtype=torch.int64), [], page_size=16)
-    cache = torch.zeros(2, 3, 16, 8)
-    assert ops.gqa_decode(torch.zeros(0, 4, 8), cache, cache, plan=plan, scale=1.0).shape == (0, 4, 8)
+@pytest.mark.skipif(not GPU, reason="many programs: slow where interpreted")
+def test_a_row_alone_is_the_row_among_4096() -> None:
+    lens = [1 + 37 * i % 400 for i in range(64)]
+    held = paged(lens, 64, heads=4, dims=(128, 128), dtype=torch.bfloat16)
+    q = queries(4096, 32, 128)
+    rows = [i % 64 for i in range(4096)]
+    whole = attend(q, held, held.tables(torch.tensor(lens)[rows], rows))
+    for row in (0, 63, 2000, 4095):
+        alone = attend(q[row : row + 1], held, held.tables(torch.tensor(lens)[[row % 64]], [row % 64]))
+        assert_same(alone, (whole[0][row : row + 1], whole[1][row : row + 1]), f"row {row}")
+
+
+@BY_SHAPE
+@WINDOWS
+def test_queries_of_a_sequence_share_and_do_not_show(
+    heads: int, kv_heads: int, dim: int, dim_v: int, page: int, window: int | None
+) -> None:
+    ends = [70, SPLIT + 3, 2 * SPLIT + 64]
+    # The first of up to 16 queries sees 15 positions less at the end and more below.
+    reach = window and window + 4 + 11 * GPU
+    held = paged(ends, page, heads=kv_heads, dims=(dim, dim_v), dtype=torch.bfloat16, window=reach)
+    for count in (2, 5, 16) if GPU else (5,):
+        # Ascending lengths, and a padding row.
+        lens = torch.tensor(ends)[:, None] - torch.arange(count).flip(0)
+        lens[0, 1] = 0
+        q = queries(len(ends) * count, heads, dim)
+        out, lse = attend(q, held, held.tables(lens, window=window), **ONE_TILE)
+        for row in range(len(ends) * count) if GPU else (1, 3, 6, 14):
+            tables = held.tables(lens.flatten()[row : row + 1], [row // count], window=window)
+            alone = attend(q[row : row + 1], held, tables, **ONE_TILE)
+            assert_same(alone, (out[row : row + 1], lse[row : row + 1]), f"query {row} of {count}")
+
+
+@BY_SHAPE
+@pytest.mark.parametrize("count", [1, 3, 16] if GPU else [2])
+def test_configs_agree(count: int, heads: int, kv_heads: int, dim: int, dim_v: int, page: int) -> None:
+    """Bit for bit: interpreted on values whose every sum is exact, since numpy's products follow the tile."""
+    held = paged(LENS[2:], page, heads=kv_heads, dims=(dim, dim_v), dtype=torch.bfloat16)
+    lens = torch.tensor(LENS[2:])[:, None] - torch.arange(count)
+    q = queries(lens.numel(), heads, dim)
+    if not GPU:
+        held.caches[1].mul_(2).round_()
+        q = q * 0
+    results = [attend(q, held, held.tables(lens), config=config) for config in kernel.CONFIGS]
+    for config, result in zip(kernel.CONFIGS, results, strict=True):
+        assert_same(result, results[0], str(config))
+
+
+@pytest.mark.skipif(not GPU, reason="slow where interpreted; the latent kernel is tested there")
+def test_up_to_160_splits() -> None:
+    lens = [160 * 64, 159 * 64 + 1, 7, 0]
+    held = paged(lens, 64, heads=2, dims=(64, 64), dtype=torch.bfloat16)
+    q = queries(len(lens), 4, 64)
+    out, lse = attend(q, held, held.tables(torch.tensor(lens)), split=64)
+    for row, length in enumerate(lens[:-1]):
+        wanted, wanted_lse = exact(q[row], held.of(0, row, length), held.of(1, row, length), scale=0.125)
+        assert relative(out[row], wanted) <= 1e-2
+        torch.testing.assert_close(lse[row].double().cpu(), wanted_lse, rtol=0, atol=1e-5)
+
+
+def test_the_door_serves_tables() -> None:
+    held = paged([70, 9, 0], 16, heads=2, dims=(32, 32), dtype=torch.float32)
+    q, tables = queries(3, 4, 32, torch.float32), held.tables(torch.tensor([70, 9, 0]))
+    out, lse = ops.gqa_decode(q, *held.caches, tables=tables, scale=0.2)
+    got = kernel.gqa_decode(q, *held.caches, tables=tables, scale=0.2)
+    torch.testing.assert_close(got, (out, lse), rtol=2e-6, atol=2e-6)
+    none = DecodeTables(page_table=tables.page_table[:0], kv_lens=tables.kv_lens[:0], page_size=16)
+    assert kernel.gqa_decode(q[:0], *held.caches, tables=none, scale=0.2)[0].shape == (0, 4, 32)
 
 
 def test_bad_arguments_are_named() -> None:
-    table = torch.zeros(2, 5, dtype=torch.int64)
-    cache, plan = torch.zeros(2, 3, 16, 8), ops.plan_decode(table, [1, 80], page_size=16)
-    with pytest.raises(ValueError, match="the plan is for 2 rows and pages of 16, got 3 and 16"):
-        ops.gqa_decode(torch.zeros(3, 4, 8), cache, cache, plan=plan, scale=1.0)
-    with pytest.raises(ValueError, match="the plan is for 2 rows and pages of 16, got 2 and 8"):
-        ops.gqa_decode(torch.zeros(2, 4, 8), cache.view(2, 6, 8, 8), cache.view(2, 6, 8, 8), plan=plan, scale=1.0)
-    with pytest.raises(ValueError, match=r"q float32 \[2, 3, 8\] does not fit k_cache float32 \[2, 3, 16, 8\]"):
-        ops.gqa_decode(torch.zeros(2, 3, 8), cache, cache, plan=plan, scale=1.0)
-    with pytest.raises(ValueError, match=r"k_cache torch.bfloat16"):
-        ops.gqa_decode(torch.zeros(2, 4, 8), cache.bfloat16(), cache, plan=plan, scale=1.0)
+    held = paged([70, 9], 16, heads=2, dims=(32, 32), dtype=torch.bfloat16)
+    q, tables = queries(2, 4, 32), held.tables(torch.tensor([70, 9]))
+    with pytest.raises(ValueError, match="the tables are for 2 rows and pages of 16, got 1 and 16"):
+        ops.gqa_decode(q[:1], *held.caches, tables=tables, scale=1.0)
+    with pytest.raises(ValueError, match=r"scale -1.0 is not positive"):
+        ops.gqa_decode(q, *held.caches, tables=tables, scale=-1.0)
+    v = held.caches[1].transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(ValueError, match=r"v_cache bfloat16 .* with strides .* is not contiguous"):
+        ops.gqa_decode(q, held.caches[0], v, tables=tables, scale=1.0)
+    odd = queries(2, 3, 32)
+    with pytest.raises(ValueError, match=r"q bfloat16 \[2, 3, 32\] does not fit k_cache bfloat16 \[2, \d+, 16, 32\]"):
+        ops.gqa_decode(odd, *held.caches, tables=tables, scale=1.0)
+    with pytest.raises(ValueError, match=r"k_cache torch.float32"):
+        ops.gqa_decode(q, held.caches[0].float(), held.caches[1], tables=tables, scale=1.0)
+    with checked():
+        long = held.tables(torch.tensor([70, 16 * tables.page_table.shape[1] + 1]))
+        with pytest.raises(ValueError, match=r"kv_lens int32 \[2\] holds 70 to 113, outside 0 to 112"):
+            kernel.gqa_decode(q, *held.caches, tables=long, scale=1.0)
 
 
-def test_plans_are_checked() -> None:
-    table = torch.zeros(2, 5, dtype=torch.int64)
-    with pytest.raises(ValueError, match="page_size 24 does not divide 64"):
-        ops.plan_decode(table, [1, 2], page_size=24)
-    with pytest.raises(ValueError, match="kv_lens: 0 to 4, outside 1 to 80"):
-        ops.plan_decode(table, [4, 0], page_size=16)
-    with pytest.raises(ValueError, match="kv_lens: 1 to 81, outside 1 to 80"):
-        ops.plan_decode(table, [81, 1], page_size=16)
-    with pytest.raises(ValueError, match=r"page_table: expected int64 \[3, pages\], got torch.int64 \(2, 5\)"):
-        ops.plan_decode(table, [1, 2, 3], page_size=16)
-    with pytest.raises(ValueError, match="window 0 is not positive"):
-        ops.plan_decode(table, [1, 2], page_size=16, window=0)
-
-
-def test_a_plan_lists_blocks_in_order() -> None:
-    table = torch.arange(100, 116).view(2, 8)
-    plan = ops.plan_decode(table, [70, 9], page_size=16)
-    assert plan.row_of_block.tolist() == [0, 0, 1]
-    # Row 0 has 5 pages, then its last one again; row 1 has one.
-    assert plan.page_ids.tolist() == [100, 101, 102, 103, 104, 104, 104, 104, 108, 108, 108, 108]
-    assert plan.blocks_of_row.tolist() == [0, 1, 2, 2]
-    assert (plan.mask == 0).sum(-1).squeeze(1).tolist() == [64, 6, 9]
-    # A window of 5 starts in the second block of a row of 70.
-    assert ops.plan_decode(table, [70, 9], page_size=16, window=5).row_of_block.tolist() == [0, 1]
+@pytest.mark.skipif(not GPU, reason="graphs are a GPU's")
+def test_a_captured_launch_reads_its_tables_anew() -> None:
+    held = paged([3000, 2000], 64, heads=4, dims=(128, 128), dtype=torch.bfloat16)
+    q, tables = queries(2, 32, 128), held.tables(torch.tensor([3000, 0]))
+    attend(q, held, tables)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attend(q, held, tables)
+    for lens in ([3000, 2000], [1, 513], [0, 0]):
+        tables.kv_lens.copy_(torch.tensor(lens))
+        graph.replay()
+        assert_same((out, lse), attend(q, held, held.tables(torch.tensor(lens))), str(lens))

@@ -1,67 +1,130 @@
-"""Linear layers: a row's bits do not depend on how many rows there are, on its place or on its neighbours."""
+"""The Triton projections: the same bits for every number of rows, every config, one weight or a pair.
+
+Interpreted, the inputs are small integers, whose sums are exact in any order: indices and masks are what is tested. On
+a GPU the inputs are random and the bits are compared. Configs of `linear_skinny`, which cannot be interpreted, run the
+kernel for other GPUs on a CPU.
+"""
 
 import pytest
 import torch
 
 from moeyard_kernels import ops
+from moeyard_kernels.common import launch
+from moeyard_kernels.linear import linear, linear_skinny
+from moeyard_kernels.linear.linear_configs import LinearConfig, Skinny, Stream, Wide, default_config, head_and_tail
+from moeyard_kernels.linear.linear_schedule import Schedule, schedule
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-PACKED = pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-COUNTS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 48, 65, 100)
-
-
-@PACKED
-@DTYPES
-@pytest.mark.parametrize(
-    ("k", "n"),
-    [
-        (16, 8),
-        (24, 33),
-        (65, 9),
-        (18, 11),
-        (100, 64),
-        (257, 255),
-        (512, 512),
-        (768, 16),
-        (1408, 100),
-        (2048, 256),
-        (7168, 33),
-    ],
-    ids=lambda v: str(v),
-)
-def test_rows_are_independent(k: int, n: int, dtype: torch.dtype, packed: bool) -> None:
-    x, weight, bias = torch.randn(160, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
-    weight = ops.pack_weight(weight) if packed else weight
-    whole = ops.linear(x, weight, bias)
-    for count in COUNTS:
-        for start in (0, 1, 23, 160 - count):
-            part = ops.linear(x[start : start + count].contiguous(), weight, bias)
-            assert torch.equal(part, whole[start : start + count]), f"{count} rows from {start}"
-    other = torch.full_like(x, 3.0)
-    other[7] = x[7]
-    assert torch.equal(ops.linear(other[:9].contiguous(), weight, bias)[7], whole[7])
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+BF16, FP32 = torch.bfloat16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+GPU_ONLY = pytest.mark.skipif(not CUDA, reason="compares the bits of a GPU's tensor cores")
+COUNTS = (1, 2, 3, 8, 16, 17, 64, 65, 128, 300, 1024)
+# N, K of Kimi-K2's q_a and kv_a, q_b and o, and two odd ones.
+MODEL_SHAPES = [(2112, 7168), (12288, 1536), (7168, 8192), (5120, 2048), (576, 7168), (257, 200), (100, 72)]
 
 
-@PACKED
-@DTYPES
-def test_values(dtype: torch.dtype, packed: bool) -> None:
-    x, weight, bias = torch.randn(5, 300).to(dtype), torch.randn(70, 300).to(dtype), torch.randn(70).to(dtype)
-    exact = x.double() @ weight.double().T
-    weight = ops.pack_weight(weight) if packed else weight
-    # bf16 accumulates in fp32 and rounds once: half a unit of 2^-8.
-    close = {"rtol": 2.0**-8, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
-    y = ops.linear(x, weight)
+def config_id(config: LinearConfig) -> str:
+    return "-".join(f"{name}{value}" for name, value in config.as_dict().items())
+
+
+def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    if CUDA:
+        return torch.randn(*shape, device=DEVICE).to(dtype)
+    return torch.randint(-4, 5, shape).to(dtype)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+def poison(num_rows: int, num_out: int, dtype: torch.dtype) -> None:
+    """What the allocator hands out next is this block, full of NaN."""
+    stored = dtype if CUDA else FP32
+    block = torch.full((num_rows, num_out), float("nan"), device=DEVICE, dtype=stored)
+    del block
+
+
+def assert_right(y: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    """Exact where sums are (integers), near float64 otherwise."""
     assert y.dtype == dtype
-    torch.testing.assert_close(y.double(), exact, **close)
-    torch.testing.assert_close(ops.linear(x, weight, bias).double(), exact + bias.double(), **close)
-    assert torch.equal(ops.linear(x, weight, static_weight=True), y)
+    if not CUDA:
+        assert torch.equal(y, wanted.to(dtype))
+    elif wanted.numel():
+        error = ((y.double() - wanted).norm() / wanted.norm()).item()
+        # An fp32 chain of 7168 sums is off by 1.5e-6.
+        assert error < (1e-2 if dtype == BF16 else 3e-6), error
+
+
+@pytest.mark.parametrize("config", linear.CONFIGS, ids=config_id)
+def test_every_config_is_right_at_odd_shapes(config: LinearConfig) -> None:
+    dtypes = [FP32, BF16] if config in linear.FP32_CONFIGS else [BF16]
+    for dtype in dtypes:
+        # The last has tiles enough for a tail; programs are what costs time in the interpreter.
+        shapes = [(5, 70, 19, 72), (17, 33, 40, 100), (140, 330, 8, 16)]
+        for num_rows, num_a, num_b, dim in shapes if CUDA or config.BM > 64 else shapes[:2]:
+            x, bias = draw(num_rows, dim, dtype=dtype), draw(num_a, dtype=dtype)
+            a, b = draw(num_a, dim, dtype=dtype), draw(num_b, dim, dtype=dtype)
+            poison(num_rows, num_a, dtype)
+            y = linear.linear(x, a, bias, config=config)
+            assert_right(y, exact(x, a, bias), dtype)
+            poison(num_rows, num_b, dtype)
+            y_a, y_b = linear.linear_pair(x, a, b, config=config)
+            assert_right(y_a, exact(x, a), dtype)
+            assert_right(y_b, exact(x, b), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(("num_rows", "num_out", "dim"), [(1, 24, 16), (70, 130, 65), (130, 40, 128), (65, 1, 33)])
+def test_default_config_with_and_without_bias(num_rows: int, num_out: int, dim: int, dtype: torch.dtype) -> None:
+    x, weight, bias = draw(num_rows, dim, dtype=dtype), draw(num_out, dim, dtype=dtype), draw(num_out, dtype=dtype)
+    poison(num_rows, num_out, dtype)
+    y = linear.linear(x, weight)
+    assert_right(y, exact(x, weight), dtype)
+    assert_right(linear.linear(x, weight, bias), exact(x, weight, bias), dtype)
+    y_a, y_b = linear.linear_pair(x, weight, weight[: num_out // 2])
+    assert torch.equal(y_a, y)
+    assert torch.equal(y_b, y[:, : num_out // 2])
+
+
+@DTYPES
+def test_no_rows_no_outputs_and_nothing_to_sum(dtype: torch.dtype) -> None:
+    x, weight, bias = draw(3, 16, dtype=dtype), draw(5, 16, dtype=dtype), draw(5, dtype=dtype)
+    assert linear.linear(x[:0], weight, bias).shape == (0, 5)
+    assert linear.linear(x, weight[:0]).shape == (3, 0)
+    assert [y.shape for y in linear.linear_pair(x[:0], weight, weight[:2])] == [(0, 5), (0, 2)]
+    assert torch.equal(linear.linear_pair(x, weight[:0], weight)[1], linear.linear(x, weight))
+    empty = linear.linear(x[:, :0].contiguous(), weight[:, :0].contiguous(), bias)
+    assert torch.equal(empty, bias.expand(3, 5))
+
+
+def test_a_row_ignores_what_its_neighbours_hold() -> None:
+    x, weight = draw(20, 64, dtype=BF16), draw(40, 64, dtype=BF16)
+    whole = linear.linear(x, weight)
+    others = torch.full_like(x, float("nan"))
+    others[7] = x[7]
+    assert torch.equal(linear.linear(others, weight)[7], whole[7])
+
+
+@pytest.mark.parametrize("kind", [Stream, Skinny, Wide])
+def test_misaligned_rows_take_a_kernel_that_can_read_them(kind: type[LinearConfig]) -> None:
+    config = next(c for c in linear.CONFIGS if isinstance(c, kind))
+    x, weight = draw(40, 60, dtype=BF16), draw(33, 60, dtype=BF16)
+    assert_right(linear.linear(x, weight, config=config), exact(x, weight), BF16)
+    store = draw(1 + 40 * 64, dtype=BF16)
+    x, weight = store[1:].view(40, 64), draw(33, 64, dtype=BF16)
+    assert_right(linear.linear(x, weight, config=config), exact(x, weight), BF16)
+
+
+def test_the_oracle_rounds_once() -> None:
+    x, weight, bias = torch.randn(5, 300).bfloat16(), torch.randn(70, 300).bfloat16(), torch.randn(70).bfloat16()
+    y = ops.linear(x, weight, bias)
+    torch.testing.assert_close(y.double(), exact(x, weight, bias), rtol=2.0**-8, atol=1e-3)
+    y_a, y_b = ops.linear_pair(x, weight, weight[:17], static_weight=True)
+    assert torch.equal(y_a, ops.linear(x, weight))
+    assert torch.equal(y_b, ops.linear(x, weight[:17]))
     assert ops.linear(x[:0], weight, bias).shape == (0, 70)
-
-
-def test_a_packed_weight_keeps_shape_and_dtype() -> None:
-    packed = ops.pack_weight(torch.zeros(6, 4, dtype=torch.bfloat16))
-    assert packed.shape == (6, 4)
-    assert packed.dtype == torch.bfloat16
 
 
 def test_bad_arguments_are_named() -> None:
@@ -79,29 +142,125 @@ def test_bad_arguments_are_named() -> None:
         ops.linear(x, weight, torch.zeros(4, device="meta"))
     with pytest.raises(ValueError, match=r"linear_pair: weight_b is on meta, x on cpu"):
         ops.linear_pair(x, weight, weight.to("meta"))
-    with pytest.raises(ValueError, match=r"weight must be fp32 or bf16 \[N, K\], got float32 \[3\]"):
-        ops.pack_weight(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"linear_pair: x \w+ \[2, 3\] does not fit weight_b \w+ \[17, 2\]"):
+        ops.linear_pair(x, weight, torch.zeros(17, 2))
 
 
-@DTYPES
-def test_a_step_padded_once_is_not_copied_again(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = ops.pack_weight(torch.randn(24, 16).to(dtype))
-    monkeypatch.setattr(torch.Tensor, "new_zeros", None)
-    for count in (1, 2, 5, 16, 17, 100, 1000):
-        rows = ops.padded_rows(count)
-        assert rows >= max(count, 2)
-        assert ops.linear(torch.randn(rows, 16).to(dtype), weight).shape == (rows, 24)
-    assert ops.padded_rows(0) == 0
+def test_layouts_are_checked_before_any_launch() -> None:
+    x, weight = draw(4, 8, dtype=FP32), draw(6, 8, dtype=FP32)
+    with pytest.raises(ValueError, match=r"linear: weight float32 \[6, 8\] with strides \(1, 6\) is not contiguous"):
+        linear.linear(x, weight.T.contiguous().T)
+    with pytest.raises(ValueError, match=r"linear: weight_b float32 \[3, 8\] with strides \(16, 1\) is not contiguous"):
+        linear.linear_pair(x, weight, weight[::2])
 
 
-@PACKED
-@DTYPES
-def test_a_pair_is_two_projections(dtype: torch.dtype, packed: bool) -> None:
-    x, a, b = torch.randn(5, 64).to(dtype), torch.randn(24, 64).to(dtype), torch.randn(17, 64).to(dtype)
-    if packed:
-        a, b = ops.pack_weight(a), ops.pack_weight(b)
-    y_a, y_b = ops.linear_pair(x, a, b)
-    assert torch.equal(y_a, ops.linear(x, a))
-    assert torch.equal(y_b, ops.linear(x, b))
-    with pytest.raises(ValueError, match=r"linear_pair: x \w+ \[5, 64\] does not fit weight_b \w+ \[17, 3\]"):
-        ops.linear_pair(x, a, torch.zeros(17, 3, dtype=dtype))
+def test_the_shape_class_rounds_rows_up() -> None:
+    assert linear.shape_class(1, 7168, 2112) == "M1 N2112 K7168"
+    assert linear.shape_class(2, 7168, 2112) == linear.shape_class(8, 7168, 2112) == "M8 N2112 K7168"
+    assert linear.shape_class(9, 7168, 1536, 576) == "M16 N1536+576 K7168"
+    assert linear.shape_class(100_000, 6, 5) == "M8192 N5 K6"
+
+
+def test_untuned_shapes_take_tiles_of_one_wave_where_there_are_such() -> None:
+    # 160 tiles of 128 x 256 are two waves of 132 multiprocessors, 128 of 128 x 320 are one.
+    assert default_config(1024, 5120).BN == 320
+    assert default_config(1024, 7168).BN == 256
+    assert default_config(1024, 2560, 2560).BN == 256
+    assert default_config(8500, 300).BN == 256
+    assert default_config(64, 2112).BN < default_config(64, 7168).BN
+
+
+def test_a_tile_is_a_power_of_two_and_another() -> None:
+    assert [head_and_tail(columns) for columns in (16, 40, 48, 320)] == [(16, 0), (32, 8), (32, 16), (256, 64)]
+    with pytest.raises(ValueError, match="56 columns"):
+        head_and_tail(56)
+
+
+def test_skinny_configs_keep_what_their_kernel_asks_for() -> None:
+    for config in (c for c in linear.CONFIGS if isinstance(c, Skinny)):
+        head, tail = head_and_tail(config.BN)
+        assert 1 <= config.EARLY <= config.num_stages
+        assert config.BM in (8, 16, 32, 64)
+        assert head >= 8
+        assert tail == 0 or tail >= 8
+        assert config.BK % linear_skinny.COLUMNS == 0
+
+
+@pytest.mark.parametrize("tail_cost", [0.5, 0.73])
+def test_the_schedule_covers_every_column_once(tail_cost: float) -> None:
+    for num_rows, num_out in [(1, 1), (1024, 2112), (4096, 2112), (1024, 5120), (300, 700)]:
+        plan = schedule(num_rows, num_out, main=(128, 256), tail=(256, 64), tail_cost=tail_cost, programs=132)
+        assert plan.cut == num_out or (plan.cut % 256 == 0 and plan.cut < num_out and plan.repeat >= 1)
+    # 256 main tiles leave 8 of 132 programs with one less: they share the 16 tiles of the last 64 columns.
+    assert schedule(4096, 2112, main=(128, 256), tail=(256, 64), tail_cost=0.6, programs=132) == Schedule(2048, 2)
+    assert schedule(4096, 7168, main=(128, 256), tail=(256, 64), tail_cost=0.6, programs=132) == Schedule(7168, 0)
+
+
+@GPU_ONLY
+@pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
+def test_a_row_alone_equals_the_row_in_any_batch(shape: tuple[int, int]) -> None:
+    num_out, dim = shape
+    x, weight = draw(4096, dim, dtype=BF16), draw(num_out, dim, dtype=BF16)
+    poison(4096, num_out, BF16)
+    whole = linear.linear(x, weight)
+    assert_right(whole, exact(x, weight), BF16)
+    for count in COUNTS:
+        for start in (0, 4096 - count):
+            part = linear.linear(x[start : start + count], weight)
+            assert torch.equal(part, whole[start : start + count]), f"{count} rows from {start}"
+
+
+@GPU_ONLY
+@pytest.mark.parametrize("config", linear.CONFIGS, ids=config_id)
+def test_every_config_gives_the_same_bits(config: LinearConfig) -> None:
+    for num_out, dim in MODEL_SHAPES:
+        x, weight, bias = draw(300, dim, dtype=BF16), draw(num_out, dim, dtype=BF16), draw(num_out, dtype=BF16)
+        half = num_out // 2
+        biased, plain = linear.linear(x, weight, bias), linear.linear(x, weight)
+        for count in (1, 16, 64, 300):
+            what = f"{count} rows, {num_out} x {dim}"
+            assert torch.equal(linear.linear(x[:count], weight, bias, config=config), biased[:count]), what
+            y_a, y_b = linear.linear_pair(x[:count], weight[:half], weight[half:], config=config)
+            assert torch.equal(y_a, plain[:count, :half]), what
+            assert torch.equal(y_b, plain[:count, half:]), what
+
+
+@GPU_ONLY
+@pytest.mark.parametrize(("num_out", "dim"), [(256, 7168), (100, 300)])
+def test_fp32_rows_and_configs_are_equal(num_out: int, dim: int) -> None:
+    x, weight = draw(300, dim, dtype=FP32), draw(num_out, dim, dtype=FP32)
+    wanted = linear.linear(x, weight)
+    assert_right(wanted, exact(x, weight), FP32)
+    for count in (1, 2, 17, 64, 65, 300):
+        for config in (None, *linear.FP32_CONFIGS):
+            assert torch.equal(linear.linear(x[:count], weight, config=config), wanted[:count]), f"{count}, {config}"
+
+
+@GPU_ONLY
+@pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
+def test_no_worse_than_torch(shape: tuple[int, int]) -> None:
+    x, weight = draw(64, shape[1], dtype=BF16), draw(*shape, dtype=BF16)
+    wanted = exact(x, weight)
+    ours, torchs = ((y.double() - wanted).norm() for y in (linear.linear(x, weight), x @ weight.T))
+    # Both round an fp32 sum once; another order of that sum moves the norm of 100 k errors by less than this.
+    assert ours <= torchs * 1.01
+
+
+@GPU_ONLY
+def test_a_graph_replays_it() -> None:
+    x, weight = draw(8, 256, dtype=BF16), draw(96, 256, dtype=BF16)
+    for config in (None, *linear.CONFIGS):
+        linear.linear_pair(x, weight, weight, config=config)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y, _ = linear.linear_pair(x, weight, weight, config=config)
+        x.copy_(draw(8, 256, dtype=BF16))
+        graph.replay()
+        assert torch.equal(y, linear.linear(x, weight))
+
+
+@GPU_ONLY
+def test_the_door_runs_triton_and_checks_nothing_on_the_host() -> None:
+    x, weight = draw(8, 256, dtype=BF16), draw(96, 256, dtype=BF16)
+    with launch.checked():
+        assert torch.equal(ops.linear(x, weight), linear.linear(x, weight))

@@ -9,8 +9,7 @@ import torch
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
-from moeyard_kernels.common import tuning
-from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.common.tuning import RowConfig
 from moeyard_kernels.experts import moe_weighted_reduce as triton_kernel
 from moeyard_kernels.ref import moe_weighted_reduce as reference
 
@@ -49,7 +48,7 @@ def run_kernel(
     w: torch.Tensor,
     shared: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    config: Config | None = None,
+    config: RowConfig | None = None,
 ) -> torch.Tensor:
     x, w = x.to(DEVICE), w.to(DEVICE)
     shared = None if shared is None else shared.to(DEVICE)
@@ -96,7 +95,7 @@ def test_the_residual_is_added_to_the_rounded_sum(with_shared: bool, dtype: torc
 
 
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
-def test_every_config_gives_the_same_bits(config: Config) -> None:
+def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
     x, w, shared = torch.randn(1, 3, 300).bfloat16(), torch.rand(1, 3), torch.randn(1, 300).bfloat16()
     wanted = ops.moe_weighted_reduce(x, w, shared)
     assert torch.equal(bits(run_kernel(x, w, shared, config=config)), bits(wanted))
@@ -196,7 +195,7 @@ def test_the_order_of_experts_is_the_callers() -> None:
 def test_the_kernel_refuses_what_its_grid_cannot_hold() -> None:
     x = torch.empty(1).expand(1, 1, 65536 * 1024)
     with pytest.raises(ValueError, match=r"\[1, 1, 67108864\] exceeds the grid"):
-        triton_kernel.moe_weighted_reduce(x, torch.ones(1, 1), config=tuning.config(BH=1024))
+        triton_kernel.moe_weighted_reduce(x, torch.ones(1, 1), config=RowConfig(BLOCK=1024))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")

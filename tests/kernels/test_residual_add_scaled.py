@@ -7,14 +7,14 @@ import torch
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
-from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.common.tuning import RowConfig
 from moeyard_kernels.elementwise import residual_add_scaled as triton_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
-def run_kernel(*tensors: torch.Tensor, scale: float, config: Config | None = None) -> torch.Tensor:
+def run_kernel(*tensors: torch.Tensor, scale: float, config: RowConfig | None = None) -> torch.Tensor:
     on_device = [x.to(DEVICE) for x in tensors]
     # What the allocator hands out next is this block, full of NaN.
     poison = torch.full(tensors[0].shape, float("nan"), device=DEVICE)
@@ -62,7 +62,7 @@ def test_sums_a_hair_off_the_middle_round_once() -> None:
 
 
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
-def test_every_config_gives_the_same_bits(config: Config) -> None:
+def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
     a, b, c = (torch.randn(1, 700).bfloat16() for _ in range(3))
     assert torch.equal(run_kernel(a, b, c, scale=0.3, config=config), ops.residual_add_scaled(a, b, c, 0.3))
 

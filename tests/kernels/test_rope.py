@@ -9,7 +9,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_em
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention import rope as triton_kernel
-from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.common.tuning import RowConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -57,7 +57,7 @@ def test_rows_are_independent(dtype: torch.dtype) -> None:
 
 
 def run_kernel(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, config: Config | None = None
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, config: RowConfig | None = None
 ) -> torch.Tensor:
     x, cos, sin = x.to(DEVICE), cos.to(DEVICE), sin.to(DEVICE)
     # What the allocator hands out next is this block, full of NaN.
@@ -85,7 +85,7 @@ def test_kernel_equals_the_reference_bit_for_bit(
 
 
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
-def test_every_config_gives_the_same_bits(config: Config) -> None:
+def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
     # Tokens of several blocks each, for most configs.
     x, phase = torch.randn(2, 9, 24).bfloat16(), angles(3, 24)[1:]
     for interleaved in (False, True):

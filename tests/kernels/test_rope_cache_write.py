@@ -7,7 +7,7 @@ from tests.kernels.graphs import assert_replays
 from moeyard_kernels import ops
 from moeyard_kernels.attention import rope_cache_write as triton_kernel
 from moeyard_kernels.common.launch import checked
-from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.common.tuning import RowConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -33,7 +33,7 @@ def poison(*shape: int) -> None:
     del block
 
 
-def run_gqa(args: list[torch.Tensor], interleaved: bool, config: Config | None = None) -> list[torch.Tensor]:
+def run_gqa(args: list[torch.Tensor], interleaved: bool, config: RowConfig | None = None) -> list[torch.Tensor]:
     on_device = [x.to(DEVICE, copy=True) if x.is_contiguous() else x.to(DEVICE) for x in args]
     poison(*args[0].shape)
     out = triton_kernel.rope_cache_write_gqa(*on_device, interleaved=interleaved, config=config)
@@ -67,7 +67,7 @@ def test_gqa_equals_rope_and_a_copy(
     assert all(torch.equal(a, b) for a, b in zip((out, *caches), got, strict=True))
 
 
-def run_mla(args: list[torch.Tensor], interleaved: bool, config: Config | None = None) -> list[torch.Tensor]:
+def run_mla(args: list[torch.Tensor], interleaved: bool, config: RowConfig | None = None) -> list[torch.Tensor]:
     on_device = [x.to(DEVICE, copy=True) if x.is_contiguous() else x.to(DEVICE) for x in args]
     poison(*args[0].shape)
     out = triton_kernel.rope_cache_write_mla(*on_device, interleaved=interleaved, config=config)
@@ -107,7 +107,7 @@ def test_mla_equals_rope_and_a_copy(
 
 
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
-def test_every_config_gives_the_same_bits(config: Config) -> None:
+def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
     args = mla_inputs(1, 9, 20, 24, torch.bfloat16, torch.float32)
     for interleaved in (False, True):
         plain = run_mla(args, interleaved)

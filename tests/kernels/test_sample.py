@@ -1,22 +1,24 @@
-"""Sampling: kernels and reference against the engine's CPU sampler, token by token, and against the definitions."""
+"""Sampling: kernels and reference against one written with numpy, token by token, and against the definitions."""
 
 import math
 from collections.abc import Sequence as Seq
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.kernels import numpy_sampler
 
 from moeyard_kernels import ops
+from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.common.launch import checked
-from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.ref import sample as reference
 from moeyard_kernels.sampling import sample as triton_kernel
 from moeyard_kernels.types.logit_edits import LogitEdits
-from moeyard_worker.engine import philox, sampler
+from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.protocol import SamplingParams
-from moeyard_worker.scheduling.request import Sequence
+from moeyard_worker.scheduling.request import Request
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
@@ -24,21 +26,21 @@ LARGE = [129280, 151936, 163840] if ON_GPU else []
 # The interpreter takes 60 ms for a row.
 MANY = 64 if ON_GPU else 4
 # Parts and lists so small that a short row has many of both, and its top-k does not fit.
-SMALL = triton_kernel._config(256, 2, 4, race=256, mass=256, part=512, list_=16)
+SMALL = triton_kernel.SampleConfig(BLOCK=256, ROUNDS=2, RACE=256, MASS=256, PART=512, LIST=16)
 # The interpreter takes 2 ms for every call of a function.
-USUAL = None if ON_GPU else triton_kernel._config(1024, 1, 4, race=1024, mass=1024, part=1024)
+USUAL = None if ON_GPU else triton_kernel.SampleConfig(BLOCK=1024, ROUNDS=1, RACE=1024, MASS=1024, PART=1024)
 F64 = torch.float64
 
 
-def sequence(prompt: Seq[int] = (1, 2, 3), output: Seq[int] = (), **options: Any) -> Sequence:
+def sequence(prompt: Seq[int] = (1, 2, 3), output: Seq[int] = (), **options: Any) -> Request:
     params = SamplingParams(**{"max_tokens": 1000, **options})
-    return Sequence(
-        client=b"a", request_id="r", prompt=tuple(prompt), sampling=params, arrived=0.0, hashes=[], key="61:r",
+    return Request(
+        client=b"a", request_id="r", prompt=tuple(prompt), sampling=params, arrived=0.0, hashes=[],
         output=list(output),
     )  # fmt: skip
 
 
-def edits_of(sequences: Seq[Sequence], vocab: int) -> LogitEdits:
+def edits_of(sequences: Seq[Request], vocab: int) -> LogitEdits:
     """As a worker would keep them; the slots are not those of the rows."""
     num_rows, width = len(sequences), 1 + max(len(s.sampling.logit_bias) for s in sequences)
     words = torch.zeros(num_rows + 1, vocab, dtype=torch.int32)
@@ -48,7 +50,7 @@ def edits_of(sequences: Seq[Sequence], vocab: int) -> LogitEdits:
         p, slot = s.sampling, num_rows - i
         held_back = set(p.stop_token_ids) if len(s.output) < p.min_tokens else set()
         added = {**p.logit_bias, **dict.fromkeys(held_back, -math.inf)}
-        if not sampler._edits_logits(p) and not held_back:
+        if not numpy_sampler.edits_logits(p) and not held_back:
             continue
         bias = torch.nn.functional.pad(bias, (0, max(0, len(added) - bias.shape[1])), value=math.nan)
         slots[i], penalties[i] = slot, torch.tensor([p.repetition_penalty, p.frequency_penalty, p.presence_penalty])
@@ -62,7 +64,7 @@ def edits_of(sequences: Seq[Sequence], vocab: int) -> LogitEdits:
     return LogitEdits(words=words, bias=bias, slots=slots, penalties=penalties)
 
 
-def arguments(sequences: Seq[Sequence], vocab: int, *, edits: bool = True) -> dict[str, Any]:
+def arguments(sequences: Seq[Request], vocab: int, *, edits: bool = True) -> dict[str, Any]:
     def column(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([getattr(s.sampling, name) for s in sequences], dtype=dtype)
 
@@ -84,24 +86,38 @@ def to_device(x: Any) -> Any:
 
 
 def run_kernel(
-    logits: torch.Tensor, *, config: Config | None = None, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logits: torch.Tensor, *, config: triton_kernel.SampleConfig | None = None, **options: Any
+) -> SampledTokens:
     """The Triton kernels on DEVICE, results on the CPU."""
     # What the allocator hands out next is these blocks, full of nonsense.
     poison = [torch.full((n,), -1, device=DEVICE, dtype=torch.int64) for n in (logits.shape[0], 4096, 65536)]
     del poison
     with np.errstate(all="ignore"):
-        ids, logprobs = triton_kernel.sample(
+        tokens = triton_kernel.sample(
             logits.to(DEVICE), config=config or USUAL, **{name: to_device(x) for name, x in options.items()}
         )
-    return ids.cpu(), None if logprobs is None else logprobs.cpu()
+    return SampledTokens(**{name: x if x is None else x.cpu() for name, x in named(tokens).items()})
 
 
-def from_worker(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
-    return [s.token_id for s in sampler.sample(logits.float(), sequences, ())]
+def named(tokens: SampledTokens) -> dict[str, torch.Tensor | None]:
+    return {field.name: getattr(tokens, field.name) for field in fields(tokens)}
 
 
-def mixed_rows(vocab: int, count: int, *, edits: bool) -> tuple[torch.Tensor, list[Sequence]]:
+def assert_same(got: SampledTokens, wanted: SampledTokens, what: str) -> None:
+    """Equal bytes of everything."""
+    for name, x in named(got).items():
+        assert_bits(f"{what}: {name}", x, getattr(wanted, name))
+
+
+def of_rows(tokens: SampledTokens, rows: slice | list[int]) -> SampledTokens:
+    return SampledTokens(**{name: x if x is None else x[rows] for name, x in named(tokens).items()})
+
+
+def from_numpy(logits: torch.Tensor, sequences: Seq[Request]) -> list[int]:
+    return [s.token_ids[0] for s in numpy_sampler.sample(logits.float(), sequences, ())]
+
+
+def mixed_rows(vocab: int, count: int, *, edits: bool) -> tuple[torch.Tensor, list[Request]]:
     """Rows of all kinds, peaked and flat, greedy and sampled, and the sequences that ask for them."""
     rng = np.random.default_rng(int(torch.randint(2**31, ())))
     logits = torch.randn(count, vocab) * torch.from_numpy(rng.choice([0.05, 1.0, 3.0], count)).float()[:, None]
@@ -128,33 +144,82 @@ def mixed_rows(vocab: int, count: int, *, edits: bool) -> tuple[torch.Tensor, li
     return logits, sequences
 
 
-def test_noise_is_the_workers() -> None:
+def test_noise_is_numpys() -> None:
     ids = torch.tensor([0, 1, 2, 3, 4, 7, 163839, 2**31 - 1])
     for seed, position in ((0, 0), (-1, 5), (2**63 - 1, 2**32 + 7), (-(2**63), 131071)):
         words = reference.philox4x32(ids, position, seed).numpy()
-        wanted = philox.philox4x32(
+        wanted = numpy_sampler.philox4x32(
             (ids.numpy().astype(np.uint64), position, 0, 0), (seed & 2**32 - 1, seed >> 32 & 2**32 - 1)
         )
         assert np.array_equal(words, wanted)
-        noise = reference.exponential_noise(seed, position, ids).numpy()
-        np.testing.assert_allclose(noise, philox.exponential_noise(seed, position, ids.numpy()), rtol=1e-15)
+    # Many rows at once.
+    rows = torch.tensor([(0, 0), (5, -1), (2**32 + 7, 2**63 - 1), (131071, -(2**63))])
+    together = reference.philox4x32(ids[:4], rows[:, 0], rows[:, 1])
+    for i, (position, seed) in enumerate(rows.tolist()):
+        assert torch.equal(together[i : i + 1], reference.philox4x32(ids[i : i + 1], position, seed))
 
 
 @pytest.mark.parametrize("vocab", [7, 1000])
-def test_the_reference_chooses_what_the_worker_does(vocab: int) -> None:
+def test_the_reference_chooses_what_numpy_does(vocab: int) -> None:
     logits, sequences = mixed_rows(vocab, 150, edits=True)
-    ids, _ = ops.sample(logits, **arguments(sequences, vocab))
-    assert ids.tolist() == from_worker(logits, sequences)
+    ids = ops.sample(logits, **arguments(sequences, vocab)).ids
+    assert ids.tolist() == from_numpy(logits, sequences)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-3, 0.7, 30.0])
+def test_the_reference_chooses_what_numpy_does_of_many(temperature: float) -> None:
+    """Rows long enough that cuts look at their likeliest tokens only."""
+    logits = torch.randn(12, 20000) * torch.tensor([0.02, 1.0, 4.0]).repeat(4)[:, None]
+    logits[:6] = logits[:6].mul(8).round().div(8)
+    cuts: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 400}, {"top_p": 0.3, "min_p": 1e-4}, {"min_p": 1e-3}]
+    cuts = [{**cut, "temperature": temperature, "seed": i} for i in range(3) for cut in cuts]
+    sequences = [sequence(output=(5, 5, 7), repetition_penalty=(1.0, 1.3)[i % 2], **cuts[i]) for i in range(12)]
+    ids = ops.sample(logits, **arguments(sequences, 20000)).ids
+    assert ids.tolist() == from_numpy(logits, sequences)
+
+
+def kept_by_definition(x: np.ndarray, temperature: float, *, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Min-p, then the whole row sorted by falling weight, then top-k and top-p of it: the ids."""
+    with np.errstate(over="ignore"):
+        weights = np.exp((x - x.max()) / temperature)
+    ids = np.flatnonzero(weights >= min_p)
+    ids = ids[np.argsort(-weights[ids], kind="stable")][: top_k or None]
+    mass = np.cumsum(weights[ids])
+    return ids[: int((mass < top_p * mass[-1]).sum()) + 1] if top_p < 1 else np.sort(ids)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 0.5, 1.0, 50.0])
+@pytest.mark.parametrize("kind", ["flat", "usual", "peaked", "equal", "steps", "halves", "infinite"])
+def test_cuts_keep_what_a_whole_sort_would(kind: str, temperature: float) -> None:
+    vocab = 5000
+    x = torch.randn(vocab).double().numpy() * {"flat": 0.01, "peaked": 6.0}.get(kind, 2.0)
+    if kind == "equal":
+        x[:] = 0.0
+    elif kind == "steps":
+        x = x.round()
+    elif kind == "halves":
+        # Sums of powers of two are exact: a nucleus ends right at a token's.
+        x = -math.log(2) * np.minimum(np.arange(vocab), 1000.0)[torch.randperm(vocab).numpy()] * temperature
+    elif kind == "infinite":
+        x[torch.rand(vocab).numpy() < 0.9] = -math.inf
+    for top_k in (0, 1, 40, 900, vocab - 1, vocab, vocab + 7):
+        for top_p in (1e-9, 0.25, 0.5, 0.75, 0.999, 1 - 2.0**-40, 1.0):
+            for min_p in (0.0, 2.0**-20, 0.01, 0.5, 1.0):
+                cuts: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+                ids, _ = reference.candidates(x, temperature, **cuts)
+                # Without a nucleus nobody asks for their order.
+                ids = ids if top_p < 1 else np.sort(ids)
+                assert np.array_equal(ids, kept_by_definition(x, temperature, **cuts)), cuts
 
 
 @pytest.mark.parametrize("edits", [False, True], ids=["plain", "edits"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("vocab", [7, 1000, 4096, *LARGE], ids=lambda v: f"V{v}")
-def test_kernels_choose_what_the_worker_does(vocab: int, dtype: torch.dtype, edits: bool) -> None:
+def test_kernels_choose_what_numpy_does(vocab: int, dtype: torch.dtype, edits: bool) -> None:
     logits, sequences = mixed_rows(vocab, MANY, edits=edits)
     logits = logits.to(dtype)
-    ids, _ = run_kernel(logits, **arguments(sequences, vocab, edits=edits))
-    assert ids.tolist() == from_worker(logits, sequences)
+    ids = run_kernel(logits, **arguments(sequences, vocab, edits=edits)).ids
+    assert ids.tolist() == from_numpy(logits, sequences)
 
 
 @pytest.mark.parametrize(
@@ -168,45 +233,40 @@ def test_launches_that_are_left_out_change_nothing(vocab: int, given: tuple[str,
     all_of_them = arguments(sequences, vocab, edits=False)
     always = ("temperature", "seeds", "positions")
     some = {name: all_of_them[name] for name in (*always, *given)}
-    wanted, _ = reference.sample(logits, **some)
-    assert torch.equal(run_kernel(logits, **some)[0], wanted)
+    assert torch.equal(run_kernel(logits, **some).ids, reference.sample(logits, **some).ids)
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
     logits = torch.randn(6, 4096 if not ON_GPU else 163840).to(torch.bfloat16)
     wanted = torch.stack([(row == row.max()).nonzero()[0, 0] for row in logits])
     for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(run_kernel(logits.to(dtype))[0], wanted)
+        assert torch.equal(run_kernel(logits.to(dtype)).ids, wanted)
     zeros = torch.zeros(2, 600)
     zeros[0, :5] = -0.0
-    assert run_kernel(zeros)[0].tolist() == [0, 0]
+    assert run_kernel(zeros).ids.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("vocab", [600, *LARGE[-1:]], ids=lambda v: f"V{v}")
 def test_a_row_alone_is_the_row_in_a_batch(vocab: int) -> None:
     logits, sequences = mixed_rows(vocab, MANY, edits=True)
-    whole, logprobs = run_kernel(logits, logprobs=True, **arguments(sequences, vocab))
-    assert logprobs is not None
+    whole = run_kernel(logits, logprobs=3, **arguments(sequences, vocab))
     order = torch.randperm(len(sequences))[: 24 if ON_GPU else 2].tolist()
     for i in order:
-        alone, logprob = run_kernel(logits[i : i + 1], logprobs=True, **arguments([sequences[i]], vocab))
-        assert alone == whole[i]
-        assert torch.equal(logprob, logprobs[i : i + 1])
+        alone = run_kernel(logits[i : i + 1], logprobs=3, **arguments([sequences[i]], vocab))
+        assert_same(alone, of_rows(whole, [i]), f"row {i}")
     turned = order[::-1]
-    again, _ = run_kernel(logits[turned], **arguments([sequences[i] for i in turned], vocab))
-    assert torch.equal(again, whole[turned])
+    again = run_kernel(logits[turned], logprobs=3, **arguments([sequences[i] for i in turned], vocab))
+    assert_same(again, of_rows(whole, turned), "turned around")
 
 
 @pytest.mark.parametrize("vocab", LARGE[1:2] or [700], ids=lambda v: f"V{v}")
 def test_every_config_gives_the_same(vocab: int) -> None:
     logits, sequences = mixed_rows(vocab, 64 if ON_GPU else 2, edits=ON_GPU)
     options = arguments(sequences, vocab, edits=ON_GPU)
-    wanted, wanted_logprobs = run_kernel(logits, logprobs=True, config=SMALL, **options)
+    wanted = run_kernel(logits, logprobs=5, config=SMALL, **options)
     # All of them on a GPU; the interpreter has no time.
     for config in triton_kernel.CONFIGS if ON_GPU else triton_kernel.CONFIGS[1:3]:
-        ids, logprobs = run_kernel(logits, logprobs=True, config=config, **options)
-        assert torch.equal(ids, wanted), config
-        assert torch.equal(logprobs.view(torch.int32), wanted_logprobs.view(torch.int32)), config  # type: ignore[union-attr]
+        assert_same(run_kernel(logits, logprobs=5, config=config, **options), wanted, str(config))
 
 
 @pytest.mark.parametrize("top_k", [1, 17, 300, 899])
@@ -216,16 +276,16 @@ def test_top_k_that_fits_no_list(top_k: int) -> None:
     logits[2:] = 0.25
     logits[3, ::3] = 0.5
     sequences = [sequence(top_k=top_k, temperature=0.9, seed=i, top_p=(1.0, 0.7)[i % 2]) for i in range(4)]
-    ids, _ = run_kernel(logits, config=SMALL, **arguments(sequences, 900, edits=False))
-    assert ids.tolist() == from_worker(logits, sequences)
+    ids = run_kernel(logits, config=SMALL, **arguments(sequences, 900, edits=False)).ids
+    assert ids.tolist() == from_numpy(logits, sequences)
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.004, 0.03])
 def test_nuclei_that_the_first_candidates_miss(top_p: float) -> None:
     logits = torch.randn(MANY // 2, 900).mul(0.2)
     sequences = [sequence(top_p=top_p, seed=i) for i in range(MANY // 2)]
-    ids, _ = run_kernel(logits, config=SMALL, **arguments(sequences, 900, edits=False))
-    assert ids.tolist() == from_worker(logits, sequences)
+    ids = run_kernel(logits, config=SMALL, **arguments(sequences, 900, edits=False)).ids
+    assert ids.tolist() == from_numpy(logits, sequences)
 
 
 def test_rows_that_fp32_cannot_judge_are_searched() -> None:
@@ -233,9 +293,9 @@ def test_rows_that_fp32_cannot_judge_are_searched() -> None:
     logits = torch.full((2, 900), math.log(0.5) - 1e-4)
     logits[:, 400], logits[:, 500] = 0.0, -0.1
     sequences = [sequence(min_p=0.5, seed=i, top_p=(1.0, 0.9)[i % 2]) for i in range(2)]
-    ids, _ = run_kernel(logits, **arguments(sequences, 900, edits=False))
+    ids = run_kernel(logits, **arguments(sequences, 900, edits=False)).ids
     assert set(ids.tolist()) <= {400, 500}
-    assert ids.tolist() == from_worker(logits, sequences)
+    assert ids.tolist() == from_numpy(logits, sequences)
 
 
 def test_ties_at_a_cut_go_to_the_lowest_ids() -> None:
@@ -243,10 +303,10 @@ def test_ties_at_a_cut_go_to_the_lowest_ids() -> None:
     cuts: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.01}, {"top_k": 6, "top_p": 0.5}]
     sequences = [sequence(seed=i, **cuts[i % 3]) for i in range(9)]
     options = arguments(sequences, 300, edits=False)
-    ids, _ = run_kernel(logits, **options)
+    ids = run_kernel(logits, **options).ids
     assert set(ids.tolist()) <= {0, 1, 2}
     assert len(set(ids.tolist())) > 1
-    assert torch.equal(ids, reference.sample(logits, **options)[0])
+    assert torch.equal(ids, reference.sample(logits, **options).ids)
 
 
 def test_what_is_not_finite() -> None:
@@ -261,16 +321,18 @@ def test_what_is_not_finite() -> None:
     logits[4, 20], logits[4, 30] = inf, -nan
     logits[5, 1:] = -inf
     wanted = [31, 0, 7, 11, 30, 0]
-    assert run_kernel(logits)[0].tolist() == wanted
+    assert run_kernel(logits).ids.tolist() == wanted
     for options in ({}, {"top_k": 4}, {"top_p": 0.5}, {"top_k": 4, "top_p": 0.5, "min_p": 0.1}):
         sequences = [sequence(seed=i, **options) for i in range(6)]
         given = arguments(sequences, 50, edits=False)
-        ids, logprobs = run_kernel(logits, logprobs=True, **given)
-        assert ids.tolist() == wanted
-        assert torch.equal(reference.sample(logits, **given)[0], ids)
-        assert logprobs is not None
-        assert logprobs.isnan().tolist() == [False, True, True, True, True, False]
-        assert logprobs[[0, 5]].tolist() == [0.0, 0.0]
+        got, of_reference = run_kernel(logits, logprobs=3, **given), reference.sample(logits, logprobs=3, **given)
+        assert got.ids.tolist() == wanted
+        for tokens in (got, of_reference):
+            assert tokens.logprobs is not None
+            assert tokens.logprobs.isnan().tolist() == [False, True, True, True, True, False]
+            assert tokens.logprobs[[0, 5]].tolist() == [0.0, 0.0]
+        for name in ("ids", "ranks", "top_ids"):
+            assert_bits(name, getattr(got, name), getattr(of_reference, name))
 
 
 @pytest.mark.parametrize("temperature", [1e-310, 1e-30, 1e4, 1e60])
@@ -280,20 +342,40 @@ def test_extreme_temperatures(temperature: float) -> None:
     # At 1e60 all weights are equal, and which tokens are cut away is a matter of rounding.
     cuts: list[dict[str, Any]] = [{}, {"top_k": 9}, {"top_p": 0.9}] if temperature < 1e60 else [{}] * 3
     sequences = [sequence(temperature=temperature, seed=i, **cuts[i]) for i in range(3)]
-    ids, _ = run_kernel(logits, **arguments(sequences, 400, edits=False))
-    assert ids.tolist() == from_worker(logits, sequences)
+    ids = run_kernel(logits, **arguments(sequences, 400, edits=False)).ids
+    assert ids.tolist() == from_numpy(logits, sequences)
 
 
-@pytest.mark.parametrize("vocab", [1000, *LARGE[:1]], ids=lambda v: f"V{v}")
-def test_logprobs_are_those_of_the_unmodified_logits(vocab: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_top", [0, 1, 7, 20])
+@pytest.mark.parametrize("vocab", [11, 1000, *LARGE[:1]], ids=lambda v: f"V{v}")
+def test_logprobs_and_ranks_are_numpys(vocab: int, num_top: int, dtype: torch.dtype) -> None:
+    """Of the unmodified logits: the kernels' and the reference's, ties among the likeliest too."""
     logits, sequences = mixed_rows(vocab, 3, edits=True)
-    ids, logprobs = run_kernel(logits, logprobs=True, **arguments(sequences, vocab))
-    exact = torch.log_softmax(logits.double(), 1)[torch.arange(3), ids].float()
-    torch.testing.assert_close(logprobs, exact, rtol=2e-7, atol=1e-7)
-    for i, s in enumerate(sequences):
-        of_worker = sampler.token_logprob(logits[i].numpy(), int(ids[i]), 0).logprob
-        assert of_worker == pytest.approx(float(exact[i]), rel=2e-7, abs=1e-7), s
-    torch.testing.assert_close(ops.sample(logits, **arguments(sequences, vocab), logprobs=True)[1], exact)
+    logits = logits.mul(4).round().div(4).to(dtype)
+    options = arguments(sequences, vocab)
+    for tokens in (run_kernel(logits, logprobs=num_top, **options), ops.sample(logits, logprobs=num_top, **options)):
+        assert tokens.logprobs is not None
+        assert tokens.ranks is not None
+        for i in range(3):
+            wanted = numpy_sampler.token_logprob(logits[i].float().numpy(), int(tokens.ids[i]), num_top)
+            assert int(tokens.ranks[i]) == wanted.rank
+            assert float(tokens.logprobs[i]) == pytest.approx(wanted.logprob, rel=2e-7, abs=1e-7)
+            if num_top == 0:
+                assert tokens.top_ids is tokens.top_logprobs is None
+                continue
+            assert tokens.top_ids is not None
+            assert tokens.top_logprobs is not None
+            assert tokens.top_ids[i].tolist() == [token for token, _ in wanted.top]
+            of_numpy = [logprob for _, logprob in wanted.top]
+            assert tokens.top_logprobs[i].tolist() == pytest.approx(of_numpy, rel=2e-7, abs=1e-7)
+
+
+def test_nothing_is_computed_that_nobody_asked_for() -> None:
+    logits, sequences = mixed_rows(50, 2, edits=False)
+    options = arguments(sequences, 50, edits=False)
+    for tokens in (run_kernel(logits, **options), ops.sample(logits, **options)):
+        assert named(tokens) == {"ids": tokens.ids} | dict.fromkeys(("logprobs", "ranks", "top_ids", "top_logprobs"))
 
 
 @pytest.mark.parametrize("cuts", [{}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1, "temperature": 1.6}], ids=str)
@@ -302,9 +384,10 @@ def test_frequencies_are_the_probabilities(cuts: dict[str, Any]) -> None:
     vocab, n = 24, 20000 if ON_GPU else 1000
     row = torch.randn(vocab) * 1.5
     options = arguments([sequence(seed=i * 7919 + 1, **cuts) for i in range(n)], vocab, edits=False)
-    ids, _ = ops.sample(row.expand(n, vocab).contiguous().to(DEVICE), **{k: to_device(x) for k, x in options.items()})
-    kept, weights = reference._candidates(
-        row.double(), cuts.get("temperature", 1.0), cuts.get("top_k", 0), cuts.get("top_p", 1.0), cuts.get("min_p", 0.0)
+    ids = ops.sample(row.expand(n, vocab).contiguous().to(DEVICE), **{k: to_device(x) for k, x in options.items()}).ids
+    rest = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | cuts
+    kept, weights = map(
+        torch.from_numpy, reference.candidates(row.double().numpy(), rest.pop("temperature", 1.0), **rest)
     )
     expected = torch.zeros(vocab, dtype=F64).index_put((kept,), weights / weights.sum() * n)
     counts = torch.bincount(ids.cpu(), minlength=vocab)
@@ -320,25 +403,24 @@ def test_a_graph_replays_it() -> None:
     logits, sequences = mixed_rows(4096, 16, edits=True)
     options = {name: to_device(x) for name, x in arguments(sequences, 4096).items()}
     fixed = logits.to(DEVICE)
-    triton_kernel.sample(fixed, logprobs=True, **options)
+    triton_kernel.sample(fixed, logprobs=4, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ids, logprobs = triton_kernel.sample(fixed, logprobs=True, **options)
+        tokens = triton_kernel.sample(fixed, logprobs=4, **options)
     for shift in (0, 1, 5):
         fixed.copy_(logits.roll(shift, 1))
         options["positions"].add_(shift)
         graph.replay()
-        again, logprobs_again = triton_kernel.sample(fixed.clone(), logprobs=True, **options)
-        assert torch.equal(ids, again)
-        assert torch.equal(logprobs.view(torch.int32), logprobs_again.view(torch.int32))
+        assert_same(tokens, triton_kernel.sample(fixed.clone(), logprobs=4, **options), f"rolled by {shift}")
 
 
 def test_no_rows() -> None:
     for run in (run_kernel, ops.sample):
-        ids, logprobs = run(torch.zeros(0, 5), logprobs=True)
-        assert ids.shape == logprobs.shape == (0,)
-        assert ids.dtype == torch.int64
-        assert logprobs.dtype == torch.float32
+        tokens = run(torch.zeros(0, 5), logprobs=20)
+        assert tokens.ids.shape == tokens.logprobs.shape == tokens.ranks.shape == (0,)
+        assert tokens.top_ids.shape == tokens.top_logprobs.shape == (0, 5)
+        assert tokens.ids.dtype == tokens.ranks.dtype == tokens.top_ids.dtype == torch.int64
+        assert tokens.logprobs.dtype == tokens.top_logprobs.dtype == torch.float32
 
 
 def test_bad_arguments_are_named() -> None:
@@ -352,19 +434,22 @@ def test_bad_arguments_are_named() -> None:
         ops.sample(logits, **{**good, "top_k": torch.ones(3, dtype=torch.int64)})
     with pytest.raises(ValueError, match="needs seeds and positions"):
         ops.sample(logits, **{**good, "seeds": None})
+    for wrong in (-1, 21):
+        with pytest.raises(ValueError, match=f"logprobs {wrong}, expected None or 0 to 20"):
+            ops.sample(logits, logprobs=wrong)
     with pytest.raises(ValueError, match="without temperature, which is None"):
         ops.sample(logits, top_p=good["top_p"])
     bad = {"words": torch.zeros(3, 8, dtype=torch.int32), "slots": torch.zeros(2), "penalties": torch.zeros(2, 2)}
-    fields = {name: getattr(good["edits"], name) for name in ("words", "bias", "slots", "penalties")}
+    parts = {name: getattr(good["edits"], name) for name in ("words", "bias", "slots", "penalties")}
     for name, x in bad.items():
         with pytest.raises(ValueError, match=rf"edits.{name} \w+ \[.*\], expected \w+ \["):
-            ops.sample(logits, **{**good, "edits": LogitEdits(**{**fields, name: x})})
-    outside = {**good, "edits": LogitEdits(**{**fields, "slots": torch.tensor([0, 3])})}
+            ops.sample(logits, **{**good, "edits": LogitEdits(**{**parts, name: x})})
+    outside = {**good, "edits": LogitEdits(**{**parts, "slots": torch.tensor([0, 3])})}
     with pytest.raises(ValueError, match="holds 0 to 3, outside -1 to 2"):
         ops.sample(logits, **outside)
     with checked(), pytest.raises(ValueError, match=r"slots int64 .* holds 0 to 3, outside -1 to 2"):
         run_kernel(logits, **outside)
-    beyond = {**fields, "words": fields["words"] | 4095}
+    beyond = {**parts, "words": parts["words"] | 4095}
     with pytest.raises(ValueError, match=r"words name bias 4095 of \d+ per slot"):
         ops.sample(logits, **{**good, "edits": LogitEdits(**beyond)})
     with pytest.raises(ValueError, match="is not contiguous"):
@@ -377,8 +462,8 @@ def test_what_is_on_another_device_is_named() -> None:
     names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
     wrong = {name: {**good, name: good[name].to("meta")} for name in names}
     for name in ("words", "bias", "slots", "penalties"):
-        fields = {field: getattr(good["edits"], field) for field in ("words", "bias", "slots", "penalties")}
-        wrong[f"edits.{name}"] = {**good, "edits": LogitEdits(**{**fields, name: fields[name].to("meta")})}
+        parts = {field: getattr(good["edits"], field) for field in ("words", "bias", "slots", "penalties")}
+        wrong[f"edits.{name}"] = {**good, "edits": LogitEdits(**{**parts, name: parts[name].to("meta")})}
     for name, options in wrong.items():
         for run in (ops.sample, triton_kernel.sample):
             with pytest.raises(ValueError, match=rf"sample: {name} is on meta, logits on cpu"):

@@ -5,7 +5,7 @@ import torch
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
-from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.common.tuning import RowConfig
 from moeyard_kernels.elementwise import scale_rows as triton_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,7 +30,7 @@ def test_kernel_and_reference_equal_the_formula(
 
 
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
-def test_every_config_gives_the_same_bits(config: Config) -> None:
+def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
     x, scale = torch.randn(1, 700).bfloat16(), torch.rand(1)
     wanted = ops.scale_rows_(x.clone(), scale)
     on_device = x.to(DEVICE, copy=True)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
-from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.common.tuning import RowConfig
 from moeyard_kernels.elementwise import silu_mul as triton_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,7 +27,7 @@ def test_values_and_rows(dim: int, dtype: torch.dtype) -> None:
     assert ops.silu_mul(x[:0]).shape == (0, dim)
 
 
-def run_kernel(x: torch.Tensor, config: Config | None = None) -> torch.Tensor:
+def run_kernel(x: torch.Tensor, config: RowConfig | None = None) -> torch.Tensor:
     # What the allocator hands out next is this block, full of NaN.
     poison = torch.full((x.shape[0], x.shape[1] // 2), float("nan"), device=DEVICE)
     del poison
@@ -67,7 +67,7 @@ def test_a_graph_replays_it(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
-def test_every_config_gives_the_same_bits(config: Config) -> None:
+def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
     x = torch.randn(1, 600).to(DEVICE, torch.bfloat16)
     assert torch.equal(run_kernel(x, config), run_kernel(x))
 

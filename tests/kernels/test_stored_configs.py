@@ -11,6 +11,8 @@ import moeyard_kernels
 from moeyard_kernels.bench.__main__ import all_cases
 from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.common import tuning
+from moeyard_kernels.common.tuning import RowConfig, parse
+from moeyard_kernels.linear.linear_configs import KINDS, Skinny
 
 FILES = sorted(tuning.FOLDER.glob("*.json"))
 # Where an op's store is not named like its module.
@@ -27,10 +29,10 @@ def test_every_stored_config_is_one_that_the_tests_hold_to_equal_bits(file: Path
     assert table, "an empty file is no store"
     unknown = []
     for op, classes in table.items():
-        [file_of] = Path(moeyard_kernels.__path__[0]).glob(f"[!rc]*/{MODULE_OF.get(op, op)}.py")
+        [file_of] = Path(moeyard_kernels.__path__[0]).glob(f"[aels]*/{MODULE_OF.get(op, op)}.py")
         module = importlib.import_module(f"moeyard_kernels.{file_of.parent.name}.{file_of.stem}")
-        known = [dict(config) for config in module.CONFIGS]
-        unknown += [(op, shape, config) for shape, config in classes.items() if config not in known]
+        kinds = tuple({type(config) for config in module.CONFIGS})
+        unknown += [(op, shape) for shape, config in classes.items() if parse(kinds, config) not in module.CONFIGS]
     assert unknown == []
 
 
@@ -43,7 +45,7 @@ def test_stored_configs_give_the_bits_of_another_at_their_own_shapes() -> None:
     for case in all_cases(()):
         chosen = unseen.pop(case.tune_key, None) if case.tune_key else None
         if chosen is not None:
-            other = next(run for config, run in case.variants if dict(config) != chosen)
+            other = next(run for config, run in case.variants if config.as_dict() != chosen)
             assert_bits(f"{case.op} {case.shape}", case.run(), other())
     assert unseen == {}, "stored for shapes that the bench has no case of"
 
@@ -61,6 +63,27 @@ def test_a_broken_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_cpu_runs_the_default() -> None:
-    default = tuning.config(BM=16, num_warps=2)
-    assert tuning.choose("linear", "any", torch.zeros(1), lambda: default) is default
-    assert dict(default) == {"BM": 16, "num_warps": 2, "num_stages": 3}
+    default = RowConfig(BLOCK=16, num_warps=2)
+    assert tuning.choose("rope", "any", torch.zeros(1), (RowConfig,), lambda: default) is default
+    assert default.as_dict() == {"kernel": "rows", "BLOCK": 16, "num_warps": 2, "num_stages": 3}
+
+
+def test_a_stored_config_is_one_of_its_kernels() -> None:
+    good = {"kernel": "skinny", "BM": 8, "BN": 64, "BK": 256, "EARLY": 4, "num_stages": 6, "num_warps": 4}
+    assert parse(KINDS, good) == Skinny(BM=8, BN=64, BK=256, EARLY=4, num_stages=6)
+    for message, change in (
+        (r"no kernel of that name in \['Tiles', 'Stream', 'Skinny', 'Wide'\]", {"kernel": "thin"}),
+        (r"Wide has the fields \['BK', 'BM', 'BN', 'GROUP', 'kernel', 'num_stages', 'num_warps'\]", {"kernel": "wide"}),
+        (r"Skinny has the fields", {"TMA": 2}),
+        (r"BM is True, expected <class 'int'>", {"BM": True}),
+        (r"EARLY is '4', expected <class 'int'>", {"EARLY": "4"}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(KINDS, good | change)
+
+
+def test_a_config_that_is_none_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    (tmp_path / "Odd.json").write_text(json.dumps({"rope": {"any": {"kernel": "rows", "BN": 4}}}))
+    with pytest.raises(ValueError, match=r"Odd\.json: rope any: .* RowConfig has the fields"):
+        tuning._found("Odd", "rope", "any", (RowConfig,))

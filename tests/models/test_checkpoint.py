@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint
 
+from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.checkpoint.check import CheckedCheckpoint
 from moeyard_worker.checkpoint.index import open_index
 from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.layers.weights import Weight
-from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.models.families import load_model_config
 
 LAYER = "model.layers.1."
 
@@ -43,7 +44,7 @@ def test_dense_values(tmp_path: Path, dtype: torch.dtype, served: torch.dtype, s
     stored = {k: v for file in tmp_path.glob("*.safetensors") for k, v in load_file(file).items()}
     checkpoint = check(tmp_path)
     read: list[int] = []
-    loader = DenseLoader(checkpoint, dtype=served, progress=read.append)
+    loader = DenseLoader(checkpoint, backend=CpuBackend(page_size=16), dtype=served, progress=read.append)
     num_tensors = 0
     for weight in checkpoint.spec.dense():
         num_tensors += len(weight.parts)
@@ -256,14 +257,15 @@ def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("r+b") as stream:
         stream.truncate(checkpoint.index.entries["model.norm.weight"].start + 3)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated while reading model\.norm\.weight"):
-        DenseLoader(checkpoint, dtype=torch.float32).load(checkpoint.spec.norm)
+        DenseLoader(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.float32).load(checkpoint.spec.norm)
 
 
 _PEAK = r"""
 import re, sys, torch
 from pathlib import Path
+from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.checkpoint.loading import DenseLoader, open_checkpoint
-from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.models.families import load_model_config
 directory, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 checkpoint = open_checkpoint(directory, load_model_config(directory))
 torch.ops.mkldnn._reorder_linear_weight(torch.zeros(64, 64, dtype=dtype))
@@ -271,7 +273,8 @@ def status(key):
     return int(re.search(key + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
 before = status("VmRSS")
-kept = [DenseLoader(checkpoint, dtype=dtype).load(weight) for weight in checkpoint.spec.dense()]
+loader = DenseLoader(checkpoint, backend=CpuBackend(page_size=16), dtype=dtype)
+kept = [loader.load(weight) for weight in checkpoint.spec.dense()]
 print(status("VmHWM") - before)
 """
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
-from moeyard_worker.engine.verify import greedy_tokens, local_runner, prompt_logits, reference_model
+from moeyard_worker.engine.local import greedy_tokens, local_runner, prompt_logits
+from moeyard_worker.engine.verify import reference_model
 
 YARN = {
     "rope_type": "yarn",
@@ -185,7 +186,7 @@ def test_routing_of_random_checkpoints_is_diverse(tmp_path: Path, family: str, s
     run = experts.run
 
     def spy(layer: int, dispatched: Any) -> torch.Tensor:
-        seen.append(dispatched.num_tokens_per_expert)
+        seen.append(dispatched.experts.flatten().bincount().tolist())
         return run(layer, dispatched)
 
     experts.run = spy  # type: ignore[method-assign]

@@ -12,9 +12,10 @@ from transformers import DeepseekV3Config, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.layers.gqa import Gqa
+from moeyard_worker.layers.mla import Mla
 from moeyard_worker.layers.rope import inverse_frequencies
-from moeyard_worker.models.attention_config import GqaConfig, MlaConfig
-from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.models.families import load_model_config
 
 BASE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -71,14 +72,17 @@ def test_importing_it_loads_no_torch() -> None:
 
 def test_deepseek_v3(tmp_path: Path) -> None:
     config = load_model_config(write(tmp_path, "deepseek_v3"))
-    assert isinstance(config.attention, MlaConfig)
-    assert config.attention.scale == 24**-0.5
+    [attention] = config.attention_kinds()
+    assert isinstance(attention, Mla)
+    assert attention.scale == 24**-0.5
+    assert attention.rope is not None
+    assert attention.rope.interleaved
+    assert attention.rope.dim == 8
+    assert len(config.attention) == 4
     assert config.moe_layers == (1, 2, 3)
     assert config.shared_intermediate_size == 64
-    assert config.gate.group_score == "top2sum"
+    assert config.gate.rule.group_score == "top2sum"
     assert config.gate.fp32_logits
-    assert config.rope.interleaved
-    assert config.rope.dim == 8
     # 4 layers of 32 + 8 values.
     assert config.state_spec(2).bytes_per_token == 4 * 40 * 2
     assert config.state_spec(2).prefix_reusable
@@ -86,19 +90,21 @@ def test_deepseek_v3(tmp_path: Path) -> None:
 
 def test_qwen3_moe(tmp_path: Path) -> None:
     config = load_model_config(write(tmp_path, "qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[3]))
-    assert isinstance(config.attention, GqaConfig)
+    [attention] = config.attention_kinds()
+    assert isinstance(attention, Gqa)
     assert config.moe_layers == (1, 5)
-    assert config.rope.theta == 1000000.0
-    assert config.attention.head_dim == 32
-    assert config.attention.sliding_window is None
+    assert attention.rope is not None
+    assert attention.rope.theta == 1000000.0
+    assert attention.head_dim == 32
+    assert attention.sliding_window is None
     assert config.state_spec(4).bytes_per_token == 6 * 2 * 2 * 32 * 4
 
 
 def test_sliding_window_of_qwen3_moe_needs_its_switch(tmp_path: Path) -> None:
-    off = load_model_config(write(tmp_path, "qwen3_moe", sliding_window=64)).attention
-    on = load_model_config(write(tmp_path, "qwen3_moe", sliding_window=64, use_sliding_window=True)).attention
-    assert isinstance(off, GqaConfig)
-    assert isinstance(on, GqaConfig)
+    off = load_model_config(write(tmp_path, "qwen3_moe", sliding_window=64)).attention[0]
+    on = load_model_config(write(tmp_path, "qwen3_moe", sliding_window=64, use_sliding_window=True)).attention[0]
+    assert isinstance(off, Gqa)
+    assert isinstance(on, Gqa)
     assert (off.sliding_window, on.sliding_window) == (None, 64)
 
 
@@ -160,8 +166,10 @@ def test_rope_matches_transformers(tmp_path: Path, family: str, name: str, old_k
     else:
         write(tmp_path, family, rope_parameters=rope, remove=("rope_theta",))
     config = load_model_config(tmp_path)
-    torch.testing.assert_close(inverse_frequencies(config.rope), expected, rtol=1e-6, atol=0)
-    assert config.rope.attention_factor == pytest.approx(factor, rel=1e-12)
+    rope = config.attention[0].rope
+    assert rope is not None
+    torch.testing.assert_close(inverse_frequencies(rope), expected, rtol=1e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
+from moeyard_worker.engine.local import greedy_tokens, local_runner
 from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.verify import greedy_tokens, local_runner
 from moeyard_worker.scheduling.step import Chunk, Step
 
 OPTIONS = {
@@ -59,12 +59,12 @@ def test_prompt_chunks(runner: Runner, prompts: list[list[int]], alone: tuple, c
 def make_chunk(ids: list[int], start: int, size: int, *, prompt: bool, first_page: int, reverse: bool = False) -> Chunk:
     pages = range(first_page, first_page + PAGES)
     return Chunk(
-        request_id="",
+        key=(b"", ""),
         start=start,
         token_ids=tuple(ids[start : start + size]),
         pages=tuple(reversed(pages)) if reverse else tuple(pages),
         prompt=prompt,
-        sample=True,
+        num_sampled=1,
     )
 
 
@@ -117,7 +117,7 @@ def test_recomputed_outputs(runner: Runner, prompts: list[list[int]], alone: tup
 
 def test_only_sampled_rows_are_returned(runner: Runner, prompts: list[list[int]], alone: tuple) -> None:
     ids = [*prompts[0], *alone[0]]
-    silent = Chunk(request_id="", start=0, token_ids=(1, 2, 3), pages=(PAGES,), prompt=True, sample=False)
+    silent = Chunk(key=(b"", ""), start=0, token_ids=(1, 2, 3), pages=(PAGES,), prompt=True, num_sampled=0)
     assert runner.forward(Step(prefill=(silent,))).shape == (0, VOCAB_SIZE)
     runner.forward(Step(prefill=(make_chunk(ids, 0, PROMPT_LENGTH, prompt=True, first_page=0),)))
     decode = make_chunk(ids, PROMPT_LENGTH, 1, prompt=False, first_page=0)
@@ -133,12 +133,12 @@ def test_idle_step_takes_part_in_every_exchange(tmp_path: Path) -> None:
     calls: list[tuple[str, int]] = []
     dispatch, combine = exchange.dispatch, exchange.combine
 
-    def spy_dispatch(x: torch.Tensor, ids: torch.Tensor, *, layer: int, num_prefill_tokens: int) -> object:
+    def spy_dispatch(x: torch.Tensor, ids: torch.Tensor, *, layer: int, num_prompt: int) -> object:
         assert x.shape == (0, 64)
         assert ids.shape == (0, 2)
         assert ids.dtype == torch.int64
         calls.append(("dispatch", layer))
-        return dispatch(x, ids, layer=layer, num_prefill_tokens=num_prefill_tokens)
+        return dispatch(x, ids, layer=layer, num_prompt=num_prompt)
 
     def spy_combine(out: torch.Tensor, handle: object) -> torch.Tensor:
         calls.append(("combine", out.shape[0]))

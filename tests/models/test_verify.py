@@ -8,7 +8,8 @@ from tests.checkpoints import edit_config, make_checkpoint
 
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.engine import verify as module
-from moeyard_worker.engine.verify import local_runner, sample_prompts, verify
+from moeyard_worker.engine.local import local_runner
+from moeyard_worker.engine.verify import sample_prompts, verify
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "mixtral"])
@@ -41,12 +42,6 @@ def test_texts_where_there_is_a_tokenizer(tmp_path: Path) -> None:
     runner = local_runner(tmp_path, dtype=torch.float32, num_pages=1)
     prompts = sample_prompts(tmp_path, runner.config)
     assert [len(prompt) for prompt in prompts] == [len(text) for text in module.PROMPT_TEXTS]
-
-
-def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs transformers: pip install 'moeyard\[verify\]'"):
-        verify(tmp_path)
 
 
 def test_refusals(tmp_path: Path) -> None:

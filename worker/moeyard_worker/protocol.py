@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Literal, Union, get_args
 import msgpack
 
 PROTOCOL_VERSION = 1
+# The most alternatives that an answer lists beside a chosen token, as in the OpenAI API.
+MAX_LOGPROBS = 20
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal["queue_full", "prompt_too_long", "never_fits", "bad_request", "duplicate", "fleet_failed"]
@@ -36,7 +38,7 @@ class SamplingParams:
 
     Units and ranges: `temperature` >= 0 (0 is greedy); `top_p` in (0, 1]; `top_k` >= 0 (0 is off); `min_p` in [0, 1];
     penalties as OpenAI (presence, frequency in [-2, 2]) and CTRL (repetition > 0, 1 is off); `logprobs` None for none,
-    otherwise the number of alternatives reported beside the chosen token (0 is allowed).
+    otherwise the number of alternatives reported beside the chosen token, 0 to MAX_LOGPROBS.
     """
 
     max_tokens: int

@@ -26,7 +26,7 @@ _MANY = tl.constexpr(1024)
         "S",
     )
 )
-def _attn_combine_kernel(  # type: ignore[no-untyped-def]
+def _attn_combine_kernel(
     p_part, p_lse, p_lens, p_out, p_out_lse, N, S,
     M: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
     HAS_LENS: tl.constexpr, BX: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,

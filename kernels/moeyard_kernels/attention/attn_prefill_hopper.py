@@ -22,13 +22,13 @@ _REGISTERS = gl.constexpr((240, 24))
 
 
 @gluon.constexpr_function
-def _mma(columns):  # type: ignore[no-untyped-def]
+def _mma(columns):
     """64 rows in four warps, a row's columns in four lanes of one, as Triton lays out 64 rows too."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
-def _copy(  # type: ignore[no-untyped-def]
+def _copy(
     d_q, d_q2, d_k, d_k2, d_v, s_q, s_q2, s_k, s_k2, s_v, e_q, e_k, e_v, f_k, f_v, p_pages,
     i_q, i_col_q, i_base, i_col_k, i_col_k2, i_col_v, num_blocks,
     D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, BN: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
@@ -55,7 +55,7 @@ def _copy(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _scores(s_q, s_q2, s_k, s_k2, D2: gl.constexpr, BN: gl.constexpr):  # type: ignore[no-untyped-def]
+def _scores(s_q, s_q2, s_k, s_k2, D2: gl.constexpr, BN: gl.constexpr):
     """Start q . k of one block."""
     b_zero = gl.zeros([64, BN], gl.float32, _mma(BN))
     b_s = warpgroup_mma(s_q, s_k.permute((1, 0)), b_zero, use_acc=False, is_async=True)
@@ -65,7 +65,7 @@ def _scores(s_q, s_q2, s_k, s_k2, D2: gl.constexpr, BN: gl.constexpr):  # type: 
 
 
 @gluon.jit
-def _weights(b_s, b_m, b_l, o_p, i_n, c, MASKED: gl.constexpr, BN: gl.constexpr, UNSEEN: gl.constexpr):  # type: ignore[no-untyped-def]
+def _weights(b_s, b_m, b_l, o_p, i_n, c, MASKED: gl.constexpr, BN: gl.constexpr, UNSEEN: gl.constexpr):
     """The online softmax of `attn_prefill._attend`: (p, m, l, alpha)."""
     L_S: gl.constexpr = _mma(BN)
     if MASKED:
@@ -79,7 +79,7 @@ def _weights(b_s, b_m, b_l, o_p, i_n, c, MASKED: gl.constexpr, BN: gl.constexpr,
 
 
 @gluon.jit
-def _attend(  # type: ignore[no-untyped-def]
+def _attend(
     b_acc, b_p, b_m, b_l, s_q, s_q2, s_k, s_k2, s_v, e_k, e_v, f_k, f_v, o_p, i_begin, i_end, c,
     D2: gl.constexpr, DV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
     UNSEEN: gl.constexpr,
@@ -103,7 +103,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _compute(  # type: ignore[no-untyped-def]
+def _compute(
     s_q, s_q2, s_k, s_k2, s_v, e_q, e_k, e_v, f_k, f_v, p_out, p_lse, i_h, i_q, i_first, num_q, start, num_blocks, H, c,
     D2: gl.constexpr, DV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, LSE: gl.constexpr,
     NO_SCORE: gl.constexpr, UNSEEN: gl.constexpr, GROUP: gl.constexpr,
@@ -164,7 +164,7 @@ def _compute(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit(do_not_specialize=["num_pages", "max_pages", "num_near", "num_parts"])
-def attn_prefill_hopper_kernel(  # type: ignore[no-untyped-def]
+def attn_prefill_hopper_kernel(
     d_q, d_q2, d_k, d_k2, d_v, p_out, p_lse, p_cu_q, p_starts, p_tiles, p_keys,
     c, s_q_head, s_k_head, s_k2_head, s_v_head, num_pages, max_pages, H, num_near, num_parts,
     GROUP: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, BN: gl.constexpr, PAGE: gl.constexpr,

@@ -9,13 +9,13 @@ leaves its sums as they are, bit for bit.
 
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import Protocol, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 
 from moeyard_kernels.common.launch import check_indices
-from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import DecodeTables
 
 LOG2E = 1.4426950408889634
@@ -37,14 +37,22 @@ def num_programs(work: int, x: torch.Tensor, per_multiprocessor: int) -> int:
     return min(work, per_multiprocessor * torch.cuda.get_device_properties(x.device).multi_processor_count)
 
 
-def fitting(configs: Sequence[Config], rows: int) -> tuple[Config, ...]:
+class _Tiled(Protocol):
+    @property
+    def BM(self) -> int: ...
+
+
+T = TypeVar("T", bound=_Tiled)
+
+
+def fitting(configs: Sequence[T], rows: int) -> tuple[T, ...]:
     """Those whose tile of BM rows, 64 at most, suits so many rows of a sequence."""
     rows = max(rows, 16)
-    return tuple(c for c in configs if c["BM"] // 2 < rows <= 2 * c["BM"] or (c["BM"] == 64 and rows > 64))
+    return tuple(c for c in configs if c.BM // 2 < rows <= 2 * c.BM or (c.BM == 64 and rows > 64))
 
 
 @triton.jit
-def split_span(b_lens, WINDOW: tl.constexpr, SPLIT: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+def split_span(b_lens, WINDOW: tl.constexpr, SPLIT: tl.constexpr, AXIS: tl.constexpr):
     """(first, end) of the splits that queries of these lengths see, over AXIS. A length of 0 is no query."""
     i_end = tl.cdiv(tl.max(b_lens, AXIS), SPLIT)
     if WINDOW > 0:
@@ -56,7 +64,7 @@ def split_span(b_lens, WINDOW: tl.constexpr, SPLIT: tl.constexpr, AXIS: tl.const
 
 
 @triton.jit
-def work_ends(  # type: ignore[no-untyped-def]
+def work_ends(
     p_lens, B, Q: tl.constexpr, BB: tl.constexpr, BQ: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, LEAST
 ):
     """[BB] int32: how many splits the sequences 0 to b have in all, at least LEAST each. p_lens: [B, Q]."""
@@ -68,14 +76,14 @@ def work_ends(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def find_work(i_work, b_ends):  # type: ignore[no-untyped-def]
+def find_work(i_work, b_ends):
     """(sequence, which of its splits) of the i_work-th piece, counted over all sequences in order."""
     m_before = b_ends <= i_work
     return tl.sum(m_before.to(tl.int32), 0), i_work - tl.max(tl.where(m_before, b_ends, 0), 0)
 
 
 @triton.jit
-def keys_seen(  # type: ignore[no-untyped-def]
+def keys_seen(
     p_lens, i_b, i_s, o_query, m_row, Q: tl.constexpr, BQ: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +107,7 @@ def keys_seen(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def cache_rows(p_pages, i_n, o_n, m_n, i_page0, PAGE: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+def cache_rows(p_pages, i_n, o_n, m_n, i_page0, PAGE: tl.constexpr, BN: tl.constexpr):
     """[BN] int64: where a cache, from its page i_page0 on, holds positions o_n, which are i_n to i_n + BN, if m_n."""
     if PAGE == BN:
         i_page = tl.load(p_pages + i_n // PAGE).to(tl.int64)
@@ -111,14 +119,14 @@ def cache_rows(p_pages, i_n, o_n, m_n, i_page0, PAGE: tl.constexpr, BN: tl.const
 
 
 @triton.jit
-def sees(o_n, b_len, b_low, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+def sees(o_n, b_len, b_low, AXIS: tl.constexpr):
     """Which rows see which of positions o_n, keys along AXIS."""
     o_n = tl.expand_dims(o_n, 1 - AXIS)
     return (o_n < tl.expand_dims(b_len, AXIS)) & (o_n >= tl.expand_dims(b_low, AXIS))
 
 
 @triton.jit
-def sum_over_keys(b_x, BM: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+def sum_over_keys(b_x, BM: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, AXIS: tl.constexpr):
     """Sum the BN values along AXIS by halves, (n, n + BN / 2) first: `tl.sum` follows the layout, hence the tile."""
     for i in tl.static_range(LOG2_BN):
         if AXIS == 1:
@@ -129,7 +137,7 @@ def sum_over_keys(b_x, BM: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr
 
 
 @triton.jit
-def softmax_step(b_s, m_seen, b_m, c, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+def softmax_step(b_s, m_seen, b_m, c, AXIS: tl.constexpr):
     """One block of scores b_s, keys along AXIS, under the running maximum b_m.
 
     c > 0: the scale times log2(e). Returns (p, what earlier sums are multiplied by, the same along AXIS of p, new b_m).
@@ -144,7 +152,7 @@ def softmax_step(b_s, m_seen, b_m, c, AXIS: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def split_result(b_m, b_sum):  # type: ignore[no-untyped-def]
+def split_result(b_m, b_sum):
     """(what the sum of values is multiplied by, log-sum-exp in natural logarithms) of a split; (0, -inf) if unseen."""
     m_any = b_sum > 0
     b_sum = tl.where(m_any, b_sum, 1.0)

@@ -8,6 +8,9 @@ queries times the heads of the group), per split of SPLIT positions and per bloc
 The caches are [Hkv, num_pages, page, D]: a block of one head is one contiguous piece of a page.
 """
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -31,11 +34,12 @@ from moeyard_kernels.attention.decode_splits import (
 from moeyard_kernels.common import tuning
 from moeyard_kernels.common.launch import interpreted
 from moeyard_kernels.common.rounding import round_to
+from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
 
 
 @triton.jit(do_not_specialize=("B", "MAX_PAGES", "S", "NUM_PAGES"))
-def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
+def _gqa_decode_kernel(
     p_q, p_k, p_v, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S, NUM_PAGES,
     Q: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, BB: tl.constexpr,
@@ -116,15 +120,26 @@ def _gqa_decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(p_lse + o_out, b_lse, mask=m_m)
 
 
-# BM: rows (queries times heads of a group) of a tile. SWAP: keys are the rows of the products, which suits few rows.
-# PER_SM: how many programs a multiprocessor is given.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedConfig(Config):
+    """BM rows (queries times heads of a group) of a tile, PER_SM programs of a multiprocessor.
+
+    SWAP: keys are the rows of the products, which suits few rows.
+    """
+
+    kernel: Literal["triton"] = "triton"
+    BM: int
+    SWAP: bool
+    PER_SM: int
+
+
 CONFIGS = (
-    tuning.config(BM=16, SWAP=0, PER_SM=4, num_warps=2, num_stages=4),
-    tuning.config(BM=16, SWAP=0, PER_SM=2, num_warps=4, num_stages=5),
-    tuning.config(BM=16, SWAP=1, PER_SM=3, num_warps=4, num_stages=4),
-    tuning.config(BM=16, SWAP=1, PER_SM=2, num_warps=4, num_stages=5),
-    tuning.config(BM=32, SWAP=0, PER_SM=2, num_warps=4, num_stages=4),
-    tuning.config(BM=64, SWAP=0, PER_SM=2, num_warps=4, num_stages=3),
+    GroupedConfig(BM=16, SWAP=False, PER_SM=4, num_warps=2, num_stages=4),
+    GroupedConfig(BM=16, SWAP=False, PER_SM=2, num_warps=4, num_stages=5),
+    GroupedConfig(BM=16, SWAP=True, PER_SM=3, num_warps=4, num_stages=4),
+    GroupedConfig(BM=16, SWAP=True, PER_SM=2, num_warps=4, num_stages=5),
+    GroupedConfig(BM=32, SWAP=False, PER_SM=2, num_warps=4, num_stages=4),
+    GroupedConfig(BM=64, SWAP=False, PER_SM=2, num_warps=4, num_stages=3),
 )
 
 
@@ -133,12 +148,12 @@ def shape_class(rows: int, dim: int, sequences: int) -> str:
     return f"M{rows} D{dim} {'few' if sequences <= 8 else 'many'}"
 
 
-def configs_for(rows: int) -> tuple[tuning.Config, ...]:
+def configs_for(rows: int) -> tuple[GroupedConfig, ...]:
     """Those of `CONFIGS` whose tile suits so many rows."""
     return fitting(CONFIGS, rows)
 
 
-def default_config(rows: int) -> tuning.Config:
+def default_config(rows: int) -> GroupedConfig:
     """The config for shapes that nobody tuned."""
     return CONFIGS[0 if rows <= 16 else 4 if rows <= 32 else 5]
 
@@ -151,7 +166,7 @@ def gqa_decode(
     tables: DecodeTables,
     scale: float,
     split: int = GQA_SPLIT,
-    config: tuning.Config | None = None,
+    config: GroupedConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.gqa_decode`. Returns (out [rows, Hq, Dv], lse [rows, Hq] fp32)."""
     heads, dim = q.shape[1:]
@@ -161,18 +176,19 @@ def gqa_decode(
     rows = queries * group
     check_tables("gqa_decode", tables, num_pages)
     if config is None:
-        config = tuning.choose("gqa_decode", shape_class(rows, dim, sequences), q, default=lambda: default_config(rows))
+        name = shape_class(rows, dim, sequences)
+        config = tuning.choose("gqa_decode", name, q, (GroupedConfig,), lambda: default_config(rows))
     partial, lse = new_partials(q, tables=tables, heads=heads, dim=dim_v, split=split)
     if partial.numel():
-        work = sequences * splits * kv_heads * triton.cdiv(rows, config["BM"])
-        _gqa_decode_kernel[(num_programs(work, q, config["PER_SM"]),)](
+        work = sequences * splits * kv_heads * triton.cdiv(rows, config.BM)
+        _gqa_decode_kernel[(num_programs(work, q, config.PER_SM),)](
             q, k_cache, v_cache, tables.page_table, tables.kv_lens, partial, lse,
             scale * LOG2E, sequences, tables.page_table.shape[1], splits, num_pages,
             Q=queries, H=heads, G=group, D=dim, V=dim_v, PAGE=tables.page_size, WINDOW=tables.window or 0,
             SPLIT=split, BN=BLOCK, LOG2_BN=BLOCK.bit_length() - 1,
             BB=triton.next_power_of_2(sequences), BQ=triton.next_power_of_2(queries),
             BD=max(16, triton.next_power_of_2(dim)), BV=max(16, triton.next_power_of_2(dim_v)),
-            BM=config["BM"], SWAP=bool(config["SWAP"]), UPCAST=interpreted(),
-            num_warps=config["num_warps"], num_stages=config["num_stages"], **UNFUSED,
+            BM=config.BM, SWAP=config.SWAP, UPCAST=interpreted(),
+            num_warps=config.num_warps, num_stages=config.num_stages, **UNFUSED,
         )  # fmt: skip
     return combine_splits(partial, lse, dtype=q.dtype, heads=heads, tables=tables, split=split)

@@ -10,6 +10,9 @@ merges. SPLIT and BN are part of the answer; how many rows a tile has, which way
 who takes which block are not (for the last, even and odd blocks have an l each).
 """
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -36,11 +39,12 @@ from moeyard_kernels.common import tuning
 from moeyard_kernels.common.dependent import dependent
 from moeyard_kernels.common.launch import interpreted, on_hopper
 from moeyard_kernels.common.rounding import round_to
+from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK, MLA_SPLIT, DecodeTables
 
 
 @triton.jit(do_not_specialize=("B", "MAX_PAGES", "S"))
-def _mla_decode_kernel(  # type: ignore[no-untyped-def]
+def _mla_decode_kernel(
     p_q, p_r, p_kv, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S,
     Q: tl.constexpr, H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, BB: tl.constexpr, BQ: tl.constexpr,
@@ -123,21 +127,33 @@ def _mla_decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(p_lse + i_out + o_m, b_lse, mask=m_m)
 
 
-# BM: rows (queries times heads) of a tile. SWAP: keys are the rows of the products, which suits few heads. PER_SM: how
-# many programs a multiprocessor is given. HOPPER: where it can be, by 1 `mla_decode_hopper` or 2 `mla_decode_pairs`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig(Config):
+    """BM rows (queries times heads) of a tile, PER_SM programs of a multiprocessor.
+
+    kernel: the one above, or where they can be, `mla_decode_hopper` and `mla_decode_pairs`. SWAP: keys are the rows of
+    the products, which suits few heads.
+    """
+
+    kernel: Literal["triton", "hopper", "pairs"]
+    BM: int
+    SWAP: bool
+    PER_SM: int
+
+
 CONFIGS = (
-    tuning.config(BM=16, SWAP=0, PER_SM=2, HOPPER=0, num_warps=4, num_stages=2),
-    tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=0, num_warps=4, num_stages=2),
-    tuning.config(BM=64, SWAP=0, PER_SM=1, HOPPER=0, num_warps=8, num_stages=2),
-    tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=1, num_warps=4, num_stages=2),
-    tuning.config(BM=16, SWAP=1, PER_SM=1, HOPPER=1, num_warps=8, num_stages=2),
-    tuning.config(BM=32, SWAP=1, PER_SM=1, HOPPER=1, num_warps=8, num_stages=2),
-    tuning.config(BM=64, SWAP=0, PER_SM=1, HOPPER=1, num_warps=8, num_stages=2),
-    tuning.config(BM=64, SWAP=0, PER_SM=1, HOPPER=2, num_warps=4, num_stages=2),
+    LatentConfig(kernel="triton", BM=16, SWAP=False, PER_SM=2, num_warps=4, num_stages=2),
+    LatentConfig(kernel="triton", BM=16, SWAP=True, PER_SM=1, num_warps=4, num_stages=2),
+    LatentConfig(kernel="triton", BM=64, SWAP=False, PER_SM=1, num_warps=8, num_stages=2),
+    LatentConfig(kernel="hopper", BM=16, SWAP=True, PER_SM=1, num_warps=4, num_stages=2),
+    LatentConfig(kernel="hopper", BM=16, SWAP=True, PER_SM=1, num_warps=8, num_stages=2),
+    LatentConfig(kernel="hopper", BM=32, SWAP=True, PER_SM=1, num_warps=8, num_stages=2),
+    LatentConfig(kernel="hopper", BM=64, SWAP=False, PER_SM=1, num_warps=8, num_stages=2),
+    LatentConfig(kernel="pairs", BM=64, SWAP=False, PER_SM=1, num_warps=4, num_stages=2),
 )
 
 # What fits a tile of fp32, whose products are not the matrix units'.
-_FP32 = tuning.config(BM=16, SWAP=0, PER_SM=1, HOPPER=0, num_warps=8, num_stages=1)
+_FP32 = LatentConfig(kernel="triton", BM=16, SWAP=False, PER_SM=1, num_warps=8, num_stages=1)
 
 
 def shape_class(rows: int, sequences: int) -> str:
@@ -145,12 +161,12 @@ def shape_class(rows: int, sequences: int) -> str:
     return f"M{rows} {'few' if sequences <= 8 else 'many'}"
 
 
-def configs_for(rows: int) -> tuple[tuning.Config, ...]:
+def configs_for(rows: int) -> tuple[LatentConfig, ...]:
     """Those of `CONFIGS` whose tile suits so many rows."""
     return fitting(CONFIGS, rows)
 
 
-def default_config(rows: int) -> tuning.Config:
+def default_config(rows: int) -> LatentConfig:
     """The config for shapes that nobody tuned."""
     return CONFIGS[3 if rows <= 16 else 5 if rows <= 32 else 7]
 
@@ -163,7 +179,7 @@ def mla_decode(
     tables: DecodeTables,
     scale: float,
     split: int = MLA_SPLIT,
-    config: tuning.Config | None = None,
+    config: LatentConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.mla_decode`. Returns (out [rows, Hq, R], lse [rows, Hq] fp32)."""
     heads, rank = q_latent.shape[1:]
@@ -174,12 +190,12 @@ def mla_decode(
         config = _FP32
     if config is None:
         config = tuning.choose(
-            "mla_decode", shape_class(rows, sequences), q_latent, default=lambda: default_config(rows)
+            "mla_decode", shape_class(rows, sequences), q_latent, (LatentConfig,), lambda: default_config(rows)
         )
     partial, lse = new_partials(q_latent, tables=tables, heads=heads, dim=rank, split=split)
     if q_latent.numel():
-        work = sequences * splits * triton.cdiv(rows, config["BM"])
-        grid = (num_programs(work, q_latent, config["PER_SM"]),)
+        work = sequences * splits * triton.cdiv(rows, config.BM)
+        grid = (num_programs(work, q_latent, config.PER_SM),)
         tail = (
             tables.page_table, tables.kv_lens, partial, lse,
             scale * LOG2E, sequences, tables.page_table.shape[1], splits,
@@ -187,21 +203,21 @@ def mla_decode(
         sizes = {
             "Q": queries, "H": heads, "SPLIT": split,
             "BB": triton.next_power_of_2(sequences), "BQ": triton.next_power_of_2(queries),
-            "num_warps": config["num_warps"], **UNFUSED,
+            "num_warps": config.num_warps, **UNFUSED,
         }  # fmt: skip
         tile = {
             "R": rank, "D": q_rope.shape[2], "PAGE": tables.page_size, "BN": BLOCK, "LOG2_BN": BLOCK.bit_length() - 1,
-            "BM": config["BM"], "SWAP": bool(config["SWAP"]),
+            "BM": config.BM, "SWAP": config.SWAP,
         }  # fmt: skip
         # The kernels for Hopper know no window, as no model with latent attention has one.
         suits = tables.window is None and _suits_hopper(q_latent, q_rope, latent_cache)
-        kind = config["HOPPER"] if suits else 0
-        if config["HOPPER"] == 2 and (kind == 0 or tables.page_size != BLOCK):
+        kind = config.kernel if suits else "triton"
+        if config.kernel == "pairs" and (kind == "triton" or tables.page_size != BLOCK):
             # The other kernels spread a tile of 64 rows over twice the warps.
-            kind, sizes["num_warps"] = min(kind, 1), 8
-        if kind == 2:
+            kind, sizes["num_warps"] = "hopper" if suits else "triton", 8
+        if kind == "pairs":
             mla_decode_pairs_kernel[grid](*descriptors(q_latent, q_rope, latent_cache), latent_cache, *tail, **sizes)
-        elif kind:
+        elif kind == "hopper":
             mla_decode_hopper_kernel[grid](
                 q_latent, q_rope, latent_cache, *tail, **sizes, **tile, **dependent(q_latent)
             )
@@ -209,7 +225,7 @@ def mla_decode(
             _mla_decode_kernel[grid](
                 q_latent, q_rope, latent_cache, *tail, **sizes, **tile,
                 BR=max(16, triton.next_power_of_2(rank)), BD=max(16, triton.next_power_of_2(q_rope.shape[2])),
-                WINDOW=tables.window or 0, UPCAST=interpreted(), num_stages=config["num_stages"],
+                WINDOW=tables.window or 0, UPCAST=interpreted(), num_stages=config.num_stages,
             )  # fmt: skip
     return combine_splits(partial, lse, dtype=q_latent.dtype, heads=heads, tables=tables, split=split)
 

@@ -18,12 +18,12 @@ from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
 
 
 @gluon.jit
-def add(a, b):  # type: ignore[no-untyped-def]
+def add(a, b):
     return a + b
 
 
 @gluon.jit
-def work_ends(  # type: ignore[no-untyped-def]
+def work_ends(
     p_lens, B, S, Q: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr, SPLIT: gl.constexpr, num_warps: gl.constexpr
 ):
     """As `decode_tables.work_ends`."""
@@ -36,14 +36,14 @@ def work_ends(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def find_work(i_work, b_ends):  # type: ignore[no-untyped-def]
+def find_work(i_work, b_ends):
     """As `decode_tables.find_work`."""
     m_before = b_ends <= i_work
     return gl.sum(m_before.to(gl.int32), 0), i_work - gl.max(gl.where(m_before, b_ends, 0), 0)
 
 
 @gluon.jit
-def sum_over_keys(b_x, BM: gl.constexpr, BN: gl.constexpr, LOG2_BN: gl.constexpr, AXIS: gl.constexpr):  # type: ignore[no-untyped-def]
+def sum_over_keys(b_x, BM: gl.constexpr, BN: gl.constexpr, LOG2_BN: gl.constexpr, AXIS: gl.constexpr):
     """As `decode_tables.sum_over_keys`."""
     for i in gl.static_range(LOG2_BN):
         if AXIS == 1:
@@ -54,7 +54,7 @@ def sum_over_keys(b_x, BM: gl.constexpr, BN: gl.constexpr, LOG2_BN: gl.constexpr
 
 
 @gluon.jit
-def _copy_block(  # type: ignore[no-untyped-def]
+def _copy_block(
     p_kv, p_pages, s_kv, s_k, i_n, i_high, L_KV: gl.constexpr, L_K: gl.constexpr,
     R: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def _copy_block(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit(do_not_specialize=("B", "MAX_PAGES", "S"))
-def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
+def mla_decode_hopper_kernel(
     p_q, p_r, p_kv, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S,
     Q: gl.constexpr, H: gl.constexpr, R: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     SPLIT: gl.constexpr, BN: gl.constexpr, LOG2_BN: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr,
@@ -100,14 +100,14 @@ def mla_decode_hopper_kernel(  # type: ignore[no-untyped-def]
         L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BM // GROUPS, 16])
         L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     else:
-        L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BN // GROUPS, 16])  # type: ignore[no-redef]
-        L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, 256, 16])  # type: ignore[no-redef]
+        L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BN // GROUPS, 16])
+        L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, 256, 16])
     if SWAP:
         L_L: gl.constexpr = gl.BlockedLayout([BN, 1], [1, 32], [1, num_warps], [0, 1])
         L_SCRATCH: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [0, 1])
     else:
-        L_L: gl.constexpr = gl.BlockedLayout([1, BN], [32, 1], [num_warps, 1], [1, 0])  # type: ignore[no-redef]
-        L_SCRATCH: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])  # type: ignore[no-redef]
+        L_L: gl.constexpr = gl.BlockedLayout([1, BN], [32, 1], [num_warps, 1], [1, 0])
+        L_SCRATCH: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     L_M: gl.constexpr = gl.SliceLayout(AXIS, L_S)
     L_N: gl.constexpr = gl.SliceLayout(OTHER, L_S)
     b_ends = work_ends(p_lens, B, S, Q, BB, BQ, SPLIT, num_warps)

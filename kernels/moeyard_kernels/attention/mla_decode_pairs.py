@@ -35,7 +35,7 @@ PREFETCH = gl.constexpr("""{
 
 
 @gluon.jit
-def _item(i_item, b_ends, p_lens, Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr, L_M: gl.constexpr):  # type: ignore[no-untyped-def]
+def _item(i_item, b_ends, p_lens, Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr, L_M: gl.constexpr):
     """Sequence, split, first row of the tile, lengths of its rows in layout L_M, and the span of what they see."""
     TILES: gl.constexpr = (Q * H + 63) // 64
     i_b, i_s = find_work(i_item // TILES, b_ends)
@@ -46,7 +46,7 @@ def _item(i_item, b_ends, p_lens, Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.co
 
 
 @gluon.jit
-def _producer(  # type: ignore[no-untyped-def]
+def _producer(
     d_q, d_qr, d_latent, d_rope, p_kv, p_table, p_lens, B, MAX_PAGES, S,
     s_q0, s_q1, s_qr, s_left, s_right, s_rope, bars,
     Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr,
@@ -86,7 +86,7 @@ def _producer(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _zero_rows(s_x, i_end, L_X: gl.constexpr):  # type: ignore[no-untyped-def]
+def _zero_rows(s_x, i_end, L_X: gl.constexpr):
     """Zero the rows of s_x [64, 256] from i_end on: what nobody sees may be NaN."""
     for i in gl.static_range(4):
         s_part = s_x.slice(64 * i, 64, dim=1)
@@ -97,7 +97,7 @@ def _zero_rows(s_x, i_end, L_X: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _group(  # type: ignore[no-untyped-def]
+def _group(
     p_lens, p_out, p_lse, c, B, S, s_q0, s_q1, s_qr, s_left, s_right, s_rope, s_m, bars,
     GROUP: gl.constexpr, Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr,
     BB: gl.constexpr, BQ: gl.constexpr,
@@ -221,7 +221,7 @@ def _group(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit(do_not_specialize=("B", "MAX_PAGES", "S"))
-def mla_decode_pairs_kernel(  # type: ignore[no-untyped-def]
+def mla_decode_pairs_kernel(
     d_q, d_qr, d_latent, d_rope, p_kv, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S,
     Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr,
     num_warps: gl.constexpr,

@@ -1,26 +1,39 @@
-"""What `attn_prefill` may run with, and what it does run with by default."""
+"""What `attn_prefill_varlen` may run with, and what it does run with by default."""
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from moeyard_kernels.common import tuning
 from moeyard_kernels.common.launch import on_hopper
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.prefill_plan import PrefillPlan
 
-OP = "attn_prefill"
+OP = "attn_prefill_varlen"
 
-# Rows per program, whether full blocks of keys come by TMA (where layout and pages allow), and how it is scheduled.
-# Two programs of 64 rows share a multiprocessor and fill each other's gaps; one of 128 rows reads keys half as often.
-# HOPPER is the Gluon kernel, where it can run; its num_warps are those of each of its two groups.
-CONFIGS: tuple[Config, ...] = (
-    tuning.config(num_warps=4, num_stages=3, BM=128, TMA=1, HOPPER=1),
-    tuning.config(num_warps=4, num_stages=4, BM=128, TMA=1, HOPPER=1),
-    tuning.config(num_warps=4, num_stages=3, BM=64, TMA=1),
-    tuning.config(num_warps=4, num_stages=2, BM=128, TMA=1),
-    tuning.config(num_warps=4, num_stages=3, BM=64, TMA=0),
-    tuning.config(num_warps=8, num_stages=3, BM=128, TMA=1),
-    tuning.config(num_warps=8, num_stages=3, BM=128, TMA=0),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig(Config):
+    """BM rows of a program. Two of 64 share a multiprocessor and fill each other's gaps; 128 read keys half as often.
+
+    kernel: `_attn_prefill_kernel` with loads by pointers, or by tensor descriptors of full blocks of keys, where layout
+    and pages allow; or `attn_prefill_hopper_kernel`, where it can run (else descriptors), whose num_warps are those of
+    each of its two groups.
+    """
+
+    kernel: Literal["pointers", "descriptors", "hopper"]
+    BM: int
+
+
+CONFIGS: tuple[PrefillConfig, ...] = (
+    PrefillConfig(kernel="hopper", BM=128, num_warps=4, num_stages=3),
+    PrefillConfig(kernel="hopper", BM=128, num_warps=4, num_stages=4),
+    PrefillConfig(kernel="descriptors", BM=64, num_warps=4, num_stages=3),
+    PrefillConfig(kernel="descriptors", BM=128, num_warps=4, num_stages=2),
+    PrefillConfig(kernel="pointers", BM=64, num_warps=4, num_stages=3),
+    PrefillConfig(kernel="descriptors", BM=128, num_warps=8, num_stages=3),
+    PrefillConfig(kernel="pointers", BM=128, num_warps=8, num_stages=3),
 )
 
 # (Tile, head) pairs from which on a class of shapes is called "many".
@@ -45,17 +58,18 @@ def shape_class(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> str:
     return f"D{q.shape[2]} V{v.shape[-1]} {layout} {'many' if _many(q, plan) else 'few'}{kind}"
 
 
-def default_config(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> Config:
+def default_config(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> PrefillConfig:
     """For shapes that nobody tuned; fp32 runs without tensor cores, in small tiles."""
     if q.dtype == torch.float32:
-        return tuning.config(num_warps=4, num_stages=1, BM=32, TMA=0)
+        return PrefillConfig(kernel="pointers", BM=32, num_warps=4, num_stages=1)
     width = q.shape[2] + v.shape[-1]
     if width >= 256 and _many(q, plan) and suits_hopper(q, v, plan):
         return CONFIGS[0]
     wide = width > 256 and _many(q, plan)
     rows = 128 if wide else 64
     fits = (_SHARED - rows * q.shape[2] * 2) // (BLOCK * width * 2)
-    return tuning.config(num_warps=8 if wide else 4, num_stages=max(1, min(3, fits)), BM=rows, TMA=1)
+    num_stages = max(1, min(3, fits))
+    return PrefillConfig(kernel="descriptors", BM=rows, num_warps=8 if wide else 4, num_stages=num_stages)
 
 
 def _many(q: torch.Tensor, plan: PrefillPlan) -> bool:

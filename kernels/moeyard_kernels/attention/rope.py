@@ -4,14 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.common import tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, finish, new_output
 from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.common.tuning import RowConfig, choose
 
 _TILES = ((4, 1), (8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4))
-CONFIGS = tuple(tuning.config(BN=heads, num_warps=warps) for heads, warps in _TILES)
+CONFIGS = tuple(RowConfig(BLOCK=heads, num_warps=warps) for heads, warps in _TILES)
 
 
 def shape_class(num_tokens: int, num_heads: int, dim: int) -> str:
@@ -19,15 +19,15 @@ def shape_class(num_tokens: int, num_heads: int, dim: int) -> str:
     return f"{'few' if num_tokens <= 64 else 'many'} N{num_heads} D{dim}"
 
 
-def default_config(num_heads: int, dim: int) -> tuning.Config:
+def default_config(num_heads: int, dim: int) -> RowConfig:
     """The config of shapes that nobody tuned: 512 pairs per program, a few per thread."""
     half = half_block(dim)
     heads = min(max(1, 512 // half), triton.next_power_of_2(num_heads))
-    return tuning.config(BN=heads, num_warps=max(1, min(4, heads * half // 128)))
+    return RowConfig(BLOCK=heads, num_warps=max(1, min(4, heads * half // 128)))
 
 
 @triton.jit
-def rotate(b_first, b_second, b_cos, b_sin, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def rotate(b_first, b_second, b_cos, b_sin, WIDE: tl.constexpr):
     """(a cos - b sin, b cos + a sin), each product and sum rounded to WIDE, the wider dtype of x and cos.
 
     Launch with `enable_fp_fusion=False`: in fp32 the roundings of the products are those of fp32 itself.
@@ -38,7 +38,7 @@ def rotate(b_first, b_second, b_cos, b_sin, WIDE: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def rotated_heads(  # type: ignore[no-untyped-def]
+def rotated_heads(
     p_x, stride_n, o_n, N, p_cos, p_sin, HALF, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
 ):
     """The rotated halves [BN, BH] (fp32, rounded to x's dtype) of heads o_n of one token. BH covers HALF = D / 2."""
@@ -65,9 +65,7 @@ def rotated_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_halves(  # type: ignore[no-untyped-def]
-    p_out, stride_n, o_n, m_n, b_first, b_second, HALF, BH: tl.constexpr
-):
+def store_halves(p_out, stride_n, o_n, m_n, b_first, b_second, HALF, BH: tl.constexpr):
     """Store the halves [BN, BH] of heads o_n where m_n, one after the other."""
     o_h = tl.arange(0, BH)
     m_x = m_n[:, None] & (o_h < HALF)[None, :]
@@ -77,7 +75,7 @@ def store_halves(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def token_and_block(num_blocks):  # type: ignore[no-untyped-def]
+def token_and_block(num_blocks):
     """(Token, block) of this program of T num_blocks: a token's blocks run beside each other, cheap ones among others.
 
     rope_cache_write_mla of 4096 tokens on an H200: 36.6 us so, 39.5 with the first block of every token before any
@@ -89,7 +87,7 @@ def token_and_block(num_blocks):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def rotate_block(  # type: ignore[no-untyped-def]
+def rotate_block(
     p_x, p_cos, p_sin, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
     INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
@@ -103,7 +101,7 @@ def rotate_block(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rope_kernel(  # type: ignore[no-untyped-def]
+def _rope_kernel(
     p_x, p_cos, p_sin, p_out, N, HALF, num_blocks, stride_t, stride_n, stride_cos, stride_sin,
     INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
@@ -118,17 +116,17 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_plan(
-    op: str, x: torch.Tensor, config: tuning.Config | None, *, more_blocks: int = 0
-) -> tuple[tuning.Config, int, torch.Tensor]:
+    op: str, x: torch.Tensor, config: RowConfig | None, *, more_blocks: int = 0
+) -> tuple[RowConfig, int, torch.Tensor]:
     """(config, blocks of heads, output) of a launch that rotates x [T, heads, D].
 
     Raises ValueError if the grid of a GPU cannot hold the tokens, or `more_blocks` blocks beside those of the heads.
     """
     num_tokens, num_heads, dim = x.shape
-    config = config or tuning.choose(
-        op, shape_class(num_tokens, num_heads, dim), x, lambda: default_config(num_heads, dim)
+    config = config or choose(
+        op, shape_class(num_tokens, num_heads, dim), x, (RowConfig,), lambda: default_config(num_heads, dim)
     )
-    num_blocks = triton.cdiv(num_heads, config["BN"])
+    num_blocks = triton.cdiv(num_heads, config.BLOCK)
     if num_tokens * (num_blocks + more_blocks) > MAX_GRID_X:
         raise ValueError(f"{op}: {list(x.shape)} exceeds the grid of a GPU")
     return config, num_blocks, new_output(*x.shape, like=x)
@@ -140,7 +138,7 @@ def half_block(dim: int) -> int:
 
 
 def rope(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, config: tuning.Config | None = None
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, config: RowConfig | None = None
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.rope`. x [T, heads, D] may be a view whose heads are contiguous each."""
     num_tokens, num_heads, dim = x.shape
@@ -149,6 +147,7 @@ def rope(
     if out.numel():
         _rope_kernel[(num_tokens * num_blocks,)](
             x, cos, sin, out, num_heads, dim // 2, num_blocks, *x.stride()[:2], cos.stride(0), sin.stride(0),
-            INTERLEAVED=interleaved, BH=half_block(dim), enable_fp_fusion=False, **config, **dependent(x),
+            INTERLEAVED=interleaved, BH=half_block(dim), BN=config.BLOCK, enable_fp_fusion=False,
+            **config.options, **dependent(x),
         )  # fmt: skip
     return finish(out, x.dtype)

@@ -14,14 +14,14 @@ from moeyard_kernels.attention.rope import (
     token_and_block,
 )
 from moeyard_kernels.attention.rope import shape_class as shape_class
-from moeyard_kernels.common import tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import check_indices, finish
 from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.common.tuning import RowConfig
 
 
 @triton.jit
-def _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE: tl.constexpr):
     """(Whether token i_t is written, its entry's offset in the cache). A page's size is a constant: no division."""
     i_slot = tl.load(p_slots + i_t)
     i_page = i_slot // PAGE
@@ -29,7 +29,7 @@ def _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE: tl.constexpr):  # ty
 
 
 @triton.jit
-def _gqa_kernel(  # type: ignore[no-untyped-def]
+def _gqa_kernel(
     p_q, p_k, p_v, p_cos, p_sin, p_slots, p_out, p_k_cache, p_v_cache,
     NQ, NKV, HALF, num_q_blocks,
     stride_qt, stride_qn, stride_kt, stride_kn, stride_vt, stride_vn, stride_cos, stride_sin,
@@ -63,7 +63,7 @@ def _gqa_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mla_kernel(  # type: ignore[no-untyped-def]
+def _mla_kernel(
     p_q, p_latent, p_k, p_cos, p_sin, p_slots, p_out, p_cache,
     NQ, R, HALF, num_q_blocks, stride_qt, stride_qn, stride_lt, stride_kt, stride_cos, stride_sin,
     stride_page, stride_entry,
@@ -95,7 +95,7 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
 def rope_cache_write_gqa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    *, interleaved: bool, config: tuning.Config | None = None,
+    *, interleaved: bool, config: RowConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See `moeyard_kernels.ops.rope_cache_write_gqa`. Heads and cache entries are contiguous each."""
     op = "rope_cache_write_gqa"
@@ -111,7 +111,7 @@ def rope_cache_write_gqa(
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
             *k_cache.stride()[:3], *v_cache.stride()[:3],
             PAGE=page, INTERLEAVED=interleaved, BNKV=triton.next_power_of_2(k.shape[1]),
-            BH=half_block(dim), enable_fp_fusion=False, **config, **dependent(q),
+            BH=half_block(dim), enable_fp_fusion=False, BN=config.BLOCK, **config.options, **dependent(q),
         )  # fmt: skip
     return finish(out, q.dtype)
 
@@ -119,7 +119,7 @@ def rope_cache_write_gqa(
 def rope_cache_write_mla(
     q_rope: torch.Tensor, kv_a: torch.Tensor, k_rope: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     slot_mapping: torch.Tensor, cache: torch.Tensor,
-    *, interleaved: bool, config: tuning.Config | None = None,
+    *, interleaved: bool, config: RowConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See `moeyard_kernels.ops.rope_cache_write_mla`. Every head, row and cache entry is contiguous in itself."""
     op = "rope_cache_write_mla"
@@ -135,6 +135,6 @@ def rope_cache_write_mla(
             *q_rope.stride()[:2], kv_a.stride(0), k_rope.stride(0), cos.stride(0), sin.stride(0),
             *cache.stride()[:2],
             PAGE=page, INTERLEAVED=interleaved, BR=triton.next_power_of_2(kv_a.shape[1]),
-            BH=half_block(dim), enable_fp_fusion=False, **config, **dependent(q_rope),
+            BH=half_block(dim), enable_fp_fusion=False, BN=config.BLOCK, **config.options, **dependent(q_rope),
         )  # fmt: skip
     return finish(out, q_rope.dtype)

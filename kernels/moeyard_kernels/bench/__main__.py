@@ -3,7 +3,7 @@
     python -m moeyard_kernels.bench [--op NAME ...] [--csv FILE]    the table
     python -m moeyard_kernels.bench --tune [--op NAME ...]          choose configs and store them for this device
 
-No speed is reported for an op whose equality gate fails, and the exit status is then 1. Times are medians of graph
+No speed is reported for an op whose proof of equality fails, and the exit status is then 1. Times are medians of graph
 replays whose launches find their inputs outside the L2; "copy" is the share of the copy bandwidth (read + write)
 measured in the same run.
 """
@@ -28,7 +28,10 @@ from moeyard_kernels.bench.timing import Timer
 from moeyard_kernels.common import tuning
 
 # Each has `cases() -> Iterator[Case]`; inputs live only while their case is at hand.
-MODULES = ("elementwise", "reduce", "linear", "gate", "moe", "mla_decode", "gqa_decode", "attn_prefill", "sample")
+MODULES = (
+    *("elementwise", "reduce", "linear", "head_linear", "topk_gate", "moe"),
+    *("mla_decode", "gqa_decode", "attn_prefill_varlen", "sample"),
+)
 HEADS = ("op", "shape", "us", "GB/s", "TFLOP/s", "copy %", "baseline", "us there", "speedup", "target", "met")
 
 
@@ -53,8 +56,8 @@ def describe(target: Target | None) -> str:
 
 
 def row_of(case: Case, timer: Timer) -> list[str]:
-    """Gate, time and judge one case. Raises AssertionError when the gate is red."""
-    case.gate()
+    """Prove, time and judge one case. Raises AssertionError where the proof fails."""
+    case.prove()
     seconds = timer.seconds(case.run, case.num_bytes, early=case.early)
     baseline = timer.seconds(case.baseline, case.num_bytes, early=False) if case.baseline else None
     bandwidth, rate = case.num_bytes / seconds, case.num_flops / seconds
@@ -121,17 +124,17 @@ def tune(ops: Sequence[str]) -> int:
         timed = []
         for config, run in case.variants:
             try:
-                assert_bits(f"{case.op} {case.shape} {dict(config)}", run(), wanted)
+                assert_bits(f"{case.op} {case.shape} {config}", run(), wanted)
             except AssertionError as error:
                 red += 1
                 print(f"RED {error}", flush=True)
                 continue
-            timed.append((timer.seconds(run, case.num_bytes), dict(config)))
+            timed.append((timer.seconds(run, case.num_bytes), config))
         if not timed:
             continue
         best = min(timed, key=lambda pair: pair[0])
         op, shape_class = case.tune_key
-        table.setdefault(op, {})[shape_class] = best[1]
+        table.setdefault(op, {})[shape_class] = best[1].as_dict()
         ranking = ", ".join(f"{s * 1e6:.1f} {c}" for s, c in sorted(timed, key=lambda pair: pair[0])[:4])
         print(f"{op} {case.shape} [{shape_class}]: {ranking}; slowest {max(s for s, _ in timed) * 1e6:.1f}", flush=True)
         path.parent.mkdir(exist_ok=True)

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -31,7 +30,7 @@ class Case:
     Every tensor that they and the runs of `variants` read or write is among their arguments, so that `with_own_tensors`
     finds it.
 
-    `gate` proves on this device and these shapes (smaller where the proof would take long) what the op promises bit for
+    `prove` checks on this device and these shapes (smaller where that would take long) what the op promises bit for
     bit, and raises AssertionError saying what differs. `num_bytes` are the fewest bytes that must move (each input read
     once, each output written once), `num_flops` the operations of the matrix products. `variants`: every config that
     may be chosen for this shape, as (config, run with it), for `--tune`; `tune_key` is (op, shape class) of the store.
@@ -41,7 +40,7 @@ class Case:
     op: str
     shape: str
     run: partial[Any]
-    gate: Callable[[], None]
+    prove: Callable[[], None]
     num_bytes: int
     num_flops: int = 0
     target: Target | None = None
@@ -57,14 +56,16 @@ def with_own_tensors(run: partial[Any]) -> partial[Any]:
 
     Offsets and strides stay, and tensors that share memory share the copy.
     """
-    # Configs cannot be copied, and need not be.
-    memo = {id(x): x for x in (*run.args, *run.keywords.values()) if isinstance(x, MappingProxyType)}
+    # Configs need not be copied.
+    memo = {id(x): x for x in (*run.args, *run.keywords.values()) if isinstance(x, Config)}
     args, keywords = copy.deepcopy((run.args, run.keywords), memo)
     return partial(run.func, *args, **keywords)
 
 
 def assert_bits(what: str, got: object, wanted: object) -> None:
-    """Raise AssertionError unless two tensors (or tuples of them) hold the same bytes (a NaN equals itself)."""
+    """Raise AssertionError unless two tensors (or tuples of them, or None) hold the same bytes; a NaN equals itself."""
+    if got is None and wanted is None:
+        return
     if isinstance(got, tuple | list) and isinstance(wanted, tuple | list):
         assert len(got) == len(wanted), f"{what}: {len(got)} results, {len(wanted)} wanted"
         for i, (a, b) in enumerate(zip(got, wanted, strict=True)):

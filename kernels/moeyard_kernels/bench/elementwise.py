@@ -51,7 +51,7 @@ def _copy(num_rows: int, dim: int) -> Case:
         shape=f"T{num_rows} D{dim}, torch.neg",
         run=partial(torch.neg, x, out=y),
         # A ceiling for the others, not an op of ours: torch alone runs, and there is nothing to prove.
-        gate=lambda: None,
+        prove=lambda: None,
         num_bytes=4 * num_rows * dim,
     )
 
@@ -59,7 +59,7 @@ def _copy(num_rows: int, dim: int) -> Case:
 def _norm(num_rows: int, dim: int) -> Case:
     x, weight = _rows(num_rows, dim), _rows(dim)
 
-    def gate() -> None:
+    def prove() -> None:
         whole = ops.rms_norm(x, weight, _EPS)
         for t in {0, num_rows // 2, num_rows - 1}:
             assert_bits("row alone", ops.rms_norm(x[t : t + 1].clone(), weight, _EPS), whole[t : t + 1])
@@ -71,7 +71,7 @@ def _norm(num_rows: int, dim: int) -> Case:
         op="rms_norm",
         shape=f"T{num_rows} D{dim}",
         run=partial(ops.rms_norm, x, weight, _EPS),
-        gate=gate,
+        prove=prove,
         num_bytes=4 * num_rows * dim + 2 * dim,
         target=_COPY if num_rows == 4096 else None,
         baseline=partial(F.rms_norm, x, (dim,), weight, _EPS),
@@ -86,7 +86,7 @@ def _add_then_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
 def _add_norm(num_rows: int, dim: int) -> Case:
     x, residual, weight = _rows(num_rows, dim), _rows(num_rows, dim), _rows(dim)
 
-    def gate() -> None:
+    def prove() -> None:
         normed, total = ops.add_rms_norm(x, residual, weight, _EPS)
         assert_bits("sum", total, x + residual)
         assert_bits("unfused chain", normed, _add_then_norm(x, residual, weight))
@@ -96,7 +96,7 @@ def _add_norm(num_rows: int, dim: int) -> Case:
         op="add_rms_norm",
         shape=f"T{num_rows} D{dim}",
         run=partial(ops.add_rms_norm, x, residual, weight, _EPS),
-        gate=gate,
+        prove=prove,
         num_bytes=8 * num_rows * dim + 2 * dim,
         target=_COPY if num_rows == 4096 else None,
         baseline=partial(_add_then_norm, x, residual, weight),
@@ -116,7 +116,7 @@ def _three_launches(qkv_a: torch.Tensor, q_weight: torch.Tensor, kv_weight: torc
 def _mla_split(num_rows: int) -> Case:
     qkv_a, q_weight, kv_weight = _rows(num_rows, 2112), _rows(1536), _rows(512)
 
-    def gate() -> None:
+    def prove() -> None:
         whole = ops.mla_split_qkv_a_norm(qkv_a, q_weight, kv_weight, _EPS)
         assert_bits("three launches", whole, _three_launches(qkv_a, q_weight, kv_weight))
         last = ops.mla_split_qkv_a_norm(qkv_a[-1:], q_weight, kv_weight, _EPS)
@@ -126,7 +126,7 @@ def _mla_split(num_rows: int) -> Case:
         op="mla_split_qkv_a_norm",
         shape=f"T{num_rows} Rq1536 R512 Dr64",
         run=partial(ops.mla_split_qkv_a_norm, qkv_a, q_weight, kv_weight, _EPS),
-        gate=gate,
+        prove=prove,
         num_bytes=4 * num_rows * 2112 + 2 * 2048,
         target=Target("speedup", 2),
         baseline=partial(_three_launches, qkv_a, q_weight, kv_weight),
@@ -145,7 +145,7 @@ def _rope(num_tokens: int, heads: int, dim: int, *, interleaved: bool) -> Case:
     cos, sin = (torch.randn(num_tokens, dim // 2, device="cuda") for _ in range(2))
     run = partial(rope.rope, x, cos, sin, interleaved=interleaved)
 
-    def gate() -> None:
+    def prove() -> None:
         whole, some = run(), slice(num_tokens // 2, num_tokens // 2 + 32)
         wanted = rope_reference.rope(x[some].cpu(), cos[some].cpu(), sin[some].cpu(), interleaved=interleaved)
         assert_bits("reference", whole[some].cpu(), wanted)
@@ -155,7 +155,7 @@ def _rope(num_tokens: int, heads: int, dim: int, *, interleaved: bool) -> Case:
         op="rope",
         shape=f"T{num_tokens} N{heads} D{dim}{' interleaved' if interleaved else ''}",
         run=run,
-        gate=gate,
+        prove=prove,
         num_bytes=4 * num_tokens * heads * dim + 4 * num_tokens * dim,
         baseline=partial(_rope_chain, x, cos, sin, interleaved=interleaved),
         baseline_name="torch products, cat",
@@ -185,7 +185,7 @@ def _write_mla(num_tokens: int, *, interleaved: bool) -> Case:
     run = partial(rope_cache_write.rope_cache_write_mla, *inputs, cache, interleaved=interleaved)
     unfused = partial(_unfused_mla, *inputs, other, interleaved=interleaved)
 
-    def gate() -> None:
+    def prove() -> None:
         cache.zero_()
         other.zero_()
         assert_bits("rope", run(), unfused())
@@ -196,7 +196,7 @@ def _write_mla(num_tokens: int, *, interleaved: bool) -> Case:
         op="rope_cache_write_mla",
         shape=f"T{num_tokens} N{heads} Dr{dim} R{latent}{' interleaved' if interleaved else ''}",
         run=run,
-        gate=gate,
+        prove=prove,
         num_bytes=4 * num_tokens * (heads * dim + latent + dim) + num_tokens * (4 * dim + 8),
         target=_COPY if num_tokens == 4096 else None,
         baseline=unfused,
@@ -228,7 +228,7 @@ def _write_gqa(num_tokens: int) -> Case:
     run = partial(rope_cache_write.rope_cache_write_gqa, q, k, v, cos, sin, slots, *caches, interleaved=False)
     unfused = partial(_unfused_gqa, qkv[:, : heads + kv_heads], v, cos, sin, slots, *others)
 
-    def gate() -> None:
+    def prove() -> None:
         caches.zero_()
         others.zero_()
         assert_bits("rope", run(), unfused())
@@ -239,7 +239,7 @@ def _write_gqa(num_tokens: int) -> Case:
         op="rope_cache_write_gqa",
         shape=f"T{num_tokens} N{heads}/{kv_heads} D{dim}",
         run=run,
-        gate=gate,
+        prove=prove,
         num_bytes=4 * num_tokens * (heads + 2 * kv_heads) * dim + num_tokens * (4 * dim + 8),
         target=_COPY if num_tokens == 4096 else None,
         baseline=unfused,
@@ -258,7 +258,7 @@ def _silu(num_rows: int, inner: int) -> Case:
     gate_up = _rows(num_rows, 2 * inner)
     run = partial(silu_mul.silu_mul, gate_up)
 
-    def gate() -> None:
+    def prove() -> None:
         whole = run()
         assert_bits("row alone", ops.silu_mul(gate_up[-1:].clone()), whole[-1:])
         rows = gate_up[:64].double()
@@ -270,7 +270,7 @@ def _silu(num_rows: int, inner: int) -> Case:
         op="silu_mul",
         shape=f"T{num_rows} I{inner}",
         run=run,
-        gate=gate,
+        prove=prove,
         num_bytes=6 * num_rows * inner,
         target=_COPY if num_rows == 4096 else None,
         baseline=partial(_silu_chain, gate_up),

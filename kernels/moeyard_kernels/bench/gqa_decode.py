@@ -8,7 +8,7 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.attention import gqa_decode as kernel
 from moeyard_kernels.bench.case import Case, Target
-from moeyard_kernels.bench.mla_decode import gate_rows
+from moeyard_kernels.bench.mla_decode import prove_rows
 from moeyard_kernels.types.decode_tables import DecodeTables
 
 OPS: tuple[str, ...] = ("gqa_decode",)
@@ -51,7 +51,7 @@ def _case(heads: int, kv_heads: int, batch: int, queries: int, length: int, targ
     rows = queries * heads // kv_heads
 
     def attend(only: slice, some: DecodeTables) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.gqa_decode(q[only], k, v, plan=some, scale=_SCALE, return_lse=True)
+        return ops.gqa_decode(q[only], k, v, tables=some, scale=_SCALE)
 
     def exact(b: int, row: int, length: int) -> torch.Tensor:
         page_ids = tables.page_table[b].long()
@@ -65,7 +65,7 @@ def _case(heads: int, kv_heads: int, batch: int, queries: int, length: int, targ
         op="gqa_decode",
         shape=f"B{batch} Q{queries} H{heads}/{kv_heads} L{length}",
         run=run,
-        gate=partial(gate_rows, "gqa_decode", attend, exact, tables),
+        prove=partial(prove_rows, "gqa_decode", attend, exact, tables),
         num_bytes=k.numel() * 4 + 4 * q.numel(),
         num_flops=4 * batch * queries * heads * length * _DIM,
         target=target,

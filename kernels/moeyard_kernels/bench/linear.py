@@ -44,10 +44,10 @@ def _target(num_rows: int, dim: int, num_out: int) -> Target | None:
     return Target("copy", 0.85 if 2 * num_out * dim >= LARGE_WEIGHT else 0.7)
 
 
-def _gate_rows(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], None]:
+def _prove_rows(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], None]:
     """A row has the same bits alone and in every batch up to 300 rows more than there are."""
 
-    def gate() -> None:
+    def prove() -> None:
         more = torch.cat((x, torch.randn(300, x.shape[1], device=x.device).to(x.dtype)))
         whole = op.linear(more, weight)
         for count in {1, 2, 17, 64, x.shape[0], 300}:
@@ -55,7 +55,7 @@ def _gate_rows(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], None]:
             assert_bits(f"the last {count} rows", op.linear(more[-count:], weight), whole[-count:])
         assert_bits("a weight read early", op.linear(x, weight, static_weight=True), whole[: len(x)])
 
-    return gate
+    return prove
 
 
 def _single(num_rows: int, dim: int, num_out: int) -> Case:
@@ -65,7 +65,7 @@ def _single(num_rows: int, dim: int, num_out: int) -> Case:
         op="linear",
         shape=f"M{num_rows} {dim}x{num_out}",
         run=run,
-        gate=_gate_rows(x, weight),
+        prove=_prove_rows(x, weight),
         num_bytes=_bytes(num_rows, dim, num_out),
         num_flops=2 * num_rows * dim * num_out,
         target=_target(num_rows, dim, num_out),
@@ -84,14 +84,14 @@ def _pair(num_rows: int, dim: int, num_a: int, num_b: int) -> Case:
     x, a, b = _inputs(num_rows, dim, num_a, num_b)
     run = partial(op.linear_pair, x, a, b, static_weight=True)
 
-    def gate() -> None:
+    def prove() -> None:
         assert_bits("a pair is two projections", run(), (op.linear(x, a), op.linear(x, b)))
 
     return Case(
         op="linear_pair",
         shape=f"M{num_rows} {dim}x({num_a} + {num_b})",
         run=run,
-        gate=gate,
+        prove=prove,
         num_bytes=_bytes(num_rows, dim, num_a + num_b),
         num_flops=2 * num_rows * dim * (num_a + num_b),
         # No target of the project: one launch is to be worth it where rows are few.

@@ -28,7 +28,7 @@ _SHAPES = (
 )
 
 
-def gate_rows(
+def prove_rows(
     op: str,
     attend: Callable[[slice, DecodeTables], tuple[torch.Tensor, torch.Tensor]],
     exact: Callable[[int, int, int], torch.Tensor],
@@ -79,7 +79,7 @@ def _case(heads: int, batch: int, queries: int, length: int, target: Target | No
     tables = DecodeTables(page_table=table, kv_lens=lens, page_size=_PAGE)
 
     def attend(rows: slice, some: DecodeTables) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.mla_decode(q[rows], r[rows], cache, plan=some, scale=_SCALE, return_lse=True)
+        return ops.mla_decode(q[rows], r[rows], cache, tables=some, scale=_SCALE)
 
     def exact(b: int, row: int, length: int) -> torch.Tensor:
         keys = cache[tables.page_table[b].long()].flatten(0, 1)[:length].double()
@@ -92,7 +92,7 @@ def _case(heads: int, batch: int, queries: int, length: int, target: Target | No
         op="mla_decode",
         shape=f"B{batch} Q{queries} H{heads} L{length}",
         run=run,
-        gate=partial(gate_rows, "mla_decode", attend, exact, tables),
+        prove=partial(prove_rows, "mla_decode", attend, exact, tables),
         num_bytes=cache.numel() * 2 + 2 * (2 * q.numel() + r.numel()),
         num_flops=2 * batch * queries * heads * length * (2 * _RANK + _ROPE),
         target=target,
@@ -111,7 +111,7 @@ def _combine(batch: int, splits: int, heads: int) -> Case:
     parts = torch.randn(batch, splits, heads, _RANK, device="cuda")
     lse = torch.randn(batch, splits, heads, device="cuda")
 
-    def gate() -> None:
+    def prove() -> None:
         whole = ops.attn_combine(parts, lse)
         last = slice(batch - 1, batch)
         assert_bits("attn_combine alone", ops.attn_combine(parts[last], lse[last]), (whole[0][last], whole[1][last]))
@@ -124,7 +124,7 @@ def _combine(batch: int, splits: int, heads: int) -> Case:
         op="attn_combine",
         shape=f"B{batch} S{splits} H{heads} D{_RANK}",
         run=partial(ops.attn_combine, parts, lse),
-        gate=gate,
+        prove=prove,
         num_bytes=4 * parts.numel() + 2 * batch * heads * _RANK,
         baseline=partial(_combine_chain, parts, lse),
         baseline_name="torch softmax, mul, sum",

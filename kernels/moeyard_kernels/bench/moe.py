@@ -60,7 +60,7 @@ def _layout_case(num_tokens: int, num_experts: int) -> Case:
     num_pairs = topk_ids.numel()
     block_rows = expert_block_rows(num_pairs, num_experts)
 
-    def gate() -> None:
+    def prove() -> None:
         got = _lay_out(topk_ids, slots)
         wanted = layout_reference.expert_layout(
             topk_ids.cpu(), slots.cpu(), num_slots=num_experts, block_rows=block_rows
@@ -75,7 +75,7 @@ def _layout_case(num_tokens: int, num_experts: int) -> Case:
         op="expert_layout",
         shape=f"{num_pairs} rows, E={num_experts}",
         run=partial(_lay_out, topk_ids, slots),
-        gate=gate,
+        prove=prove,
         num_bytes=num_pairs * 12 + num_experts * 8,
         target=Target("us", 6) if num_pairs == 512 else None,
         baseline=partial(_sort_chain, topk_ids, slots),
@@ -103,7 +103,7 @@ def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torc
     def of(x: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
         return grouped_gemm.grouped_gemm(x, gate_up, down, layout, top_k=TOP_K)
 
-    def gate() -> None:
+    def prove() -> None:
         whole = of(x, layout)
         for block_rows in (16, 64, 128):
             assert_bits(f"blocks of {block_rows}", of(x, _lay_out(topk_ids, slots, block_rows)), whole)
@@ -121,7 +121,7 @@ def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torc
         op="grouped_gemm",
         shape=f"{shape}, {active} experts",
         run=partial(grouped_gemm.grouped_gemm, x, gate_up, down, layout, top_k=TOP_K),
-        gate=gate,
+        prove=prove,
         num_bytes=sum(step_bytes.values()),
         num_flops=sum(step_flops.values()),
         target=Target("speedup", 1.25) if num_tokens == 4096 else copy,
@@ -134,8 +134,8 @@ def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torc
         "down": partial(grouped_gemm.down_pairs, h, down, layout, out=out),
     }
 
-    def gate_steps() -> None:
-        gate()
+    def prove_steps() -> None:
+        prove()
         launches["gate_up"]()
         assert_bits("launch by launch", launches["down"](), of(x, layout))
 
@@ -147,7 +147,7 @@ def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torc
             op="grouped_gemm",
             shape=f"{shape}, {step}",
             run=launches[step],
-            gate=gate_steps,
+            prove=prove_steps,
             num_bytes=step_bytes[step],
             num_flops=step_flops[step],
             variants=[

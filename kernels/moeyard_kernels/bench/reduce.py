@@ -44,7 +44,7 @@ def _reduce(num_tokens: int, top_k: int, hidden: int) -> Case:
     inputs = parts, weights, shared, residual if with_residual else None
     run = partial(moe_weighted_reduce.moe_weighted_reduce, *inputs)
 
-    def gate() -> None:
+    def prove() -> None:
         some = slice(num_tokens // 2, num_tokens // 2 + 32)
         args = [x[some] for x in (parts, weights, shared, residual)]
         chain = reduce_reference.moe_weighted_reduce(*(x.cpu() for x in args[:3]))
@@ -57,7 +57,7 @@ def _reduce(num_tokens: int, top_k: int, hidden: int) -> Case:
         op="moe_weighted_reduce",
         shape=f"T{num_tokens} K{top_k} H{hidden} shared{' residual' if with_residual else ''}",
         run=run,
-        gate=gate,
+        prove=prove,
         num_bytes=2 * num_tokens * hidden * (num_inputs + 1) + 4 * num_tokens * top_k,
         target=Target("copy", 0.85) if num_tokens == 4096 else None,
         baseline=partial(_torch_chain, *inputs),
@@ -71,7 +71,7 @@ def _scale(num_rows: int, hidden: int) -> Case:
     x, scale = _rows(num_rows, hidden), torch.ones(num_rows, device="cuda", dtype=torch.bfloat16)
     run = partial(scale_rows.scale_rows_, x, scale)
 
-    def gate() -> None:
+    def prove() -> None:
         factor = torch.rand(32, device="cuda").to(x.dtype)
         wanted = scale_reference.scale_rows_(x[:32].cpu(), factor.cpu())
         assert_bits("rounded product", ops.scale_rows_(x[:32].clone(), factor).cpu(), wanted)
@@ -81,7 +81,7 @@ def _scale(num_rows: int, hidden: int) -> Case:
         op="scale_rows_",
         shape=f"T{num_rows} H{hidden}",
         run=run,
-        gate=gate,
+        prove=prove,
         num_bytes=4 * num_rows * hidden + 2 * num_rows,
         target=Target("copy", 0.85) if num_rows == 4096 else None,
         baseline=partial(torch.Tensor.mul_, x, scale.unsqueeze(1)),
@@ -101,7 +101,7 @@ def _residual(num_rows: int, hidden: int) -> Case:
     run = partial(residual_add_scaled.residual_add_scaled, x, shared, routed, scale)
     chain = partial(_two_launches, x, shared, routed, scale)
 
-    def gate() -> None:
+    def prove() -> None:
         assert_bits("two launches", run(), chain())
         wanted = residual_reference.residual_add_scaled(x[:32].cpu(), shared[:32].cpu(), routed[:32].cpu(), scale)
         assert_bits("reference", run()[:32].cpu(), wanted)
@@ -111,7 +111,7 @@ def _residual(num_rows: int, hidden: int) -> Case:
         op="residual_add_scaled",
         shape=f"T{num_rows} H{hidden}",
         run=run,
-        gate=gate,
+        prove=prove,
         num_bytes=8 * num_rows * hidden,
         target=Target("speedup", 1.8) if num_rows <= 64 else None,
         baseline=chain,

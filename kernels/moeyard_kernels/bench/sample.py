@@ -11,10 +11,12 @@ from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.ref import sample as reference
 from moeyard_kernels.sampling import sample as triton_kernel
 from moeyard_kernels.types.logit_edits import LogitEdits
+from moeyard_kernels.types.sampled_tokens import SampledTokens
 
 OPS: tuple[str, ...] = ("sample",)
 
 VOCAB = 163840
+_EXACT = ("ids", "ranks", "top_ids")
 # Rows that are proven against the float64 reference, which takes 20 ms for each.
 PROVEN = 6
 
@@ -48,7 +50,9 @@ def _options(num_rows: int, *names: str) -> dict[str, Any]:
             penalties=torch.tensor([[1.1, 0.1, 0.2]], dtype=torch.float64).repeat(num_rows, 1).cuda(),
         )
     if "logprobs" in names:
-        options["logprobs"] = True
+        options["logprobs"] = 0
+    if "top-20" in names:
+        options["logprobs"] = 20
     return options
 
 
@@ -66,24 +70,30 @@ def _rows_of(options: dict[str, Any], rows: slice, device: str) -> dict[str, Any
     return out
 
 
-def _gate(logits: torch.Tensor, options: dict[str, Any]) -> Callable[[], None]:
+def _prove(logits: torch.Tensor, options: dict[str, Any]) -> Callable[[], None]:
     """Some rows equal the reference, and those rows alone equal the rows of the batch."""
 
-    def gate() -> None:
-        whole, logprobs = ops.sample(logits, **options)
+    def prove() -> None:
+        whole = ops.sample(logits, **options)
         count = min(PROVEN, logits.shape[0])
-        wanted, wanted_logprobs = reference.sample(logits[:count].cpu(), **_rows_of(options, slice(count), "cpu"))
-        assert_bits("tokens, against float64", whole[:count].cpu(), wanted)
-        if logprobs is not None:
-            torch.testing.assert_close(logprobs[:count].cpu(), wanted_logprobs, rtol=3e-7, atol=3e-7)
+        wanted = reference.sample(logits[:count].cpu(), **_rows_of(options, slice(count), "cpu"))
+        for name in _EXACT:
+            assert_bits(f"{name}, against float64", _part(whole, name, slice(count), "cpu"), getattr(wanted, name))
+        for name in ("logprobs", "top_logprobs"):
+            got = _part(whole, name, slice(count), "cpu")
+            torch.testing.assert_close(got, getattr(wanted, name), rtol=3e-7, atol=3e-7)
         for i in range(count):
             row = slice(i, i + 1)
-            alone, logprob = ops.sample(logits[row], **_rows_of(options, row, "cuda"))
-            assert_bits(f"row {i} alone", alone, whole[row])
-            if logprobs is not None:
-                assert_bits(f"log-probability of row {i} alone", logprob, logprobs[row])
+            alone = ops.sample(logits[row], **_rows_of(options, row, "cuda"))
+            for name in (*_EXACT, "logprobs", "top_logprobs"):
+                assert_bits(f"{name} of row {i} alone", getattr(alone, name), _part(whole, name, row, "cuda"))
 
-    return gate
+    return prove
+
+
+def _part(tokens: SampledTokens, name: str, rows: slice, device: str) -> torch.Tensor | None:
+    x: torch.Tensor | None = getattr(tokens, name)
+    return None if x is None else x[rows].to(device)
 
 
 def _draw_chain(
@@ -120,6 +130,7 @@ _KINDS: tuple[tuple[str, tuple[str, ...], float | None], ...] = (
     ("top-p", (*_DRAW, "top_p"), None),
     ("min-p", (*_DRAW, "min_p"), None),
     ("all+penalties+logprobs", (*_DRAW, "top_k", "top_p", "min_p", "edits", "logprobs"), None),
+    ("plain, 20 likeliest", (*_DRAW, "top-20"), None),
 )
 
 
@@ -140,12 +151,12 @@ def _case(logits: torch.Tensor, kind: str, names: tuple[str, ...], bound: float 
     num_rows = logits.shape[0]
     options = _options(num_rows, *names)
     configs = triton_kernel.CONFIGS if kind == "top-p" or (num_rows == 1 and kind != "greedy") else ()
-    has_chain = not {"min_p", "edits"} & set(names)
+    has_chain = not {"min_p", "edits", "top-20"} & set(names)
     return Case(
         op="sample",
         shape=f"{num_rows}x{VOCAB} {str(logits.dtype).removeprefix('torch.')} {kind}",
         run=partial(ops.sample, logits, **options),
-        gate=_gate(logits, options),
+        prove=_prove(logits, options),
         num_bytes=logits.numel() * (logits.element_size() + (4 if "edits" in names else 0)),
         target=None if bound is None else Target("us", bound),
         baseline=_torch_chain(logits, options) if has_chain else None,

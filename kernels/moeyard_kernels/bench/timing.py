@@ -33,7 +33,7 @@ _LONG_SECONDS = 5e-3
 
 
 @triton.jit
-def _read_kernel(p_x, p_out, N, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read_kernel(p_x, p_out, N, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Read [i BLOCK, i BLOCK + BLOCK) of int32 and store something only if it holds a value that it never does."""
     if EARLY:
         wait_for_previous()

@@ -6,8 +6,6 @@ from contextvars import ContextVar
 
 import torch
 
-from moeyard_kernels.cpu.decode_plan import DecodePlan
-
 FLOATS = (torch.float32, torch.bfloat16)
 
 _CHECKED: ContextVar[bool] = ContextVar("moeyard_kernels_checked", default=False)
@@ -53,14 +51,6 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{op}: {name} is on {x.device}, {given[0][0]} on {given[0][1].device}")
 
 
-def check_expert(gate_up: torch.Tensor, down: torch.Tensor, rows: torch.Tensor) -> None:
-    hidden = rows.shape[1]
-    if gate_up.dim() != 2 or gate_up.shape[1] != hidden or down.shape != (hidden, gate_up.shape[0] // 2):
-        raise ValueError(f"grouped_mlp: gate_up {show(gate_up)}, down {show(down)} do not fit rows {show(rows)}")
-    if gate_up.dtype != rows.dtype or down.dtype != rows.dtype:
-        raise ValueError(f"grouped_mlp: gate_up {gate_up.dtype}, down {down.dtype} for rows of {rows.dtype}")
-
-
 def check_norm(op: str, x: torch.Tensor, weight: torch.Tensor) -> None:
     if x.dim() == 0 or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         raise ValueError(f"{op}: weight {show(weight)} does not fit x {show(x)}")
@@ -79,14 +69,3 @@ def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int
         raise ValueError(f"topk_gate: group_score {group_score!r} is neither 'max' nor 'top2sum'")
     if group_score == "top2sum" and num_experts // num_groups < 2:
         raise ValueError(f"topk_gate: group_score 'top2sum' of groups of {num_experts // num_groups}")
-
-
-def check_plan(op: str, plan: DecodePlan, num_rows: int, page_size: int) -> None:
-    if plan.num_rows != num_rows or plan.page_size != page_size:
-        raise ValueError(
-            f"{op}: the plan is for {plan.num_rows} rows and pages of {plan.page_size}, got {num_rows} and {page_size}"
-        )
-
-
-def missing(op: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(f"{op}: CPU tensors only; on a GPU it is {instead}")

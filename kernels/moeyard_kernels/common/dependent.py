@@ -29,7 +29,7 @@ _EARLY: Mapping[str, bool] = MappingProxyType({"launch_pdl": True})
 
 
 @triton.jit
-def wait_for_previous():  # type: ignore[no-untyped-def]
+def wait_for_previous():
     """Wait until all memory that the launches before this one write is visible."""
     if not INTERPRETED:  # noqa: SIM102 - the interpreter would run the condition too
         if cuda_capability_geq(9, 0):
@@ -37,7 +37,7 @@ def wait_for_previous():  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def let_next_begin():  # type: ignore[no-untyped-def]
+def let_next_begin():
     """The next launch may begin, once all programs got here: in what multiprocessors have left, and up to its wait."""
     if not INTERPRETED:  # noqa: SIM102 - as above
         if cuda_capability_geq(9, 0):

@@ -14,7 +14,7 @@ INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
-def round_to(b_x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def round_to(b_x, DTYPE: tl.constexpr):
     """fp32 values rounded to DTYPE (fp32 or bf16), ties to even, as fp32."""
     if tl.float32 == DTYPE:
         b_y = b_x
@@ -29,7 +29,7 @@ def round_to(b_x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def product(b_x, b_w, b_acc, SWAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def product(b_x, b_w, b_acc, SWAP: tl.constexpr):
     """b_acc + b_x @ b_w.T in fp32, or its transpose if SWAP; the interpreter gets products of bf16 wrong."""
     if INTERPRETED:
         b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)

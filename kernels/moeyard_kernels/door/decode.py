@@ -1,53 +1,20 @@
 """The door to attention over paged caches. See `ops` for the rules."""
 
-from typing import Literal, overload
-
 import torch
 
-from moeyard_kernels.common.checks import FLOATS, check_layout, check_plan, show
-from moeyard_kernels.cpu import gqa_decode as _gqa_decode
-from moeyard_kernels.cpu import mla_decode as _mla_decode
-from moeyard_kernels.cpu.decode_plan import DecodePlan
-from moeyard_kernels.ref import attn_combine as _attn_combine
-from moeyard_kernels.ref import decode_splits as _decode_splits
-from moeyard_kernels.types.decode_tables import GQA_SPLIT, MLA_SPLIT, DecodeTables
+from moeyard_kernels.common.checks import FLOATS, check_layout, show
+from moeyard_kernels.door.load import kernel
+from moeyard_kernels.types.decode_tables import DecodeTables
 
 
-@overload
 def gqa_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    plan: DecodePlan | DecodeTables,
-    scale: float,
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def gqa_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    plan: DecodePlan | DecodeTables,
-    scale: float,
-    return_lse: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-def gqa_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    plan: DecodePlan | DecodeTables,
-    scale: float,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q [B, Hq, Dk], each row over its own pages -> [B, Hq, Dv] in q's dtype.
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, tables: DecodeTables, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q [B, Hq, Dk], each row over its own pages -> ([B, Hq, Dv] in q's dtype, lse [B, Hq] fp32).
 
-    k_cache [Hkv, num_pages, page, Dk] and v_cache [Hkv, num_pages, page, Dv]; `plan` is the step's `plan_decode` (it
-    holds lengths, pages and window), and the caches are then finite everywhere, or its `DecodeTables`, the only plan
-    that a GPU takes, under which positions that no query sees may hold anything. A row's bits depend on the row and
-    the keys it sees. With `return_lse` (DecodeTables only) also ln(sum(exp(scores))) as fp32 [B, Hq].
+    k_cache [Hkv, num_pages, page, Dk] and v_cache [Hkv, num_pages, page, Dv], contiguous; `tables` hold the step's
+    lengths, pages and window, and positions that no query sees may hold anything. lse is ln(sum(exp(scores))). A row's
+    bits depend on the row and the keys it sees.
     """
     if q.dim() != 3 or k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(f"gqa_decode: q {show(q)}, k_cache {show(k_cache)}, v_cache {show(v_cache)} do not fit")
@@ -58,54 +25,17 @@ def gqa_decode(
             f"gqa_decode: q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype} must share a dtype, "
             f"fp32 or bf16"
         )
-    if isinstance(plan, DecodePlan):
-        check_plan("gqa_decode", plan, q.shape[0], k_cache.shape[2])
-        _check_host("gqa_decode", q, return_lse)
-        return _gqa_decode.gqa_decode(q, k_cache, v_cache, plan=plan, scale=scale)
-    _check_tables("gqa_decode", plan, q.shape[0], k_cache.shape[2], scale, q=q, k_cache=k_cache, v_cache=v_cache)
-    if q.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.attention import gqa_decode as triton_kernel
-
-        out, lse = triton_kernel.gqa_decode(q, k_cache, v_cache, tables=plan, scale=scale)
-    else:
-        out, lse = _decode_splits.gqa_decode(q, k_cache, v_cache, tables=plan, scale=scale, split=GQA_SPLIT)
-    return (out, lse) if return_lse else out
+    _check_tables("gqa_decode", tables, q.shape[0], k_cache.shape[2], scale, q=q, k_cache=k_cache, v_cache=v_cache)
+    return kernel("attention.gqa_decode", q).gqa_decode(q, k_cache, v_cache, tables=tables, scale=scale)
 
 
-@overload
 def mla_decode(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent_cache: torch.Tensor,
-    *,
-    plan: DecodePlan | DecodeTables,
-    scale: float,
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def mla_decode(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent_cache: torch.Tensor,
-    *,
-    plan: DecodePlan | DecodeTables,
-    scale: float,
-    return_lse: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-def mla_decode(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent_cache: torch.Tensor,
-    *,
-    plan: DecodePlan | DecodeTables,
-    scale: float,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Absorbed latent attention: q_latent [B, Hq, R], q_rope [B, Hq, Dr] over latent_cache -> [B, Hq, R] in q's dtype.
+    q_latent: torch.Tensor, q_rope: torch.Tensor, latent_cache: torch.Tensor, *, tables: DecodeTables, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed latent attention of q_latent [B, Hq, R], q_rope [B, Hq, Dr] -> ([B, Hq, R], lse [B, Hq] fp32).
 
     latent_cache is [num_pages, page, R + Dr]; every query head reads the one latent, whose first R values are also the
-    values. `plan`, what the cache may hold, and `return_lse` are as in `gqa_decode`.
+    values. `tables` and what the cache may hold are as in `gqa_decode`.
     """
     if q_latent.dim() != 3 or q_rope.dim() != 3 or q_latent.shape[:2] != q_rope.shape[:2]:
         raise ValueError(f"mla_decode: q_latent {show(q_latent)} does not fit q_rope {show(q_rope)}")
@@ -118,22 +48,13 @@ def mla_decode(
             f"mla_decode: q_latent {q_latent.dtype}, q_rope {q_rope.dtype}, latent_cache {latent_cache.dtype} must "
             f"share a dtype, fp32 or bf16"
         )
-    if isinstance(plan, DecodePlan):
-        check_plan("mla_decode", plan, q_latent.shape[0], latent_cache.shape[1])
-        _check_host("mla_decode", q_latent, return_lse)
-        return _mla_decode.mla_decode(q_latent, q_rope, latent_cache, plan=plan, scale=scale)
     _check_tables(
-        "mla_decode", plan, q_latent.shape[0], latent_cache.shape[1], scale,
+        "mla_decode", tables, q_latent.shape[0], latent_cache.shape[1], scale,
         q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache,
     )  # fmt: skip
-    if q_latent.is_cuda:
-        # As above.
-        from moeyard_kernels.attention import mla_decode as triton_kernel
-
-        out, lse = triton_kernel.mla_decode(q_latent, q_rope, latent_cache, tables=plan, scale=scale)
-    else:
-        out, lse = _decode_splits.mla_decode(q_latent, q_rope, latent_cache, tables=plan, scale=scale, split=MLA_SPLIT)
-    return (out, lse) if return_lse else out
+    return kernel("attention.mla_decode", q_latent).mla_decode(
+        q_latent, q_rope, latent_cache, tables=tables, scale=scale
+    )
 
 
 def attn_combine(
@@ -152,19 +73,7 @@ def attn_combine(
     if dtype not in FLOATS:
         raise ValueError(f"attn_combine: dtype {dtype} is neither fp32 nor bf16")
     check_layout("attn_combine", partial=partial, lse=lse)
-    if partial.is_cuda:
-        # As above.
-        from moeyard_kernels.attention import attn_combine as triton_kernel
-
-        return triton_kernel.attn_combine(partial, lse, dtype=dtype)
-    return _attn_combine.attn_combine(partial, lse, dtype=dtype)
-
-
-def _check_host(op: str, q: torch.Tensor, return_lse: bool) -> None:
-    if q.is_cuda:
-        raise ValueError(f"{op}: q is on {q.device} and the plan is a DecodePlan, which is for CPU tensors")
-    if return_lse:
-        raise ValueError(f"{op}: return_lse with a DecodePlan, expected DecodeTables")
+    return kernel("attention.attn_combine", partial).attn_combine(partial, lse, dtype=dtype)
 
 
 def _check_tables(

@@ -3,23 +3,14 @@
 import torch
 
 from moeyard_kernels.common.checks import FLOATS, check_devices, check_norm, show
-from moeyard_kernels.ref import mla_split_qkv_a_norm as _mla_split_qkv_a_norm
-from moeyard_kernels.ref import residual_add_scaled as _residual_add_scaled
-from moeyard_kernels.ref import rms_norm as _rms_norm
-from moeyard_kernels.ref import scale_rows as _scale_rows
-from moeyard_kernels.ref import silu_mul as _silu_mul
+from moeyard_kernels.door.load import kernel
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """weight [D] * cast(x32 / sqrt(mean(x32^2) + eps)) for x [..., D]; the cast is to x's dtype, x32 is x in fp32."""
     check_norm("rms_norm", x, weight)
     check_devices("rms_norm", x=x, weight=weight)
-    if x.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.elementwise import rms_norm as triton_kernel
-
-        return triton_kernel.rms_norm(x, weight, eps)
-    return _rms_norm.rms_norm(x, weight, eps)
+    return kernel("elementwise.rms_norm", x).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(
@@ -30,12 +21,7 @@ def add_rms_norm(
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(f"add_rms_norm: residual {show(residual)} is not like x {show(x)}")
     check_devices("add_rms_norm", x=x, residual=residual, weight=weight)
-    if x.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.elementwise import rms_norm as triton_kernel
-
-        return triton_kernel.add_rms_norm(x, residual, weight, eps)
-    return _rms_norm.add_rms_norm(x, residual, weight, eps)
+    return kernel("elementwise.rms_norm", x).add_rms_norm(x, residual, weight, eps)
 
 
 def mla_split_qkv_a_norm(
@@ -56,24 +42,14 @@ def mla_split_qkv_a_norm(
             f"{show(qkv_a)}"
         )
     check_devices("mla_split_qkv_a_norm", qkv_a=qkv_a, q_weight=q_weight, kv_weight=kv_weight)
-    if qkv_a.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.elementwise import mla_split_qkv_a_norm as triton_kernel
-
-        return triton_kernel.mla_split_qkv_a_norm(qkv_a, q_weight, kv_weight, eps)
-    return _mla_split_qkv_a_norm.mla_split_qkv_a_norm(qkv_a, q_weight, kv_weight, eps)
+    return kernel("elementwise.mla_split_qkv_a_norm", qkv_a).mla_split_qkv_a_norm(qkv_a, q_weight, kv_weight, eps)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate_up[:, :I]) * gate_up[:, I:] -> [M, I] for gate_up [M, 2 I]; each factor is rounded to the dtype."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.dtype not in FLOATS:
         raise ValueError(f"silu_mul: gate_up must be fp32 or bf16 [M, 2 I], got {show(gate_up)}")
-    if gate_up.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.elementwise import silu_mul as triton_kernel
-
-        return triton_kernel.silu_mul(gate_up)
-    return _silu_mul.silu_mul(gate_up)
+    return kernel("elementwise.silu_mul", gate_up).silu_mul(gate_up)
 
 
 def scale_rows_(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -83,12 +59,7 @@ def scale_rows_(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if scale.shape != x.shape[:1] or scale.dtype not in FLOATS:
         raise ValueError(f"scale_rows_: scale {show(scale)} does not fit x {show(x)}")
     check_devices("scale_rows_", x=x, scale=scale)
-    if x.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.elementwise import scale_rows as triton_kernel
-
-        return triton_kernel.scale_rows_(x, scale)
-    return _scale_rows.scale_rows_(x, scale)
+    return kernel("elementwise.scale_rows", x).scale_rows_(x, scale)
 
 
 def residual_add_scaled(hidden: torch.Tensor, shared: torch.Tensor, routed: torch.Tensor, scale: float) -> torch.Tensor:
@@ -103,9 +74,4 @@ def residual_add_scaled(hidden: torch.Tensor, shared: torch.Tensor, routed: torc
         if x.shape != hidden.shape or x.dtype != hidden.dtype:
             raise ValueError(f"residual_add_scaled: {name} {show(x)} is not like hidden {show(hidden)}")
     check_devices("residual_add_scaled", hidden=hidden, shared=shared, routed=routed)
-    if hidden.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.elementwise import residual_add_scaled as triton_kernel
-
-        return triton_kernel.residual_add_scaled(hidden, shared, routed, scale)
-    return _residual_add_scaled.residual_add_scaled(hidden, shared, routed, scale)
+    return kernel("elementwise.residual_add_scaled", hidden).residual_add_scaled(hidden, shared, routed, scale)

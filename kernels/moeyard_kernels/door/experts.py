@@ -1,14 +1,9 @@
 """The door to the routed experts: their products and the weighted sum of their results. See `ops`."""
 
-from collections.abc import Sequence
-
 import torch
 
-from moeyard_kernels.common.checks import FLOATS, check_devices, check_expert, missing, show
-from moeyard_kernels.cpu import grouped_mlp as _grouped_mlp
-from moeyard_kernels.ref import expert_layout as _expert_layout
-from moeyard_kernels.ref import grouped_gemm as _grouped_gemm
-from moeyard_kernels.ref import moe_weighted_reduce as _moe_weighted_reduce
+from moeyard_kernels.common.checks import FLOATS, check_devices, show
+from moeyard_kernels.door.load import kernel
 from moeyard_kernels.types.expert_layout import ExpertLayout
 
 _BLOCK_ROWS = (16, 32, 64, 128)
@@ -20,9 +15,10 @@ def expert_layout(
     """Group the pairs t * K + k of topk_ids [T, K] (int64 or int32) by expert; slot_of_expert [E] int32, -1: not here.
 
     Pairs of one expert stay in order, and each expert begins at a multiple of `block_rows` (16, 32, 64 or 128; see
-    `expert_block_rows`); pairs of experts that are not here are in no block. No host sync: all counts stay on the
-    device. The cost does not depend on `num_slots`, which may count the slots of all layers. Ids must lie in [0, E) and
-    slots in [-1, num_slots): checked on a CPU, and on a GPU within `launch.checked()`.
+    `expert_block_rows`). In no block are pairs of experts that are not here, and masked ones, whose id is -1: those of
+    a padding row, or of another rank's expert. No host sync: all counts stay on the device. The cost does not depend on
+    `num_slots`, which may count the slots of all layers. Ids must lie in [-1, E) and slots in [-1, num_slots): checked
+    on a CPU, and on a GPU within `launch.checked()`.
     """
     if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"expert_layout: topk_ids must be int64 or int32 [T, K], got {show(topk_ids)}")
@@ -31,12 +27,9 @@ def expert_layout(
     check_devices("expert_layout", slot_of_expert=slot_of_expert, topk_ids=topk_ids)
     if num_slots < 1 or block_rows not in _BLOCK_ROWS:
         raise ValueError(f"expert_layout: {num_slots} slots in blocks of {block_rows} rows, expected {_BLOCK_ROWS}")
-    if topk_ids.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.experts import expert_layout as triton_kernel
-
-        return triton_kernel.expert_layout(topk_ids, slot_of_expert, num_slots=num_slots, block_rows=block_rows)
-    return _expert_layout.expert_layout(topk_ids, slot_of_expert, num_slots=num_slots, block_rows=block_rows)
+    return kernel("experts.expert_layout", topk_ids).expert_layout(
+        topk_ids, slot_of_expert, num_slots=num_slots, block_rows=block_rows
+    )
 
 
 def grouped_gemm(
@@ -72,47 +65,7 @@ def grouped_gemm(
     if out is not None and (out.shape != (num_pairs, hidden) or out.dtype != x.dtype):
         raise ValueError(f"grouped_gemm: out {show(out)}, expected {x.dtype} [{num_pairs}, {hidden}]")
     check_devices("grouped_gemm", x=x, gate_up=gate_up, down=down, layout=layout.pairs, out=out)
-    if x.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.experts import grouped_gemm as triton_kernel
-
-        return triton_kernel.grouped_gemm(x, gate_up, down, layout, top_k=top_k, out=out)
-    out = x.new_empty(num_pairs, hidden) if out is None else out
-    return _grouped_gemm.grouped_gemm(x, gate_up, down, layout, out, top_k=top_k)
-
-
-def grouped_mlp(
-    rows: torch.Tensor,
-    row_of_pair: torch.Tensor,
-    groups: Sequence[tuple[int, int, int]],
-    gate_up: torch.Tensor | Sequence[torch.Tensor],
-    down: torch.Tensor | Sequence[torch.Tensor],
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """Run pairs through their experts: out[p] = down[slot] @ silu_mul(gate_up[slot] @ rows[row_of_pair[p]]).
-
-    rows [R, H], row_of_pair [P] int64, gate_up [S, 2 I, H] and down [S, H, I] (tensors, or sequences of S matrices that
-    may be packed), out [P, H]. Each group (start, count, slot) covers the pairs start..start + count - 1; pairs that no
-    group covers keep what `out` holds, so hits and misses can be computed by two calls into one `out`. Returns `out`.
-    """
-    if rows.dim() != 2 or row_of_pair.dim() != 1 or row_of_pair.dtype != torch.int64:
-        raise ValueError(f"grouped_mlp: rows {show(rows)} must be [R, H], row_of_pair {show(row_of_pair)} int64 [P]")
-    num_pairs, hidden, num_slots = row_of_pair.shape[0], rows.shape[1], len(gate_up)
-    if out.shape != (num_pairs, hidden) or out.dtype != rows.dtype or rows.dtype not in FLOATS:
-        raise ValueError(f"grouped_mlp: out {show(out)} for {num_pairs} pairs of rows {show(rows)}, fp32 or bf16")
-    if len(down) != num_slots:
-        raise ValueError(f"grouped_mlp: {num_slots} slots of gate_up, {len(down)} of down")
-    for start, count, slot in groups:
-        if start < 0 or count < 0 or start + count > num_pairs or not 0 <= slot < num_slots:
-            raise ValueError(
-                f"grouped_mlp: group ({start}, {count}, {slot}) is outside {num_pairs} pairs or {num_slots} slots"
-            )
-    if groups:
-        check_expert(gate_up[groups[0][2]], down[groups[0][2]], rows)
-    check_devices("grouped_mlp", rows=rows, row_of_pair=row_of_pair, out=out)
-    if rows.is_cuda:
-        raise missing("grouped_mlp", "grouped_gemm")
-    return _grouped_mlp.grouped_mlp(rows, row_of_pair, groups, gate_up, down, out)
+    return kernel("experts.grouped_gemm", x).grouped_gemm(x, gate_up, down, layout, top_k=top_k, out=out)
 
 
 def moe_weighted_reduce(
@@ -138,9 +91,4 @@ def moe_weighted_reduce(
                 f"moe_weighted_reduce: {name} {show(x)}, expected {partial.dtype} [{num_tokens}, {hidden}]"
             )
     check_devices("moe_weighted_reduce", partial=partial, weights=weights, shared=shared, residual=residual)
-    if partial.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.experts import moe_weighted_reduce as triton_kernel
-
-        return triton_kernel.moe_weighted_reduce(partial, weights, shared, residual)
-    return _moe_weighted_reduce.moe_weighted_reduce(partial, weights, shared, residual)
+    return kernel("experts.moe_weighted_reduce", partial).moe_weighted_reduce(partial, weights, shared, residual)

@@ -3,23 +3,7 @@
 import torch
 
 from moeyard_kernels.common.checks import FLOATS, check_devices, show
-from moeyard_kernels.cpu import linear as _linear
-
-
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """weight [N, K] (fp32 or bf16) in the form that `linear` and `grouped_mlp` are fastest with.
-
-    On a CPU: a blocked copy of the same size, opaque but for `shape` and `dtype`, 1.2 to 2 times as fast for few rows.
-    Its bits may differ from those of the plain weight, so a given weight is packed always or never. On CUDA: itself.
-    """
-    if weight.dim() != 2 or weight.dtype not in FLOATS:
-        raise ValueError(f"pack_weight: weight must be fp32 or bf16 [N, K], got {show(weight)}")
-    return weight if weight.is_cuda else _linear.pack_weight(weight)
-
-
-def padded_rows(num_rows: int) -> int:
-    """The count up to which a step's rows are best padded once, so that `linear` need not copy in every layer."""
-    return _linear.padded_rows(num_rows)
+from moeyard_kernels.door.load import kernel
 
 
 def _check(op: str, x: torch.Tensor, weight: torch.Tensor, name: str) -> None:
@@ -33,7 +17,7 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, name: str) -> None:
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, static_weight: bool = False
 ) -> torch.Tensor:
-    """x [M, K] @ weight [N, K].T + bias [N] -> [M, N]; fp32 or bf16, all alike. M may be 0; `weight` may be packed.
+    """x [M, K] @ weight [N, K].T + bias [N] -> [M, N]; fp32 or bf16, all alike. M may be 0.
 
     Sums and the bias are fp32, with one rounding to the dtype at the end. static_weight: the caller knows that no
     launch still at work writes `weight`, as with a model's weights while it serves; a GPU may then read it before the
@@ -44,12 +28,7 @@ def linear(
         if bias.dtype != x.dtype or bias.shape != weight.shape[:1]:
             raise ValueError(f"linear: bias {show(bias)} does not fit weight {show(weight)}")
         check_devices("linear", x=x, bias=bias)
-    if x.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.linear import linear as triton_kernel
-
-        return triton_kernel.linear(x, weight, bias, static_weight=static_weight)
-    return _linear.linear(x, weight, bias)
+    return kernel("linear.linear", x).linear(x, weight, bias, static_weight=static_weight)
 
 
 def linear_pair(
@@ -62,9 +41,25 @@ def linear_pair(
     """
     _check("linear_pair", x, weight_a, "weight_a")
     _check("linear_pair", x, weight_b, "weight_b")
-    if x.is_cuda:
-        # As above.
-        from moeyard_kernels.linear import linear as triton_kernel
+    return kernel("linear.linear", x).linear_pair(x, weight_a, weight_b, static_weight=static_weight)
 
-        return triton_kernel.linear_pair(x, weight_a, weight_b, static_weight=static_weight)
-    return _linear.linear(x, weight_a), _linear.linear(x, weight_b)
+
+def head_linear(x: torch.Tensor, weight: torch.Tensor, *, static_weight: bool = False) -> torch.Tensor:
+    """y[t, h] = weight[h] @ x[t, h]: x [T, H, K], weight [H, N, K] -> [T, H, N] contiguous; fp32 or bf16, all alike.
+
+    x has any strides but for its last, which is 1, and so has weight but that one of its last two is 1: of latent
+    attention's kv_b [H, nope + Dv, R], `kv_b[:, :nope].transpose(1, 2)` absorbs queries and `kv_b[:, nope:]` expands
+    values, both as views. Sums are fp32, with one rounding at the end. static_weight: as in `linear`.
+    """
+    if x.dim() != 3 or weight.dim() != 3 or x.shape[1] != weight.shape[0] or x.shape[2] != weight.shape[2]:
+        raise ValueError(f"head_linear: x {show(x)} does not fit weight {show(weight)}")
+    if x.dtype != weight.dtype or x.dtype not in FLOATS:
+        raise ValueError(f"head_linear: x {show(x)} and weight {show(weight)} must share a dtype, fp32 or bf16")
+    check_devices("head_linear", x=x, weight=weight)
+    if x.stride(2) != 1 and x.shape[2] > 1:
+        raise ValueError(f"head_linear: x {show(x)} with strides {x.stride()} is not contiguous in its last dimension")
+    if 1 not in weight.stride()[1:] and min(weight.shape[1:]) > 1:
+        raise ValueError(
+            f"head_linear: weight {show(weight)} with strides {weight.stride()} is contiguous in none of the last two"
+        )
+    return kernel("linear.head_linear", x).head_linear(x, weight, static_weight=static_weight)

@@ -2,35 +2,9 @@
 
 import torch
 
-from moeyard_kernels.common.checks import FLOATS, check_devices, missing, show
-from moeyard_kernels.cpu import attn_prefill as _attn_prefill
-from moeyard_kernels.ref import attn_prefill_varlen as _attn_prefill_varlen
+from moeyard_kernels.common.checks import FLOATS, check_devices, show
+from moeyard_kernels.door.load import kernel
 from moeyard_kernels.types.prefill_plan import PrefillPlan
-
-
-def attn_prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, start: int, scale: float, window: int | None = None
-) -> torch.Tensor:
-    """Causal attention of q [T, Hq, Dk] at positions start..start+T-1 of one sequence -> [T, Hq, Dv] in q's dtype.
-
-    k [Hkv, L, Dk] and v [Hkv, L, Dv] hold positions 0..L-1, L >= start + T (what lies behind is finite and unseen);
-    query head h uses key head h // (Hq // Hkv). With `window` a query at p sees p - window + 1..p. A query's bits
-    depend on its own row and the keys it sees, not on the chunk, L or the tile.
-    """
-    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
-        raise ValueError(f"attn_prefill: q {show(q)}, k {show(k)}, v {show(v)} do not fit")
-    if k.shape[0] == 0 or q.shape[1] % k.shape[0]:
-        raise ValueError(f"attn_prefill: {q.shape[1]} query heads over {k.shape[0]} key heads")
-    if q.dtype not in FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"attn_prefill: q {q.dtype}, k {k.dtype}, v {v.dtype} must share a dtype, fp32 or bf16")
-    if start < 0 or k.shape[1] < start + q.shape[0]:
-        raise ValueError(f"attn_prefill: start {start} + {q.shape[0]} queries exceed {k.shape[1]} keys")
-    if window is not None and window < 1:
-        raise ValueError(f"attn_prefill: window {window} is not positive")
-    check_devices("attn_prefill", q=q, k=k, v=v)
-    if q.is_cuda:
-        raise missing("attn_prefill", "attn_prefill_varlen")
-    return _attn_prefill.attn_prefill(q, k, v, start=start, scale=scale, window=window)
 
 
 def attn_prefill_varlen(
@@ -42,31 +16,21 @@ def attn_prefill_varlen(
     scale: float,
     k_rope: torch.Tensor | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of several chunks q [T, Hq, Dk] over their prefixes -> [T, Hq, Dv] in q's dtype.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Causal attention of several chunks q [T, Hq, Dk] over their prefixes -> ([T, Hq, Dv] in q's dtype, lse or None).
 
     `plan` is the step's `plan_prefill`. Paged: k [Hkv, num_pages, page, Dk] and v [Hkv, num_pages, page, Dv], caches
     as the pools lay them out, contiguous. Else k [L, Hkv, Dk] and v [L, Hkv, Dv] hold the chunks' keys one after the
     other; strides are free but for the last, so both may be parts of one product. With `k_rope` [L, Dr], k holds the
     first Dk - Dr of each head's key and k_rope the rest, which all heads share (latent attention).
-    Keys and values that a chunk sees are finite; what other rows and pages hold (NaN too) does not show. With
-    `return_lse` also the log of the sum of exp(scale q . k), [T, Hq] fp32. A query's bits depend on its row and the
-    keys it sees, not on the chunk, its neighbours or where keys lie.
+    Keys and values that a chunk sees are finite; what other rows and pages hold (NaN too) does not show. The lse
+    is the log of the sum of exp(scale q . k), [T, Hq] fp32, only with `return_lse`, for it costs a store. A query's
+    bits depend on its row and the keys it sees, not on the chunk, its neighbours or where keys lie.
     """
     _check_varlen(q, k, v, plan, k_rope, scale)
-    if q.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.attention import attn_prefill as triton_kernel
-
-        return triton_kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale, k_rope=k_rope, return_lse=return_lse)
-    table = plan.page_table
-    if table is not None and table.numel() and int(table.max()) >= k.shape[1]:
-        raise ValueError(f"attn_prefill_varlen: the plan's page_table names page {int(table.max())}, k is {show(k)}")
-    out, lse = _attn_prefill_varlen.attn_prefill_varlen(
-        q, k, v, k_rope=k_rope, cu_q=plan.cu_q.tolist(), starts=plan.starts.tolist(), page_table=table,
-        cu_kv=[] if plan.cu_kv is None else plan.cu_kv.tolist(), scale=scale, window=plan.window,
-    )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return kernel("attention.attn_prefill_varlen", q).attn_prefill_varlen(
+        q, k, v, plan=plan, scale=scale, k_rope=k_rope, return_lse=return_lse
+    )
 
 
 def _check_varlen(

@@ -3,8 +3,7 @@
 import torch
 
 from moeyard_kernels.common.checks import FLOATS, check_devices, show
-from moeyard_kernels.ref import rope as _rope
-from moeyard_kernels.ref import rope_cache_write as _rope_cache_write
+from moeyard_kernels.door.load import kernel
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
@@ -17,12 +16,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: 
     """
     _check_rope("rope", "x", x, cos, sin)
     check_devices("rope", x=x, cos=cos, sin=sin)
-    if x.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.attention import rope as triton_kernel
-
-        return triton_kernel.rope(x, cos, sin, interleaved=interleaved)
-    return _rope.rope(x, cos, sin, interleaved=interleaved)
+    return kernel("attention.rope", x).rope(x, cos, sin, interleaved=interleaved)
 
 
 def rope_cache_write_gqa(
@@ -56,14 +50,7 @@ def rope_cache_write_gqa(
     if v_cache.shape != k_cache.shape:
         raise ValueError(f"{op}: v_cache {show(v_cache)} is not like k_cache {show(k_cache)}")
     check_devices(op, q=q, k=k, v=v, cos=cos, sin=sin, slot_mapping=slot_mapping, k_cache=k_cache, v_cache=v_cache)
-    if q.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.attention import rope_cache_write as triton_kernel
-
-        return triton_kernel.rope_cache_write_gqa(
-            q, k, v, cos, sin, slot_mapping, k_cache, v_cache, interleaved=interleaved
-        )
-    return _rope_cache_write.rope_cache_write_gqa(
+    return kernel("attention.rope_cache_write", q).rope_cache_write_gqa(
         q, k, v, cos, sin, slot_mapping, k_cache, v_cache, interleaved=interleaved
     )
 
@@ -96,14 +83,7 @@ def rope_cache_write_mla(
         raise ValueError(f"{op}: cache {show(cache)} does not fit kv_a {show(kv_a)} and k_rope {show(k_rope)}")
     moved = {"kv_a": kv_a, "k_rope": k_rope, "cos": cos, "sin": sin, "slot_mapping": slot_mapping, "cache": cache}
     check_devices(op, q_rope=q_rope, **moved)
-    if q_rope.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.attention import rope_cache_write as triton_kernel
-
-        return triton_kernel.rope_cache_write_mla(
-            q_rope, kv_a, k_rope, cos, sin, slot_mapping, cache, interleaved=interleaved
-        )
-    return _rope_cache_write.rope_cache_write_mla(
+    return kernel("attention.rope_cache_write", q_rope).rope_cache_write_mla(
         q_rope, kv_a, k_rope, cos, sin, slot_mapping, cache, interleaved=interleaved
     )
 

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 
 from moeyard_kernels.common.checks import check_devices, check_groups, show
-from moeyard_kernels.ref import topk_gate as _topk_gate
+from moeyard_kernels.door.load import kernel
 
 
 def topk_gate(
@@ -39,13 +39,7 @@ def topk_gate(
     if num_groups != 1 or topk_groups != 1:
         check_groups(num_experts, top_k, num_groups, topk_groups, group_score)
     check_devices("topk_gate", logits=logits, bias=bias)
-    run = _topk_gate.topk_gate
-    if logits.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.experts import topk_gate as triton_kernel
-
-        run = triton_kernel.topk_gate
-    return run(
+    return kernel("experts.topk_gate", logits).topk_gate(
         logits,
         top_k=top_k,
         scoring=scoring,

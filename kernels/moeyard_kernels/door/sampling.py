@@ -3,8 +3,9 @@
 import torch
 
 from moeyard_kernels.common.checks import FLOATS, check_devices, show
-from moeyard_kernels.ref import sample as _sample
+from moeyard_kernels.door.load import kernel
 from moeyard_kernels.types.logit_edits import MAX_BIASES, LogitEdits
+from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
 
 
 def sample(
@@ -17,13 +18,16 @@ def sample(
     seeds: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     edits: LogitEdits | None = None,
-    logprobs: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Choose a token per row of logits [B, V] (fp32 or bf16): (ids [B] int64, log-probabilities [B] fp32 if asked for).
+    logprobs: int | None = None,
+) -> SampledTokens:
+    """Choose a token per row of logits [B, V] (fp32 or bf16); see `SampledTokens`.
+
+    logprobs: None computes nothing of the kind, n from 0 to 20 the chosen tokens' log-probabilities and ranks, and the
+    n likeliest tokens (all of them, if V is less), under the unmodified logits.
 
     Order: edits (bias, repetition, frequency and presence penalties, in fp64), temperature, min-p, top-k, top-p, then
     the argmax of exp((x - max) / temperature) / E over what is left, E ~ Exp(1) from (seed, position, token id). All
-    ties go to the lowest id. A log-probability is that of the unmodified logits.
+    ties go to the lowest id.
 
     temperature, top_p in (0, 1] (1 is off) and min_p in [0, 1] (0 is off) are fp64 [B], top_k (0 or V is off), seeds
     (64 bits) and positions int64 [B]; None is off for all rows, and saves time. Rows of temperature 0 take the largest
@@ -52,15 +56,11 @@ def sample(
             raise ValueError(f"sample: {name} {show(x)} without temperature, which is None (greedy)")
     if temperature is not None and (seeds is None or positions is None):
         raise ValueError(f"sample: temperature {show(temperature)} needs seeds and positions")
+    if logprobs is not None and not 0 <= logprobs <= MAX_TOP:
+        raise ValueError(f"sample: logprobs {logprobs}, expected None or 0 to {MAX_TOP}")
     if edits is not None:
         _check_edits(edits, logits)
-    run = _sample.sample
-    if logits.is_cuda:
-        # Triton is loaded only where there is a GPU to run it.
-        from moeyard_kernels.sampling import sample as triton_kernel
-
-        run = triton_kernel.sample
-    return run(
+    return kernel("sampling.sample", logits).sample(
         logits,
         temperature=temperature,
         top_k=top_k,

@@ -11,7 +11,7 @@ from moeyard_kernels.elementwise.rms_norm import NUM_WARPS, norm_rows, row_tile
 
 
 @triton.jit
-def _mla_split_qkv_a_norm_kernel(  # type: ignore[no-untyped-def]
+def _mla_split_qkv_a_norm_kernel(
     p_x, p_q_weight, p_kv_weight, p_q, p_kv, p_rope, num_rows, stride_x, DQ, DKV, DR, eps, num_q_blocks,
     BRQ: tl.constexpr, BDQ: tl.constexpr, BRKV: tl.constexpr, BDKV: tl.constexpr, BDR: tl.constexpr
 ):  # fmt: skip

@@ -25,7 +25,7 @@ def row_tile(dim: int) -> tuple[int, int]:
 
 
 @triton.jit
-def normed(b_x, b_weight, D, eps, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def normed(b_x, b_weight, D, eps, DTYPE: tl.constexpr):
     """weight * round(x / sqrt(mean(x^2) + eps)), before its last rounding; b_x [BR, BD] fp32, zero past D."""
     b_square = tl.sum(b_x * b_x, 1)
     b_mean = tl.div_rn(b_square, tl.full([b_x.shape[0]], D, tl.float32))
@@ -34,7 +34,7 @@ def normed(b_x, b_weight, D, eps, DTYPE: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
-def norm_rows(  # type: ignore[no-untyped-def]
+def norm_rows(
     p_x, p_weight, p_out, i_block, num_rows, stride_x, stride_out, D, eps, BR: tl.constexpr, BD: tl.constexpr
 ):
     """Normalise rows [i_block BR, i_block BR + BR) of D elements, stride_x apart, to rows stride_out apart."""
@@ -49,9 +49,7 @@ def norm_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rms_norm_kernel(  # type: ignore[no-untyped-def]
-    p_x, p_weight, p_out, A, B, stride_a, stride_b, D, eps, BR: tl.constexpr, BD: tl.constexpr
-):
+def _rms_norm_kernel(p_x, p_weight, p_out, A, B, stride_a, stride_b, D, eps, BR: tl.constexpr, BD: tl.constexpr):
     """Rows (a, b) for a in [i_a BR, i_a BR + BR) and one b. Grid: (ceil(A / BR), B)."""
     wait_for_previous()
     let_next_begin()
@@ -62,7 +60,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
+def _add_rms_norm_kernel(
     p_x, p_residual, p_weight, p_out, p_total, num_rows, D, eps, BR: tl.constexpr, BD: tl.constexpr
 ):
     """Rows [i_r BR, i_r BR + BR) of contiguous [num_rows, D]. Grid: (ceil(num_rows / BR),)."""

@@ -4,13 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.common import tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, MAX_GRID_Y, check_layout
 from moeyard_kernels.common.rounding import round_to
+from moeyard_kernels.common.tuning import RowConfig, choose
 
 CONFIGS = tuple(
-    tuning.config(BH=block, num_warps=warps)
+    RowConfig(BLOCK=block, num_warps=warps)
     for block, warps in ((256, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8))
 )
 
@@ -20,14 +20,14 @@ def shape_class(num_rows: int, hidden: int) -> str:
     return f"{'few' if num_rows <= 64 else 'many'} H{hidden}"
 
 
-def default_config(num_rows: int, hidden: int) -> tuning.Config:
+def default_config(num_rows: int, hidden: int) -> RowConfig:
     """The config of shapes that nobody tuned."""
     block = min(512 if num_rows <= 64 else 2048, max(16, triton.next_power_of_2(hidden)))
-    return tuning.config(BH=block, num_warps=max(1, block // 256))
+    return RowConfig(BLOCK=block, num_warps=max(1, block // 256))
 
 
 @triton.jit
-def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr):
     """One program scales one row's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
     wait_for_previous()
     let_next_begin()
@@ -39,16 +39,16 @@ def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr):  # type: ignore[no-un
     tl.store(p_x + i_t * H + o_h, b_y.to(p_x.dtype.element_ty), mask=m_h)
 
 
-def scale_rows_(x: torch.Tensor, scale: torch.Tensor, *, config: tuning.Config | None = None) -> torch.Tensor:
+def scale_rows_(x: torch.Tensor, scale: torch.Tensor, *, config: RowConfig | None = None) -> torch.Tensor:
     """See `moeyard_kernels.ops.scale_rows_`. Raises ValueError for a strided x or what its grid cannot hold."""
     num_rows, hidden = x.shape
-    config = config or tuning.choose(
-        "scale_rows_", shape_class(num_rows, hidden), x, lambda: default_config(num_rows, hidden)
+    config = config or choose(
+        "scale_rows_", shape_class(num_rows, hidden), x, (RowConfig,), lambda: default_config(num_rows, hidden)
     )
-    num_blocks = triton.cdiv(hidden, config["BH"])
+    num_blocks = triton.cdiv(hidden, config.BLOCK)
     if num_blocks > MAX_GRID_Y or num_rows > MAX_GRID_X:
         raise ValueError(f"scale_rows_: [{num_rows}, {hidden}] exceeds the grid of a GPU")
     check_layout("scale_rows_", x=x, scale=scale)
     if x.numel():
-        _scale_rows_kernel[(num_rows, num_blocks)](x, scale, hidden, **config, **dependent(x))
+        _scale_rows_kernel[(num_rows, num_blocks)](x, scale, hidden, BH=config.BLOCK, **config.options, **dependent(x))
     return x

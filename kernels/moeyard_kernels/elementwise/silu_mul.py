@@ -4,14 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.common import tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, MAX_GRID_Y, finish, new_output
 from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.common.tuning import RowConfig, choose
 
 CONFIGS = tuple(
-    tuning.config(BI=block, num_warps=warps)
+    RowConfig(BLOCK=block, num_warps=warps)
     for block, warps in ((256, 1), (256, 2), (512, 2), (512, 4), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8))
 )
 
@@ -21,20 +21,20 @@ def shape_class(num_rows: int, inner: int) -> str:
     return f"{'few' if num_rows <= 64 else 'many'} I{inner}"
 
 
-def default_config(num_rows: int, inner: int) -> tuning.Config:
+def default_config(num_rows: int, inner: int) -> RowConfig:
     """The config of shapes that nobody tuned."""
     block = min(512 if num_rows <= 64 else 2048, max(16, triton.next_power_of_2(inner)))
-    return tuning.config(BI=block, num_warps=max(1, block // 256))
+    return RowConfig(BLOCK=block, num_warps=max(1, block // 256))
 
 
 @triton.jit
-def silu_mul_values(b_gate, b_up, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def silu_mul_values(b_gate, b_up, DTYPE: tl.constexpr):
     """round(round(silu(gate)) * up) of fp32 values, both roundings to DTYPE; the last is left to the store."""
     return round_to(b_gate / (1.0 + tl.exp(-b_gate)), DTYPE) * b_up
 
 
 @triton.jit
-def _silu_mul_kernel(p_x, p_out, stride_x, I, BI: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
+def _silu_mul_kernel(p_x, p_out, stride_x, I, BI: tl.constexpr):  # noqa: E741
     """One program activates one row's columns [i_i BI, i_i BI + BI). Grid: (M, ceil(I / BI))."""
     wait_for_previous()
     let_next_begin()
@@ -48,17 +48,19 @@ def _silu_mul_kernel(p_x, p_out, stride_x, I, BI: tl.constexpr):  # type: ignore
     tl.store(p_out + i_m * I + o_i, b_y.to(p_out.dtype.element_ty), mask=m_i)
 
 
-def silu_mul(gate_up: torch.Tensor, *, config: tuning.Config | None = None) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor, *, config: RowConfig | None = None) -> torch.Tensor:
     """See `moeyard_kernels.ops.silu_mul`. Raises ValueError for what its grid cannot hold."""
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    config = config or tuning.choose(
-        "silu_mul", shape_class(num_rows, inner), gate_up, lambda: default_config(num_rows, inner)
+    config = config or choose(
+        "silu_mul", shape_class(num_rows, inner), gate_up, (RowConfig,), lambda: default_config(num_rows, inner)
     )
-    num_blocks = triton.cdiv(inner, config["BI"])
+    num_blocks = triton.cdiv(inner, config.BLOCK)
     if num_blocks > MAX_GRID_Y or num_rows > MAX_GRID_X:
         raise ValueError(f"silu_mul: [{num_rows}, {2 * inner}] exceeds the grid of a GPU")
     check_rows("silu_mul", gate_up=gate_up)
     out = new_output(num_rows, inner, like=gate_up)
     if out.numel():
-        _silu_mul_kernel[(num_rows, num_blocks)](gate_up, out, gate_up.stride(0), inner, **config, **dependent(gate_up))
+        _silu_mul_kernel[(num_rows, num_blocks)](
+            gate_up, out, gate_up.stride(0), inner, BI=config.BLOCK, **config.options, **dependent(gate_up)
+        )
     return finish(out, gate_up.dtype)

@@ -23,15 +23,15 @@ _BP_MANY = 128
 
 
 @triton.jit
-def _experts(p_ids, p_slot_of_expert, o_p, m_p):  # type: ignore[no-untyped-def]
-    """Expert and slot of each pair, both -1 where the expert is not here."""
-    b_id = tl.load(p_ids + o_p, mask=m_p, other=0).to(tl.int32)
-    b_slot = tl.load(p_slot_of_expert + b_id, mask=m_p, other=-1)
+def _experts(p_ids, p_slot_of_expert, o_p, m_p):
+    """Expert and slot of each pair, both -1 where the pair is masked or its expert is not here."""
+    b_id = tl.load(p_ids + o_p, mask=m_p, other=-1).to(tl.int32)
+    b_slot = tl.load(p_slot_of_expert + b_id, mask=b_id >= 0, other=-1)
     return tl.where(b_slot >= 0, b_id, -1), b_slot
 
 
 @triton.jit(do_not_specialize=["P"])
-def _count_kernel(p_ids, p_slot_of_expert, p_table, P, BC: tl.constexpr, BE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _count_kernel(p_ids, p_slot_of_expert, p_table, P, BC: tl.constexpr, BE: tl.constexpr):
     """Count the pairs per expert of one chunk: p_table [ceil(P / BC), BE]. Grid: (ceil(P / BC),)."""
     i_c = tl.program_id(0)
     o_p = i_c * BC + tl.arange(0, BC)
@@ -41,7 +41,7 @@ def _count_kernel(p_ids, p_slot_of_expert, p_table, P, BC: tl.constexpr, BE: tl.
 
 
 @triton.jit(do_not_specialize=["P", "CHUNKS"])
-def _place_kernel(  # type: ignore[no-untyped-def]
+def _place_kernel(
     p_ids, p_slot_of_expert, p_table, p_counts, p_pairs, p_slot_of_block, p_num_blocks, P, E, CHUNKS,
     ONE: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +87,7 @@ def expert_layout(
 ) -> ExpertLayout:
     """See `moeyard_kernels.ops.expert_layout`: one launch up to ONE_LAUNCH pairs, two beyond."""
     launch.check_layout("expert_layout", topk_ids=topk_ids, slot_of_expert=slot_of_expert)
-    launch.check_indices("expert_layout", low=0, high=slot_of_expert.shape[0], topk_ids=topk_ids)
+    launch.check_indices("expert_layout", low=-1, high=slot_of_expert.shape[0], topk_ids=topk_ids)
     launch.check_indices("expert_layout", low=-1, high=num_slots, slot_of_expert=slot_of_expert)
     num_pairs, num_experts = topk_ids.numel(), slot_of_expert.shape[0]
     capacity = max_blocks(num_pairs, num_experts, block_rows)

@@ -10,7 +10,8 @@ use leave at once. The second launch finds its weights while the first one drain
 the rows (1.2 us of 23 with one token; fetching the weights into the L2 meanwhile cost 3 us).
 """
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import triton
@@ -27,39 +28,57 @@ from moeyard_kernels.types.expert_layout import ExpertLayout
 OP = "grouped_gemm"
 
 
-def _tile(BN: int, BK: int, num_warps: int, num_stages: int, *, SWAP: int = 0, TMA: int = 0, HALVES: int = 0) -> Config:
-    """A config. SWAP: the weights, not the rows, fill the rows of the tensor cores. TMA: weights by descriptor.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertConfig(Config):
+    """BN outputs of a program (as many gates and ups for the first launch), K in steps of BK.
 
+    kernel: whether the weights come by tensor descriptors. SWAP: they, not the rows, fill the rows of the tensor cores.
     HALVES: half the work for a block whose second half is empty.
     """
-    return tuning.config(
-        BN=BN, BK=BK, SWAP=SWAP, TMA=TMA, HALVES=HALVES, num_warps=num_warps, num_stages=num_stages
-    )  # fmt: skip
+
+    kernel: Literal["pointers", "descriptors"] = "descriptors"
+    BN: int
+    BK: int
+    SWAP: bool = False
+    HALVES: bool = False
+
+
+def _copied(
+    BN: int, BK: int, num_warps: int, num_stages: int, *, SWAP: bool = False, HALVES: bool = False
+) -> ExpertConfig:
+    return ExpertConfig(BN=BN, BK=BK, SWAP=SWAP, HALVES=HALVES, num_warps=num_warps, num_stages=num_stages)
+
+
+def _loaded(
+    BN: int, BK: int, num_warps: int, num_stages: int, *, SWAP: bool = False, HALVES: bool = False
+) -> ExpertConfig:
+    copied = _copied(BN, BK, num_warps, num_stages, SWAP=SWAP, HALVES=HALVES)
+    return replace(copied, kernel="pointers")
 
 
 # For blocks of 16 and 32 rows, where the weights' bytes are all that counts.
 NARROW = (
-    _tile(32, 128, 4, 4, SWAP=1, TMA=1),
-    _tile(64, 128, 4, 3, SWAP=1, TMA=1),
-    _tile(32, 256, 4, 3, SWAP=1, TMA=1),
-    _tile(128, 64, 4, 5, SWAP=1, TMA=1),
-    _tile(64, 128, 4, 4, SWAP=1),
-    _tile(32, 128, 4, 4),
+    _copied(32, 128, 4, 4, SWAP=True),
+    _copied(64, 128, 4, 3, SWAP=True),
+    _copied(32, 256, 4, 3, SWAP=True),
+    _copied(128, 64, 4, 5, SWAP=True),
+    _loaded(64, 128, 4, 4, SWAP=True),
+    _loaded(32, 128, 4, 4),
 )
 # For blocks of 64 and 128 rows. The last holds too many gates and ups at once.
 WIDE = (
-    _tile(64, 64, 4, 4, TMA=1),
-    _tile(128, 64, 4, 3, TMA=1),
-    _tile(128, 64, 8, 4, TMA=1, HALVES=1),
-    _tile(128, 64, 8, 3, HALVES=1),
-    _tile(256, 64, 8, 4, TMA=1, HALVES=1),
+    _copied(64, 64, 4, 4),
+    _copied(128, 64, 4, 3),
+    _copied(128, 64, 8, 4, HALVES=True),
+    _loaded(128, 64, 8, 3, HALVES=True),
+    _copied(256, 64, 8, 4, HALVES=True),
 )
 # fp32 products run on the plain cores, which is slow however they are cut.
-FP32 = (_tile(32, 32, 4, 2), _tile(16, 64, 4, 2))
-CONFIGS: tuple[Config, ...] = (*NARROW, *WIDE, *FP32)
+FP32 = (_loaded(32, 32, 4, 2), _loaded(16, 64, 4, 2))
+CONFIGS: tuple[ExpertConfig, ...] = (*NARROW, *WIDE, *FP32)
 
 
-def candidates(step: str, block_rows: int, dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(step: str, block_rows: int, dtype: torch.dtype) -> tuple[ExpertConfig, ...]:
     """The configs worth timing for "gate_up" or "down" over blocks of so many rows."""
     if dtype == torch.float32:
         return FP32
@@ -74,7 +93,7 @@ def shape_class(step: str, num_pairs: int, num_slots: int, block_rows: int, num_
     return f"{step} P{pairs} S{num_slots} B{block_rows} N{num_out} K{dim}"
 
 
-def default_config(step: str, block_rows: int, dtype: torch.dtype) -> Config:
+def default_config(step: str, block_rows: int, dtype: torch.dtype) -> ExpertConfig:
     """The config of a shape that nobody tuned: what an H200 ran fastest for two models at 1 to 4096 tokens."""
     if dtype == torch.float32:
         return FP32[0]
@@ -86,7 +105,7 @@ def default_config(step: str, block_rows: int, dtype: torch.dtype) -> Config:
 
 
 @triton.jit
-def _expert_tile(  # type: ignore[no-untyped-def]
+def _expert_tile(
     p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +160,7 @@ def _expert_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _expert_kernel(  # type: ignore[no-untyped-def]
+def _expert_kernel(
     p_a, p_w, d_w, p_pairs, p_slot_of_block, p_num_blocks, p_out, N: tl.constexpr, K: tl.constexpr,
     TOP_K: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
@@ -168,30 +187,30 @@ def _expert_kernel(  # type: ignore[no-untyped-def]
     _expert_tile(p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA)
 
 
-def _launch(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertLayout, top_k: int, cfg: Config) -> None:
+def _launch(
+    a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertLayout, top_k: int, config: ExpertConfig
+) -> None:
     """Run one of the two products; top_k is 0 for the second."""
     num_out, dim = w.shape[1] // (2 if top_k else 1), w.shape[2]
-    meta: dict[str, Any] = dict(cfg)
     aligned = dim * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
-    meta["TMA"] = meta["TMA"] if aligned else 0
-    meta["HALVES"] = meta["HALVES"] if layout.block_rows >= 64 else 0
+    copied = config.kernel == "descriptors" and aligned
     d_w: Any = w
-    if meta["TMA"]:
-        d_w = TensorDescriptor.from_tensor(w.view(-1, num_out, dim), [2 if top_k else 1, cfg["BN"], cfg["BK"]])
-    if top_k == 0:
-        meta |= dependent(w)
-    grid = (layout.slot_of_block.shape[0] * triton.cdiv(num_out, cfg["BN"]),)
+    if copied:
+        d_w = TensorDescriptor.from_tensor(w.view(-1, num_out, dim), [2 if top_k else 1, config.BN, config.BK])
+    options: dict[str, Any] = config.options | ({} if top_k else dict(dependent(w)))
+    grid = (layout.slot_of_block.shape[0] * triton.cdiv(num_out, config.BN),)
     _expert_kernel[grid](
         a, w, d_w, layout.pairs, layout.slot_of_block, layout.num_blocks, out, N=num_out, K=dim, TOP_K=max(top_k, 1),
-        GATED=top_k > 0, BM=layout.block_rows, **meta,
+        GATED=top_k > 0, BM=layout.block_rows, BN=config.BN, BK=config.BK, SWAP=config.SWAP, TMA=copied,
+        HALVES=config.HALVES and layout.block_rows >= 64, **options,
     )  # fmt: skip
 
 
-def _config(w: torch.Tensor, layout: ExpertLayout, step: str, num_out: int) -> Config:
+def _config(w: torch.Tensor, layout: ExpertLayout, step: str, num_out: int) -> ExpertConfig:
     if w.dtype == torch.float32:
         return default_config(step, layout.block_rows, w.dtype)
     name = shape_class(step, layout.num_pairs, layout.num_slots, layout.block_rows, num_out, w.shape[2])
-    return tuning.choose(OP, name, w, lambda: default_config(step, layout.block_rows, w.dtype))
+    return tuning.choose(OP, name, w, (ExpertConfig,), lambda: default_config(step, layout.block_rows, w.dtype))
 
 
 def gate_up_rows(
@@ -201,7 +220,7 @@ def gate_up_rows(
     *,
     top_k: int,
     out: torch.Tensor,
-    config: Config | None = None,
+    config: ExpertConfig | None = None,
 ) -> torch.Tensor:
     """The first launch: h [rows of the layout, I], of which the rows of pairs are written."""
     _launch(x, gate_up, out, layout, top_k, config or _config(gate_up, layout, "gate_up", gate_up.shape[1] // 2))
@@ -209,7 +228,7 @@ def gate_up_rows(
 
 
 def down_pairs(
-    h: torch.Tensor, down: torch.Tensor, layout: ExpertLayout, *, out: torch.Tensor, config: Config | None = None
+    h: torch.Tensor, down: torch.Tensor, layout: ExpertLayout, *, out: torch.Tensor, config: ExpertConfig | None = None
 ) -> torch.Tensor:
     """The second launch: out [P, H], of which the rows of the layout's pairs are written."""
     _launch(h, down, out, layout, 0, config or _config(down, layout, "down", down.shape[1]))
@@ -224,7 +243,7 @@ def grouped_gemm(
     *,
     top_k: int,
     out: torch.Tensor | None = None,
-    configs: tuple[Config | None, Config | None] = (None, None),
+    configs: tuple[ExpertConfig | None, ExpertConfig | None] = (None, None),
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.grouped_gemm`. `configs`: of gate_up and of down, where they are not to be looked up."""
     launch.check_layout(OP, x=x, gate_up=gate_up, down=down, pairs=layout.pairs, out=out)

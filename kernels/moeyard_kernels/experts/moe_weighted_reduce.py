@@ -4,13 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.common import tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, MAX_GRID_Y, check_layout, finish, new_output
 from moeyard_kernels.common.rounding import round_to
+from moeyard_kernels.common.tuning import RowConfig, choose
 
 CONFIGS = tuple(
-    tuning.config(BH=block, num_warps=warps)
+    RowConfig(BLOCK=block, num_warps=warps)
     for block, warps in ((256, 1), (256, 2), (512, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (2048, 4), (2048, 8))
 )
 
@@ -20,14 +20,14 @@ def shape_class(num_tokens: int, top_k: int, hidden: int) -> str:
     return f"{'few' if num_tokens <= 64 else 'many'} K{top_k} H{hidden}"
 
 
-def default_config(num_tokens: int, hidden: int) -> tuning.Config:
+def default_config(num_tokens: int, hidden: int) -> RowConfig:
     """The config of shapes that nobody tuned."""
     block = min(256 if num_tokens <= 64 else 2048, max(16, triton.next_power_of_2(hidden)))
-    return tuning.config(BH=block, num_warps=2 if block <= 256 else block // 256)
+    return RowConfig(BLOCK=block, num_warps=2 if block <= 256 else block // 256)
 
 
 @triton.jit
-def _moe_weighted_reduce_kernel(  # type: ignore[no-untyped-def]
+def _moe_weighted_reduce_kernel(
     p_partial, p_weights, p_shared, p_residual, p_out, H,
     K: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
@@ -56,15 +56,15 @@ def moe_weighted_reduce(
     shared: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     *,
-    config: tuning.Config | None = None,
+    config: RowConfig | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.moe_weighted_reduce`. Raises ValueError for what its grid cannot hold."""
     op = "moe_weighted_reduce"
     num_tokens, top_k, hidden = partial.shape
-    config = config or tuning.choose(
-        op, shape_class(num_tokens, top_k, hidden), partial, lambda: default_config(num_tokens, hidden)
+    config = config or choose(
+        op, shape_class(num_tokens, top_k, hidden), partial, (RowConfig,), lambda: default_config(num_tokens, hidden)
     )
-    num_blocks = triton.cdiv(hidden, config["BH"])
+    num_blocks = triton.cdiv(hidden, config.BLOCK)
     if num_blocks > MAX_GRID_Y or num_tokens > MAX_GRID_X:
         raise ValueError(f"{op}: [{num_tokens}, {top_k}, {hidden}] exceeds the grid of a GPU")
     check_layout(op, partial=partial, weights=weights, shared=shared, residual=residual)
@@ -80,7 +80,8 @@ def moe_weighted_reduce(
             K=top_k,
             HAS_SHARED=shared is not None,
             HAS_RESIDUAL=residual is not None,
-            **config,
+            BH=config.BLOCK,
+            **config.options,
             **dependent(partial),
         )
     return finish(out, partial.dtype)

@@ -16,7 +16,7 @@ _LEAST = tl.constexpr(-(2**31))
 
 
 @triton.jit
-def _exp(b_x):  # type: ignore[no-untyped-def]
+def _exp(b_x):
     """e^x to about an ulp: the power of two of the rounded product, corrected by what the rounding took off."""
     m_near = tl.abs(b_x) < 88.0
     b_near = tl.where(m_near, b_x, 0.0)
@@ -26,7 +26,7 @@ def _exp(b_x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scores(b_x, b_max, b_sum, SOFTMAX: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scores(b_x, b_max, b_sum, SOFTMAX: tl.constexpr):
     """Softmax (of a row with that maximum and that sum of exponentials) or sigmoid of logits."""
     if SOFTMAX:
         b_score = tl.div_rn(_exp(b_x - b_max), tl.full(b_x.shape, b_sum, tl.float32))
@@ -36,7 +36,7 @@ def _scores(b_x, b_max, b_sum, SOFTMAX: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
-def _kept_groups(b_choice, m_e, BG: tl.constexpr, BS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2SUM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _kept_groups(b_choice, m_e, BG: tl.constexpr, BS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2SUM: tl.constexpr):
     """[BG] whether a group is among the best: fewer than TOPK_GROUPS groups are better, or as good and before it."""
     o_g = tl.arange(0, BG)
     o_s = tl.broadcast_to(tl.arange(0, BS)[None, :], [BG, BS])
@@ -51,7 +51,7 @@ def _kept_groups(b_choice, m_e, BG: tl.constexpr, BS: tl.constexpr, TOPK_GROUPS:
 
 
 @triton.jit
-def _topk_gate_kernel(  # type: ignore[no-untyped-def]
+def _topk_gate_kernel(
     p_logits, p_bias, p_weights, p_ids, E, SIZE, scaling,
     K: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
     NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2SUM: tl.constexpr,

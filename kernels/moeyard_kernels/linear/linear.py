@@ -21,11 +21,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moeyard_kernels.common import launch, tuning
 from moeyard_kernels.common.dependent import dependent, wait_for_previous
 from moeyard_kernels.common.rounding import product
-from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.linear import linear_skinny
 from moeyard_kernels.linear.linear_configs import (
     CONFIGS,
     FP32_CONFIGS,
+    KINDS,
+    LinearConfig,
+    Skinny,
+    Stream,
+    Tiles,
+    Wide,
     configs_for,
     default_config,
     head_and_tail,
@@ -35,13 +40,13 @@ from moeyard_kernels.linear.linear_configs import (
 from moeyard_kernels.linear.linear_schedule import Schedule, schedule, tile_cycles
 from moeyard_kernels.linear.linear_tiles import linear_tiles_kernel, linear_wide_kernel, place, store
 
-__all__ = ["CONFIGS", "FP32_CONFIGS", "OP", "configs_for", "linear", "linear_pair", "shape_class"]
+__all__ = ["CONFIGS", "FP32_CONFIGS", "KINDS", "OP", "configs_for", "linear", "linear_pair", "shape_class"]
 
 OP = "linear"
 
 
 @triton.jit
-def _stream_tiles(  # type: ignore[no-untyped-def]
+def _stream_tiles(
     d_x, d_w, p_bias, p_y, num_early, i_early, stride_early, i_late, num_tiles, n_first, n_end, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -59,7 +64,7 @@ def _stream_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["M", "CUT", "REPEAT"])
-def _stream_kernel(  # type: ignore[no-untyped-def]
+def _stream_kernel(
     d_x, d_wa, d_wb, d_xt, d_wt, p_bias, p_ya, p_yb, M, NA, NB, K, CUT, REPEAT,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     BMT: tl.constexpr, BNT: tl.constexpr, SWAP_T: tl.constexpr,
@@ -110,42 +115,43 @@ def _fits_stream(*tensors: torch.Tensor) -> bool:
     return all(t.numel() and t.data_ptr() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in tensors)
 
 
-def _schedule(chosen: Config, num_rows: int, num_out: list[int], programs: int) -> Schedule:
-    main, tail = (chosen["BM"], chosen["BN"]), (chosen["BMT"], chosen["BNT"])
+def _schedule(chosen: Stream, num_rows: int, num_out: list[int], programs: int) -> Schedule:
+    main, tail = (chosen.BM, chosen.BN), (chosen.BMT, chosen.BNT)
     ahead = triton.cdiv(num_rows, main[0]) * sum(triton.cdiv(n, main[1]) for n in num_out[:-1])
-    cost = tile_cycles(*(tail[::-1] if chosen["SWAP_T"] else tail)) / tile_cycles(*main)
+    cost = tile_cycles(*(tail[::-1] if chosen.SWAP_T else tail)) / tile_cycles(*main)
     return schedule(num_rows, num_out[-1], ahead=ahead, main=main, tail=tail, tail_cost=cost, programs=programs)
 
 
 def _launch_stream(
-    x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Config, tiles: int, rest: tuple[Any, ...], flags: Any
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Stream, tiles: int, rest: tuple[Any, ...], flags: Any
 ) -> None:
-    bk, num_out = chosen["BK"], [weight.shape[0] for weight in weights]
-    programs = chosen["PER_SM"] * _num_programs(x)
-    tail = (chosen["BMT"], chosen["BNT"]) if chosen["BNT"] else (chosen["BM"], chosen["BN"])
-    if chosen["BNT"]:
+    bk, num_out = chosen.BK, [weight.shape[0] for weight in weights]
+    programs = chosen.PER_SM * _num_programs(x)
+    tail = (chosen.BMT, chosen.BNT) if chosen.BNT else (chosen.BM, chosen.BN)
+    if chosen.BNT:
         plan = _schedule(chosen, x.shape[0], num_out, programs)
     else:
         plan, programs = Schedule(num_out[-1], 0), min(tiles, programs)
-    d_x, d_xt = (TensorDescriptor.from_tensor(x, [bm, bk]) for bm in (chosen["BM"], tail[0]))
-    d_wa, d_wb = (TensorDescriptor.from_tensor(weight, [chosen["BN"], bk]) for weight in (weights[0], weights[-1]))
+    d_x, d_xt = (TensorDescriptor.from_tensor(x, [bm, bk]) for bm in (chosen.BM, tail[0]))
+    d_wa, d_wb = (TensorDescriptor.from_tensor(weight, [chosen.BN, bk]) for weight in (weights[0], weights[-1]))
     d_wt = TensorDescriptor.from_tensor(weights[-1], [tail[1], bk])
-    flags |= {name: chosen[name] for name in ("BN", "BK", "SWAP", "num_stages", "GROUP", "BMT", "BNT", "SWAP_T")}
+    flags |= {"BN": chosen.BN, "BK": bk, "SWAP": chosen.SWAP, "GROUP": chosen.GROUP, "num_stages": chosen.num_stages}
+    flags |= {"BMT": chosen.BMT, "BNT": chosen.BNT, "SWAP_T": chosen.SWAP_T}
     _stream_kernel[(programs,)](d_x, d_wa, d_wb, d_xt, d_wt, *rest, plan.cut, plan.repeat, **flags)
 
 
 def _launch_wide(
-    x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Config, bias: torch.Tensor,
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Wide, bias: torch.Tensor,
     outs: tuple[torch.Tensor, ...], flags: Any,
 ) -> None:  # fmt: skip
     """A launch for each weight: one kernel for both would hold the sums of both, which do not fit the registers."""
-    bm, bk, (head, tail) = chosen["BM"], chosen["BK"], head_and_tail(chosen["BN"])
+    bm, bk, (head, tail) = chosen.BM, chosen.BK, head_and_tail(chosen.BN)
     d_x = TensorDescriptor.from_tensor(x, [bm, bk])
-    flags |= {name: chosen[name] for name in ("BK", "GROUP", "num_stages")}
+    flags |= {"BK": bk, "GROUP": chosen.GROUP, "num_stages": chosen.num_stages}
     for weight, out in zip(weights, outs, strict=True):
         num_rows, num_out = out.shape
         d_w, d_t = (TensorDescriptor.from_tensor(weight, [n, bk]) for n in (head, tail))
-        tiles = triton.cdiv(num_rows, bm) * triton.cdiv(num_out, chosen["BN"])
+        tiles = triton.cdiv(num_rows, bm) * triton.cdiv(num_out, chosen.BN)
         linear_wide_kernel[(tiles,)](
             d_x, d_w, d_t, bias, out, num_rows, num_out, x.shape[1],
             HEAD=head, TAIL=tail, **flags,
@@ -153,28 +159,29 @@ def _launch_wide(
 
 
 def _launch_skinny(
-    x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Config, tiles: int, rest: tuple[Any, ...], flags: Any
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Skinny, tiles: int, rest: tuple[Any, ...], flags: Any
 ) -> None:
-    head, tail = head_and_tail(chosen["BN"])
+    head, tail = head_and_tail(chosen.BN)
     blocks = [linear_skinny.descriptor(w, n) for w in (weights[0], weights[-1]) for n in (head, tail or head)]
     linear_skinny.linear_skinny_kernel[(min(tiles, _num_programs(x)),)](
-        linear_skinny.descriptor(x, chosen["BM"]), *blocks, *rest, HEAD=head, TAIL=tail, EARLY=chosen["EARLY"],
-        SUB=chosen["BK"] // linear_skinny.COLUMNS, STAGES=chosen["num_stages"], **flags,
+        linear_skinny.descriptor(x, chosen.BM), *blocks, *rest, HEAD=head, TAIL=tail, EARLY=chosen.EARLY,
+        SUB=chosen.BK // linear_skinny.COLUMNS, STAGES=chosen.num_stages, **flags,
     )  # fmt: skip
 
 
-def _choose(x: torch.Tensor, num_out: list[int]) -> Config:
+def _choose(x: torch.Tensor, num_out: list[int]) -> LinearConfig:
     num_rows, dim = x.shape
     if x.dtype == torch.float32:
         return FP32_CONFIGS[num_rows > 64]
-    return tuning.choose(OP, shape_class(num_rows, dim, *num_out), x, lambda: default_config(num_rows, *num_out))
+    name = shape_class(num_rows, dim, *num_out)
+    return tuning.choose(OP, name, x, KINDS, lambda: default_config(num_rows, *num_out))
 
 
 def _run(
     x: torch.Tensor,
     weights: tuple[torch.Tensor, ...],
     bias: torch.Tensor | None,
-    chosen: Config | None,
+    chosen: LinearConfig | None,
     *,
     static_weight: bool,
 ) -> tuple[torch.Tensor, ...]:
@@ -186,27 +193,33 @@ def _run(
     if num_rows == 0 or not any(num_out):
         return tuple(launch.finish(out, x.dtype) for out in outs)
     chosen = chosen or _choose(x, num_out)
-    if (chosen["TMA"] and not _fits_stream(x, *weights)) or (chosen["TMA"] == 2 and not launch.on_hopper(x)):
+    if not isinstance(chosen, Tiles) and not _fits_stream(x, *weights):
         chosen = plain_config(num_rows)
-    rows = triton.cdiv(num_rows, chosen["BM"])
-    tiles = rows * sum(triton.cdiv(n, chosen["BN"]) for n in num_out)
+    if isinstance(chosen, Skinny) and not launch.on_hopper(x):
+        chosen = plain_config(num_rows)
+    rows = triton.cdiv(num_rows, chosen.BM)
+    tiles = rows * sum(triton.cdiv(n, chosen.BN) for n in num_out)
     if tiles > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: x {list(x.shape)} and weights of {num_out} rows exceed the grid of a GPU")
-    flags: dict[str, Any] = {name: chosen[name] for name in ("BM", "num_warps")}
-    flags |= {"HAS_BIAS": bias is not None, **dependent(x)}
+    flags: dict[str, Any] = {
+        "BM": chosen.BM,
+        "num_warps": chosen.num_warps,
+        "HAS_BIAS": bias is not None,
+        **dependent(x),
+    }
     # What nothing is read from need only be a tensor.
     bias = x if bias is None else bias
     rest = (bias, outs[0], outs[-1], num_rows, num_out[0], num_out[-1], dim)
     pair = {"PAIR": len(weights) == 2}
-    if chosen["TMA"] == 3:
+    if isinstance(chosen, Wide):
         _launch_wide(x, weights, chosen, bias, outs, flags)
-    elif chosen["TMA"] == 2:
+    elif isinstance(chosen, Skinny):
         _launch_skinny(x, weights, chosen, tiles, rest, flags | pair | {"STATIC": static_weight})
-    elif chosen["TMA"] == 1:
+    elif isinstance(chosen, Stream):
         _launch_stream(x, weights, chosen, tiles, rest, flags | pair)
     else:
-        flags |= pair | {name: chosen[name] for name in ("BN", "BK", "SWAP", "num_stages")}
-        group, even = 0 if rows == 1 else chosen["GROUP"], dim % chosen["BK"] == 0
+        flags |= pair | {"BN": chosen.BN, "BK": chosen.BK, "SWAP": chosen.SWAP, "num_stages": chosen.num_stages}
+        group, even = 0 if rows == 1 else chosen.GROUP, dim % chosen.BK == 0
         linear_tiles_kernel[(tiles,)](x, weights[0], weights[-1], *rest, GROUP=group, EVEN_K=even, **flags)
     return tuple(launch.finish(out, x.dtype) for out in outs)
 
@@ -217,7 +230,7 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     static_weight: bool = False,
-    config: Config | None = None,
+    config: LinearConfig | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.linear`. `config` is one of CONFIGS; every one gives the same bits."""
     return _run(x, (weight,), bias, config, static_weight=static_weight)[0]
@@ -229,7 +242,7 @@ def linear_pair(
     weight_b: torch.Tensor,
     *,
     static_weight: bool = False,
-    config: Config | None = None,
+    config: LinearConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.linear_pair`."""
     y_a, y_b = _run(x, (weight_a, weight_b), None, config, static_weight=static_weight)

@@ -1,35 +1,88 @@
-"""The tiles that `linear` may run with, and which of them are worth trying for a shape. All give the same bits.
+"""The kernels and tiles that `linear` may run with, and which are worth trying for a shape. All give the same bits.
 
-TMA 0 is `linear_tiles_kernel`, 1 `linear._stream_kernel`, with PER_SM programs per multiprocessor and tail tiles of
-BMT x BNT (none if 0), 2 `linear_skinny`, with EARLY steps of the weight ahead of x, 3 `linear_wide_kernel`. Numbers of
-stages fit the 227 KB of shared memory of Hopper; fewer than that allows were faster where so few are given.
+Numbers of stages fit the 227 KB of shared memory of Hopper; fewer than that allows were faster where so few are given.
 """
+
+from dataclasses import dataclass
+from typing import Literal
 
 import triton
 
-from moeyard_kernels.common.tuning import Config, config
+from moeyard_kernels.common.tuning import Config
 
 
-def _tiles(BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 4, SWAP: int = 1, GROUP: int = 8) -> Config:
-    return config(BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=GROUP, TMA=0, num_warps=num_warps, num_stages=num_stages)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles(Config):
+    """`linear_tiles_kernel`: any shape and alignment. Rows fastest in groups of GROUP; SWAP: the weight on the left."""
+
+    kernel: Literal["tiles"] = "tiles"
+    BM: int
+    BN: int
+    BK: int
+    SWAP: bool
+    GROUP: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream(Config):
+    """`linear._stream_kernel`: PER_SM programs a multiprocessor; tail tiles of BMT x BNT (none if 0), SWAP_T theirs."""
+
+    kernel: Literal["stream"] = "stream"
+    BM: int
+    BN: int
+    BK: int
+    SWAP: bool
+    GROUP: int
+    PER_SM: int
+    BMT: int
+    BNT: int
+    SWAP_T: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skinny(Config):
+    """`linear_skinny_kernel`, for few rows on Hopper: EARLY steps of the weight ahead of x."""
+
+    kernel: Literal["skinny"] = "skinny"
+    BM: int
+    BN: int
+    BK: int
+    EARLY: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wide(Config):
+    """`linear_wide_kernel`: BN is the sum of two powers of two."""
+
+    kernel: Literal["wide"] = "wide"
+    BM: int
+    BN: int
+    BK: int
+    GROUP: int
+
+
+LinearConfig = Tiles | Stream | Skinny | Wide
+KINDS: tuple[type[LinearConfig], ...] = (Tiles, Stream, Skinny, Wide)
+
+
+def _tiles(
+    BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 4, SWAP: bool = True, GROUP: int = 8
+) -> Tiles:
+    return Tiles(BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=GROUP, num_warps=num_warps, num_stages=num_stages)
 
 
 def _stream(
-    BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 8, SWAP: int = 0, PER_SM: int = 1, GROUP: int = 8,
-    BMT: int = 0, BNT: int = 0, SWAP_T: int = 0,
-) -> Config:  # fmt: skip
-    return config(
-        BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=GROUP, TMA=1, PER_SM=PER_SM, BMT=BMT, BNT=BNT, SWAP_T=SWAP_T,
+    BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 8, SWAP: bool = False, PER_SM: int = 1,
+    BMT: int = 0, BNT: int = 0, SWAP_T: bool = False,
+) -> Stream:  # fmt: skip
+    return Stream(
+        BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=8, PER_SM=PER_SM, BMT=BMT, BNT=BNT, SWAP_T=SWAP_T,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 
-def _skinny(BM: int, BN: int, BK: int, *, num_stages: int, EARLY: int) -> Config:
-    return config(BM=BM, BN=BN, BK=BK, EARLY=EARLY, TMA=2, num_warps=4, num_stages=num_stages)
-
-
-def _wide(BM: int, BN: int, BK: int, *, num_warps: int, num_stages: int, GROUP: int) -> Config:
-    return config(BM=BM, BN=BN, BK=BK, GROUP=GROUP, TMA=3, num_warps=num_warps, num_stages=num_stages)
+def _skinny(BM: int, BN: int, BK: int, *, num_stages: int, EARLY: int) -> Skinny:
+    return Skinny(BM=BM, BN=BN, BK=BK, EARLY=EARLY, num_stages=num_stages)
 
 
 _SKINNY = (
@@ -61,14 +114,14 @@ _FEW_ROWS = (
     _tiles(64, 64, 128, num_stages=5),
     _tiles(64, 64, 64, num_stages=8),
     _tiles(64, 128, 64, num_stages=6),
-    _stream(16, 64, 256, num_stages=5, num_warps=4, SWAP=1),
-    _stream(16, 128, 128, num_stages=5, num_warps=4, SWAP=1),
-    _stream(32, 64, 128, num_stages=7, num_warps=4, SWAP=1),
-    _stream(32, 64, 256, num_stages=4, num_warps=4, SWAP=1),
-    _stream(32, 128, 128, num_stages=4, num_warps=4, SWAP=1),
+    _stream(16, 64, 256, num_stages=5, num_warps=4, SWAP=True),
+    _stream(16, 128, 128, num_stages=5, num_warps=4, SWAP=True),
+    _stream(32, 64, 128, num_stages=7, num_warps=4, SWAP=True),
+    _stream(32, 64, 256, num_stages=4, num_warps=4, SWAP=True),
+    _stream(32, 128, 128, num_stages=4, num_warps=4, SWAP=True),
     _stream(64, 16, 256, num_stages=5, num_warps=4),
-    _stream(64, 64, 128, num_stages=6, num_warps=4, SWAP=1),
-    _stream(64, 128, 128, num_stages=4, num_warps=4, SWAP=1),
+    _stream(64, 64, 128, num_stages=6, num_warps=4, SWAP=True),
+    _stream(64, 128, 128, num_stages=4, num_warps=4, SWAP=True),
 )
 _MIDDLE = (
     _stream(64, 32, 256, num_stages=4, num_warps=4),
@@ -79,21 +132,21 @@ _MIDDLE = (
     _stream(128, 64, 64, num_stages=4, num_warps=4, PER_SM=2),
     _stream(128, 128, 64, num_stages=6),
 )
-_ONE_WAVE = _wide(128, 320, 32, num_warps=8, num_stages=6, GROUP=8)
+_ONE_WAVE = Wide(BM=128, BN=320, BK=32, num_warps=8, num_stages=6, GROUP=8)
 _WIDE = (
     _stream(128, 256, 64, num_stages=4),
-    _stream(128, 256, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=1),
+    _stream(128, 256, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=True),
     _stream(128, 256, 64, num_stages=4, BMT=128, BNT=64),
-    _stream(128, 128, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=1),
+    _stream(128, 128, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=True),
     _stream(128, 128, 64, num_stages=6, BMT=128, BNT=64),
     _ONE_WAVE,
-    _wide(128, 80, 64, num_warps=4, num_stages=4, GROUP=4),
+    Wide(BM=128, BN=80, BK=64, num_warps=4, num_stages=4, GROUP=4),
 )
 # For many rows that tensor descriptors cannot describe.
-_MISALIGNED = _tiles(128, 128, 64, num_stages=3, SWAP=0)
+_MISALIGNED = _tiles(128, 128, 64, num_stages=3, SWAP=False)
 # fp32 runs on the plain cores, which is slow however it is cut: one tile for few rows, one for many.
-FP32_CONFIGS = (_tiles(16, 32, 32, num_stages=2, SWAP=0), _tiles(64, 64, 32, num_warps=8, num_stages=2, SWAP=0))
-CONFIGS: tuple[Config, ...] = (*_SKINNY, *_FEW_ROWS, *_MIDDLE, *_WIDE, _MISALIGNED, *FP32_CONFIGS)
+FP32_CONFIGS = (_tiles(16, 32, 32, num_stages=2, SWAP=False), _tiles(64, 64, 32, num_warps=8, num_stages=2, SWAP=False))
+CONFIGS: tuple[LinearConfig, ...] = (*_SKINNY, *_FEW_ROWS, *_MIDDLE, *_WIDE, _MISALIGNED, *FP32_CONFIGS)
 
 
 def head_and_tail(columns: int) -> tuple[int, int]:
@@ -123,30 +176,30 @@ def _skinny_rows(num_rows: int) -> int:
     return next(rows for rows in (8, 16, 32, 64) if num_rows <= rows)
 
 
-def configs_for(num_rows: int) -> tuple[Config, ...]:
+def configs_for(num_rows: int) -> tuple[LinearConfig, ...]:
     """The configs worth trying for that many rows, in bf16."""
     if num_rows > 64:
         return (*(_MIDDLE if num_rows <= 512 else _MIDDLE[-2:]), *_WIDE)
     rows = _skinny_rows(num_rows)
     # 64 rows may do as two tiles of 32, too.
-    skinny = (c for c in _SKINNY if c["BM"] == rows or (rows, c["BM"]) == (64, 32))
-    return (*(c for c in _FEW_ROWS if c["BM"] == max(rows, 16)), *skinny)
+    skinny = (c for c in _SKINNY if rows == c.BM or (rows, c.BM) == (64, 32))
+    return (*(c for c in _FEW_ROWS if max(rows, 16) == c.BM), *skinny)
 
 
-def plain_config(num_rows: int) -> Config:
+def plain_config(num_rows: int) -> Tiles:
     """The config for what may be misaligned, on any GPU."""
     if num_rows > 64:
         return _MISALIGNED
-    return next(c for c in _FEW_ROWS if c["TMA"] == 0 and num_rows <= c["BM"])
+    return next(c for c in _FEW_ROWS if isinstance(c, Tiles) and num_rows <= c.BM)
 
 
-def default_config(num_rows: int, *num_out: int) -> Config:
+def default_config(num_rows: int, *num_out: int) -> LinearConfig:
     """The config of bf16 shapes that nobody tuned: one weight's outputs, or two weights'."""
     columns = sum(num_out)
     if num_rows <= 64:
         # Slices of 64 columns, if the weight has enough of them to occupy half of the multiprocessors.
         chosen = (_skinny_rows(num_rows), 64 if columns >= 66 * 64 else 16)
-        return next(c for c in _SKINNY if (c["BM"], c["BN"]) == chosen)
+        return next(c for c in _SKINNY if chosen == (c.BM, c.BN))
     # Tiles as large as still give a program to nearly every multiprocessor of an H200, which are 132.
     rows = triton.cdiv(num_rows, 128)
     tiles = rows * triton.cdiv(columns, 256)

@@ -30,7 +30,7 @@ _COLUMNS = gl.constexpr(COLUMNS)
 
 
 @gluon.jit
-def _place(i_tile, M, NA, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr):  # type: ignore[no-untyped-def]
+def _place(i_tile, M, NA, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr):
     """(row, column, whether of the second weight) of a tile: rows fastest."""
     tiles_m, tiles_a = gl.cdiv(M, BM), gl.cdiv(NA, BN)
     i_n = i_tile // tiles_m
@@ -41,20 +41,20 @@ def _place(i_tile, M, NA, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr
 
 
 @gluon.jit
-def _advance(i_buffer, phase, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+def _advance(i_buffer, phase, STAGES: gl.constexpr):
     """The next buffer of the ring, and the phase of its barriers."""
     last = i_buffer == STAGES - 1
     return gl.where(last, 0, i_buffer + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
-def _before(i_buffer, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+def _before(i_buffer, STAGES: gl.constexpr):
     """The buffer before i_buffer. Computed, for Triton 3.7 does not carry `i_last = i_buffer` if both began as one."""
     return gl.where(i_buffer == 0, STAGES - 1, i_buffer - 1)
 
 
 @gluon.jit
-def _copy_columns(  # type: ignore[no-untyped-def]
+def _copy_columns(
     d_w, d_t, s_w, bar, i_n, i_k, i_buffer, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr,
 ):  # fmt: skip
     """One step of HEAD + TAIL columns of a weight, one behind the other: what a copy brings is a power of two."""
@@ -69,7 +69,7 @@ def _copy_columns(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _copy_weight(  # type: ignore[no-untyped-def]
+def _copy_weight(
     d_wa, d_ta, d_wb, d_tb, s_w, bar, i_n, second, i_k, i_buffer,
     HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def _copy_weight(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, SUB: gl.constexpr):  # type: ignore[no-untyped-def]
+def _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, SUB: gl.constexpr):
     """The rows of x of that step."""
     for u in gl.static_range(SUB):
         i_part = i_buffer * SUB + u
@@ -89,7 +89,7 @@ def _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, SUB: gl.constexpr):  # type: i
 
 
 @gluon.jit
-def _copy(  # type: ignore[no-untyped-def]
+def _copy(
     d_x, d_wa, d_ta, d_wb, d_tb, s_x, s_w, e, f, M, NA, num_tiles, num_k,
     BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr, PAIR: gl.constexpr, STATIC: gl.constexpr,
@@ -132,7 +132,7 @@ def _copy(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _multiply(  # type: ignore[no-untyped-def]
+def _multiply(
     p_bias, p_ya, p_yb, s_x, s_w, e, f, M, NA, NB, num_tiles, num_k,
     BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr, PAIR: gl.constexpr,
@@ -174,7 +174,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit(do_not_specialize=["M"])
-def linear_skinny_kernel(  # type: ignore[no-untyped-def]
+def linear_skinny_kernel(
     d_x, d_wa, d_ta, d_wb, d_tb, p_bias, p_ya, p_yb, M, NA, NB, K,
     BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr, HAS_BIAS: gl.constexpr, PAIR: gl.constexpr, STATIC: gl.constexpr,

@@ -8,7 +8,7 @@ from moeyard_kernels.common.rounding import product
 
 
 @triton.jit
-def place(i_tile, tiles_m, tiles_n, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def place(i_tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     """Row and column of a tile: rows fastest, in groups of GROUP, so that the tiles at work share their operands."""
     i_group = i_tile // (GROUP * tiles_n)
     rows_here = tl.minimum(tiles_m - i_group * GROUP, GROUP)
@@ -17,7 +17,7 @@ def place(i_tile, tiles_m, tiles_n, GROUP: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
-def store(b_acc, p_y, p_bias, o_m, o_n, M, N, SWAP: tl.constexpr, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+def store(b_acc, p_y, p_bias, o_m, o_n, M, N, SWAP: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Store b_acc [BM, BN] fp32 (its transpose if SWAP), with the bias [N], as rows o_m and columns o_n of y [M, N]."""
     if SWAP:
         b_acc = tl.trans(b_acc)
@@ -28,7 +28,7 @@ def store(b_acc, p_y, p_bias, o_m, o_n, M, N, SWAP: tl.constexpr, HAS_BIAS: tl.c
 
 
 @triton.jit(do_not_specialize=["M"])
-def linear_tiles_kernel(  # type: ignore[no-untyped-def]
+def linear_tiles_kernel(
     p_x, p_wa, p_wb, p_bias, p_ya, p_yb, M, NA, NB, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PAIR: tl.constexpr,
@@ -71,7 +71,7 @@ def linear_tiles_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["M"])
-def linear_wide_kernel(  # type: ignore[no-untyped-def]
+def linear_wide_kernel(
     d_x, d_w, d_t, p_bias, p_y, M, N, K,
     BM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,

@@ -11,10 +11,10 @@ def expert_layout(
 ) -> ExpertLayout:
     """See `moeyard_kernels.ops.expert_layout`. What the kernel leaves unwritten is -1 here."""
     num_pairs, num_experts = topk_ids.numel(), len(slot_of_expert)
-    check_indices("expert_layout", low=0, high=num_experts, topk_ids=topk_ids)
+    check_indices("expert_layout", low=-1, high=num_experts, topk_ids=topk_ids)
     check_indices("expert_layout", low=-1, high=num_slots, slot_of_expert=slot_of_expert)
     experts = topk_ids.flatten().long()
-    here = (slot_of_expert[experts] >= 0).nonzero().flatten()
+    here = ((experts >= 0) & (slot_of_expert[experts.clamp(min=0)] >= 0)).nonzero().flatten()
     order = here[torch.sort(experts[here], stable=True).indices]
     counts = torch.bincount(experts[here], minlength=num_experts)
     blocks = (counts + (block_rows - 1)) // block_rows

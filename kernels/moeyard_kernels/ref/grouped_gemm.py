@@ -2,20 +2,26 @@
 
 import torch
 
-from moeyard_kernels.cpu.linear import linear
+from moeyard_kernels.ref.linear import linear
 from moeyard_kernels.ref.silu_mul import silu_mul
 from moeyard_kernels.types.expert_layout import ExpertLayout
 
 
 def grouped_gemm(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, layout: ExpertLayout, out: torch.Tensor, *, top_k: int
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    layout: ExpertLayout,
+    *,
+    top_k: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.grouped_gemm`."""
+    out = x.new_empty(layout.num_pairs, x.shape[1]) if out is None else out
     num_blocks = int(layout.num_blocks)
     rows = layout.pairs.view(-1, layout.block_rows)
     for slot in layout.slot_of_block[:num_blocks].unique().tolist():
         pairs = rows[:num_blocks][layout.slot_of_block[:num_blocks] == slot].flatten()
         pairs = pairs[pairs >= 0].long()
-        y = linear(silu_mul(linear(x[pairs // top_k], gate_up[slot])), down[slot])
-        out[pairs] = y
+        out[pairs] = linear(silu_mul(linear(x[pairs // top_k], gate_up[slot])), down[slot])
     return out

@@ -1,26 +1,47 @@
-"""Choosing a token per row of logits, in float64, one row after the other: the formulas of the engine's CPU sampler.
+"""Choosing a token per row of logits, each row by itself, in float64 where a row needs it.
 
 Order: logit bias, penalties, temperature, min-p, top-k, top-p, then the argmax of weight / E, where E ~ Exp(1) is drawn
 by Philox4x32-10 from (seed, position, token id) alone (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC
-2011). Temperature 0 takes the largest logit. Ties go to the lowest id.
+2011). Temperature 0 takes the largest logit. Ties go to the lowest id. A row whose largest logit (after the edits) is
+not finite is greedy, lowest NaN first, and edits leave infinities what they are.
 
-What differs from the CPU sampler, and from the kernels: a row whose largest logit (after the edits) is not finite is
-greedy here, lowest NaN first, where the CPU sampler draws from nothing, and edits leave infinities what they are. The
-kernels order tokens by logits instead of by weights (which may be equal where logits are not, 2^-53 from each other),
-and compare masses rounded to 2^-44 of the likeliest token's: a cut could fall elsewhere only if top_p of the mass lay
-so close to the sum up to a token.
+A CPU serves with it: rows that only want their largest logit cost one pass in their own dtype, and cuts sort no more of
+a row than they keep. What differs in the kernels: they order tokens by logits instead of by weights (which may be equal
+where logits are not, 2^-53 from each other), and compare masses rounded to 2^-44 of the likeliest token's: a cut could
+fall elsewhere only if top_p of the mass lay so close to the sum up to a token.
 """
 
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moeyard_kernels.ref.token_logprobs import token_logprobs
 from moeyard_kernels.types.logit_edits import COUNT_SHIFT, IN_PROMPT, MAX_BIASES, LogitEdits
+from moeyard_kernels.types.sampled_tokens import SampledTokens
 
 _LOW = 0xFFFFFFFF
+# Least weights (the likeliest token has 1) of the tokens that are sorted, until what is to be kept lies among them.
+# Rows of at most so many tokens are sorted whole.
+_LEVELS = (2.0**-7, 2.0**-14, 0.0)
+_SHORT = 4096
+# Sums of the same weights in another order differ by less than this share.
+_SAME_SUM = 1e-9
+# Noise is drawn for several rows at once up to so many blocks of four tokens, which stay in a core's cache.
+_PIECE = 16384
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int64]
 
 
-def philox4x32(counter: torch.Tensor, position: int, seed: int) -> torch.Tensor:
-    """Ten rounds over the counters (counter [N] int64, position, 0, 0), keyed by seed: [N, 4] int64 below 2^32."""
-    c0, c1 = counter & _LOW, torch.full_like(counter, position & _LOW)
+def philox4x32(counter: torch.Tensor, position: int | torch.Tensor, seed: int | torch.Tensor) -> torch.Tensor:
+    """Ten rounds over the counters (counter [N] int64, position, 0, 0), keyed by seed: [N, 4] int64 below 2^32.
+
+    position and seed: of all, or [N] int64.
+    """
+    c0, c1 = counter & _LOW, torch.zeros_like(counter) + (position & _LOW)
     c2, c3 = torch.zeros_like(counter), torch.zeros_like(counter)
     k0, k1 = seed & _LOW, seed >> 32 & _LOW
     for _ in range(10):
@@ -31,20 +52,66 @@ def philox4x32(counter: torch.Tensor, position: int, seed: int) -> torch.Tensor:
     return torch.stack((c0, c1, c2, c3), dim=1)
 
 
-def exponential_noise(seed: int, position: int, ids: torch.Tensor) -> torch.Tensor:
-    """An Exp(1) variate per token id [N]: -log((word + 0.5) / 2^32), word id % 4 of block id // 4."""
-    words = philox4x32(ids >> 2, position, seed)[torch.arange(ids.numel()), ids & 3]
-    return -torch.log((words.double() + 0.5) * 2.0**-32)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draw:
+    """A row whose token is to be drawn: the tokens that are left, with their weights."""
+
+    row: int
+    seed: int
+    position: int
+    ids: Ids
+    weights: Floats
+
+    def blocks(self) -> tuple[torch.Tensor, Ids]:
+        """Counters of the noise, and where the noise of each id is among the words of theirs."""
+        last = int(self.ids.max()) >> 2
+        if self.ids.size > last:
+            # Each block serves four tokens.
+            return torch.arange(last + 1), self.ids
+        return torch.from_numpy(self.ids >> 2), np.arange(self.ids.size) * 4 + (self.ids & 3)
+
+    def token(self, words: Ids) -> int:
+        """The argmax of weight / E, E = -log((word + 0.5) / 2^32): word id % 4 of block id // 4."""
+        noise = -np.log((words.astype(np.float64) + 0.5) * 2.0**-32)
+        return int(self.ids[np.argmax(self.weights / noise)])
 
 
-def edit(row: torch.Tensor, words: torch.Tensor, bias: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
-    """Bias, then repetition, frequency and presence penalties of one row [V] fp64; see `LogitEdits`."""
-    index, count = (words & MAX_BIASES).long(), words >> COUNT_SHIFT
+def _draw(draws: Sequence[_Draw], ids: torch.Tensor) -> None:
+    """Choose the tokens of these rows, as many at once as fit a piece."""
+    blocks = [draw.blocks() for draw in draws]
+    begin = 0
+    while begin < len(draws):
+        end, size = begin + 1, len(blocks[begin][0])
+        while end < len(draws) and size + len(blocks[end][0]) <= _PIECE:
+            size += len(blocks[end][0])
+            end += 1
+        some, counters = draws[begin:end], [counter for counter, _ in blocks[begin:end]]
+        if len(some) == 1:
+            words = philox4x32(counters[0], some[0].position, some[0].seed)
+        else:
+            counts = torch.tensor([len(counter) for counter in counters])
+            of_rows = torch.tensor([(draw.position, draw.seed) for draw in some]).repeat_interleave(counts, 0)
+            words = philox4x32(torch.cat(counters), of_rows[:, 0], of_rows[:, 1])
+        rows = words.split([len(counter) for counter in counters])
+        for draw, row, (_, where) in zip(some, rows, blocks[begin:end], strict=True):
+            ids[draw.row] = draw.token(row.numpy().ravel()[where])
+        begin = end
+
+
+def edit(row: torch.Tensor, words: torch.Tensor, bias: torch.Tensor, penalties: torch.Tensor) -> Floats:
+    """Bias, then repetition, frequency and presence penalties of one row [V] (fp32 or bf16), as fp64."""
+    out: Floats = row.double().numpy()
+    # Most tokens have none.
+    ids = np.flatnonzero(words.numpy())
+    x, found = out[ids], words.numpy()[ids]
+    index, count = found & MAX_BIASES, found >> COUNT_SHIFT
     repetition, frequency, presence = penalties.tolist()
-    added = torch.cat((bias.new_zeros(1), bias))[index]
-    x = torch.where(added == -torch.inf, added, row + added)
-    x = torch.where(words >= IN_PROMPT, torch.where(x > 0, x / repetition, x * repetition), x)
-    return torch.where(count > 0, x - (frequency * count.double() + presence), x)
+    added = np.concatenate(([0.0], bias.numpy()))[index]
+    with np.errstate(all="ignore"):
+        x = np.where(added == -np.inf, added, x + added)
+        x = np.where(found >= IN_PROMPT, np.where(x > 0, x / repetition, x * repetition), x)
+        out[ids] = np.where(count > 0, x - (frequency * count + presence), x)
+    return out
 
 
 def sample(
@@ -57,67 +124,93 @@ def sample(
     seeds: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     edits: LogitEdits | None = None,
-    logprobs: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logprobs: int | None = None,
+) -> SampledTokens:
     """See `moeyard_kernels.ops.sample`."""
+    num_rows = logits.shape[0]
     if edits is not None:
         _check_indices(edits)
-    ids = torch.empty(logits.shape[0], dtype=torch.int64)
-    chosen = torch.empty(logits.shape[0], dtype=torch.float32)
-    for b in range(logits.shape[0]):
-        raw = logits[b].double()
-        slot = -1 if edits is None else int(edits.slots[b])
-        x = raw
-        if edits is not None and slot >= 0:
-            x = edit(raw, edits.words[slot], edits.bias[slot], edits.penalties[b])
-        best = _lowest_argmax(x)
-        if temperature is None or temperature[b] == 0 or not x[best].isfinite():
-            ids[b] = best
+    # The lowest id of a NaN, else of the largest: a greedy row's token, and the largest logit of the others.
+    ids = logits.argmax(1)
+    temperatures = [0.0] * num_rows if temperature is None else temperature.tolist()
+    slots = [-1] * num_rows if edits is None else edits.slots.tolist()
+    draws = []
+    for b, (t, slot) in enumerate(zip(temperatures, slots, strict=True)):
+        if t == 0 and slot < 0:
+            continue
+        if edits is None or slot < 0:
+            x, best = logits[b].double().numpy(), int(ids[b])
         else:
-            assert seeds is not None, "the door demands seeds"
-            assert positions is not None, "the door demands positions"
-            kept, weights = _candidates(
-                x,
-                float(temperature[b]),
-                0 if top_k is None else int(top_k[b]),
-                1.0 if top_p is None else float(top_p[b]),
-                0.0 if min_p is None else float(min_p[b]),
-            )
-            score = weights / exponential_noise(int(seeds[b]), int(positions[b]), kept)
-            ids[b] = kept[(score == score.max()).nonzero()[0, 0]]
-        shifted = raw - raw.max()
-        chosen[b] = shifted[ids[b]] - shifted.exp().sum().log()
-    return ids, chosen if logprobs else None
+            x = edit(logits[b], edits.words[slot], edits.bias[slot], edits.penalties[b])
+            best = int(x.argmax())
+            ids[b] = best
+        if t == 0 or not np.isfinite(x[best]):
+            continue
+        assert seeds is not None, "the door demands seeds"
+        assert positions is not None, "the door demands positions"
+        kept, weights = candidates(
+            x,
+            t,
+            top_k=0 if top_k is None else int(top_k[b]),
+            top_p=1.0 if top_p is None else float(top_p[b]),
+            min_p=0.0 if min_p is None else float(min_p[b]),
+        )
+        draws.append(_Draw(row=b, seed=int(seeds[b]), position=int(positions[b]), ids=kept, weights=weights))
+    _draw(draws, ids)
+    return SampledTokens(ids=ids) if logprobs is None else token_logprobs(logits, ids, logprobs)
 
 
 def _check_indices(edits: LogitEdits) -> None:
     num_slots, slots = edits.words.shape[0], edits.slots
     if slots.numel() and (slots.min() < -1 or slots.max() >= num_slots):
         raise ValueError(f"sample: slots holds {int(slots.min())} to {int(slots.max())}, outside -1 to {num_slots - 1}")
-    index = edits.words[slots[slots >= 0]] & MAX_BIASES
-    if index.numel() and index.max() > edits.bias.shape[1]:
-        raise ValueError(f"sample: words name bias {int(index.max())} of {edits.bias.shape[1]} per slot")
+    for slot in slots[slots >= 0].tolist():
+        index = int((edits.words[slot] & MAX_BIASES).max())
+        if index > edits.bias.shape[1]:
+            raise ValueError(f"sample: words name bias {index} of {edits.bias.shape[1]} per slot")
 
 
-def _lowest_argmax(x: torch.Tensor) -> int:
-    """The lowest id of a NaN if there is one, else of the largest value."""
-    return int((x.isnan() if x.isnan().any() else x == x.max()).nonzero()[0, 0])
+def candidates(x: Floats, temperature: float, *, top_k: int, top_p: float, min_p: float) -> tuple[Ids, Floats]:
+    """Ids that survive min-p, top-k and top-p of x [V], with their weights relative to the likeliest token's.
 
-
-def _candidates(
-    x: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids that survive min-p, top-k and top-p, with their weights relative to the likeliest token's."""
-    weights = ((x - x.max()) / temperature).exp()
-    ids = torch.arange(x.numel())
-    if min_p > 0:
-        ids = (weights >= min_p).nonzero().flatten()
-    if 0 < top_k < ids.numel() or top_p < 1:
-        ids = ids[torch.sort(weights[ids], descending=True, stable=True).indices]
-        if top_k > 0:
-            ids = ids[:top_k]
+    Cuts keep the first of the tokens by falling weight (ties: the lowest id): at most top_k, then up to and including
+    the one that reaches top_p of the mass, which is summed in that order.
+    """
+    # The difference first: with a tiny temperature the quotients overflow to -inf (weight 0), never to inf - inf.
+    with np.errstate(over="ignore"):
+        weights = np.exp((x - x.max()) / temperature)
+    sorts = 0 < top_k < x.size or top_p < 1
+    for level in _LEVELS if sorts and x.size > _SHORT else _LEVELS[-1:]:
+        least = max(level, min_p)
+        ids = np.arange(x.size) if least == 0 else np.flatnonzero(weights >= least)
+        # Whether these are all that min-p leaves.
+        whole = level <= min_p
+        if whole and top_p == 1 and not 0 < top_k < ids.size:
+            break
+        if not whole and ids.size < top_k:
+            continue
+        ids = ids[np.argsort(-weights[ids], kind="stable")]
+        whole |= 0 < top_k <= ids.size
+        ids = ids[:top_k] if top_k > 0 else ids
         if top_p < 1:
-            mass = weights[ids].cumsum(0)
-            # Up to and including the token that reaches the mass.
-            ids = ids[: int(torch.searchsorted(mass, top_p * mass[-1])) + 1]
+            total = None if whole else float(weights[weights >= min_p].sum() if min_p > 0 else weights.sum())
+            count = _nucleus(np.cumsum(weights[ids]), top_p, total)
+            if count is None:
+                continue
+            ids = ids[:count]
+        elif not whole:
+            continue
+        break
     return ids, weights[ids]
+
+
+def _nucleus(mass: Floats, top_p: float, total: float | None) -> int | None:
+    """How many tokens reach top_p of the whole mass, from its running sum over the first of them.
+
+    total: the whole mass, summed in another order, if there are more tokens; None is returned where that, or what lies
+    behind, could make a difference.
+    """
+    if total is None:
+        return int(np.searchsorted(mass, top_p * mass[-1])) + 1
+    low, high = np.searchsorted(mass, (top_p * total * (1 - _SAME_SUM), top_p * total * (1 + _SAME_SUM)))
+    return int(low) + 1 if low == high < mass.size else None

@@ -15,6 +15,7 @@ computed by the formulas of the reference, without contraction to fma: no tile, 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -26,9 +27,10 @@ from moeyard_kernels.common.launch import MAX_GRID_Y, check_indices, check_layou
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.sampling.sample_blocks import NO_ID, from_key, to_key, values
 from moeyard_kernels.sampling.sample_cut import cut_kernel, gather_kernel, group_bound
-from moeyard_kernels.sampling.sample_logprob import log_probabilities
+from moeyard_kernels.sampling.sample_logprob import token_logprobs
 from moeyard_kernels.sampling.sample_race import mass_kernel, race_kernel, rank_kernel, settle_kernel
 from moeyard_kernels.types.logit_edits import LogitEdits
+from moeyard_kernels.types.sampled_tokens import SampledTokens
 
 # Quads that each part of a row keeps; candidates of a row that are tested against top-p, first round and last.
 _PER_PART = 4
@@ -37,22 +39,29 @@ _TESTED = (3, 8)
 _GROUPS = 2048
 
 
-def _config(
-    block: int, rounds: int, num_warps: int, *, race: int = 4096, mass: int = 512, part: int = 8192, list_: int = 4096
-) -> Config:
-    return tuning.config(
-        BLOCK=block, ROUNDS=rounds, RACE=race, MASS=mass, PART=part, LIST=list_, num_warps=num_warps, num_stages=1
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleConfig(Config):
+    """BLOCK x ROUNDS tokens per program that looks for the largest, with num_warps; RACE per program of the race.
+
+    PART tokens per program that sums masses, MASS at a time; LIST tokens in which top-k is found in registers.
+    """
+
+    kernel: Literal["chain"] = "chain"
+    BLOCK: int
+    ROUNDS: int
+    RACE: int = 4096
+    MASS: int = 512
+    PART: int = 8192
+    LIST: int = 4096
+    num_stages: int = 1
 
 
-# BLOCK x ROUNDS tokens per program that looks for the largest, RACE per program of the race, PART per program that sums
-# masses, MASS at a time; LIST tokens in which top-k is found in registers.
 CONFIGS = (
-    _config(1024, 8, 4),
-    _config(512, 4, 4, part=2048),
-    _config(2048, 4, 8, part=4096),
-    *(_config(1024, 8, 4, race=race) for race in (2048, 8192)),
-    _config(1024, 8, 4, mass=256, list_=2048),
+    SampleConfig(BLOCK=1024, ROUNDS=8),
+    SampleConfig(BLOCK=512, ROUNDS=4, PART=2048),
+    SampleConfig(BLOCK=2048, ROUNDS=4, PART=4096, num_warps=8),
+    *(SampleConfig(BLOCK=1024, ROUNDS=8, RACE=race) for race in (2048, 8192)),
+    SampleConfig(BLOCK=1024, ROUNDS=8, MASS=256, LIST=2048),
 )
 
 
@@ -61,13 +70,13 @@ def shape_class(num_rows: int, vocab: int) -> str:
     return f"B{triton.next_power_of_2(num_rows)} V{vocab}"
 
 
-def default_config(num_rows: int, vocab: int) -> Config:
+def default_config(num_rows: int, vocab: int) -> SampleConfig:
     """Small parts where few rows must fill the machine."""
     return CONFIGS[0] if num_rows * vocab > 2**21 else CONFIGS[1]
 
 
 @triton.jit
-def _max_kernel(  # type: ignore[no-untyped-def]
+def _max_kernel(
     p_logits, p_words, p_bias, p_slots, p_penalties, p_key, p_id, p_groups, V, L,
     EDIT: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -98,14 +107,14 @@ def _max_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _larger(b_best, b_id, b_x, o_v):  # type: ignore[no-untyped-def]
+def _larger(b_best, b_id, b_x, o_v):
     """The larger of two values, a NaN before all, the first if they are equal, with its id."""
     m_v = (b_x > b_best) | ((b_x != b_x) & (b_best == b_best))
     return tl.where(m_v, b_x, b_best), tl.where(m_v, o_v, b_id)
 
 
 @triton.jit
-def _top_kernel(  # type: ignore[no-untyped-def]
+def _top_kernel(
     p_key, p_id, p_groups, p_temperature, p_top_k, p_top, p_open, p_bound, p_count, p_ids, V, C, G,
     SAMPLED: tl.constexpr, TOP_K: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
@@ -143,9 +152,9 @@ def sample(
     seeds: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     edits: LogitEdits | None = None,
-    logprobs: bool = False,
-    config: Config | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logprobs: int | None = None,
+    config: SampleConfig | None = None,
+) -> SampledTokens:
     """See `moeyard_kernels.ops.sample`. Raises ValueError for what its grid cannot hold."""
     num_rows, vocab = logits.shape
     if num_rows > MAX_GRID_Y or vocab >= 2**21:
@@ -155,11 +164,11 @@ def sample(
         positions=positions, **({} if edits is None else edits.named()),
     )  # fmt: skip
     ids = logits.new_empty(num_rows, dtype=torch.int64)
-    chosen = logits.new_empty(num_rows, dtype=torch.float32) if logprobs else None
+    out = SampledTokens(ids=ids) if logprobs is None else SampledTokens.room(ids, min(logprobs, vocab))
     if not num_rows:
-        return ids, chosen
+        return out
     config = config or tuning.choose(
-        "sample", shape_class(num_rows, vocab), logits, lambda: default_config(num_rows, vocab)
+        "sample", shape_class(num_rows, vocab), logits, (SampleConfig,), lambda: default_config(num_rows, vocab)
     )
     if edits is not None:
         check_indices("sample", low=-1, high=edits.words.shape[0], slots=edits.slots)
@@ -171,10 +180,10 @@ def sample(
             rows, config, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds,
             positions=positions, ids=ids,
         )  # fmt: skip
-    if chosen is not None:
+    if logprobs is not None:
         raw = rows if edits is None else _largest(logits, None, config, temperature=None, top_k=None, ids=None)
-        log_probabilities(logits, raw.top, ids, chosen, config=config, bits=raw.bits)
-    return ids, chosen
+        token_logprobs(logits, raw.top, out, part=config.PART, block=config.MASS, bits=raw.bits)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +208,7 @@ class _Rows:
 def _largest(
     logits: torch.Tensor,
     edits: LogitEdits | None,
-    config: Config,
+    config: SampleConfig,
     *,
     temperature: torch.Tensor | None,
     top_k: torch.Tensor | None,
@@ -211,8 +220,8 @@ def _largest(
         inputs, width = (logits,) * 5, 0
     else:
         inputs, width = (logits, edits.words, edits.bias, edits.slots, edits.penalties), edits.bias.shape[1]
-    num_parts = triton.cdiv(vocab, config["BLOCK"] * config["ROUNDS"])
-    per_part = min(config["BLOCK"], triton.next_power_of_2(triton.cdiv(_GROUPS, num_parts)))
+    num_parts = triton.cdiv(vocab, config.BLOCK * config.ROUNDS)
+    per_part = min(config.BLOCK, triton.next_power_of_2(triton.cdiv(_GROUPS, num_parts)))
     num_groups = 0 if top_k is None else per_part * num_parts
     keys, values_ = (torch.int32, torch.float32) if edits is None else (torch.int64, torch.float64)
     key = logits.new_empty(num_rows, num_parts, dtype=keys)
@@ -230,8 +239,8 @@ def _largest(
     )
     _max_kernel[num_parts, num_rows](
         *inputs, key, part_id, groups, vocab, width,
-        EDIT=rows.edit, GROUPS=num_groups // num_parts, ROUNDS=config["ROUNDS"], BV=config["BLOCK"],
-        num_warps=config["num_warps"], enable_fp_fusion=False, **dependent(logits),
+        EDIT=rows.edit, GROUPS=num_groups // num_parts, ROUNDS=config.ROUNDS, BV=config.BLOCK,
+        num_warps=config.num_warps, enable_fp_fusion=False, **dependent(logits),
     )  # fmt: skip
     ids = logits.new_empty(num_rows, dtype=torch.int64) if ids is None else ids
     # Where an argument is off, no kernel reads its pointer.
@@ -239,7 +248,7 @@ def _largest(
         key, part_id, groups, ids if temperature is None else temperature, ids if top_k is None else top_k,
         rows.top, rows.open, rows.bound, rows.count, ids, vocab, num_parts, num_groups,
         SAMPLED=temperature is not None, TOP_K=top_k is not None, BC=triton.next_power_of_2(num_parts),
-        BG=triton.next_power_of_2(max(1, num_groups)), BL=config["LIST"], num_warps=1 if top_k is None else 8,
+        BG=triton.next_power_of_2(max(1, num_groups)), BL=config.LIST, num_warps=1 if top_k is None else 8,
         **dependent(logits),
     )  # fmt: skip
     return rows
@@ -247,7 +256,7 @@ def _largest(
 
 def _draw(
     rows: _Rows,
-    config: Config,
+    config: SampleConfig,
     *,
     temperature: torch.Tensor,
     top_k: torch.Tensor | None,
@@ -267,22 +276,22 @@ def _draw(
     draw = (min_p_, seeds, positions)
     of = {"EDIT": rows.edit, "MIN_P": min_p is not None, "enable_fp_fusion": False, **dependent(ids)}
     # Edited logits take twice the registers.
-    race = config["RACE"] // (2 if rows.edit else 1)
+    race = config.RACE // (2 if rows.edit else 1)
     num_race = triton.cdiv(vocab, race)
     if top_k is not None:
-        some = new(num_rows, config["LIST"], dtype=torch.int32)
+        some = new(num_rows, config.LIST, dtype=torch.int32)
         gather_kernel[num_race, num_rows](
             *rows.inputs, rows.open, rows.bound, rows.count, some, *rows.sizes, EDIT=rows.edit, BV=race,
-            BL=config["LIST"], num_warps=8, enable_fp_fusion=False, **dependent(ids),
+            BL=config.LIST, num_warps=8, enable_fp_fusion=False, **dependent(ids),
         )  # fmt: skip
         cut_kernel[num_rows,](
             *state, top_k, top_p_, *draw, rows.bound, rows.count, some, *cut, ids, *rows.sizes,
-            TOP_P=top_p is not None, BITS=rows.bits, BV=min(8192, triton.next_power_of_2(vocab)), BL=config["LIST"],
+            TOP_P=top_p is not None, BITS=rows.bits, BV=min(8192, triton.next_power_of_2(vocab)), BL=config.LIST,
             num_warps=8, **of,
         )  # fmt: skip
     score = new(num_rows, num_race * _PER_PART, dtype=torch.float32)
     quad = new(score.shape, dtype=torch.int32)
-    num_parts = triton.cdiv(vocab, config["PART"])
+    num_parts = triton.cdiv(vocab, config.PART)
     rounds = _TESTED if top_p is not None else _TESTED[:1]
     for i, tested in enumerate(rounds):
         ends, where = top_k is not None or i > 0, cut if i == 0 else end
@@ -299,7 +308,7 @@ def _draw(
         if top_p is not None:
             mass_kernel[num_parts, num_rows](
                 *state, top_p_, min_p_, *cut, *best[:2], masses, *rows.sizes, TOP_K=top_k is not None, BITS=rows.bits,
-                P=tested, PART=config["PART"], BV=config["MASS"],
+                P=tested, PART=config.PART, BV=config.MASS,
                 num_warps=4, **of,
             )  # fmt: skip
         settle_kernel[num_rows,](

@@ -22,7 +22,7 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
-def values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, m_v, V, L, EDIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, m_v, V, L, EDIT: tl.constexpr):
     """Edited logits of row i_b at o_v, as X; -inf where m_v is off."""
     b_x = tl.load(p_logits + i_b * V + o_v, mask=m_v, other=-float("inf")).to(tl.float32)
     if EDIT:
@@ -45,7 +45,7 @@ def values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, m_v, V, L,
 
 
 @triton.jit
-def _quotient(b_x, d):  # type: ignore[no-untyped-def]
+def _quotient(b_x, d):
     """b_x / d in fp64, correctly rounded, with one division for all of b_x.
 
     Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990: a quotient that is off
@@ -64,7 +64,7 @@ def _quotient(b_x, d):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def to_key(x):  # type: ignore[no-untyped-def]
+def to_key(x):
     """Integers (32 or 64 bits) in the order of the values X; both zeros give one key, a NaN the largest."""
     x = tl.where(x == 0, 0.0, x)
     if x.dtype == tl.float64:
@@ -78,7 +78,7 @@ def to_key(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def from_key(key):  # type: ignore[no-untyped-def]
+def from_key(key):
     """The value X of a key."""
     if key.dtype == tl.int64:
         return (key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
@@ -87,27 +87,27 @@ def from_key(key):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def middle(low, high):  # type: ignore[no-untyped-def]
+def middle(low, high):
     """(low + high) / 2, rounded up, without overflow."""
     return (low | high) - ((low ^ high) >> 1)
 
 
 @triton.jit
-def quarters(low, high):  # type: ignore[no-untyped-def]
+def quarters(low, high):
     """Three keys that cut (low, high] into four, for low < high."""
     second = middle(low, high)
     return middle(low, second - 1), second, middle(second, high)
 
 
 @triton.jit
-def reaching(b_key, first, second, third):  # type: ignore[no-untyped-def]
+def reaching(b_key, first, second, third):
     """Which keys reach each of three, in bits 0, 21 and 42: one sum over less than 2^21 of them counts all three."""
     b_both = (b_key >= first).to(tl.int64) + ((b_key >= second).to(tl.int64) << 21)
     return b_both + ((b_key >= third).to(tl.int64) << 42)
 
 
 @triton.jit
-def narrow(counts, k, low, first, second, third, high):  # type: ignore[no-untyped-def]
+def narrow(counts, k, low, first, second, third, high):
     """The quarter of [low, high] that ends with the largest key that at least k reach: (low, high)."""
     most, more, least = counts & 0x1FFFFF, (counts >> 21) & 0x1FFFFF, counts >> 42
     new_low = tl.where(least >= k, third, tl.where(more >= k, second, tl.where(most >= k, first, low)))
@@ -116,7 +116,7 @@ def narrow(counts, k, low, first, second, third, high):  # type: ignore[no-untyp
 
 
 @triton.jit
-def kth_largest(b_key, k, low, high):  # type: ignore[no-untyped-def]
+def kth_largest(b_key, k, low, high):
     """The largest t in [low, high] that at least k of the keys reach, given that they reach `low`."""
     while low < high:
         first, second, third = quarters(low, high)
@@ -126,25 +126,25 @@ def kth_largest(b_key, k, low, high):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def before(b_x, o_v, x, i_v):  # type: ignore[no-untyped-def]
+def before(b_x, o_v, x, i_v):
     """Which tokens come before token i_v of value x: larger values first, then lower ids."""
     return (b_x > x) | ((b_x == x) & (o_v < i_v))
 
 
 @triton.jit
-def weight(b_x, top, temperature):  # type: ignore[no-untyped-def]
+def weight(b_x, top, temperature):
     """exp((x - top) / temperature) in fp64, by the formula of the reference."""
     return tl.exp((b_x.to(tl.float64) - top.to(tl.float64)) / temperature)
 
 
 @triton.jit
-def mass_scale(temperature):  # type: ignore[no-untyped-def]
+def mass_scale(temperature):
     """What `mass` multiplies differences of logits by: log2(e) / temperature, finite."""
     return tl.minimum(1.4426950408889634 / temperature, 1e300)
 
 
 @triton.jit
-def mass(b_x, top, scale, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def mass(b_x, top, scale, BITS: tl.constexpr):
     """exp((x - top) / temperature) as an integer in units of 2^-BITS, off by two units at most; BITS up to 51.
 
     2^n p(f), n + f the exponent to base 2 and p a polynomial of degree 10 for 2^f on [-1/2, 1/2] (interpolated at
@@ -175,12 +175,12 @@ def mass(b_x, top, scale, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _horner(b_p, b_f, c: tl.constexpr):  # type: ignore[no-untyped-def]
+def _horner(b_p, b_f, c: tl.constexpr):
     return tl.fma(b_p, b_f, tl.full(b_f.shape, c, tl.float64))
 
 
 @triton.jit
-def _words(seed, position, b_block):  # type: ignore[no-untyped-def]
+def _words(seed, position, b_block):
     """Philox4x32-10: the four words of each block of four tokens.
 
     `tl.philox` is the same; a product in 64 bits is one instruction for the halves that it computes apart.
@@ -204,7 +204,7 @@ def _words(seed, position, b_block):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def noise(seed, position, o_v):  # type: ignore[no-untyped-def]
+def noise(seed, position, o_v):
     """Exp(1) of each token id, in fp64, by the formula of the reference."""
     b_0, b_1, b_2, b_3 = _words(seed, position, o_v >> 2)
     b_low = tl.where((o_v & 1) == 0, b_0, b_1)
@@ -214,7 +214,7 @@ def noise(seed, position, o_v):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fma(b_x, y, z):  # type: ignore[no-untyped-def]
+def _fma(b_x, y, z):
     """x y + z in fp32, rounded once on a GPU; for what is an estimate anyway."""
     if _INTERPRETED:
         return b_x * y + z
@@ -222,7 +222,7 @@ def _fma(b_x, y, z):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _log2(b_x):  # type: ignore[no-untyped-def]
+def _log2(b_x):
     """log2 in fp32, off by 2^-22 at most in (1/2, 2), and by that share elsewhere."""
     if _INTERPRETED:
         return tl.log2(b_x)
@@ -232,7 +232,7 @@ def _log2(b_x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def log_noise(seed, position, start, BV: tl.constexpr):  # type: ignore[no-untyped-def]
+def log_noise(seed, position, start, BV: tl.constexpr):
     """log E of the tokens start .. start + BV - 1 (start a multiple of 4) in fp32, off by at most 2e-5."""
     b_0, b_1, b_2, b_3 = _words(seed, position, (start >> 2) + tl.arange(0, BV // 4))
     b_word = tl.reshape(tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3)), [BV]).to(tl.int32, bitcast=True)

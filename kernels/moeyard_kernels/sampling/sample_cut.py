@@ -32,7 +32,7 @@ _SHORT = tl.constexpr(512)
 
 
 @triton.jit
-def group_bound(p_groups, i_b, k, high, V, G, BG: tl.constexpr, BL: tl.constexpr):  # type: ignore[no-untyped-def]
+def group_bound(p_groups, i_b, k, high, V, G, BG: tl.constexpr, BL: tl.constexpr):
     """(A key that at least k tokens of the row reach, 1 if few may reach it that do not belong to the largest k.)"""
     low = to_key(from_key(high) * 0 - float("inf"))
     useful = 1
@@ -57,7 +57,7 @@ def group_bound(p_groups, i_b, k, high, V, G, BG: tl.constexpr, BL: tl.constexpr
 
 
 @triton.jit
-def gather_kernel(  # type: ignore[no-untyped-def]
+def gather_kernel(
     p_logits, p_words, p_bias, p_slots, p_penalties, p_open, p_bound, p_count, p_list, V, L,
     EDIT: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def gather_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def cut_kernel(  # type: ignore[no-untyped-def]
+def cut_kernel(
     p_logits, p_words, p_bias, p_slots, p_penalties, p_top, p_open, p_temperature, p_top_k, p_top_p, p_min_p,
     p_seeds, p_positions, p_bound, p_count, p_list, p_cut_x, p_cut_id, p_ids, V, L,
     EDIT: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr, BV: tl.constexpr,
@@ -116,7 +116,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _draw_from_list(  # type: ignore[no-untyped-def]
+def _draw_from_list(
     p_logits, p_words, p_bias, p_slots, p_penalties, p_temperature, p_top_p, p_min_p, p_seeds, p_positions,
     p_list, p_ids, i_b, k, top, low, count, V, L,
     EDIT: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr, STRIDE: tl.constexpr,
@@ -161,7 +161,7 @@ def _draw_from_list(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _cut_row(  # type: ignore[no-untyped-def]
+def _cut_row(
     p_logits, p_words, p_bias, p_slots, p_penalties, i_b, k, low, high, V, L, EDIT: tl.constexpr, BV: tl.constexpr
 ):
     """(Value, id) of the k-th of a whole row, by bisection on its key, then on the id among equals."""

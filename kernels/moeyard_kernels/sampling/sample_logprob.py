@@ -1,56 +1,128 @@
-"""Triton: log-probabilities of the chosen tokens under the unmodified logits."""
+"""Triton: log-probabilities and ranks of the chosen tokens under the unmodified logits, and the likeliest tokens.
+
+A row's sum of exponentials is a sum of integers (see `mass`), its rank counts, and the likeliest are found by comparing
+64 bits that hold a logit's key and its token: nothing depends on the parts that a row is cut into.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 from moeyard_kernels.common.dependent import dependent, wait_for_previous
-from moeyard_kernels.common.tuning import Config
-from moeyard_kernels.sampling.sample_blocks import mass, mass_scale
+from moeyard_kernels.sampling.sample_blocks import from_key, mass, mass_scale, to_key
+from moeyard_kernels.types.sampled_tokens import SampledTokens
+
+_LEAST = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _total_kernel(  # type: ignore[no-untyped-def]
-    p_logits, p_top, p_total, V, BITS: tl.constexpr, PART: tl.constexpr, BV: tl.constexpr
+def _total_kernel(
+    p_logits, p_top, p_ids, p_total, p_larger, V, BITS: tl.constexpr, PART: tl.constexpr, BV: tl.constexpr
 ):
-    """The sum of exp(logit - largest) of PART tokens, in fixed point. Grid: (C, B)."""
+    """Of PART tokens: the sum of exp(logit - largest) in fixed point, and how many exceed the chosen. Grid: (C, B)."""
     wait_for_previous()
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     top = tl.load(p_top + i_b)
+    chosen = tl.load(p_logits + i_b * V + tl.load(p_ids + i_b)).to(tl.float32)
     scale = mass_scale(tl.full([], 1.0, tl.float64))
     b_sum = tl.zeros([BV], dtype=tl.int64)
+    b_larger = tl.zeros([BV], dtype=tl.int32)
     for start in range(i_c * PART, tl.minimum(i_c * PART + PART, V), BV):
         o_v = start + tl.arange(0, BV)
         b_x = tl.load(p_logits + i_b * V + o_v, mask=o_v < V, other=-float("inf")).to(tl.float32)
         b_sum += mass(b_x, top, scale, BITS)
-    tl.store(p_total + i_b * tl.num_programs(0) + i_c, tl.sum(b_sum))
+        b_larger += (b_x > chosen).to(tl.int32)
+    o_c = i_b * tl.num_programs(0) + i_c
+    tl.store(p_total + o_c, tl.sum(b_sum))
+    tl.store(p_larger + o_c, tl.sum(b_larger))
 
 
 @triton.jit
-def _logprob_kernel(p_logits, p_top, p_total, p_ids, p_out, V, C, BITS: tl.constexpr, BC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """log(exp(logit - largest) / total) of the chosen token; NaN if the largest logit is not finite."""
-    wait_for_previous()
-    i_b = tl.program_id(0).to(tl.int64)
+def _log_total(p_top, p_total, i_b, C, BITS: tl.constexpr, BC: tl.constexpr):
+    """(Largest logit of row i_b, log of the sum of exp(logit - largest)); NaN if the largest is not finite."""
     o_c = tl.arange(0, BC)
     total = tl.sum(tl.load(p_total + i_b * C + o_c, mask=o_c < C, other=0)).to(tl.float64) * (2.0**-BITS)
     top = tl.load(p_top + i_b).to(tl.float64)
+    return top, tl.log(tl.where((top < float("inf")) & (top > -float("inf")), total, float("nan")))
+
+
+@triton.jit
+def _logprob_kernel(
+    p_logits, p_top, p_total, p_larger, p_ids, p_out, p_ranks, V, C, BITS: tl.constexpr, BC: tl.constexpr
+):
+    """log(exp(logit - largest) / total) and rank of the chosen token. Grid: (B,)."""
+    wait_for_previous()
+    i_b = tl.program_id(0).to(tl.int64)
+    top, log_total = _log_total(p_top, p_total, i_b, C, BITS, BC)
     x = tl.load(p_logits + i_b * V + tl.load(p_ids + i_b)).to(tl.float64)
-    total = tl.where((top < float("inf")) & (top > -float("inf")), total, float("nan"))
-    tl.store(p_out + i_b, ((x - top) - tl.log(total)).to(tl.float32))
+    tl.store(p_out + i_b, ((x - top) - log_total).to(tl.float32))
+    o_c = tl.arange(0, BC)
+    larger = tl.sum(tl.load(p_larger + i_b * C + o_c, mask=o_c < C, other=0))
+    tl.store(p_ranks + i_b, larger.to(tl.int64) + 1)
 
 
-def log_probabilities(
-    logits: torch.Tensor, top: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, *, config: Config, bits: int
+@triton.jit
+def _part_top_kernel(p_logits, p_best, V, NUM: tl.constexpr, BV: tl.constexpr):
+    """The NUM largest of BV tokens, falling: key in the upper half, and in the lower what falls with the id."""
+    wait_for_previous()
+    i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_v = i_c * BV + tl.arange(0, BV)
+    b_x = tl.load(p_logits + i_b * V + o_v, mask=o_v < V, other=0.0).to(tl.float32)
+    b_key = (to_key(b_x).to(tl.int64) << 32) | (0x7FFFFFFF - o_v).to(tl.int64)
+    b_key = tl.where(o_v < V, b_key, _LEAST)
+    p_part = p_best + (i_b * tl.num_programs(0) + i_c) * NUM
+    for j in range(NUM):
+        best = tl.max(b_key)
+        tl.store(p_part + j, best)
+        b_key = tl.where(b_key == best, _LEAST, b_key)
+
+
+@triton.jit
+def _top_logprob_kernel(
+    p_best, p_top, p_total, p_top_ids, p_top_out, C, C_TOP,
+    NUM: tl.constexpr, BITS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The NUM largest of a row from those of its C_TOP parts, with their log-probabilities. Grid: (B,)."""
+    wait_for_previous()
+    i_b = tl.program_id(0).to(tl.int64)
+    top, log_total = _log_total(p_top, p_total, i_b, C, BITS, BC)
+    o_n = tl.arange(0, BN)
+    b_key = tl.load(p_best + i_b * C_TOP * NUM + o_n, mask=o_n < C_TOP * NUM, other=_LEAST)
+    for j in range(NUM):
+        best = tl.max(b_key)
+        x = from_key((best >> 32).to(tl.int32)).to(tl.float64)
+        tl.store(p_top_ids + i_b * NUM + j, 0x7FFFFFFF - (best & 0x7FFFFFFF))
+        tl.store(p_top_out + i_b * NUM + j, ((x - top) - log_total).to(tl.float32))
+        b_key = tl.where(b_key == best, _LEAST, b_key)
+
+
+def token_logprobs(
+    logits: torch.Tensor, top: torch.Tensor, out: SampledTokens, *, part: int, block: int, bits: int
 ) -> None:
-    """out [B] fp32 = log softmax of logits [B, V] at ids [B], whose largest logits are `top` [B] fp32."""
+    """Fill `out` beside its ids, under logits [B, V] whose largest are `top` [B] fp32.
+
+    part, block: tokens per program, and at once; bits: of a mass. Two launches, and two more for the likeliest tokens.
+    """
     num_rows, vocab = logits.shape
-    num_parts = triton.cdiv(vocab, config["PART"])
-    total = logits.new_empty(num_rows, num_parts, dtype=torch.int64)
+    num_parts = triton.cdiv(vocab, part)
+    total, larger = (logits.new_empty(num_rows, num_parts, dtype=dtype) for dtype in (torch.int64, torch.int32))
+    early = dependent(logits)
     _total_kernel[num_parts, num_rows](
-        logits, top, total, vocab, BITS=bits, PART=config["PART"],
-        BV=config["MASS"], num_warps=4, enable_fp_fusion=False, **dependent(logits),
+        logits, top, out.ids, total, larger, vocab, BITS=bits, PART=part,
+        BV=block, num_warps=4, enable_fp_fusion=False, **early,
     )  # fmt: skip
+    parts = triton.next_power_of_2(num_parts)
     _logprob_kernel[num_rows,](
-        logits, top, total, ids, out, vocab, num_parts, BITS=bits, BC=triton.next_power_of_2(num_parts), num_warps=1,
-        **dependent(logits),
+        logits, top, total, larger, out.ids, out.logprobs, out.ranks, vocab, num_parts, BITS=bits, BC=parts,
+        num_warps=1, **early,
+    )  # fmt: skip
+    if out.top_ids is None:
+        return
+    count, width = out.top_ids.shape[1], min(part, triton.next_power_of_2(vocab))
+    num_tops = triton.cdiv(vocab, width)
+    best = logits.new_empty(num_rows, num_tops, count, dtype=torch.int64)
+    _part_top_kernel[num_tops, num_rows](logits, best, vocab, NUM=count, BV=width, num_warps=8, **early)
+    _top_logprob_kernel[num_rows,](
+        best, top, total, out.top_ids, out.top_logprobs, num_parts, num_tops, NUM=count, BITS=bits, BC=parts,
+        BN=triton.next_power_of_2(num_tops * count), num_warps=4, **early,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from moeyard_kernels.sampling.sample_blocks import (
 
 
 @triton.jit
-def race_kernel(  # type: ignore[no-untyped-def]
+def race_kernel(
     p_logits, p_words, p_bias, p_slots, p_penalties, p_top, p_open, p_temperature, p_min_p, p_seeds, p_positions,
     p_end_x, p_end_id, p_score, p_quad, V, L,
     EDIT: tl.constexpr, ENDS: tl.constexpr, MIN_P: tl.constexpr, J: tl.constexpr, BV: tl.constexpr,
@@ -75,7 +75,7 @@ def race_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def rank_kernel(  # type: ignore[no-untyped-def]
+def rank_kernel(
     p_logits, p_words, p_bias, p_slots, p_penalties, p_top, p_open, p_temperature, p_top_p, p_min_p, p_seeds,
     p_positions, p_end_x, p_end_id, p_score, p_quad, p_best_x, p_best_id, p_best_sure, p_ids, V, L, N,
     EDIT: tl.constexpr, ENDS: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, J: tl.constexpr,
@@ -123,7 +123,7 @@ def rank_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def mass_kernel(  # type: ignore[no-untyped-def]
+def mass_kernel(
     p_logits, p_words, p_bias, p_slots, p_penalties, p_top, p_open, p_temperature, p_top_p, p_min_p, p_cut_x, p_cut_id,
     p_best_x, p_best_id, p_mass, V, L,
     EDIT: tl.constexpr, TOP_K: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr,
@@ -173,7 +173,7 @@ def mass_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def settle_kernel(  # type: ignore[no-untyped-def]
+def settle_kernel(
     p_logits, p_words, p_bias, p_slots, p_penalties, p_top, p_open, p_temperature, p_top_p, p_min_p, p_seeds,
     p_positions, p_cut_x, p_cut_id, p_end_x, p_end_id, p_best_x, p_best_id, p_best_sure, p_mass, p_ids, V, L, C,
     EDIT: tl.constexpr, ENDS: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr,
@@ -230,7 +230,7 @@ def settle_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _search(  # type: ignore[no-untyped-def]
+def _search(
     p_logits, p_words, p_bias, p_slots, p_penalties, p_min_p, p_seeds, p_positions, i_b, top, temperature, x, token,
     target, V, L, EDIT: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 class ExpertLayout:
     """Rows of a step's pairs t * K + k, grouped by expert; made by `ops.expert_layout`, read by `ops.grouped_gemm`.
 
-    counts: [E] int32, pairs of each expert, 0 for one that is not here.
+    counts: [E] int32, pairs of each expert that are not masked, 0 for one that is not here.
     pairs: [rows] int32. Expert e has counts[e] rows from a multiple of block_rows on; experts ascend, and so do their
     pairs; the rest of the last block is -1. Rows from num_blocks * block_rows on are not written.
     slot_of_block: [rows / block_rows] int32, where the weights of each block's expert are. num_blocks are written.

@@ -8,7 +8,6 @@ from types import MappingProxyType
 from moeyard_worker.checkpoint.index import DTYPE_BYTES, INDEX_NAME, SINGLE_NAME, CheckpointIndex
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.models.model_config import ModelConfig
-from moeyard_worker.models.resident import resident_bytes
 from moeyard_worker.models.spec import ModelSpec, model_spec
 
 
@@ -26,7 +25,7 @@ class CheckedCheckpoint:
 
     def resident_bytes(self, itemsize: int) -> int:
         """Bytes that the same weights take in memory, served in values of `itemsize` bytes."""
-        return resident_bytes(self.spec, itemsize)
+        return self.spec.resident_bytes(itemsize)
 
     def expert_bytes(self, experts: range) -> int:
         """Bytes of the experts of all layers that a rank which owns `experts` reads."""

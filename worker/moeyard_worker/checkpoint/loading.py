@@ -1,7 +1,7 @@
 """Loading: dense weights stream from disk into their final place, experts stay in the file as memory-mapped views.
 
 Peak memory is what a rank keeps plus one parameter: a stored tensor of the served dtype is read straight into the rows
-of its parameter, another dtype goes through `_SCRATCH_BYTES` at a time; a matrix is then packed for the kernels.
+of its parameter, another dtype goes through `_SCRATCH_BYTES` at a time; a matrix then gets the backend's form.
 """
 
 import mmap
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from moeyard_kernels.ops import pack_weight
+from moeyard_kernels.backend import Backend
 from moeyard_worker.checkpoint.check import CheckedCheckpoint, check_checkpoint
 from moeyard_worker.checkpoint.index import TensorEntry, open_index
 from moeyard_worker.config.checkpoint_error import CheckpointError
@@ -36,25 +36,25 @@ class DenseLoader:
         self,
         checkpoint: CheckedCheckpoint,
         *,
+        backend: Backend,
         dtype: torch.dtype,
-        device: torch.device | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._dtype = dtype
-        self._device = device
+        self._backend = backend
         self._progress = progress
 
     def load(self, weight: Weight) -> torch.Tensor:
-        """The parameter `weight` describes, in the served dtype or float32 where it says so; a matrix is packed."""
+        """The parameter `weight` describes, in the served dtype or float32 where it says so."""
         dtype = torch.float32 if weight.fp32 else self._dtype
         filled = sum(num_elements(part.shape) for part in weight.parts)
         allocate = torch.empty if filled == num_elements(weight.shape) else torch.zeros
-        out = allocate(weight.shape, dtype=dtype, device=self._device)
+        out = allocate(weight.shape, dtype=dtype, device=self._backend.device)
         for part in weight.parts:
             rows = out.view(-1, *part.shape[1:])[part.row : part.row + part.shape[0]]
             self._read(part.key, self._checkpoint.index.entries[part.key], rows.view(-1))
-        return pack_weight(out) if weight.matrix else out
+        return self._backend.matrix(out) if weight.matrix else out
 
     def _read(self, key: str, entry: TensorEntry, out: torch.Tensor) -> None:
         """Fill the flat `out` from the file, block by block."""

@@ -8,7 +8,7 @@ ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp"]
 EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp")
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
 DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
-POLICIES: tuple[str, ...] = ("slru", "lru")
+EXPERT_POLICIES: tuple[str, ...] = ("slru", "lru")
 _LIMITS = ("max_batch_tokens", "max_num_seqs", "prefill_chunk", "max_waiting")
 
 
@@ -18,6 +18,9 @@ class SchedulerConfig:
 
     max_batch_tokens: rows of one step, prompt and output together. max_num_seqs: running sequences.
     prefill_chunk: prompt rows of one sequence in one step. max_waiting: queued requests before `queue_full`.
+    max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3.
+    num_state_slots: sequences with state of their own beside pages, 0 when the model has none.
+    chunk_alignment: what every prompt chunk but the last ends at a multiple of.
     """
 
     num_pages: int
@@ -30,10 +33,31 @@ class SchedulerConfig:
     prefill_chunk: int = 512
     max_waiting: int = 1024
     prefix_caching: bool = True
+    max_in_flight: int = 1
+    num_drafts: int = 0
+    num_state_slots: int = 0
+    chunk_alignment: int = 1
 
     def __post_init__(self) -> None:
-        _require_positive(self, ("num_pages", "page_size", "max_model_len", "vocab_size", *_LIMITS))
+        _require_positive(self, ("num_pages", "page_size", "max_model_len", "vocab_size", "chunk_alignment", *_LIMITS))
         _require_rows(self)
+        for name, low, high in (("max_in_flight", 1, 2), ("num_drafts", 0, 3)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} must be in [{low}, {high}], got {getattr(self, name)}")
+        if self.num_state_slots < 0:
+            raise ValueError(f"num_state_slots must be at least 0, got {self.num_state_slots}")
+        rows = self.max_num_seqs * (1 + self.num_drafts)
+        if rows > self.max_batch_tokens:
+            raise ValueError(
+                f"max_num_seqs {self.max_num_seqs} with num_drafts {self.num_drafts} needs {rows} rows of a step, "
+                f"which exceeds max_batch_tokens {self.max_batch_tokens}"
+            )
+        for name in ("prefill_chunk", "max_batch_tokens"):
+            if getattr(self, name) < self.chunk_alignment:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} is less than chunk_alignment {self.chunk_alignment}, "
+                    "the rows that the model computes together"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +65,7 @@ class EngineConfig:
     """What `moeyard serve` asks of every worker; the CLI's defaults are read from these fields.
 
     expert_slots and expert_memory: at most one is set; neither means as many as fit. kv_memory None means auto.
+    async_scheduling: a step is planned while the one before runs.
     """
 
     model_path: str
@@ -59,11 +84,12 @@ class EngineConfig:
     prefill_chunk: int = 512
     max_waiting: int = 1024
     prefix_caching: bool = True
+    async_scheduling: bool = False
     step_deadline: float = 5.0
     threads: int = 1
 
     def __post_init__(self) -> None:
-        for name, allowed in (("exchange", EXCHANGES), ("dtype", DTYPES), ("expert_policy", POLICIES)):
+        for name, allowed in (("exchange", EXCHANGES), ("dtype", DTYPES), ("expert_policy", EXPERT_POLICIES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         _require_positive(self, ("num_workers", "page_size", "threads", *_LIMITS))

@@ -1,5 +1,8 @@
 """The loop of one rank: messages in, lockstep steps, messages out.
 
+With `max_in_flight` 2 a step is planned, agreed on and launched while the one before runs; then that one's results are
+taken, one step late. With 1 they are taken at once, through the same code.
+
 A rank with work sends its plan and waits for the others'; an idle rank blocks on its sockets until a request arrives or
 a peer's plan does, so nothing spins and nobody coordinates. A peer that is lost or late poisons the step: every request
 here ends with the named error, and the rank refuses new ones until the fleet is started again.
@@ -8,13 +11,13 @@ here ends with the named error, and the rank refuses new ones until the fleet is
 import logging
 import os
 import time
+from collections import deque
 
 import zmq
 
 from moeyard_worker.engine.frontend import Frontend
 from moeyard_worker.engine.metrics import WorkerMetrics
-from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.sampler import sample
+from moeyard_worker.engine.runner import Launched, Runner
 from moeyard_worker.exchange.base import Exchange, ExchangeError
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
@@ -60,6 +63,9 @@ class Engine:
         self._lockstep = Lockstep(mesh)
         self._frontend = frontend
         self._metrics = metrics
+        # Steps in flight, oldest first, each with when it was planned (monotonic seconds).
+        self._launched: deque[tuple[Launched, float]] = deque()
+        self._completed_at = 0.0
         self._clients: set[bytes] = set()
         self._reported: tuple[object, ...] = ()
         self._reported_at = 0.0
@@ -98,21 +104,18 @@ class Engine:
 
     def _turn(self) -> None:
         self._take_messages()
-        if self.failure is None and (self._scheduler.has_work() or self._peer_started()):
-            try:
-                self._run_step()
-            except ExchangeError as error:
-                self._poison(str(error))
-        else:
-            self._report(force=False)
-            self._block()
-
-    def _peer_started(self) -> bool:
         try:
-            return self._lockstep.peer_started(self.step + 1)
+            if self.failure is None and (self._scheduler.has_work() or self._launched or self._peer_started()):
+                self._advance()
+                return
         except ExchangeError as error:
             self._poison(str(error))
-            return False
+            return
+        self._report(force=False)
+        self._block()
+
+    def _peer_started(self) -> bool:
+        return self._lockstep.peer_started(self.step + 1)
 
     def _block(self) -> None:
         """Wait for a message, a peer or `stop`; check the invariants once when the wait grows long."""
@@ -155,23 +158,39 @@ class Engine:
         if rejected is not None:
             self._send(client, rejected)
 
-    def _run_step(self) -> None:
-        """One lockstep step; idle ranks take part with no rows."""
+    def _advance(self) -> None:
+        """Launch a step if there is one to run, then take the results of the oldest once no more may be in flight."""
         started = time.monotonic()
         step = self._scheduler.schedule(started) if self._scheduler.has_work() else Step.empty()
+        # Without a row of its own a rank takes part in its peers' steps only; what is in flight may have ended it all.
+        if step.chunks or self._peer_started():
+            self._launch(step, started)
+            if len(self._launched) < self._scheduler.config.max_in_flight:
+                return
+        self._complete(*self._launched.popleft())
+
+    def _launch(self, step: Step, started: float) -> None:
+        """One lockstep step; idle ranks take part with no rows."""
         self._lockstep.agree(self.step + 1, step.num_tokens)
         self.step += 1
         self._exchange.begin_step(self.step)
         self._experts.begin_step(self.step)
-        logits = self._runner.forward(step)
-        sequences = [self._scheduler.sequence(chunk) for chunk in step.sampled]
-        sampled = sample(logits, sequences, self._scheduler.config.eos_token_ids)
+        before = self._launched[-1][0] if self._launched else None
+        launched = self._runner.launch(step, self._scheduler.requests(step), before=before)
+        self._launched.append((launched, started))
+
+    def _complete(self, launched: Launched, started: float) -> None:
+        """Take the results of the oldest step in flight."""
+        step = launched.step
+        results = launched.results
         now = time.monotonic()
-        for reply in self._scheduler.complete(step, sampled, now):
+        for reply in self._scheduler.complete(step, results, now):
             self._send(reply.client, reply.message)
+        # Where steps overlap, one begins to count when the one before it is done.
+        seconds, self._completed_at = now - max(started, self._completed_at), now
         self._metrics.observe_step(
             num_tokens=step.num_tokens,
-            seconds=now - started,
+            seconds=seconds,
             scheduler=self._scheduler,
             exchange=self._exchange,
             experts=self._experts,
@@ -195,6 +214,7 @@ class Engine:
         # the cause of this failure, and all ranks end their requests with one reason.
         self.failure = self._mesh.fail(failure)
         log.error("fleet failed: %s", self.failure)
+        self._launched.clear()
         for reply in self._scheduler.fail_all(self.failure):
             self._frontend.send(reply.client, reply.message)
         self._report(force=True)

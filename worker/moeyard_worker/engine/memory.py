@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from moeyard_worker.config.engine_config import EngineConfig, format_size
+from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.slots import resolve_slots
-from moeyard_worker.models.attention_config import MlaConfig
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.state.spec import StateSpec
 
@@ -58,28 +58,31 @@ class MemoryPlan:
     prefix_bytes: int
 
 
-def slab_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) -> int:
-    """One rank's slab of the exchange (exchange/slab.py, but for its alignment); 0 when no row leaves the rank."""
-    if config.num_workers == 1 and config.exchange in ("auto", "local"):
-        return 0
-    row = (1 + model.top_k) * model.hidden_size * itemsize
-    return config.max_batch_tokens * (row + 8 * model.top_k)
+def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
+    """The sizes of the exchange that this fleet needs."""
+    return ExchangeShape(
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        hidden=model.hidden_size,
+        dtype=model.dtype if config.dtype == "auto" else config.dtype,
+        max_tokens=config.max_batch_tokens,
+    )
 
 
 def step_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """What the tensors of the largest step take at their peak, as an estimate; the prefix is `prefix_bytes`.
 
     Values per row, in fp32: the residual, its norm, a block's input and output (4 H) beside the larger of attention
-    (query, key, value, rotated, scaled and as output: 8 times the query's width) and MLP: gate, up, activation and
-    product (4 I), the experts' outputs sorted and back in place (2 K H), and with peers the rows gathered from all of
-    them, in a buffer that grows by doubling, and frames both ways (4 W H). Then the logits of every sequence, twice,
-    and one row of the sampler's fp64 scratch. tests/engine/test_memory.py measures the peak against it.
+    (`Workspace.per_row`) and MLP: gate, up, activation and product (4 I), the experts' outputs sorted and back in place
+    (2 K H), and with peers the rows gathered from all of them, in a buffer that grows by doubling, and frames both ways
+    (4 W H). Then the logits of every sequence, twice, and one row of the sampler's fp64 scratch.
+    tests/engine/test_memory.py measures the peak against it.
     """
-    attention, hidden, peers = model.attention, model.hidden_size, config.num_workers
-    head = attention.qk_dim if isinstance(attention, MlaConfig) else attention.head_dim
+    hidden, peers = model.hidden_size, config.num_workers
+    attention = max(kind.workspace().per_row for kind in model.attention_kinds())
     wide = max(model.intermediate_size, model.shared_intermediate_size, model.moe_intermediate_size)
     moved = 2 * model.top_k * hidden + (4 * peers * hidden if peers > 1 else 0)
-    row = 4 * hidden + max(8 * attention.num_heads * head, 4 * wide + moved)
+    row = 4 * hidden + max(attention, 4 * wide + moved)
     logits = model.vocab_size * (2 * _FP32 * config.max_num_seqs + 64)
     return int((config.max_batch_tokens * row * _FP32 + logits + _SCORE_BYTES) * _MALLOC_FACTOR)
 
@@ -87,17 +90,15 @@ def step_bytes(config: EngineConfig, model: ModelConfig) -> int:
 def prefix_bytes(model: ModelConfig, itemsize: int) -> int:
     """What a prompt chunk takes, in one layer at a time, per position of its sequence before and in the chunk.
 
-    Keys and values are gathered from the pages and, if not served in fp32, copied to it; latents are decompressed into
-    every head's key and value first, and each key is joined to its rotated part. Scores as in `_SCORE_ROWS`.
+    `Workspace.per_position` of what is gathered, and what is copied to fp32 if that is not served. Scores as in
+    `_SCORE_ROWS`.
     """
-    attention = model.attention
-    if isinstance(attention, MlaConfig):
-        used = attention.num_heads * (attention.qk_dim + attention.v_dim)
-        made = attention.latent_dim + used + attention.num_heads * attention.nope_dim
-    else:
-        used = made = 2 * attention.num_kv_heads * attention.head_dim
-    copied = used * _FP32 if itemsize < _FP32 else 0
-    return int((made * itemsize + copied + _SCORE_ROWS * attention.num_heads * _FP32) * _MALLOC_FACTOR)
+    most = 0
+    for kind in model.attention_kinds():
+        workspace = kind.workspace()
+        copied = workspace.copied_per_position * _FP32 if itemsize < _FP32 else 0
+        most = max(most, workspace.per_position * itemsize + copied + _SCORE_ROWS * kind.num_heads * _FP32)
+    return int(most * _MALLOC_FACTOR)
 
 
 def plan_memory(
@@ -117,12 +118,16 @@ def plan_memory(
 
     Raises ValueError with both numbers and the flag to change when something does not fit.
     """
+    # No row leaves a fleet of one rank, unless its exchange is asked for by name.
+    shares = config.num_workers > 1 or config.exchange not in ("auto", "local")
     reserve = Reserve(
-        exchange=0 if slab_allocated else slab_bytes(config, model, itemsize),
+        exchange=exchange_shape(config, model).slab_bytes if shares and not slab_allocated else 0,
         workspace=step_bytes(config, model),
         margin=int(available * MARGIN_SHARE),
     )
-    free = available - resident_bytes - reserve.total
+    state = model.state_spec(itemsize)
+    held = resident_bytes + config.max_num_seqs * state.bytes_per_sequence
+    free = available - held - reserve.total
     if free <= 0:
         raise ValueError(
             f"the dense weights need {format_size(resident_bytes)} beside {reserve}, this worker has "
@@ -132,7 +137,7 @@ def plan_memory(
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise ValueError(f"--max-model-len {max_model_len} exceeds the model's {model.max_position}")
-    state, per_position = model.state_spec(itemsize), prefix_bytes(model, itemsize)
+    per_position = prefix_bytes(model, itemsize)
     num_pages = _num_pages(config, state, free=free, max_model_len=max_model_len, per_position=per_position)
     max_model_len = min(max_model_len, num_pages * config.page_size)
     kv, prefix = num_pages * config.page_size * state.bytes_per_token, max_model_len * per_position

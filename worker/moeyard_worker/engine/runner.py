@@ -1,59 +1,76 @@
-"""Runs steps on one rank: a `Step` in, logits of its sampled rows out."""
+"""Runs steps on one rank: a `Step` in, what its sampled chunks yielded out."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from moeyard_kernels.ops import BLOCK
-from moeyard_worker.checkpoint.check import CheckedCheckpoint
-from moeyard_worker.checkpoint.loading import DenseLoader
-from moeyard_worker.engine.batch import build_batch
+from moeyard_kernels.backend import Backend
+from moeyard_worker.engine.sampling import accepted, choose, feed, sampled_rows
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.moe import Experts
-from moeyard_worker.models.attention_config import GqaConfig
-from moeyard_worker.models.decoder import Decoder, make_pool
+from moeyard_worker.models.decoder import Decoder, Load
+from moeyard_worker.models.spec import ModelSpec
+from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
+from moeyard_worker.state.pools import allocate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A step that runs, or has run: `results[i]` of `step.sampled[i]`."""
+
+    step: Step
+    results: list[Accepted]
 
 
 class Runner:
-    """A model with its dense weights and state pages on one rank.
+    """A model with its dense weights and state on one rank.
 
-    `experts` computes the rows that the exchange brings; both are shared with nobody. `progress` is called with the
-    bytes of each block of dense weights read (`checkpoint.dense_bytes()` in all). `page_size` must divide 64, the
-    attention's block. Raises ValueError for a page size that does not fit, CheckpointError for a file that shrank.
+    `load` gives the dense weights, `experts` computes the rows that the exchange brings; both are shared with nobody.
     """
 
     def __init__(
         self,
-        checkpoint: CheckedCheckpoint,
+        spec: ModelSpec,
         *,
+        load: Load,
+        backend: Backend,
         exchange: Exchange,
         experts: Experts,
         dtype: torch.dtype,
         num_pages: int,
-        page_size: int,
-        progress: Callable[[int], None] | None = None,
+        num_slots: int = 0,
     ) -> None:
-        if page_size < 1 or BLOCK % page_size:
-            raise ValueError(f"page_size {page_size} does not divide {BLOCK}")
-        config = checkpoint.spec.config
-        self.config = config
-        self.page_size = page_size
-        self._window = config.attention.sliding_window if isinstance(config.attention, GqaConfig) else None
-        loader = DenseLoader(checkpoint, dtype=dtype, progress=progress)
-        with torch.inference_mode():
-            self._model = Decoder(
-                checkpoint.spec,
-                load=loader.load,
-                exchange=exchange,
-                experts=experts,
-                pool=make_pool(config, num_pages=num_pages, page_size=page_size, dtype=dtype),
+        self.config = config = spec.config
+        self.page_size = page_size = backend.page_size
+        self._backend = backend
+
+        def arrays(layer: int) -> dict[str, torch.Tensor]:
+            state = config.attention[layer].state()
+            return allocate(
+                state, num_pages=num_pages, page_size=page_size, num_slots=num_slots, dtype=dtype, device=backend.device
             )
+
+        with torch.inference_mode():
+            self._model = Decoder(spec, backend=backend, load=load, exchange=exchange, experts=experts, allocate=arrays)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
-        """fp32 logits [num_sampled padded, V]; row i belongs to step.sampled[i], the padding is garbage.
+        """fp32 logits [num_sampled padded, V]; row i belongs to step.sample_rows[i], the padding is garbage.
 
         An empty step returns no row but takes part in every exchange. Raises ExchangeError when a peer is lost.
         """
-        return self._model.forward(build_batch(step, page_size=self.page_size, window=self._window))
+        return self._model.forward(self._backend.plan(step))
+
+    def launch(self, step: Step, requests: Sequence[Request], *, before: Launched | None) -> Launched:
+        """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon.
+
+        Here the step has run when this returns, and rows that another backend would feed on its device are fed from the
+        results before. Raises ExchangeError when a peer is lost.
+        """
+        yielded = [] if before is None else before.results
+        fed = feed(step, yielded)
+        logits = self.forward(fed)
+        rows = sampled_rows(fed, requests, yielded)
+        return Launched(step=step, results=accepted(fed, choose(logits, rows, self.config.eos_token_ids)))

@@ -5,23 +5,20 @@ Both sides load the same directory; ours runs on one rank over the local exchang
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer
 
-from moeyard_worker.checkpoint.loading import MappedExperts, open_checkpoint
 from moeyard_worker.config.fields import read_json
+from moeyard_worker.engine.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.runner import Runner
-from moeyard_worker.exchange.local import LocalExchange
-from moeyard_worker.experts.cache import ExpertCache
-from moeyard_worker.models.model_config import ModelConfig, load_model_config
-from moeyard_worker.scheduling.step import Chunk, Step
+from moeyard_worker.models.families import FAMILIES, load_model_config
+from moeyard_worker.models.model_config import ModelConfig
 
-PAGE_SIZE = 16
 NUM_NEW_TOKENS = 32
 PROMPT_LENGTHS = (1, 7, 40, 100)
 PROMPT_TEXTS = (
@@ -29,16 +26,6 @@ PROMPT_TEXTS = (
     "The capital of France is",
     "def fibonacci(n: int) -> int:\n    ",
     "Once upon a time, there was",
-)
-# transformers knows kimi_k2 under the name of its architecture.
-MODEL_CLASSES = MappingProxyType(
-    {
-        "deepseek_v3": "DeepseekV3ForCausalLM",
-        "kimi_k2": "DeepseekV3ForCausalLM",
-        "deepseek_v2": "DeepseekV2ForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-        "mixtral": "MixtralForCausalLM",
-    }
 )
 # Differences of logits relative to the largest logit. float32 only differs in the order of sums; bfloat16 rounds after
 # every operation, in other places here and there.
@@ -54,63 +41,6 @@ class Comparison:
     max_rel: float
     tokens_agree: int
     num_tokens: int
-
-
-def local_runner(directory: Path | str, *, dtype: torch.dtype, num_pages: int, page_size: int = PAGE_SIZE) -> Runner:
-    """A runner that is a fleet of its own, with every expert resident. Raises CheckpointError."""
-    config = load_model_config(directory)
-    checkpoint = open_checkpoint(directory, config)
-    experts = ExpertCache(
-        source=MappedExperts(checkpoint),
-        layers=config.moe_layers,
-        experts=range(config.num_experts),
-        hidden=config.hidden_size,
-        intermediate=config.moe_intermediate_size,
-        dtype=dtype,
-        num_slots=config.num_experts * len(config.moe_layers),
-        top_k=config.top_k,
-    )
-    experts.preload()
-    return Runner(
-        checkpoint,
-        exchange=LocalExchange(num_experts=config.num_experts),
-        experts=experts,
-        dtype=dtype,
-        num_pages=num_pages,
-        page_size=page_size,
-    )
-
-
-def prompt_logits(
-    runner: Runner, token_ids: Sequence[int], pages: Sequence[int], *, chunk_size: int | None = None, start: int = 0
-) -> torch.Tensor:
-    """Logits [chunks, V] at the end of each prompt chunk, from position `start`; the pages before it are filled."""
-    rows = []
-    size = chunk_size or len(token_ids)
-    for begin in range(start, len(token_ids), size):
-        ids = tuple(token_ids[begin : begin + size])
-        chunk = Chunk(request_id="", start=begin, token_ids=ids, pages=tuple(pages), prompt=True, sample=True)
-        rows.append(runner.forward(Step(prefill=(chunk,)))[0])
-    return torch.stack(rows)
-
-
-def greedy_tokens(
-    runner: Runner, token_ids: Sequence[int], num_tokens: int, *, first_page: int = 0, chunk_size: int | None = None
-) -> tuple[list[int], torch.Tensor]:
-    """(`num_tokens` greedy tokens, the logits [num_tokens, V] they were chosen from) after a prompt.
-
-    Uses the pages from `first_page` on. The lowest id wins a tie.
-    """
-    count = -(-(len(token_ids) + num_tokens) // runner.page_size)
-    pages = tuple(range(first_page, first_page + count))
-    rows = [prompt_logits(runner, token_ids, pages, chunk_size=chunk_size)[-1]]
-    tokens = [int(rows[0].argmax())]
-    while len(tokens) < num_tokens:
-        position = len(token_ids) + len(tokens) - 1
-        chunk = Chunk(request_id="", start=position, token_ids=(tokens[-1],), pages=pages, prompt=False, sample=True)
-        rows.append(runner.forward(Step(decode=(chunk,)))[0])
-        tokens.append(int(rows[-1].argmax()))
-    return tokens, torch.stack(rows)
 
 
 def compare(runner: Runner, model: Any, prompt: Sequence[int]) -> Comparison:
@@ -153,10 +83,8 @@ def sample_prompts(directory: Path | str, config: ModelConfig) -> list[list[int]
 
 def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -> Any:
     """The checkpoint as a transformers model for inference."""
-    import transformers
-
     transformers.utils.logging.disable_progress_bar()
-    model_class = getattr(transformers, MODEL_CLASSES[family])
+    model_class = getattr(transformers, FAMILIES[family].reference)
     # The model type names how stored tensors are converted; under a name it does not know transformers would skip that
     # and leave the experts at random values.
     settings = read_json(Path(directory) / "config.json")
@@ -173,13 +101,11 @@ def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -
 def verify(directory: Path | str, *, dtype: str = "float32") -> int:
     """Print a table of differences and return 0 when logits and tokens agree, 1 when not or when it cannot be checked.
 
-    `dtype` is "float32" or "bfloat16". Raises CheckpointError for a checkpoint that cannot be read and ValueError when
-    transformers is not installed. Greedy tokens decide in float32 only: in bfloat16 near ties fall either way.
+    `dtype` is "float32" or "bfloat16". Raises CheckpointError for a checkpoint that cannot be read. Greedy
+    tokens decide in float32 only: in bfloat16 near ties fall either way.
     """
     if dtype not in TOLERANCE:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(TOLERANCE)}")
-    if find_spec("transformers") is None:
-        raise ValueError("verify needs transformers: pip install 'moeyard[verify]'")
     config = load_model_config(directory)
     prompts = sample_prompts(directory, config)
     if not prompts:

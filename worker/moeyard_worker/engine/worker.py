@@ -7,27 +7,28 @@ crosses a method is plain values, so that a launcher needs no torch to drive a w
 
 import logging
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moeyard_worker.checkpoint.loading import MappedExperts, open_checkpoint
-from moeyard_worker.config.engine_config import EngineConfig, SchedulerConfig
+from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
+from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.frontend import Frontend
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.loop import Engine
-from moeyard_worker.engine.memory import MemoryPlan, plan_memory
+from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
 from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
-from moeyard_worker.exchange.slab import ExchangeShape
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.experts.trace import RoutingRecorder, TraceHeader
-from moeyard_worker.models.model_config import load_model_config
+from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -36,19 +37,7 @@ log = logging.getLogger(__name__)
 MEET_SECONDS = 20.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSpec:
-    """What one rank is told at start. `epoch` is a random number of this fleet: frames of another one are refused."""
-
-    config: EngineConfig
-    rank: int
-    epoch: int
-    host: str
-    version: str
-    metrics_port: int = 0
-
-
-class WorkerActor:
+class Worker:
     """A rank. Methods other than `progress` and `stop` are called once, in the order of the module's docstring."""
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -60,13 +49,7 @@ class WorkerActor:
         self._dtype = getattr(torch, self._model.dtype if config.dtype == "auto" else config.dtype)
         self._placement = partition(self._model.num_experts, config.num_workers)
         self._experts = self._placement[spec.rank]
-        self._shape = ExchangeShape(
-            num_experts=self._model.num_experts,
-            top_k=self._model.top_k,
-            hidden=self._model.hidden_size,
-            dtype=self._dtype,
-            max_tokens=config.max_batch_tokens,
-        )
+        self._shape = exchange_shape(config, self._model)
         self._mesh = build_mesh(
             config.exchange,
             shape=self._shape,
@@ -125,7 +108,11 @@ class WorkerActor:
         assert self._available is not None, "load comes after connect"
         plan = self._plan(self._available // ranks_on_host)
         self._recording = self._recorder(plan)
+        state = model.state_spec(self._dtype.itemsize)
+        num_slots = config.max_num_seqs if state.bytes_per_sequence else 0
+        backend = CpuBackend(page_size=config.page_size)
         experts = self.experts = ExpertCache(
+            backend=backend,
             source=MappedExperts(self._checkpoint),
             layers=model.moe_layers,
             experts=self._experts,
@@ -141,14 +128,16 @@ class WorkerActor:
         if experts.all_resident:
             self._total += experts.num_slots * model.expert_bytes(self._dtype.itemsize)
         exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
+        loader = DenseLoader(self._checkpoint, backend=backend, dtype=self._dtype, progress=self._advance)
         runner = Runner(
-            self._checkpoint,
+            self._checkpoint.spec,
+            load=loader.load,
+            backend=backend,
             exchange=exchange,
             experts=experts,
             dtype=self._dtype,
             num_pages=plan.num_pages,
-            page_size=config.page_size,
-            progress=self._advance,
+            num_slots=num_slots,
         )
         experts.preload(self._advance)
         scheduler = self.scheduler = Scheduler(
@@ -162,7 +151,10 @@ class WorkerActor:
                 max_num_seqs=config.max_num_seqs,
                 prefill_chunk=config.prefill_chunk,
                 max_waiting=config.max_waiting,
-                prefix_caching=config.prefix_caching and model.state_spec(self._dtype.itemsize).prefix_reusable,
+                prefix_caching=config.prefix_caching and state.prefix_reusable,
+                max_in_flight=2 if config.async_scheduling else 1,
+                num_state_slots=num_slots,
+                chunk_alignment=state.chunk_alignment,
             )
         )
         self._engine = Engine(

@@ -12,21 +12,18 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatched:
-    """What a rank received for its experts in one layer.
+    """What a rank received for its experts in one layer, on the device of the rows.
 
     rows: [R, H] the distinct token rows, in order of source rank, then of the source's own row order. Read-only, valid
         until the `combine` of the same layer.
-    row_of_pair: [P] int64, the row of each (token, k) pair, pairs grouped by local expert in ascending order and
-        within an expert by source rank, token, k.
-    num_tokens_per_expert: one count per local expert (length = experts this rank owns), sum = P.
-    num_decode_per_expert: how many of those pairs belong to decode rows of their source.
+    experts: [R, K] the local id of each (row, k)'s expert, -1 where it is elsewhere or the row is padding.
+    prompt: [R] bool, which rows are prompt rows of their source; None when none is.
     handle: opaque; `combine` consumes it.
     """
 
     rows: torch.Tensor
-    row_of_pair: torch.Tensor
-    num_tokens_per_expert: tuple[int, ...]
-    num_decode_per_expert: tuple[int, ...]
+    experts: torch.Tensor
+    prompt: torch.Tensor | None
     handle: Any
 
 
@@ -54,18 +51,20 @@ class Exchange(Protocol):
         """Start lockstep step `step` (every rank calls it with the same number, one higher each time)."""
         ...
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prefill_tokens: int) -> Dispatched:
-        """Send x [T, H] (contiguous, fp32 or bf16) to the owners of topk_ids [T, K] (int64, global expert ids).
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
+        """Send the first T rows of x (contiguous, fp32 or bf16) to the owners of topk_ids [T, K] (global expert ids).
 
-        T may be 0. Rows [0, num_prefill_tokens) are prompt rows, the rest decode rows. A token goes to a rank once,
-        however many of its experts live there. Raises ExchangeError on a lost, late or out-of-order peer.
+        T may be 0; an id of -1 goes nowhere. Rows [0, num_prompt) are prompt rows, the rest decode rows. A token goes
+        to a rank once, however many of its experts live there. Raises ExchangeError on a lost, late or out-of-order
+        peer.
         """
         ...
 
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Return expert_out [P, H] (pair order of `Dispatched`) home: [T, K, H], unweighted, one row per (token, k).
+        """Return expert_out [R, K, H] (rows of `Dispatched`, holes where the expert is elsewhere) home: [T, K, H].
 
-        The result may lie in memory that peers write to: it is valid until this rank's next `dispatch`.
+        Unweighted, one row per (token, k); a hole only where the id was -1. The result may lie in memory that peers
+        write to: it is valid until this rank's next `dispatch`.
         """
         ...
 

@@ -6,7 +6,7 @@ from moeyard_worker.config.engine_config import EXCHANGES, ExchangeKind
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.slab import ExchangeShape
+from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.zmq_exchange import ZmqExchange
 
 
@@ -55,5 +55,5 @@ def build_mesh(
 def build_exchange(kind: str, *, mesh: Mesh, shape: ExchangeShape, placement: tuple[range, ...]) -> Exchange:
     """Second phase: the exchange over a connected mesh (of one rank: the local exchange, unless zmq is asked for)."""
     if resolve_kind(kind, mesh.world_size) == "local":
-        return LocalExchange(num_experts=shape.num_experts)
+        return LocalExchange()
     return ZmqExchange(mesh, shape=shape, placement=placement)

@@ -14,60 +14,14 @@ import errno
 import mmap
 import os
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from moeyard_worker.exchange.shape import ExchangeShape
+
 SHARED_DIRECTORY = "/dev/shm"
-_ALIGNMENT = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeShape:
-    """The sizes every rank of a fleet must agree on. `max_tokens` bounds the rows of one rank in one step."""
-
-    num_experts: int
-    top_k: int
-    hidden: int
-    dtype: torch.dtype
-    max_tokens: int
-
-    def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "hidden", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"the exchange moves float32 and bfloat16, got {self.dtype}")
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token row."""
-        return self.hidden * self.dtype.itemsize
-
-    @property
-    def fingerprint(self) -> str:
-        """Text that is equal exactly when two ranks agree."""
-        return (
-            f"experts={self.num_experts} top_k={self.top_k} hidden={self.hidden} "
-            f"dtype={str(self.dtype).removeprefix('torch.')} max_tokens={self.max_tokens}"
-        )
-
-    @property
-    def rows_offset(self) -> int:
-        """Where the token rows start in a slab (the ids, int64, come first)."""
-        return _aligned(self.max_tokens * self.top_k * 8)
-
-    @property
-    def home_offset(self) -> int:
-        """Where the returned expert rows start in a slab."""
-        return self.rows_offset + _aligned(self.max_tokens * self.row_bytes)
-
-    @property
-    def slab_bytes(self) -> int:
-        """Bytes of one rank's slab."""
-        return self.home_offset + _aligned(self.max_tokens * self.top_k * self.row_bytes)
 
 
 class Slab:
@@ -88,7 +42,8 @@ class Slab:
     def home_tensor(self, shape: ExchangeShape) -> torch.Tensor:
         """`home` as a tensor [max_tokens * top_k, hidden] on the same memory."""
         count = shape.max_tokens * shape.top_k * shape.hidden
-        flat = torch.frombuffer(self.buffer, dtype=shape.dtype, count=count, offset=shape.home_offset)
+        dtype = getattr(torch, shape.dtype)
+        flat = torch.frombuffer(self.buffer, dtype=dtype, count=count, offset=shape.home_offset)
         return flat.view(-1, shape.hidden)
 
 
@@ -141,7 +96,3 @@ class SharedFile:
     def unlink(self) -> None:
         """Take the name away; the memory lives until the last process unmaps it. Safe to call twice."""
         Path(self.path).unlink(missing_ok=True)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

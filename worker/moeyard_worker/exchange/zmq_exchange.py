@@ -4,7 +4,7 @@ In both phases every rank sends every peer exactly one frame. For a peer of the 
 bytes (see slab.py for why one slab per rank is enough): the rank has written its ids and rows once for all peers, each
 peer picks the rows it needs, and in `combine` the owners of the experts write the outputs straight to their places at
 home.
-For other peers the frame carries the ids, the distinct rows the peer needs, and later the outputs in slot order.
+For other peers the frame carries the ids, the distinct rows the peer needs, and later the outputs, pair by pair.
 
 Both sides derive the same routing from the same ids (routing.py), so rows need no addresses. Bits are only moved.
 """
@@ -20,13 +20,14 @@ from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStat
 from moeyard_worker.exchange.frames import TAG_BYTES, Phase, pack_tag
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.outbox import Outbox
-from moeyard_worker.exchange.routing import Routing, route, slots_of
-from moeyard_worker.exchange.slab import ExchangeShape, Slab
+from moeyard_worker.exchange.routing import Routing, pairs_of, route
+from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.exchange.slab import Slab
 from moeyard_worker.exchange.wires import Frame
 
 _COUNTS = Struct("<II")
 _HEAD_BYTES = TAG_BYTES + _COUNTS.size
-_NO_SLOTS = np.empty(0, np.int64)
+_NO_PAIRS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class ZmqHandle:
     num_tokens: int
     routing: Routing
     token_bounds: list[int]
-    remote_slots: dict[int, np.ndarray]
+    remote_pairs: dict[int, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class _Source:
 
     ids: np.ndarray
     rows: np.ndarray
-    num_prefill: int
+    num_prompt: int
     picked: bool
 
 
@@ -75,7 +76,8 @@ class ZmqExchange:
         self._near = {peer: Slab(shape, shared.memory) for peer, shared in mesh.peer_slabs.items()}
         self._far = {peer: Outbox() for peer in mesh.peers if peer not in self._near}
         self._row_type = np.dtype(f"V{shape.row_bytes}")
-        self._rows = torch.empty(0, shape.hidden, dtype=shape.dtype)
+        self._dtype = getattr(torch, shape.dtype)
+        self._rows = torch.empty(0, shape.hidden, dtype=self._dtype)
         self._raw_rows = self._as_rows(self._rows)
         self._open: ZmqHandle | None = None
 
@@ -84,19 +86,20 @@ class ZmqExchange:
         assert self._open is None, f"step {step} begins before the combine of layer {self._open.layer}"
         self._mesh.step = step
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prefill_tokens: int) -> Dispatched:
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
         """See `Exchange.dispatch`. More than `max_tokens` rows, or an expert id out of range, is an assertion."""
         start = perf_counter()
-        num_tokens, shape = x.shape[0], self._shape
+        num_tokens, shape = topk_ids.shape[0], self._shape
         ids = topk_ids.numpy()
         assert self._open is None, f"dispatch of layer {layer} before the combine of layer {self._open.layer}"
-        assert x.shape == (num_tokens, shape.hidden), (x.shape, shape)
-        assert x.dtype == shape.dtype, (x.dtype, shape)
+        assert x.shape[0] >= num_tokens, (x.shape, ids.shape)
+        assert x.shape[1] == shape.hidden, (x.shape, shape)
+        assert x.dtype == self._dtype, (x.dtype, shape)
         assert ids.shape == (num_tokens, shape.top_k), (ids.shape, shape)
         assert num_tokens <= shape.max_tokens, f"{num_tokens} tokens, the exchange was sized for {shape.max_tokens}"
-        assert 0 <= num_prefill_tokens <= num_tokens, num_prefill_tokens
-        own = _Source(ids, self._as_rows(x), num_prefill_tokens, picked=False)
-        remote_slots = self._send_tokens(own, layer)
+        assert 0 <= num_prompt <= num_tokens, num_prompt
+        own = _Source(ids, self._as_rows(x)[:num_tokens], num_prompt, picked=False)
+        remote_pairs = self._send_tokens(own, layer)
         frames = self._mesh.recv_all(Phase.DISPATCH, layer=layer, since=start)
         sources = [self._source(peer, frame, layer) if peer != self.rank else own for peer, frame in enumerate(frames)]
         token_bounds = [0]
@@ -105,16 +108,14 @@ class ZmqExchange:
         routing = route(
             np.concatenate([source.ids for source in sources]),
             token_bounds=token_bounds,
-            num_prefill=[source.num_prefill for source in sources],
             experts=self._placement[self.rank],
             num_experts=shape.num_experts,
         )
-        self._open = ZmqHandle(layer, num_tokens, routing, token_bounds, remote_slots)
+        self._open = ZmqHandle(layer, num_tokens, routing, token_bounds, remote_pairs)
         dispatched = Dispatched(
             rows=self._gather_rows(sources, routing, token_bounds),
-            row_of_pair=torch.from_numpy(routing.row_of_pair),
-            num_tokens_per_expert=routing.counts,
-            num_decode_per_expert=routing.decode_counts,
+            experts=torch.from_numpy(routing.experts),
+            prompt=_prompt_rows(sources, routing, token_bounds),
             handle=self._open,
         )
         self.stats.seconds["dispatch"].append(perf_counter() - start)
@@ -124,36 +125,36 @@ class ZmqExchange:
         """See `Exchange.combine`."""
         start = perf_counter()
         assert handle is self._open, "combine takes the handle of the last dispatch, once"
-        shape, routing, bounds = self._shape, handle.routing, handle.routing.slot_bounds
-        assert expert_out.shape == (len(routing.pair_slots), shape.hidden), (expert_out.shape, shape)
-        assert expert_out.dtype == shape.dtype, (expert_out.dtype, shape)
+        shape, routing, bounds = self._shape, handle.routing, handle.routing.pair_bounds
+        assert expert_out.shape == (*routing.experts.shape, shape.hidden), (expert_out.shape, shape)
+        assert expert_out.dtype == self._dtype, (expert_out.dtype, shape)
         self._open = None
-        out = self._as_rows(expert_out)
+        out = self._as_rows(expert_out.view(-1, shape.hidden))
         tag = pack_tag(self._mesh.epoch, self._mesh.step, handle.layer, Phase.COMBINE, self.rank)
         for peer in self._mesh.peers:
             first, last = bounds[peer], bounds[peer + 1]
             if peer in self._near:
                 if first < last:
-                    slots = routing.pair_slots[first:last] - handle.token_bounds[peer] * shape.top_k
-                    self._near[peer].home[slots] = out.take(routing.pair_of_slot[first:last])
+                    pairs = routing.pairs[first:last] - handle.token_bounds[peer] * shape.top_k
+                    self._near[peer].home[pairs] = out.take(routing.row_pairs[first:last])
                 self._mesh.send(peer, tag)
             else:
                 frame = self._far[peer].frame(TAG_BYTES + (last - first) * shape.row_bytes)
                 frame[:TAG_BYTES] = np.frombuffer(tag, np.uint8)
-                self._take(out, routing.pair_of_slot[first:last], frame[TAG_BYTES:])
+                self._take(out, routing.row_pairs[first:last], frame[TAG_BYTES:])
                 self._far[peer].send(self._mesh, peer, frame)
             self.stats.bytes_sent += (last - first) * shape.row_bytes
         first, last = bounds[self.rank], bounds[self.rank + 1]
         if first < last:
-            slots = routing.pair_slots[first:last] - handle.token_bounds[self.rank] * shape.top_k
-            self._slab.home[slots] = out.take(routing.pair_of_slot[first:last])
+            pairs = routing.pairs[first:last] - handle.token_bounds[self.rank] * shape.top_k
+            self._slab.home[pairs] = out.take(routing.row_pairs[first:last])
         frames = self._mesh.recv_all(Phase.COMBINE, layer=handle.layer, since=start)
         for peer in self._mesh.peers:
             self._bring_home(peer, frames[peer], handle)
-        num_slots = handle.num_tokens * shape.top_k
-        self.stats.bytes_received += (num_slots - (last - first)) * shape.row_bytes
+        num_pairs = handle.num_tokens * shape.top_k
+        self.stats.bytes_received += (num_pairs - (last - first)) * shape.row_bytes
         if handle.num_tokens != self._home_view.shape[0]:
-            self._home_view = self._home[:num_slots].view(handle.num_tokens, shape.top_k, shape.hidden)
+            self._home_view = self._home[:num_pairs].view(handle.num_tokens, shape.top_k, shape.hidden)
         self.stats.seconds["combine"].append(perf_counter() - start)
         return self._home_view
 
@@ -164,20 +165,20 @@ class ZmqExchange:
         self._far = {}
 
     def _send_tokens(self, own: _Source, layer: int) -> dict[int, np.ndarray]:
-        """Tell every peer about this rank's tokens; returns the slots that each far peer's experts will answer."""
+        """Tell every peer about this rank's tokens; returns the pairs that each far peer's experts will answer."""
         num_tokens, row_bytes, top_k = len(own.ids), self._shape.row_bytes, self._shape.top_k
         head = pack_tag(self._mesh.epoch, self._mesh.step, layer, Phase.DISPATCH, self.rank)
-        head += _COUNTS.pack(num_tokens, own.num_prefill)
+        head += _COUNTS.pack(num_tokens, own.num_prompt)
         if self._near:
             self._slab.ids[:num_tokens] = own.ids
             self._slab.rows[:num_tokens] = own.rows
             self.stats.bytes_sent += num_tokens * (top_k * 8 + row_bytes)
             for peer in self._near:
                 self._mesh.send(peer, head)
-        remote_slots = {}
+        remote_pairs = {}
         for peer, outbox in self._far.items():
-            slots = slots_of(own.ids.reshape(-1), self._placement[peer])
-            tokens = np.unique(slots // top_k)
+            pairs = pairs_of(own.ids.reshape(-1), self._placement[peer])
+            tokens = np.unique(pairs // top_k)
             rows_start = _HEAD_BYTES + 4 * own.ids.size
             frame = outbox.frame(rows_start + tokens.size * row_bytes)
             frame[:_HEAD_BYTES] = np.frombuffer(head, np.uint8)
@@ -185,34 +186,34 @@ class ZmqExchange:
             self._take(own.rows, tokens, frame[rows_start:])
             outbox.send(self._mesh, peer, frame)
             self.stats.bytes_sent += frame.size
-            remote_slots[peer] = slots
-        return remote_slots
+            remote_pairs[peer] = pairs
+        return remote_pairs
 
     def _source(self, peer: int, frame: Frame, layer: int) -> _Source:
         """What a peer's dispatch frame announces; the tag is already checked."""
         if len(frame) < _HEAD_BYTES:
             raise self._malformed(peer, frame, layer, Phase.DISPATCH)
-        num_tokens, num_prefill = _COUNTS.unpack_from(frame, TAG_BYTES)
-        if not num_prefill <= num_tokens <= self._shape.max_tokens:
+        num_tokens, num_prompt = _COUNTS.unpack_from(frame, TAG_BYTES)
+        if not num_prompt <= num_tokens <= self._shape.max_tokens:
             raise self._malformed(peer, frame, layer, Phase.DISPATCH)
         near = self._near.get(peer)
         if near is not None:
             if len(frame) != _HEAD_BYTES:
                 raise self._malformed(peer, frame, layer, Phase.DISPATCH)
-            return _Source(near.ids[:num_tokens], near.rows[:num_tokens], num_prefill, picked=False)
+            return _Source(near.ids[:num_tokens], near.rows[:num_tokens], num_prompt, picked=False)
         rows_start = _HEAD_BYTES + 4 * num_tokens * self._shape.top_k
         num_rows, rest = divmod(len(frame) - rows_start, self._shape.row_bytes)
         if rest or num_rows < 0:
             raise self._malformed(peer, frame, layer, Phase.DISPATCH)
         ids: np.ndarray = np.ndarray((num_tokens, self._shape.top_k), np.int32, frame, _HEAD_BYTES)
         rows: np.ndarray = np.ndarray((num_rows,), self._row_type, frame, rows_start)
-        return _Source(ids, rows, num_prefill, picked=True)
+        return _Source(ids, rows, num_prompt, picked=True)
 
     def _gather_rows(self, sources: list[_Source], routing: Routing, token_bounds: list[int]) -> torch.Tensor:
         """The rows this rank needs, [R, H], sources in rank order."""
         num_rows = routing.row_bounds[-1]
         if num_rows > len(self._raw_rows):
-            self._rows = torch.empty(2 * num_rows, self._shape.hidden, dtype=self._shape.dtype)
+            self._rows = torch.empty(2 * num_rows, self._shape.hidden, dtype=self._dtype)
             self._raw_rows = self._as_rows(self._rows)
         for rank, source in enumerate(sources):
             first, last = routing.row_bounds[rank], routing.row_bounds[rank + 1]
@@ -232,12 +233,12 @@ class ZmqExchange:
 
     def _bring_home(self, peer: int, frame: Frame, handle: ZmqHandle) -> None:
         """Put a far peer's rows in their places; a near one has done so itself."""
-        slots = handle.remote_slots.get(peer, _NO_SLOTS)
-        num_bytes = slots.size * self._shape.row_bytes
+        pairs = handle.remote_pairs.get(peer, _NO_PAIRS)
+        num_bytes = pairs.size * self._shape.row_bytes
         if len(frame) != TAG_BYTES + num_bytes:
             raise self._malformed(peer, frame, handle.layer, Phase.COMBINE)
         if num_bytes:
-            self._slab.home[slots] = np.ndarray((slots.size,), self._row_type, frame, TAG_BYTES)
+            self._slab.home[pairs] = np.ndarray((pairs.size,), self._row_type, frame, TAG_BYTES)
 
     def _take(self, rows: np.ndarray, index: np.ndarray, into: np.ndarray) -> None:
         """into [n * row_bytes] uint8 = rows[index]."""
@@ -255,3 +256,13 @@ class ZmqExchange:
         where = f"step {self._mesh.step}, layer {layer}, {phase.name.lower()}"
         reason = f"rank {peer} sent a malformed frame of {len(frame)} bytes at {where}"
         return ExchangeError(self._mesh.fail(reason))
+
+
+def _prompt_rows(sources: list[_Source], routing: Routing, token_bounds: list[int]) -> torch.Tensor | None:
+    """[R] bool, which rows are prompt rows of their source."""
+    if not any(source.num_prompt for source in sources):
+        return None
+    prompt = np.zeros(token_bounds[-1], dtype=bool)
+    for start, source in zip(token_bounds, sources, strict=False):
+        prompt[start : start + source.num_prompt] = True
+    return torch.from_numpy(prompt[routing.row_tokens])

@@ -1,4 +1,4 @@
-"""The expert cache of one rank: store -> slab -> grouped compute, rows that hit first, then rows that missed.
+"""The expert cache of one rank: store -> slots -> grouped compute, rows that hit first, then rows that missed.
 
 Hits and misses go through the same kernel on the same kind of slot, so residency cannot change a bit of the output.
 """
@@ -6,19 +6,17 @@ Hits and misses go through the same kernel on the same kind of slot, so residenc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from moeyard_kernels.ops import grouped_mlp
+from moeyard_kernels.backend import Backend, ExpertRun
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.policies import start_policy
 from moeyard_worker.experts.policy import Counters, Placed
-from moeyard_worker.experts.slab import Slab
 from moeyard_worker.experts.store import HostStore
 from moeyard_worker.experts.trace import RoutingRecorder
-
-Group = tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -37,7 +35,7 @@ class CacheStats:
 
 
 class ExpertCache:
-    """Keeps up to `num_slots` of a rank's experts in device memory and computes dispatched rows with them.
+    """Keeps up to `num_slots` of a rank's experts in the backend's memory and computes dispatched rows with them.
 
     `layers` are the MoE layers in order and `experts` the global ids this rank owns in each of them; `dtype` is the
     served one (the source's tensors are rounded to it). Slots beyond the number of experts are not allocated. When all
@@ -49,6 +47,7 @@ class ExpertCache:
     def __init__(
         self,
         *,
+        backend: Backend,
         source: ExpertSource,
         layers: Sequence[int],
         experts: range,
@@ -70,16 +69,23 @@ class ExpertCache:
         self._recorder = recorder
         self._step = 0
         self._store: HostStore | None = HostStore(source, hidden=hidden, intermediate=intermediate)
-        self._slab = Slab(num_slots=self._policy.num_slots, hidden=hidden, intermediate=intermediate, dtype=dtype)
-        # With everything resident the policy is not asked. An expert of layer L, local id e, sits in slot
-        # _first_slot[L] + e (the order of `start_policy`), and what the policy would count follows from whether a
-        # decode row has used it: _unsettled[L] are the local ids that none has.
-        self._first_slot = {layer: i * len(experts) for i, layer in enumerate(layers)}
+        self._slots = backend.expert_slots(
+            num_slots=self._policy.num_slots, hidden=hidden, intermediate=intermediate, dtype=dtype
+        )
+        # With everything resident the policy is not asked. Experts sit in the order of `start_policy`, and what the
+        # policy would count follows from whether a decode row has used it: _unsettled[L] are the local ids that none
+        # has.
+        self._resident = (
+            {layer: range(i * len(experts), (i + 1) * len(experts)) for i, layer in enumerate(layers)}
+            if self.all_resident
+            else {}
+        )
+        self._tables = {layer: self._slots.slot_table(slots) for layer, slots in self._resident.items()}
         self._unsettled = {layer: set(range(len(experts))) for layer in layers}
 
     @property
     def num_slots(self) -> int:
-        return self._slab.num_slots
+        return self._slots.num_slots
 
     @property
     def num_experts(self) -> int:
@@ -99,8 +105,8 @@ class ExpertCache:
         if not self.all_resident or self._store is None:
             return
         for layer in self._layers:
-            for local, expert in enumerate(self._experts):
-                written = self._store.copy(layer, expert, slab=self._slab, slot=self._first_slot[layer] + local)
+            for slot, expert in zip(self._resident[layer], self._experts, strict=True):
+                written = self._store.copy(layer, expert, slots=self._slots, slot=slot)
                 self.stats.bytes_copied += written
                 if progress is not None:
                     progress(written)
@@ -111,92 +117,75 @@ class ExpertCache:
         self._step = step
 
     def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor:
-        """The experts' outputs of one layer, [P, H] in the pair order of `dispatched`, dtype of its rows."""
-        counts = dispatched.num_tokens_per_expert
-        assert len(counts) == len(self._experts), f"{len(counts)} counts for {len(self._experts)} local experts"
-        # Local ids of needed experts; every pair of an expert's rows is [start, start + count).
-        decode: list[int] = []
-        prefill: list[int] = []
-        ranges: dict[int, tuple[int, int]] = {}
-        start = 0
-        for local, (count, num_decode) in enumerate(zip(counts, dispatched.num_decode_per_expert, strict=True)):
-            if count:
-                (decode if num_decode else prefill).append(local)
-                ranges[local] = (start, count)
-                start += count
+        """The experts' outputs of one layer, [R, K, H], one row per (row, k) whose expert is here, holes elsewhere.
+
+        With everything resident nothing is decided on the host; it counts where it knows the counts anyway.
+        """
+        run = self._slots.begin(
+            dispatched.rows, dispatched.experts, num_experts=len(self._experts), prompt=dispatched.prompt
+        )
         if self._recorder is not None:
+            decode, prefill = _needed(run)
             self._recorder.record(
                 step=self._step, layer=layer, decode=self._global(decode), prefill=self._global(prefill)
             )
-        rows = dispatched.rows
-        out = torch.empty(start, rows.shape[1], dtype=rows.dtype, device=rows.device)
-        if not start:
-            return out
-        self.stats.load_imbalance[layer] = max(counts) * len(counts) / start
         if self.all_resident:
             assert self._store is None, "call preload() before the first run"
-            self._count_resident(layer, decode, prefill)
-            base = self._first_slot[layer]
-            groups = [(first, count, base + local) for local, (first, count) in ranges.items()]
-            self._compute(dispatched, groups, out)
-            return out
-        waves = self._policy.access(layer, self._global(decode), self._global(prefill))
-        self._run_waves(layer, waves, ranges, dispatched=dispatched, out=out)
-        return out
+            if run.known_counts is not None:
+                self._count_resident(layer, run)
+            run.compute(self._tables[layer])
+        else:
+            self._run_waves(layer, run)
+        return run.result()
 
     def validate(self) -> None:
         """Assert every invariant, of the policy too."""
         self._policy.validate()
-        assert self._policy.num_slots == self._slab.num_slots
+        assert self._policy.num_slots == self._slots.num_slots
         if self.all_resident:
             assert self.stats.counters.num_misses == self.stats.counters.num_evictions == 0
 
-    def _run_waves(
-        self,
-        layer: int,
-        waves: list[list[Placed]],
-        ranges: dict[int, tuple[int, int]],
-        *,
-        dispatched: Dispatched,
-        out: torch.Tensor,
-    ) -> None:
+    def _run_waves(self, layer: int, run: ExpertRun) -> None:
         assert self._store is not None
+        decode, prefill = _needed(run)
+        self._observe_load(layer, run.counts)
         stalls: list[float] = []
-        for wave in waves:
+        for wave in self._policy.access(layer, self._global(decode), self._global(prefill)):
             self.stats.counters.count(wave)
             hits = [placed for placed in wave if placed.hit is not None]
             misses = [placed for placed in wave if placed.hit is None]
             if hits:
-                self._compute(dispatched, self._groups(hits, ranges), out)
+                run.compute(self._table(hits))
             if misses:
                 begun = time.perf_counter()
                 for placed in misses:
-                    self.stats.bytes_copied += self._store.copy(layer, placed.expert, slab=self._slab, slot=placed.slot)
+                    written = self._store.copy(layer, placed.expert, slots=self._slots, slot=placed.slot)
+                    self.stats.bytes_copied += written
                 stalls.append(time.perf_counter() - begun)
-                self._compute(dispatched, self._groups(misses, ranges), out)
+                run.compute(self._table(misses))
         if stalls:
             self.stats.stall_seconds.append(sum(stalls))
 
-    def _compute(self, dispatched: Dispatched, groups: list[Group], out: torch.Tensor) -> None:
-        grouped_mlp(
-            dispatched.rows,
-            dispatched.row_of_pair,
-            groups,
-            self._slab.gate_up,
-            self._slab.down,
-            out,
-        )
+    def _table(self, wave: list[Placed]) -> Any:
+        """The slots of these experts, -1 for all others."""
+        slots = [-1] * len(self._experts)
+        for placed in wave:
+            slots[placed.expert - self._experts.start] = placed.slot
+        return self._slots.slot_table(slots)
 
-    def _groups(self, placed: list[Placed], ranges: dict[int, tuple[int, int]]) -> list[Group]:
-        first = self._experts.start
-        return [(*ranges[p.expert - first], p.slot) for p in placed]
+    def _observe_load(self, layer: int, counts: Sequence[int]) -> None:
+        total = sum(counts)
+        if total:
+            self.stats.load_imbalance[layer] = max(counts) * len(counts) / total
 
     def _global(self, local: list[int]) -> list[int]:
         first = self._experts.start
         return [first + i for i in local]
 
-    def _count_resident(self, layer: int, decode: list[int], prefill: list[int]) -> None:
+    def _count_resident(self, layer: int, run: ExpertRun) -> None:
         """Count what the policy would: all hits, settled ones where decode rows have used the expert before."""
+        self._observe_load(layer, run.counts)
+        decode, prefill = _needed(run)
         hits = self.stats.counters.hits
         settled = self._policy.settled
         unsettled = self._unsettled[layer]
@@ -211,3 +200,13 @@ class ExpertCache:
         else:
             hits[settled, "decode"] += len(decode)
             hits[settled, "prefill"] += len(prefill)
+
+
+def _needed(run: ExpertRun) -> tuple[list[int], list[int]]:
+    """Local ids of the experts that a decode row needs, and of those that only prompt rows need, ascending."""
+    decode: list[int] = []
+    prefill: list[int] = []
+    for local, (count, num_decode) in enumerate(zip(run.counts, run.decode_counts, strict=True)):
+        if count:
+            (decode if num_decode else prefill).append(local)
+    return decode, prefill

@@ -2,8 +2,8 @@
 
 import torch
 
+from moeyard_kernels.backend import ExpertSlots
 from moeyard_worker.experts.base import ExpertSource
-from moeyard_worker.experts.slab import Slab
 
 
 class HostStore:
@@ -14,8 +14,8 @@ class HostStore:
         self._in_shape = torch.Size((intermediate, hidden))
         self._out_shape = torch.Size((hidden, intermediate))
 
-    def copy(self, layer: int, expert: int, *, slab: Slab, slot: int) -> int:
-        """Copy a global expert into a slot, cast to the slab's dtype. Returns the bytes written."""
+    def copy(self, layer: int, expert: int, *, slots: ExpertSlots, slot: int) -> int:
+        """Copy a global expert into a slot, cast to the served dtype. Returns the bytes written."""
         gate, up, down = self._source.tensors(layer, expert)
         for name, tensor, shape in (
             ("gate", gate, self._in_shape),
@@ -23,5 +23,4 @@ class HostStore:
             ("down", down, self._out_shape),
         ):
             assert tensor.shape == shape, f"layer {layer} expert {expert}: {name} is {tuple(tensor.shape)}, not {shape}"
-        slab.write(slot, gate, up, down)
-        return (gate.numel() + up.numel() + down.numel()) * slab.dtype.itemsize
+        return slots.write(slot, gate, up, down)

@@ -1,65 +1,106 @@
 """Grouped-query attention over paged keys and values."""
 
-import torch
+from __future__ import annotations
 
-from moeyard_kernels import ops
-from moeyard_worker.engine.batch import Batch, pad_heads
-from moeyard_worker.models.attention_config import GqaConfig
-from moeyard_worker.state.pools import KvLayer
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from moeyard_kernels.backend import Backend, GqaAttend, StepPlan
+from moeyard_worker.config.rope_config import RopeConfig
+from moeyard_worker.layers.attention import Workspace
+from moeyard_worker.layers.weights import Weight, matrix, stacked, weight
+from moeyard_worker.state.layout import LayerState, PagedArray, paged
+
+if TYPE_CHECKING:
+    import torch
 
 
-class GqaAttention:
-    """qkv [(Hq + 2 Hkv) D, H] is one product; q_norm and k_norm [D] normalise each head before the rotation."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gqa:
+    """`Attention` with grouped heads.
 
-    def __init__(
+    `qk_norm`: queries and keys are normalised before the rotation, each "head" by itself or "all" heads together.
+    `sliding_window`: a row sees itself and the `sliding_window - 1` positions before it. `norm_eps` is of `qk_norm`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    bias: bool
+    qk_norm: Literal["head", "all"] | None
+    norm_eps: float
+    sliding_window: int | None
+    rope: RopeConfig | None
+
+    def weights(self, hidden: int, at: str) -> dict[str, Weight]:
+        """See `Attention.weights`: qkv [(Hq + 2 Hkv) D, H] is one product."""
+        heads = {"q_proj": self.num_heads, "k_proj": self.num_kv_heads, "v_proj": self.num_kv_heads}
+        rows = [(f"{at}{name}", count * self.head_dim) for name, count in heads.items()]
+        found = {
+            "qkv": stacked(*((f"{name}.weight", count) for name, count in rows), width=hidden),
+            "o": matrix(f"{at}o_proj.weight", hidden, self.num_heads * self.head_dim),
+        }
+        if self.bias:
+            found["qkv_bias"] = stacked(*((f"{name}.bias", count) for name, count in rows))
+            found["o_bias"] = weight(f"{at}o_proj.bias", hidden)
+        if self.qk_norm is not None:
+            for name, count in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
+                found[name] = weight(f"{at}{name}.weight", self.head_dim * (count if self.qk_norm == "all" else 1))
+        return found
+
+    def state(self) -> LayerState:
+        """Keys and values of every head."""
+        one = PagedArray(heads=self.num_kv_heads, width=self.head_dim)
+        return paged(k=one, v=one)
+
+    def extra_values(self) -> int:
+        """With a norm per head both become one row per head, and one of ones (`CpuGqa`)."""
+        return (self.num_heads + self.num_kv_heads - 1) * self.head_dim if self.qk_norm == "head" else 0
+
+    def workspace(self) -> Workspace:
+        """Rows: query, key, value, rotated, scaled and as output. Positions: keys and values gathered from pages."""
+        gathered = 2 * self.num_kv_heads * self.head_dim
+        return Workspace(
+            per_row=8 * self.num_heads * self.head_dim, per_position=gathered, copied_per_position=gathered
+        )
+
+    def build(
         self,
-        config: GqaConfig,
+        backend: Backend,
         *,
-        eps: float,
-        interleaved: bool,
-        qkv: torch.Tensor,
-        o: torch.Tensor,
-        qkv_bias: torch.Tensor | None = None,
-        o_bias: torch.Tensor | None = None,
-        q_norm: torch.Tensor | None = None,
-        k_norm: torch.Tensor | None = None,
-    ) -> None:
-        self._config, self._eps, self._interleaved = config, eps, interleaved
-        self._qkv, self._qkv_bias, self._o, self._o_bias = qkv, qkv_bias, o, o_bias
-        self._qk_norm: torch.Tensor | None = None
-        if q_norm is not None and k_norm is not None:
-            # One pass over all heads: a norm of weight one, then each head's own weight; a factor of one is exact.
-            heads = (q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1))
-            self._qk_norm, self._one = torch.cat(heads), torch.ones_like(q_norm)
+        weights: Mapping[str, torch.Tensor],
+        state: Mapping[str, torch.Tensor],
+        rope: torch.Tensor | None,
+    ) -> GqaBlock:
+        """See `Attention.build`."""
+        attend = backend.gqa(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.scale,
+            window=self.sliding_window,
+            eps=self.norm_eps,
+            q_norm=weights.get("q_norm"),
+            k_norm=weights.get("k_norm"),
+            rope=rope,
+            interleaved=self.rope is not None and self.rope.interleaved,
+            k=state["k"],
+            v=state["v"],
+        )
+        return GqaBlock(backend, attend, weights)
 
-    def forward(
-        self, x: torch.Tensor, batch: Batch, cos: torch.Tensor, sin: torch.Tensor, *, cache: KvLayer
-    ) -> torch.Tensor:
-        """x [num_rows, H] -> [num_rows, H]. The step's keys and values are in the cache before anything attends."""
-        config = self._config
-        num_q, num_qk = config.num_heads, config.num_heads + config.num_kv_heads
-        qkv = ops.linear(x, self._qkv, self._qkv_bias).view(x.shape[0], -1, config.head_dim)
-        qk = qkv[:, :num_qk]
-        if self._qk_norm is not None:
-            qk = ops.rms_norm(qk, self._one, self._eps).mul_(self._qk_norm)
-        qk = ops.rope(qk, cos, sin, interleaved=self._interleaved)
-        cache.write(batch.slots, qk[: batch.num_tokens, num_q:], qkv[: batch.num_tokens, num_qk:])
-        out = self._attend(qk[:, :num_q], batch, cache)
-        return ops.linear(out.flatten(1), self._o, self._o_bias)
 
-    def _attend(self, q: torch.Tensor, batch: Batch, cache: KvLayer) -> torch.Tensor:
-        """q [num_rows, Hq, D] -> the same shape, zero in the padding."""
-        config = self._config
-        if not batch.segments:
-            done = ops.gqa_decode(q[: batch.num_decode], cache.k, cache.v, plan=batch.plan, scale=config.scale)
-            return pad_heads(done, batch.num_rows)
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        for part in batch.segments:
-            k, v = cache.read(part.pages)
-            out[part.begin : part.end] = ops.attn_prefill(
-                q[part.begin : part.end], k, v, start=part.start, scale=config.scale, window=config.sliding_window
-            )
-        if batch.num_decode:
-            rows = slice(batch.num_prefill, batch.num_tokens)
-            out[rows] = ops.gqa_decode(q[rows], cache.k, cache.v, plan=batch.plan, scale=config.scale)
-        return out
+class GqaBlock:
+    """One product for queries, keys and values, attention, one product back."""
+
+    def __init__(self, backend: Backend, attend: GqaAttend, weights: Mapping[str, torch.Tensor]) -> None:
+        self._backend, self._attend = backend, attend
+        self._qkv, self._qkv_bias = weights["qkv"], weights.get("qkv_bias")
+        self._o, self._o_bias = weights["o"], weights.get("o_bias")
+
+    def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """x [num_rows, H] -> [num_rows, H]."""
+        qkv = self._backend.linear(x, self._qkv, self._qkv_bias)
+        return self._backend.linear(self._attend.attend(qkv, plan), self._o, self._o_bias)

@@ -1,117 +1,142 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over a paged cache of latents.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over a paged cache of latents."""
 
-Prompt rows decompress the latents of the whole prefix into keys and values per head. Decode rows use the absorbed form:
-the key decompression moves to the query and the value decompression behind the attention, so that a step reads one
-latent per position and not a key and a value per head. Same mathematics, other bits: which form a position takes
-depends on whether it is prompt or output, and on nothing else.
-"""
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from moeyard_kernels import ops
-from moeyard_worker.engine.batch import Batch, PromptSegment, pad_heads
-from moeyard_worker.models.attention_config import MlaConfig
-from moeyard_worker.state.pools import LatentLayer
+from moeyard_kernels.backend import Backend, MlaAttend, StepPlan
+from moeyard_worker.config.rope_config import RopeConfig
+from moeyard_worker.layers.attention import Workspace
+from moeyard_worker.layers.weights import Weight, matrix, stacked, weight
+from moeyard_worker.state.layout import LayerState, PagedArray, paged
+
+if TYPE_CHECKING:
+    import torch
 
 
-class MlaAttention:
-    """q_kv_a [Rq + R + Dr, H] is the query's and the latent's down projection in one product.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mla:
+    """`Attention` over latents. `bias` is that of the two down projections and o.
 
-    Without a query rank its first rows are the whole query projection and q_norm, q_b are absent. kv_b
-    [Hq, nope + Dv, R] decompresses a latent into each head's key (without its rotated part) and value.
+    `norm_eps` belongs to the norms inside the attention, which do not follow the model's.
     """
 
-    def __init__(
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    scale: float
+    bias: bool
+    rope: RopeConfig | None
+    norm_eps: float = 1e-6
+
+    @property
+    def qk_dim(self) -> int:
+        """Width of a query or decompressed key head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Width of a cached row: the latent, then the rotated key that all heads share."""
+        return self.kv_lora_rank + self.rope_dim
+
+    def weights(self, hidden: int, at: str) -> dict[str, Weight]:
+        """See `Attention.weights`.
+
+        q_kv_a [Rq + R + Dr, H] is the query's and the latent's down projection in one product; without a query rank its
+        first rows are the whole query projection and q_norm, q_b are absent. kv_b [Hq, nope + Dv, R] decompresses a
+        latent into each head's key (without its rotated part) and value.
+        """
+        heads, rank, query_rank = self.num_heads, self.kv_lora_rank, self.q_lora_rank
+        first = ("q_proj", heads * self.qk_dim) if query_rank is None else ("q_a_proj", query_rank)
+        down = ("kv_a_proj_with_mqa", self.latent_dim)
+        found = {
+            "q_kv_a": stacked(*((f"{at}{name}.weight", count) for name, count in (first, down)), width=hidden),
+            "kv_norm": weight(f"{at}kv_a_layernorm.weight", rank),
+            "kv_b": Weight(
+                (heads, self.nope_dim + self.v_dim, rank),
+                weight(f"{at}kv_b_proj.weight", heads * (self.nope_dim + self.v_dim), rank).parts,
+            ),
+            "o": matrix(f"{at}o_proj.weight", hidden, heads * self.v_dim),
+        }
+        if query_rank is not None:
+            found["q_norm"] = weight(f"{at}q_a_layernorm.weight", query_rank)
+            found["q_b"] = matrix(f"{at}q_b_proj.weight", heads * self.qk_dim, query_rank)
+        if self.bias:
+            # The undivided query projection never has a bias.
+            query_bias = (None if query_rank is None else f"{at}q_a_proj.bias", first[1])
+            found["q_kv_a_bias"] = stacked(query_bias, (f"{at}{down[0]}.bias", down[1]))
+            found["o_bias"] = weight(f"{at}o_proj.bias", hidden)
+        return found
+
+    def state(self) -> LayerState:
+        """One latent with its rotated key for all heads."""
+        return paged(latents=PagedArray(heads=None, width=self.latent_dim))
+
+    def extra_values(self) -> int:
+        """kv_b in three forms (`CpuMla`): one whose columns are a multiple of 16 is a view, another a padded copy, and
+        kv_b goes when no view of it is left."""
+        nope, v, rank = self.nope_dim, self.v_dim, self.kv_lora_rank
+        forms = ((rank, nope + v), (nope, rank), (rank, v))
+        copies = sum(rows * (columns + -columns % 16) for rows, columns in forms if columns % 16)
+        viewed = any(columns % 16 == 0 for _, columns in forms)
+        return self.num_heads * (copies - (0 if viewed else rank * (nope + v)))
+
+    def workspace(self) -> Workspace:
+        """Rows: query, key, value, rotated, scaled and as output. Positions: latents gathered from pages, decompressed
+        into every head's key and value, each key joined to its rotated part."""
+        used = self.num_heads * (self.qk_dim + self.v_dim)
+        return Workspace(
+            per_row=8 * self.num_heads * self.qk_dim,
+            per_position=self.latent_dim + used + self.num_heads * self.nope_dim,
+            copied_per_position=used,
+        )
+
+    def build(
         self,
-        config: MlaConfig,
+        backend: Backend,
         *,
-        interleaved: bool,
-        q_kv_a: torch.Tensor,
-        kv_norm: torch.Tensor,
-        kv_b: torch.Tensor,
-        o: torch.Tensor,
-        q_norm: torch.Tensor | None = None,
-        q_b: torch.Tensor | None = None,
-        q_kv_a_bias: torch.Tensor | None = None,
-        o_bias: torch.Tensor | None = None,
-    ) -> None:
-        self._config, self._interleaved = config, interleaved
-        self._q_kv_a, self._q_kv_a_bias = q_kv_a, q_kv_a_bias
-        self._q_norm, self._q_b, self._kv_norm = q_norm, q_b, kv_norm
-        self._o, self._o_bias = o, o_bias
-        self._kv_b = _columns(kv_b.transpose(1, 2))  # [Hq, R, nope + Dv]
-        self._k_absorb = _columns(kv_b[:, : config.nope_dim])  # [Hq, nope, R]
-        self._v_expand = _columns(kv_b[:, config.nope_dim :].transpose(1, 2))  # [Hq, R, Dv]
-        self._num_first = q_kv_a.shape[0] - config.latent_dim
+        weights: Mapping[str, torch.Tensor],
+        state: Mapping[str, torch.Tensor],
+        rope: torch.Tensor | None,
+    ) -> MlaBlock:
+        """See `Attention.build`."""
+        attend = backend.mla(
+            num_heads=self.num_heads,
+            nope_dim=self.nope_dim,
+            rope_dim=self.rope_dim,
+            v_dim=self.v_dim,
+            scale=self.scale,
+            kv_b=weights["kv_b"],
+            rope=rope,
+            interleaved=self.rope is not None and self.rope.interleaved,
+            latents=state["latents"],
+        )
+        return MlaBlock(self, backend, attend, weights)
 
-    def forward(
-        self, x: torch.Tensor, batch: Batch, cos: torch.Tensor, sin: torch.Tensor, *, cache: LatentLayer
-    ) -> torch.Tensor:
-        """x [num_rows, H] -> [num_rows, H]. The step's latents are in the cache before anything attends."""
-        config = self._config
-        rows = ops.linear(x, self._q_kv_a, self._q_kv_a_bias)
-        first, latent, k_rope = torch.split_with_sizes(rows, (self._num_first, config.kv_lora_rank, config.rope_dim), 1)
+
+class MlaBlock:
+    """Down projections, norms, the query's up projection, attention, one product back."""
+
+    def __init__(self, spec: Mla, backend: Backend, attend: MlaAttend, weights: Mapping[str, torch.Tensor]) -> None:
+        self._backend, self._attend, self._eps = backend, attend, spec.norm_eps
+        self._q_kv_a, self._q_kv_a_bias = weights["q_kv_a"], weights.get("q_kv_a_bias")
+        self._q_norm, self._q_b, self._kv_norm = weights.get("q_norm"), weights.get("q_b"), weights["kv_norm"]
+        self._o, self._o_bias = weights["o"], weights.get("o_bias")
+        self._widths = (self._q_kv_a.shape[0] - spec.latent_dim, spec.kv_lora_rank, spec.rope_dim)
+
+    def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """x [num_rows, H] -> [num_rows, H]."""
+        backend = self._backend
+        down = backend.linear(x, self._q_kv_a, self._q_kv_a_bias)
         if self._q_norm is not None and self._q_b is not None:
-            first = ops.linear(ops.rms_norm(first, self._q_norm, config.norm_eps), self._q_b)
-        q = first.view(-1, config.num_heads, config.qk_dim)
-        # The key's rotated part rotates as one more head of the query.
-        rotated = torch.cat((q[..., config.nope_dim :], k_rope.unsqueeze(1)), 1)
-        rotated = ops.rope(rotated, cos, sin, interleaved=self._interleaved)
-        q_rope, k_rope = rotated[:, : config.num_heads], rotated[:, config.num_heads]
-        latent = torch.cat((ops.rms_norm(latent, self._kv_norm, config.norm_eps), k_rope), 1)
-        cache.write(batch.slots, latent[: batch.num_tokens])
-
-        out = self._attend(q, q_rope, batch, cache)
-        return ops.linear(out.flatten(1), self._o, self._o_bias)
-
-    def _attend(self, q: torch.Tensor, q_rope: torch.Tensor, batch: Batch, cache: LatentLayer) -> torch.Tensor:
-        """[num_rows, Hq, Dv]; what the padding holds is finite."""
-        if not batch.segments:
-            return pad_heads(self._decode(q, q_rope, batch, cache), batch.num_rows)
-        out = q.new_zeros(batch.num_rows, self._config.num_heads, self._config.v_dim)
-        for part in batch.segments:
-            out[part.begin : part.end] = self._prompt(q, q_rope, part, cache)
-        if batch.num_decode:
-            done = self._decode(q, q_rope, batch, cache)
-            out[batch.num_prefill : batch.num_tokens] = done[: batch.num_decode]
-        return out
-
-    def _prompt(self, q: torch.Tensor, q_rope: torch.Tensor, part: PromptSegment, cache: LatentLayer) -> torch.Tensor:
-        """[rows of the part, Hq, Dv] from keys and values decompressed per head."""
-        config = self._config
-        rows = cache.read(part.pages)  # [L, R + Dr], L a multiple of 64
-        latent = rows[:, : config.kv_lora_rank].expand(config.num_heads, -1, -1)
-        kv = torch.bmm(latent, self._kv_b)
-        k_nope, v = kv[..., : config.nope_dim], kv[..., config.nope_dim : config.nope_dim + config.v_dim]
-        k_rope = rows[:, config.kv_lora_rank :].expand(config.num_heads, -1, -1)
-        here = slice(part.begin, part.end)
-        return ops.attn_prefill(
-            torch.cat((q[here, :, : config.nope_dim], q_rope[here]), -1),
-            torch.cat((k_nope, k_rope), -1),
-            v,
-            start=part.start,
-            scale=config.scale,
-        )
-
-    def _decode(self, q: torch.Tensor, q_rope: torch.Tensor, batch: Batch, cache: LatentLayer) -> torch.Tensor:
-        """[padded decode rows, Hq, Dv] in the absorbed form; both products run over padded rows."""
-        config, begin = self._config, batch.num_prefill
-        q_nope = q[begin : begin + batch.num_decode_rows, :, : config.nope_dim]
-        q_latent = torch.bmm(q_nope.transpose(0, 1), self._k_absorb).transpose(0, 1)
-        latent = ops.mla_decode(
-            q_latent[: batch.num_decode, :, : config.kv_lora_rank],
-            q_rope[begin : batch.num_tokens],
-            cache.rows,
-            plan=batch.plan,
-            scale=config.scale,
-        )
-        latent = pad_heads(latent, batch.num_decode_rows)
-        return torch.bmm(latent.transpose(0, 1), self._v_expand).transpose(0, 1)[..., : config.v_dim]
-
-
-def _columns(weight: torch.Tensor) -> torch.Tensor:
-    """weight [X, K, N] with N padded to a multiple of 16 by zeros: products of fewer columns take paths of the CPU's
-    library on which a row's bits depend on its place. A view where nothing is missing."""
-    missing = -weight.shape[2] % 16
-    return F.pad(weight, (0, missing)) if missing else weight
+            q, latent, k_rope = backend.mla_split_qkv_a_norm(down, self._q_norm, self._kv_norm, self._eps)
+            q = backend.linear(q, self._q_b)
+        else:
+            q, latent, k_rope = down.split_with_sizes(self._widths, 1)
+            latent = backend.rms_norm(latent, self._kv_norm, self._eps)
+        return backend.linear(self._attend.attend(q, latent, k_rope, plan), self._o, self._o_bias)

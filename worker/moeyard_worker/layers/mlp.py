@@ -1,16 +1,22 @@
 """The gated MLP of dense layers and shared experts."""
 
-import torch
+from __future__ import annotations
 
-from moeyard_kernels import ops
+from typing import TYPE_CHECKING
+
+from moeyard_kernels.backend import Backend
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Mlp:
     """down(silu(gate(x)) * up(x)); gate_up [2 I, H] holds gate, then up; down [H, I]."""
 
-    def __init__(self, *, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        self._gate_up, self._down = gate_up, down
+    def __init__(self, backend: Backend, *, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self._backend, self._gate_up, self._down = backend, gate_up, down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, H] -> [M, H]."""
-        return ops.linear(ops.silu_mul(ops.linear(x, self._gate_up)), self._down)
+        backend = self._backend
+        return backend.linear(backend.silu_mul(backend.linear(x, self._gate_up)), self._down)

@@ -1,22 +1,23 @@
 """The Mixture-of-Experts layer: gate, token exchange, experts, weighted sum at home."""
 
-from typing import Protocol
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from typing import TYPE_CHECKING, Protocol
 
-from moeyard_kernels import ops
-from moeyard_worker.engine.batch import Batch
+from moeyard_kernels.backend import Backend, StepPlan
+from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.exchange.base import Dispatched, Exchange
 from moeyard_worker.layers.mlp import Mlp
-from moeyard_worker.models.model_config import GateConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Experts(Protocol):
     """What computes the rows that reach a rank (the expert cache)."""
 
     def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor:
-        """The experts' outputs [P, H] in the pair order of `dispatched`."""
+        """The experts' outputs [R, K, H], one row per (row, k) whose expert is here, holes elsewhere."""
         ...
 
 
@@ -25,7 +26,8 @@ class Moe:
 
     def __init__(
         self,
-        config: GateConfig,
+        backend: Backend,
+        rule: GateRule,
         *,
         layer: int,
         exchange: Exchange,
@@ -35,39 +37,17 @@ class Moe:
         shared_gate_up: torch.Tensor | None = None,
         shared_down: torch.Tensor | None = None,
     ) -> None:
-        self._config, self._layer = config, layer
+        self._backend, self._rule, self._layer = backend, rule, layer
         self._exchange, self._experts = exchange, experts
         self._gate, self._gate_bias = gate, gate_bias
         self._shared = None
         if shared_gate_up is not None and shared_down is not None:
-            self._shared = Mlp(gate_up=shared_gate_up, down=shared_down)
+            self._shared = Mlp(backend, gate_up=shared_gate_up, down=shared_down)
 
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """x [num_rows, H] -> [num_rows, H]. Every rank calls this in every step, also without a row."""
-        count = batch.num_tokens
-        weights, ids = self._choose(x)
-        dispatched = self._exchange.dispatch(
-            x[:count], ids[:count], layer=self._layer, num_prefill_tokens=batch.num_prefill
-        )
+        weights, ids = self._backend.route(x, self._gate, self._gate_bias, self._rule, plan)
+        dispatched = self._exchange.dispatch(x, ids, layer=self._layer, num_prompt=plan.num_prompt)
         partial = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
-        if not count:
-            return x
-        shared = None if self._shared is None else self._shared.forward(x)[:count]
-        out = ops.moe_weighted_reduce(partial, weights[:count], shared)
-        return out if count == x.shape[0] else F.pad(out, (0, 0, 0, x.shape[0] - count))
-
-    def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        config = self._config
-        if not x.shape[0]:
-            return x.new_empty(0, config.top_k, dtype=torch.float32), x.new_empty(0, config.top_k, dtype=torch.int64)
-        return ops.topk_gate(
-            ops.linear(x.to(self._gate.dtype), self._gate).float(),
-            top_k=config.top_k,
-            scoring=config.scoring,
-            renormalize=config.renormalize,
-            bias=self._gate_bias,
-            num_groups=config.num_groups,
-            topk_groups=config.topk_groups,
-            group_score=config.group_score,
-            scaling=config.scaling,
-        )
+        shared = None if self._shared is None or not plan.num_tokens else self._shared.forward(x)
+        return self._backend.weighted_reduce(partial, weights, shared, plan)

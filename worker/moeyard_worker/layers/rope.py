@@ -1,4 +1,4 @@
-"""Rotary position embedding: cos and sin of every position, looked up once per step.
+"""Rotary position embedding: the table of cos and sin of every position, which a step looks up once.
 
 They come from one table and not from the step's positions, because cos of a tensor's vectorised part and of its scalar
 tail differ in the last bit, so that a position's angle would depend on its place in the batch.
@@ -11,19 +11,10 @@ import torch
 from moeyard_worker.config.rope_config import RopeConfig
 
 
-class RopeTable:
-    """cos and sin [max_position, dim / 2] in fp32, scaled by the attention factor."""
-
-    def __init__(self, config: RopeConfig, *, max_position: int, device: torch.device | None = None) -> None:
-        angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(config)
-        table = torch.cat((angles.cos(), angles.sin()), -1) * config.attention_factor
-        self._half = config.dim // 2
-        self._table = table.to(device)
-
-    def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) of positions [T], each [T, dim / 2] fp32."""
-        rows = self._table.index_select(0, positions)
-        return rows[:, : self._half], rows[:, self._half :]
+def rope_table(config: RopeConfig, *, max_position: int, device: torch.device) -> torch.Tensor:
+    """[max_position, dim] fp32: cos of each rotated pair, then sin, both scaled by the attention factor."""
+    angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(config)
+    return (torch.cat((angles.cos(), angles.sin()), -1) * config.attention_factor).to(device)
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:

@@ -1,5 +1,47 @@
 """Mixtral: grouped-query attention, optionally in a sliding window; MoE in every layer."""
 
-from moeyard_worker.models.names import Names
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
-NAMES = Names(moe=("block_sparse_moe.", "mlp."), expert=("w1", "w3", "w2"))
+from moeyard_kernels.types.gate import GateRule
+from moeyard_worker.config.fields import Fields
+from moeyard_worker.models.family import Family, Names
+from moeyard_worker.models.model_config import GateConfig
+from moeyard_worker.models.parsing import parse_gqa
+
+_EPS = 1e-5
+
+
+def _parse(config: Fields) -> Mapping[str, Any]:
+    num_layers, width = config.integer("num_hidden_layers"), config.integer("intermediate_size")
+    attention = parse_gqa(
+        config,
+        default_theta=1_000_000.0,
+        sliding_window=config.optional_integer("sliding_window"),
+        bias=False,
+        qk_norm=None,
+        default_eps=_EPS,
+    )
+    rule = GateRule(top_k=config.integer("num_experts_per_tok"), scoring="softmax", renormalize=True)
+    return {
+        "attention": (attention,) * num_layers,
+        "gate": GateConfig(rule=rule),
+        "intermediate_size": width,
+        "moe_layers": tuple(range(num_layers)),
+        "num_experts": config.integer("num_local_experts"),
+        "moe_intermediate_size": width,
+        "shared_intermediate_size": 0,
+    }
+
+
+FAMILIES = MappingProxyType(
+    {
+        "mixtral": Family(
+            parse=_parse,
+            reference="MixtralForCausalLM",
+            names=Names(moe=("block_sparse_moe.", "mlp."), expert=("w1", "w3", "w2")),
+            rms_eps=_EPS,
+        )
+    }
+)

@@ -1,5 +1,42 @@
 """Qwen3-MoE: grouped-query attention with normalised queries and keys; MoE everywhere except in named layers."""
 
-from moeyard_worker.models.names import Names
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
-NAMES = Names()
+from moeyard_kernels.types.gate import GateRule
+from moeyard_worker.config.fields import Fields
+from moeyard_worker.models.family import Family
+from moeyard_worker.models.model_config import GateConfig
+from moeyard_worker.models.parsing import parse_gqa
+
+
+def _parse(config: Fields) -> Mapping[str, Any]:
+    num_layers, step = config.integer("num_hidden_layers"), config.integer("decoder_sparse_step", 1)
+    dense = config.integers("mlp_only_layers")
+    window = config.optional_integer("sliding_window") if config.boolean("use_sliding_window", False) else None
+    attention = parse_gqa(
+        config,
+        default_theta=10_000.0,
+        sliding_window=window,
+        bias=config.boolean("attention_bias", False),
+        qk_norm="head",
+    )
+    rule = GateRule(
+        top_k=config.integer("num_experts_per_tok"),
+        scoring="softmax",
+        renormalize=config.boolean("norm_topk_prob", False),
+    )
+    return {
+        "attention": (attention,) * num_layers,
+        "gate": GateConfig(rule=rule),
+        "intermediate_size": config.integer("intermediate_size"),
+        "moe_layers": tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
+        # transformers 5 writes num_local_experts where the hub's files say num_experts.
+        "num_experts": config.optional_integer("num_experts") or config.integer("num_local_experts"),
+        "moe_intermediate_size": config.integer("moe_intermediate_size"),
+        "shared_intermediate_size": 0,
+    }
+
+
+FAMILIES = MappingProxyType({"qwen3_moe": Family(parse=_parse, reference="Qwen3MoeForCausalLM")})

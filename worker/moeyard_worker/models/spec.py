@@ -6,23 +6,13 @@ decoder is assembled from what was loaded under the same field names.
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from moeyard_worker.layers.weights import Weight, matrix, stacked, weight
-from moeyard_worker.models import deepseek, mixtral, qwen3_moe
-from moeyard_worker.models.attention_config import GqaConfig, MlaConfig
+from moeyard_worker.layers.weights import Weight, matrix, num_elements, stacked, weight
+from moeyard_worker.models.families import FAMILIES
+from moeyard_worker.models.family import Names
 from moeyard_worker.models.model_config import ModelConfig
-from moeyard_worker.models.names import Names
 
-NAMES = MappingProxyType(
-    {
-        "deepseek_v3": deepseek.NAMES,
-        "kimi_k2": deepseek.NAMES,
-        "deepseek_v2": deepseek.NAMES,
-        "qwen3_moe": qwen3_moe.NAMES,
-        "mixtral": mixtral.NAMES,
-    }
-)
+_FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +61,16 @@ class ModelSpec:
         if self.lm_head is not None:
             yield self.lm_head
 
+    def resident_bytes(self, itemsize: int) -> int:
+        """Bytes of everything that every rank holds but experts and state, served in values of `itemsize` bytes.
+
+        Checkpoint dtypes do not matter: what is loaded has the served dtype, or fp32 where the weight says so.
+        """
+        weights = sum(num_elements(each.shape) * (_FP32 if each.fp32 else itemsize) for each in self.dense())
+        ropes = {attention.rope for attention in self.config.attention}
+        tables = sum(self.config.max_position * rope.dim * _FP32 for rope in ropes if rope is not None)
+        return weights + tables + sum(a.extra_values() for a in self.config.attention) * itemsize
+
     def expert_tensors(self, names: ExpertNames, expert: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """(key, stored shape) of the tensors that hold an expert."""
         hidden, width, count = self.config.hidden_size, self.config.moe_intermediate_size, self.config.num_experts
@@ -94,7 +94,7 @@ class ModelSpec:
 
 def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
     """The weights of `config`; `keys` of the checkpoint decide between layouts that are both in use."""
-    names = NAMES[config.family]
+    names = FAMILIES[config.family].names
     hidden = config.hidden_size
     lm_head = None if config.tie_word_embeddings else matrix(names.lm_head, config.vocab_size, hidden)
     return ModelSpec(
@@ -109,8 +109,6 @@ def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
 
 def _layer(config: ModelConfig, names: Names, index: int, keys: Container[str]) -> LayerSpec:
     prefix = names.layer.format(i=index)
-    attention = config.attention
-    at = prefix + names.attention
     mlp: dict[str, Weight]
     if index in config.moe_layers:
         at_moe = next((prefix + m for m in names.moe if prefix + m + names.gate in keys), prefix + names.moe[0])
@@ -120,56 +118,10 @@ def _layer(config: ModelConfig, names: Names, index: int, keys: Container[str]) 
     return LayerSpec(
         input_norm=weight(prefix + names.input_norm, config.hidden_size),
         post_norm=weight(prefix + names.post_norm, config.hidden_size),
-        attention=_mla(attention, config.hidden_size, at)
-        if isinstance(attention, MlaConfig)
-        else _gqa(attention, config.hidden_size, at),
+        attention=config.attention[index].weights(config.hidden_size, prefix + names.attention),
         mlp=mlp,
         experts=experts,
     )
-
-
-def _gqa(attention: GqaConfig, hidden: int, at: str) -> dict[str, Weight]:
-    width = attention.head_dim
-    rows = [(name, heads * width) for name, heads in _gqa_heads(attention)]
-    specs = {
-        "qkv": stacked(*((f"{at}{name}.weight", count) for name, count in rows), width=hidden),
-        "o": matrix(f"{at}o_proj.weight", hidden, attention.num_heads * width),
-    }
-    if attention.bias:
-        specs["qkv_bias"] = stacked(*((f"{at}{name}.bias", count) for name, count in rows))
-        specs["o_bias"] = weight(f"{at}o_proj.bias", hidden)
-    if attention.qk_norm:
-        specs["q_norm"] = weight(f"{at}q_norm.weight", width)
-        specs["k_norm"] = weight(f"{at}k_norm.weight", width)
-    return specs
-
-
-def _gqa_heads(attention: GqaConfig) -> tuple[tuple[str, int], ...]:
-    return (("q_proj", attention.num_heads), ("k_proj", attention.num_kv_heads), ("v_proj", attention.num_kv_heads))
-
-
-def _mla(attention: MlaConfig, hidden: int, at: str) -> dict[str, Weight]:
-    heads, rank, query_rank = attention.num_heads, attention.kv_lora_rank, attention.q_lora_rank
-    first = ("q_proj", heads * attention.qk_dim) if query_rank is None else ("q_a_proj", query_rank)
-    down = ("kv_a_proj_with_mqa", attention.latent_dim)
-    specs = {
-        "q_kv_a": stacked(*((f"{at}{name}.weight", count) for name, count in (first, down)), width=hidden),
-        "kv_norm": weight(f"{at}kv_a_layernorm.weight", rank),
-        "kv_b": Weight(
-            (heads, attention.nope_dim + attention.v_dim, rank),
-            weight(f"{at}kv_b_proj.weight", heads * (attention.nope_dim + attention.v_dim), rank).parts,
-        ),
-        "o": matrix(f"{at}o_proj.weight", hidden, heads * attention.v_dim),
-    }
-    if query_rank is not None:
-        specs["q_norm"] = weight(f"{at}q_a_layernorm.weight", query_rank)
-        specs["q_b"] = matrix(f"{at}q_b_proj.weight", heads * attention.qk_dim, query_rank)
-    if attention.bias:
-        # The undivided query projection never has a bias.
-        query_bias = (None if query_rank is None else f"{at}q_a_proj.bias", first[1])
-        specs["q_kv_a_bias"] = stacked(query_bias, (f"{at}{down[0]}.bias", down[1]))
-        specs["o_bias"] = weight(f"{at}o_proj.bias", hidden)
-    return specs
 
 
 def _mlp(hidden: int, width: int, at: str) -> dict[str, Weight]:

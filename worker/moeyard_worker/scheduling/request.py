@@ -1,18 +1,37 @@
-"""One request while it lives on a rank, and what is said of it. Pure."""
+"""One request while it lives on a rank, what its steps yield, and what is said of it. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moeyard_worker.protocol import Message, SamplingParams, TokenLogprob
-
-Key = tuple[bytes, str]
+from moeyard_worker.scheduling.step import Chunk, RequestKey
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """The token chosen for one sampled chunk."""
+class Accepted:
+    """What one sampled chunk yielded.
 
-    token_id: int
-    logprob: TokenLogprob | None = None
+    `token_ids`: the accepted tokens, at least one and at most the chunk's `num_sampled`. `logprobs`: one for each of
+    them, or none at all. `drafts`: proposals for the positions after the last accepted token; none without speculation.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    drafts: tuple[int, ...] = ()
+
+
+def accept(drafts: Sequence[int], sampled: Sequence[int]) -> int:
+    """How many of the tokens t_0 .. t_k sampled behind drafts d_1 .. d_k are what plain decoding would have yielded.
+
+    t_0 always is; t_j is when its row read the right tokens, so when d_1 .. d_j equal t_0 .. t_(j-1).
+    """
+    assert len(sampled) == len(drafts) + 1, f"{len(sampled)} tokens behind {len(drafts)} drafts"
+    count = 1
+    for draft, token_id in zip(drafts, sampled, strict=False):
+        if draft != token_id:
+            break
+        count += 1
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +43,14 @@ class Reply:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """One request while it lives. `num_computed` positions have their state in `pages`."""
+class Request:
+    """One request while it lives, and after its end while a step in flight still names it.
+
+    `serial` is its place in the order of arrival. `num_computed` positions have their state in `pages` (and in slot
+    `state_slot`), as of the last completed step: a refused draft is undone by not counting it. `drafts` are proposed
+    for the positions after the last token. `in_flight` are its chunks in planned steps that are not completed, oldest
+    first; `sample_index` is the place of the newest one among the sampled chunks of its step.
+    """
 
     client: bytes
     request_id: str
@@ -33,15 +58,25 @@ class Sequence:
     sampling: SamplingParams
     arrived: float
     hashes: list[bytes]
-    key: str
+    serial: int = 0
     output: list[int] = field(default_factory=list)
+    drafts: tuple[int, ...] = ()
     pages: list[int] = field(default_factory=list)
+    state_slot: int = -1
     running: bool = False
+    ended: bool = False
     num_computed: int = 0
     num_registered: int = 0
     cached_tokens: int = 0
+    in_flight: list[Chunk] = field(default_factory=list)
+    sample_index: int = 0
     started: float | None = None
     first_token: float | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        """What names it among the live requests of a rank; free again when it ended."""
+        return self.client, self.request_id
 
     @property
     def length(self) -> int:
@@ -49,19 +84,22 @@ class Sequence:
         return len(self.prompt) + len(self.output)
 
     @property
-    def decoding(self) -> bool:
-        """The whole prompt is computed: what is left are output positions."""
-        return self.num_computed >= len(self.prompt)
+    def limit(self) -> int:
+        """Positions that are ever computed: the last output token is never fed back."""
+        return len(self.prompt) + self.sampling.max_tokens - 1
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """Token ids at positions [start, end), which do not cross the end of the prompt."""
+        """Token ids at positions [start, end), as far as known; they do not cross the end of the prompt."""
         p = len(self.prompt)
         return self.prompt[start:end] if start < p else tuple(self.output[start - p : end - p])
 
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Running totals for the metrics; the lists are drained by their reader."""
+    """Running totals for the metrics; the lists of seconds are drained by their reader.
+
+    `drafts[j]` and `accepted[j]` count the drafts verified and accepted at the j-th position after a known token.
+    """
 
     num_preemptions: int = 0
     prefix_query_tokens: int = 0
@@ -70,3 +108,5 @@ class SchedulerStats:
     generation_tokens: int = 0
     queue_seconds: list[float] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)

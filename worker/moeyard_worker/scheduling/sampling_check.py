@@ -3,7 +3,7 @@
 The router refuses bad ones too, but a worker must survive any router: one request may never end a step of the fleet.
 """
 
-from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.protocol import MAX_LOGPROBS, SamplingParams
 
 
 def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
@@ -20,7 +20,7 @@ def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
         ("repetition_penalty", 0.01 <= params.repetition_penalty <= 100, "in [0.01, 100]"),
         ("presence_penalty", -2 <= params.presence_penalty <= 2, "in [-2, 2]"),
         ("frequency_penalty", -2 <= params.frequency_penalty <= 2, "in [-2, 2]"),
-        ("logprobs", params.logprobs is None or params.logprobs >= 0, "at least 0"),
+        ("logprobs", params.logprobs is None or 0 <= params.logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
     )
     for name, ok, allowed in checks:
         if not ok:

@@ -1,309 +1,305 @@
 """Continuous batching of one rank as a pure state machine: messages and step results in, steps and messages out.
 
 No torch, no sockets, no clock: `now` (seconds, monotonic) arrives with each event. The scheduler knows a model only
-through page counts. One chunk per sequence and step; decode rows are planned before prompt chunks within one token
-budget; sequences that run out of pages are preempted latest-first and recomputed (prompt positions with the prompt
-formula, output positions with the decode formula).
+through counts of pages and slots. One chunk per request and step; decode rows are planned before prompt chunks within
+one token budget; requests that run out of pages are preempted latest-first and recomputed (prompt positions with the
+prompt formula, output positions with the decode formula).
+
+With `max_in_flight` 2 a step is planned while the one before runs: a request whose tokens are not known yet is planned
+with rows that the device feeds (`Chunk.fed`), an end is seen one step late, and whatever a step in flight names stays
+where it is until that step is completed.
 """
 
 from collections import deque
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import Done, Rejected, Submit, Tokens
-from moeyard_worker.scheduling.request import Key, Reply, Sampled, SchedulerStats, Sequence
-from moeyard_worker.scheduling.sampling_check import sampling_error
+from moeyard_worker.scheduling.admission import refusal
+from moeyard_worker.scheduling.completion import extend, farewell
+from moeyard_worker.scheduling.holdings import Holdings
+from moeyard_worker.scheduling.planning import Place, StepPlan, make_chunk, next_place, num_rows
+from moeyard_worker.scheduling.request import Accepted, Reply, Request, SchedulerStats
+from moeyard_worker.scheduling.roster import Roster
 from moeyard_worker.scheduling.step import Chunk, Step
 from moeyard_worker.state.pages import PagePool, page_hashes
 
 
+class _Flight(NamedTuple):
+    """A planned step that is not completed, and the requests behind `step.chunks`."""
+
+    step: Step
+    requests: tuple[Request, ...]
+
+
 class Scheduler:
-    """Owner of a rank's requests and pages. Not thread-safe; every method is called between steps."""
+    """Owner of a rank's requests, pages and slots. Not thread-safe."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pool = PagePool(config.num_pages)
-        self.stats = SchedulerStats()
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-        self._live: dict[Key, Sequence] = {}
-        self._planned: dict[str, Sequence] = {}
+        self._holdings = Holdings(config)
+        self.stats = SchedulerStats(drafts=[0] * config.num_drafts, accepted=[0] * config.num_drafts)
+        self._roster = Roster()
+        self._flights: deque[_Flight] = deque()
+
+    @property
+    def pool(self) -> PagePool:
+        """The rank's pages, to be read."""
+        return self._holdings.pool
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold pages and take part in steps."""
-        return len(self._running)
+        """Requests that hold pages and take part in steps."""
+        return len(self._roster.running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the queue, preempted ones included."""
-        return len(self._waiting)
+        """Requests in the queue, preempted ones included."""
+        return len(self._roster.waiting)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Positions that the queued sequences will have to compute."""
-        return sum(s.length for s in self._waiting)
+        """Positions that the queued requests will have to compute."""
+        return sum(r.length for r in self._roster.waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Planned steps that are not completed."""
+        return len(self._flights)
 
     def has_work(self) -> bool:
-        """Whether a step would compute anything."""
-        return bool(self._running or self._waiting)
+        """Whether a request lives. With nothing in flight, the next step then computes something."""
+        return bool(self._roster.running or self._roster.waiting)
 
     def add(self, submit: Submit, client: bytes, now: float) -> Rejected | None:
         """Queue a request, or say why it can never run or cannot be queued now."""
-        rejected = self._refusal(submit, client)
+        request_id, prompt = submit.request_id, submit.prompt_token_ids
+        if (client, request_id) in self._roster.live:
+            message = f"request {request_id!r} is already running"
+            return Rejected(request_id=request_id, reason="duplicate", message=message)
+        rejected = refusal(submit, self.config)
         if rejected is not None:
             return rejected
-        prompt = submit.prompt_token_ids
-        hashes = page_hashes(prompt, self.config.page_size) if self.config.prefix_caching else []
-        sequence = Sequence(
+        if len(self._roster.waiting) >= self.config.max_waiting:
+            message = f"{len(self._roster.waiting)} requests are waiting"
+            return Rejected(request_id=request_id, reason="queue_full", message=message, retry_after=1.0)
+        request = Request(
             client=client,
-            request_id=submit.request_id,
+            request_id=request_id,
             prompt=prompt,
             sampling=submit.sampling,
             arrived=now,
-            hashes=hashes,
-            key=f"{client.hex()}:{submit.request_id}",
+            hashes=page_hashes(prompt, self.config.page_size) if self.config.prefix_caching else [],
         )
-        self._live[client, submit.request_id] = sequence
-        self._waiting.append(sequence)
-        return None
-
-    def _refusal(self, submit: Submit, client: bytes) -> Rejected | None:
-        config, prompt, params = self.config, submit.prompt_token_ids, submit.sampling
-
-        def no(reason: str, message: str, retry_after: float | None = None) -> Rejected:
-            return Rejected(request_id=submit.request_id, reason=reason, message=message, retry_after=retry_after)
-
-        if (client, submit.request_id) in self._live:
-            return no("duplicate", f"request {submit.request_id!r} is already running")
-        if not prompt:
-            return no("bad_request", "the prompt is empty")
-        wrong = sampling_error(params, config.vocab_size)
-        if wrong is not None:
-            return no("bad_request", wrong)
-        outside = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
-        if outside is not None:
-            return no("bad_request", f"token id {outside} is outside the vocabulary of {config.vocab_size}")
-        if len(prompt) + 1 > config.max_model_len:
-            return no(
-                "prompt_too_long",
-                f"the prompt has {len(prompt)} tokens, which leaves no room for output within the limit of "
-                f"{config.max_model_len}",
-            )
-        if params.min_tokens > 0 and len({*params.stop_token_ids, *config.eos_token_ids}) >= config.vocab_size:
-            return no("bad_request", "min_tokens holds back every stop token, and here that is the whole vocabulary")
-        total = len(prompt) + params.max_tokens
-        if total > config.max_model_len:
-            return no(
-                "prompt_too_long",
-                f"{len(prompt)} prompt tokens + max_tokens {params.max_tokens} exceed the limit of "
-                f"{config.max_model_len}",
-            )
-        # The last output token is never fed back, so its state is never stored.
-        pages = self._pages_for(total - 1)
-        if pages > config.num_pages:
-            return no("never_fits", f"the request needs {pages} KV pages, this worker has {config.num_pages}")
-        if len(self._waiting) >= config.max_waiting:
-            return no("queue_full", f"{len(self._waiting)} requests are waiting", retry_after=1.0)
+        self._roster.enter(request)
         return None
 
     def abort(self, client: bytes, request_id: str) -> Done | None:
-        """End a request now and free what it holds; None when it is unknown or already ended."""
-        sequence = self._live.get((client, request_id))
-        return None if sequence is None else self._finish(sequence, "abort")
+        """End a request now; None when it is unknown or already ended.
+
+        What it holds is free at once, or when the last step in flight that names it is completed.
+        """
+        request = self._roster.live.get((client, request_id))
+        return None if request is None else self._finish(request, "abort")
 
     def abort_client(self, client: bytes) -> None:
         """End all requests of a client that can no longer be reached."""
-        for sequence in [s for s in self._live.values() if s.client == client]:
-            self._finish(sequence, "abort")
+        for request in [r for r in self._roster.live.values() if r.client == client]:
+            self._finish(request, "abort")
 
     def fail_all(self, error: str) -> list[Reply]:
-        """End every request with a named error."""
-        return [Reply(s.client, self._finish(s, "error", error=error)) for s in list(self._live.values())]
+        """End every request with a named error and give up the steps in flight: none of them may be completed.
+
+        The caller sees to it that the device no longer runs them before it plans another.
+        """
+        replies = [Reply(r.client, self._finish(r, "error", error)) for r in list(self._roster.live.values())]
+        self._flights.clear()
+        for request in self._roster.leaving:
+            request.in_flight.clear()
+            self._holdings.release(request)
+        self._roster.leaving.clear()
+        return replies
 
     def schedule(self, now: float) -> Step:
-        """Plan the next step. Whatever it plans must be completed by `complete` before the next call."""
-        assert not self._planned, "the previous step was not completed"
-        budget = self.config.max_batch_tokens
-        decode: list[Chunk] = []
-        prefill: list[Chunk] = []
+        """Plan the next step. It must be completed by `complete`, in order of planning; an empty one need not be."""
+        assert len(self._flights) < self.config.max_in_flight, "the previous step was not completed"
+        plan = StepPlan(self.config.max_batch_tokens)
+        single: list[tuple[Request, Place]] = []
+        several: list[tuple[Request, Place]] = []
+        prompts: list[tuple[Request, Place]] = []
+        for request in self._roster.running:
+            place = next_place(request)
+            if place.start < len(request.prompt):
+                prompts.append((request, place))
+            else:
+                (several if request.length - place.start > 1 else single).append((request, place))
         num_preemptions = self.stats.num_preemptions
-        # Single rows first: a long recompute must not take the step away from the others' next tokens.
-        for sequence in sorted((s for s in self._running if s.decoding), key=lambda s: s.length - s.num_computed > 1):
-            budget -= self._plan(sequence, self._rows(sequence, budget), decode)
-        for sequence in [s for s in self._running if not s.decoding]:
-            budget -= self._plan(sequence, self._rows(sequence, budget), prefill)
+        # Next tokens first: a long recompute must not take the step away from the others.
+        for request, place in single + several:
+            self._plan(request, place, plan)
+        for request, place in prompts:
+            if request.running and not self._plan(request, place, plan):
+                # What is left is less than it may take (`chunk_alignment`); others must not live on that forever.
+                plan.closed = True
+                break
         if self.stats.num_preemptions == num_preemptions:
-            self._admit(budget, prefill, now)
-        return Step(prefill=tuple(prefill), decode=tuple(decode))
+            self._admit(plan, now)
+        step, requests = plan.finish()
+        if requests:
+            self._flights.append(_Flight(step, requests))
+        return step
 
-    def _rows(self, sequence: Sequence, budget: int) -> int:
-        """Rows of the sequence's next chunk; a chunk never crosses the end of the prompt."""
-        end = sequence.length if sequence.decoding else len(sequence.prompt)
-        return min(budget, self.config.prefill_chunk, end - sequence.num_computed)
-
-    def _admit(self, budget: int, prefill: list[Chunk], now: float) -> None:
-        """Start waiting sequences, first come first served, while rows, slots and pages for their whole prompt last."""
-        while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
-            sequence = self._waiting[0]
-            # At least the last prompt position is computed, because its logits choose the first output token.
-            reusable = (len(sequence.prompt) - 1) // self.config.page_size
-            cached = self.pool.match(sequence.hashes[:reusable])
-            needed = self._pages_for(sequence.length) - len(cached)
-            if needed > self.pool.num_free - self.pool.num_idle(cached):
-                assert self._running, f"{sequence.key} does not fit into an empty pool"
+    def _admit(self, plan: StepPlan, now: float) -> None:
+        """Start waiting requests, first come first served, while rows, slots and pages for their whole prompt last."""
+        config, roster, holdings = self.config, self._roster, self._holdings
+        while roster.waiting and plan.budget > 0 and not plan.closed and len(roster.running) < config.max_num_seqs:
+            request = roster.waiting[0]
+            cached = holdings.known_prefix(request)
+            if not holdings.can_start(request, cached):
+                assert roster.running or roster.leaving, f"{request.key} does not fit into an empty pool"
                 return
-            self._waiting.popleft()
-            self.pool.acquire(cached)
-            # All pages of the prompt at once: prompts that are still being computed must not starve each other.
-            sequence.pages = cached + self.pool.allocate(needed)
-            sequence.running = True
-            sequence.num_computed = len(cached) * self.config.page_size
-            sequence.num_registered = len(cached)
-            if sequence.started is None:
-                sequence.started = now
-                sequence.cached_tokens = sequence.num_computed
-                self.stats.queue_seconds.append(now - sequence.arrived)
-            self.stats.prefix_query_tokens += len(sequence.prompt)
-            self.stats.prefix_hit_tokens += sequence.num_computed
-            self._running.append(sequence)
-            budget -= self._plan(sequence, self._rows(sequence, budget), prefill)
+            start = len(cached) * config.page_size
+            place = Place(start, start, None)
+            if not num_rows(request, place, budget=plan.budget, config=config):
+                return
+            roster.start_first()
+            holdings.start(request, cached)
+            if request.started is None:
+                request.started = now
+                request.cached_tokens = start
+                self.stats.queue_seconds.append(now - request.arrived)
+            self.stats.prefix_query_tokens += len(request.prompt)
+            self.stats.prefix_hit_tokens += start
+            self._plan(request, place, plan)
 
-    def _plan(self, sequence: Sequence, rows: int, out: list[Chunk]) -> int:
-        """Append the sequence's chunk of at most `rows` rows; returns the rows planned (0 when it was preempted)."""
-        if rows <= 0 or not sequence.running:
-            return 0
-        start = sequence.num_computed
-        if not self._reserve(sequence, start + rows):
-            return 0
-        prompt = start < len(sequence.prompt)
-        out.append(
-            Chunk(
-                request_id=sequence.key,
-                start=start,
-                token_ids=sequence.tokens(start, start + rows),
-                pages=tuple(sequence.pages),
-                prompt=prompt,
-                sample=start + rows == sequence.length,
-            )
-        )
-        self._planned[sequence.key] = sequence
-        return rows
-
-    def _reserve(self, sequence: Sequence, length: int) -> bool:
-        """Give the sequence pages for `length` positions, preempting later ones; False when it had to yield itself."""
-        missing = self._pages_for(length) - len(sequence.pages)
-        while missing > self.pool.num_free:
-            # Planned sequences keep their pages: their chunk already names them. The latest unplanned one yields.
-            victim = next((s for s in reversed(self._running) if s.key not in self._planned), None)
-            assert victim is not None, "the sequence itself is not planned yet"
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        if missing > 0:
-            sequence.pages += self.pool.allocate(missing)
+    def _plan(self, request: Request, place: Place, plan: StepPlan) -> bool:
+        """Make the request's next chunk part of the step; False when it gets none."""
+        # One that was preempted a moment ago is not running any more.
+        if not request.running or request is plan.held:
+            return False
+        rows = num_rows(request, place, budget=plan.budget, config=self.config)
+        if rows == 0:
+            return False
+        if rows > 1 and place.start >= request.length - 1:
+            # Drafts are optional: they take pages that are free, and never another's.
+            reach = self._holdings.reach(request) + self._holdings.num_free_positions
+            rows = max(1, min(rows, reach - place.max_start))
+        length = place.max_start + rows
+        if length > self._holdings.reach(request) and not self._reserve(request, length, plan):
+            return False
+        plan.add(request, make_chunk(request, place, rows))
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        sequence.running = False
-        self.pool.release(sequence.pages)
-        sequence.pages = []
-        sequence.num_computed = sequence.num_registered = 0
-        # Preempted latest-first, so putting each at the front keeps the queue in order of arrival.
-        self._waiting.appendleft(sequence)
+    def _reserve(self, request: Request, length: int, plan: StepPlan) -> bool:
+        """Give the request pages for `length` positions, preempting later ones; False when it has to do without."""
+        missing = self._holdings.pages_for(length) - len(request.pages)
+        while missing > self.pool.num_free:
+            victim = self._victim(request, plan)
+            if victim is None:
+                # It waits a step. Nobody behind it gains: there are no pages left to take.
+                return False
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.pages += self.pool.allocate(missing)
+        return True
+
+    def _victim(self, request: Request, plan: StepPlan) -> Request | None:
+        """Who yields its pages to `request`: the latest behind it that no step names, or itself; None: nobody yet."""
+        if self._roster.leaving:
+            # Pages of an ended request are on their way back.
+            return None
+        later = self._roster.running[self._roster.running.index(request) + 1 :]
+        victim = next((r for r in reversed(later) if not r.in_flight), None)
+        if victim is None and later:
+            # All are in flight. The latest is not planned now, so that it can yield in the next step.
+            plan.held = later[-1]
+        elif victim is None and not request.in_flight:
+            victim = request
+        return victim
+
+    def _preempt(self, request: Request) -> None:
+        self._roster.stand_back(request)
+        self._holdings.release(request)
+        request.drafts = ()
+        request.num_computed = request.num_registered = 0
         self.stats.num_preemptions += 1
 
-    def complete(self, step: Step, sampled: Seq[Sampled], now: float) -> list[Reply]:
-        """Take the results of a planned step: `sampled[i]` belongs to `step.sampled[i]`. Returns replies in order."""
-        assert len(sampled) == len(step.sampled), f"{len(sampled)} tokens for {len(step.sampled)} sampled chunks"
-        results = iter(sampled)
+    def requests(self, step: Step) -> list[Request]:
+        """The requests behind `step.sampled` of a step in flight, for the sampler; some may have ended meanwhile."""
+        flight = next(f for f in self._flights if f.step is step) if step.chunks else _Flight(step, ())
+        return [r for c, r in zip(step.chunks, flight.requests, strict=True) if c.num_sampled]
+
+    def complete(self, step: Step, results: Sequence[Accepted], now: float) -> list[Reply]:
+        """Take the results of the oldest step in flight, `results[i]` of `step.sampled[i]`; replies in order."""
+        assert len(results) == len(step.sampled), f"{len(results)} results for {len(step.sampled)} sampled chunks"
+        if not step.chunks:
+            return []
+        assert self._flights, "no step is in flight"
+        assert self._flights[0].step is step, "another step was planned before this one"
+        flight = self._flights.popleft()
+        remaining = iter(results)
         replies: list[Reply] = []
-        for chunk in step.chunks:
-            sequence = self._planned.pop(chunk.request_id)
-            sequence.num_computed = chunk.end
-            if chunk.prompt:
-                self.stats.prefill_tokens += chunk.num_tokens
-                self._register(sequence)
-            if chunk.sample:
-                replies += self._accept(sequence, next(results), now)
-        assert not self._planned, "a planned chunk is not part of the step"
+        for chunk, request in zip(step.chunks, flight.requests, strict=True):
+            request.in_flight.pop(0)
+            result = next(remaining) if chunk.num_sampled else None
+            if not request.ended:
+                replies += self._advance(request, chunk, result, now)
+            elif not request.in_flight:
+                self._roster.leaving.remove(request)
+                self._holdings.release(request)
         return replies
 
-    def _register(self, sequence: Sequence) -> None:
-        """Make newly filled prompt pages findable; a page shared with output positions never is."""
-        full = min(sequence.num_computed // self.config.page_size, len(sequence.hashes))
-        for i in range(sequence.num_registered, full):
-            self.pool.register(sequence.pages[i], sequence.hashes[i])
-        sequence.num_registered = max(sequence.num_registered, full)
+    def _advance(self, request: Request, chunk: Chunk, result: Accepted | None, now: float) -> list[Reply]:
+        """Count what a completed chunk computed, and take the tokens it yielded."""
+        assert 0 <= request.num_computed - chunk.start <= chunk.slack, "the chunk before yielded what it cannot"
+        num_accepted = 0 if result is None else len(result.token_ids)
+        assert num_accepted <= chunk.num_sampled, f"{num_accepted} tokens of {chunk.num_sampled} sampled rows"
+        assert result is None or num_accepted, "a sampled chunk yields a token at least"
+        request.num_computed += len(chunk.token_ids) - chunk.num_sampled + num_accepted
+        if chunk.prompt:
+            self.stats.prefill_tokens += chunk.num_tokens
+            self._holdings.register(request)
+        return [] if result is None else self._accept(request, chunk, result, now)
 
-    def _accept(self, sequence: Sequence, sampled: Sampled, now: float) -> list[Reply]:
-        sequence.output.append(sampled.token_id)
-        self.stats.generation_tokens += 1
-        if sequence.first_token is None:
-            assert sequence.started is not None
-            sequence.first_token = now
-            self.stats.prefill_seconds.append(now - sequence.started)
+    def _accept(self, request: Request, chunk: Chunk, result: Accepted, now: float) -> list[Reply]:
+        for j in range(chunk.num_sampled - 1):
+            self.stats.drafts[j] += 1
+            self.stats.accepted[j] += j + 1 < len(result.token_ids)
+        start = len(request.output)
+        reason = extend(request, result.token_ids, self.config.eos_token_ids)
+        count = len(request.output) - start
+        self.stats.generation_tokens += count
+        if request.first_token is None:
+            assert request.started is not None
+            request.first_token = now
+            self.stats.prefill_seconds.append(now - request.started)
         tokens = Tokens(
-            request_id=sequence.request_id,
-            start=len(sequence.output) - 1,
-            token_ids=(sampled.token_id,),
-            logprobs=() if sampled.logprob is None else (sampled.logprob,),
+            request_id=request.request_id,
+            start=start,
+            token_ids=result.token_ids[:count],
+            logprobs=result.logprobs[:count],
         )
-        replies = [Reply(sequence.client, tokens)]
-        if self._stops(sequence, sampled.token_id):
-            replies.append(Reply(sequence.client, self._finish(sequence, "stop", stop_token_id=sampled.token_id)))
-        elif len(sequence.output) >= sequence.sampling.max_tokens:
-            replies.append(Reply(sequence.client, self._finish(sequence, "length")))
+        replies = [Reply(request.client, tokens)]
+        if reason is not None:
+            return [*replies, Reply(request.client, self._finish(request, reason))]
+        request.drafts = result.drafts
+        if self.config.num_drafts and not request.in_flight:
+            self._holdings.give_back(request)
         return replies
 
-    def _stops(self, sequence: Sequence, token_id: int) -> bool:
-        params = sequence.sampling
-        if len(sequence.output) < params.min_tokens:
-            return False
-        return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.config.eos_token_ids)
-
-    def _finish(
-        self, sequence: Sequence, reason: str, *, stop_token_id: int | None = None, error: str | None = None
-    ) -> Done:
-        del self._live[sequence.client, sequence.request_id]
-        self._planned.pop(sequence.key, None)
-        if sequence.running:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
-        self.pool.release(sequence.pages)
-        sequence.pages = []
-        started, first = sequence.started, sequence.first_token
-        return Done(
-            request_id=sequence.request_id,
-            finish_reason=reason,
-            prompt_tokens=len(sequence.prompt),
-            cached_tokens=sequence.cached_tokens,
-            completion_tokens=len(sequence.output),
-            stop_token_id=stop_token_id,
-            error=error,
-            queue_seconds=0.0 if started is None else started - sequence.arrived,
-            prefill_seconds=0.0 if started is None or first is None else first - started,
-        )
-
-    def sequence(self, chunk: Chunk) -> Sequence:
-        """The sequence behind a planned chunk, for the sampler."""
-        return self._planned[chunk.request_id]
-
-    def _pages_for(self, length: int) -> int:
-        return -(-length // self.config.page_size)
+    def _finish(self, request: Request, reason: str, error: str | None = None) -> Done:
+        self._roster.end(request)
+        if not request.in_flight:
+            self._holdings.release(request)
+        return farewell(request, reason, error)
 
     def validate(self) -> None:
         """Assert every invariant; called by tests after each event and by an idle engine."""
-        self.pool.validate(s.pages for s in self._live.values())
-        queued = list(self._waiting) + self._running
-        assert len(queued) == len(self._live), "a request is lost or queued twice"
-        assert {id(s) for s in queued} == {id(s) for s in self._live.values()}, "queues and live requests differ"
-        assert len(self._running) <= self.config.max_num_seqs
-        for s in self._waiting:
-            assert (s.pages, s.num_computed, s.running) == ([], 0, False), f"waiting {s.key} holds state"
-        for s in self._running:
-            assert s.num_computed < s.length or s.key in self._planned, f"running {s.key} has nothing to compute"
-            assert len(s.pages) >= self._pages_for(s.num_computed), f"{s.key} computed past its pages"
-            assert len(s.output) < s.sampling.max_tokens
+        assert len(self._roster.running) <= self.config.max_num_seqs
+        assert len(self._flights) <= self.config.max_in_flight
+        self._roster.validate(pair for f in self._flights for pair in zip(f.requests, f.step.chunks, strict=True))
+        self._holdings.validate(self._roster.holders())
+        for r in self._roster.running:
+            assert len(r.drafts) <= self.config.num_drafts, f"{r.key} has {len(r.drafts)} drafts"

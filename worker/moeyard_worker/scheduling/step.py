@@ -2,23 +2,38 @@
 
 from dataclasses import dataclass
 
+RequestKey = tuple[bytes, str]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Consecutive positions of one sequence that one step computes.
+    """Consecutive rows of one request that one step computes.
 
-    `token_ids[i]` sits at position `start + i`; `pages` is the sequence's page table, covering at least positions
-    [0, start + len(token_ids)). `prompt` selects the arithmetic: positions of the prompt use the prompt formula, output
-    positions the decode formula, however they are scheduled (one answer). `sample`: the logits of the last position
-    are wanted.
+    `key`: client and request id. `token_ids[i]` sits at position `start + i`. `pages`: the request's page table, which
+    covers at least positions [0, max_start + num_tokens). `state_slot`: where its state per sequence lives, -1 for a
+    model that has none; a chunk that starts at 0 starts from a blank state, whatever the slot held before.
+    `prompt` selects the arithmetic: positions of the prompt use the prompt formula, output positions the decode
+    formula, however they are scheduled (one answer).
+
+    `num_sampled`: the last so many rows are sampled: none, as a rule one, or 1 + k to verify the k drafts that are
+    `token_ids[1:]`.
+
+    `fed` is None as a rule. In a step that was planned while another was in flight (never more than one) the host may
+    not know this chunk's tokens yet: then `fed` is the index of the request's chunk among that other's `sampled` ones.
+    The device takes the last accepted token, the drafts behind it and the exact start from there; `token_ids` are
+    zeros, and the start is any of [start, max_start], at most `slack` later (0 without drafts). All rows of a fed chunk
+    are sampled; a row that no draft is proposed for may hold any token.
     """
 
-    request_id: str
+    key: RequestKey
     start: int
     token_ids: tuple[int, ...]
     pages: tuple[int, ...]
+    state_slot: int = -1
     prompt: bool
-    sample: bool
+    num_sampled: int
+    fed: int | None = None
+    slack: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -26,8 +41,13 @@ class Chunk:
         return len(self.token_ids)
 
     @property
+    def max_start(self) -> int:
+        """The largest start possible."""
+        return self.start + self.slack
+
+    @property
     def end(self) -> int:
-        """One past the last position, which is also the key/value length its last row attends to."""
+        """One past the last position (with the least start), which is also the key/value length of its last row."""
         return self.start + len(self.token_ids)
 
 
@@ -35,7 +55,8 @@ class Chunk:
 class Step:
     """One lockstep step of one rank: prompt chunks first, then decode chunks; rows are numbered in that order.
 
-    A decode chunk has one row as a rule, and several when output positions are recomputed after a preemption.
+    A decode chunk has one row as a rule, and several when drafts are verified or when output positions are recomputed
+    after a preemption.
     """
 
     prefill: tuple[Chunk, ...] = ()
@@ -63,5 +84,15 @@ class Step:
 
     @property
     def sampled(self) -> tuple[Chunk, ...]:
-        """The chunks whose last row is sampled, in row order; row i of the runner's logits belongs to chunk i."""
-        return tuple(c for c in self.chunks if c.sample)
+        """The chunks of which rows are sampled, in row order."""
+        return tuple(c for c in self.chunks if c.num_sampled)
+
+    @property
+    def sample_rows(self) -> tuple[int, ...]:
+        """Indices of all sampled rows in order, `num_sampled` of each of `sampled`."""
+        rows: list[int] = []
+        end = 0
+        for chunk in self.chunks:
+            end += len(chunk.token_ids)
+            rows += range(end - chunk.num_sampled, end)
+        return tuple(rows)

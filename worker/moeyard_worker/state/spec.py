@@ -7,10 +7,14 @@ from dataclasses import dataclass
 class StateSpec:
     """Sizes are bytes on one rank, over all layers.
 
-    `prefix_reusable` is True when the state of a prompt prefix is exactly its pages (paged KV); a recurrent layer that
-    keeps one state per sequence sets it to False.
+    State is paged, `bytes_per_token`, or sits in one slot per sequence, `bytes_per_sequence` (0 for models whose state
+    is all paged), or both. Every prompt chunk but the last ends at a multiple of `chunk_alignment`, counted from
+    position 0: 64 for linear attention that is computed in chunks, 1 where any cut gives the same bits.
+    `prefix_reusable` is True when the state of a prompt prefix is exactly its pages; a layer that keeps one state per
+    sequence sets it to False.
     """
 
     bytes_per_token: int
     bytes_per_sequence: int = 0
+    chunk_alignment: int = 1
     prefix_reusable: bool = True

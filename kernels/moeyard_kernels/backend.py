@@ -1,0 +1,176 @@
+"""The seam between layers and devices: what a layer may ask of the backend it was built on.
+
+A backend is chosen once, where a worker is assembled. Once a step it makes a plan (padding, page tables, whatever its
+kernels want), which layers hand back without looking into it beyond `StepPlan`. Padding rows are the backend's
+business: every activation has `num_rows` rows, what the rows from `num_tokens` on hold is finite or never read.
+
+Objects that a backend makes for a layer (`Attend`, `ExpertSlots`) keep that layer's weights and state in the form
+that the backend's kernels want. H counts hidden, T = num_tokens, K = experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moeyard_kernels.types.gate import GateRule
+from moeyard_kernels.types.step import StepRows
+
+if TYPE_CHECKING:
+    import torch
+
+# What a backend made and alone can read: it is handed back to the backend that made it.
+Own = Any
+
+
+class StepPlan(Protocol):
+    """One step's rows, as far as all layers may know them. The rest is the backend's own.
+
+    num_tokens: real rows T, of which num_prompt come first. num_rows >= T: rows of every activation.
+    token_ids, positions: [num_rows] int64. sample_rows: [num_sampled or more] int64 rows whose logits are wanted.
+    """
+
+    num_tokens: int
+    num_prompt: int
+    num_rows: int
+    num_sampled: int
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    sample_rows: torch.Tensor
+
+
+class GqaAttend(Protocol):
+    """Grouped-query attention of one layer: head norms, rotation, keys and values into their pages, attention."""
+
+    def attend(self, qkv: torch.Tensor, plan: Own) -> torch.Tensor:
+        """qkv [num_rows, (Hq + 2 Hkv) D] -> [num_rows, Hq D]; all of the step is stored before anything attends."""
+        ...
+
+
+class MlaAttend(Protocol):
+    """Latent attention of one layer: rotation, latents into their pages, attention."""
+
+    def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: Own) -> torch.Tensor:
+        """q [num_rows, Hq (nope + Dr)], latent [num_rows, R] normalised, k_rope [num_rows, Dr] -> [num_rows, Hq Dv]."""
+        ...
+
+
+class ExpertRun(Protocol):
+    """The routed experts over one layer's received rows, computed in as many parts as the caller likes."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """(row, k) pairs of each local expert. On a GPU the host waits for them."""
+        ...
+
+    @property
+    def decode_counts(self) -> tuple[int, ...]:
+        """Those of decode rows."""
+        ...
+
+    @property
+    def known_counts(self) -> tuple[int, ...] | None:
+        """`counts` where the host has them anyway, else None."""
+        ...
+
+    def compute(self, slot_of_expert: Own) -> None:
+        """Run the pairs of every local expert whose slot in a `slot_table` is not -1."""
+        ...
+
+    def result(self) -> torch.Tensor:
+        """[R, K, H], unweighted, with holes where `experts` was -1 (or the expert was in no table)."""
+        ...
+
+
+class ExpertSlots(Protocol):
+    """Memory for S experts of one rank, each in the form its kernel wants."""
+
+    num_slots: int
+
+    def write(self, slot: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
+        """Put one expert, gate and up [I, H] and down [H, I], into a slot, rounded to the served dtype; its bytes."""
+        ...
+
+    def slot_table(self, slots: Sequence[int]) -> Own:
+        """The slot of each local expert, -1 for one that is not to be run, in the form `ExpertRun.compute` takes."""
+        ...
+
+    def begin(
+        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None
+    ) -> ExpertRun:
+        """rows [R, H] for local ids experts [R, K] (-1: not here); prompt [R] bool marks prompt rows (None: none)."""
+        ...
+
+
+class Backend(Protocol):
+    """What layers are written in. One instance per rank and model; it remembers which plans its objects will need."""
+
+    device: torch.device
+    page_size: int
+
+    def matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """weight [N, K] in the form that `linear` wants; a given weight goes through here always or never."""
+        ...
+
+    def plan(self, step: StepRows) -> StepPlan:
+        """The plan of one step. An empty step gives no rows."""
+        ...
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [M, K] @ weight [N, K].T + bias [N]; sums in fp32, one rounding, each row's bits its own."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `ops.rms_norm`."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ops.add_rms_norm`."""
+        ...
+
+    def mla_split_qkv_a_norm(
+        self, qkv_a: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `ops.mla_split_qkv_a_norm`."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `ops.silu_mul`."""
+        ...
+
+    def route(
+        self, x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, plan: Own
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights [T', K] fp32, expert ids [T', K]) of x [num_rows, H]; T <= T' <= num_rows, ids of padding are -1.
+
+        gate [E, H] is fp32 where the family computes its logits so, bias [E] fp32 counts for the choice only.
+        """
+        ...
+
+    def weighted_reduce(
+        self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, plan: Own
+    ) -> torch.Tensor:
+        """partial [T', K, H], weights [T', K], shared [num_rows, H] -> [num_rows, H]; see `ops.moe_weighted_reduce`."""
+        ...
+
+    def gqa(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, window: int | None, eps: float,
+        q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, rope: torch.Tensor | None, interleaved: bool,
+        k: torch.Tensor, v: torch.Tensor,
+    ) -> GqaAttend:  # fmt: skip
+        """Norm weights are [D] (each head by itself) or [heads D] (all heads together); rope [positions, D] is cos then
+        sin; k, v [Hkv, num_pages, page_size, D] are the layer's pages, zero at first."""
+        ...
+
+    def mla(
+        self, *, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, scale: float, kv_b: torch.Tensor,
+        rope: torch.Tensor | None, interleaved: bool, latents: torch.Tensor,
+    ) -> MlaAttend:  # fmt: skip
+        """kv_b [Hq, nope + Dv, R]; latents [num_pages, page_size, R + Dr] are the layer's pages, zero at first."""
+        ...
+
+    def expert_slots(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> ExpertSlots:
+        """Memory for routed experts."""
+        ...

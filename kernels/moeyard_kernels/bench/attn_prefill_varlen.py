@@ -1,0 +1,155 @@
+"""Bench of prompt attention: one long prompt (GQA, rows and pages; MLA), and what a busy step looks like."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from moeyard_kernels.attention import attn_prefill_varlen as kernel
+from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
+
+OPS: tuple[str, ...] = ("attn_prefill_varlen",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Heads and dimensions, the chunks (length, start) of a step, and the page size (0: contiguous rows)."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    dim_k: int
+    dim_v: int
+    chunks: tuple[tuple[int, int], ...]
+    page: int = 0
+    target: Target | None = None
+    # Whether configs are chosen by this shape; others of its class are only timed.
+    tuned: bool = True
+
+    @property
+    def num_keys(self) -> int:
+        return sum(length + start for length, start in self.chunks)
+
+    @property
+    def num_pairs(self) -> float:
+        """(query, key) pairs that are seen; a causal square counts as its half, as is usual."""
+        return sum(length * (start + length / 2) for length, start in self.chunks)
+
+
+_LONG = ((16384, 0),)
+_MIXED = ((2048, 30720), (4096, 0), (1024, 7168), (512, 512), (37, 1000), (1, 4095))
+SHAPES = (
+    Shape(name="GQA 16k", heads=32, kv_heads=8, dim_k=128, dim_v=128, chunks=_LONG, target=Target("tflops", 400)),
+    Shape(
+        name="GQA 16k pages", heads=32, kv_heads=8, dim_k=128, dim_v=128, chunks=_LONG, page=64,
+        target=Target("tflops", 400),
+    ),
+    Shape(name="MLA 16k", heads=16, kv_heads=16, dim_k=192, dim_v=128, chunks=_LONG, target=Target("tflops", 330)),
+    Shape(
+        name="MLA 16k 64h", heads=64, kv_heads=64, dim_k=192, dim_v=128, chunks=_LONG, target=Target("tflops", 330),
+        tuned=False,
+    ),
+    Shape(name="GQA mixed pages", heads=32, kv_heads=4, dim_k=128, dim_v=128, chunks=_MIXED, page=64, tuned=False),
+    Shape(name="MLA mixed", heads=16, kv_heads=16, dim_k=192, dim_v=128, chunks=_MIXED, tuned=False),
+    Shape(name="GQA few rows", heads=32, kv_heads=4, dim_k=128, dim_v=128, chunks=((256, 7936),), page=64),
+    Shape(name="MLA few rows", heads=16, kv_heads=16, dim_k=192, dim_v=128, chunks=((256, 7936),)),
+    Shape(name="GQA d64 16k", heads=32, kv_heads=8, dim_k=64, dim_v=64, chunks=_LONG),
+)  # fmt: skip
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, PrefillPlan]
+
+
+def _inputs(shape: Shape) -> Inputs:
+    """q, keys and values as the shape lays them out, and the plan."""
+    torch.manual_seed(0)
+    lens, starts = [n for n, _ in shape.chunks], [start for _, start in shape.chunks]
+    q = torch.randn(sum(lens), shape.heads, shape.dim_k, device="cuda", dtype=torch.bfloat16)
+    if not shape.page:
+        plan = plan_prefill(lens, starts, device="cuda")
+        return q, *_randn(shape, shape.num_keys, shape.kv_heads), plan
+    counts = [-(-(n + start) // shape.page) for n, start in shape.chunks]
+    order = torch.randperm(sum(counts)).split(counts)
+    table = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True)
+    plan = plan_prefill(lens, starts, page_table=table, page_size=shape.page, device="cuda")
+    return q, *_randn(shape, shape.kv_heads, sum(counts), shape.page), plan
+
+
+def _randn(shape: Shape, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = (torch.randn(*sizes, d, device="cuda", dtype=torch.bfloat16) for d in (shape.dim_k, shape.dim_v))
+    return k, v
+
+
+def _prove(shape: Shape) -> None:
+    """Chunks = whole, alone = in a batch, every config = every other, near float64: at lengths that take no time."""
+    small = replace(shape, chunks=((700, 0), (1, 300), (333, 129)))
+    q, k, v, plan = _inputs(small)
+    scale = shape.dim_k**-0.5
+    whole, _ = kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale)
+    for config in kernel.CONFIGS:
+        got, _ = kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale, config=config)
+        assert_bits(f"{config}", got, whole)
+    row = 0
+    for b, (length, start) in enumerate(small.chunks):
+        keys, values = _keys_of(small, b, k, plan), _keys_of(small, b, v, plan)
+        for begin in range(0, length, 100):
+            end = min(begin + 100, length)
+            alone, _ = kernel.attn_prefill_varlen(
+                q[row + begin : row + end], keys[: start + end], values[: start + end],
+                plan=plan_prefill([end - begin], [start + begin], device="cuda"), scale=scale,
+            )  # fmt: skip
+            assert_bits(f"chunk {b} from {begin} alone", alone, whole[row + begin : row + end])
+        group = shape.heads // shape.kv_heads
+        scores = torch.einsum("thd,lhd->htl", q[row : row + length].double(), keys.double().repeat_interleave(group, 1))
+        hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(start + 1)
+        p = (scores * scale).masked_fill(hidden, float("-inf")).softmax(-1)
+        wanted = torch.einsum("htl,lhd->thd", p, values.double().repeat_interleave(group, 1))
+        error = (whole[row : row + length].double() - wanted).norm() / wanted.norm()
+        assert error < 1e-2, f"chunk {b}: {error:.1e} from float64"
+        row += length
+
+
+def _keys_of(shape: Shape, b: int, x: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
+    """Keys or values of chunk b as contiguous rows [L, Hkv, D]."""
+    length, start = shape.chunks[b]
+    if plan.page_table is not None:
+        pages = plan.page_table[b, : -(-(length + start) // shape.page)].long()
+        return x.index_select(1, pages).flatten(1, 2).transpose(0, 1)[: length + start].contiguous()
+    first = sum(n + s for n, s in shape.chunks[:b])
+    return x[first : first + length + start]
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _baseline(shape: Shape, q: torch.Tensor) -> partial[torch.Tensor]:
+    """torch's attention with its flash kernel over a whole prompt, key heads repeated before."""
+    k, v = _randn(shape, 1, shape.kv_heads, shape.num_keys)
+    group = shape.heads // shape.kv_heads
+    return partial(_sdpa, q.transpose(0, 1)[None], k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+
+
+def cases() -> Iterator[Case]:
+    for shape in SHAPES:
+        q, k, v, plan = _inputs(shape)
+        run = partial(kernel.attn_prefill_varlen, q, k, v, plan=plan, scale=shape.dim_k**-0.5)
+        whole = shape.chunks == _LONG and not shape.page
+        dims = shape.heads * (shape.dim_k + shape.dim_v)
+        yield Case(
+            op="attn_prefill_varlen",
+            shape=f"{shape.name}: {shape.heads}/{shape.kv_heads} heads, {shape.dim_k}/{shape.dim_v}",
+            run=run,
+            prove=partial(_prove, shape),
+            num_bytes=2 * (q.shape[0] * dims + shape.num_keys * shape.kv_heads * (shape.dim_k + shape.dim_v)),
+            num_flops=int(2 * dims * shape.num_pairs),
+            target=shape.target,
+            baseline=_baseline(shape, q) if whole else None,
+            baseline_name="torch sdpa" if whole else "",
+            variants=[(config, partial(run, config=config)) for config in kernel.CONFIGS if shape.tuned],
+            tune_key=("attn_prefill_varlen", kernel.shape_class(q, v, plan)),
+        )

@@ -1,0 +1,80 @@
+"""Bench cases of the gate."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.ref import topk_gate as reference
+
+OPS = ("topk_gate",)
+
+_SIGMOID: Mapping[str, Any] = MappingProxyType({"scoring": "sigmoid", "renormalize": True, "scaling": 2.5})
+_GATES: tuple[tuple[str, int, Mapping[str, Any]], ...] = (
+    ("Kimi-K2 sigmoid bias", 384, _SIGMOID),
+    (
+        "DeepSeek-V3 sigmoid bias, 4 of 8 groups",
+        256,
+        {**_SIGMOID, "num_groups": 8, "topk_groups": 4, "group_score": "top2sum"},
+    ),
+    ("Qwen3 softmax", 128, MappingProxyType({"scoring": "softmax", "renormalize": True})),
+)
+
+
+def cases() -> Iterator[Case]:
+    """Three gates at the issue's 64 tokens, at one token and at a prompt's 4096."""
+    for num_tokens in (64, 1, 4096):
+        for name, num_experts, options in _GATES:
+            yield _case(num_tokens, num_experts, name, options)
+
+
+def _case(num_tokens: int, num_experts: int, name: str, options: Mapping[str, Any]) -> Case:
+    logits = torch.randn(num_tokens, num_experts, device="cuda")
+    bias = torch.randn(num_experts, device="cuda") * 0.1 if options["scoring"] == "sigmoid" else None
+    choose: partial[Any] = partial(ops.topk_gate, top_k=8, bias=bias, **options)
+
+    def prove() -> None:
+        weights, ids = choose(logits)
+        wanted, wanted_ids = reference.topk_gate(
+            logits.cpu(), top_k=8, bias=None if bias is None else bias.cpu(), **options
+        )  # fmt: skip
+        assert_bits("ids of the reference", ids.cpu(), wanted_ids)
+        assert torch.allclose(weights.cpu(), wanted, rtol=1e-6, atol=0), "weights are not the reference's"
+        for t in {0, num_tokens - 1}:
+            assert_bits("row alone", choose(logits[t : t + 1].clone()), (weights[t : t + 1], ids[t : t + 1]))
+
+    return Case(
+        op="topk_gate",
+        shape=f"T{num_tokens} E{num_experts} K8 {name}",
+        run=partial(choose, logits),
+        prove=prove,
+        num_bytes=num_tokens * (4 * num_experts + 8 * 12),
+        target=Target("us", 6) if num_tokens == 64 else None,
+        baseline=(
+            partial(_softmax_chain, logits)
+            if bias is None
+            else partial(_sigmoid_chain, logits, bias, grouped="num_groups" in options)
+        ),
+        baseline_name="torch scores, topk, gather, divide",
+        early=False,
+    )
+
+
+def _softmax_chain(logits: torch.Tensor) -> torch.Tensor:
+    weights, _ = torch.softmax(logits, -1).topk(8, -1)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _sigmoid_chain(logits: torch.Tensor, bias: torch.Tensor, *, grouped: bool) -> torch.Tensor:
+    scores = torch.sigmoid(logits)
+    choice = scores + bias
+    if grouped:
+        best = choice.view(-1, 8, choice.shape[1] // 8).topk(2, -1).values.sum(-1)
+        kept = torch.zeros_like(best).scatter_(1, best.topk(4, -1).indices, 1.0).bool()
+        choice = choice.masked_fill(~kept.repeat_interleave(choice.shape[1] // 8, 1), float("-inf"))
+    weights = scores.gather(1, choice.topk(8, -1).indices)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5

@@ -1,0 +1,159 @@
+"""The CPU backend's attention: what of a layer's text is one call there. Row padding stays in here."""
+
+import torch
+import torch.nn.functional as F
+
+from moeyard_kernels.cpu.attn_prefill import attn_prefill
+from moeyard_kernels.cpu.gqa_decode import gqa_decode
+from moeyard_kernels.cpu.mla_decode import mla_decode
+from moeyard_kernels.cpu.plan import CpuPlan, PromptSegment, pad_heads
+from moeyard_kernels.ref.rms_norm import rms_norm
+from moeyard_kernels.ref.rope import rope as rotate
+
+
+class CpuGqa:
+    """See `Backend.gqa`."""
+
+    def __init__(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, window: int | None, eps: float,
+        q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, rope: torch.Tensor | None, interleaved: bool,
+        k: torch.Tensor, v: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+        self._scale, self._window, self._eps = scale, window, eps
+        self._rope, self._interleaved = rope, interleaved
+        self._k, self._v = k, v
+        self._flat_k, self._flat_v = k.flatten(1, 2), v.flatten(1, 2)
+        self._norm: torch.Tensor | None = None
+        self._wide_norms: tuple[torch.Tensor, torch.Tensor] | None = None
+        if q_norm is not None and k_norm is not None:
+            if q_norm.shape[0] == head_dim:
+                # One pass over all heads: a norm of weight one, then each head's own; a factor of one is exact.
+                self._norm = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)))
+                self._one = torch.ones_like(q_norm)
+            else:
+                self._wide_norms = q_norm, k_norm
+
+    def attend(self, qkv: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+        """See `GqaAttend.attend`; zero in the padding."""
+        num_q, num_qk = self._num_heads, self._num_heads + self._num_kv_heads
+        qkv = qkv.view(qkv.shape[0], -1, self._head_dim)
+        qk = self._normalised(qkv[:, :num_qk])
+        if self._rope is not None:
+            qk = rotate(qk, *plan.rotation(self._rope), interleaved=self._interleaved)
+        num_tokens = plan.num_tokens
+        self._flat_k.index_copy_(1, plan.entries, qk[:num_tokens, num_q:].transpose(0, 1))
+        self._flat_v.index_copy_(1, plan.entries, qkv[:num_tokens, num_qk:].transpose(0, 1))
+        return self._attend(qk[:, :num_q], plan).flatten(1)
+
+    def _normalised(self, qk: torch.Tensor) -> torch.Tensor:
+        if self._norm is not None:
+            return rms_norm(qk, self._one, self._eps).mul_(self._norm)
+        if self._wide_norms is not None:
+            heads = qk.split((self._num_heads, self._num_kv_heads), 1)
+            pairs = zip(heads, self._wide_norms, strict=True)
+            done = [rms_norm(x.flatten(1), weight, self._eps).view(x.shape) for x, weight in pairs]
+            return torch.cat(done, 1)
+        return qk
+
+    def _attend(self, q: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+        """q [num_rows, Hq, D] -> the same shape, zero in the padding."""
+        if not plan.segments:
+            return pad_heads(self._decode(q[: plan.num_decode], plan), plan.num_rows)
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        for part in plan.segments:
+            k, v = (x.index_select(1, part.pages).flatten(1, 2) for x in (self._k, self._v))
+            out[part.begin : part.end] = attn_prefill(
+                q[part.begin : part.end], k, v, start=part.start, scale=self._scale, window=self._window
+            )
+        if plan.num_decode:
+            rows = slice(plan.num_prompt, plan.num_tokens)
+            out[rows] = self._decode(q[rows], plan)
+        return out
+
+    def _decode(self, q: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+        return gqa_decode(q, self._k, self._v, plan=plan.decode[self._window], scale=self._scale)
+
+
+class CpuMla:
+    """See `Backend.mla`.
+
+    Prompt rows decompress the latents of the whole prefix into keys and values per head. Decode rows use the absorbed
+    form: the key decompression moves to the query and the value decompression behind the attention, so that a step
+    reads one latent per position and not a key and a value per head. Same mathematics, other bits: which form a
+    position takes depends on whether it is prompt or output, and on nothing else.
+    """
+
+    def __init__(
+        self, *, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, scale: float, kv_b: torch.Tensor,
+        rope: torch.Tensor | None, interleaved: bool, latents: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self._num_heads, self._nope_dim, self._rope_dim, self._v_dim = num_heads, nope_dim, rope_dim, v_dim
+        self._rank, self._scale = kv_b.shape[2], scale
+        self._rope, self._interleaved = rope, interleaved
+        self._latents, self._flat = latents, latents.flatten(0, 1)
+        self._kv_b = _columns(kv_b.transpose(1, 2))  # [Hq, R, nope + Dv]
+        self._k_absorb = _columns(kv_b[:, :nope_dim])  # [Hq, nope, R]
+        self._v_expand = _columns(kv_b[:, nope_dim:].transpose(1, 2))  # [Hq, R, Dv]
+
+    def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+        """See `MlaAttend.attend`; what the padding holds is finite."""
+        q = q.view(-1, self._num_heads, self._nope_dim + self._rope_dim)
+        # The key's rotated part rotates as one more head of the query.
+        rotated = torch.cat((q[..., self._nope_dim :], k_rope.unsqueeze(1)), 1)
+        if self._rope is not None:
+            rotated = rotate(rotated, *plan.rotation(self._rope), interleaved=self._interleaved)
+        q_rope, k_rope = rotated[:, : self._num_heads], rotated[:, self._num_heads]
+        latent = torch.cat((latent, k_rope), 1)
+        self._flat.index_copy_(0, plan.entries, latent[: plan.num_tokens])
+        return self._attend(q, q_rope, plan).flatten(1)
+
+    def _attend(self, q: torch.Tensor, q_rope: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+        """[num_rows, Hq, Dv]."""
+        if not plan.segments:
+            return pad_heads(self._decode(q, q_rope, plan), plan.num_rows)
+        out = q.new_zeros(plan.num_rows, self._num_heads, self._v_dim)
+        for part in plan.segments:
+            out[part.begin : part.end] = self._prompt(q, q_rope, part)
+        if plan.num_decode:
+            done = self._decode(q, q_rope, plan)
+            out[plan.num_prompt : plan.num_tokens] = done[: plan.num_decode]
+        return out
+
+    def _prompt(self, q: torch.Tensor, q_rope: torch.Tensor, part: PromptSegment) -> torch.Tensor:
+        """[rows of the part, Hq, Dv] from keys and values decompressed per head."""
+        nope, heads = self._nope_dim, self._num_heads
+        rows = self._latents.index_select(0, part.pages).flatten(0, 1)  # [L, R + Dr], L a multiple of 64
+        kv = torch.bmm(rows[:, : self._rank].expand(heads, -1, -1), self._kv_b)
+        k_nope, v = kv[..., :nope], kv[..., nope : nope + self._v_dim]
+        k_rope = rows[:, self._rank :].expand(heads, -1, -1)
+        here = slice(part.begin, part.end)
+        return attn_prefill(
+            torch.cat((q[here, :, :nope], q_rope[here]), -1),
+            torch.cat((k_nope, k_rope), -1),
+            v,
+            start=part.start,
+            scale=self._scale,
+        )
+
+    def _decode(self, q: torch.Tensor, q_rope: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+        """[padded decode rows, Hq, Dv] in the absorbed form; both products run over padded rows."""
+        begin, count = plan.num_prompt, plan.num_decode
+        q_nope = q[begin : begin + plan.num_decode_rows, :, : self._nope_dim]
+        q_latent = torch.bmm(q_nope.transpose(0, 1), self._k_absorb).transpose(0, 1)
+        latent = mla_decode(
+            q_latent[:count, :, : self._rank],
+            q_rope[begin : begin + count],
+            self._latents,
+            plan=plan.decode[None],
+            scale=self._scale,
+        )
+        latent = pad_heads(latent, plan.num_decode_rows)
+        return torch.bmm(latent.transpose(0, 1), self._v_expand).transpose(0, 1)[..., : self._v_dim]
+
+
+def _columns(weight: torch.Tensor) -> torch.Tensor:
+    """weight [X, K, N] with N padded to a multiple of 16 by zeros: products of fewer columns take paths of the CPU's
+    library on which a row's bits depend on its place. A view where nothing is missing."""
+    missing = -weight.shape[2] % 16
+    return F.pad(weight, (0, missing)) if missing else weight

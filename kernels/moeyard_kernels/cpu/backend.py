@@ -1,0 +1,82 @@
+"""The CPU backend: row counts that keep a row's bits, packed weights, index work by numpy. See `backend`."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from moeyard_kernels.cpu.attention import CpuGqa, CpuMla
+from moeyard_kernels.cpu.experts import CpuExpertSlots
+from moeyard_kernels.cpu.linear import linear, pack_weight
+from moeyard_kernels.cpu.plan import CpuPlan
+from moeyard_kernels.ref.mla_split_qkv_a_norm import mla_split_qkv_a_norm
+from moeyard_kernels.ref.moe_weighted_reduce import moe_weighted_reduce
+from moeyard_kernels.ref.rms_norm import add_rms_norm, rms_norm
+from moeyard_kernels.ref.silu_mul import silu_mul
+from moeyard_kernels.ref.topk_gate import topk_gate
+from moeyard_kernels.types.decode_tables import BLOCK
+from moeyard_kernels.types.gate import GateRule
+from moeyard_kernels.types.step import StepRows
+
+
+class CpuBackend:
+    """`Backend` on the CPU. Raises ValueError for a page size that does not divide the attention's block of 64."""
+
+    device = torch.device("cpu")
+    matrix = staticmethod(pack_weight)
+    linear = staticmethod(linear)
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    mla_split_qkv_a_norm = staticmethod(mla_split_qkv_a_norm)
+    silu_mul = staticmethod(silu_mul)
+    expert_slots = staticmethod(CpuExpertSlots)
+
+    def __init__(self, *, page_size: int) -> None:
+        if page_size < 1 or BLOCK % page_size:
+            raise ValueError(f"page_size {page_size} does not divide {BLOCK}")
+        self.page_size = page_size
+        # The sliding windows of the layers built so far, each of which needs a plan of its own.
+        self._windows: set[int | None] = set()
+
+    def plan(self, step: StepRows) -> CpuPlan:
+        """See `Backend.plan`."""
+        return CpuPlan(step, page_size=self.page_size, windows=self._windows)
+
+    def gqa(self, **arguments: Any) -> CpuGqa:
+        """See `Backend.gqa`."""
+        self._windows.add(arguments["window"])
+        return CpuGqa(**arguments)
+
+    def mla(self, **arguments: Any) -> CpuMla:
+        """See `Backend.mla`."""
+        self._windows.add(None)
+        return CpuMla(**arguments)
+
+    def route(
+        self, x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, plan: CpuPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Backend.route`; returns the T real rows."""
+        if not plan.num_tokens:
+            return x.new_empty(0, rule.top_k, dtype=torch.float32), x.new_empty(0, rule.top_k, dtype=torch.int64)
+        weights, ids = topk_gate(
+            linear(x.to(gate.dtype), gate).float(),
+            top_k=rule.top_k,
+            scoring=rule.scoring,
+            renormalize=rule.renormalize,
+            bias=bias,
+            num_groups=rule.num_groups,
+            topk_groups=rule.topk_groups,
+            group_score=rule.group_score,
+            scaling=rule.scaling,
+        )
+        return weights[: plan.num_tokens], ids[: plan.num_tokens]
+
+    def weighted_reduce(
+        self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, plan: CpuPlan
+    ) -> torch.Tensor:
+        """See `Backend.weighted_reduce`; zero in the padding."""
+        count = plan.num_tokens
+        if not count:
+            return partial.new_empty(0, partial.shape[2])
+        out = moe_weighted_reduce(partial, weights, None if shared is None else shared[:count])
+        return out if count == plan.num_rows else F.pad(out, (0, 0, 0, plan.num_rows - count))

@@ -1,0 +1,99 @@
+"""The CPU backend's routed experts: slots of packed matrices, and rows grouped by expert on the host.
+
+Few rows go through many experts, so index work is numpy: on a handful of integers one numpy call costs about a tenth of
+the torch call that does the same.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from moeyard_kernels.cpu.grouped_mlp import grouped_mlp
+from moeyard_kernels.cpu.linear import pack_weight
+
+
+class CpuExpertSlots:
+    """S slots; `gate_up[s]` [2I, H] (gate rows first) and `down[s]` [H, I] are packed for the CPU's matrix products.
+
+    Every slot is packed, however its expert came to be there, because a packed and a plain matrix may differ in the
+    bits of their products. A slot takes memory when it is first written.
+    """
+
+    def __init__(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+        self.num_slots = num_slots
+        self._intermediate = intermediate
+        self._gate_up = torch.empty(2 * intermediate, hidden, dtype=dtype)
+        self._down = torch.empty(hidden, intermediate, dtype=dtype)
+        empty = torch.empty(0, dtype=dtype)
+        self.gate_up = [empty] * num_slots
+        self.down = [empty] * num_slots
+
+    def write(self, slot: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
+        """See `ExpertSlots.write`."""
+        self._gate_up[: self._intermediate].copy_(gate)
+        self._gate_up[self._intermediate :].copy_(up)
+        self._down.copy_(down)
+        self.gate_up[slot] = _packed(self._gate_up)
+        self.down[slot] = _packed(self._down)
+        return (self._gate_up.numel() + self._down.numel()) * self._down.itemsize
+
+    def slot_table(self, slots: Sequence[int]) -> Sequence[int]:
+        """The slots themselves."""
+        return slots
+
+    def begin(
+        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None
+    ) -> "CpuExpertRun":
+        """See `ExpertSlots.begin`."""
+        return CpuExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt)
+
+
+class CpuExpertRun:
+    """One layer's rows, grouped by expert. See `ExpertRun`; an id of [num_experts, ...) is an assertion."""
+
+    def __init__(
+        self, slots: CpuExpertSlots, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int,
+        prompt: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        self._slots, self._rows = slots, rows
+        self._num_rows, self._top_k = experts.shape
+        flat = experts.numpy().reshape(-1)
+        counts = np.bincount(flat + 1, minlength=num_experts + 1).tolist()
+        assert len(counts) == num_experts + 1, f"expert {len(counts) - 2} of {num_experts}"
+        self.counts: tuple[int, ...] = tuple(counts[1:])
+        # Pairs row * K + k of the experts that are here: by expert, then by pair.
+        pairs = flat.argsort(kind="stable")[counts[0] :]
+        self._pairs = torch.from_numpy(pairs)
+        self._row_of_pair = torch.from_numpy(pairs // self._top_k)
+        self._out = rows.new_empty(pairs.size, rows.shape[1])
+        self.decode_counts = self.counts
+        if prompt is not None:
+            decode = flat[~prompt.numpy().repeat(self._top_k)]
+            self.decode_counts = tuple(np.bincount(decode + 1, minlength=num_experts + 1).tolist()[1:])
+
+    @property
+    def known_counts(self) -> tuple[int, ...]:
+        """The host has grouped the pairs itself."""
+        return self.counts
+
+    def compute(self, slot_of_expert: Sequence[int]) -> None:
+        """See `ExpertRun.compute`."""
+        groups, start = [], 0
+        for count, slot in zip(self.counts, slot_of_expert, strict=True):
+            if count and slot >= 0:
+                groups.append((start, count, slot))
+            start += count
+        grouped_mlp(self._rows, self._row_of_pair, groups, self._slots.gate_up, self._slots.down, self._out)
+
+    def result(self) -> torch.Tensor:
+        """See `ExpertRun.result`."""
+        out = self._out.new_empty(self._num_rows * self._top_k, self._out.shape[1])
+        out.index_copy_(0, self._pairs, self._out)
+        return out.view(self._num_rows, self._top_k, out.shape[1])
+
+
+def _packed(matrix: torch.Tensor) -> torch.Tensor:
+    """A copy of `matrix` in the kernels' form, which on some machines is the plain one."""
+    packed = pack_weight(matrix)
+    return packed.clone() if packed is matrix else packed

@@ -1,0 +1,121 @@
+"""A step as the CPU backend computes it: everything about its rows that all layers share, made once."""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from moeyard_kernels.cpu.decode_plan import DecodePlan, plan_decode
+from moeyard_kernels.cpu.linear import padded_rows
+from moeyard_kernels.types.decode_tables import BLOCK
+from moeyard_kernels.types.step import ChunkRows, StepRows
+
+# The absorbed products of latent attention see decode rows in multiples of this many: fewer than four rows take another
+# path of the CPU's matrix product, with other bits.
+DECODE_TILE = 4
+
+
+class PromptSegment:
+    """Rows [begin, end) are one prompt chunk; the first sits at position `start`.
+
+    `pages` [n] int64 hold positions 0 to at least start + end - begin, in order and rounded up to whole attention
+    blocks (the last page repeats: what it adds is never seen).
+    """
+
+    __slots__ = ("begin", "end", "pages", "start")
+
+    def __init__(self, begin: int, end: int, start: int, pages: torch.Tensor) -> None:
+        self.begin, self.end, self.start, self.pages = begin, end, start, pages
+
+
+class CpuPlan:
+    """The rows of one step: prompt rows, decode rows, padding. A `StepPlan`.
+
+    num_tokens real rows T, of which num_prompt come first; num_rows is T padded (`padded_rows`) and holds the decode
+    rows padded to `DECODE_TILE` too: rows num_prompt .. num_prompt + num_decode_rows.
+    token_ids, positions: [num_rows] int64, zero in the padding.
+    entries: [T] int64, page * page_size + offset of each row's place in the pages.
+    decode: per sliding window, which pages the T - num_prompt decode rows read.
+    sample_rows: [num_sampled padded] int64, rows whose logits are wanted; the padding repeats row 0.
+    """
+
+    __slots__ = (
+        *("_rotations", "decode", "entries", "num_decode", "num_decode_rows", "num_prompt", "num_rows", "num_sampled"),
+        *("num_tokens", "positions", "sample_rows", "segments", "token_ids"),
+    )
+
+    decode: dict[int | None, DecodePlan]
+
+    def __init__(self, step: StepRows, *, page_size: int, windows: Iterable[int | None]) -> None:
+        chunks = (*step.prefill, *step.decode)
+        self.num_prompt = num_prompt = sum(len(c.token_ids) for c in step.prefill)
+        self.num_decode = num_decode = sum(len(c.token_ids) for c in step.decode)
+        self.num_tokens = num_tokens = num_prompt + num_decode
+        self.num_decode_rows = num_decode + -num_decode % DECODE_TILE
+        self.num_rows = padded_rows(num_prompt + self.num_decode_rows)
+        token_ids = np.zeros(self.num_rows, dtype=np.int64)
+        positions = np.zeros(self.num_rows, dtype=np.int64)
+        entries = np.empty(num_tokens, dtype=np.int64)
+        self.segments: list[PromptSegment] = []
+        begin = 0
+        for chunk in chunks:
+            start, end = chunk.start, begin + len(chunk.token_ids)
+            if end == begin + 1:
+                page, offset = divmod(start, page_size)
+                token_ids[begin], positions[begin] = chunk.token_ids[0], start
+                entries[begin] = chunk.pages[page] * page_size + offset
+            else:
+                token_ids[begin:end] = chunk.token_ids
+                position = np.arange(start, start + end - begin)
+                positions[begin:end] = position
+                entries[begin:end] = np.asarray(chunk.pages)[position // page_size] * page_size + position % page_size
+            if chunk.prompt:
+                pages = torch.from_numpy(_block_pages(chunk, page_size))
+                self.segments.append(PromptSegment(begin, end, start, pages))
+            begin = end
+        self.num_sampled = len(step.sample_rows)
+        sample_rows = np.zeros(padded_rows(self.num_sampled), dtype=np.int64)
+        sample_rows[: self.num_sampled] = step.sample_rows
+        self.token_ids, self.positions = torch.from_numpy(token_ids), torch.from_numpy(positions)
+        self.entries, self.sample_rows = torch.from_numpy(entries), torch.from_numpy(sample_rows)
+        table, kv_lens = _decode_table(step.decode, page_size)
+        self.decode = {w: plan_decode(table, kv_lens, page_size=page_size, window=w) for w in windows}
+        self._rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def rotation(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) [num_rows, D / 2] fp32 of all rows from a table [positions, D], looked up once a step."""
+        found = self._rotations.get(id(table))
+        if found is None:
+            half = table.shape[1] // 2
+            rows = table.index_select(0, self.positions)
+            found = self._rotations[id(table)] = rows[:, :half], rows[:, half:]
+        return found
+
+
+def pad_heads(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """x [M, heads, D] with zero rows behind it up to `num_rows`; x itself when nothing is missing."""
+    return x if x.shape[0] == num_rows else F.pad(x, (0, 0, 0, 0, 0, num_rows - x.shape[0]))
+
+
+def _block_pages(chunk: ChunkRows, page_size: int) -> np.ndarray:
+    """The pages of positions [0, end), then the last one again up to a whole attention block."""
+    end = chunk.start + len(chunk.token_ids)
+    used = -(-end // page_size)
+    pages = np.full(-(-end // BLOCK) * (BLOCK // page_size), chunk.pages[used - 1], dtype=np.int64)
+    pages[:used] = chunk.pages[:used]
+    return pages
+
+
+def _decode_table(decode: Sequence[ChunkRows], page_size: int) -> tuple[torch.Tensor, list[int]]:
+    """One row of pages and one length per decode row; each row of a chunk sees one position more than that before."""
+    ends = [chunk.start + len(chunk.token_ids) for chunk in decode]
+    kv_lens = list(chain.from_iterable(range(c.start + 1, end + 1) for c, end in zip(decode, ends, strict=True)))
+    used = [-(-end // page_size) for end in ends]
+    table = np.zeros((len(kv_lens), max(used, default=1)), dtype=np.int64)
+    row = 0
+    for chunk, count in zip(decode, used, strict=True):
+        table[row : row + len(chunk.token_ids), :count] = chunk.pages[:count]
+        row += len(chunk.token_ids)
+    return torch.from_numpy(table), kv_lens

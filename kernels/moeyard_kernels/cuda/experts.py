@@ -1,0 +1,80 @@
+"""Routed experts through the door's kernels: slots as two tensors, nothing decided on the host."""
+
+from collections.abc import Sequence
+
+import torch
+
+from moeyard_kernels import ops
+
+
+class CudaExpertSlots:
+    """S slots: gate_up [S, 2I, H] (gate rows first) and down [S, H, I], as `ops.grouped_gemm` reads them."""
+
+    def __init__(
+        self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_slots = num_slots
+        self.gate_up = torch.empty(num_slots, 2 * intermediate, hidden, dtype=dtype, device=device)
+        self.down = torch.empty(num_slots, hidden, intermediate, dtype=dtype, device=device)
+
+    def write(self, slot: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
+        """See `ExpertSlots.write`."""
+        gate_up = self.gate_up[slot]
+        gate_up[: gate.shape[0]].copy_(gate)
+        gate_up[gate.shape[0] :].copy_(up)
+        self.down[slot].copy_(down)
+        return (gate_up.numel() + down.numel()) * self.down.itemsize
+
+    def slot_table(self, slots: Sequence[int]) -> torch.Tensor:
+        """[local experts] int32 on the device."""
+        return torch.tensor(slots, dtype=torch.int32).to(self.down.device)
+
+    def begin(
+        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None
+    ) -> "CudaExpertRun":
+        """See `ExpertSlots.begin`."""
+        return CudaExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt)
+
+
+class CudaExpertRun:
+    """One layer's rows. See `ExpertRun`."""
+
+    known_counts = None
+
+    def __init__(
+        self, slots: CudaExpertSlots, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int,
+        prompt: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        self._slots, self._rows, self._experts, self._prompt = slots, rows, experts, prompt
+        self._num_experts = num_experts
+        self._block_rows = ops.expert_block_rows(experts.numel(), num_experts)
+        self._out = rows.new_empty(experts.numel(), rows.shape[1])
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """See `ExpertRun.counts`; waits for the device."""
+        return self._count(self._experts)
+
+    @property
+    def decode_counts(self) -> tuple[int, ...]:
+        """See `ExpertRun.decode_counts`; waits for the device."""
+        return self._count(self._experts if self._prompt is None else self._experts[~self._prompt])
+
+    def _count(self, experts: torch.Tensor) -> tuple[int, ...]:
+        counts = torch.bincount(experts.flatten() + 1, minlength=self._num_experts + 1)
+        return tuple(counts[1:].tolist())
+
+    def compute(self, slot_of_expert: torch.Tensor) -> None:
+        """See `ExpertRun.compute`."""
+        if not self._out.shape[0]:
+            return
+        layout = ops.expert_layout(
+            self._experts, slot_of_expert, num_slots=self._slots.num_slots, block_rows=self._block_rows
+        )
+        ops.grouped_gemm(
+            self._rows, self._slots.gate_up, self._slots.down, layout, top_k=self._experts.shape[1], out=self._out
+        )
+
+    def result(self) -> torch.Tensor:
+        """See `ExpertRun.result`."""
+        return self._out.view(*self._experts.shape, self._out.shape[1])

@@ -1,0 +1,154 @@
+"""Triton: y[t, h] = weight[h] @ x[t, h], the projections of latent attention that each head has for itself.
+
+One fp32 accumulator per output, K ascending, as in `linear`: neither the tile nor the number of rows shows in a row's
+bits, which cuBLAS's batched product does not promise. With few rows all that counts is how soon the weights are under
+way: a program asks for AHEAD steps of its slice at once, before it needs x, and before the launch ahead has ended if
+nobody writes the weight meanwhile (`static_weight`).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.common import launch, tuning
+from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
+from moeyard_kernels.common.rounding import product
+
+OP = "head_linear"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig(tuning.Config):
+    """BM rows by BN outputs of a head; AHEAD steps of BK at once, the rest in a loop; SWAP: the weight on the left."""
+
+    kernel: Literal["heads"] = "heads"
+    BM: int
+    BN: int
+    BK: int
+    AHEAD: int
+    SWAP: bool = True
+
+
+_FEW = tuple(
+    HeadConfig(BM=rows, BN=columns, BK=64, AHEAD=8, num_warps=warps)
+    for rows in (16, 32, 64)
+    for columns, warps in ((32, 2), (64, 4), (128, 8))
+)
+_MANY = (
+    HeadConfig(BM=64, BN=128, BK=64, AHEAD=0, SWAP=False, num_stages=4),
+    HeadConfig(BM=128, BN=128, BK=64, AHEAD=0, SWAP=False, num_warps=8, num_stages=3),
+)
+# fp32 runs on the plain cores, which is slow however it is cut.
+_FP32 = HeadConfig(BM=16, BN=32, BK=32, AHEAD=0, SWAP=False, num_stages=2)
+CONFIGS: tuple[HeadConfig, ...] = (*_FEW, *_MANY, _FP32)
+
+_ROWS = (16, 32, 64, 512, 4096)
+
+
+def shape_class(num_rows: int, num_heads: int, num_out: int, dim: int, along_k: bool) -> str:
+    """The class that bf16 configs are stored under. along_k: the weight is contiguous along K, not along outputs."""
+    rows = next((r for r in _ROWS if num_rows <= r), _ROWS[-1])
+    return f"M{rows} H{num_heads} N{num_out} K{dim} {'rows' if along_k else 'columns'}"
+
+
+def configs_for(num_rows: int) -> tuple[HeadConfig, ...]:
+    """The configs worth trying for that many rows, in bf16."""
+    return tuple(c for c in _FEW if c.BM // 2 < max(num_rows, 16) <= c.BM) if num_rows <= 64 else _MANY
+
+
+def default_config(num_rows: int, num_heads: int, num_out: int) -> HeadConfig:
+    """The config of bf16 shapes that nobody tuned."""
+    if num_rows > 64:
+        return _MANY[num_rows > 512]
+    # Slices of 64 columns, if that still gives a program to each multiprocessor.
+    narrow = num_heads * triton.cdiv(num_out, 64) < 132
+    return next(c for c in _FEW if num_rows <= c.BM and (32 if narrow else 64) == c.BN)
+
+
+@triton.jit
+def _columns(p_bw, o_k, s_k, K: tl.constexpr, EVEN_K: tl.constexpr):
+    """One step of a slice of the weight, [BN, BK]."""
+    if EVEN_K:
+        b_w = tl.load(p_bw + o_k[None, :] * s_k)
+    else:
+        b_w = tl.load(p_bw + o_k[None, :] * s_k, mask=(o_k < K)[None, :], other=0.0)
+    return b_w
+
+
+@triton.jit
+def _rows(p_bx, m_m, o_k, K: tl.constexpr, EVEN_K: tl.constexpr):
+    """One step of the rows of x, [BM, BK]."""
+    m_x = m_m[:, None]
+    if not EVEN_K:
+        m_x = m_x & (o_k < K)[None, :]
+    return tl.load(p_bx + o_k[None, :], mask=m_x, other=0.0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _head_linear_kernel(
+    p_x, p_w, p_y, T, H, N, s_xt, s_xh, s_wh, s_wn, s_wk,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, SWAP: tl.constexpr,
+    STATIC: tl.constexpr,
+):  # fmt: skip
+    """One tile of y [T, H, N]: BM rows and BN outputs of a head. Grid: (H ceil(N / BN) ceil(T / BM),), rows fastest."""
+    EVEN_K: tl.constexpr = K % BK == 0
+    if not STATIC:
+        wait_for_previous()
+        let_next_begin()
+    tiles_m, tiles_n = tl.cdiv(T, BM), tl.cdiv(N, BN)
+    i_m, i_slice = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
+    i_h = (i_slice // tiles_n).to(tl.int64)
+    o_m = i_m * BM + tl.arange(0, BM)
+    o_n = i_slice % tiles_n * BN + tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    m_m = o_m < T
+    p_bx = p_x + i_h * s_xh + o_m.to(tl.int64)[:, None] * s_xt
+    # Outputs past N repeat the last: their results are not stored.
+    p_bw = p_w + i_h * s_wh + tl.minimum(o_n, N - 1).to(tl.int64)[:, None] * s_wn
+    # All loads before the first use: they are in flight together.
+    b_ws = ()
+    for u in tl.static_range(AHEAD):
+        b_w = _columns(p_bw, u * BK + o_k, s_wk, K, EVEN_K)
+        # Triton has no unpacking.
+        b_ws = b_ws + (b_w,)  # type: ignore[assignment]  # noqa: RUF005
+    if STATIC:
+        wait_for_previous()
+        let_next_begin()
+    b_acc = tl.zeros([BN, BM] if SWAP else [BM, BN], dtype=tl.float32)
+    for u in tl.static_range(AHEAD):
+        b_acc = product(_rows(p_bx, m_m, u * BK + o_k, K, EVEN_K), b_ws[u], b_acc, SWAP)
+    for i_k in range(AHEAD * BK, K, BK):
+        b_w = _columns(p_bw, i_k + o_k, s_wk, K, EVEN_K)
+        b_acc = product(_rows(p_bx, m_m, i_k + o_k, K, EVEN_K), b_w, b_acc, SWAP)
+    if SWAP:
+        b_acc = tl.trans(b_acc)
+    p_by = p_y + (o_m.to(tl.int64)[:, None] * H + i_h) * N + o_n[None, :]
+    tl.store(p_by, b_acc.to(p_y.dtype.element_ty), mask=m_m[:, None] & (o_n < N)[None, :])
+
+
+def head_linear(
+    x: torch.Tensor, weight: torch.Tensor, *, static_weight: bool = False, config: HeadConfig | None = None
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.head_linear`. Raises ValueError for what its grid cannot hold."""
+    num_rows, num_heads, dim = x.shape
+    num_out = weight.shape[1]
+    out = launch.new_output(num_rows, num_heads, num_out, like=x)
+    if not out.numel():
+        return launch.finish(out, x.dtype)
+    if config is None and x.dtype == torch.float32:
+        config = _FP32
+    if config is None:
+        name = shape_class(num_rows, num_heads, num_out, dim, weight.stride(2) == 1)
+        config = tuning.choose(OP, name, x, (HeadConfig,), lambda: default_config(num_rows, num_heads, num_out))
+    tiles = num_heads * triton.cdiv(num_out, config.BN) * triton.cdiv(num_rows, config.BM)
+    if tiles > launch.MAX_GRID_X:
+        raise ValueError(f"{OP}: x {list(x.shape)} and weight {list(weight.shape)} exceed the grid of a GPU")
+    _head_linear_kernel[(tiles,)](
+        x, weight, out, num_rows, num_heads, num_out, *x.stride()[:2], *weight.stride(),
+        K=dim, BM=config.BM, BN=config.BN, BK=config.BK, AHEAD=min(config.AHEAD, triton.cdiv(dim, config.BK)),
+        SWAP=config.SWAP, STATIC=static_weight, **config.options, **dependent(x),
+    )  # fmt: skip
+    return launch.finish(out, x.dtype)

@@ -1,0 +1,20 @@
+"""Projections: one product in fp32, one rounding."""
+
+import torch
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, static_weight: bool = False
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.linear`. On a CPU nothing is launched ahead, so static_weight says nothing."""
+    y = x.float() @ weight.float().T
+    if bias is not None:
+        y += bias.float()
+    return y.to(x.dtype)
+
+
+def linear_pair(
+    x: torch.Tensor, weight_a: torch.Tensor, weight_b: torch.Tensor, *, static_weight: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `moeyard_kernels.ops.linear_pair`."""
+    return linear(x, weight_a), linear(x, weight_b)

@@ -1,0 +1,40 @@
+"""What a backend reads of a step: which rows there are, of which positions, in which pages. Pure.
+
+The scheduler's `Chunk` and `Step` have this form; a backend makes its plan from them and layers never see them.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class ChunkRows(Protocol):
+    """Consecutive rows of one sequence: `token_ids[i]` sits at position `start + i`.
+
+    `pages` holds positions 0 to at least start + len(token_ids) - 1 in order; `state_slot` is the sequence's slot of
+    recurrent state, -1 where the model has none. `prompt` selects the arithmetic (prompt or decode formula).
+    """
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def pages(self) -> Sequence[int]: ...
+    @property
+    def state_slot(self) -> int: ...
+    @property
+    def prompt(self) -> bool: ...
+
+
+class StepRows(Protocol):
+    """One rank's step: the rows of all prompt chunks, then those of all decode chunks.
+
+    `sample_rows` are the rows whose logits are wanted, one by one and ascending.
+    """
+
+    @property
+    def prefill(self) -> Sequence[ChunkRows]: ...
+    @property
+    def decode(self) -> Sequence[ChunkRows]: ...
+    @property
+    def sample_rows(self) -> Sequence[int]: ...

@@ -1,0 +1,182 @@
+"""A projection per head: right at odd shapes and strides, the same bits for every config, batch and layout.
+
+Interpreted, the inputs are small integers, whose sums are exact in any order: indices and masks are what is tested. On
+a GPU the inputs are random and the bits are compared.
+"""
+
+import pytest
+import torch
+from tests.kernels.graphs import assert_replays
+
+from moeyard_kernels import ops
+from moeyard_kernels.common import launch
+from moeyard_kernels.linear import head_linear as kernel
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+BF16, FP32 = torch.bfloat16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+LAYOUTS = pytest.mark.parametrize("absorb", [True, False], ids=["absorb", "expand"])
+GPU_ONLY = pytest.mark.skipif(not CUDA, reason="compares the bits of a GPU's tensor cores")
+# Heads, nope, rank, Dv of DeepSeek-V2-Lite, Kimi-K2 and DeepSeek-V3, and odd ones.
+MODELS = [(16, 128, 512, 128), (64, 128, 512, 128), (128, 128, 512, 128), (3, 40, 200, 72)]
+
+
+def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype) if CUDA else torch.randint(-4, 5, shape).to(dtype)
+
+
+def weight_of(kv_b: torch.Tensor, nope: int, absorb: bool) -> torch.Tensor:
+    """The view [H, N, K] of kv_b [H, nope + Dv, R] that absorbs queries or expands values."""
+    return kv_b[:, :nope].transpose(1, 2) if absorb else kv_b[:, nope:]
+
+
+def run(x: torch.Tensor, weight: torch.Tensor, **options: object) -> torch.Tensor:
+    """The kernel's result, into memory that held NaN before."""
+    stored = x.dtype if CUDA else FP32
+    poison = torch.full((x.shape[0], x.shape[1], weight.shape[1]), float("nan"), device=DEVICE, dtype=stored)
+    del poison
+    return kernel.head_linear(x, weight, **options)  # type: ignore[arg-type]
+
+
+def assert_right(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Exact where sums are (integers), near float64 otherwise."""
+    wanted = torch.einsum("thk,hnk->thn", x.double(), weight.double())
+    assert y.dtype == x.dtype
+    assert y.is_contiguous()
+    if not CUDA:
+        assert torch.equal(y, wanted.to(x.dtype))
+    elif wanted.numel() and wanted.any():
+        assert ((y.double() - wanted).norm() / wanted.norm()).item() < (1e-2 if x.dtype == BF16 else 3e-6)
+
+
+@DTYPES
+@LAYOUTS
+@pytest.mark.parametrize(("rows", "heads", "nope", "rank", "dim_v"), [(1, 3, 16, 40, 24), (70, 2, 33, 65, 17)])
+def test_both_views_of_one_weight(
+    rows: int, heads: int, nope: int, rank: int, dim_v: int, absorb: bool, dtype: torch.dtype
+) -> None:
+    kv_b = draw(heads, nope + dim_v, rank, dtype=dtype)
+    weight = weight_of(kv_b, nope, absorb)
+    x = draw(rows, heads, weight.shape[2], dtype=dtype)
+    y = run(x, weight)
+    assert_right(y, x, weight)
+    assert torch.equal(run(x, weight, static_weight=True), y)
+    assert torch.equal(run(x, weight.contiguous()), y), "the layout of the weight shows"
+    # A slice of a wider row, heads first, and one row for all heads.
+    wide = torch.full((heads, rows, weight.shape[2] + 5), float("nan"), dtype=dtype, device=DEVICE)
+    wide[..., 2:-3] = x.transpose(0, 1)
+    assert torch.equal(run(wide[..., 2:-3].transpose(0, 1), weight), y)
+    shared = x[:, :1].expand(-1, heads, -1)
+    assert torch.equal(run(shared, weight), run(shared.contiguous(), weight))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("config", kernel.CONFIGS, ids=str)
+def test_every_config_is_right(config: kernel.HeadConfig, absorb: bool) -> None:
+    # More steps of K than are asked for at once, and fewer.
+    for rows, nope, rank, dim_v in (
+        ((17, 72, 40, 33), (5, 600, 48, 20)) if CUDA or config.AHEAD else ((17, 72, 40, 33),)
+    ):
+        weight = weight_of(draw(2, nope + dim_v, rank, dtype=BF16), nope, absorb)
+        x = draw(rows, 2, weight.shape[2], dtype=BF16)
+        y = run(x, weight, config=config)
+        assert_right(y, x, weight)
+        assert torch.equal(y, run(x, weight))
+
+
+@DTYPES
+def test_no_rows_no_outputs_and_nothing_to_sum(dtype: torch.dtype) -> None:
+    x, weight = draw(3, 2, 16, dtype=dtype), draw(2, 5, 16, dtype=dtype)
+    assert run(x[:0], weight).shape == (0, 2, 5)
+    assert run(x, weight[:, :0]).shape == (3, 2, 0)
+    assert run(x[:, :0], weight[:0]).shape == (3, 0, 5)
+    assert torch.equal(run(x[..., :0], weight[..., :0]), x.new_zeros(3, 2, 5))
+
+
+def test_a_row_ignores_what_its_neighbours_hold() -> None:
+    x, weight = draw(20, 2, 64, dtype=BF16), draw(2, 40, 64, dtype=BF16)
+    whole = run(x, weight)
+    others = torch.full_like(x, float("nan"))
+    others[7, 1] = x[7, 1]
+    assert torch.equal(run(others, weight)[7, 1], whole[7, 1])
+
+
+@DTYPES
+@LAYOUTS
+def test_the_oracle_rounds_once(absorb: bool, dtype: torch.dtype) -> None:
+    weight = weight_of(torch.randn(3, 60, 100).to(dtype), 24, absorb)
+    x = torch.randn(5, 3, weight.shape[2]).to(dtype)
+    y = ops.head_linear(x, weight)
+    assert y.dtype == dtype
+    assert y.is_contiguous()
+    close = {"rtol": 2.0**-8, "atol": 1e-3} if dtype == BF16 else {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(y.double(), torch.einsum("thk,hnk->thn", x.double(), weight.double()), **close)
+    assert torch.equal(ops.head_linear(x, weight, static_weight=True), y)
+
+
+def test_the_shape_class_rounds_rows_up() -> None:
+    assert kernel.shape_class(1, 16, 512, 128, False) == kernel.shape_class(16, 16, 512, 128, False)
+    assert kernel.shape_class(17, 16, 128, 512, True) == "M32 H16 N128 K512 rows"
+    assert kernel.shape_class(99999, 16, 512, 128, False) == "M4096 H16 N512 K128 columns"
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 512, 513, 5000])
+def test_the_default_is_among_those_worth_trying(rows: int) -> None:
+    for heads in (2, 16, 128):
+        assert kernel.default_config(rows, heads, 512) in kernel.configs_for(rows)
+
+
+def test_bad_arguments_are_named() -> None:
+    x, weight = torch.zeros(4, 2, 8), torch.zeros(2, 6, 8)
+    for message, bad_x, bad_weight in (
+        (r"x float32 \[4, 2, 8\] does not fit weight float32 \[3, 6, 8\]", x, torch.zeros(3, 6, 8)),
+        (r"x float32 \[4, 2, 8\] does not fit weight float32 \[2, 8, 6\]", x, weight.transpose(1, 2)),
+        (r"x float32 \[4, 8\] does not fit", x[:, 0], weight),
+        (r"x float32 .* and weight bfloat16 .* must share a dtype, fp32 or bf16", x, weight.bfloat16()),
+        (r"x float16 .* must share a dtype", x.half(), weight.half()),
+        (r"strides \(16, 1, 2\) is not contiguous in its last", x.transpose(1, 2).contiguous().transpose(1, 2), weight),
+        (r"strides \(96, 16, 2\) is contiguous in none", x, torch.zeros(2, 6, 16)[..., ::2]),
+    ):
+        with pytest.raises(ValueError, match=rf"^head_linear: .*{message}"):
+            ops.head_linear(bad_x, bad_weight)
+
+
+def test_what_no_grid_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MAX_GRID_X", 3)
+    x, weight = draw(1, 2, 16, dtype=FP32), draw(2, 40, 16, dtype=FP32)
+    with pytest.raises(ValueError, match=r"head_linear: x \[1, 2, 16\] and weight \[2, 40, 16\] exceed the grid"):
+        kernel.head_linear(x, weight)
+
+
+@GPU_ONLY
+@LAYOUTS
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_a_row_alone_equals_the_row_in_any_batch(model: tuple[int, int, int, int], absorb: bool) -> None:
+    heads, nope, rank, dim_v = model
+    weight = weight_of(draw(heads, nope + dim_v, rank, dtype=BF16), nope, absorb)
+    x = draw(1100, heads, weight.shape[2], dtype=BF16)
+    whole = run(x, weight)
+    assert_right(whole, x, weight)
+    for count in (1, 2, 7, 16, 17, 32, 64, 65, 300, 513, 1024):
+        for start in (0, 1100 - count):
+            part = slice(start, start + count)
+            for config in (None, *kernel.CONFIGS) if heads == 16 else (None,):
+                y = run(x[part], weight, config=config)
+                assert torch.equal(y, whole[part]), f"{count} rows from {start}, {config}"
+
+
+@GPU_ONLY
+@LAYOUTS
+@pytest.mark.parametrize("static", [False, True], ids=["any", "static"])
+@pytest.mark.parametrize("rows", [1, 17, 64, 300])
+def test_rows_written_by_the_launch_ahead_are_complete(rows: int, static: bool, absorb: bool) -> None:
+    weight = weight_of(draw(16, 256, 512, dtype=BF16), 128, absorb)
+    x = draw(rows, 16, weight.shape[2], dtype=BF16)
+    torch.cuda.synchronize()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        total = ops.residual_add_scaled(x.flatten(1), x.flatten(1), x.flatten(1), 0.5)
+        return total, ops.head_linear(total.view_as(x), weight, static_weight=static)
+
+    assert_replays(step, lambda: x.copy_(torch.randn_like(x)))

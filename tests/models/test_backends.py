@@ -1,0 +1,106 @@
+"""The GPU's backend computes what the CPU's does, through the kernels on a GPU and through their oracles without one.
+
+Every family and the configurations that take another path through a layer; prompts in chunks, decode rows beside them,
+several rows of one sequence. In fp32 the two agree as far as sums of another order may.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+
+from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_worker.engine.local import PAGE_SIZE, greedy_tokens, local_runner
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.scheduling.step import Chunk, Step
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-bias_no_q_rank": ("deepseek_v3", {"attention_bias": True, "q_lora_rank": None}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1]}),
+    "qwen3_moe-bias_tied": ("qwen3_moe", {"attention_bias": True, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window": ("mixtral", {"sliding_window": 40}),
+}
+# Kernels want widths that are powers of two from 16 on.
+WIDTHS = {
+    "deepseek_v3": {"qk_rope_head_dim": 16, "v_head_dim": 32},
+    "deepseek_v2": {"qk_rope_head_dim": 16, "v_head_dim": 32},
+}
+NUM_PAGES = 40
+
+
+@pytest.fixture(params=CASES, scope="module")
+def runners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, Runner]:
+    family, overrides = CASES[request.param]
+    directory = make_checkpoint(tmp_path_factory.mktemp(family), family, **{**WIDTHS.get(family, {}), **overrides})
+    return make_runner(directory, torch.float32), local_runner(directory, dtype=torch.float32, num_pages=NUM_PAGES)
+
+
+def make_runner(directory: Path, dtype: torch.dtype) -> Runner:
+    backend = CudaBackend(page_size=PAGE_SIZE, device=DEVICE)
+    return local_runner(directory, dtype=dtype, num_pages=NUM_PAGES, backend=backend)
+
+
+def prompt(length: int, seed: int = 5) -> list[int]:
+    return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.cpu() - wanted).abs().max() / wanted.abs().max())
+
+
+def test_logits_and_greedy_tokens(runners: tuple[Runner, Runner]) -> None:
+    ours, theirs = (greedy_tokens(runner, prompt(97), 16, chunk_size=40) for runner in runners)
+    assert relative(ours[1], theirs[1]) < 1e-4
+    assert ours[0] == theirs[0]
+
+
+def test_prompts_beside_decode_rows(runners: tuple[Runner, Runner]) -> None:
+    """Two prompts, of which one is in its middle, a single decode row, and three rows of one sequence."""
+    ids = [prompt(length, seed) for seed, length in enumerate((70, 33, 50, 41))]
+    tables = [tuple(range(10 * i, 10 * i + 5)) for i in range(4)]
+
+    def chunk(which: int, start: int, end: int, *, is_prompt: bool) -> Chunk:
+        tokens = tuple(ids[which][start:end])
+        return Chunk(
+            key=(b"", ""), start=start, token_ids=tokens, pages=tables[which], prompt=is_prompt, num_sampled=1
+        )  # fmt: skip
+
+    results = []
+    for runner in runners:
+        first = Step(prefill=(chunk(0, 0, 30, is_prompt=True), chunk(2, 0, 49, is_prompt=True)))
+        runner.forward(first)
+        runner.forward(Step(prefill=(chunk(3, 0, 38, is_prompt=True),)))
+        mixed = Step(
+            prefill=(chunk(0, 30, 70, is_prompt=True), chunk(1, 0, 33, is_prompt=True)),
+            decode=(chunk(2, 49, 50, is_prompt=False), chunk(3, 38, 41, is_prompt=False)),
+        )
+        results.append(runner.forward(mixed)[:4])
+    assert relative(*results) < 1e-4
+
+
+def test_an_empty_step(runners: tuple[Runner, Runner]) -> None:
+    assert runners[0].forward(Step.empty()).shape == (0, VOCAB_SIZE)
+
+
+def test_attention_without_a_rotation() -> None:
+    """As layers without positions want it: the values are those of any rotation at position 0."""
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "scale": 0.25, "window": None, "eps": 1e-6}
+    step = Step(prefill=(Chunk(key=(b"", ""), start=0, token_ids=(0,) * 9, pages=(0,), prompt=True, num_sampled=1),))
+    qkv = torch.randn(9, 8 * 16, generator=torch.Generator().manual_seed(1))
+    results = []
+    for backend in (CudaBackend(page_size=16, device=DEVICE), CpuBackend(page_size=16)):
+        k, v = (torch.zeros(2, 1, 16, 16, device=backend.device) for _ in range(2))
+        attention = backend.gqa(**sizes, q_norm=None, k_norm=None, rope=None, interleaved=False, k=k, v=v)
+        plan = backend.plan(step)
+        rows = torch.zeros(plan.num_rows, 8 * 16, device=backend.device)
+        rows[:9] = qkv.to(backend.device)
+        results.append(attention.attend(rows, plan)[:9])
+        assert torch.equal(k[:, 0, :9].cpu(), qkv.view(9, 8, 16)[:, 4:6].transpose(0, 1))
+    assert relative(*results) < 1e-5

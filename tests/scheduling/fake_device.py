@@ -1,0 +1,119 @@
+"""A fake device: a model whose state is a hash, over real page tables and slots.
+
+The fake state of a position is a hash of all earlier states, read through the page table of the chunk, of its own token
+and of its formula (prompt or decode). Pages are blank when they are handed out. So a lost, shared, stale or skipped
+position, or one computed with the wrong formula, changes all that follows; what each chunk reads is compared with the
+states of its request alone, which `states_alone` computes without pages. A slot holds the states of all positions.
+
+It feeds the rows whose tokens the host does not know, and proposes drafts: true ones, wrong ones, fewer than asked for.
+"""
+
+from functools import lru_cache
+
+from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.scheduling.request import Accepted, accept
+from moeyard_worker.scheduling.step import Chunk, Step
+
+Cell = int | None
+
+
+def state_of(earlier: list[Cell], token_id: int, *, prompt: bool) -> int:
+    """The fake state of the position after `earlier`."""
+    assert None not in earlier, "a position reads a state that nobody computed"
+    return hash((*earlier, token_id, prompt))
+
+
+@lru_cache(maxsize=256)
+def states_alone(prompt: tuple[int, ...], vocab_size: int, length: int) -> list[Cell]:
+    """The fake states of the first `length` positions of a request that nothing else touches, and nothing stops."""
+    states: list[Cell] = []
+    for position in range(length):
+        token_id = prompt[position] if position < len(prompt) else (states[-1] or 0) % vocab_size
+        states.append(state_of(states, token_id, prompt=position < len(prompt)))
+    return states
+
+
+def tokens_alone(config: SchedulerConfig, prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], str]:
+    """Output tokens and finish reason of a request that nothing else touches."""
+    states = states_alone(prompt, config.vocab_size, config.max_model_len)
+    output: list[int] = []
+    for state in states[len(prompt) - 1 :]:
+        assert state is not None
+        token_id = state % config.vocab_size
+        output.append(token_id)
+        stops = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in config.eos_token_ids)
+        if stops and len(output) >= params.min_tokens:
+            return output, "stop"
+        if len(output) == params.max_tokens:
+            break
+    return output, "length"
+
+
+class Device:
+    """Runs steps on fake states. `cells[page][offset]` and `slots[slot][position]` are states."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.cells: list[list[Cell]] = [[None] * config.page_size for _ in range(config.num_pages)]
+        self.slots: list[list[Cell]] = [[] for _ in range(config.num_state_slots)]
+        # Of each sampled chunk of the latest step: where its last accepted token sits, the token, drafts behind it.
+        self.latest: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def run(self, step: Step, prompts: list[tuple[int, ...]], fresh: list[list[int]]) -> list[Accepted]:
+        """Compute a step: `prompts[i]` is that of chunk i's request, `fresh[i]` the pages it is the first to name."""
+        fed, self.latest = self.latest, []
+        results = []
+        for chunk, prompt, pages in zip(step.chunks, prompts, fresh, strict=True):
+            for page in pages:
+                self.cells[page] = [None] * self.config.page_size
+            start, token_ids = chunk.start, chunk.token_ids
+            if chunk.fed is not None:
+                start, token_id, drafts = fed[chunk.fed]
+                assert chunk.start <= start <= chunk.max_start
+                assert set(token_ids) == {0}
+                # A row without a draft gets any token: what is accepted is right whoever guessed it.
+                token_ids = (token_id, *drafts, *(0,) * self.config.num_drafts)[: chunk.num_tokens]
+            states = self._compute(chunk, start, token_ids, prompt)
+            if chunk.num_sampled:
+                results.append(self._sample(chunk, token_ids, states))
+        return results
+
+    def _compute(self, chunk: Chunk, start: int, token_ids: tuple[int, ...], prompt: tuple[int, ...]) -> list[Cell]:
+        """States of all positions of the chunk's request up to its last row."""
+        config, size = self.config, self.config.page_size
+        assert start + chunk.num_tokens <= config.max_model_len, "a position that the model does not have"
+        states = [self.cells[chunk.pages[i // size]][i % size] for i in range(start)]
+        assert states == states_alone(prompt, config.vocab_size, config.max_model_len)[:start], (
+            "others' states are read"
+        )
+        if chunk.state_slot >= 0:
+            assert start == 0 or self.slots[chunk.state_slot][:start] == states, "the slot is another's, or stale"
+        for position, token_id in enumerate(token_ids, start=start):
+            states.append(state_of(states, token_id, prompt=chunk.prompt))
+            self.cells[chunk.pages[position // size]][position % size] = states[-1]
+        if chunk.state_slot >= 0:
+            self.slots[chunk.state_slot] = list(states)
+        return states
+
+    def _sample(self, chunk: Chunk, token_ids: tuple[int, ...], states: list[Cell]) -> Accepted:
+        first = len(states) - chunk.num_sampled
+        sampled = [state % self.config.vocab_size for state in states[first:] if state is not None]
+        count = accept(token_ids[len(token_ids) - chunk.num_sampled + 1 :], sampled)
+        end = first + count
+        drafts = self._propose(states[:end], sampled[count - 1])
+        self.latest.append((end, sampled[count - 1], drafts))
+        return Accepted(tuple(sampled[:count]), drafts=drafts)
+
+    def _propose(self, states: list[Cell], token_id: int) -> tuple[int, ...]:
+        """Drafts behind `token_id` at position len(states): two of three are right, and the last may be missing."""
+        drafts: list[int] = []
+        for j in range(self.config.num_drafts):
+            states.append(state_of(states, token_id, prompt=False))
+            assert states[-1] is not None
+            luck = hash((states[-1], 7))
+            if j and luck % 7 == 0:
+                break
+            token_id = (states[-1] + (luck % 3 == 0)) % self.config.vocab_size
+            drafts.append(token_id)
+        return tuple(drafts)

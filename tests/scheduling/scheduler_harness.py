@@ -1,0 +1,357 @@
+"""A scheduler with a fake device behind it, and every promise of the scheduler checked at every event.
+
+The device runs planned steps in order, at once when they are planned (`eager`) or as late as it can. Every request's
+tokens are compared with those of the request alone.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from tests.scheduling.fake_device import Device, states_alone, tokens_alone
+
+from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.protocol import Done, Rejected, Submit, Tokens
+from moeyard_worker.scheduling.request import Accepted, Reply
+from moeyard_worker.scheduling.scheduler import Scheduler
+from moeyard_worker.scheduling.step import Chunk, Step
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """What the harness knows of an accepted request from the outside."""
+
+    submit: Submit
+    arrival: int
+    output: list[int] = field(default_factory=list)
+    computed: int | None = None  # positions with a state; None while it holds none
+    pages: tuple[int, ...] = ()
+    first_start: int | None = None
+    in_flight: list[Chunk] = field(default_factory=list)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.submit.prompt_token_ids
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        return self.prompt + tuple(self.output)
+
+
+@dataclass(slots=True, eq=False)
+class Planned:
+    """A step in flight: its chunks' requests, the pages each is the first to name, and its results once it ran."""
+
+    step: Step
+    requests: list[Live]
+    fresh: list[list[int]]
+    results: list[Accepted] | None = None
+
+
+class Harness:
+    """A scheduler, the fake device, and the terminal replies that each accepted request got."""
+
+    def __init__(self, config: SchedulerConfig, *, eager: bool = True) -> None:
+        self.config = config
+        self.eager = eager
+        self.scheduler = Scheduler(config)
+        self.device = Device(config)
+        self.live: dict[tuple[bytes, str], Live] = {}
+        self.leaving: list[Live] = []
+        self.flights: deque[Planned] = deque()
+        self.num_accepted = 0
+        self.num_ended = 0
+        self.num_late_ends = 0
+        self.num_steps = 0
+
+    def expected_refusal(self, submit: Submit, client: bytes) -> str | None:
+        """The reason by the contract's words, for submits whose sampling parameters are in range."""
+        config = self.config
+        prompt, total = submit.prompt_token_ids, len(submit.prompt_token_ids) + submit.sampling.max_tokens
+        if (client, submit.request_id) in self.live:
+            return "duplicate"
+        if not prompt or not all(0 <= t < config.vocab_size for t in prompt):
+            return "bad_request"
+        if total > config.max_model_len:
+            return "prompt_too_long"
+        if total - (not config.num_drafts or config.max_in_flight == 1) > config.num_pages * config.page_size:
+            return "never_fits"
+        if sum(1 for r in self.live.values() if r.computed is None) >= config.max_waiting:
+            return "queue_full"
+        return None
+
+    def submit(self, submit: Submit, client: bytes = b"a") -> Rejected | None:
+        """Send a request and check the answer."""
+        expected = self.expected_refusal(submit, client)
+        rejected = self.scheduler.add(submit, client, now=float(self.num_steps))
+        assert (None if rejected is None else rejected.reason) == expected
+        if rejected is None:
+            self.live[client, submit.request_id] = Live(submit, self.num_accepted)
+            self.num_accepted += 1
+        else:
+            assert rejected.request_id == submit.request_id
+        self.check()
+        return rejected
+
+    def abort(self, request_id: str, client: bytes = b"a") -> Done | None:
+        """Abort a request and check that its pages are free at once, or when no step names them any more."""
+        known = (client, request_id) in self.live
+        done = self.scheduler.abort(client, request_id)
+        assert (done is not None) == known
+        if done is not None:
+            assert done.finish_reason == "abort"
+            self._end(client, done)
+        self.check()
+        return done
+
+    def abort_client(self, client: bytes) -> None:
+        """A client left: its requests end without a reply."""
+        self.scheduler.abort_client(client)
+        for key in [key for key in self.live if key[0] == client]:
+            self._leave(self.live.pop(key))
+        self.check()
+
+    def fail_all(self) -> None:
+        """The fleet failed: one named error to each request, and nothing is in flight any more."""
+        replies = self.scheduler.fail_all("rank 1 is silent")
+        assert len(replies) == len(self.live)
+        for reply in replies:
+            assert isinstance(reply.message, Done)
+            assert (reply.message.finish_reason, reply.message.error) == ("error", "rank 1 is silent")
+            self._end(reply.client, reply.message)
+        self.flights.clear()
+        self.leaving.clear()
+        self.check()
+        assert not self.live
+        assert not self.scheduler.has_work()
+        assert self.scheduler.num_in_flight == 0
+
+    def step(self) -> Step:
+        """Plan until the pipeline is full, then finish the oldest step. Returns what was planned last."""
+        self.num_steps += 1
+        step = Step.empty()
+        while len(self.flights) < self.config.max_in_flight:
+            step = self.plan()
+            if not step.chunks:
+                break
+        self.finish_oldest()
+        return step
+
+    def plan(self) -> Step:
+        """Plan a step and check it; `finish`, `finish_oldest` or `fail_all` must follow."""
+        scheduler, config = self.scheduler, self.config
+        had_work = scheduler.has_work()
+        assert had_work == bool(self.live)
+        step = scheduler.schedule(now=float(self.num_steps))
+        assert step.num_tokens > 0 or self.flights or not had_work, "a step with work computes something"
+        assert step.num_tokens <= config.max_batch_tokens
+        assert len({c.key for c in step.chunks}) == len(step.chunks), "one chunk per request"
+        running = {r.key for r in scheduler._roster.running}
+        for key, request in self.live.items():
+            if key not in running:
+                assert not request.in_flight, "a request yields what a step in flight names"
+                request.computed, request.pages = None, ()
+        planned = Planned(step, [self.live[chunk.key] for chunk in step.chunks], [])
+        for chunk, request in zip(step.chunks, planned.requests, strict=True):
+            planned.fresh.append(self._check_chunk(chunk, request, prompt=chunk in step.prefill))
+        ends = [sum(c.num_tokens for c in step.chunks[: i + 1]) for i in range(len(step.chunks))]
+        rows = [end - j for end, c in zip(ends, step.chunks, strict=True) for j in range(c.num_sampled, 0, -1)]
+        assert list(step.sample_rows) == rows
+        assert [r.key for r in scheduler.requests(step)] == [c.key for c in step.sampled]
+        if step.chunks:
+            self.flights.append(planned)
+        self.check()
+        self._check_tables()
+        if self.eager and step.chunks:
+            self._run(planned)
+        return step
+
+    def _check_chunk(self, chunk: Chunk, request: Live, *, prompt: bool) -> list[int]:
+        """Check one planned chunk by what is known; returns the pages that it is the first to name."""
+        config, size, num_prompt = self.config, self.config.page_size, len(request.prompt)
+        limit = num_prompt + request.submit.sampling.max_tokens - 1
+        num_old = len(request.pages)
+        if request.computed is None:
+            num_old = self._check_start(chunk, request)
+        assert chunk.pages[:num_old] == request.pages[:num_old], "a page table only grows"
+        assert chunk.prompt == prompt == (chunk.start < num_prompt)
+        assert (chunk.state_slot >= 0) == bool(config.num_state_slots)
+        before = request.in_flight[-1] if request.in_flight else None
+        start = request.computed if before is None else request.computed + before.num_tokens
+        if before is not None and before.num_sampled:
+            self._check_fed(chunk, before, end=start, limit=limit)
+        else:
+            assert (chunk.start, chunk.max_start, chunk.fed) == (start, start, None), "once each, in order"
+            known = request.known[chunk.start : chunk.end]
+            num_drafts = chunk.num_tokens - len(known)
+            assert chunk.token_ids[: len(known)] == known
+            assert chunk.num_sampled == (num_drafts + 1 if chunk.end >= len(request.known) else 0)
+            assert 0 <= num_drafts <= config.num_drafts
+            assert num_drafts == 0 or len(known) == 1, "drafts are verified behind the last token"
+            assert 0 < len(known) <= config.prefill_chunk
+            assert chunk.end <= limit
+        if prompt:
+            assert chunk.end <= num_prompt, "a prompt chunk crosses the end of the prompt"
+            assert chunk.end == num_prompt or chunk.end % config.chunk_alignment == 0
+        assert len(chunk.pages) * size >= chunk.max_start + chunk.num_tokens
+        fresh = list(chunk.pages[num_old:])
+        request.pages = chunk.pages
+        request.in_flight.append(chunk)
+        return fresh
+
+    def _check_start(self, chunk: Chunk, request: Live) -> int:
+        """A new one begins behind whole reused pages, and at least its last prompt position is computed."""
+        size = self.config.page_size
+        assert chunk.start % size == chunk.start % self.config.chunk_alignment == 0
+        assert chunk.start < len(request.prompt)
+        assert chunk.start == 0 or self.config.prefix_caching
+        reused = [cell for page in chunk.pages[: chunk.start // size] for cell in self.device.cells[page]]
+        assert reused == states_alone(request.prompt, self.config.vocab_size, chunk.start), (
+            "a prefix hit on other tokens"
+        )
+        if request.first_start is None:
+            request.first_start = chunk.start
+        request.computed, request.pages = chunk.start, chunk.pages[: chunk.start // size]
+        return chunk.start // size
+
+    def _check_fed(self, chunk: Chunk, before: Chunk, *, end: int, limit: int) -> None:
+        """The rows behind a sampled chunk in flight, whose last row is at end - 1."""
+        assert chunk.fed is not None
+        assert self.flights[-1].step.sampled[chunk.fed] is before
+        assert (chunk.start, chunk.max_start) == (end - before.num_sampled + 1, end)
+        assert 1 <= chunk.num_tokens == chunk.num_sampled <= 1 + self.config.num_drafts
+        assert chunk.start < limit, "it is certain to end with the step in flight"
+        assert chunk.max_start + chunk.num_tokens <= max(limit, chunk.max_start + 1)
+
+    def _check_tables(self) -> None:
+        """Two holders share a page only as the same full, already computed page of the same prompt prefix."""
+        holders: dict[int, list[tuple[Live, int]]] = {}
+        for request in (*self.live.values(), *self.leaving):
+            for index, page in enumerate(request.pages):
+                holders.setdefault(page, []).append((request, index))
+        for page, held in holders.items():
+            if len(held) > 1:
+                ends = {(index + 1) * self.config.page_size for _, index in held}
+                assert len(ends) == 1, f"page {page} sits at different positions"
+                end = ends.pop()
+                prefixes = {request.prompt[:end] for request, _ in held}
+                assert len(prefixes) == 1, f"page {page} is shared by different prompts"
+                assert len(prefixes.pop()) == end, f"page {page} is shared but not full of prompt"
+                assert None not in self.device.cells[page], f"page {page} was shared before it was computed"
+
+    def finish_oldest(self) -> list[Reply]:
+        """Complete the oldest step in flight, if there is one."""
+        if self.flights:
+            return self.finish(self.flights[0].step)
+        assert self.scheduler.complete(Step.empty(), [], now=float(self.num_steps)) == []
+        return []
+
+    def finish(self, step: Step) -> list[Reply]:
+        """Run the oldest planned step, unless it has run, and hand its tokens back."""
+        planned = self.flights.popleft()
+        assert planned.step is step
+        if planned.results is None:
+            self._run(planned)
+        assert planned.results is not None
+        replies = self.scheduler.complete(step, planned.results, now=float(self.num_steps))
+        expected, results = [], iter(planned.results)
+        for chunk, request in zip(step.chunks, planned.requests, strict=True):
+            request.in_flight.pop(0)
+            result = next(results) if chunk.num_sampled else None
+            if request in self.leaving:
+                if not request.in_flight:
+                    self.leaving.remove(request)
+                continue
+            assert request.computed is not None
+            request.computed += chunk.num_tokens - chunk.num_sampled
+            if result is not None:
+                request.computed += len(result.token_ids)
+                expected.append((request, result.token_ids))
+        self._check_replies(replies, expected)
+        for request in self.live.values():
+            if self.config.num_drafts and not request.in_flight:
+                # What was reserved for refused drafts is given back.
+                request.pages = request.pages[: -(-len(request.known) // self.config.page_size)]
+        self.check()
+        return replies
+
+    def _run(self, planned: Planned) -> None:
+        prompts = [request.prompt for request in planned.requests]
+        planned.results = self.device.run(planned.step, prompts, planned.fresh)
+
+    def _check_replies(self, replies: list[Reply], expected: list[tuple[Live, tuple[int, ...]]]) -> None:
+        """One `Tokens` per request that goes on living, in order of rows, each followed by its end if it ends."""
+        for reply in replies:
+            message = reply.message
+            if isinstance(message, Tokens):
+                request = self.live[reply.client, message.request_id]
+                wanted, accepted = expected.pop(0)
+                assert request is wanted
+                assert message.start == len(request.output)
+                assert message.token_ids == accepted[: len(message.token_ids)]
+                request.output += message.token_ids
+                alone, _ = tokens_alone(self.config, request.prompt, request.submit.sampling)
+                assert request.output == alone[: len(request.output)], "tokens depend on what else ran"
+                assert message.token_ids == accepted or len(request.output) == len(alone), "tokens are withheld"
+            else:
+                assert isinstance(message, Done)
+                request = self.live[reply.client, message.request_id]
+                alone, reason = tokens_alone(self.config, request.prompt, request.submit.sampling)
+                assert (request.output, message.finish_reason) == (alone, reason)
+                assert message.stop_token_id == (alone[-1] if reason == "stop" else None)
+                self._end(reply.client, message)
+        assert expected == [], "tokens are withheld"
+        for request in self.live.values():
+            alone, _ = tokens_alone(self.config, request.prompt, request.submit.sampling)
+            assert len(request.output) < len(alone), "a request has all its tokens and was not ended"
+
+    def drain(self) -> None:
+        """Run until all requests ended, within a number of steps that only starvation would exceed."""
+        bound = 2 * sum(len(r.prompt) + r.submit.sampling.max_tokens for r in self.live.values())
+        # A request may have to wait a step for what is in flight, each time it needs a page.
+        bound *= self.config.max_in_flight
+        while self.live:
+            assert bound > 0, f"starving: {[r.submit.request_id for r in self.live.values()]}"
+            bound -= 1
+            self.step()
+        while self.flights:
+            self.finish_oldest()
+        self.check()
+        assert self.num_ended == self.num_accepted, "not every request got exactly one end"
+        assert self.scheduler.pool.num_free == self.config.num_pages, "pages are lost"
+        assert self.scheduler._holdings.slots.num_free == self.config.num_state_slots, "slots are lost"
+        assert self.scheduler.schedule(now=0.0) == Step.empty()
+
+    def check(self) -> None:
+        """Invariants that hold between events."""
+        scheduler = self.scheduler
+        scheduler.validate()
+        roster = scheduler._roster
+        assert set(roster.live) == set(self.live)
+        assert scheduler.num_in_flight == len(self.flights)
+        if self.config.max_in_flight == 1:
+            order = [self.live[r.key].arrival for r in (*roster.running, *roster.waiting)]
+            assert order == sorted(order), "first come is not first served"
+        used = {page for request in (*self.live.values(), *self.leaving) for page in request.pages}
+        assert scheduler.pool.num_free == self.config.num_pages - len(used)
+        slots = [
+            c.state_slot for r in (*self.live.values(), *self.leaving) for c in r.in_flight[:1] if c.state_slot >= 0
+        ]
+        assert len(set(slots)) == len(slots), "two requests in flight share a slot"
+        for planned in self.flights:
+            named = {page for chunk in planned.step.chunks for page in chunk.pages}
+            assert named <= used, "a page is free while a step in flight names it"
+
+    def _end(self, client: bytes, done: Done) -> None:
+        request = self.live.pop((client, done.request_id))
+        assert done.prompt_tokens == len(request.prompt)
+        assert done.completion_tokens == len(request.output)
+        assert done.cached_tokens == (request.first_start or 0)
+        alone, _ = tokens_alone(self.config, request.prompt, request.submit.sampling)
+        assert request.output == alone[: len(request.output)], "tokens depend on what else ran"
+        self._leave(request)
+
+    def _leave(self, request: Live) -> None:
+        self.num_ended += 1
+        if request.in_flight:
+            self.num_late_ends += 1
+            self.leaving.append(request)

@@ -1,0 +1,146 @@
+"""Random lives of a scheduler: whatever the interleaving, every request yields what it yields alone."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.scheduling.scheduler_harness import Harness
+
+from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.protocol import SamplingParams, Submit
+
+VOCAB = 11
+# Prompts are cut from few texts, so that many share a prefix of whole pages.
+TEXTS = tuple(tuple(random.Random(i).choices(range(VOCAB), k=30)) for i in range(2))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    num_drafts = draw(st.sampled_from((0, 0, 1, 3)))
+    alignment = draw(st.sampled_from((1, 1, 2, 4)))
+    num_state_slots = draw(st.sampled_from((0, 0, 1, 3)))
+    max_batch_tokens = max(draw(st.sampled_from((1, 2, 3, 5, 8, 16, 64))), 1 + num_drafts, alignment)
+    return SchedulerConfig(
+        num_pages=draw(st.integers(1, 16)),
+        page_size=draw(st.sampled_from((1, 2, 3, 4, 8))),
+        max_model_len=draw(st.sampled_from((12, 24, 40))),
+        vocab_size=VOCAB,
+        eos_token_ids=draw(st.sampled_from(((), (0,), (0, 5)))),
+        max_batch_tokens=max_batch_tokens,
+        max_num_seqs=min(max_batch_tokens // (1 + num_drafts), draw(st.integers(1, 5))),
+        prefill_chunk=max(draw(st.sampled_from((1, 2, 3, 7, 16, 64))), alignment),
+        max_waiting=draw(st.integers(1, 6)),
+        # A state per sequence cannot be found again by the tokens that led to it.
+        prefix_caching=num_state_slots == 0 and draw(st.booleans()),
+        max_in_flight=draw(st.sampled_from((1, 2))),
+        num_drafts=num_drafts,
+        num_state_slots=num_state_slots,
+        chunk_alignment=alignment,
+    )
+
+
+@st.composite
+def submits(draw: st.DrawFn) -> Submit:
+    text = draw(st.sampled_from(TEXTS))
+    tail = draw(st.lists(st.integers(0, VOCAB - 1), max_size=3) | st.just([VOCAB]))
+    max_tokens = draw(st.integers(1, 16))
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        stop_token_ids=draw(st.sampled_from(((), (3,)))),
+        ignore_eos=draw(st.booleans()),
+    )
+    prompt = (*text[: draw(st.integers(0, 20))], *tail)
+    return Submit(request_id=draw(st.sampled_from("pqrstuvw")), prompt_token_ids=prompt, sampling=sampling)
+
+
+clients = st.sampled_from((b"a", b"b"))
+steps = st.tuples(st.just("steps"), st.integers(1, 6))
+events = st.one_of(
+    st.tuples(st.just("submit"), submits(), clients),
+    st.tuples(st.just("submit"), submits(), clients),
+    steps,
+    steps,
+    st.tuples(st.just("finish")),
+    st.tuples(st.just("abort"), st.sampled_from("pqrstuvw"), clients),
+    st.tuples(st.sampled_from(("abort_client", "fail_all", "fail_step")), clients),
+)
+
+
+def play(harness: Harness, event: tuple[Any, ...]) -> None:
+    match event:
+        case ("submit", submit, client):
+            harness.submit(submit, client)
+        case ("steps", count):
+            for _ in range(count):
+                harness.step()
+        case ("finish",):
+            # Nothing is planned behind the step in flight: as when a rank is idle for a while.
+            harness.finish_oldest()
+        case ("abort", request_id, client):
+            harness.abort(request_id, client)
+        case ("abort_client", client):
+            harness.abort_client(client)
+        case ("fail_all", _):
+            harness.fail_all()
+        case ("fail_step", _):
+            # The exchange failed in the middle of a step: what was planned is never completed.
+            if len(harness.flights) < harness.config.max_in_flight:
+                harness.plan()
+            harness.fail_all()
+        case _:
+            raise AssertionError(event)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(configs(), st.booleans(), st.lists(events, min_size=3, max_size=25))
+def test_any_life_of_a_scheduler(config: SchedulerConfig, eager: bool, life: list[tuple[Any, ...]]) -> None:
+    harness = Harness(config, eager=eager)
+    for event in life:
+        play(harness, event)
+    harness.drain()
+
+
+def random_life(rng: random.Random, *, max_in_flight: int, num_drafts: int) -> Harness:
+    """A busy life over a pool that holds about two of the requests; runs to the end."""
+    page_size = rng.choice((1, 2, 4))
+    config = SchedulerConfig(
+        num_pages=48 // page_size,
+        page_size=page_size,
+        max_model_len=40,
+        vocab_size=VOCAB,
+        eos_token_ids=rng.choice(((), (0,))),
+        max_batch_tokens=rng.choice((16, 32)) if num_drafts else rng.choice((4, 8, 32)),
+        max_num_seqs=4,
+        prefill_chunk=rng.choice((2, 5, 32)),
+        max_in_flight=max_in_flight,
+        num_drafts=num_drafts,
+    )
+    harness = Harness(config, eager=rng.random() < 0.5)
+    for i in range(12):
+        prompt = rng.choice(TEXTS)[: rng.randint(1, 20)]
+        sampling = SamplingParams(max_tokens=rng.randint(5, 20))
+        harness.submit(Submit(request_id=f"r{i}", prompt_token_ids=prompt, sampling=sampling))
+        for _ in range(rng.randint(0, 4)):
+            harness.step()
+    harness.drain()
+    return harness
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_busy_lives_preempt_and_reuse(seed: int, max_in_flight: int, num_drafts: int) -> None:
+    """What holds is worth something only if meanwhile pools are tight, prompts are reused, ends are seen late, and
+    drafts are right and wrong."""
+    lives = [
+        random_life(random.Random(seed + i), max_in_flight=max_in_flight, num_drafts=num_drafts) for i in range(25)
+    ]
+    stats = [harness.scheduler.stats for harness in lives]
+    assert sum(1 for s in stats if s.num_preemptions > 0) > 12
+    assert sum(1 for s in stats if s.prefix_hit_tokens > 0) > 12
+    assert (sum(harness.num_late_ends for harness in lives) > 12) == (max_in_flight == 2)
+    for j in range(num_drafts):
+        verified, accepted = sum(s.drafts[j] for s in stats), sum(s.accepted[j] for s in stats)
+        assert 0.05 * verified < accepted < 0.95 * verified, f"draft {j}: {accepted} of {verified} are right"

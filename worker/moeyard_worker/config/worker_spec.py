@@ -1,0 +1,17 @@
+"""What a launcher tells one rank at its start. Imports no torch."""
+
+from dataclasses import dataclass
+
+from moeyard_worker.config.engine_config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What one rank is told at start. `epoch` is a random number of this fleet: frames of another one are refused."""
+
+    config: EngineConfig
+    rank: int
+    epoch: int
+    host: str
+    version: str
+    metrics_port: int = 0

@@ -1,0 +1,84 @@
+"""A rank that is a fleet of its own, driven step by step: for comparisons with other implementations."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from moeyard_kernels.backend import Backend
+from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.exchange.local import LocalExchange
+from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.scheduling.step import Chunk, Step
+
+PAGE_SIZE = 16
+
+
+def local_runner(
+    directory: Path | str,
+    *,
+    dtype: torch.dtype,
+    num_pages: int,
+    page_size: int = PAGE_SIZE,
+    backend: Backend | None = None,
+) -> Runner:
+    """A runner that is a fleet of its own, with every expert resident. Raises CheckpointError."""
+    config = load_model_config(directory)
+    checkpoint = open_checkpoint(directory, config)
+    backend = CpuBackend(page_size=page_size) if backend is None else backend
+    experts = ExpertCache(
+        backend=backend,
+        source=MappedExperts(checkpoint),
+        layers=config.moe_layers,
+        experts=range(config.num_experts),
+        hidden=config.hidden_size,
+        intermediate=config.moe_intermediate_size,
+        dtype=dtype,
+        num_slots=config.num_experts * len(config.moe_layers),
+        top_k=config.top_k,
+    )
+    experts.preload()
+    return Runner(
+        checkpoint.spec,
+        load=DenseLoader(checkpoint, backend=backend, dtype=dtype).load,
+        backend=backend,
+        exchange=LocalExchange(),
+        experts=experts,
+        dtype=dtype,
+        num_pages=num_pages,
+    )
+
+
+def prompt_logits(
+    runner: Runner, token_ids: Sequence[int], pages: Sequence[int], *, chunk_size: int | None = None, start: int = 0
+) -> torch.Tensor:
+    """Logits [chunks, V] at the end of each prompt chunk, from position `start`; the pages before it are filled."""
+    rows = []
+    size = chunk_size or len(token_ids)
+    for begin in range(start, len(token_ids), size):
+        ids = tuple(token_ids[begin : begin + size])
+        chunk = Chunk(key=(b"", ""), start=begin, token_ids=ids, pages=tuple(pages), prompt=True, num_sampled=1)
+        rows.append(runner.forward(Step(prefill=(chunk,)))[0])
+    return torch.stack(rows)
+
+
+def greedy_tokens(
+    runner: Runner, token_ids: Sequence[int], num_tokens: int, *, first_page: int = 0, chunk_size: int | None = None
+) -> tuple[list[int], torch.Tensor]:
+    """(`num_tokens` greedy tokens, the logits [num_tokens, V] they were chosen from) after a prompt.
+
+    Uses the pages from `first_page` on. The lowest id wins a tie.
+    """
+    count = -(-(len(token_ids) + num_tokens) // runner.page_size)
+    pages = tuple(range(first_page, first_page + count))
+    rows = [prompt_logits(runner, token_ids, pages, chunk_size=chunk_size)[-1]]
+    tokens = [int(rows[0].argmax())]
+    while len(tokens) < num_tokens:
+        position = len(token_ids) + len(tokens) - 1
+        chunk = Chunk(key=(b"", ""), start=position, token_ids=(tokens[-1],), pages=pages, prompt=False, num_sampled=1)
+        rows.append(runner.forward(Step(decode=(chunk,)))[0])
+        tokens.append(int(rows[-1].argmax()))
+    return tokens, torch.stack(rows)

@@ -1,0 +1,183 @@
+"""Choosing tokens from logits: what a step's requests ask for as arguments of `ops.sample`, and its answers in words.
+
+Order of the transforms, as vLLM applies them: logit bias, penalties, minimum length, temperature, min-p, top-k, top-p;
+then an exponential race with noise from the request's own counter. Every row is treated alone, so its token cannot
+depend on the batch around it; which rows use which transform is known here, so that rows without them pay for none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moeyard_kernels.ops import LogitEdits, sample
+from moeyard_worker.protocol import SamplingParams, TokenLogprob
+from moeyard_worker.scheduling.request import Accepted, Request, accept
+from moeyard_worker.scheduling.step import Chunk, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRow:
+    """One row whose token is wanted: `output` are the tokens chosen before it, drafts that it counts on among them."""
+
+    params: SamplingParams
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+    @property
+    def position(self) -> int:
+        """Where the wanted token will sit: the counter of its noise."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def edits(self) -> bool:
+        """Whether bias or penalties change its logits."""
+        p = self.params
+        return bool(p.logit_bias) or p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+
+
+def feed(step: Step, results: Sequence[Accepted]) -> Step:
+    """`step` with what the one before it yielded where it was planned without knowing: `results` of its sampled chunks.
+
+    For a backend whose results are there when the next step is launched; another feeds its rows on the device.
+    """
+    if all(chunk.fed is None for chunk in step.decode):
+        return step
+    return Step(prefill=step.prefill, decode=tuple(_fed(chunk, results) for chunk in step.decode))
+
+
+def _fed(chunk: Chunk, results: Sequence[Accepted]) -> Chunk:
+    if chunk.fed is None:
+        return chunk
+    before = results[chunk.fed]
+    rows = (before.token_ids[-1], *before.drafts)[: chunk.num_tokens]
+    rows += (0,) * (chunk.num_tokens - len(rows))
+    # The least start counts on one accepted token.
+    start = chunk.start + len(before.token_ids) - 1
+    return Chunk(
+        key=chunk.key,
+        start=start,
+        token_ids=rows,
+        pages=chunk.pages,
+        state_slot=chunk.state_slot,
+        prompt=chunk.prompt,
+        num_sampled=chunk.num_sampled,
+        fed=chunk.fed,
+    )
+
+
+def sampled_rows(step: Step, requests: Sequence[Request], before: Sequence[Accepted]) -> list[SampledRow]:
+    """The rows of `step.sample_rows`; `requests[i]` is behind `step.sampled[i]`, `before` as in `feed`."""
+    rows = []
+    for chunk, request in zip(step.sampled, requests, strict=True):
+        known = request.output if chunk.fed is None else [*request.output, *before[chunk.fed].token_ids]
+        first = chunk.num_tokens - chunk.num_sampled
+        for row in range(first, chunk.num_tokens):
+            drafts = chunk.token_ids[first + 1 : row + 1]
+            output = [*known, *drafts] if drafts else known
+            assert len(request.prompt) + len(output) == chunk.start + row + 1, "a row's tokens are not those before it"
+            rows.append(SampledRow(params=request.sampling, prompt=request.prompt, output=output))
+    return rows
+
+
+def accepted(step: Step, chosen: Sequence[tuple[int, TokenLogprob | None]]) -> list[Accepted]:
+    """What each of `step.sampled` yielded, of the tokens chosen for all its sampled rows."""
+    results, begin = [], 0
+    for chunk in step.sampled:
+        mine = chosen[begin : begin + chunk.num_sampled]
+        begin += chunk.num_sampled
+        drafts = chunk.token_ids[chunk.num_tokens - chunk.num_sampled + 1 :]
+        mine = mine[: accept(drafts, [token_id for token_id, _ in mine])]
+        logprobs = tuple(logprob for _, logprob in mine if logprob is not None)
+        results.append(Accepted(tuple(token_id for token_id, _ in mine), logprobs))
+    return results
+
+
+def choose(
+    logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]
+) -> list[tuple[int, TokenLogprob | None]]:
+    """The token of each row of logits [>= len(rows), V], and what its request wants to know of it."""
+    if not rows:
+        return []
+    logits = logits[: len(rows)]
+    asked = [row.params.logprobs for row in rows]
+    num_top = max((count for count in asked if count is not None), default=None)
+    done = sample(logits, edits=_edits(logits, rows, eos_token_ids), logprobs=num_top, **_arguments(logits, rows))
+    token_ids = done.ids.tolist()
+    if done.logprobs is None or done.ranks is None:
+        return [(token_id, None) for token_id in token_ids]
+    logprobs, ranks = done.logprobs.tolist(), done.ranks.tolist()
+    top = [[]] * len(rows) if done.top_ids is None else _pairs(done.top_ids, done.top_logprobs)
+    answers: list[tuple[int, TokenLogprob | None]] = []
+    for i, count in enumerate(asked):
+        told = None
+        if count is not None:
+            told = TokenLogprob(logprob=logprobs[i], rank=ranks[i], top=tuple(top[i][:count]))
+        answers.append((token_ids[i], told))
+    return answers
+
+
+def _pairs(ids: torch.Tensor, logprobs: torch.Tensor | None) -> list[list[tuple[int, float]]]:
+    assert logprobs is not None, "likeliest tokens come with their log-probabilities"
+    return [list(zip(i, p, strict=True)) for i, p in zip(ids.tolist(), logprobs.tolist(), strict=True)]
+
+
+def _arguments(logits: torch.Tensor, rows: Sequence[SampledRow]) -> dict[str, torch.Tensor]:
+    """Those of `ops.sample` that some row needs; none when all rows are greedy."""
+    params = [row.params for row in rows]
+    if all(p.temperature == 0 for p in params):
+        return {}
+
+    def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(logits.device)
+
+    # The generator's key and counter are 64 bits; torch has them signed.
+    seeds = [(p.seed + 2**63) % 2**64 - 2**63 for p in params]
+    found = {
+        "temperature": column([p.temperature for p in params], torch.float64),
+        "seeds": column(seeds, torch.int64),
+        "positions": column([row.position for row in rows], torch.int64),
+    }
+    if any(p.top_k > 0 for p in params):
+        found["top_k"] = column([p.top_k for p in params], torch.int64)
+    if any(p.top_p < 1 for p in params):
+        found["top_p"] = column([p.top_p for p in params], torch.float64)
+    if any(p.min_p > 0 for p in params):
+        found["min_p"] = column([p.min_p for p in params], torch.float64)
+    return found
+
+
+def _edits(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> LogitEdits | None:
+    """Bias, penalties and tokens held back, of the rows that have any."""
+    vocab = logits.shape[1]
+    biases = [_bias(row, eos_token_ids, vocab) for row in rows]
+    edited = [i for i, row in enumerate(rows) if row.edits or biases[i]]
+    if not edited:
+        return None
+    slots = torch.full((len(rows),), -1)
+    words = torch.zeros(len(edited), vocab, dtype=torch.int32)
+    bias = torch.zeros(len(edited), max(len(biases[i]) for i in edited), dtype=torch.float64)
+    penalties = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64).repeat(len(rows), 1)
+    for slot, i in enumerate(edited):
+        p, slots[i] = rows[i].params, slot
+        if biases[i]:
+            words[slot, list(biases[i])] = torch.arange(1, len(biases[i]) + 1, dtype=torch.int32)
+            bias[slot, : len(biases[i])] = torch.tensor(list(biases[i].values()), dtype=torch.float64)
+        if rows[i].edits:
+            words[slot, torch.tensor(rows[i].prompt, dtype=torch.int64).unique()] += LogitEdits.IN_PROMPT
+            ids, counts = torch.tensor(rows[i].output, dtype=torch.int64).unique(return_counts=True)
+            words[slot, ids] += counts.int() * LogitEdits.ONCE
+            penalties[i] = torch.tensor((p.repetition_penalty, p.frequency_penalty, p.presence_penalty))
+    device = logits.device
+    return LogitEdits(
+        words=words.to(device), bias=bias.to(device), slots=slots.to(device), penalties=penalties.to(device)
+    )
+
+
+def _bias(row: SampledRow, eos_token_ids: tuple[int, ...], vocab: int) -> dict[int, float]:
+    """What is added to which tokens: the request's own bias, minus infinity while it is too short to stop."""
+    p = row.params
+    if len(row.output) >= p.min_tokens:
+        return p.logit_bias
+    held_back = p.stop_token_ids + (() if p.ignore_eos else eos_token_ids)
+    return {**p.logit_bias, **{t: float("-inf") for t in held_back if 0 <= t < vocab}}

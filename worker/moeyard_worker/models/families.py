@@ -1,0 +1,74 @@
+"""The families that are served, and the reading of a checkpoint's config.json. Pure: loads no torch.
+
+An option that would change the numbers and is not implemented is refused with a CheckpointError, never ignored.
+"""
+
+from pathlib import Path
+from types import MappingProxyType
+
+from moeyard_worker.config.engine_config import DTYPE_BYTES
+from moeyard_worker.config.fields import Fields, read_json
+from moeyard_worker.models import deepseek, mixtral, qwen3_moe
+from moeyard_worker.models.family import Family, max_position
+from moeyard_worker.models.model_config import ModelConfig
+
+# By `model_type` of config.json.
+FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
+    {**deepseek.FAMILIES, **qwen3_moe.FAMILIES, **mixtral.FAMILIES}
+)
+
+
+def load_model_config(directory: Path | str) -> ModelConfig:
+    """Read config.json and generation_config.json; raises CheckpointError naming file and key."""
+    directory = Path(directory)
+    path, generation = directory / "config.json", directory / "generation_config.json"
+    stop = read_json(generation) if generation.exists() else {}
+    return parse_model_config(Fields(str(path), read_json(path)), Fields(str(generation), stop))
+
+
+def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
+    """A model's config from the keys of its config.json and generation_config.json (`stop`, which may be empty)."""
+    name = config.values.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise config.error("model_type", f"{name!r} is not supported (supported: {', '.join(FAMILIES)})")
+    config.require("hidden_act", ("silu",), "silu")
+    if config.values.get("quantization_config") is not None:
+        raise config.error("quantization_config", "is not supported (supported: float32 and bfloat16 weights)")
+    family = FAMILIES[name]
+    bos = config.integers("bos_token_id") or stop.integers("bos_token_id")
+    dtype = config.values.get("dtype") or config.values.get("torch_dtype") or "float32"
+    if dtype not in DTYPE_BYTES:
+        raise config.error("dtype", f"{dtype!r} is not supported (supported: {', '.join(DTYPE_BYTES)})")
+    model = ModelConfig(
+        **family.parse(config),
+        family=name,
+        hidden_size=config.integer("hidden_size"),
+        num_layers=config.integer("num_hidden_layers"),
+        vocab_size=config.integer("vocab_size"),
+        max_position=max_position(config),
+        rms_eps=config.number("rms_norm_eps", family.rms_eps),
+        tie_word_embeddings=config.boolean("tie_word_embeddings", False),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=tuple(dict.fromkeys(stop.integers("eos_token_id") + config.integers("eos_token_id"))),
+        dtype=dtype,
+        num_mtp_layers=config.integer("num_nextn_predict_layers", 0, minimum=0),
+    )
+    _check(config, model)
+    return model
+
+
+def _check(config: Fields, model: ModelConfig) -> None:
+    if not model.moe_layers:
+        raise config.error("num_hidden_layers", f"is {model.num_layers} and no layer is a Mixture-of-Experts layer")
+    if model.top_k > model.num_experts:
+        raise config.error("num_experts_per_tok", f"is {model.top_k}, more than the {model.num_experts} experts")
+    rule = model.gate.rule
+    if model.num_experts % rule.num_groups or rule.topk_groups > rule.num_groups:
+        raise config.error("n_group", f"is {rule.num_groups} of {model.num_experts} experts, top {rule.topk_groups}")
+    per_group = model.num_experts // rule.num_groups
+    if rule.topk_groups * per_group < rule.top_k:
+        raise config.error("topk_group", f"is {rule.topk_groups}: too few experts to choose {rule.top_k} from")
+    if rule.group_score == "top2sum" and per_group < 2:
+        raise config.error(
+            "n_group", f"is {rule.num_groups}: a group needs at least 2 of the {model.num_experts} experts"
+        )

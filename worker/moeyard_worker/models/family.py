@@ -1,0 +1,51 @@
+"""What a family's file states: how its config.json is read and how its checkpoints name their parts. Pure."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moeyard_worker.config.fields import Fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Checkpoint names of a decoder of norm, attention, norm, MLP or MoE; all relative to `layer`.
+
+    `layer` holds {i}. `moe` lists where the MoE block may sit, the published place first. `expert` are the names of an
+    expert's gate, up and down projection, each followed by ".weight". A fused file stores all experts of a layer in
+    `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I].
+    """
+
+    embed: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    lm_head: str = "lm_head.weight"
+    layer: str = "model.layers.{i}."
+    input_norm: str = "input_layernorm.weight"
+    post_norm: str = "post_attention_layernorm.weight"
+    attention: str = "self_attn."
+    mlp: str = "mlp."
+    moe: tuple[str, ...] = ("mlp.",)
+    gate: str = "gate.weight"
+    gate_bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts."
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One architecture.
+
+    `parse` reads what the family decides for itself of a config.json, as keyword arguments of `ModelConfig`: attention,
+    the sizes of MLPs and experts, the gate. It raises CheckpointError for an option that would change the numbers and
+    is not implemented. `reference` is the class of transformers that computes the same; `rms_eps` is its default.
+    """
+
+    parse: Callable[[Fields], Mapping[str, Any]]
+    reference: str
+    names: Names = Names()
+    rms_eps: float = 1e-6
+
+
+def max_position(config: Fields) -> int:
+    """The longest sequence that the rotation is made for."""
+    return config.integer("max_position_embeddings", 2048)

@@ -1,0 +1,56 @@
+"""Keys of config.json that several families read alike. Pure."""
+
+from dataclasses import replace
+from typing import Literal
+
+from moeyard_worker.config.fields import Fields
+from moeyard_worker.config.rope_config import mla_softmax_scale, parse_rope, rope_fields
+from moeyard_worker.layers.gqa import Gqa
+from moeyard_worker.layers.mla import Mla
+from moeyard_worker.models.family import max_position
+
+
+def parse_gqa(
+    config: Fields, *, default_theta: float, sliding_window: int | None, bias: bool,
+    qk_norm: Literal["head", "all"] | None, default_eps: float = 1e-6,
+) -> Gqa:  # fmt: skip
+    """Grouped-query attention under the usual keys."""
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error("num_key_value_heads", f"is {num_kv_heads}, which does not divide {num_heads} heads")
+    head_dim = config.optional_integer("head_dim") or config.integer("hidden_size") // num_heads
+    fields = rope_fields(config, default_theta)
+    return Gqa(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        bias=bias,
+        qk_norm=qk_norm,
+        norm_eps=config.number("rms_norm_eps", default_eps),
+        sliding_window=sliding_window,
+        rope=parse_rope(fields, dim=head_dim, interleaved=False, max_position=max_position(config)),
+    )
+
+
+def parse_mla(config: Fields, *, interleaved: bool) -> Mla:
+    """Latent attention under DeepSeek's keys."""
+    num_heads = config.integer("num_attention_heads")
+    if config.integer("num_key_value_heads", num_heads) != num_heads:
+        raise config.error("num_key_value_heads", f"is not {num_heads}: latent attention has one key per query head")
+    nope_dim, rope_dim = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
+    fields = rope_fields(config, 10_000.0)
+    attention = Mla(
+        num_heads=num_heads,
+        q_lora_rank=config.optional_integer("q_lora_rank"),
+        kv_lora_rank=config.integer("kv_lora_rank"),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        v_dim=config.integer("v_head_dim"),
+        scale=mla_softmax_scale(fields, nope_dim + rope_dim),
+        bias=config.boolean("attention_bias", False),
+        rope=None,
+    )
+    rope = parse_rope(fields, dim=rope_dim, interleaved=interleaved, max_position=max_position(config))
+    return replace(attention, rope=rope)

@@ -1,0 +1,49 @@
+"""Which requests can never run on a rank, whatever else it does. Pure."""
+
+from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.protocol import Rejected, Submit
+from moeyard_worker.scheduling.sampling_check import sampling_error
+
+
+def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
+    """Why a request cannot run by its own words and the rank's limits; None when it can."""
+    prompt, params = submit.prompt_token_ids, submit.sampling
+
+    def no(reason: str, message: str) -> Rejected:
+        return Rejected(request_id=submit.request_id, reason=reason, message=message)
+
+    if not prompt:
+        return no("bad_request", "the prompt is empty")
+    wrong = sampling_error(params, config.vocab_size)
+    if wrong is not None:
+        return no("bad_request", wrong)
+    outside = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
+    if outside is not None:
+        return no("bad_request", f"token id {outside} is outside the vocabulary of {config.vocab_size}")
+    limit = config.max_model_len
+    if len(prompt) + 1 > limit:
+        return no(
+            "prompt_too_long",
+            f"the prompt has {len(prompt)} tokens, which leaves no room for output within the limit of {limit}",
+        )
+    if params.min_tokens > 0 and len({*params.stop_token_ids, *config.eos_token_ids}) >= config.vocab_size:
+        return no("bad_request", "min_tokens holds back every stop token, and here that is the whole vocabulary")
+    total = len(prompt) + params.max_tokens
+    if total > limit:
+        return no(
+            "prompt_too_long",
+            f"{len(prompt)} prompt tokens + max_tokens {params.max_tokens} exceed the limit of {limit}",
+        )
+    pages = -(-num_positions(total, config) // config.page_size)
+    if pages > config.num_pages:
+        return no("never_fits", f"the request needs {pages} KV pages, this worker has {config.num_pages}")
+    return None
+
+
+def num_positions(total: int, config: SchedulerConfig) -> int:
+    """Positions of a request of `total` tokens whose state may be written.
+
+    The last output token is never fed back, so its state is never stored, with one exception: a step planned while
+    drafts are in flight cannot know whether they complete the request, and then feeds that token too.
+    """
+    return total if config.num_drafts and config.max_in_flight > 1 else total - 1

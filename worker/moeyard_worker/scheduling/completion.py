@@ -1,0 +1,35 @@
+"""What an accepted token means for its request: whether it ends, and how that is told. Pure."""
+
+from moeyard_worker.protocol import Done
+from moeyard_worker.scheduling.request import Request
+
+
+def extend(request: Request, token_ids: tuple[int, ...], eos_token_ids: tuple[int, ...]) -> str | None:
+    """Append accepted tokens up to the one that ends the request; its finish reason, None while it goes on."""
+    params, output = request.sampling, request.output
+    for token_id in token_ids:
+        output.append(token_id)
+        # Token by token: a stop token before `min_tokens` counts for nothing, whatever was accepted with it.
+        if len(output) >= params.min_tokens and (
+            token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids)
+        ):
+            return "stop"
+        if len(output) >= params.max_tokens:
+            return "length"
+    return None
+
+
+def farewell(request: Request, reason: str, error: str | None = None) -> Done:
+    """The last message about a request."""
+    started, first = request.started, request.first_token
+    return Done(
+        request_id=request.request_id,
+        finish_reason=reason,
+        prompt_tokens=len(request.prompt),
+        cached_tokens=request.cached_tokens,
+        completion_tokens=len(request.output),
+        stop_token_id=request.output[-1] if reason == "stop" else None,
+        error=error,
+        queue_seconds=0.0 if started is None else started - request.arrived,
+        prefill_seconds=0.0 if started is None or first is None else first - started,
+    )

@@ -1,0 +1,103 @@
+"""The arithmetic of a request's next chunk: where it begins, how many rows it gets, what it says. Pure."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.scheduling.request import Request
+from moeyard_worker.scheduling.step import Chunk, Step
+
+
+class Place(NamedTuple):
+    """Where a request's next chunk begins: `start` to `max_start`, and its `fed` (see `Chunk`)."""
+
+    start: int
+    max_start: int
+    fed: int | None
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step in the making. `budget`: rows left. `closed`: nobody is admitted any more. `held` is not planned."""
+
+    budget: int
+    closed: bool = False
+    held: Request | None = None
+    prefill: list[tuple[Request, Chunk]] = field(default_factory=list)
+    decode: list[tuple[Request, Chunk]] = field(default_factory=list)
+
+    def add(self, request: Request, chunk: Chunk) -> None:
+        """Make a chunk part of the step; from here on its request is in flight."""
+        request.in_flight.append(chunk)
+        (self.prefill if chunk.prompt else self.decode).append((request, chunk))
+        self.budget -= len(chunk.token_ids)
+
+    def finish(self) -> tuple[Step, tuple[Request, ...]]:
+        """The step and the requests behind its chunks, which learn their place among the sampled ones."""
+        planned = self.prefill + self.decode
+        index = 0
+        for request, chunk in planned:
+            if chunk.num_sampled:
+                request.sample_index = index
+                index += 1
+        step = Step(prefill=tuple(c for _, c in self.prefill), decode=tuple(c for _, c in self.decode))
+        return step, tuple(r for r, _ in planned)
+
+
+def next_place(request: Request) -> Place:
+    """Where the request goes on after its chunk in flight, if there is one (never two: the older step is completed)."""
+    start = request.num_computed
+    if not request.in_flight:
+        return Place(start, start, None)
+    # The steps before the chunk's are completed, so its own start is known by now, whether it was fed or not.
+    (chunk,) = request.in_flight
+    end = start + chunk.num_tokens
+    if not chunk.num_sampled:
+        return Place(end, end, None)
+    # One of its sampled tokens is accepted at least, all of them at most.
+    return Place(end - chunk.num_sampled + 1, end, request.sample_index)
+
+
+def num_rows(request: Request, place: Place, *, budget: int, config: SchedulerConfig) -> int:
+    """Rows of the request's next chunk, 0 for none; a chunk never crosses the end of the prompt."""
+    start, num_prompt = place.start, len(request.prompt)
+    if start < num_prompt:
+        left = num_prompt - start
+        rows = min(budget, config.prefill_chunk, left)
+        return rows if rows == left else rows - (start + rows) % config.chunk_alignment
+    if start >= request.limit:
+        # Certain to end with the step in flight.
+        return 0
+    known = request.length - start
+    if known > 1:
+        return min(budget, config.prefill_chunk, known)
+    num_drafts = len(request.drafts) if place.fed is None else config.num_drafts
+    if not num_drafts:
+        return min(budget, 1)
+    # Drafts end where the request does. In a fed chunk one row stays when the step in flight may reach that end.
+    return min(budget, 1 + num_drafts, max(request.limit - place.max_start, 1))
+
+
+def make_chunk(request: Request, place: Place, rows: int) -> Chunk:
+    """The next `rows` rows of a request, whose pages are reserved."""
+    start, num_sampled = place.start, 0
+    if place.fed is not None:
+        token_ids, num_sampled = (0,) * rows, rows
+    else:
+        num_drafts = start + rows - request.length
+        if num_drafts >= 0:
+            num_sampled = 1 + num_drafts
+        token_ids = request.tokens(start, start + rows)
+        if num_drafts > 0:
+            token_ids += request.drafts[:num_drafts]
+    return Chunk(
+        key=(request.client, request.request_id),
+        start=start,
+        token_ids=token_ids,
+        pages=tuple(request.pages),
+        state_slot=request.state_slot,
+        prompt=start < len(request.prompt),
+        num_sampled=num_sampled,
+        fed=place.fed,
+        slack=place.max_start - start,
+    )

@@ -1,0 +1,32 @@
+"""Slots of one rank: the state that a model keeps per sequence, such as that of linear attention. Pure."""
+
+from collections.abc import Iterable
+
+
+class SlotPool:
+    """Slots [0, num_slots), each with one owner at a time; none when the model keeps no such state."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that `allocate` could hand out now."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """A slot that nobody owns; what it holds is stale. Raises ValueError when there is none."""
+        if not self._free:
+            raise ValueError(f"all {self.num_slots} state slots are taken")
+        return self._free.pop()
+
+    def release(self, slot: int) -> None:
+        """Give a slot back."""
+        assert 0 <= slot < self.num_slots, f"slot {slot} is none of {self.num_slots}"
+        assert slot not in self._free, f"slot {slot} is released more often than it was taken"
+        self._free.append(slot)
+
+    def validate(self, held: Iterable[int]) -> None:
+        """Assert all invariants; `held` are the slots of all owners."""
+        assert sorted([*held, *self._free]) == list(range(self.num_slots)), "a slot is lost or has two owners"
