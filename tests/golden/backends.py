@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from moeyard_worker.engine.verify import local_runner
+from moeyard_kernels.backend import Backend
+from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_worker.engine.local import local_runner
 from moeyard_worker.scheduling.step import Chunk, Step
-
-PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,31 +21,35 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
-    """serve: (checkpoint, prompts, how many greedy tokens) -> an answer to each, end tokens ignored, in float32.
+class Candidate:
+    """make: the backend, for a page size; it serves in float32. available: whether this machine can run it.
 
-    tolerance: the largest difference of a log-probability from transformers' that rounding explains. available: whether
-    this machine can run it, asked when the test runs.
+    tolerance: the largest difference of a log-probability from transformers' that rounding explains.
     """
 
-    serve: Callable[[Path, list[list[int]], int], list[Answer]]
-    tolerance: float
+    make: Callable[[int], Backend]
     available: Callable[[], bool]
+    tolerance: float
 
 
-@torch.inference_mode()
-def serve_on_cpu(checkpoint: Path, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
-    """All prompts in one step, then one step per token with a row of each."""
-    size = -(-(max(map(len, prompts)) + num_tokens) // PAGE_SIZE)
-    runner = local_runner(checkpoint, dtype=torch.float32, num_pages=size * len(prompts), page_size=PAGE_SIZE)
+def serve(backend: Backend, checkpoint: Path, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
+    """Greedy answers, end tokens ignored: all prompts in one step, then one step per token with a row of each."""
+    page_size = backend.page_size
+    size = -(-(max(map(len, prompts)) + num_tokens) // page_size)
+    runner = local_runner(
+        checkpoint, dtype=torch.float32, num_pages=size * len(prompts), page_size=page_size, backend=backend
+    )
     pages = [tuple(range(i * size, (i + 1) * size)) for i in range(len(prompts))]
     answers = [Answer([], []) for _ in prompts]
 
     def chunk(number: int, *, prompt: bool) -> Chunk:
-        ids = prompts[number] if prompt else answers[number].ids[-1:]
-        start = 0 if prompt else len(prompts[number]) + len(answers[number].ids) - 1
         return Chunk(
-            request_id=str(number), start=start, token_ids=tuple(ids), pages=pages[number], prompt=prompt, sample=True
+            key=(b"", str(number)),
+            start=0 if prompt else len(prompts[number]) + len(answers[number].ids) - 1,
+            token_ids=tuple(prompts[number] if prompt else answers[number].ids[-1:]),
+            pages=pages[number],
+            prompt=prompt,
+            num_sampled=1,
         )
 
     for position in range(num_tokens):
@@ -60,8 +64,8 @@ def serve_on_cpu(checkpoint: Path, prompts: list[list[int]], num_tokens: int) ->
     return answers
 
 
-BACKENDS = {
+CANDIDATES = {
     # Measured on 2026-11-22 over all 1280 tokens (torch 2.13 and 2.15, AMD EPYC): at most 1.1e-5, 99 of 100 below
     # 4.2e-6, half below 8e-7; only the order of sums differs. One bfloat16 rounding of a logit of 8 is up to 3e-2.
-    "cpu": Backend(serve=serve_on_cpu, tolerance=5e-5, available=lambda: True),
+    "cpu": Candidate(make=lambda page_size: CpuBackend(page_size=page_size), available=lambda: True, tolerance=5e-5),
 }

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.golden.backends import BACKENDS, Answer
+from tests.golden.backends import CANDIDATES, Answer, serve
 
 HERE = Path(__file__).resolve().parent
 DEMO = HERE.parents[1] / "deploy" / "demo"
+PAGE_SIZE = 16
 
 
 @pytest.fixture(scope="module")
@@ -25,18 +26,18 @@ def test_the_captures_are_of_this_model(golden: dict[str, Any]) -> None:
     assert [(len(r["prompt"]), len(r["ids"]), len(r["logprobs"])) for r in rows] == [(65, 64, 64)] * 20
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", CANDIDATES)
 def test_answers_are_those_of_transformers(golden: dict[str, Any], name: str) -> None:
     """Every token of every answer, and every log-probability within what the backend's rounding explains."""
-    backend = BACKENDS[name]
-    if not backend.available():
+    candidate = CANDIDATES[name]
+    if not candidate.available():
         pytest.skip(f"no {name} here")
     expected = [Answer(row["ids"], row["logprobs"]) for row in golden["answers"]]
-    answers = backend.serve(DEMO, [row["prompt"] for row in golden["answers"]], len(expected[0].ids))
+    answers = serve(candidate.make(PAGE_SIZE), DEMO, [row["prompt"] for row in golden["answers"]], len(expected[0].ids))
     assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
     differences = [
         abs(ours - theirs)
         for answer, other in zip(answers, expected, strict=True)
         for ours, theirs in zip(answer.logprobs, other.logprobs, strict=True)
     ]
-    assert max(differences) <= backend.tolerance
+    assert max(differences) <= candidate.tolerance
