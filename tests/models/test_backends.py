@@ -26,6 +26,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-bias_tied": ("qwen3_moe", {"attention_bias": True, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", {}),
     "mixtral-window": ("mixtral", {"sliding_window": 40}),
+    "olmoe": ("olmoe", {}),
+    "olmoe-bias_six_heads": (
+        "olmoe",
+        {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True},
+    ),
 }
 # Kernels want widths that are powers of two from 16 on.
 WIDTHS = {

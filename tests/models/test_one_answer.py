@@ -24,6 +24,8 @@ OPTIONS = {
     },
     "qwen3_moe": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 10},
     "mixtral": {"sliding_window": 40},
+    # Its norms are over 90 and 30 values.
+    "olmoe": {"hidden_size": 90, "num_attention_heads": 9, "num_key_value_heads": 3},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROMPT_LENGTH, NUM_TOKENS = 150, 20
