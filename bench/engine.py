@@ -158,7 +158,8 @@ def decode(bench: Bench, streams: int, prompt: int, output: int, bandwidth: floa
     distinct = bench_distinct(bench, streams, prompt)
     floor = floor_bytes(bench, distinct, streams, prompt + output / 2) / bandwidth
     return {
-        "streams": streams, "tpot_ms": statistics.median(gaps) * 1e3, "p99_ms": sorted(gaps)[int(len(gaps) * 0.99)] * 1e3,
+        "streams": streams, "tpot_ms": statistics.median(gaps) * 1e3,
+        "p99_ms": sorted(gaps)[int(len(gaps) * 0.99)] * 1e3,
         "replay_ms": start.elapsed_time(end) / 20, "floor_ms": floor * 1e3, "distinct_experts": distinct,
         "host_ms": statistics.median(r["host"] for r in records) * 1e3, "bucket": key,
     }  # fmt: skip

@@ -34,7 +34,7 @@ ROOMS = {
     "exchange": (("config",), 1800),
     "experts": (("config", "exchange"), 1150),
     "layers": (("config", "state", "exchange"), 550),
-    "models": (("config", "state", "exchange", "layers"), 750),
+    "models": (("config", "state", "exchange", "layers"), 850),
     "checkpoint": (("config", "layers", "models"), 450),
     "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 1900),
 }

@@ -44,7 +44,7 @@ class Runner:
     ) -> None:
         self.config = config = spec.config
         self.page_size = page_size = backend.page_size
-        self._backend = backend
+        self.backend = backend
 
         def arrays(layer: int) -> dict[str, torch.Tensor]:
             state = config.attention[layer].state()
@@ -61,7 +61,7 @@ class Runner:
 
         An empty step returns no row but takes part in every exchange. Raises ExchangeError when a peer is lost.
         """
-        return self.model.forward(self._backend.plan(step))
+        return self.model.forward(self.backend.plan(step))
 
     def launch(self, step: Step, requests: Sequence[Request], *, before: Launched | None) -> Launched:
         """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon.
