@@ -36,8 +36,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Kernels want widths that are powers of two from 16 on.
 WIDTHS = {
-    "deepseek_v3": {"qk_rope_head_dim": 16, "v_head_dim": 32},
-    "deepseek_v2": {"qk_rope_head_dim": 16, "v_head_dim": 32},
+    "deepseek_v3": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+    "deepseek_v2": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
 }
 NUM_PAGES = 40
 
