@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-FAMILIES = ("deepseek_v3", "kimi_k2", "deepseek_v2", "qwen3_moe", "mixtral")
+FAMILIES = ("deepseek_v3", "kimi_k2", "deepseek_v2", "qwen3_moe", "mixtral", "olmoe")
 
 # Ids 0..255 are the bytes in the order of the ByteLevel alphabet; the special tokens follow.
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -66,12 +66,14 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
 }
 _CLASSES: dict[str, tuple[str, str]] = {
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
 }
 
 

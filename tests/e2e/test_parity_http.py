@@ -35,8 +35,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {},
     "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 3, "mlp_only_layers": [1]},
     "mixtral": {"sliding_window": 24},
+    "olmoe": {},
 }
-# Named by family and what is unusual. Experts on 3 ranks: 7, 7, 6; 3, 2, 2; 4, 4, 4; 3, 3, 2 and 2, 2, 1.
+# Named by family and what is unusual. Experts on 3 ranks: 7, 7, 6; 3, 2, 2; 4, 4, 4; 3, 3, 2 and, twice, 2, 2, 1.
 VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v3-no_q_rank": {"q_lora_rank": None, "n_routed_experts": 20},
     "kimi_k2-old_rope_keys": {
@@ -61,6 +62,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "max_shard_size": "30KB",
     },
     "mixtral-fused_no_window": {"num_local_experts": 5, "sliding_window": None, "fused_experts": True},
+    "olmoe-normalised_weights_bias_fused": {
+        "num_key_value_heads": 4,
+        "num_experts": 5,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+        "fused_experts": True,
+    },
 }
 MODELS = {**FAMILIES, **VARIANTS}
 # The largest logit must lead the second by far more than fp32 sums in another order can move it (about 1e-5 here).
@@ -72,11 +80,13 @@ SEEDS = {
     "deepseek_v2": 1,
     "qwen3_moe": 3,
     "mixtral": 3,
+    "olmoe": 0,
     "deepseek_v3-no_q_rank": 4,
     "kimi_k2-old_rope_keys": 3,
     "deepseek_v2-groups_yarn": 3,
     "qwen3_moe-sparse_step_tied_sharded": 15,
     "mixtral-fused_no_window": 0,
+    "olmoe-normalised_weights_bias_fused": 1,
 }
 MIN_LEAD = 1e-3
 # Different tokens per answer, on average: a model that repeats its prompt's end is matched by almost anything.

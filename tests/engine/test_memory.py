@@ -285,8 +285,9 @@ PARTLY_ODD = {"kv_lora_rank": 40, "qk_nope_head_dim": 16, "v_head_dim": 16}
         ("deepseek_v2", PARTLY_ODD),
         ("qwen3_moe", {"attention_bias": True}),
         ("mixtral", {"tie_word_embeddings": True}),
+        ("olmoe", {}),
     ],
-    ids=["deepseek_v3", "bias", "odd", "partly_odd", "qwen3_moe", "mixtral_tied"],
+    ids=["deepseek_v3", "bias", "odd", "partly_odd", "qwen3_moe", "mixtral_tied", "olmoe"],
 )
 @pytest.mark.parametrize("served", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["from_fp32", "from_bf16"])
@@ -353,17 +354,20 @@ print(status("VmHWM") - before)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "olmoe"])
 def test_step_stays_within_its_estimate(tmp_path: Path, family: str, dtype: str) -> None:
     """A chunk of 512 rows at the end of 4096 positions; the estimate is not more than three times too large."""
-    heads = {
-        "deepseek_v3": {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
-        "qwen3_moe": {"head_dim": 128},
+    sizes = {
+        "deepseek_v3": {
+            **{"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256},
+            **{"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
+        },
+        "qwen3_moe": {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256, "head_dim": 128},
+        "olmoe": {"hidden_size": 1024, "intermediate_size": 256},
     }[family]
     make_checkpoint(
-        tmp_path, family, hidden_size=512, vocab_size=1024, intermediate_size=1024, num_hidden_layers=2,
-        num_attention_heads=16, num_key_value_heads=16, max_position_embeddings=4096, moe_intermediate_size=256,
-        **heads,
+        tmp_path, family, vocab_size=1024, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16,
+        max_position_embeddings=4096, **sizes,
     )  # fmt: skip
     model = load_model_config(tmp_path)
     run = subprocess.run(

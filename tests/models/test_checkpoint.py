@@ -62,7 +62,7 @@ def test_dense_values(tmp_path: Path, dtype: torch.dtype, served: torch.dtype, s
     assert num_tensors == len([key for key in stored if ".experts." not in key])
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "olmoe"])
 @pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
 def test_expert_values(tmp_path: Path, family: str, fused: bool) -> None:
     plain = make_checkpoint(tmp_path / "plain", family)
@@ -71,6 +71,7 @@ def test_expert_values(tmp_path: Path, family: str, fused: bool) -> None:
     at, names = {
         "deepseek_v3": ("mlp", ("gate_proj", "up_proj", "down_proj")),
         "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+        "olmoe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     }[family]
     experts = MappedExperts(check(directory))
     for expert in range(8):

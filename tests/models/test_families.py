@@ -115,6 +115,40 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         {"fused_experts": True, "tie_word_embeddings": True, "old_rope_keys": True, "rope_parameters": LINEAR},
     ),
+    "olmoe": ("olmoe", {}),
+    "olmoe-normalised_weights_bias": ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+    "olmoe-one_key_per_head_linear": ("olmoe", {"num_key_value_heads": None, "rope_parameters": LINEAR}),
+    "olmoe-odd": (
+        "olmoe",
+        {
+            "hidden_size": 84,
+            "intermediate_size": 20,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "olmoe-one_kv_head_yarn_fused_eps": (
+        "olmoe",
+        {
+            "num_key_value_heads": 1,
+            "rope_parameters": {**YARN, "mscale": None},
+            "fused_experts": True,
+            "rms_norm_eps": 1e-2,
+        },
+    ),
+    "olmoe-tied_sharded_old_keys": (
+        "olmoe",
+        {
+            "tie_word_embeddings": True,
+            "max_shard_size": "100KB",
+            "rope_parameters": DYNAMIC,
+            "old_rope_keys": True,
+            "num_experts_per_tok": 8,
+        },
+    ),
 }
 
 
@@ -141,7 +175,7 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "mixtral", "olmoe"])
 def test_decode_logits_match_generate(tmp_path: Path, family: str, seed: int) -> None:
     """Decode rows, which take another formula than the prompt, against transformers' own cached generation."""
     directory = make_checkpoint(tmp_path, family, seed=seed)
@@ -162,7 +196,7 @@ def test_decode_logits_match_generate(tmp_path: Path, family: str, seed: int) ->
     assert relative(logits, torch.cat(output.logits)) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "olmoe"])
 def test_bfloat16(tmp_path: Path, family: str, seed: int) -> None:
     """A bfloat16 checkpoint gives its own float32 logits when served in float32, and close ones in bfloat16."""
     directory = make_checkpoint(tmp_path, family, seed=seed, dtype=torch.bfloat16)
@@ -176,12 +210,12 @@ def test_bfloat16(tmp_path: Path, family: str, seed: int) -> None:
     assert not torch.equal(rounded, exact)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "mixtral", "olmoe"])
 def test_routing_of_random_checkpoints_is_diverse(tmp_path: Path, family: str, seed: int) -> None:
     """Otherwise the comparisons above would say little about the gate."""
     directory = make_checkpoint(tmp_path, family, seed=seed)
     runner = local_runner(directory, dtype=torch.float32, num_pages=4)
-    experts = runner._model._layers[-1].moe._experts  # type: ignore[union-attr]
+    experts = runner.model._layers[-1].moe._experts  # type: ignore[union-attr]
     seen: list[tuple[int, ...]] = []
     run = experts.run
 

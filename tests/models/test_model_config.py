@@ -55,6 +55,23 @@ BASE: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         "rope_theta": 1000000.0,
     },
+    # The published file (allenai/OLMoE-1B-7B-0924) in small, without num_key_value_heads.
+    "olmoe": {
+        "model_type": "olmoe",
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "attention_bias": False,
+        "clip_qkv": None,
+        "max_position_embeddings": 1024,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+    },
 }
 
 
@@ -98,6 +115,19 @@ def test_qwen3_moe(tmp_path: Path) -> None:
     assert attention.head_dim == 32
     assert attention.sliding_window is None
     assert config.state_spec(4).bytes_per_token == 6 * 2 * 2 * 32 * 4
+
+
+def test_olmoe(tmp_path: Path) -> None:
+    config = load_model_config(write(tmp_path, "olmoe"))
+    [attention] = config.attention_kinds()
+    assert isinstance(attention, Gqa)
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 4, 16)
+    assert attention.qk_norm == "all"
+    assert attention.norm_eps == config.rms_eps == 1e-5
+    assert not config.gate.rule.renormalize
+    assert config.moe_layers == (0, 1, 2, 3)
+    assert config.moe_intermediate_size == 32
+    assert config.shared_intermediate_size == 0
 
 
 def test_sliding_window_of_qwen3_moe_needs_its_switch(tmp_path: Path) -> None:
@@ -204,6 +234,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"model_type": "deepseek_v2", "norm_topk_prob": True},
         "norm_topk_prob True is not supported",
     ),
+    "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is not supported (supported: null)"),
+    "olmoe with a window": ("olmoe", {"sliding_window": 24}, "sliding_window is not supported (supported: null)"),
+    "olmoe's head width": ("olmoe", {"head_dim": 32}, "head_dim is 32: 4 heads are not 64 wide"),
 }
 
 

@@ -24,6 +24,8 @@ OPTIONS = {
     },
     "qwen3_moe": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 10},
     "mixtral": {"sliding_window": 40},
+    # Its norms are over 90 and 30 values.
+    "olmoe": {"hidden_size": 90, "num_attention_heads": 9, "num_key_value_heads": 3},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROMPT_LENGTH, NUM_TOKENS = 150, 20
@@ -129,7 +131,7 @@ def test_only_sampled_rows_are_returned(runner: Runner, prompts: list[list[int]]
 
 def test_idle_step_takes_part_in_every_exchange(tmp_path: Path) -> None:
     runner = local_runner(make_checkpoint(tmp_path, "deepseek_v3"), dtype=torch.float32, num_pages=1)
-    exchange = runner._model._layers[1].moe._exchange  # type: ignore[union-attr]
+    exchange = runner.model._layers[1].moe._exchange  # type: ignore[union-attr]
     calls: list[tuple[str, int]] = []
     dispatch, combine = exchange.dispatch, exchange.combine
 

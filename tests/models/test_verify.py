@@ -12,7 +12,7 @@ from moeyard_worker.engine.local import local_runner
 from moeyard_worker.engine.verify import sample_prompts, verify
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "mixtral"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "mixtral", "olmoe"])
 def test_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str) -> None:
     make_checkpoint(tmp_path, family, num_hidden_layers=2)
     assert verify(tmp_path) == 0

@@ -44,7 +44,7 @@ class Runner:
     ) -> None:
         self.config = config = spec.config
         self.page_size = page_size = backend.page_size
-        self._backend = backend
+        self.backend = backend
 
         def arrays(layer: int) -> dict[str, torch.Tensor]:
             state = config.attention[layer].state()
@@ -53,7 +53,7 @@ class Runner:
             )
 
         with torch.inference_mode():
-            self._model = Decoder(spec, backend=backend, load=load, exchange=exchange, experts=experts, allocate=arrays)
+            self.model = Decoder(spec, backend=backend, load=load, exchange=exchange, experts=experts, allocate=arrays)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Runner:
 
         An empty step returns no row but takes part in every exchange. Raises ExchangeError when a peer is lost.
         """
-        return self._model.forward(self._backend.plan(step))
+        return self.model.forward(self.backend.plan(step))
 
     def launch(self, step: Step, requests: Sequence[Request], *, before: Launched | None) -> Launched:
         """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon.
@@ -69,8 +69,7 @@ class Runner:
         Here the step has run when this returns, and rows that another backend would feed on its device are fed from the
         results before. Raises ExchangeError when a peer is lost.
         """
-        yielded = [] if before is None else before.results
-        fed = feed(step, yielded)
+        fed = feed(step, before)
         logits = self.forward(fed)
-        rows = sampled_rows(fed, requests, yielded)
+        rows = sampled_rows(fed, requests, before)
         return Launched(step=step, results=accepted(fed, choose(logits, rows, self.config.eos_token_ids)))

@@ -8,13 +8,13 @@ from types import MappingProxyType
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.fields import Fields, read_json
-from moeyard_worker.models import deepseek, mixtral, qwen3_moe
+from moeyard_worker.models import deepseek, mixtral, olmoe, qwen3_moe
 from moeyard_worker.models.family import Family, max_position
 from moeyard_worker.models.model_config import ModelConfig
 
 # By `model_type` of config.json.
 FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
-    {**deepseek.FAMILIES, **qwen3_moe.FAMILIES, **mixtral.FAMILIES}
+    {**deepseek.FAMILIES, **qwen3_moe.FAMILIES, **mixtral.FAMILIES, **olmoe.FAMILIES}
 )
 
 

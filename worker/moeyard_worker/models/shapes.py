@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-_DEEPSEEK_V3: dict[str, Any] = {
+_DEEPSEEK_V3: Mapping[str, Any] = MappingProxyType({
     "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
     "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
@@ -18,12 +18,12 @@ _DEEPSEEK_V3: dict[str, Any] = {
         "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
         "mscale": 1.0, "mscale_all_dim": 1.0,
     },
-}  # fmt: skip
-_QWEN3: dict[str, Any] = {
+})  # fmt: skip
+_QWEN3: Mapping[str, Any] = MappingProxyType({
     "model_type": "qwen3_moe", "vocab_size": 151936, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
     "num_experts_per_tok": 8, "norm_topk_prob": True, "rope_theta": 1000000.0, "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-6, "dtype": "bfloat16",
-}  # fmt: skip
+})  # fmt: skip
 
 SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
