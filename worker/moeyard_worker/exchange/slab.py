@@ -33,11 +33,11 @@ class Slab:
 
     def __init__(self, shape: ExchangeShape, buffer: "mmap.mmap | bytearray") -> None:
         assert len(buffer) >= shape.slab_bytes, (len(buffer), shape)
-        row, num_slots = f"V{shape.row_bytes}", shape.max_tokens * shape.top_k
+        row, num_pairs = f"V{shape.row_bytes}", shape.max_tokens * shape.top_k
         self.buffer = buffer
         self.ids: np.ndarray = np.ndarray((shape.max_tokens, shape.top_k), np.int64, buffer)
         self.rows: np.ndarray = np.ndarray((shape.max_tokens,), row, buffer, shape.rows_offset)
-        self.home: np.ndarray = np.ndarray((num_slots,), row, buffer, shape.home_offset)
+        self.home: np.ndarray = np.ndarray((num_pairs,), row, buffer, shape.home_offset)
 
     def home_tensor(self, shape: ExchangeShape) -> torch.Tensor:
         """`home` as a tensor [max_tokens * top_k, hidden] on the same memory."""

@@ -17,7 +17,7 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepPlan:
+class StepBuilder:
     """A step in the making. `budget`: rows left. `closed`: nobody behind may take pages or be admitted any more."""
 
     budget: int
