@@ -1,16 +1,24 @@
 """moeyard's serving path (HTTP) against `transformers.generate` on the same checkpoint and the same cores.
 
     python bench/serving.py [--dtype float32 bfloat16] [--rounds 3] [--json FILE]
+    python bench/serving.py --base REV ...
 
 The checkpoint is random (Qwen3-MoE architecture, hidden 512, 8 layers, 32 experts top-4). Two workloads: 16 concurrent
 requests of mixed prompt and output length, for which transformers runs one left-padded static batch until its longest
 member ends; and one stream alone. Tokens per second count the tokens that were asked for. Rounds of both alternate in
 one run; medians and their ratio are printed. transformers gets all cores (torch's default threads), moeyard the same
 cores: --workers ranks of one thread each for the batch, one worker for the single stream.
+
+With --base the tree this file lies in is compared with revision REV of its repository instead of with transformers.
+Both serve at once, each from its own code, and answer in turns; which goes first alternates. A round's ratio is
+new / base in tokens per second; printed are its median and its least and largest value over the rounds, without which
+a ratio says nothing.
 """
 
 import argparse
 import asyncio
+import contextlib
+import functools
 import json
 import os
 import random
@@ -19,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +37,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("worker", "router", "kernels", "deploy")
 VOCAB = 4096
 HIDDEN, LAYERS, EXPERTS, TOP_K, INTERMEDIATE = 512, 8, 32, 4, 512
 READY_SECONDS = 120.0
@@ -126,13 +137,18 @@ async def run_moeyard(client: httpx.AsyncClient, workload: list[Request]) -> flo
 
 
 class Server:
-    """`moeyard serve` as a process of its own, ready to answer."""
+    """`moeyard serve` as a process of its own, ready to answer, with the code of the repository at `tree`."""
 
-    def __init__(self, model: Path, workers: int) -> None:
+    def __init__(self, model: Path, workers: int, tree: Path = ROOT) -> None:
         command = [sys.executable, "-m", "moeyard", "serve", str(model), "--workers", str(workers), "--port", "0"]
         # Every round must compute its prompts: no prefix cache.
         command += ["--served-model-name", "bench", "--no-prefix-caching"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        # Before whatever is installed, in this process and in the ranks, which inherit its environment.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / folder) for folder in FOLDERS)}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # see check_runs_from
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=tree
+        )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line.startswith("ready: "), line
@@ -141,6 +157,69 @@ class Server:
     def stop(self) -> None:
         self.process.terminate()
         self.process.wait(30)
+
+
+@contextlib.contextmanager
+def serving(model: Path, workers: int, tree: Path = ROOT) -> Iterator[str]:
+    """The URL of a server that ends with the block."""
+    server = Server(model, workers, tree)
+    try:
+        yield server.url
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def worktree(revision: str) -> Iterator[Path]:
+    """The repository at `revision`, in a folder that goes with the block. Raises CalledProcessError, git says why."""
+    with tempfile.TemporaryDirectory() as root:
+        tree = Path(root) / "base"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision], check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+
+
+def check_runs_from(tree: Path) -> None:
+    """Raise RuntimeError unless ranks have loaded the kernels of a fresh `tree`, which nobody but ranks imports.
+
+    Its modules were compiled there when they were first imported.
+    """
+    if not list((tree / "kernels").rglob("*.pyc")):
+        raise RuntimeError(f"the ranks of the base do not run the code in {tree}")
+
+
+async def alternate(urls: tuple[str, str], workload: list[Request], rounds: int) -> list[tuple[float, float]]:
+    """Seconds of both in each round; which goes first alternates, and a round before them warms up."""
+    seconds = []
+    open_client = functools.partial(httpx.AsyncClient, timeout=600)
+    async with open_client(base_url=urls[0]) as a, open_client(base_url=urls[1]) as b:
+        for i in range(rounds + 1):
+            first, second = (a, b) if i % 2 else (b, a)
+            times = await run_moeyard(first, workload), await run_moeyard(second, workload)
+            seconds.append(times if i % 2 else times[::-1])
+    return seconds[1:]
+
+
+def measure_base(
+    name: str, path: Path, tree: Path, workload: list[Request], workers: int, rounds: int
+) -> dict[str, Any]:
+    """Rounds of the base (the code in `tree`) and of this tree in turns, on one workload."""
+    tokens = sum(r.num_tokens for r in workload)
+    with serving(path, workers, tree) as base, serving(path, workers) as new:
+        seconds = asyncio.run(alternate((base, new), workload, rounds))
+    check_runs_from(tree)
+    ratios = [b / n for b, n in seconds]
+    return {
+        "workload": name,
+        "workers": workers,
+        "base": statistics.median(tokens / b for b, _ in seconds),
+        "new": statistics.median(tokens / n for _, n in seconds),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }
 
 
 def measure(name: str, model: Any, path: Path, workload: list[Request], workers: int, rounds: int) -> dict[str, Any]:
@@ -165,6 +244,50 @@ def measure(name: str, model: Any, path: Path, workload: list[Request], workers:
     return {"workload": name, "workers": workers, "transformers": a, "moeyard": b, "ratio": b / a}
 
 
+def workload_of(name: str, workers: int) -> tuple[list[Request], int]:
+    """The requests of a workload and its number of workers, which `workers` says for the batch."""
+    return (batch_workload(), workers) if name == "batch" else (single_workload(), 1)
+
+
+def compare_with_transformers(args: argparse.Namespace, root: Path) -> list[dict[str, Any]]:
+    """Print and return a row for each dtype and workload."""
+    rows = []
+    print(f"{'dtype':<9} {'workload':<9} {'workers':>7} {'transformers':>13} {'moeyard':>9} {'ratio':>6}   (tokens/s)")
+    for dtype in args.dtype:
+        path = root / dtype
+        make_checkpoint(path, getattr(torch, dtype))
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+        for name in args.workload:
+            workload, workers = workload_of(name, args.workers)
+            row = {"dtype": dtype, **measure(name, model, path, workload, workers, args.rounds)}
+            rows.append(row)
+            print(
+                f"{dtype:<9} {name:<9} {workers:>7} {row['transformers']:>13.1f} {row['moeyard']:>9.1f} "
+                f"{row['ratio']:>6.2f}",
+                flush=True,
+            )
+    return rows
+
+
+def compare_with_base(args: argparse.Namespace, root: Path) -> list[dict[str, Any]]:
+    """Print and return a row for each dtype and workload."""
+    rows = []
+    print(f"{'dtype':<9} {'workload':<9} {'workers':>7} {'base':>9} {'new':>9} {'new/base':>9}   (tokens/s, range)")
+    with worktree(args.base) as tree:
+        for dtype in args.dtype:
+            make_checkpoint(root / dtype, getattr(torch, dtype))
+            for name in args.workload:
+                workload, workers = workload_of(name, args.workers)
+                row = {"dtype": dtype, **measure_base(name, root / dtype, tree, workload, workers, args.rounds)}
+                rows.append(row)
+                print(
+                    f"{dtype:<9} {name:<9} {workers:>7} {row['base']:>9.1f} {row['new']:>9.1f} {row['ratio']:>9.3f}"
+                    f"   {min(row['ratios']):.3f}..{max(row['ratios']):.3f} over {args.rounds}",
+                    flush=True,
+                )
+    return rows
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -172,26 +295,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="ranks for the batch workload")
     parser.add_argument("--workload", nargs="+", choices=("batch", "single"), default=["batch", "single"])
+    parser.add_argument("--base", metavar="REV", help="compare with this revision instead of with transformers")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
-    rows = []
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {os.cpu_count()} cores")
-    print(f"{'dtype':<9} {'workload':<9} {'workers':>7} {'transformers':>13} {'moeyard':>9} {'ratio':>6}   (tokens/s)")
     with tempfile.TemporaryDirectory() as root:
-        for dtype in args.dtype:
-            path = Path(root) / dtype
-            make_checkpoint(path, getattr(torch, dtype))
-            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
-            for name in args.workload:
-                workload, workers = (batch_workload(), args.workers) if name == "batch" else (single_workload(), 1)
-                row = {"dtype": dtype, **measure(name, model, path, workload, workers, args.rounds)}
-                rows.append(row)
-                print(
-                    f"{dtype:<9} {name:<9} {workers:>7} {row['transformers']:>13.1f} {row['moeyard']:>9.1f} "
-                    f"{row['ratio']:>6.2f}",
-                    flush=True,
-                )
+        rows = (compare_with_base if args.base else compare_with_transformers)(args, Path(root))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

@@ -34,15 +34,16 @@ ROOMS = {
     "exchange": (("config",), 1800),
     "experts": (("config", "exchange"), 1150),
     "layers": (("config", "state", "exchange"), 550),
-    "models": (("config", "state", "exchange", "layers"), 750),
-    "checkpoint": (("config", "layers", "models"), 375),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 1600),
+    "models": (("config", "state", "exchange", "layers"), 850),
+    "checkpoint": (("config", "layers", "models"), 450),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 1900),
 }
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {
     "moeyard_worker.engine.worker": ("moeyard_kernels.cpu.backend", "moeyard_kernels.cuda.backend"),
     "moeyard_worker.engine.local": ("moeyard_kernels.cpu.backend",),
     "moeyard_worker.engine.sampling": ("moeyard_kernels.ops",),
+    "moeyard_worker.engine.graph_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
 }
 # Inside the kernels a folder may import itself and those before it; `ref` only types and the checks.
 SUBJECTS = ("attention", "linear", "experts", "sampling", "elementwise")

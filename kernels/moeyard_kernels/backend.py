@@ -27,16 +27,24 @@ class StepPlan(Protocol):
     """One step's rows, as far as all layers may know them. The rest is the backend's own.
 
     num_tokens: real rows T, of which num_prompt come first. num_rows >= T: rows of every activation.
-    token_ids, positions: [num_rows] int64. sample_rows: [num_sampled or more] int64 rows whose logits are wanted.
+    token_ids, positions: [num_rows] int64. sample_rows: [num_sampled or more] int64 rows whose logits are wanted; None
+    where all are, in order.
     """
 
-    num_tokens: int
-    num_prompt: int
-    num_rows: int
-    num_sampled: int
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    sample_rows: torch.Tensor
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_sampled(self) -> int: ...
+    @property
+    def token_ids(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def sample_rows(self) -> torch.Tensor | None: ...
 
 
 class GqaAttend(Protocol):

@@ -16,7 +16,7 @@ from tests.checkpoints import make_checkpoint
 
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.types.gate import GateRule
-from moeyard_worker.checkpoint.loading import open_checkpoint
+from moeyard_worker.checkpoint.loading import DenseLoader, open_checkpoint
 from moeyard_worker.config.engine_config import EngineConfig, format_size
 from moeyard_worker.config.rope_config import RopeConfig
 from moeyard_worker.engine.host_memory import available_memory, cgroup_available
@@ -297,9 +297,11 @@ def test_resident_bytes_are_what_a_runner_holds(
     make_checkpoint(tmp_path, family, dtype=stored, **overrides)
     model = load_model_config(tmp_path)
     checkpoint = open_checkpoint(tmp_path, model)
+    backend = CpuBackend(page_size=16)
     runner = Runner(
-        checkpoint,
-        backend=CpuBackend(page_size=16),
+        checkpoint.spec,
+        load=DenseLoader(checkpoint, backend=backend, dtype=served).load,
+        backend=backend,
         exchange=LocalExchange(),
         experts=NoExperts(),
         dtype=served,
@@ -317,7 +319,7 @@ from moeyard_worker.config.cpu_config import set_cpu_environment
 set_cpu_environment()
 import torch
 from moeyard_kernels.cpu.backend import CpuBackend
-from moeyard_worker.checkpoint.loading import MappedExperts, open_checkpoint
+from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.models.families import load_model_config
@@ -334,7 +336,8 @@ experts = ExpertCache(
 )
 experts.preload()
 runner = Runner(
-    checkpoint, backend=backend, exchange=LocalExchange(), experts=experts, dtype=dtype, num_pages=256,
+    checkpoint.spec, load=DenseLoader(checkpoint, backend=backend, dtype=dtype).load, backend=backend,
+    exchange=LocalExchange(), experts=experts, dtype=dtype, num_pages=256,
 )
 def step(start, count):
     tokens = tuple(i % 1000 for i in range(count))

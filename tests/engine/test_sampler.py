@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from moeyard_worker.engine.runner import Launched
 from moeyard_worker.engine.sampling import SampledRow, accepted, choose, feed, sampled_rows
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
 from moeyard_worker.scheduling.request import Accepted, Request
@@ -302,7 +303,8 @@ def test_rows_that_are_fed_take_what_the_step_before_yielded() -> None:
     """Two tokens accepted, one draft behind them: the start moves, the rows are known, the sampler counts all."""
     known = Chunk(key=(b"", "a"), start=3, token_ids=(7,), pages=(0,), prompt=False, num_sampled=1)
     fed = Chunk(key=(b"", "b"), start=5, token_ids=(0, 0, 0), pages=(1,), prompt=False, num_sampled=3, fed=1, slack=2)
-    before = [Accepted((1,)), Accepted((11, 12), drafts=(13,))]
+    results = [Accepted((1,)), Accepted((11, 12), drafts=(13,))]
+    before = Launched(step=Step.empty(), results=results)
     step = feed(Step(decode=(known, fed)), before)
     assert step.decode[0] is known
     assert (step.decode[1].start, step.decode[1].token_ids) == (6, (12, 13, 0))
@@ -310,7 +312,7 @@ def test_rows_that_are_fed_take_what_the_step_before_yielded() -> None:
     rows = sampled_rows(step, requests, before)
     assert [list(r.output) for r in rows] == [[7], [8, 9, 11, 12], [8, 9, 11, 12, 13], [8, 9, 11, 12, 13, 0]]
     assert [r.position for r in rows] == [4, 7, 8, 9]
-    nothing = feed(Step(decode=(known,)), [])
+    nothing = feed(Step(decode=(known,)), None)
     assert nothing.decode == (known,)
 
 

@@ -1,5 +1,6 @@
 """The kernel bench away from a GPU: what it judges, what it refuses to report, what it says where it cannot run."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from moeyard_kernels.bench.__main__ import HEADS, MODULES, describe, main, row_of
+from moeyard_kernels.bench.__main__ import MODULES, describe, main, row_of
 from moeyard_kernels.bench.case import Case, Target, assert_bits, with_own_tensors
+from moeyard_kernels.bench.results import HEADS, Facts, Results, compare, read
 from moeyard_kernels.common import tuning
 from moeyard_kernels.ops import DecodeTables, LogitEdits
 
@@ -116,6 +118,62 @@ def test_bits_are_bytes() -> None:
     for other in (torch.tensor([-0.0]), torch.tensor([0.0], dtype=torch.float64), torch.zeros(2)):
         with pytest.raises(AssertionError):
             assert_bits("unlike", torch.tensor([0.0]), other)
+
+
+FACTS = Facts(device="NVIDIA H200", date="2026-11-22", python="3.12", torch="2.11", triton="3.6", copy_tb_per_s="4.29")
+
+
+def results(times: dict[tuple[str, str], float], **facts: str) -> Results:
+    rows = [dict.fromkeys(HEADS, "") | {"op": op, "shape": shape, "us": str(us)} for (op, shape), us in times.items()]
+    return Results(dataclasses.replace(FACTS, **facts), rows)
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    run = results({("linear", "M1, wide"): 9.21, ("sample", "64 x 3"): 13.0})
+    run.write(tmp_path / "a.csv")
+    assert read(tmp_path / "a.csv") == run
+    assert run.times() == {("linear", "M1, wide"): 9.21, ("sample", "64 x 3"): 13.0}
+    (tmp_path / "b.csv").write_text("\n".join((tmp_path / "a.csv").read_text().splitlines()[1:]))
+    with pytest.raises(ValueError, match=r"b\.csv: no line '# device: ...'"):
+        read(tmp_path / "b.csv")
+    (tmp_path / "c.csv").write_text((tmp_path / "a.csv").read_text().replace("us there", "us"))
+    with pytest.raises(ValueError, match=r"c\.csv: columns op, shape, us, "):
+        read(tmp_path / "c.csv")
+
+
+def test_the_docs_file_is_one() -> None:
+    path = Path(__file__).resolve().parents[2] / "docs" / "kernels_h200.csv"
+    assert len(read(path).times()) == len(read(path).rows) >= 200
+
+
+def test_a_run_is_held_against_an_earlier_one() -> None:
+    earlier = results({("a", "same"): 100.0, ("a", "slower"): 100.0, ("b", "faster"): 50.0, ("b", "gone"): 7.0})
+    now = results({("a", "same"): 104.9, ("a", "slower"): 107.0, ("b", "faster"): 40.0, ("c", "first"): 1.0})
+    lines, good = compare(now, earlier)
+    assert good
+    assert lines[1:] == [
+        "         a same: 104.9 us, 100 before, ratio 1.05",
+        "slower   a slower: 107 us, 100 before, ratio 1.07",
+        "faster   b faster: 40 us, 50 before, ratio 0.80",
+        "new      c first: 1 us",
+        "missing  b gone: 7 us before",
+        "3 compared, ratios 0.80 to 1.07, median 1.05; 1 slower by more than 5 %, 1 missing",
+    ]
+    assert compare(now, earlier, ["a"])[0][-1].endswith("1 slower by more than 5 %, 0 missing")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "good"),
+    [(100.0, 110.0, True), (100.0, 110.2, False), (1.0, 1.1, True), (1.0, 1.15, False), (100.0, 10.0, True)],
+)
+def test_what_is_too_slow_fails(before: float, now: float, good: bool) -> None:
+    """Beyond 10 %, and beyond the digits of a file."""
+    assert compare(results({("a", ""): now}), results({("a", ""): before}))[1] == good
+
+
+def test_devices_are_not_compared() -> None:
+    with pytest.raises(ValueError, match="this is a NVIDIA H100, the earlier run is of a NVIDIA H200"):
+        compare(results({}, device="NVIDIA H100"), results({}))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to time")

@@ -259,6 +259,16 @@ def test_a_row_alone_is_the_row_in_a_batch(vocab: int) -> None:
     assert_same(again, of_rows(whole, turned), "turned around")
 
 
+@pytest.mark.parametrize("vocab", [33, 600, 20001])
+def test_a_row_alone_is_the_row_in_a_batch_of_the_reference(vocab: int) -> None:
+    """On a CPU too, where it serves: bit for bit, and however many rows draw their noise together."""
+    logits, sequences = mixed_rows(vocab, 40, edits=True)
+    whole = ops.sample(logits, logprobs=3, **arguments(sequences, vocab))
+    for rows in ([0], [7], [39], [5, 30, 2], list(range(39, -1, -1))):
+        some = ops.sample(logits[rows], logprobs=3, **arguments([sequences[i] for i in rows], vocab))
+        assert_same(some, of_rows(whole, rows), str(rows))
+
+
 @pytest.mark.parametrize("vocab", LARGE[1:2] or [700], ids=lambda v: f"V{v}")
 def test_every_config_gives_the_same(vocab: int) -> None:
     logits, sequences = mixed_rows(vocab, 64 if ON_GPU else 2, edits=ON_GPU)

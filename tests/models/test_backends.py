@@ -4,6 +4,7 @@ Every family and the configurations that take another path through a layer; prom
 several rows of one sequence. In fp32 the two agree as far as sums of another order may.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_kernels.cuda.decode_inputs import DecodeInputs
 from moeyard_worker.engine.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.scheduling.step import Chunk, Step
@@ -34,8 +36,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Kernels want widths that are powers of two from 16 on.
 WIDTHS = {
-    "deepseek_v3": {"qk_rope_head_dim": 16, "v_head_dim": 32},
-    "deepseek_v2": {"qk_rope_head_dim": 16, "v_head_dim": 32},
+    "deepseek_v3": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+    "deepseek_v2": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
 }
 NUM_PAGES = 40
 
@@ -109,3 +111,34 @@ def test_attention_without_a_rotation() -> None:
         results.append(attention.attend(rows, plan)[:9])
         assert torch.equal(k[:, 0, :9].cpu(), qkv.view(9, 8, 16)[:, 4:6].transpose(0, 1))
     assert relative(*results) < 1e-5
+
+
+def test_captured_inputs_give_the_bits_of_a_plan(runners: tuple[Runner, Runner]) -> None:
+    """Three decode rows in a step of five: one token known to the host, two that the step before chose."""
+    runner = runners[0]
+    backend = runner.backend
+    assert isinstance(backend, CudaBackend)
+    ids = [prompt(length, seed) for seed, length in enumerate((70, 33, 50))]
+    tables = [tuple(range(10 * i, 10 * i + 5)) for i in range(3)]
+
+    def chunk(which: int, start: int, end: int, *, is_prompt: bool) -> Chunk:
+        tokens = tuple(ids[which][start:end])
+        return Chunk(
+            key=(b"", ""), start=start, token_ids=tokens, pages=tables[which], prompt=is_prompt, num_sampled=1
+        )  # fmt: skip
+
+    lengths = (69, 32, 49)
+    runner.forward(Step(prefill=tuple(chunk(i, 0, n, is_prompt=True) for i, n in enumerate(lengths))))
+    step = Step(decode=tuple(chunk(i, n, n + 1, is_prompt=False) for i, n in enumerate(lengths)))
+    wanted = runner.forward(step)
+    last = torch.tensor([0, ids[2][49], 0, ids[1][32]], device=DEVICE)
+    inputs = DecodeInputs(rows=5, width=7, page_size=PAGE_SIZE, windows=backend.windows, last_ids=last)
+    unknown = [replace(step.decode[1], token_ids=(0,), fed=3), replace(step.decode[2], token_ids=(0,), fed=1)]
+    inputs.fill([step.decode[0], *unknown], [-1, 3, 1])
+    with torch.inference_mode():
+        inputs.begin()
+        got = runner.model.forward(inputs)
+    rows = torch.cat((wanted[:3], wanted[:1], wanted[:1])).cpu()
+    assert relative(got, rows) < 1e-5
+    # The oracles' products may see how many rows there are, the kernels' do not: padding repeats the first row.
+    assert DEVICE.type == "cpu" or torch.equal(got.cpu(), rows)

@@ -215,7 +215,7 @@ def test_routing_of_random_checkpoints_is_diverse(tmp_path: Path, family: str, s
     """Otherwise the comparisons above would say little about the gate."""
     directory = make_checkpoint(tmp_path, family, seed=seed)
     runner = local_runner(directory, dtype=torch.float32, num_pages=4)
-    experts = runner._model._layers[-1].moe._experts  # type: ignore[union-attr]
+    experts = runner.model._layers[-1].moe._experts  # type: ignore[union-attr]
     seen: list[tuple[int, ...]] = []
     run = experts.run
 

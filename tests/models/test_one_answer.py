@@ -131,7 +131,7 @@ def test_only_sampled_rows_are_returned(runner: Runner, prompts: list[list[int]]
 
 def test_idle_step_takes_part_in_every_exchange(tmp_path: Path) -> None:
     runner = local_runner(make_checkpoint(tmp_path, "deepseek_v3"), dtype=torch.float32, num_pages=1)
-    exchange = runner._model._layers[1].moe._exchange  # type: ignore[union-attr]
+    exchange = runner.model._layers[1].moe._exchange  # type: ignore[union-attr]
     calls: list[tuple[str, int]] = []
     dispatch, combine = exchange.dispatch, exchange.combine
 

@@ -128,17 +128,65 @@ def test_pages_are_findable_when_their_step_is_completed() -> None:
 
 
 def test_nobody_yields_what_a_step_in_flight_names() -> None:
-    """p needs a page while q, the later one, is in flight: both wait a step, then q yields."""
+    """p needs a page while q, the later one, is in flight: both wait a step, though q need not, and then q yields."""
     harness = Harness(replace(DEEP, num_pages=4, prefix_caching=False))
     harness.submit(submit("p", 7, 8))
-    harness.submit(submit("q", 7, 6))
+    harness.submit(submit("q", 5, 6))
     planned = []
     for _ in range(5):
         planned.append({c.key[1]: c.start for c in harness.plan().chunks})
         if len(harness.flights) == 2 or not planned[-1]:
             harness.finish_oldest()
-    assert planned == [{"p": 0, "q": 0}, {"p": 7, "q": 7}, {}, {"p": 8}, {"p": 9}]
+    assert planned == [{"p": 0, "q": 0}, {"p": 7, "q": 5}, {}, {"p": 8}, {"p": 9}]
     assert harness.scheduler.stats.num_preemptions == 1
+    harness.drain()
+
+
+def test_nobody_yields_while_pages_are_on_their_way_back() -> None:
+    """p waits for the pages of q, which was aborted in flight, rather than take those of r, which waits too."""
+    harness = Harness(replace(DEEP, num_pages=6, max_batch_tokens=32, prefix_caching=False))
+    for name, length in (("p", 7), ("q", 5), ("r", 5)):
+        harness.submit(submit(name, length, 8))
+    planned = []
+    for i in range(6):
+        planned.append({c.key[1]: c.start for c in harness.plan().chunks})
+        if i:
+            harness.finish_oldest()
+        if i == 2:
+            harness.abort("q")
+    assert planned == [
+        {"p": 0, "q": 0, "r": 0},
+        {"p": 7, "q": 5, "r": 5},
+        {"q": 6},
+        {"r": 6},
+        {"p": 8, "r": 7},
+        {"p": 9, "r": 8},
+    ]
+    assert harness.scheduler.stats.num_preemptions == 0
+    harness.drain()
+
+
+@pytest.mark.parametrize(("p", "x", "later", "max_tokens"), [(20, 24, "yz", 20), (3, 17, "y", 12)])
+def test_who_yields_before_later_ones_keeps_its_place(p: int, x: int, later: str, max_tokens: int) -> None:
+    """x, whose prompt gets no rows beside others with drafts, is the only one that can yield its pages to p.
+
+    Then others yield as well and queue up behind it; or it starts again before they end.
+    """
+    config = replace(DEEP, num_drafts=1, chunk_alignment=8, prefix_caching=False)
+    num_pages, num_rows = 1 + -(-x // 4) + len(later), 10 + len(later)
+    harness = Harness(replace(config, num_pages=num_pages, max_batch_tokens=num_rows))
+    harness.submit(submit("p", 2, p))
+    harness.submit(submit("x", x, 4))
+    for name in later:
+        harness.submit(submit(name, 1, max_tokens))
+    planned = []
+    for _ in range(3):
+        planned.append("".join(c.key[1] for c in harness.plan().chunks))
+        if len(harness.flights) == 2:
+            harness.finish_oldest()
+    assert planned == [f"px{later}", f"p{later}", f"p{later}"]
+    assert harness.scheduler.stats.num_preemptions == 1
+    # The harness sees to it that both queues stay in order of arrival, and that all end.
     harness.drain()
 
 
@@ -251,6 +299,18 @@ def test_a_prompt_that_needs_more_rows_than_are_left_is_not_passed() -> None:
     harness.submit(submit("q", 9, 2))
     harness.submit(submit("r", 2, 2))
     assert [[c.key[1] for c in harness.step().chunks] for _ in range(4)] == [["p"], ["p"], ["p"], ["q"]]
+    harness.drain()
+
+
+def test_a_running_prompt_that_needs_more_rows_is_not_passed_either() -> None:
+    """Beside p with its draft seven rows are left: x waits for eight, and r does not make p's company larger."""
+    harness = Harness(replace(CONFIG, chunk_alignment=8, max_batch_tokens=9, num_drafts=1, prefix_caching=False))
+    harness.submit(submit("p", 1, 8))
+    harness.submit(submit("x", 20, 2))
+    planned = ["".join(c.key[1] for c in harness.step().chunks)]
+    harness.submit(submit("r", 2, 2))
+    planned += ["".join(c.key[1] for c in harness.step().chunks) for _ in range(3)]
+    assert planned == ["px", "p", "p", "p"]
     harness.drain()
 
 

@@ -1,15 +1,16 @@
 """`python -m moeyard_kernels.bench`: prove every op equal on this GPU, then time it beside its unfused or torch chain.
 
-    python -m moeyard_kernels.bench [--op NAME ...] [--csv FILE]    the table
-    python -m moeyard_kernels.bench --tune [--op NAME ...]          choose configs and store them for this device
+    python -m moeyard_kernels.bench [--op NAME ...] [--csv FILE]        the table
+    python -m moeyard_kernels.bench --against FILE [--op NAME ...]      the table, row by row beside an earlier one
+    python -m moeyard_kernels.bench --tune [--op NAME ...]              choose configs and store them for this device
 
-No speed is reported for an op whose proof of equality fails, and the exit status is then 1. Times are medians of graph
+No speed is reported for an op whose proof of equality fails, and the exit status is then 1, as it is where --against
+finds a row more than 10 % slower. Times are medians of graph
 replays whose launches find their inputs outside the L2; "copy" is the share of the copy bandwidth (read + write)
 measured in the same run.
 """
 
 import argparse
-import csv
 import datetime
 import importlib
 import json
@@ -24,6 +25,7 @@ import torch
 import triton
 
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.results import HEADS, Facts, Results, check_device, compare, read
 from moeyard_kernels.bench.timing import Timer
 from moeyard_kernels.common import tuning
 
@@ -32,7 +34,6 @@ MODULES = (
     *("elementwise", "reduce", "linear", "head_linear", "topk_gate", "moe"),
     *("mla_decode", "gqa_decode", "attn_prefill_varlen", "sample"),
 )
-HEADS = ("op", "shape", "us", "GB/s", "TFLOP/s", "copy %", "baseline", "us there", "speedup", "target", "met")
 
 
 def all_cases(ops: Sequence[str]) -> Iterator[Case]:
@@ -55,6 +56,11 @@ def describe(target: Target | None) -> str:
     return words[target.kind].format(target.bound)
 
 
+def _microseconds(seconds: float) -> str:
+    us = seconds * 1e6
+    return f"{us:.2f}" if us < 10 else f"{us:.1f}"
+
+
 def row_of(case: Case, timer: Timer) -> list[str]:
     """Prove, time and judge one case. Raises AssertionError where the proof fails."""
     case.prove()
@@ -74,26 +80,32 @@ def row_of(case: Case, timer: Timer) -> list[str]:
     return [
         case.op,
         case.shape,
-        f"{seconds * 1e6:.1f}",
+        _microseconds(seconds),
         f"{bandwidth * 1e-9:.0f}",
         f"{rate * 1e-12:.0f}" if case.num_flops else "",
         f"{share:.0%}",
         case.baseline_name,
-        f"{baseline * 1e6:.1f}" if baseline else "",
+        _microseconds(baseline) if baseline else "",
         f"{baseline / seconds:.2f}" if baseline else "",
         describe(case.target),
         met,
     ]
 
 
-def report(ops: Sequence[str], csv_file: Path | None) -> int:
-    """Print the table as it grows, and write it to `csv_file`. Returns the exit status."""
+def report(ops: Sequence[str], csv_file: Path | None, earlier: Results | None) -> int:
+    """Print the table as it grows, write it to `csv_file`, hold it against an earlier one. Returns the exit status."""
     timer = Timer()
-    print(
-        f"{torch.cuda.get_device_name()}, {datetime.date.today()}, Python {platform.python_version()}, torch "
-        f"{torch.__version__}, triton {triton.__version__}, copy {timer.copy_bandwidth * 1e-12:.2f} TB/s"
+    facts = Facts(
+        device=torch.cuda.get_device_name(),
+        date=str(datetime.date.today()),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        triton=triton.__version__,
+        copy_tb_per_s=f"{timer.copy_bandwidth * 1e-12:.2f}",
     )
-    print("| " + " | ".join(HEADS) + " |\n|" + "---|" * len(HEADS))
+    if earlier:
+        check_device(facts, earlier.facts)
+    print(f"{facts}\n| " + " | ".join(HEADS) + " |\n|" + "---|" * len(HEADS))
     rows, red = [], 0
     for case in all_cases(ops):
         try:
@@ -103,11 +115,15 @@ def report(ops: Sequence[str], csv_file: Path | None) -> int:
             print(f"RED {case.op} {case.shape}: {error}", flush=True)
             continue
         print("| " + " | ".join(rows[-1]) + " |", flush=True)
+    results = Results(facts, [dict(zip(HEADS, row, strict=True)) for row in rows])
     if csv_file:
-        with csv_file.open("w", newline="") as file:
-            csv.writer(file).writerows([HEADS, *rows])
+        results.write(csv_file)
     print(f"{len(rows)} timed, {sum(row[-1] == 'no' for row in rows)} short of their target, {red} red")
-    return 1 if red else 0
+    good = True
+    if earlier:
+        lines, good = compare(results, earlier, ops)
+        print("\n".join(lines))
+    return 0 if good and not red else 1
 
 
 def tune(ops: Sequence[str]) -> int:
@@ -170,6 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m moeyard_kernels.bench", description="time the kernels on this GPU")
     parser.add_argument("--op", action="append", default=[], help="only this op (may be repeated)")
     parser.add_argument("--csv", type=Path, help="write the table there too")
+    parser.add_argument("--against", type=Path, help="compare with what --csv wrote earlier on this device")
     parser.add_argument("--tune", action="store_true", help="choose and store configs for this device")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -180,7 +197,9 @@ def main() -> int:
         parser.exit(2, f"moeyard_kernels.bench: no op {', '.join(unknown)}: choose of {', '.join(sorted(known))}\n")
     if args.compile:
         return compile_part(args.op, args.compile)
-    return tune(args.op) if args.tune else report(args.op, args.csv)
+    if args.tune:
+        return tune(args.op)
+    return report(args.op, args.csv, read(args.against) if args.against else None)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class CudaBackend:
             raise ValueError(f"page_size {page_size} does not divide {BLOCK}")
         self.page_size, self.device = page_size, device
         # The sliding windows of the layers built so far, and whether one of them decompresses its keys.
-        self._windows: set[int | None] = set()
+        self.windows: set[int | None] = set()
         self._flat = False
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class CudaBackend:
 
     def plan(self, step: StepRows) -> CudaPlan:
         """See `Backend.plan`."""
-        return CudaPlan(step, page_size=self.page_size, windows=self._windows, flat=self._flat, device=self.device)
+        return CudaPlan(step, page_size=self.page_size, windows=self.windows, flat=self._flat, device=self.device)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See `Backend.linear`; weights do not change while a model serves."""
@@ -47,12 +47,12 @@ class CudaBackend:
 
     def gqa(self, **arguments: Any) -> CudaGqa:
         """See `Backend.gqa`."""
-        self._windows.add(arguments["window"])
+        self.windows.add(arguments["window"])
         return CudaGqa(**arguments)
 
     def mla(self, **arguments: Any) -> CudaMla:
         """See `Backend.mla`."""
-        self._windows.add(None)
+        self.windows.add(None)
         self._flat = True
         return CudaMla(**arguments)
 

@@ -22,20 +22,25 @@ OP = "head_linear"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig(tuning.Config):
-    """BM rows by BN outputs of a head; AHEAD steps of BK at once, the rest in a loop; SWAP: the weight on the left."""
+    """BM rows by BN outputs of a head, K in steps of BK; SWAP: the weight on the left.
+
+    AHEAD steps of the weight are asked for at once, and so many of x ahead of its use (ROWS_AHEAD); the rest of K is a
+    loop.
+    """
 
     kernel: Literal["heads"] = "heads"
     BM: int
     BN: int
     BK: int
     AHEAD: int
+    ROWS_AHEAD: int = 1
     SWAP: bool = True
 
 
 _FEW = tuple(
-    HeadConfig(BM=rows, BN=columns, BK=64, AHEAD=8, num_warps=warps)
-    for rows in (16, 32, 64)
-    for columns, warps in ((32, 2), (64, 4), (128, 8))
+    HeadConfig(BM=rows, BN=columns, BK=64, AHEAD=8, ROWS_AHEAD=rows_ahead, num_warps=max(warps, rows // 32))
+    for rows, rows_ahead in ((16, 8), (32, 4), (64, 2))
+    for columns, warps in ((16, 1), (32, 2), (64, 4), (128, 8))
 )
 _MANY = (
     HeadConfig(BM=64, BN=128, BK=64, AHEAD=0, SWAP=False, num_stages=4),
@@ -91,7 +96,7 @@ def _rows(p_bx, m_m, o_k, K: tl.constexpr, EVEN_K: tl.constexpr):
 def _head_linear_kernel(
     p_x, p_w, p_y, T, H, N, s_xt, s_xh, s_wh, s_wn, s_wk,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, SWAP: tl.constexpr,
-    STATIC: tl.constexpr,
+    ROWS_AHEAD: tl.constexpr, EVEN_N: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     """One tile of y [T, H, N]: BM rows and BN outputs of a head. Grid: (H ceil(N / BN) ceil(T / BM),), rows fastest."""
     EVEN_K: tl.constexpr = K % BK == 0
@@ -106,8 +111,11 @@ def _head_linear_kernel(
     o_k = tl.arange(0, BK)
     m_m = o_m < T
     p_bx = p_x + i_h * s_xh + o_m.to(tl.int64)[:, None] * s_xt
-    # Outputs past N repeat the last: their results are not stored.
-    p_bw = p_w + i_h * s_wh + tl.minimum(o_n, N - 1).to(tl.int64)[:, None] * s_wn
+    o_w = o_n
+    if not EVEN_N:
+        # Outputs past N repeat the last: their results are not stored. No loads of 16 bytes along N behind a minimum.
+        o_w = tl.minimum(o_n, N - 1)
+    p_bw = p_w + i_h * s_wh + o_w.to(tl.int64)[:, None] * s_wn
     # All loads before the first use: they are in flight together.
     b_ws = ()
     for u in tl.static_range(AHEAD):
@@ -118,8 +126,15 @@ def _head_linear_kernel(
         wait_for_previous()
         let_next_begin()
     b_acc = tl.zeros([BN, BM] if SWAP else [BM, BN], dtype=tl.float32)
+    b_xs = ()
+    for u in tl.static_range(ROWS_AHEAD):
+        b_x = _rows(p_bx, m_m, u * BK + o_k, K, EVEN_K)
+        b_xs = b_xs + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
     for u in tl.static_range(AHEAD):
-        b_acc = product(_rows(p_bx, m_m, u * BK + o_k, K, EVEN_K), b_ws[u], b_acc, SWAP)
+        if u + ROWS_AHEAD < AHEAD:
+            b_x = _rows(p_bx, m_m, (u + ROWS_AHEAD) * BK + o_k, K, EVEN_K)
+            b_xs = b_xs + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
+        b_acc = product(b_xs[u], b_ws[u], b_acc, SWAP)  # type: ignore[misc]
     for i_k in range(AHEAD * BK, K, BK):
         b_w = _columns(p_bw, i_k + o_k, s_wk, K, EVEN_K)
         b_acc = product(_rows(p_bx, m_m, i_k + o_k, K, EVEN_K), b_w, b_acc, SWAP)
@@ -146,9 +161,10 @@ def head_linear(
     tiles = num_heads * triton.cdiv(num_out, config.BN) * triton.cdiv(num_rows, config.BM)
     if tiles > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: x {list(x.shape)} and weight {list(weight.shape)} exceed the grid of a GPU")
+    ahead = min(config.AHEAD, triton.cdiv(dim, config.BK))
     _head_linear_kernel[(tiles,)](
         x, weight, out, num_rows, num_heads, num_out, *x.stride()[:2], *weight.stride(),
-        K=dim, BM=config.BM, BN=config.BN, BK=config.BK, AHEAD=min(config.AHEAD, triton.cdiv(dim, config.BK)),
-        SWAP=config.SWAP, STATIC=static_weight, **config.options, **dependent(x),
+        K=dim, BM=config.BM, BN=config.BN, BK=config.BK, AHEAD=ahead, ROWS_AHEAD=min(config.ROWS_AHEAD, ahead),
+        SWAP=config.SWAP, EVEN_N=num_out % config.BN == 0, STATIC=static_weight, **config.options, **dependent(x),
     )  # fmt: skip
     return launch.finish(out, x.dtype)

@@ -15,7 +15,6 @@ computed by the formulas of the reference, without contraction to fma: no tile, 
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
@@ -24,8 +23,10 @@ import triton.language as tl
 from moeyard_kernels.common import tuning
 from moeyard_kernels.common.dependent import dependent, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_Y, check_indices, check_layout
-from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.sampling.sample_blocks import NO_ID, from_key, to_key, values
+from moeyard_kernels.sampling.sample_configs import CONFIGS as CONFIGS
+from moeyard_kernels.sampling.sample_configs import SampleConfig, default_config
+from moeyard_kernels.sampling.sample_configs import shape_class as shape_class
 from moeyard_kernels.sampling.sample_cut import cut_kernel, gather_kernel, group_bound
 from moeyard_kernels.sampling.sample_logprob import token_logprobs
 from moeyard_kernels.sampling.sample_race import mass_kernel, race_kernel, rank_kernel, settle_kernel
@@ -37,42 +38,6 @@ _PER_PART = 4
 _TESTED = (3, 8)
 # Groups of tokens per row, at least, for top-k; half as many are the largest k that is found from a list.
 _GROUPS = 2048
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleConfig(Config):
-    """BLOCK x ROUNDS tokens per program that looks for the largest, with num_warps; RACE per program of the race.
-
-    PART tokens per program that sums masses, MASS at a time; LIST tokens in which top-k is found in registers.
-    """
-
-    kernel: Literal["chain"] = "chain"
-    BLOCK: int
-    ROUNDS: int
-    RACE: int = 4096
-    MASS: int = 512
-    PART: int = 8192
-    LIST: int = 4096
-    num_stages: int = 1
-
-
-CONFIGS = (
-    SampleConfig(BLOCK=1024, ROUNDS=8),
-    SampleConfig(BLOCK=512, ROUNDS=4, PART=2048),
-    SampleConfig(BLOCK=2048, ROUNDS=4, PART=4096, num_warps=8),
-    *(SampleConfig(BLOCK=1024, ROUNDS=8, RACE=race) for race in (2048, 8192)),
-    SampleConfig(BLOCK=1024, ROUNDS=8, MASS=256, LIST=2048),
-)
-
-
-def shape_class(num_rows: int, vocab: int) -> str:
-    """Rows up to a power of two, and the vocabulary."""
-    return f"B{triton.next_power_of_2(num_rows)} V{vocab}"
-
-
-def default_config(num_rows: int, vocab: int) -> SampleConfig:
-    """Small parts where few rows must fill the machine."""
-    return CONFIGS[0] if num_rows * vocab > 2**21 else CONFIGS[1]
 
 
 @triton.jit

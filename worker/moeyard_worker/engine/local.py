@@ -7,7 +7,7 @@ import torch
 
 from moeyard_kernels.backend import Backend
 from moeyard_kernels.cpu.backend import CpuBackend
-from moeyard_worker.checkpoint.loading import MappedExperts, open_checkpoint
+from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.experts.cache import ExpertCache
@@ -42,7 +42,13 @@ def local_runner(
     )
     experts.preload()
     return Runner(
-        checkpoint, backend=backend, exchange=LocalExchange(), experts=experts, dtype=dtype, num_pages=num_pages
+        checkpoint.spec,
+        load=DenseLoader(checkpoint, backend=backend, dtype=dtype).load,
+        backend=backend,
+        exchange=LocalExchange(),
+        experts=experts,
+        dtype=dtype,
+        num_pages=num_pages,
     )
 
 

@@ -1,17 +1,16 @@
 """Runs steps on one rank: a `Step` in, what its sampled chunks yielded out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from moeyard_kernels.backend import Backend
-from moeyard_worker.checkpoint.check import CheckedCheckpoint
-from moeyard_worker.checkpoint.loading import DenseLoader
 from moeyard_worker.engine.sampling import accepted, choose, feed, sampled_rows
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.moe import Experts
-from moeyard_worker.models.decoder import Decoder
+from moeyard_worker.models.decoder import Decoder, Load
+from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 from moeyard_worker.state.pools import allocate
@@ -28,27 +27,24 @@ class Launched:
 class Runner:
     """A model with its dense weights and state on one rank.
 
-    `experts` computes the rows that the exchange brings; both are shared with nobody. `progress` is called with the
-    bytes of each block of dense weights read (`checkpoint.dense_bytes()` in all). Raises CheckpointError for a file
-    that shrank.
+    `load` gives the dense weights, `experts` computes the rows that the exchange brings; both are shared with nobody.
     """
 
     def __init__(
         self,
-        checkpoint: CheckedCheckpoint,
+        spec: ModelSpec,
         *,
+        load: Load,
         backend: Backend,
         exchange: Exchange,
         experts: Experts,
         dtype: torch.dtype,
         num_pages: int,
         num_state_slots: int = 0,
-        progress: Callable[[int], None] | None = None,
     ) -> None:
-        self.config = config = checkpoint.spec.config
+        self.config = config = spec.config
         self.page_size = page_size = backend.page_size
-        self._backend = backend
-        loader = DenseLoader(checkpoint, backend=backend, dtype=dtype, progress=progress)
+        self.backend = backend
 
         def arrays(layer: int) -> dict[str, torch.Tensor]:
             state = config.attention[layer].state()
@@ -62,9 +58,7 @@ class Runner:
             )
 
         with torch.inference_mode():
-            self._model = Decoder(
-                checkpoint.spec, backend=backend, load=loader.load, exchange=exchange, experts=experts, allocate=arrays
-            )
+            self.model = Decoder(spec, backend=backend, load=load, exchange=exchange, experts=experts, allocate=arrays)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
@@ -72,7 +66,7 @@ class Runner:
 
         An empty step returns no row but takes part in every exchange. Raises ExchangeError when a peer is lost.
         """
-        return self._model.forward(self._backend.plan(step))
+        return self.model.forward(self.backend.plan(step))
 
     def launch(self, step: Step, requests: Sequence[Request], *, before: Launched | None) -> Launched:
         """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon.
@@ -80,8 +74,7 @@ class Runner:
         Here the step has run when this returns, and rows that another backend would feed on its device are fed from the
         results before. Raises ExchangeError when a peer is lost.
         """
-        yielded = [] if before is None else before.results
-        fed = feed(step, yielded)
+        fed = feed(step, before)
         logits = self.forward(fed)
-        rows = sampled_rows(fed, requests, yielded)
+        rows = sampled_rows(fed, requests, before)
         return Launched(step=step, results=accepted(fed, choose(logits, rows, self.config.eos_token_ids)))

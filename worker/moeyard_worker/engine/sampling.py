@@ -7,10 +7,11 @@ depend on the batch around it; which rows use which transform is known here, so 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from moeyard_kernels.ops import LogitEdits, sample
+from moeyard_kernels.ops import LogitEdits, SampledTokens, sample
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
 from moeyard_worker.scheduling.request import Accepted, Request, accept
 from moeyard_worker.scheduling.step import Chunk, Step
@@ -36,14 +37,21 @@ class SampledRow:
         return bool(p.logit_bias) or p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
 
 
-def feed(step: Step, results: Sequence[Accepted]) -> Step:
-    """`step` with what the one before it yielded where it was planned without knowing: `results` of its sampled chunks.
+class Yielded(Protocol):
+    """A launched step, as far as the next one asks: `results[i]` of its i-th sampled chunk."""
+
+    @property
+    def results(self) -> list[Accepted]: ...
+
+
+def feed(step: Step, before: Yielded | None) -> Step:
+    """`step` with what the one before it yielded where it was planned without knowing.
 
     For a backend whose results are there when the next step is launched; another feeds its rows on the device.
     """
-    if all(chunk.fed is None for chunk in step.decode):
+    if before is None or all(chunk.fed is None for chunk in step.decode):
         return step
-    return Step(prefill=step.prefill, decode=tuple(_fed(chunk, results) for chunk in step.decode))
+    return Step(prefill=step.prefill, decode=tuple(_fed(chunk, before.results) for chunk in step.decode))
 
 
 def _fed(chunk: Chunk, results: Sequence[Accepted]) -> Chunk:
@@ -66,11 +74,14 @@ def _fed(chunk: Chunk, results: Sequence[Accepted]) -> Chunk:
     )
 
 
-def sampled_rows(step: Step, requests: Sequence[Request], before: Sequence[Accepted]) -> list[SampledRow]:
+def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None) -> list[SampledRow]:
     """The rows of `step.sample_rows`; `requests[i]` is behind `step.sampled[i]`, `before` as in `feed`."""
     rows = []
     for chunk, request in zip(step.sampled, requests, strict=True):
-        known = request.output if chunk.fed is None else [*request.output, *before[chunk.fed].token_ids]
+        known: Sequence[int] = request.output
+        if chunk.fed is not None:
+            assert before is not None, "a fed chunk has a step before it"
+            known = [*known, *before.results[chunk.fed].token_ids]
         first = chunk.num_tokens - chunk.num_sampled
         for row in range(first, chunk.num_tokens):
             drafts = chunk.token_ids[first + 1 : row + 1]
@@ -99,15 +110,23 @@ def choose(
     """The token of each row of logits [>= len(rows), V], and what its request wants to know of it."""
     if not rows:
         return []
+    return tell(ask(logits, rows, eos_token_ids), [row.params.logprobs for row in rows])
+
+
+def ask(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> SampledTokens:
+    """The first half of `choose`: where the logits are, and without waiting for them."""
     logits = logits[: len(rows)]
-    asked = [row.params.logprobs for row in rows]
-    num_top = max((count for count in asked if count is not None), default=None)
-    done = sample(logits, edits=_edits(logits, rows, eos_token_ids), logprobs=num_top, **_arguments(logits, rows))
+    num_top = max((row.params.logprobs for row in rows if row.params.logprobs is not None), default=None)
+    return sample(logits, edits=_edits(logits, rows, eos_token_ids), logprobs=num_top, **_arguments(logits, rows))
+
+
+def tell(done: SampledTokens, asked: Sequence[int | None]) -> list[tuple[int, TokenLogprob | None]]:
+    """The second half: tokens in words, and of each as many alternatives as were asked for."""
     token_ids = done.ids.tolist()
     if done.logprobs is None or done.ranks is None:
         return [(token_id, None) for token_id in token_ids]
     logprobs, ranks = done.logprobs.tolist(), done.ranks.tolist()
-    top = [[]] * len(rows) if done.top_ids is None else _pairs(done.top_ids, done.top_logprobs)
+    top = [[]] * len(asked) if done.top_ids is None else _pairs(done.top_ids, done.top_logprobs)
     answers: list[tuple[int, TokenLogprob | None]] = []
     for i, count in enumerate(asked):
         told = None

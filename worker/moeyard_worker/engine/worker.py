@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moeyard_kernels.cpu.backend import CpuBackend
-from moeyard_worker.checkpoint.loading import MappedExperts, open_checkpoint
+from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.frontend import Frontend
@@ -128,15 +128,16 @@ class Worker:
         if experts.all_resident:
             self._total += experts.num_slots * model.expert_bytes(self._dtype.itemsize)
         exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
+        loader = DenseLoader(self._checkpoint, backend=backend, dtype=self._dtype, progress=self._advance)
         runner = Runner(
-            self._checkpoint,
+            self._checkpoint.spec,
+            load=loader.load,
             backend=backend,
             exchange=exchange,
             experts=experts,
             dtype=self._dtype,
             num_pages=plan.num_pages,
             num_state_slots=num_state_slots,
-            progress=self._advance,
         )
         experts.preload(self._advance)
         scheduler = self.scheduler = Scheduler(

@@ -89,7 +89,8 @@ class Decoder:
             x = layer.transform(x, plan)
         if not plan.num_sampled:
             return x.new_empty(0, self._lm_head.shape[0], dtype=torch.float32)
-        x, residual = x.index_select(0, plan.sample_rows), residual.index_select(0, plan.sample_rows)
+        if plan.sample_rows is not None:
+            x, residual = x.index_select(0, plan.sample_rows), residual.index_select(0, plan.sample_rows)
         x, _ = backend.add_rms_norm(x, residual, self._norm, eps)
         return backend.linear(x, self._lm_head).float()
 

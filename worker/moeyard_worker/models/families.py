@@ -21,8 +21,13 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
 def load_model_config(directory: Path | str) -> ModelConfig:
     """Read config.json and generation_config.json; raises CheckpointError naming file and key."""
     directory = Path(directory)
-    path = directory / "config.json"
-    config = Fields(str(path), read_json(path))
+    path, generation = directory / "config.json", directory / "generation_config.json"
+    stop = read_json(generation) if generation.exists() else {}
+    return parse_model_config(Fields(str(path), read_json(path)), Fields(str(generation), stop))
+
+
+def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
+    """A model's config from the keys of its config.json and generation_config.json (`stop`, which may be empty)."""
     name = config.values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise config.error("model_type", f"{name!r} is not supported (supported: {', '.join(FAMILIES)})")
@@ -30,8 +35,6 @@ def load_model_config(directory: Path | str) -> ModelConfig:
     if config.values.get("quantization_config") is not None:
         raise config.error("quantization_config", "is not supported (supported: float32 and bfloat16 weights)")
     family = FAMILIES[name]
-    generation = directory / "generation_config.json"
-    stop = Fields(str(generation), read_json(generation)) if generation.exists() else Fields(str(generation), {})
     bos = config.integers("bos_token_id") or stop.integers("bos_token_id")
     dtype = config.values.get("dtype") or config.values.get("torch_dtype") or "float32"
     if dtype not in DTYPE_BYTES:

@@ -18,7 +18,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class StepBuilder:
-    """A step in the making. `budget`: rows left. `closed`: nobody behind may take pages or be admitted any more."""
+    """A step in the making. `budget`: rows left. `closed`: nobody is admitted any more. `held` is not planned."""
 
     budget: int
     closed: bool = False

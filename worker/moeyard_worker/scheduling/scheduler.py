@@ -185,7 +185,7 @@ class Scheduler:
             return False
         if rows > 1 and place.start >= request.length - 1:
             # Drafts are optional: they take pages that are free, and never another's.
-            reach = self._holdings.reach(request) + (0 if builder.closed else self._holdings.num_free_positions)
+            reach = self._holdings.reach(request) + self._holdings.num_free_positions
             rows = max(1, min(rows, reach - place.max_start))
         length = place.max_start + rows
         if length > self._holdings.reach(request) and not self._reserve(request, length, builder):
@@ -196,13 +196,10 @@ class Scheduler:
     def _reserve(self, request: Request, length: int, builder: StepBuilder) -> bool:
         """Give the request pages for `length` positions, preempting later ones; False when it has to do without."""
         missing = self._holdings.pages_for(length) - len(request.pages)
-        if builder.closed:
-            return False
         while missing > self.pool.num_free:
             victim = self._victim(request, builder)
             if victim is None:
-                # It waits a step, and what becomes free until then is its own.
-                builder.closed = True
+                # It waits a step. Nobody behind it gains: there are no pages left to take.
                 return False
             self._preempt(victim)
             if victim is request:
@@ -289,8 +286,7 @@ class Scheduler:
         replies = [Reply(request.client, tokens)]
         if reason is not None:
             return [*replies, Reply(request.client, self._finish(request, reason))]
-        # The step in flight has consumed its drafts on the device.
-        request.drafts = () if request.in_flight else result.drafts
+        request.drafts = result.drafts
         if self.config.num_drafts and not request.in_flight:
             self._holdings.give_back(request)
         return replies

@@ -1,0 +1,80 @@
+"""Published architectures by name, as their config.json has them: what weights of chance can be served under. Pure.
+
+From the configs on the hub (2026-11): what decides sizes and arithmetic, and nothing else.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+_DEEPSEEK_V3: Mapping[str, Any] = MappingProxyType({
+    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+    "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_theta": 10000,
+    "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "dtype": "bfloat16",
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+})  # fmt: skip
+_QWEN3: Mapping[str, Any] = MappingProxyType({
+    "model_type": "qwen3_moe", "vocab_size": 151936, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "rope_theta": 1000000.0, "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6, "dtype": "bfloat16",
+})  # fmt: skip
+
+SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "Qwen3-30B-A3B": {
+            **_QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+            "num_attention_heads": 32, "moe_intermediate_size": 768,
+        },
+        "Qwen3-235B-A22B": {
+            **_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94,
+            "num_attention_heads": 64, "moe_intermediate_size": 1536,
+        },
+        "Mixtral-8x7B": {
+            "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+            "num_experts_per_tok": 2, "rope_theta": 1000000.0, "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5, "dtype": "bfloat16",
+        },
+        "DeepSeek-V2-Lite": {
+            "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
+            "num_hidden_layers": 27, "num_attention_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
+            "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1, "topk_method": "greedy", "scoring_func": "softmax",
+            "routed_scaling_factor": 1.0, "norm_topk_prob": False, "rope_theta": 10000,
+            "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "dtype": "bfloat16",
+            "rope_scaling": {
+                "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+                "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+            },
+        },
+        "DeepSeek-V3": _DEEPSEEK_V3,
+        "Kimi-K2": {
+            **_DEEPSEEK_V3, "model_type": "kimi_k2", "vocab_size": 163840, "num_attention_heads": 64,
+            "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+            "routed_scaling_factor": 2.827, "rope_theta": 50000.0, "max_position_embeddings": 131072,
+            "rope_scaling": {
+                "type": "yarn", "factor": 32, "original_max_position_embeddings": 4096, "beta_fast": 1,
+                "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
+        },
+    }
+)  # fmt: skip
+
+
+def shape_config(name: str, num_layers: int | None = None) -> dict[str, Any]:
+    """The config.json of a named architecture, cut to its first `num_layers`; raises ValueError for another name."""
+    if name not in SHAPES:
+        raise ValueError(f"shape {name!r} is not one of {', '.join(SHAPES)}")
+    config = dict(SHAPES[name])
+    if num_layers is not None:
+        if not 1 <= num_layers <= config["num_hidden_layers"]:
+            raise ValueError(f"{num_layers} layers of {name}, which has {config['num_hidden_layers']}")
+        config["num_hidden_layers"] = num_layers
+    return config
