@@ -21,6 +21,7 @@ from moeyard_worker.exchange.finding import Finding
 from moeyard_worker.exchange.frames import (
     NO_LAYER,
     SETTLED,
+    Frame,
     Handshake,
     Phase,
     PoisonFrame,
@@ -33,7 +34,6 @@ from moeyard_worker.exchange.frames import (
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.exchange.slab import SharedFile
-from moeyard_worker.exchange.wires import Frame
 
 STEP, LAYER, EPOCH = 812, 17, 4
 Opener = Callable[..., list[Mesh]]

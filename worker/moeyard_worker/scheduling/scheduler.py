@@ -63,11 +63,6 @@ class Scheduler:
         """Positions that the queued requests will have to compute."""
         return sum(r.length for r in self._roster.waiting)
 
-    @property
-    def num_in_flight(self) -> int:
-        """Planned steps that are not completed."""
-        return len(self._flights)
-
     def has_work(self) -> bool:
         """Whether a request lives. With nothing in flight, the next step then computes something."""
         return bool(self._roster.running or self._roster.waiting)
