@@ -19,6 +19,7 @@ import psutil
 
 from moeyard_worker.checkpoint.check import check_checkpoint
 from moeyard_worker.checkpoint.index import open_index
+from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.models.families import load_model_config
 
@@ -30,7 +31,8 @@ def weight_bytes(workers: int) -> int:
     """Bytes of weights of the first (largest) rank, as stored."""
     config = load_model_config(MODEL)
     checkpoint = check_checkpoint(open_index(MODEL), config)
-    return checkpoint.dense_bytes() + checkpoint.expert_bytes(partition(config.num_experts, workers)[0])
+    num_experts = len(partition(config.num_experts, workers)[0]) * len(config.moe_layers)
+    return checkpoint.dense_bytes() + num_experts * config.expert_bytes(DTYPE_BYTES[config.dtype])
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:

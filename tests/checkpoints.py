@@ -160,11 +160,8 @@ def edit_tensors(
     save_file({**tensors, **(add or {})}, path, metadata={"format": "pt"})
 
 
-def write_tokenizer(directory: Path | str, *, template_in_config: bool = False) -> None:
-    """Write a byte-level tokenizer (one token per UTF-8 byte) and a chat template for the roles of `SPECIAL_TOKENS`.
-
-    The template is a chat_template.jinja file, or a key of tokenizer_config.json with `template_in_config`.
-    """
+def write_tokenizer(directory: Path | str) -> None:
+    """Write a byte-level tokenizer (one token per UTF-8 byte) and a chat template for the roles of `SPECIAL_TOKENS`."""
     directory = Path(directory)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
@@ -181,10 +178,7 @@ def write_tokenizer(directory: Path | str, *, template_in_config: bool = False) 
         "clean_up_tokenization_spaces": False,
         "model_max_length": 512,
     }
-    if template_in_config:
-        config["chat_template"] = CHAT_TEMPLATE
-    else:
-        (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 

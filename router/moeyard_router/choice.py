@@ -37,12 +37,12 @@ class Choice:
 
     def __init__(self, job: Job, *, index: int, tokens: TokenBytes) -> None:
         self.index = index
-        self.prompt = job.sequences[index].prompt
+        self.prompt = job.continuations[index].prompt
         self.num_tokens = 0
         self.cached_tokens: int | None = None
         self.finish_reason: str | None = None
-        self._user_stop_ids = frozenset(job.sequences[index].sampling.stop_token_ids)
-        self._min_tokens = job.sequences[index].sampling.min_tokens
+        self._user_stop_ids = frozenset(job.continuations[index].sampling.stop_token_ids)
+        self._min_tokens = job.continuations[index].sampling.min_tokens
         self._stop_ids = job.stop_ids
         self._include_stop = job.include_stop
         self._detokenizer = Detokenizer(tokens, skip_special_tokens=job.skip_special_tokens)

@@ -75,7 +75,7 @@ class GenerateEndpoint:
 
 async def _whole(job: Job, generation: Generation, writer: ReplyWriter, send: Send) -> None:
     """Wait for all choices and send them as one JSON object."""
-    collected = [Delta() for _ in job.sequences]
+    collected = [Delta() for _ in job.continuations]
     while not generation.finished:
         for index, delta in (await generation.step()).items():
             collected[index].extend(delta)

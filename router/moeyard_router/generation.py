@@ -30,15 +30,15 @@ class Generation:
     def __init__(
         self, job: Job, *, reply_id: str, fleet: Fleet, tokens: TokenBytes, metrics: RouterMetrics, arrived: float
     ) -> None:
-        self.choices = [Choice(job, index=s.index, tokens=tokens) for s in job.sequences]
+        self.choices = [Choice(job, index=c.index, tokens=tokens) for c in job.continuations]
         self._job = job
         self._metrics = metrics
-        self._timings = [Timing(metrics, arrived) for _ in job.sequences]
-        self._unfinished = set(range(len(job.sequences)))
+        self._timings = [Timing(metrics, arrived) for _ in job.continuations]
+        self._unfinished = set(range(len(job.continuations)))
         self._error: ApiError | None = None
         self._gone = False
         self._ticket: Ticket = fleet.submit(
-            reply_id, [(job.prompts[s.prompt].token_ids, s.sampling) for s in job.sequences]
+            reply_id, [(job.prompts[c.prompt].token_ids, c.sampling) for c in job.continuations]
         )
 
     @property

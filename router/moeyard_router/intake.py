@@ -1,4 +1,4 @@
-"""From a validated request to the sequences that the fleet will run: tokens, limits, explicit sampling parameters."""
+"""From a validated request to the continuations that the fleet will run: tokens, limits, explicit sampling."""
 
 import asyncio
 import dataclasses
@@ -26,7 +26,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sequence:
+class Continuation:
     """One choice to run: choice `index` of the request continues prompt `prompt`."""
 
     index: int
@@ -40,7 +40,7 @@ class Job:
 
     chat: bool
     prompts: tuple[Prompt, ...]
-    sequences: tuple[Sequence, ...]
+    continuations: tuple[Continuation, ...]
     stops: tuple[str, ...]
     include_stop: bool
     skip_special_tokens: bool
@@ -126,18 +126,18 @@ class Intake:
         if logprobs is not None and logprobs > self._config.max_logprobs:
             field = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
             raise bad_request(f"'{field}': {logprobs} is above the limit of {self._config.max_logprobs}", field)
-        sequences: list[Sequence] = []
+        continuations: list[Continuation] = []
         for i, prompt in enumerate(prompts):
             sampling = self._sampling(request, len(prompt.token_ids), logprobs)
             for choice in range(request.n or 1):
                 seeded = dataclasses.replace(sampling, seed=(sampling.seed + choice) % _SEEDS)
-                sequences.append(Sequence(index=len(sequences), prompt=i, sampling=seeded))
+                continuations.append(Continuation(index=len(continuations), prompt=i, sampling=seeded))
         stream_options = request.stream_options
         eos = () if request.ignore_eos else self._config.eos_token_ids
         return Job(
             chat=isinstance(request, ChatRequest),
             prompts=tuple(prompts),
-            sequences=tuple(sequences),
+            continuations=tuple(continuations),
             stops=request.stops,
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,

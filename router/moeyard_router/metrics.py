@@ -15,7 +15,8 @@ REQUEST_BUCKETS = (
     1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0,
 )  # fmt: skip
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
-WORKER_STATES = ("connecting", "ready", "failed", "stopping")
+# As the router sees a worker, which may not have spoken yet.
+_WORKER_STATES = ("connecting", "ready", "failed", "stopping")
 
 
 class RouterMetrics:
@@ -79,7 +80,7 @@ class RouterMetrics:
 
     def set_workers(self, states: list[str]) -> None:
         """Publish how many workers are in each state."""
-        for state in WORKER_STATES:
+        for state in _WORKER_STATES:
             self._workers.labels(state).set(states.count(state))
 
     def page(self) -> bytes:

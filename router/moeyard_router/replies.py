@@ -29,8 +29,8 @@ class ReplyWriter:
     def __init__(self, job: Job, *, reply_id: str, model: str, created: int, tokens: TokenBytes) -> None:
         self._job = job
         self._tokens = tokens
-        self._offsets = [0] * len(job.sequences)
-        self._started = [False] * len(job.sequences)
+        self._offsets = [0] * len(job.continuations)
+        self._started = [False] * len(job.continuations)
         whole, part = ("chat.completion", "chat.completion.chunk") if job.chat else ("text_completion",) * 2
         self._base = {"id": reply_id, "object": whole, "created": created, "model": model}
         head = orjson.dumps({**self._base, "object": part})
@@ -57,7 +57,7 @@ class ReplyWriter:
             if first and job.chat:
                 prompt_ids = job.prompts[0].token_ids
             elif first:
-                choice["prompt_token_ids"] = job.prompts[job.sequences[index].prompt].token_ids
+                choice["prompt_token_ids"] = job.prompts[job.continuations[index].prompt].token_ids
         if prompt_ids is None and not job.continuous_usage:
             return self._head + orjson.dumps(choice) + self._tail
         more: dict[str, Any] = {"prompt_token_ids": prompt_ids} if prompt_ids is not None else {}
@@ -85,7 +85,7 @@ class ReplyWriter:
             if job.return_token_ids:
                 choice["token_ids"] = delta.token_ids
                 if not job.chat:
-                    choice["prompt_token_ids"] = job.prompts[job.sequences[index].prompt].token_ids
+                    choice["prompt_token_ids"] = job.prompts[job.continuations[index].prompt].token_ids
             out.append(choice)
         answer = {**self._base, "choices": out, "usage": self.usage(choices)}
         if job.chat and job.return_token_ids:
@@ -112,7 +112,7 @@ class ReplyWriter:
         return self._job.return_token_ids or self._job.logprobs is not None or self._job.continuous_usage
 
     def _prefix(self, index: int) -> str:
-        return self._job.prompts[self._job.sequences[index].prompt].text if self._job.echo else ""
+        return self._job.prompts[self._job.continuations[index].prompt].text if self._job.echo else ""
 
     def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
         if self._job.logprobs is None:

@@ -21,6 +21,7 @@ from moeyard_worker.exchange.finding import Finding
 from moeyard_worker.exchange.frames import (
     NO_LAYER,
     SETTLED,
+    Frame,
     Handshake,
     Phase,
     PoisonFrame,
@@ -33,7 +34,6 @@ from moeyard_worker.exchange.frames import (
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.exchange.slab import SharedFile
-from moeyard_worker.exchange.wires import Frame
 
 STEP, LAYER, EPOCH = 812, 17, 4
 Opener = Callable[..., list[Mesh]]
@@ -419,7 +419,10 @@ def test_strangers_are_turned_away_and_change_nothing(meshes: Opener) -> None:
 
 
 class Link(threading.Thread):
-    """A TCP connection to `address` through this process; once `cut`, nothing passes any more and nothing is closed."""
+    """A TCP connection to `address` through this process; once `cut`, nothing passes any more and nothing is closed.
+
+    `heartbeat` is set once one has passed: before that the bound end does not know that it may expect any.
+    """
 
     def __init__(self, address: str) -> None:
         super().__init__(daemon=True)
@@ -427,15 +430,17 @@ class Link(threading.Thread):
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._knife, self._stopped = socket.socketpair()
-        self.passed = threading.Event()
+        self.heartbeat = threading.Event()
 
     def run(self) -> None:
         ends = [self._listener.accept()[0], socket.create_connection(self._target)]
         other = dict(zip(ends, reversed(ends), strict=True))
         while self._stopped not in (ready := select.select([*ends, self._stopped], [], [])[0]):
             for end in ready:
-                other[end].sendall(end.recv(65536))
-                self.passed.set()
+                passing = end.recv(65536)
+                other[end].sendall(passing)
+                if b"\x04PING" in passing:
+                    self.heartbeat.set()
         self._stopped.recv(1)  # until the test has ended
         self._stopped.recv(1)
         for open_socket in (*ends, self._listener, self._stopped):
@@ -463,8 +468,7 @@ def test_a_dead_link_of_an_idle_fleet_is_seen_at_both_ends(meshes: Opener) -> No
         through = [replace(endpoints[0], tcp=("", link.address)), endpoints[1]]
         calls = [lambda: ranks[0].connect(endpoints), lambda: ranks[1].connect(through)]
         assert failures_of(*calls) == [None, None]
-        link.passed.clear()
-        assert link.passed.wait(10), "no heartbeat"
+        assert link.heartbeat.wait(10), "no heartbeat"
         link.cut()
         for mesh in ranks:
             wait_until_lost(mesh, 1 - mesh.rank)

@@ -88,7 +88,7 @@ def replay(path: Path, sizes: list[int]) -> Replays:
 
 
 def decode_hits(counters: Counters) -> int:
-    return sum(count for (_, phase), count in counters.hits.items() if phase == "decode")
+    return sum(count for (_, kind), count in counters.hits.items() if kind == "decode")
 
 
 def decode_rate(counters: Counters) -> float:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.experts.accesses import NUM_EXPERTS, NUM_LAYERS, Need, cycles, hits_of, needs, num_slots
 
 from moeyard_worker.experts.policies import POLICIES, cycle_length, make_policy, start_policy
-from moeyard_worker.experts.policy import Counters, Key, Placed
+from moeyard_worker.experts.policy import Counters, ExpertKey, Placed
 
 
 class Slots:
@@ -17,11 +17,11 @@ class Slots:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.slot_of: dict[Key, int] = {}
+        self.slot_of: dict[ExpertKey, int] = {}
 
     def follow(self, waves: Sequence[Sequence[Placed]], *, layer: int, decode: list[int], prefill: list[int]) -> None:
         placed = [p for wave in waves for p in wave]
-        assert sorted((p.expert, p.phase) for p in placed) == sorted(
+        assert sorted((p.expert, p.kind) for p in placed) == sorted(
             [(e, "decode") for e in decode] + [(e, "prefill") for e in prefill]
         )
         assert all(waves)
@@ -70,7 +70,7 @@ def test_every_policy_keeps_the_wave_rules(name: str, slots: int, cycle: int, ac
 @given(num_slots, needs())
 def test_lru_is_an_ordered_dict_when_an_access_fits(slots: int, accesses: list[Need]) -> None:
     policy = make_policy("lru", num_slots=slots, cycle=1)
-    recent: OrderedDict[Key, None] = OrderedDict()
+    recent: OrderedDict[ExpertKey, None] = OrderedDict()
     for layer, decode, prefill in accesses:
         experts = sorted(decode + prefill)[:slots]
         waves = policy.access(layer, experts, [])
@@ -94,13 +94,13 @@ def test_settled_says_where_hits_are_found_while_nothing_is_evicted(
     name: str, slots: int, cycle: int, accesses: list[Need]
 ) -> None:
     policy = make_policy(name, num_slots=NUM_LAYERS * NUM_EXPERTS, cycle=cycle)
-    used: set[Key] = set()
+    used: set[ExpertKey] = set()
     for layer, decode, prefill in accesses:
         for p in (p for wave in policy.access(layer, decode, prefill) for p in wave):
             if p.hit is not None:
                 assert p.hit == (policy.settled if (layer, p.expert) in used else "probation")
                 # A decode miss is no hit yet: only a later decode hit settles it. Filled caches have no misses.
-            if p.phase == "decode" and p.hit is not None:
+            if p.kind == "decode" and p.hit is not None:
                 used.add((layer, p.expert))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from tests.experts.accesses import NUM_LAYERS, Need, cycles, hits_of, needs, num_slots
 
 from moeyard_worker.experts.policies import POLICIES, make_policy
-from moeyard_worker.experts.policy import Counters, Key, Phase, Placed, ResidencyPolicy, Segment
+from moeyard_worker.experts.policy import Counters, ExpertKey, Placed, ResidencyPolicy, RowKind, Segment
 from moeyard_worker.experts.slru import HALF_LIFE, SegmentedLru
 
 
@@ -19,7 +19,7 @@ class Entry:
     """A resident expert of the model below. `streamed` is 0, or when a prompt brought it; `ranked` when its place in
     the order of victims was last decided."""
 
-    key: Key
+    key: ExpertKey
     slot: int
     proved: bool = False
     streamed: int = 0
@@ -37,7 +37,7 @@ class PlainSlru:
         self.size, self.now, self.entries = size, 0, list[Entry]()
         self.width = max(1, min(size, max(cycle, size // 5)) // 4)
         self.step, self.layer = 0, -1
-        self.uses: dict[Key, list[int]] = {}  # the steps in which a decode row needed it
+        self.uses: dict[ExpertKey, list[int]] = {}  # the steps in which a decode row needed it
         self.visit: dict[int, list[int]] = {}  # what decode rows needed at the layer's last visit
 
     def access(self, layer: int, decode: list[int], prefill: list[int]) -> list[list[Placed]]:
@@ -52,34 +52,34 @@ class PlainSlru:
             for e in decode:
                 self.uses.setdefault((layer, e), []).append(self.step)
         out: list[list[Placed]] = [[]]
-        needed: list[tuple[int, Phase]] = [(e, "decode") for e in decode]
+        needed: list[tuple[int, RowKind]] = [(e, "decode") for e in decode]
         needed += [(e, "prefill") for e in prefill]
         todo = []
-        for e, phase in needed:
+        for e, kind in needed:
             entry = next((x for x in self.entries if x.key == (layer, e)), None)
             if entry is None:
-                todo.append((e, phase))
+                todo.append((e, kind))
                 continue
-            out[0].append(Placed(expert=e, slot=entry.slot, phase=phase, hit=entry.segment))
-            if phase == "decode":
+            out[0].append(Placed(expert=e, slot=entry.slot, kind=kind, hit=entry.segment))
+            if kind == "decode":
                 entry.proved, entry.streamed = True, 0
                 self.rank(entry)
-        for e, phase in todo:
+        for e, kind in todo:
             slot, victim = len(self.entries), None
             if slot == self.size:
-                victim = self.victim(phase, {(layer, p.expert) for p in out[-1]})
+                victim = self.victim(kind, {(layer, p.expert) for p in out[-1]})
                 if victim is None:
                     out.append([])
-                    victim = self.victim(phase, set())
+                    victim = self.victim(kind, set())
                 assert victim is not None
                 self.entries.remove(victim)
                 slot = victim.slot
             new = Entry((layer, e), slot)
             self.entries.append(new)
             self.rank(new)
-            new.streamed = new.ranked if phase == "prefill" else 0
+            new.streamed = new.ranked if kind == "prefill" else 0
             evicted, evicted_from = (victim.key, victim.segment) if victim else (None, None)
-            out[-1].append(Placed(expert=e, slot=slot, phase=phase, evicted=evicted, evicted_from=evicted_from))
+            out[-1].append(Placed(expert=e, slot=slot, kind=kind, evicted=evicted, evicted_from=evicted_from))
         return out if out[0] else []
 
     def rank(self, entry: Entry) -> None:
@@ -96,12 +96,12 @@ class PlainSlru:
             return False, log_uses, entry.ranked
         return True, math.floor(2 * (log_uses - self.uses[entry.key][-1] / HALF_LIFE)), -entry.ranked
 
-    def victim(self, phase: str, pinned: set[Key]) -> Entry | None:
+    def victim(self, kind: str, pinned: set[ExpertKey]) -> Entry | None:
         if pinned and len(pinned) >= self.size // 2:
             return None
         streamed = [x for x in self.entries if x.streamed]
         newest = max((x for x in streamed if x.key not in pinned), key=lambda x: x.streamed, default=None)
-        if newest is not None or (phase == "prefill" and len(streamed) >= self.width):
+        if newest is not None or (kind == "prefill" and len(streamed) >= self.width):
             return newest
         return min((x for x in self.entries if not x.streamed and x.key not in pinned), key=self.order, default=None)
 
@@ -136,7 +136,7 @@ def decode_hit_rate(policy: ResidencyPolicy, accesses: Sequence[Need]) -> float:
     for layer, decode, prefill in accesses:
         for wave in policy.access(layer, decode, prefill):
             counters.count(wave)
-    hits = sum(count for (_, phase), count in counters.hits.items() if phase == "decode")
+    hits = sum(count for (_, kind), count in counters.hits.items() if kind == "decode")
     return hits / (hits + counters.misses["decode"])
 
 
@@ -232,13 +232,13 @@ def test_prompts_displace_few_experts_of_decode_rows(
     slots: int, cycle: int, before: list[Need], accesses: list[Need]
 ) -> None:
     policy = SegmentedLru(num_slots=slots, cycle=cycle)
-    resident: set[Key] = set()  # because of a decode row
+    resident: set[ExpertKey] = set()  # because of a decode row
     for layer, decode, prefill in before:
         for p in (p for wave in policy.access(layer, decode, prefill) for p in wave):
             resident.discard(p.evicted or (-1, -1))
-            if p.phase == "decode":
+            if p.kind == "decode":
                 resident.add((layer, p.expert))
-    lost: set[Key] = set()
+    lost: set[ExpertKey] = set()
     for layer, decode, prefill in accesses:
         for p in (p for wave in policy.access(layer, [], sorted(decode + prefill)) for p in wave):
             if p.evicted in resident:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from moeyard_router.choice import Choice, Delta
 from moeyard_router.detokenizer import TokenBytes
-from moeyard_router.intake import Job, Prompt, Sequence
+from moeyard_router.intake import Continuation, Job, Prompt
 from moeyard_worker.protocol import Done, SamplingParams, TokenLogprob, Tokens
 
 LETTERS = ["a", "b", "c", "Ġ", "ð", "Ł", "Ļ", "Ĥ", "ab", "bc"]  # four of them are the bytes of one emoji
@@ -18,9 +18,9 @@ TOKENIZER.add_special_tokens(["<eos>"])
 EOS = len(LETTERS)
 TOKENS = TokenBytes(TOKENIZER)
 JOB = Job(
-    chat=False, prompts=(Prompt(token_ids=(0,)),), sequences=(), stops=(), include_stop=False, skip_special_tokens=True,
-    stop_ids=frozenset((EOS,)), stream=True, include_usage=False, continuous_usage=False, return_token_ids=True,
-    echo=False, logprobs=0,
+    chat=False, prompts=(Prompt(token_ids=(0,)),), continuations=(), stops=(), include_stop=False,
+    skip_special_tokens=True, stop_ids=frozenset((EOS,)), stream=True, include_usage=False, continuous_usage=False,
+    return_token_ids=True, echo=False, logprobs=0,
 )  # fmt: skip
 
 ids_lists = st.lists(st.integers(min_value=0, max_value=EOS), min_size=1, max_size=25)
@@ -30,7 +30,7 @@ cuts = st.lists(st.integers(min_value=1, max_value=6), min_size=25, max_size=25)
 
 def run(job, output, sizes):
     """Feed a worker's messages until the choice ends; everything it gave, and each delta."""
-    sampling = job.sequences[0].sampling
+    sampling = job.continuations[0].sampling
     choice = Choice(job, index=0, tokens=TOKENS)
     ends = {EOS, *sampling.stop_token_ids}
     length = next((i + 1 for i, t in enumerate(output) if t in ends and i >= sampling.min_tokens), None)
@@ -67,7 +67,7 @@ def job_with(*, stop_strings=(), include=False, skip=True, stop_token_ids=(), mi
     sampling = SamplingParams(max_tokens=100, stop_token_ids=tuple(stop_token_ids), min_tokens=min_tokens)
     return dataclasses.replace(
         JOB,
-        sequences=(Sequence(index=0, prompt=0, sampling=sampling),),
+        continuations=(Continuation(index=0, prompt=0, sampling=sampling),),
         stops=tuple(stop_strings),
         include_stop=include,
         skip_special_tokens=skip,

@@ -123,7 +123,7 @@ class Harness:
         self.check()
         assert not self.live
         assert not self.scheduler.has_work()
-        assert self.scheduler.num_in_flight == 0
+        assert not self.scheduler._flights
 
     def step(self) -> Step:
         """Plan until the pipeline is full, then finish the oldest step. Returns what was planned last."""
@@ -327,7 +327,7 @@ class Harness:
         scheduler.validate()
         roster = scheduler._roster
         assert set(roster.live) == set(self.live)
-        assert scheduler.num_in_flight == len(self.flights)
+        assert len(scheduler._flights) == len(self.flights)
         if self.config.max_in_flight == 1:
             order = [self.live[r.key].arrival for r in (*roster.running, *roster.waiting)]
             assert order == sorted(order), "first come is not first served"

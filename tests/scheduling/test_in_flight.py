@@ -51,7 +51,7 @@ def test_rows_behind_a_step_in_flight_are_fed() -> None:
     assert second.prefill[0].token_ids == submit("p", 12).prompt_token_ids[8:]
     assert (row(second.prefill[0])[:2], second.prefill[0].fed) == ((8, 8), None)
     assert row(second.decode[0]) == (5, 5, (0,), 1, 0)
-    assert scheduler.num_in_flight == 2
+    assert len(scheduler._flights) == 2
     assert said(scheduler.complete(first, [Accepted((7,))], now=0.0)) == [(7,)]
     third = scheduler.schedule(now=0.0)
     # In the second step p's prompt chunk comes first.

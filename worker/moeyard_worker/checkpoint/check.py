@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moeyard_worker.checkpoint.index import DTYPE_BYTES, INDEX_NAME, SINGLE_NAME, CheckpointIndex
+from moeyard_worker.checkpoint.index import INDEX_NAME, SINGLE_NAME, STORED_DTYPES, CheckpointIndex
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.spec import ModelSpec, model_spec
@@ -26,17 +26,6 @@ class CheckedCheckpoint:
     def resident_bytes(self, itemsize: int) -> int:
         """Bytes that the same weights take in memory, served in values of `itemsize` bytes."""
         return self.spec.resident_bytes(itemsize)
-
-    def expert_bytes(self, experts: range) -> int:
-        """Bytes of the experts of all layers that a rank which owns `experts` reads."""
-        total = 0
-        for layer in self.spec.layers:
-            if layer.experts is None or not experts:
-                continue
-            for key, shape in self.spec.expert_tensors(layer.experts, experts[0]):
-                per_tensor = shape[0] if layer.experts.fused else 1
-                total += self.index.entries[key].num_bytes // per_tensor * len(experts)
-        return total
 
 
 def check_checkpoint(index: CheckpointIndex, config: ModelConfig) -> CheckedCheckpoint:
@@ -85,5 +74,6 @@ def _problems(
             yield f"{entry.file}: unexpected tensor {key} of shape {list(entry.shape)}"
         elif entry.shape != expected[key]:
             yield f"{entry.file}: {key} has shape {list(entry.shape)}, config.json calls for {list(expected[key])}"
-        elif entry.dtype not in DTYPE_BYTES:
-            yield f"{entry.file}: {key} is {entry.dtype}, which is not supported (supported: {', '.join(DTYPE_BYTES)})"
+        elif entry.dtype not in STORED_DTYPES:
+            supported = ", ".join(STORED_DTYPES)
+            yield f"{entry.file}: {key} is {entry.dtype}, which is not supported (supported: {supported})"

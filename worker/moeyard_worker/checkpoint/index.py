@@ -20,7 +20,7 @@ from moeyard_worker.config.fields import read_json
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-DTYPE_BYTES = MappingProxyType({"F32": 4, "BF16": 2})
+STORED_DTYPES = MappingProxyType({"F32": 4, "BF16": 2})
 _OTHER_DTYPE_BYTES = MappingProxyType(
     {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "F16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
     | {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
@@ -106,7 +106,7 @@ def _entry(file: Path, key: str, value: Any, data_start: int) -> TensorEntry:
         numbers_ok = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)) and begin <= end
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{file}: {key} has a malformed header entry {value!r:.80}") from error
-    itemsize = (DTYPE_BYTES.get(dtype) or _OTHER_DTYPE_BYTES.get(dtype)) if isinstance(dtype, str) else None
+    itemsize = (STORED_DTYPES.get(dtype) or _OTHER_DTYPE_BYTES.get(dtype)) if isinstance(dtype, str) else None
     if not numbers_ok or itemsize is None or math.prod(shape) * itemsize != end - begin:
         raise CheckpointError(f"{file}: {key} has a malformed header entry {value!r:.80}")
     return TensorEntry(file, dtype, shape, data_start + begin, end - begin)

@@ -94,11 +94,6 @@ class MappedExperts:
         self._entries = checkpoint.index.entries
         self._maps: dict[Path, mmap.mmap] = {}
 
-    @property
-    def mapped_files(self) -> tuple[Path, ...]:
-        """Files that were opened so far."""
-        return tuple(self._maps)
-
     def tensors(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(gate [I, H], up [I, H], down [H, I]) as stored; treat them as read-only."""
         names = self._spec.layers[layer].experts

@@ -172,12 +172,12 @@ class WorkerMetrics:
     def _observe_experts(self, experts: ExpertCache) -> None:
         stats = experts.stats
         counters = stats.counters
-        for (segment, phase), count in counters.hits.items():
-            self._advance("expert_cache_hits", count, segment, phase)
-        for phase, count in counters.misses.items():
-            self._advance("expert_cache_misses", count, phase)
-        for (segment, phase), count in counters.evictions.items():
-            self._advance("expert_cache_evictions", count, segment, phase)
+        for (segment, kind), count in counters.hits.items():
+            self._advance("expert_cache_hits", count, segment, kind)
+        for kind, count in counters.misses.items():
+            self._advance("expert_cache_misses", count, kind)
+        for (segment, kind), count in counters.evictions.items():
+            self._advance("expert_cache_evictions", count, segment, kind)
         self._advance("expert_cache_bytes", stats.bytes_copied, "to_slot")
         self._gauge("expert_cache_slots", experts.num_slots)
         _drain(stats.stall_seconds, self.expert_stall)

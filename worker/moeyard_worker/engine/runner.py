@@ -40,7 +40,7 @@ class Runner:
         experts: Experts,
         dtype: torch.dtype,
         num_pages: int,
-        num_slots: int = 0,
+        num_state_slots: int = 0,
     ) -> None:
         self.config = config = spec.config
         self.page_size = page_size = backend.page_size
@@ -49,7 +49,12 @@ class Runner:
         def arrays(layer: int) -> dict[str, torch.Tensor]:
             state = config.attention[layer].state()
             return allocate(
-                state, num_pages=num_pages, page_size=page_size, num_slots=num_slots, dtype=dtype, device=backend.device
+                state,
+                num_pages=num_pages,
+                page_size=page_size,
+                num_slots=num_state_slots,
+                dtype=dtype,
+                device=backend.device,
             )
 
         with torch.inference_mode():

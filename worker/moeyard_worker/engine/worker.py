@@ -109,7 +109,7 @@ class Worker:
         plan = self._plan(self._available // ranks_on_host)
         self._recording = self._recorder(plan)
         state = model.state_spec(self._dtype.itemsize)
-        num_slots = config.max_num_seqs if state.bytes_per_sequence else 0
+        num_state_slots = config.max_num_seqs if state.bytes_per_sequence else 0
         backend = CpuBackend(page_size=config.page_size)
         experts = self.experts = ExpertCache(
             backend=backend,
@@ -137,7 +137,7 @@ class Worker:
             experts=experts,
             dtype=self._dtype,
             num_pages=plan.num_pages,
-            num_slots=num_slots,
+            num_state_slots=num_state_slots,
         )
         experts.preload(self._advance)
         scheduler = self.scheduler = Scheduler(
@@ -153,7 +153,7 @@ class Worker:
                 max_waiting=config.max_waiting,
                 prefix_caching=config.prefix_caching and state.prefix_reusable,
                 max_in_flight=2 if config.async_scheduling else 1,
-                num_state_slots=num_slots,
+                num_state_slots=num_state_slots,
                 chunk_alignment=state.chunk_alignment,
             )
         )

@@ -25,6 +25,8 @@ _PLAN = Struct("<I")
 _POISON = Struct("<HQIH")
 TAG_BYTES = _TAG.size
 
+Frame = bytes | memoryview
+
 
 class FrameError(ValueError):
     """Bytes that are not a frame of this version; says why."""

@@ -15,7 +15,7 @@ import zmq
 
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.finding import AFTER_STEP, OWN_FAULT, Finding, cut_reason
-from moeyard_worker.exchange.frames import NO_LAYER, TAG_BYTES, Phase, Tag, decode_tag, pack_tag
+from moeyard_worker.exchange.frames import NO_LAYER, TAG_BYTES, Frame, Phase, Tag, decode_tag, pack_tag
 from moeyard_worker.exchange.naming import is_poison, name_frame, name_ranks, place_of, told_by, where_in_step
 from moeyard_worker.exchange.poisoning import agree_on_finding, tell_settled
 from moeyard_worker.exchange.rendezvous import (
@@ -27,7 +27,7 @@ from moeyard_worker.exchange.rendezvous import (
     host_identity,
 )
 from moeyard_worker.exchange.slab import SharedFile
-from moeyard_worker.exchange.wires import LAST_LOOK_S, Frame, Wires
+from moeyard_worker.exchange.wires import LAST_LOOK_S, Wires
 
 Transport = Literal["shm", "tcp"]
 

@@ -3,9 +3,7 @@
 from collections.abc import Iterable
 
 from moeyard_worker.exchange.finding import AFTER_STEP, OWN_FAULT
-from moeyard_worker.exchange.frames import TAG_BYTES, FrameError, Phase, PoisonFrame, decode_poison, decode_tag
-
-Frame = bytes | memoryview
+from moeyard_worker.exchange.frames import TAG_BYTES, Frame, FrameError, Phase, PoisonFrame, decode_poison, decode_tag
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -33,11 +33,11 @@ class Slab:
 
     def __init__(self, shape: ExchangeShape, buffer: "mmap.mmap | bytearray") -> None:
         assert len(buffer) >= shape.slab_bytes, (len(buffer), shape)
-        row, num_slots = f"V{shape.row_bytes}", shape.max_tokens * shape.top_k
+        row, num_pairs = f"V{shape.row_bytes}", shape.max_tokens * shape.top_k
         self.buffer = buffer
         self.ids: np.ndarray = np.ndarray((shape.max_tokens, shape.top_k), np.int64, buffer)
         self.rows: np.ndarray = np.ndarray((shape.max_tokens,), row, buffer, shape.rows_offset)
-        self.home: np.ndarray = np.ndarray((num_slots,), row, buffer, shape.home_offset)
+        self.home: np.ndarray = np.ndarray((num_pairs,), row, buffer, shape.home_offset)
 
     def home_tensor(self, shape: ExchangeShape) -> torch.Tensor:
         """`home` as a tensor [max_tokens * top_k, hidden] on the same memory."""
@@ -57,12 +57,12 @@ class SharedFile:
         self.memory = memory
 
     @staticmethod
-    def create(size: int, directory: str = SHARED_DIRECTORY) -> "SharedFile":
+    def create(size: int) -> "SharedFile":
         """Reserve `size` bytes under an unpredictable name, mode 0600. Raises OSError naming the room there is.
 
         The pages are reserved now: a file of holes would kill the process with SIGBUS when the file system is full.
         """
-        path = str(Path(directory) / f"moeyard-{secrets.token_hex(16)}")
+        path = str(Path(SHARED_DIRECTORY) / f"moeyard-{secrets.token_hex(16)}")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size)
@@ -71,11 +71,11 @@ class SharedFile:
             os.unlink(path)
             if error.errno != errno.ENOSPC:
                 raise
-            stat = os.statvfs(directory)
+            stat = os.statvfs(SHARED_DIRECTORY)
             free = stat.f_bavail * stat.f_frsize
             raise OSError(
                 errno.ENOSPC,
-                f"no room for {size >> 10} KiB in {directory} ({free >> 10} KiB free): enlarge it "
+                f"no room for {size >> 10} KiB in {SHARED_DIRECTORY} ({free >> 10} KiB free): enlarge it "
                 "(containers: shm_size), lower the tokens per step, or exchange over TCP",
             ) from error
         finally:

@@ -1,4 +1,4 @@
-"""The sockets under the mesh: one PAIR per peer at both ends, each with a monitor. Knows bytes and peers, no frames.
+"""The sockets under the mesh: one PAIR per peer at both ends, each with a monitor. Knows peers, and frames as bytes.
 
 A PAIR accepts exactly one connection and keeps it for life, so a frame's source is known from the socket it arrives on,
 nobody can take a peer's place, waiting for one peer is one blocking `recv`, and each source's frames stay in order.
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
+
+from moeyard_worker.exchange.frames import Frame
 
 # At most two frames of a source are ever unread (its frame of this phase and, when it already has ours, of the next),
 # plus a handshake, a plan and a poison frame. A PAIR blocks at its mark, it never drops.
@@ -29,7 +31,6 @@ LAST_LOOK_S = 0.05
 # sun_path holds 108 bytes with its terminating zero (unix(7)).
 MAX_IPC_PATH = 107
 
-Frame = bytes | memoryview
 
 # CLOSED on a socket that connects is a refused connection; on one that binds it would be the end of a listener.
 _CONNECT_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED

@@ -17,13 +17,12 @@ import numpy as np
 import torch
 
 from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStats
-from moeyard_worker.exchange.frames import TAG_BYTES, Phase, pack_tag
+from moeyard_worker.exchange.frames import TAG_BYTES, Frame, Phase, pack_tag
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.outbox import Outbox
 from moeyard_worker.exchange.routing import Routing, pairs_of, route
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.slab import Slab
-from moeyard_worker.exchange.wires import Frame
 
 _COUNTS = Struct("<II")
 _HEAD_BYTES = TAG_BYTES + _COUNTS.size

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence, Set
 from typing import ClassVar
 
-from moeyard_worker.experts.policy import Admission, Key, Phase, Placed, Segment, plan_waves
+from moeyard_worker.experts.policy import Admission, ExpertKey, Placed, RowKind, Segment, plan_waves
 
 
 class Lru:
@@ -19,22 +19,22 @@ class Lru:
         if num_slots < 1:
             raise ValueError(f"lru needs at least 1 slot, got {num_slots}")
         self.num_slots = num_slots
-        self._slots: OrderedDict[Key, int] = OrderedDict()  # oldest use first
+        self._slots: OrderedDict[ExpertKey, int] = OrderedDict()  # oldest use first
 
-    def fill(self, keys: Iterable[Key]) -> None:
+    def fill(self, keys: Iterable[ExpertKey]) -> None:
         assert not self._slots, "only an empty cache can be filled up front"
         for key in keys:
             self._slots[key] = len(self._slots)
         assert len(self._slots) <= self.num_slots, f"{len(self._slots)} experts in {self.num_slots} slots"
 
-    def hit(self, key: Key, phase: Phase) -> tuple[int, Segment] | None:
+    def hit(self, key: ExpertKey, kind: RowKind) -> tuple[int, Segment] | None:
         slot = self._slots.get(key)
         if slot is None:
             return None
         self._slots.move_to_end(key)
         return slot, "probation"
 
-    def admit(self, key: Key, phase: Phase, pinned: Set[Key]) -> Admission | None:
+    def admit(self, key: ExpertKey, kind: RowKind, pinned: Set[ExpertKey]) -> Admission | None:
         if len(self._slots) < self.num_slots:
             admission = Admission(len(self._slots))
         else:

@@ -15,8 +15,3 @@ def partition(num_experts: int, world_size: int) -> tuple[range, ...]:
     share, larger = divmod(num_experts, world_size)
     starts = [rank * share + min(rank, larger) for rank in range(world_size + 1)]
     return tuple(range(start, stop) for start, stop in itertools.pairwise(starts))
-
-
-def owner_of(num_experts: int, world_size: int) -> tuple[int, ...]:
-    """The rank that owns each expert: a table indexed by global expert id. Raises as `partition` does."""
-    return tuple(rank for rank, shard in enumerate(partition(num_experts, world_size)) for _ in shard)

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
-Phase = Literal["decode", "prefill"]
+# Which rows need an expert: a decode row, or prompt rows only. The metrics' label for it is "phase".
+RowKind = Literal["decode", "prefill"]
 Segment = Literal["probation", "protected"]
-Key = tuple[int, int]
+ExpertKey = tuple[int, int]  # layer, global expert id
 
-PHASES: tuple[Phase, ...] = get_args(Phase)
+ROW_KINDS: tuple[RowKind, ...] = get_args(RowKind)
 SEGMENTS: tuple[Segment, ...] = get_args(Segment)
 
 
@@ -20,15 +21,15 @@ SEGMENTS: tuple[Segment, ...] = get_args(Segment)
 class Placed:
     """One expert of a wave and the slot it computes from.
 
-    `phase` is "decode" when a decode row needs the expert, else "prefill". `hit` is None for a miss, else the segment
+    `kind` is "decode" when a decode row needs the expert, else "prefill". `hit` is None for a miss, else the segment
     the expert was found in. `evicted` is the (layer, expert) whose slot a miss took and `evicted_from` its segment.
     """
 
     expert: int
     slot: int
-    phase: Phase
+    kind: RowKind
     hit: Segment | None = None
-    evicted: Key | None = None
+    evicted: ExpertKey | None = None
     evicted_from: Segment | None = None
 
 
@@ -37,7 +38,7 @@ class Admission:
     """The slot given to a miss and, when it was not free, whose it was and in which segment."""
 
     slot: int
-    evicted: Key | None = None
+    evicted: ExpertKey | None = None
     evicted_from: Segment | None = None
 
 
@@ -51,15 +52,15 @@ class ResidencyPolicy(Protocol):
     @property
     def settled(self) -> Segment: ...
 
-    def fill(self, keys: Iterable[Key]) -> None:
+    def fill(self, keys: Iterable[ExpertKey]) -> None:
         """Start with these (layer, expert) resident, in slots 0, 1, ...; the policy must be empty."""
         ...
 
-    def hit(self, key: Key, phase: Phase) -> tuple[int, Segment] | None:
+    def hit(self, key: ExpertKey, kind: RowKind) -> tuple[int, Segment] | None:
         """Slot of a resident expert and the segment it was found in, and note its use; None when it is not resident."""
         ...
 
-    def admit(self, key: Key, phase: Phase, pinned: Set[Key]) -> Admission | None:
+    def admit(self, key: ExpertKey, kind: RowKind, pinned: Set[ExpertKey]) -> Admission | None:
         """Make an expert resident without evicting a pinned one; None when no slot can be had before the wave ends.
 
         Never None when nothing is pinned.
@@ -89,31 +90,31 @@ def plan_waves(
     that the wave does not use, the wave ends, and its experts (computed by then) may be evicted by the next one.
     """
     wave: list[Placed] = []
-    pinned: set[Key] = set()
-    misses: list[tuple[int, Phase]] = []
-    for phase, needed in zip(PHASES, (decode, prefill), strict=True):
+    pinned: set[ExpertKey] = set()
+    misses: list[tuple[int, RowKind]] = []
+    for kind, needed in zip(ROW_KINDS, (decode, prefill), strict=True):
         for expert in needed:
-            found = policy.hit((layer, expert), phase)
+            found = policy.hit((layer, expert), kind)
             if found is None:
-                misses.append((expert, phase))
+                misses.append((expert, kind))
             else:
-                wave.append(Placed(expert=expert, slot=found[0], phase=phase, hit=found[1]))
+                wave.append(Placed(expert=expert, slot=found[0], kind=kind, hit=found[1]))
                 pinned.add((layer, expert))
     waves = [wave]
-    for expert, phase in misses:
+    for expert, kind in misses:
         key = (layer, expert)
-        admission = policy.admit(key, phase, pinned)
+        admission = policy.admit(key, kind, pinned)
         if admission is None:
             wave, pinned = [], set()
             waves.append(wave)
-            admission = policy.admit(key, phase, pinned)
+            admission = policy.admit(key, kind, pinned)
             assert admission is not None, f"the policy found no slot for {key} although nothing is pinned"
         pinned.add(key)
         wave.append(
             Placed(
                 expert=expert,
                 slot=admission.slot,
-                phase=phase,
+                kind=kind,
                 evicted=admission.evicted,
                 evicted_from=admission.evicted_from,
             )
@@ -121,38 +122,38 @@ def plan_waves(
     return waves if waves[0] else []
 
 
-def _by_segment() -> dict[tuple[Segment, Phase], int]:
-    return {(segment, phase): 0 for segment in SEGMENTS for phase in PHASES}
+def _by_segment() -> dict[tuple[Segment, RowKind], int]:
+    return {(segment, kind): 0 for segment in SEGMENTS for kind in ROW_KINDS}
 
 
 @dataclass(slots=True)
 class Counters:
-    """Running totals of a policy's decisions, each expert counted once per access, by the phase that needed it.
+    """Running totals of a policy's decisions, each expert counted once per access, by the rows that needed it.
 
-    Evictions are counted by the victim's segment and the phase of the miss that took its slot.
+    Evictions are counted by the victim's segment and the rows of the miss that took its slot.
     """
 
-    hits: dict[tuple[Segment, Phase], int] = field(default_factory=_by_segment)
-    misses: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    evictions: dict[tuple[Segment, Phase], int] = field(default_factory=_by_segment)
+    hits: dict[tuple[Segment, RowKind], int] = field(default_factory=_by_segment)
+    misses: dict[RowKind, int] = field(default_factory=lambda: dict.fromkeys(ROW_KINDS, 0))
+    evictions: dict[tuple[Segment, RowKind], int] = field(default_factory=_by_segment)
 
     def count(self, wave: Iterable[Placed]) -> None:
         """Add the decisions of one wave."""
         for placed in wave:
             if placed.hit is not None:
-                self.hits[placed.hit, placed.phase] += 1
+                self.hits[placed.hit, placed.kind] += 1
                 continue
-            self.misses[placed.phase] += 1
+            self.misses[placed.kind] += 1
             if placed.evicted_from is not None:
-                self.evictions[placed.evicted_from, placed.phase] += 1
+                self.evictions[placed.evicted_from, placed.kind] += 1
 
     def add(self, other: "Counters") -> None:
         """Add another rank's totals."""
-        for segment_phase, hits in other.hits.items():
-            self.hits[segment_phase] += hits
-            self.evictions[segment_phase] += other.evictions[segment_phase]
-        for phase, misses in other.misses.items():
-            self.misses[phase] += misses
+        for segment_kind, hits in other.hits.items():
+            self.hits[segment_kind] += hits
+            self.evictions[segment_kind] += other.evictions[segment_kind]
+        for kind, misses in other.misses.items():
+            self.misses[kind] += misses
 
     @property
     def num_hits(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeyard_worker.experts.policies import start_policy
-from moeyard_worker.experts.policy import PHASES, SEGMENTS, Counters, Key
+from moeyard_worker.experts.policy import ROW_KINDS, SEGMENTS, Counters, ExpertKey
 from moeyard_worker.experts.trace import RankTrace, read_trace
 
 
@@ -80,7 +80,7 @@ def format_table(result: SimResult, optima: Sequence[Optimum] = ()) -> str:
     With `optima` (of the same slots, one per rank) a last column shows the hit rate that none can exceed.
     """
     heads = ["rank", "slots", "experts", "hits", "misses", "evictions", "hit %"]
-    heads += [f"{segment} {phase}" for segment in SEGMENTS for phase in PHASES] + (["best %"] if optima else [])
+    heads += [f"{segment} {kind}" for segment in SEGMENTS for kind in ROW_KINDS] + (["best %"] if optima else [])
     rows = [heads]
     for i, rank in enumerate(result.ranks):
         best = [_percent(optima[i].hit_rate)] if optima else []
@@ -98,7 +98,7 @@ def format_table(result: SimResult, optima: Sequence[Optimum] = ()) -> str:
 
 def _cells(counters: Counters) -> list[str]:
     totals = [counters.num_hits, counters.num_misses, counters.num_evictions]
-    by_segment = [counters.hits[segment, phase] for segment in SEGMENTS for phase in PHASES]
+    by_segment = [counters.hits[segment, kind] for segment in SEGMENTS for kind in ROW_KINDS]
     return [*map(str, totals), _percent(counters.hit_rate), *map(str, by_segment)]
 
 
@@ -131,13 +131,13 @@ def _optimum(trace: RankTrace, slots: int) -> Optimum:
     if slots >= total:
         return Optimum(num_slots=total, num_hits=num_uses, num_misses=0)
     following: list[list[int]] = []  # for each use, the index of the access that needs the expert next; -1 for never
-    upcoming: dict[Key, int] = {}
+    upcoming: dict[ExpertKey, int] = {}
     for i in range(len(uses) - 1, -1, -1):
         following.append([upcoming.get(key, -1) for key in uses[i]])
         upcoming.update(dict.fromkeys(uses[i], i))
     following.reverse()
-    kept: dict[Key, int] = {}  # resident expert -> its next use; experts never needed again are not kept
-    farthest: list[tuple[int, Key]] = []  # heap of (-next use, key), stale entries dropped when they surface
+    kept: dict[ExpertKey, int] = {}  # resident expert -> its next use; experts never needed again are not kept
+    farthest: list[tuple[int, ExpertKey]] = []  # heap of (-next use, key), stale entries dropped when they surface
     num_hits = 0
     for keys, nexts in zip(uses, following, strict=True):
         num_hits += sum(kept.pop(key, None) is not None for key in keys)

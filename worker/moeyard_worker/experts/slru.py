@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterable, Sequence, Set
 from typing import ClassVar
 
-from moeyard_worker.experts.policy import Admission, Key, Phase, Placed, Segment, plan_waves
+from moeyard_worker.experts.policy import Admission, ExpertKey, Placed, RowKind, Segment, plan_waves
 
 # Steps. Of 2, 4, 8, 16 and 32, on traces of the demo model with 1, 4 and 8 streams and on synthetic ones of 48 to 58
 # layers, 16 is best by about a point where routing has lasting favourites, and 8 loses less where it has none.
@@ -35,7 +35,7 @@ HALF_LIFE = 8
 
 # Where an expert stands in the order of victims, the smallest first: was it needed at its layer's last visit, logarithm
 # of its decayed uses, a number that makes ranks distinct, and whose rank it is.
-_Rank = tuple[bool, float, int, Key]
+_Rank = tuple[bool, float, int, ExpertKey]
 
 
 class SegmentedLru:
@@ -51,32 +51,32 @@ class SegmentedLru:
             raise ValueError(f"slru needs at least 1 slot and a cycle of at least 1, got {num_slots} and {cycle}")
         self.num_slots = num_slots
         self.stream_width = max(1, min(num_slots, max(cycle, num_slots // 5)) // 4)
-        self._slot_of: dict[Key, int] = {}
-        self._protected: set[Key] = set()
+        self._slot_of: dict[ExpertKey, int] = {}
+        self._protected: set[ExpertKey] = set()
         # Every resident expert is either streamed by a prompt (oldest first) or ranked.
-        self._streamed: dict[Key, None] = {}
-        self._ranks: dict[Key, _Rank] = {}
+        self._streamed: dict[ExpertKey, None] = {}
+        self._ranks: dict[ExpertKey, _Rank] = {}
         # Ranks given in the running wave are of pinned experts and wait in `_pending` until they can matter. The heap
         # also holds ranks that are no longer true: dropped when they surface, or all at once when they are many.
         self._heap: list[_Rank] = []
         self._pending: list[_Rank] = []
         self._order = 0
         # Base 2 logarithm of the decayed sum, as it would be at step 0: then it changes with a use only, not with time.
-        self._log_uses: dict[Key, float] = {}
+        self._log_uses: dict[ExpertKey, float] = {}
         self._step = 0
         self._now = 0.0  # in half-lives
         self._layer = -1
         self._last_visit: dict[int, Sequence[int]] = {}
 
-    def fill(self, keys: Iterable[Key]) -> None:
+    def fill(self, keys: Iterable[ExpertKey]) -> None:
         assert not self._slot_of, "only an empty cache can be filled up front"
         for key in keys:
             self._slot_of[key] = len(self._slot_of)
             self._rank(key, recent=False)
         assert len(self._slot_of) <= self.num_slots, f"{len(self._slot_of)} experts in {self.num_slots} slots"
 
-    def hit(self, key: Key, phase: Phase) -> tuple[int, Segment] | None:
-        if phase == "decode":
+    def hit(self, key: ExpertKey, kind: RowKind) -> tuple[int, Segment] | None:
+        if kind == "decode":
             now = self._now
             before = self._log_uses.get(key)
             self._log_uses[key] = now if before is None else now + math.log2(1 + 2 ** (before - now))
@@ -84,20 +84,20 @@ class SegmentedLru:
         if slot is None:
             return None
         found: Segment = "protected" if key in self._protected else "probation"
-        if phase == "decode":
+        if kind == "decode":
             self._streamed.pop(key, None)
             self._protected.add(key)
             self._rank(key, recent=True)
         return slot, found
 
-    def admit(self, key: Key, phase: Phase, pinned: Set[Key]) -> Admission | None:
+    def admit(self, key: ExpertKey, kind: RowKind, pinned: Set[ExpertKey]) -> Admission | None:
         # Slots are handed out in order and never given back: a victim's slot goes straight to the miss that wanted it.
         used = len(self._slot_of)
-        admission = Admission(used) if used < self.num_slots else self._evict(phase, pinned)
+        admission = Admission(used) if used < self.num_slots else self._evict(kind, pinned)
         if admission is None:
             return None
         self._slot_of[key] = admission.slot
-        if phase == "decode":
+        if kind == "decode":
             self._rank(key, recent=True)
         else:
             self._streamed[key] = None
@@ -126,7 +126,7 @@ class SegmentedLru:
         assert self._protected <= self._ranks.keys(), "an expert is protected that no decode row has hit"
         assert set(self._ranks.values()) <= {*self._heap, *self._pending}, "a rank is missing in the heap"
 
-    def _rank(self, key: Key, *, recent: bool) -> None:
+    def _rank(self, key: ExpertKey, *, recent: bool) -> None:
         self._order += 1
         log_uses = self._log_uses.get(key, -math.inf)
         if recent:
@@ -144,7 +144,7 @@ class SegmentedLru:
             self._heap = list(self._ranks.values())
             heapq.heapify(self._heap)
 
-    def _evict(self, phase: Phase, pinned: Set[Key]) -> Admission | None:
+    def _evict(self, kind: RowKind, pinned: Set[ExpertKey]) -> Admission | None:
         if not pinned:
             self._settle_pending()
         elif len(pinned) >= self.num_slots // 2:
@@ -153,7 +153,7 @@ class SegmentedLru:
         if self._streamed:
             victim = next((key for key in reversed(self._streamed) if key not in pinned), None)
         if victim is None:
-            if phase == "prefill" and len(self._streamed) >= self.stream_width:
+            if kind == "prefill" and len(self._streamed) >= self.stream_width:
                 return None
             victim = self._lowest(pinned)
         if victim is None:
@@ -165,7 +165,7 @@ class SegmentedLru:
         self._protected.discard(victim)
         return admission
 
-    def _lowest(self, pinned: Set[Key]) -> Key | None:
+    def _lowest(self, pinned: Set[ExpertKey]) -> ExpertKey | None:
         skipped: list[_Rank] = []
         lowest = None
         heap, ranks = self._heap, self._ranks

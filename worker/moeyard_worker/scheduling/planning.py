@@ -17,7 +17,7 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepPlan:
+class StepBuilder:
     """A step in the making. `budget`: rows left. `closed`: nobody is admitted any more. `held` is not planned."""
 
     budget: int

@@ -19,7 +19,7 @@ from moeyard_worker.protocol import Done, Rejected, Submit, Tokens
 from moeyard_worker.scheduling.admission import refusal
 from moeyard_worker.scheduling.completion import extend, farewell
 from moeyard_worker.scheduling.holdings import Holdings
-from moeyard_worker.scheduling.planning import Place, StepPlan, make_chunk, next_place, num_rows
+from moeyard_worker.scheduling.planning import Place, StepBuilder, make_chunk, next_place, num_rows
 from moeyard_worker.scheduling.request import Accepted, Reply, Request, SchedulerStats
 from moeyard_worker.scheduling.roster import Roster
 from moeyard_worker.scheduling.step import Chunk, Step
@@ -62,11 +62,6 @@ class Scheduler:
     def num_waiting_tokens(self) -> int:
         """Positions that the queued requests will have to compute."""
         return sum(r.length for r in self._roster.waiting)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Planned steps that are not completed."""
-        return len(self._flights)
 
     def has_work(self) -> bool:
         """Whether a request lives. With nothing in flight, the next step then computes something."""
@@ -124,7 +119,7 @@ class Scheduler:
     def schedule(self, now: float) -> Step:
         """Plan the next step. It must be completed by `complete`, in order of planning; an empty one need not be."""
         assert len(self._flights) < self.config.max_in_flight, "the previous step was not completed"
-        plan = StepPlan(self.config.max_batch_tokens)
+        builder = StepBuilder(self.config.max_batch_tokens)
         single: list[tuple[Request, Place]] = []
         several: list[tuple[Request, Place]] = []
         prompts: list[tuple[Request, Place]] = []
@@ -137,23 +132,25 @@ class Scheduler:
         num_preemptions = self.stats.num_preemptions
         # Next tokens first: a long recompute must not take the step away from the others.
         for request, place in single + several:
-            self._plan(request, place, plan)
+            self._plan(request, place, builder)
         for request, place in prompts:
-            if request.running and not self._plan(request, place, plan):
+            if request.running and not self._plan(request, place, builder):
                 # What is left is less than it may take (`chunk_alignment`); others must not live on that forever.
-                plan.closed = True
+                builder.closed = True
                 break
         if self.stats.num_preemptions == num_preemptions:
-            self._admit(plan, now)
-        step, requests = plan.finish()
+            self._admit(builder, now)
+        step, requests = builder.finish()
         if requests:
             self._flights.append(_Flight(step, requests))
         return step
 
-    def _admit(self, plan: StepPlan, now: float) -> None:
+    def _admit(self, builder: StepBuilder, now: float) -> None:
         """Start waiting requests, first come first served, while rows, slots and pages for their whole prompt last."""
         config, roster, holdings = self.config, self._roster, self._holdings
-        while roster.waiting and plan.budget > 0 and not plan.closed and len(roster.running) < config.max_num_seqs:
+        while (
+            roster.waiting and builder.budget > 0 and not builder.closed and len(roster.running) < config.max_num_seqs
+        ):
             request = roster.waiting[0]
             cached = holdings.known_prefix(request)
             if not holdings.can_start(request, cached):
@@ -161,7 +158,7 @@ class Scheduler:
                 return
             start = len(cached) * config.page_size
             place = Place(start, start, None)
-            if not num_rows(request, place, budget=plan.budget, config=config):
+            if not num_rows(request, place, budget=builder.budget, config=config):
                 return
             roster.start_first()
             holdings.start(request, cached)
@@ -171,14 +168,14 @@ class Scheduler:
                 self.stats.queue_seconds.append(now - request.arrived)
             self.stats.prefix_query_tokens += len(request.prompt)
             self.stats.prefix_hit_tokens += start
-            self._plan(request, place, plan)
+            self._plan(request, place, builder)
 
-    def _plan(self, request: Request, place: Place, plan: StepPlan) -> bool:
+    def _plan(self, request: Request, place: Place, builder: StepBuilder) -> bool:
         """Make the request's next chunk part of the step; False when it gets none."""
         # One that was preempted a moment ago is not running any more.
-        if not request.running or request is plan.held:
+        if not request.running or request is builder.held:
             return False
-        rows = num_rows(request, place, budget=plan.budget, config=self.config)
+        rows = num_rows(request, place, budget=builder.budget, config=self.config)
         if rows == 0:
             return False
         if rows > 1 and place.start >= request.length - 1:
@@ -186,16 +183,16 @@ class Scheduler:
             reach = self._holdings.reach(request) + self._holdings.num_free_positions
             rows = max(1, min(rows, reach - place.max_start))
         length = place.max_start + rows
-        if length > self._holdings.reach(request) and not self._reserve(request, length, plan):
+        if length > self._holdings.reach(request) and not self._reserve(request, length, builder):
             return False
-        plan.add(request, make_chunk(request, place, rows))
+        builder.add(request, make_chunk(request, place, rows))
         return True
 
-    def _reserve(self, request: Request, length: int, plan: StepPlan) -> bool:
+    def _reserve(self, request: Request, length: int, builder: StepBuilder) -> bool:
         """Give the request pages for `length` positions, preempting later ones; False when it has to do without."""
         missing = self._holdings.pages_for(length) - len(request.pages)
         while missing > self.pool.num_free:
-            victim = self._victim(request, plan)
+            victim = self._victim(request, builder)
             if victim is None:
                 # It waits a step. Nobody behind it gains: there are no pages left to take.
                 return False
@@ -205,7 +202,7 @@ class Scheduler:
         request.pages += self.pool.allocate(missing)
         return True
 
-    def _victim(self, request: Request, plan: StepPlan) -> Request | None:
+    def _victim(self, request: Request, builder: StepBuilder) -> Request | None:
         """Who yields its pages to `request`: the latest behind it that no step names, or itself; None: nobody yet."""
         if self._roster.leaving:
             # Pages of an ended request are on their way back.
@@ -214,7 +211,7 @@ class Scheduler:
         victim = next((r for r in reversed(later) if not r.in_flight), None)
         if victim is None and later:
             # All are in flight. The latest is not planned now, so that it can yield in the next step.
-            plan.held = later[-1]
+            builder.held = later[-1]
         elif victim is None and not request.in_flight:
             victim = request
         return victim
