@@ -20,7 +20,7 @@ LONG_FILES = frozenset(("deploy/demo/train.py",))
 
 # Who may import whom. Of the worker the router knows the protocol only.
 MAY_IMPORT = {
-    "moeyard": ("moeyard", "moeyard_router", "moeyard_worker"),
+    "moeyard": ("moeyard", "moeyard_router", "moeyard_worker", "moeyard_kernels.cpu.footprint"),
     "moeyard_router": ("moeyard_router", "moeyard_worker.protocol"),
     "moeyard_worker": ("moeyard_worker", "moeyard_kernels.backend", "moeyard_kernels.types"),
     "moeyard_kernels": ("moeyard_kernels",),
@@ -40,7 +40,7 @@ ROOMS = {
 }
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {
-    "moeyard_worker.engine.worker": ("moeyard_kernels.cpu.backend", "moeyard_kernels.cuda.backend"),
+    "moeyard_worker.engine.worker": ("moeyard_kernels.cpu.backend", "moeyard_kernels.cpu.footprint"),
     "moeyard_worker.engine.local": ("moeyard_kernels.cpu.backend",),
     "moeyard_worker.engine.sampling": ("moeyard_kernels.ops",),
     "moeyard_worker.engine.graph_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),

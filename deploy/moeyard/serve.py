@@ -22,6 +22,7 @@ from tqdm import tqdm
 from moeyard import ray_config
 from moeyard.lazy import load
 from moeyard.rank import Rank
+from moeyard_kernels.cpu import footprint
 from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.server import run_router
@@ -140,7 +141,8 @@ def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool)
         config=config,
         model=model,
         itemsize=itemsize,
-        resident_bytes=checkpoint.resident_bytes(itemsize),
+        resident_bytes=checkpoint.resident_bytes(itemsize, footprint),
+        footprints=footprint,
         num_local_experts=len(shards[0]) * len(model.moe_layers),
         available=available_memory() // config.num_workers,
     )

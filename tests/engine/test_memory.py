@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.checkpoints import make_checkpoint
 
+from moeyard_kernels.cpu import footprint
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.checkpoint.loading import DenseLoader, open_checkpoint
@@ -75,6 +76,7 @@ def plan(available: int, *, dense: int = 10 * MIB, model: ModelConfig = MODEL, *
         model=model,
         itemsize=4,
         resident_bytes=dense,
+        footprints=footprint,
         num_local_experts=32,
         available=available,
     )
@@ -132,7 +134,7 @@ def test_kv_memory_does_not_fit() -> None:
 def test_kv_memory_leaves_no_room_for_its_longest_sequence() -> None:
     """The pages alone would fit."""
     free = GIB - 10 * MIB - plan(GIB).reserve.total
-    needed = 4096 * prefix_bytes(MODEL, 4)
+    needed = 4096 * prefix_bytes(MODEL, 4, footprint)
     kv = (free - needed) // PAGE_BYTES * PAGE_BYTES
     text = refused(GIB, kv_memory=kv + PAGE_BYTES)
     assert f"attention over 4096 tokens takes {format_size(needed)}" in text
@@ -186,7 +188,14 @@ def test_the_slab_is_reserved_where_rows_leave_the_rank_and_once(dtype: str) -> 
     config = EngineConfig(model_path="", num_workers=2, max_batch_tokens=100, dtype=dtype)
     shape = ExchangeShape(num_experts=8, top_k=2, hidden=512, dtype=dtype, max_tokens=100)
     assert exchange_shape(config, MODEL) == shape
-    sizes = {"model": MODEL, "itemsize": 4, "resident_bytes": MIB, "num_local_experts": 16, "available": GIB}
+    sizes = {
+        "model": MODEL,
+        "itemsize": 4,
+        "resident_bytes": MIB,
+        "footprints": footprint,
+        "num_local_experts": 16,
+        "available": GIB,
+    }
     reserved = {
         (ranks, exchange): plan_memory(config=replace(config, num_workers=ranks, exchange=exchange), **sizes).reserve
         for ranks, exchange in ((1, "auto"), (1, "local"), (1, "zmq"), (2, "auto"))
@@ -223,6 +232,7 @@ def test_parts_never_exceed_what_is_available(
             model=model,
             itemsize=itemsize,
             resident_bytes=dense,
+            footprints=footprint,
             num_local_experts=num_experts,
             available=available,
         )
@@ -230,9 +240,9 @@ def test_parts_never_exceed_what_is_available(
         return
     free = available - dense - done.reserve.total
     kv = done.num_pages * config.page_size * model.state_spec(itemsize).bytes_per_token
-    prefix = done.max_model_len * prefix_bytes(model, itemsize)
+    prefix = done.max_model_len * prefix_bytes(model, itemsize, footprint)
     assert kv + prefix + done.expert_slots * model.expert_bytes(itemsize) <= free
-    assert done.reserve.workspace == step_bytes(config, model)
+    assert done.reserve.workspace == step_bytes(config, model, footprint)
     assert done.reserve.margin == int(available * 0.05)
     assert 1 <= done.expert_slots <= num_experts
     assert done.max_model_len <= done.num_pages * config.page_size
@@ -308,7 +318,7 @@ def test_resident_bytes_are_what_a_runner_holds(
         num_pages=2,
     )
     pool = 2 * 16 * model.state_spec(served.itemsize).bytes_per_token
-    assert held_bytes(runner) == checkpoint.resident_bytes(served.itemsize) + pool
+    assert held_bytes(runner) == checkpoint.resident_bytes(served.itemsize, footprint) + pool
 
 
 # The peak of one step, measured in a process of its own: a first step has warmed up all libraries.
@@ -379,7 +389,9 @@ def test_step_stays_within_its_estimate(tmp_path: Path, family: str, dtype: str)
     )
     peak = int(run.stdout)
     config = EngineConfig(model_path="", max_batch_tokens=512)
-    estimate = step_bytes(config, model) + 4096 * prefix_bytes(model, 4 if dtype == "float32" else 2)
+    estimate = step_bytes(config, model, footprint) + 4096 * prefix_bytes(
+        model, 4 if dtype == "float32" else 2, footprint
+    )
     assert estimate / 3 < peak < estimate, (peak / MIB, estimate / MIB)
 
 

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from moeyard_kernels.cpu.attn_prefill import attn_prefill
-from moeyard_kernels.cpu.gqa_decode import gqa_decode
-from moeyard_kernels.cpu.mla_decode import mla_decode
+from moeyard_kernels.cpu.decode import gqa_decode, mla_decode
 from moeyard_kernels.cpu.plan import CpuPlan, PromptSegment, pad_heads
 from moeyard_kernels.ref.rms_norm import rms_norm
 from moeyard_kernels.ref.rope import rope as rotate

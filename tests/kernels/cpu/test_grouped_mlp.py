@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moeyard_kernels.cpu.grouped_mlp import grouped_mlp
+from moeyard_kernels.cpu.experts import grouped_mlp
 from moeyard_kernels.cpu.linear import pack_weight
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

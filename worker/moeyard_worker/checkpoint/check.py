@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from moeyard_kernels.types.footprint import Footprints
 from moeyard_worker.checkpoint.index import INDEX_NAME, SINGLE_NAME, STORED_DTYPES, CheckpointIndex
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.models.model_config import ModelConfig
@@ -23,9 +24,9 @@ class CheckedCheckpoint:
         """Bytes that every rank reads of its own, as stored: everything but experts. What `progress` adds up to."""
         return sum(self.index.entries[part.key].num_bytes for each in self.spec.dense() for part in each.parts)
 
-    def resident_bytes(self, itemsize: int) -> int:
+    def resident_bytes(self, itemsize: int, footprints: Footprints) -> int:
         """Bytes that the same weights take in memory, served in values of `itemsize` bytes."""
-        return self.spec.resident_bytes(itemsize)
+        return self.spec.resident_bytes(itemsize, footprints)
 
 
 def check_checkpoint(index: CheckpointIndex, config: ModelConfig) -> CheckedCheckpoint:

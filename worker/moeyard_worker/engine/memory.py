@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from moeyard_kernels.types.footprint import Footprints
 from moeyard_worker.config.engine_config import EngineConfig, format_size
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.slots import resolve_slots
@@ -69,17 +70,17 @@ def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
     )
 
 
-def step_bytes(config: EngineConfig, model: ModelConfig) -> int:
+def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints) -> int:
     """What the tensors of the largest step take at their peak, as an estimate; the prefix is `prefix_bytes`.
 
     Values per row, in fp32: the residual, its norm, a block's input and output (4 H) beside the larger of attention
-    (`Workspace.per_row`) and MLP: gate, up, activation and product (4 I), the experts' outputs sorted and back in place
+    (`Footprint.per_row`) and MLP: gate, up, activation and product (4 I), the experts' outputs sorted and back in place
     (2 K H), and with peers the rows gathered from all of them, in a buffer that grows by doubling, and frames both ways
     (4 W H). Then the logits of every sequence, twice, and one row of the sampler's fp64 scratch.
     tests/engine/test_memory.py measures the peak against it.
     """
     hidden, peers = model.hidden_size, config.num_workers
-    attention = max(kind.workspace().per_row for kind in model.attention_kinds())
+    attention = max(kind.footprint(footprints).per_row for kind in model.attention_kinds())
     wide = max(model.intermediate_size, model.shared_intermediate_size, model.moe_intermediate_size)
     moved = 2 * model.top_k * hidden + (4 * peers * hidden if peers > 1 else 0)
     row = 4 * hidden + max(attention, 4 * wide + moved)
@@ -87,17 +88,17 @@ def step_bytes(config: EngineConfig, model: ModelConfig) -> int:
     return int((config.max_batch_tokens * row * _FP32 + logits + _SCORE_BYTES) * _MALLOC_FACTOR)
 
 
-def prefix_bytes(model: ModelConfig, itemsize: int) -> int:
+def prefix_bytes(model: ModelConfig, itemsize: int, footprints: Footprints) -> int:
     """What a prompt chunk takes, in one layer at a time, per position of its sequence before and in the chunk.
 
-    `Workspace.per_position` of what is gathered, and what is copied to fp32 if that is not served. Scores as in
+    `Footprint.per_position` of what is gathered, and what is copied to fp32 if that is not served. Scores as in
     `_SCORE_ROWS`.
     """
     most = 0
     for kind in model.attention_kinds():
-        workspace = kind.workspace()
-        copied = workspace.copied_per_position * _FP32 if itemsize < _FP32 else 0
-        most = max(most, workspace.per_position * itemsize + copied + _SCORE_ROWS * kind.num_heads * _FP32)
+        taken = kind.footprint(footprints)
+        copied = taken.copied_per_position * _FP32 if itemsize < _FP32 else 0
+        most = max(most, taken.per_position * itemsize + copied + _SCORE_ROWS * kind.num_heads * _FP32)
     return int(most * _MALLOC_FACTOR)
 
 
@@ -109,12 +110,14 @@ def plan_memory(
     resident_bytes: int,
     num_local_experts: int,
     available: int,
+    footprints: Footprints,
     slab_allocated: bool = False,
 ) -> MemoryPlan:
     """Divide `available` bytes of one rank that serves values of `itemsize` bytes.
 
     `resident_bytes` are the dense weights in memory, `num_local_experts` counts (layer, expert) pairs of this rank.
-    `slab_allocated`: the exchange's slab is already missing from `available`.
+    `footprints`: what the backend says of attention. `slab_allocated`: the exchange's slab is already missing from
+    `available`.
 
     Raises ValueError with both numbers and the flag to change when something does not fit.
     """
@@ -122,7 +125,7 @@ def plan_memory(
     shares = config.num_workers > 1 or config.exchange not in ("auto", "local")
     reserve = Reserve(
         exchange=exchange_shape(config, model).slab_bytes if shares and not slab_allocated else 0,
-        workspace=step_bytes(config, model),
+        workspace=step_bytes(config, model, footprints),
         margin=int(available * MARGIN_SHARE),
     )
     state = model.state_spec(itemsize)
@@ -137,7 +140,7 @@ def plan_memory(
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise ValueError(f"--max-model-len {max_model_len} exceeds the model's {model.max_position}")
-    per_position = prefix_bytes(model, itemsize)
+    per_position = prefix_bytes(model, itemsize, footprints)
     num_pages = _num_pages(config, state, free=free, max_model_len=max_model_len, per_position=per_position)
     max_model_len = min(max_model_len, num_pages * config.page_size)
     kv, prefix = num_pages * config.page_size * state.bytes_per_token, max_model_len * per_position

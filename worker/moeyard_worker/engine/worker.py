@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moeyard_kernels.cpu import footprint
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
 from moeyard_worker.config.engine_config import SchedulerConfig
@@ -184,7 +185,8 @@ class Worker:
             config=self._spec.config,
             model=self._model,
             itemsize=self._dtype.itemsize,
-            resident_bytes=self._checkpoint.resident_bytes(self._dtype.itemsize),
+            resident_bytes=self._checkpoint.resident_bytes(self._dtype.itemsize, footprint),
+            footprints=footprint,
             num_local_experts=len(self._experts) * len(self._model.moe_layers),
             available=available,
             # Peers of one host reserve theirs when they are constructed.

@@ -13,6 +13,8 @@ class LocalExchange:
 
     def __init__(self) -> None:
         self.stats = ExchangeStats()
+        self._step_rows = (0, 0)
+        self._prompt: torch.Tensor | None = None
 
     def begin_step(self, step: int) -> None:
         """Nothing to agree on with oneself."""
@@ -22,8 +24,11 @@ class LocalExchange:
         num_tokens = topk_ids.shape[0]
         assert num_tokens <= x.shape[0], (x.shape, topk_ids.shape)
         assert 0 <= num_prompt <= num_tokens, num_prompt
-        prompt = torch.arange(num_tokens, device=x.device) < num_prompt if num_prompt else None
-        return Dispatched(rows=x[:num_tokens], experts=topk_ids, prompt=prompt, handle=num_tokens)
+        if self._step_rows != (num_tokens, num_prompt):
+            # The same in all layers of a step.
+            self._step_rows = (num_tokens, num_prompt)
+            self._prompt = torch.arange(num_tokens, device=x.device) < num_prompt if num_prompt else None
+        return Dispatched(rows=x[:num_tokens], experts=topk_ids, prompt=self._prompt, handle=num_tokens)
 
     def combine(self, expert_out: torch.Tensor, handle: int) -> torch.Tensor:
         """See `Exchange.combine`."""

@@ -74,6 +74,7 @@ class ZmqExchange:
         self._home_view = self._home[:0].view(0, shape.top_k, shape.hidden)
         self._near = {peer: Slab(shape, shared.memory) for peer, shared in mesh.peer_slabs.items()}
         self._far = {peer: Outbox() for peer in mesh.peers if peer not in self._near}
+        self._row_bytes = shape.row_bytes
         self._row_type = np.dtype(f"V{shape.row_bytes}")
         self._dtype = getattr(torch, shape.dtype)
         self._rows = torch.empty(0, shape.hidden, dtype=self._dtype)
@@ -138,11 +139,11 @@ class ZmqExchange:
                     self._near[peer].home[pairs] = out.take(routing.row_pairs[first:last])
                 self._mesh.send(peer, tag)
             else:
-                frame = self._far[peer].frame(TAG_BYTES + (last - first) * shape.row_bytes)
+                frame = self._far[peer].frame(TAG_BYTES + (last - first) * self._row_bytes)
                 frame[:TAG_BYTES] = np.frombuffer(tag, np.uint8)
                 self._take(out, routing.row_pairs[first:last], frame[TAG_BYTES:])
                 self._far[peer].send(self._mesh, peer, frame)
-            self.stats.bytes_sent += (last - first) * shape.row_bytes
+            self.stats.bytes_sent += (last - first) * self._row_bytes
         first, last = bounds[self.rank], bounds[self.rank + 1]
         if first < last:
             pairs = routing.pairs[first:last] - handle.token_bounds[self.rank] * shape.top_k
@@ -151,7 +152,7 @@ class ZmqExchange:
         for peer in self._mesh.peers:
             self._bring_home(peer, frames[peer], handle)
         num_pairs = handle.num_tokens * shape.top_k
-        self.stats.bytes_received += (num_pairs - (last - first)) * shape.row_bytes
+        self.stats.bytes_received += (num_pairs - (last - first)) * self._row_bytes
         if handle.num_tokens != self._home_view.shape[0]:
             self._home_view = self._home[:num_pairs].view(handle.num_tokens, shape.top_k, shape.hidden)
         self.stats.seconds["combine"].append(perf_counter() - start)
@@ -165,7 +166,7 @@ class ZmqExchange:
 
     def _send_tokens(self, own: _Source, layer: int) -> dict[int, np.ndarray]:
         """Tell every peer about this rank's tokens; returns the pairs that each far peer's experts will answer."""
-        num_tokens, row_bytes, top_k = len(own.ids), self._shape.row_bytes, self._shape.top_k
+        num_tokens, row_bytes, top_k = len(own.ids), self._row_bytes, self._shape.top_k
         head = pack_tag(self._mesh.epoch, self._mesh.step, layer, Phase.DISPATCH, self.rank)
         head += _COUNTS.pack(num_tokens, own.num_prompt)
         if self._near:
@@ -201,7 +202,7 @@ class ZmqExchange:
                 raise self._malformed(peer, frame, layer, Phase.DISPATCH)
             return _Source(near.ids[:num_tokens], near.rows[:num_tokens], num_prompt, picked=False)
         rows_start = _HEAD_BYTES + 4 * num_tokens * self._shape.top_k
-        num_rows, rest = divmod(len(frame) - rows_start, self._shape.row_bytes)
+        num_rows, rest = divmod(len(frame) - rows_start, self._row_bytes)
         if rest or num_rows < 0:
             raise self._malformed(peer, frame, layer, Phase.DISPATCH)
         ids: np.ndarray = np.ndarray((num_tokens, self._shape.top_k), np.int32, frame, _HEAD_BYTES)
@@ -227,13 +228,13 @@ class ZmqExchange:
             else:
                 source.rows.take(routing.row_tokens[first:last] - token_bounds[rank], 0, into, "clip")
             if rank != self.rank:
-                self.stats.bytes_received += (last - first) * self._shape.row_bytes
+                self.stats.bytes_received += (last - first) * self._row_bytes
         return self._rows[:num_rows]
 
     def _bring_home(self, peer: int, frame: Frame, handle: ZmqHandle) -> None:
         """Put a far peer's rows in their places; a near one has done so itself."""
         pairs = handle.remote_pairs.get(peer, _NO_PAIRS)
-        num_bytes = pairs.size * self._shape.row_bytes
+        num_bytes = pairs.size * self._row_bytes
         if len(frame) != TAG_BYTES + num_bytes:
             raise self._malformed(peer, frame, handle.layer, Phase.COMBINE)
         if num_bytes:

@@ -7,29 +7,16 @@ attention of the backend, and nobody's `if`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from moeyard_kernels.backend import Backend, StepPlan
+from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_worker.config.rope_config import RopeConfig
 from moeyard_worker.layers.weights import Weight
 from moeyard_worker.state.layout import LayerState
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workspace:
-    """What one layer's attention takes while it computes, in values.
-
-    `per_row`: fp32 values for each row of a step. `per_position`, in the served dtype, and `copied_per_position`, in
-    fp32 unless that is served: for each position of the longest prefix that a prompt chunk attends to.
-    """
-
-    per_row: int
-    per_position: int
-    copied_per_position: int
 
 
 class AttentionBlock(Protocol):
@@ -61,12 +48,8 @@ class Attention(Protocol):
         """What it keeps of a sequence."""
         ...
 
-    def extra_values(self) -> int:
-        """Values in the served dtype that the CPU backend keeps beside the weights."""
-        ...
-
-    def workspace(self) -> Workspace:
-        """What it takes while it computes."""
+    def footprint(self, footprints: Footprints) -> Footprint:
+        """What a backend takes for it beside weights and state."""
         ...
 
     def build(

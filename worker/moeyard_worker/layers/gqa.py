@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from moeyard_kernels.backend import Backend, GqaAttend, StepPlan
+from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_worker.config.rope_config import RopeConfig
-from moeyard_worker.layers.attention import Workspace
 from moeyard_worker.layers.weights import Weight, matrix, stacked, weight
 from moeyard_worker.state.layout import LayerState, PagedArray, paged
 
@@ -55,15 +55,13 @@ class Gqa:
         one = PagedArray(heads=self.num_kv_heads, width=self.head_dim)
         return paged(k=one, v=one)
 
-    def extra_values(self) -> int:
-        """With a norm per head both become one row per head, and one of ones (`CpuGqa`)."""
-        return (self.num_heads + self.num_kv_heads - 1) * self.head_dim if self.qk_norm == "head" else 0
-
-    def workspace(self) -> Workspace:
-        """Rows: query, key, value, rotated, scaled and as output. Positions: keys and values gathered from pages."""
-        gathered = 2 * self.num_kv_heads * self.head_dim
-        return Workspace(
-            per_row=8 * self.num_heads * self.head_dim, per_position=gathered, copied_per_position=gathered
+    def footprint(self, footprints: Footprints) -> Footprint:
+        """See `Attention.footprint`."""
+        return footprints.gqa(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            head_norm=self.qk_norm == "head",
         )
 
     def build(

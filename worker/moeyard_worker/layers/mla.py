@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moeyard_kernels.backend import Backend, MlaAttend, StepPlan
+from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_worker.config.rope_config import RopeConfig
-from moeyard_worker.layers.attention import Workspace
 from moeyard_worker.layers.weights import Weight, matrix, stacked, weight
 from moeyard_worker.state.layout import LayerState, PagedArray, paged
 
@@ -77,23 +77,14 @@ class Mla:
         """One latent with its rotated key for all heads."""
         return paged(latents=PagedArray(heads=None, width=self.latent_dim))
 
-    def extra_values(self) -> int:
-        """kv_b in three forms (`CpuMla`): one whose columns are a multiple of 16 is a view, another a padded copy, and
-        kv_b goes when no view of it is left."""
-        nope, v, rank = self.nope_dim, self.v_dim, self.kv_lora_rank
-        forms = ((rank, nope + v), (nope, rank), (rank, v))
-        copies = sum(rows * (columns + -columns % 16) for rows, columns in forms if columns % 16)
-        viewed = any(columns % 16 == 0 for _, columns in forms)
-        return self.num_heads * (copies - (0 if viewed else rank * (nope + v)))
-
-    def workspace(self) -> Workspace:
-        """Rows: query, key, value, rotated, scaled and as output. Positions: latents gathered from pages, decompressed
-        into every head's key and value, each key joined to its rotated part."""
-        used = self.num_heads * (self.qk_dim + self.v_dim)
-        return Workspace(
-            per_row=8 * self.num_heads * self.qk_dim,
-            per_position=self.latent_dim + used + self.num_heads * self.nope_dim,
-            copied_per_position=used,
+    def footprint(self, footprints: Footprints) -> Footprint:
+        """See `Attention.footprint`."""
+        return footprints.mla(
+            num_heads=self.num_heads,
+            nope_dim=self.nope_dim,
+            rope_dim=self.rope_dim,
+            v_dim=self.v_dim,
+            rank=self.kv_lora_rank,
         )
 
     def build(

@@ -7,6 +7,7 @@ decoder is assembled from what was loaded under the same field names.
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
+from moeyard_kernels.types.footprint import Footprints
 from moeyard_worker.layers.weights import Weight, matrix, num_elements, stacked, weight
 from moeyard_worker.models.families import FAMILIES
 from moeyard_worker.models.family import Names
@@ -61,7 +62,7 @@ class ModelSpec:
         if self.lm_head is not None:
             yield self.lm_head
 
-    def resident_bytes(self, itemsize: int) -> int:
+    def resident_bytes(self, itemsize: int, footprints: Footprints) -> int:
         """Bytes of everything that every rank holds but experts and state, served in values of `itemsize` bytes.
 
         Checkpoint dtypes do not matter: what is loaded has the served dtype, or fp32 where the weight says so.
@@ -69,7 +70,7 @@ class ModelSpec:
         weights = sum(num_elements(each.shape) * (_FP32 if each.fp32 else itemsize) for each in self.dense())
         ropes = {attention.rope for attention in self.config.attention}
         tables = sum(self.config.max_position * rope.dim * _FP32 for rope in ropes if rope is not None)
-        return weights + tables + sum(a.extra_values() for a in self.config.attention) * itemsize
+        return weights + tables + sum(a.footprint(footprints).extra for a in self.config.attention) * itemsize
 
     def expert_tensors(self, names: ExpertNames, expert: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """(key, stored shape) of the tensors that hold an expert."""

@@ -1,4 +1,4 @@
-"""What the decode attentions share: one query row against its blocks of keys, summed in ascending block order."""
+"""Decode attention over paged caches: one query row against its blocks of keys, summed in ascending block order."""
 
 import torch
 
@@ -8,6 +8,39 @@ from moeyard_kernels.types.decode_tables import BLOCK
 # Blocks are gathered from the cache in pieces of about this many values: 2 MiB of fp32 stay in a core's cache and are
 # recycled by malloc, while larger pieces would be mapped and zeroed by the kernel anew each time.
 _PIECE = 512 * 1024
+
+
+def gqa_decode(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, plan: DecodePlan, scale: float
+) -> torch.Tensor:
+    """Attention of q [B, Hq, Dk], each row over its own pages -> [B, Hq, Dv] in q's dtype.
+
+    k_cache [Hkv, num_pages, page, Dk] and v_cache [Hkv, num_pages, page, Dv] are finite everywhere; `plan` holds the
+    step's lengths, pages and window. Scores and sums are fp32 for bf16 caches too.
+    """
+    num_rows, num_q_heads, dim = q.shape
+    num_kv_heads, dim_v = k_cache.shape[0], v_cache.shape[-1]
+    if num_rows == 0:
+        return q.new_empty(0, num_q_heads, dim_v)
+    heads_first = (q.float() * scale).view(num_rows, num_kv_heads, -1, dim).transpose(0, 1)
+    out = attend_blocks(heads_first, k_cache, v_cache, dim_v=dim_v, plan=plan)
+    return out.transpose(0, 1).reshape(num_rows, num_q_heads, dim_v).to(q.dtype)
+
+
+def mla_decode(
+    q_latent: torch.Tensor, q_rope: torch.Tensor, latent_cache: torch.Tensor, *, plan: DecodePlan, scale: float
+) -> torch.Tensor:
+    """Absorbed latent attention of q_latent [B, Hq, R], q_rope [B, Hq, Dr] -> [B, Hq, R] in q's dtype.
+
+    latent_cache [num_pages, page, R + Dr] is finite everywhere; every query head reads the one latent, whose first R
+    values are also the values. Scores and sums are fp32 for bf16 caches too.
+    """
+    rank = q_latent.shape[2]
+    if q_latent.shape[0] == 0:
+        return torch.empty_like(q_latent)
+    q = torch.cat((q_latent, q_rope), -1).float().mul_(scale)
+    out = attend_blocks(q.unsqueeze(0), latent_cache.unsqueeze(0), None, dim_v=rank, plan=plan)
+    return out.view(q_latent.shape).to(q_latent.dtype)
 
 
 def attend_blocks(

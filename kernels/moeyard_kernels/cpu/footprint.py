@@ -1,0 +1,37 @@
+"""What the CPU backend's attention takes (`cpu/attention.py`), as `Footprints`. Pure: a launcher asks without torch."""
+
+from moeyard_kernels.types.footprint import Footprint
+
+
+def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool) -> Footprint:
+    """With a norm per head both become one row per head, and one of ones.
+
+    Rows: query, key, value, rotated, scaled and as output. Positions: keys and values gathered from pages.
+    """
+    gathered = 2 * num_kv_heads * head_dim
+    return Footprint(
+        extra=(num_heads + num_kv_heads - 1) * head_dim if head_norm else 0,
+        per_row=8 * num_heads * head_dim,
+        per_position=gathered,
+        copied_per_position=gathered,
+    )
+
+
+def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:
+    """kv_b in three forms: one whose columns are a multiple of 16 is a view, another a padded copy, and kv_b goes when
+    no view of it is left.
+
+    Rows: query, key, value, rotated, scaled and as output. Positions: latents gathered from pages, decompressed into
+    every head's key and value, each key joined to its rotated part.
+    """
+    forms = ((rank, nope_dim + v_dim), (nope_dim, rank), (rank, v_dim))
+    copies = sum(rows * (columns + -columns % 16) for rows, columns in forms if columns % 16)
+    viewed = any(columns % 16 == 0 for _, columns in forms)
+    qk_dim = nope_dim + rope_dim
+    used = num_heads * (qk_dim + v_dim)
+    return Footprint(
+        extra=num_heads * (copies - (0 if viewed else rank * (nope_dim + v_dim))),
+        per_row=8 * num_heads * qk_dim,
+        per_position=rank + rope_dim + used + num_heads * nope_dim,
+        copied_per_position=used,
+    )

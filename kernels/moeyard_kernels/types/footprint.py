@@ -1,0 +1,31 @@
+"""What a backend's attention takes beside the weights and the state that it is given. Pure."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Of one layer, in values.
+
+    `extra`: kept beside the weights, in the served dtype. `per_row`: taken in fp32 for each row of a step, while the
+    layer computes. `per_position`, in the served dtype, and `copied_per_position`, in fp32 unless that is served: for
+    each position of the longest prefix that a prompt chunk attends to.
+    """
+
+    extra: int
+    per_row: int
+    per_position: int
+    copied_per_position: int
+
+
+class Footprints(Protocol):
+    """What a backend says of the objects that it would make (`Backend.gqa`, `Backend.mla`), before it makes any."""
+
+    def gqa(self, *, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool) -> Footprint:
+        """`head_norm`: queries and keys are normalised head by head."""
+        ...
+
+    def mla(self, *, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:
+        """Latent attention of rank R."""
+        ...
