@@ -4,8 +4,8 @@ A backend is chosen once, where a worker is assembled. Once a step it makes a pl
 kernels want), which layers hand back without looking into it beyond `StepPlan`. Padding rows are the backend's
 business: every activation has `num_rows` rows, what the rows from `num_tokens` on hold is finite or never read.
 
-Objects that a backend makes for a layer (`Attend`, `ExpertSlots`) keep that layer's weights and state in the form
-that the backend's kernels want. H counts hidden, T = num_tokens, K = experts per token.
+Objects that a backend makes for a layer (`GqaAttend`, `MlaAttend`, `ExpertSlots`) keep that layer's weights and state
+in the form that the backend's kernels want. H counts hidden, T = num_tokens, K = experts per token.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which kernel runs with which tile: stored per device and shape class, so that no server start ever tunes by surprise.
 
-Tiles may be tuned freely, because the order of a sum never depends on them (DESIGN section 6); the tests assert that
+Tiles may be tuned freely, because the order of a sum never depends on them (docs/kernels.md); the tests assert that
 over every list of configs. Each op's module has `CONFIGS` (all that may be stored), `shape_class(...)` (a short text
 such as "M16 N2112 K7168") and `default_config(...)`, used for shapes that nobody tuned. `python -m
 moeyard_kernels.bench --tune` writes the files.

@@ -14,7 +14,12 @@ _MAX_SCORES = 8 << 20
 def attn_prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, start: int, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.attn_prefill`."""
+    """Causal attention of q [T, Hq, Dk] at positions start..start+T-1 of one sequence -> [T, Hq, Dv] in q's dtype.
+
+    k [Hkv, L, Dk] and v [Hkv, L, Dv] hold positions 0..L-1, L >= start + T (what lies behind is finite and unseen);
+    query head h uses key head h // (Hq // Hkv). With `window` a query at p sees p - window + 1..p. A query's bits
+    depend on its own row and the keys it sees, not on the chunk, L or the tile.
+    """
     return attn_prefill_lse(q, k, v, start=start, scale=scale, window=window)[0]
 
 

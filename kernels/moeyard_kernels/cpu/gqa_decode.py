@@ -9,7 +9,11 @@ from moeyard_kernels.cpu.decode_plan import DecodePlan
 def gqa_decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, plan: DecodePlan, scale: float
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.gqa_decode`. Scores and sums are fp32 for bf16 caches too."""
+    """Attention of q [B, Hq, Dk], each row over its own pages -> [B, Hq, Dv] in q's dtype.
+
+    k_cache [Hkv, num_pages, page, Dk] and v_cache [Hkv, num_pages, page, Dv] are finite everywhere; `plan` holds the
+    step's lengths, pages and window. Scores and sums are fp32 for bf16 caches too.
+    """
     num_rows, num_q_heads, dim = q.shape
     num_kv_heads, dim_v = k_cache.shape[0], v_cache.shape[-1]
     if num_rows == 0:

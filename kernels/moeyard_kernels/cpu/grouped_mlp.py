@@ -17,7 +17,11 @@ def grouped_mlp(
     down: torch.Tensor | Sequence[torch.Tensor],
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.grouped_mlp`.
+    """Run pairs through their experts: out[p] = down[slot] @ silu_mul(gate_up[slot] @ rows[row_of_pair[p]]) -> out.
+
+    rows [R, H], row_of_pair [P] int64, out [P, H]; gate_up and down hold S matrices [2 I, H] and [H, I], packed or not.
+    Each group (start, count, slot) covers the pairs start..start + count - 1; pairs that no group covers keep what
+    `out` holds, so hits and misses can be computed by two calls into one `out`.
 
     A group is padded to a row count of `linear` with the pairs that follow it, whose results are dropped: rows do not
     see their neighbours, and no padding has to be written.

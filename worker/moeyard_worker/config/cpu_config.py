@@ -4,7 +4,7 @@ import os
 from types import MappingProxyType
 
 # Of every process that computes, set before torch is loaded. An Intel Xeon needs the first two for one answer: without
-# them MKL's order of summation depends on a row's place and AMX's on the number of rows (kernels/.../ref/linear.py).
+# them MKL's order of summation depends on a row's place and AMX's on the number of rows (cpu/linear.py of the kernels).
 # The third has torch align blocks of 2 MiB and more to 2 MiB (and ask for huge pages): with glibc's own placement the
 # peak of one and the same step was, from process to process, 1.0 to 1.7 times its tensors; aligned, 1.0 to 1.35.
 CPU_ENVIRONMENT = MappingProxyType(
