@@ -42,9 +42,9 @@ class Fields:
             raise self.error(key, f"is {value!r}, expected an integer of at least {minimum}")
         return value
 
-    def optional_integer(self, key: str, *, minimum: int = 1) -> int | None:
-        """An int, or None when absent."""
-        return None if self.values.get(key) is None else self.integer(key, minimum=minimum)
+    def optional_integer(self, key: str) -> int | None:
+        """An int of at least 1, or None when absent."""
+        return None if self.values.get(key) is None else self.integer(key)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive float or int; required without a default."""

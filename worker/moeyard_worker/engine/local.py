@@ -53,12 +53,12 @@ def local_runner(
 
 
 def prompt_logits(
-    runner: Runner, token_ids: Sequence[int], pages: Sequence[int], *, chunk_size: int | None = None, start: int = 0
+    runner: Runner, token_ids: Sequence[int], pages: Sequence[int], *, chunk_size: int | None = None
 ) -> torch.Tensor:
-    """Logits [chunks, V] at the end of each prompt chunk, from position `start`; the pages before it are filled."""
+    """Logits [chunks, V] at the end of each prompt chunk."""
     rows = []
     size = chunk_size or len(token_ids)
-    for begin in range(start, len(token_ids), size):
+    for begin in range(0, len(token_ids), size):
         ids = tuple(token_ids[begin : begin + size])
         chunk = Chunk(key=(b"", ""), start=begin, token_ids=ids, pages=tuple(pages), prompt=True, num_sampled=1)
         rows.append(runner.forward(Step(prefill=(chunk,)))[0])

@@ -33,7 +33,6 @@ def build_mesh(
     epoch: int = 0,
     host: str = "127.0.0.1",
     deadline: float = 5.0,
-    runtime_dir: str | None = None,
     host_id: str | None = None,
 ) -> Mesh:
     """First phase, on every rank: bind. Publish `mesh.endpoint()`, then call `mesh.connect` with all endpoints."""
@@ -45,7 +44,6 @@ def build_mesh(
         host=host,
         deadline=deadline,
         transport="tcp" if kind == "zmq-tcp" else "shm",
-        runtime_dir=runtime_dir,
         slab_bytes=0 if kind == "local" else shape.slab_bytes,
         fingerprint=shape.fingerprint,
         host_id=host_id,

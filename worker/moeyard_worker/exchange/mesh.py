@@ -45,9 +45,8 @@ class Mesh:
 
     `deadline` (seconds) bounds every wait for a peer. `transport` "shm" uses unix sockets and shared memory with peers
     of the same host and TCP with others; "tcp" uses TCP with all. `slab_bytes` is the size of the memory each rank
-    shares, `fingerprint` whatever else must be equal on all ranks. Unix sockets live in `runtime_dir` (a fresh private
-    folder by default) until `connect` returns. `host_id` overrides what tells hosts apart. A mesh of one rank opens
-    nothing.
+    shares, `fingerprint` whatever else must be equal on all ranks. Unix sockets live in a fresh private folder until
+    `connect` returns. `host_id` overrides what tells hosts apart. A mesh of one rank opens nothing.
 
     step: the lockstep step in progress, set by the owner, part of every tag.
     failure: the reason this mesh is poisoned, or None.
@@ -63,7 +62,6 @@ class Mesh:
         host: str = "127.0.0.1",
         deadline: float = 5.0,
         transport: Transport = "shm",
-        runtime_dir: str | None = None,
         slab_bytes: int = 0,
         fingerprint: str = "",
         host_id: str | None = None,
@@ -84,8 +82,8 @@ class Mesh:
         self._wires: Wires | None = None
         self._connected = False
         shared = self._shared = transport == "shm" and world_size > 1
-        if shared and runtime_dir is None:
-            runtime_dir = self._own_directory = tempfile.mkdtemp(prefix="moeyard-")
+        if shared:
+            self._own_directory = tempfile.mkdtemp(prefix="moeyard-")
         try:
             if shared and slab_bytes:
                 self.own_slab = SharedFile.create(slab_bytes)
@@ -94,7 +92,7 @@ class Mesh:
                     rank=rank,
                     world_size=world_size,
                     host=host,
-                    ipc_directory=runtime_dir if shared else None,
+                    ipc_directory=self._own_directory,
                     # Only names a dead link of an idle fleet; a step in progress has its deadline.
                     heartbeat_timeout=2 * deadline,
                     max_frame_bytes=slab_bytes + FRAME_SLACK_BYTES,

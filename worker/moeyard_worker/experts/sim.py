@@ -62,7 +62,7 @@ def simulate(path: Path, policy: str | None = None, slots: int | None = None) ->
     return SimResult(policy=name, ranks=ranks, total=total)
 
 
-def belady(path: Path, slots: int | None = None) -> tuple[Optimum, ...]:
+def belady(path: Path, slots: int | None) -> tuple[Optimum, ...]:
     """Per rank, hits that no policy can exceed: keep the experts whose next use is nearest (Belady, 1966).
 
     An access counts its hits before anything is replaced. A hit is then an expert kept from one use to its next, at
@@ -74,23 +74,23 @@ def belady(path: Path, slots: int | None = None) -> tuple[Optimum, ...]:
     return tuple(_optimum(t, t.header.num_slots if slots is None else slots) for t in read_trace(path))
 
 
-def format_table(result: SimResult, optima: Sequence[Optimum] = ()) -> str:
+def format_table(result: SimResult, optima: Sequence[Optimum]) -> str:
     """A plain-text table: one row per rank and one for all, percentages of all accesses of experts.
 
-    With `optima` (of the same slots, one per rank) a last column shows the hit rate that none can exceed.
+    The last column is the hit rate that none can exceed: `optima` are of the same slots, one per rank.
     """
     heads = ["rank", "slots", "experts", "hits", "misses", "evictions", "hit %"]
-    heads += [f"{segment} {kind}" for segment in SEGMENTS for kind in ROW_KINDS] + (["best %"] if optima else [])
+    heads += [f"{segment} {kind}" for segment in SEGMENTS for kind in ROW_KINDS] + ["best %"]
     rows = [heads]
-    for i, rank in enumerate(result.ranks):
-        best = [_percent(optima[i].hit_rate)] if optima else []
-        rows.append([str(rank.rank), str(rank.num_slots), str(rank.num_experts), *_cells(rank.counters), *best])
+    for rank, best in zip(result.ranks, optima, strict=True):
+        numbers = [str(rank.rank), str(rank.num_slots), str(rank.num_experts)]
+        rows.append([*numbers, *_cells(rank.counters), _percent(best.hit_rate)])
     if len(result.ranks) > 1:
         slots = sum(rank.num_slots for rank in result.ranks)
         experts = sum(rank.num_experts for rank in result.ranks)
         hits, misses = sum(o.num_hits for o in optima), sum(o.num_misses for o in optima)
-        best = [_percent(hits / (hits + misses) if hits + misses else None)] if optima else []
-        rows.append(["all", str(slots), str(experts), *_cells(result.total), *best])
+        best_rate = _percent(hits / (hits + misses) if hits + misses else None)
+        rows.append(["all", str(slots), str(experts), *_cells(result.total), best_rate])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([f"policy {result.policy}", *lines])
