@@ -1,6 +1,6 @@
 """One answer on a GPU: ids and log-probability bits of a request, however its steps were launched.
 
-A worker of one rank over {graphs, launch by launch} x {one deep, two deep} x {chunk sizes} x {ample, scarce pages}, each
+One rank over {graphs, launch by launch} x {one deep, two deep} x {chunk sizes} x {ample, scarce pages}, each
 with requests alone and mixed, prefix missed and hit, greedy and seeded; a small checkpoint of each kind of attention in
 both dtypes. The reference is each request alone, launch by launch, one deep.
 """

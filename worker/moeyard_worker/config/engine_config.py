@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp"]
-# What a GPU wants where nothing is said: pages of an attention block, steps that fill it, the next one planned meanwhile.
+# What a GPU wants where nothing is said: pages of an attention block, steps that fill it, the next planned meanwhile.
 DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "cpu": MappingProxyType({}),
