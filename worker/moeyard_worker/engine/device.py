@@ -95,10 +95,11 @@ class CudaDevice:
             raise ValueError(f"--device {config.device}: there are {count} GPUs, the last is cuda:{count - 1}")
         capability = torch.cuda.get_device_capability(self._device)
         if capability < LEAST_CAPABILITY:
-            name, wanted = torch.cuda.get_device_name(self._device), ".".join(map(str, LEAST_CAPABILITY))
+            name = torch.cuda.get_device_name(self._device)
+            have, need = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
             raise ValueError(
-                f"--device {config.device}: {name} has compute capability {'.'.join(map(str, capability))}, the kernels "
-                f"need {wanted} (Hopper's copy engine)"
+                f"--device {config.device}: {name} has compute capability {have}, the kernels need {need} (the copy "
+                "engine of Hopper)"
             )
         self.activate()
         self.backend = CudaBackend(page_size=config.page_size, device=self._device)
