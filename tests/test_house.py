@@ -36,11 +36,11 @@ ROOMS = {
     "layers": (("config", "state", "exchange"), 550),
     "models": (("config", "state", "exchange", "layers"), 850),
     "checkpoint": (("config", "layers", "models"), 450),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 1900),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 2000),
 }
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {
-    "moeyard_worker.engine.worker": ("moeyard_kernels.cpu.backend", "moeyard_kernels.cpu.footprint"),
+    "moeyard_worker.engine.device": ("moeyard_kernels.cpu", "moeyard_kernels.cuda"),
     "moeyard_worker.engine.local": ("moeyard_kernels.cpu.backend",),
     "moeyard_worker.engine.sampling": ("moeyard_kernels.ops",),
     "moeyard_worker.engine.graph_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),

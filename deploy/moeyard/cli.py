@@ -14,6 +14,7 @@ from moeyard import __version__
 from moeyard.lazy import load
 from moeyard_worker.config.cpu_config import set_cpu_environment
 from moeyard_worker.config.engine_config import (
+    DEVICE_DEFAULTS,
     DTYPE_BYTES,
     DTYPES,
     EXCHANGES,
@@ -69,6 +70,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="expert-parallel ranks, one Ray actor each (default %(default)s)",
     )
+    add("--device", default=DEFAULTS["device"], metavar="NAME", help="cpu, cuda or cuda:N (default %(default)s)")
     add("--host", default="127.0.0.1", help="address of the API (default %(default)s)")
     add("--port", type=port, default=8000, help="port of the API, 0 picks one (default %(default)s)")
     add("--served-model-name", metavar="NAME", help="model name of the API (default: name of the directory)")
@@ -113,9 +115,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-batch-tokens",
         type=int,
-        default=DEFAULTS["max_batch_tokens"],
         metavar="N",
-        help="rows of one step on a rank (default %(default)s)",
+        help=f"rows of one step on a rank (default {both('max_batch_tokens')})",
     )
     add(
         "--max-num-seqs",
@@ -126,9 +127,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--prefill-chunk",
         type=int,
-        default=DEFAULTS["prefill_chunk"],
         metavar="N",
-        help="prompt rows of one sequence in a step (default %(default)s)",
+        help=f"prompt rows of one sequence in a step (default {both('prefill_chunk')})",
     )
     add(
         "--max-waiting",
@@ -138,7 +138,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="queued requests of a rank before 429 (default %(default)s)",
     )
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its first token")
-    add("--async-scheduling", action="store_true", help="plan a step while the one before runs")
+    add(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="plan a step while the one before runs (default: on a GPU)",
+    )
+    add("--enforce-eager", action="store_true", help="capture no step in a CUDA graph")
     add(
         "--step-deadline",
         type=float,
@@ -182,7 +187,15 @@ def with_flags(message: str) -> str:
     return re.sub(rf"\b({names})\b", lambda m: FLAGS.get(m[0], f"--{m[0].replace('_', '-')}"), message)
 
 
+def both(name: str) -> str:
+    """A field's default on a CPU and on a GPU, in words."""
+    return f"{DEFAULTS[name]}; on a GPU {DEVICE_DEFAULTS['cuda'][name]}"
+
+
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    usual = {**DEFAULTS, **DEVICE_DEFAULTS["cpu" if args.device == "cpu" else "cuda"]}
+    rows = args.max_batch_tokens or usual["max_batch_tokens"]
+    asynchronous = usual["async_scheduling"] if args.async_scheduling is None else args.async_scheduling
     return EngineConfig(
         model_path=str(Path(args.model or bundled_model()).resolve()),
         num_workers=args.workers,
@@ -194,13 +207,16 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         record_routing=None if args.record_routing is None else str(Path(args.record_routing).resolve()),
         kv_memory=args.kv_memory,
         max_model_len=args.max_model_len,
-        max_batch_tokens=args.max_batch_tokens,
+        device=args.device,
+        page_size=usual["page_size"],
+        max_batch_tokens=rows,
         # Only a default may be lowered without a word.
-        max_num_seqs=args.max_num_seqs or min(DEFAULTS["max_num_seqs"], args.max_batch_tokens),
-        prefill_chunk=args.prefill_chunk,
+        max_num_seqs=args.max_num_seqs or min(DEFAULTS["max_num_seqs"], rows),
+        prefill_chunk=args.prefill_chunk or usual["prefill_chunk"],
         max_waiting=args.max_waiting,
         prefix_caching=not args.no_prefix_caching,
-        async_scheduling=args.async_scheduling,
+        async_scheduling=asynchronous,
+        enforce_eager=args.enforce_eager,
         step_deadline=args.step_deadline,
         threads=args.threads,
     )

@@ -105,12 +105,15 @@ class RayFleet:
         cpus = ray.cluster_resources().get("CPU", 0)
         if cpus < count:
             raise FleetError(f"{count} workers need one CPU each, the Ray cluster has {cpus:g}; use fewer --workers")
-        self._group = placement_group([{"CPU": 1}] * count, strategy="PACK")
+        gpus = 0 if self._config.device == "cpu" else 1
+        if (found := ray.cluster_resources().get("GPU", 0)) < gpus * count:
+            raise FleetError(f"{count} workers need one GPU each, Ray found {found:g}; see --device")
+        self._group = placement_group([{"CPU": 1, "GPU": gpus}] * count, strategy="PACK")
         if not self._group.wait(timeout_seconds=PLACEMENT_SECONDS):
             raise FleetError(
                 f"{count} of the Ray cluster's {cpus:g} CPUs did not become free; stop what else runs there"
             )
-        remote_class = ray.remote(max_concurrency=4, num_cpus=1)(RankActor)
+        remote_class = ray.remote(max_concurrency=4, num_cpus=1, num_gpus=gpus)(RankActor)
         # Nodes of a cluster do not inherit the launcher's environment (ray_config.prepare_local).
         environment = {"env_vars": worker_environment(self._config.threads)} if self._address else None
         for rank in range(count):

@@ -136,6 +136,9 @@ def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool)
         return
     if config.record_routing is not None and not os.access(Path(config.record_routing).parent, os.W_OK):
         raise ValueError(f"--record-routing {config.record_routing}: its directory cannot be written; name another one")
+    if config.device != "cpu":
+        # What a GPU holds is known where torch is: the worker plans, and says what does not fit.
+        return
     itemsize = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
     plan_memory(
         config=config,

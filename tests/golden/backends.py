@@ -8,6 +8,7 @@ import torch
 
 from moeyard_kernels.backend import Backend
 from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.engine.local import local_runner
 from moeyard_worker.scheduling.step import Chunk, Step
 
@@ -68,4 +69,9 @@ CANDIDATES = {
     # Measured on 2026-11-22 over all 1280 tokens (torch 2.13 and 2.15, AMD EPYC): at most 1.1e-5, 99 of 100 below
     # 4.2e-6, half below 8e-7; only the order of sums differs. One bfloat16 rounding of a logit of 8 is up to 3e-2.
     "cpu": Candidate(make=lambda page_size: CpuBackend(page_size=page_size), available=lambda: True, tolerance=5e-5),
+    "cuda": Candidate(
+        make=lambda page_size: CudaBackend(page_size=page_size, device=torch.device("cuda")),
+        available=torch.cuda.is_available,
+        tolerance=5e-5,
+    ),
 }

@@ -9,18 +9,28 @@ class Footprint:
     """Of one layer, in values.
 
     `extra`: kept beside the weights, in the served dtype. `per_row`: taken in fp32 for each row of a step, while the
-    layer computes. `per_position`, in the served dtype, and `copied_per_position`, in fp32 unless that is served: for
-    each position of the longest prefix that a prompt chunk attends to.
+    layer computes. `per_position`, in the served dtype, `copied_per_position`, in fp32 unless that is served, and
+    `fp32_per_position`: for each position of the longest prefix that a prompt chunk attends to.
     """
 
     extra: int
     per_row: int
     per_position: int
-    copied_per_position: int
+    copied_per_position: int = 0
+    fp32_per_position: int = 0
 
 
 class Footprints(Protocol):
-    """What a backend says of the objects that it would make (`Backend.gqa`, `Backend.mla`), before it makes any."""
+    """What a backend says of the objects that it would make (`Backend.gqa`, `Backend.mla`), before it makes any.
+
+    FIXED: bytes that the largest step takes whatever its shape. ALLOCATED: bytes that the allocator takes for each byte
+    of a step's tensors.
+    """
+
+    @property
+    def FIXED(self) -> int: ...
+    @property
+    def ALLOCATED(self) -> float: ...
 
     def gqa(self, *, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool) -> Footprint:
         """`head_norm`: queries and keys are normalised head by head."""

@@ -1,10 +1,21 @@
 """Engine configuration: frozen, resolved once. Sizes are bytes, times are seconds. Imports no torch."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp"]
+# What a GPU wants where nothing is said: pages of an attention block, steps that fill it, the next planned meanwhile.
+DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "cpu": MappingProxyType({}),
+        "cuda": MappingProxyType(
+            {"page_size": 64, "max_batch_tokens": 8192, "prefill_chunk": 8192, "async_scheduling": True}
+        ),
+    }
+)
 EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp")
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
 DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
@@ -65,10 +76,12 @@ class EngineConfig:
     """What `moeyard serve` asks of every worker; the CLI's defaults are read from these fields.
 
     expert_slots and expert_memory: at most one is set; neither means as many as fit. kv_memory None means auto.
-    async_scheduling: a step is planned while the one before runs.
+    async_scheduling: a step is planned while the one before runs. device: "cpu", "cuda" (the first GPU) or "cuda:N".
+    enforce_eager: no step is captured in a CUDA graph.
     """
 
     model_path: str
+    device: str = "cpu"
     num_workers: int = 1
     exchange: ExchangeKind = "auto"
     dtype: str = "auto"
@@ -85,6 +98,7 @@ class EngineConfig:
     max_waiting: int = 1024
     prefix_caching: bool = True
     async_scheduling: bool = False
+    enforce_eager: bool = False
     step_deadline: float = 5.0
     threads: int = 1
 
@@ -92,6 +106,12 @@ class EngineConfig:
         for name, allowed in (("exchange", EXCHANGES), ("dtype", DTYPES), ("expert_policy", EXPERT_POLICIES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device {self.device!r} is not cpu, cuda or cuda:N")
+        if self.device != "cpu" and self.num_workers > 1:
+            raise ValueError(
+                f"device {self.device!r} serves with one worker so far, got num_workers {self.num_workers}"
+            )
         _require_positive(self, ("num_workers", "page_size", "threads", *_LIMITS))
         _require_positive(self, ("expert_slots", "expert_memory", "kv_memory", "max_model_len"))
         _require_rows(self)

@@ -15,9 +15,9 @@ from collections import deque
 
 import zmq
 
+from moeyard_worker.engine.device import LaunchedStep, StepRunner
 from moeyard_worker.engine.frontend import Frontend
 from moeyard_worker.engine.metrics import WorkerMetrics
-from moeyard_worker.engine.runner import Launched, Runner
 from moeyard_worker.exchange.base import Exchange, ExchangeError
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
@@ -43,7 +43,7 @@ class Engine:
         world_size: int,
         epoch: int,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: StepRunner,
         experts: ExpertCache,
         exchange: Exchange,
         mesh: Mesh,
@@ -64,7 +64,7 @@ class Engine:
         self._frontend = frontend
         self._metrics = metrics
         # Steps in flight, oldest first, each with when it was planned (monotonic seconds).
-        self._launched: deque[tuple[Launched, float]] = deque()
+        self._launched: deque[tuple[LaunchedStep, float]] = deque()
         self._completed_at = 0.0
         self._clients: set[bytes] = set()
         self._reported: tuple[object, ...] = ()
@@ -179,7 +179,7 @@ class Engine:
         launched = self._runner.launch(step, self._scheduler.requests(step), before=before)
         self._launched.append((launched, started))
 
-    def _complete(self, launched: Launched, started: float) -> None:
+    def _complete(self, launched: LaunchedStep, started: float) -> None:
         """Take the results of the oldest step in flight."""
         step = launched.step
         results = launched.results

@@ -16,13 +16,6 @@ AUTO_KV_SHARE = 0.25
 MARGIN_SHARE = 0.05
 # The kernels compute in this many bytes per value, whatever dtype is served.
 _FP32 = 4
-# Scores of one tile of prompt rows: that many bytes, or 16 rows per head over the whole prefix (attn_prefill).
-_SCORE_BYTES = 32 << 20
-_SCORE_ROWS = 16
-# What a step's tensors take of the machine for each byte of theirs: freed blocks of other sizes are kept by malloc.
-# Measured 1.0 to 1.35 (512 rows behind 3584 positions, 16 key heads; 112 processes, torch 2.13, glibc 2.36), given the
-# alignment that cpu_config.py asks for; 1.0 to 1.7 without it.
-_MALLOC_FACTOR = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,21 +78,20 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     moved = 2 * model.top_k * hidden + (4 * peers * hidden if peers > 1 else 0)
     row = 4 * hidden + max(attention, 4 * wide + moved)
     logits = model.vocab_size * (2 * _FP32 * config.max_num_seqs + 64)
-    return int((config.max_batch_tokens * row * _FP32 + logits + _SCORE_BYTES) * _MALLOC_FACTOR)
+    return int((config.max_batch_tokens * row * _FP32 + logits + footprints.FIXED) * footprints.ALLOCATED)
 
 
 def prefix_bytes(model: ModelConfig, itemsize: int, footprints: Footprints) -> int:
     """What a prompt chunk takes, in one layer at a time, per position of its sequence before and in the chunk.
 
-    `Footprint.per_position` of what is gathered, and what is copied to fp32 if that is not served. Scores as in
-    `_SCORE_ROWS`.
+    See `Footprint`: what is gathered, what is copied to fp32 if that is not served, what is fp32 anyway.
     """
     most = 0
     for kind in model.attention_kinds():
         taken = kind.footprint(footprints)
         copied = taken.copied_per_position * _FP32 if itemsize < _FP32 else 0
-        most = max(most, taken.per_position * itemsize + copied + _SCORE_ROWS * kind.num_heads * _FP32)
-    return int(most * _MALLOC_FACTOR)
+        most = max(most, taken.per_position * itemsize + copied + taken.fp32_per_position * _FP32)
+    return int(most * footprints.ALLOCATED)
 
 
 def plan_memory(

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 
-from moeyard_kernels.cpu import footprint
-from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.device import make_device
 from moeyard_worker.engine.frontend import Frontend
-from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.loop import Engine
 from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
 from moeyard_worker.engine.metrics import WorkerMetrics
@@ -45,6 +43,7 @@ class Worker:
         torch.set_num_threads(spec.config.threads)
         self._spec = spec
         config = spec.config
+        self._device = make_device(config)
         self._model = load_model_config(config.model_path)
         self._checkpoint = open_checkpoint(config.model_path, self._model)
         self._dtype = getattr(torch, self._model.dtype if config.dtype == "auto" else config.dtype)
@@ -90,7 +89,7 @@ class Worker:
         """Meet the peers: their endpoints in rank order."""
         self._mesh.connect([MeshEndpoint(**fields) for fields in mesh], timeout=MEET_SECONDS)
         # No rank loads before all have met: in `load` peers of this host would already be taking what is measured.
-        self._available = available_memory()
+        self._available = self._device.available()
 
     def progress(self) -> tuple[int, int]:
         """Bytes loaded so far and in all (0, 0 before `load`)."""
@@ -108,10 +107,16 @@ class Worker:
         config, model = self._spec.config, self._model
         assert self._available is not None, "load comes after connect"
         plan = self._plan(self._available // ranks_on_host)
+        if config.device != "cpu" and plan.expert_slots < len(self._experts) * len(model.moe_layers):
+            raise ValueError(
+                f"a GPU serves with all experts resident so far: {plan.expert_slots} of "
+                f"{len(self._experts) * len(model.moe_layers)} fit; lower --kv-memory or --max-batch-tokens, or use "
+                "--device cpu"
+            )
         self._recording = self._recorder(plan)
         state = model.state_spec(self._dtype.itemsize)
         num_state_slots = config.max_num_seqs if state.bytes_per_sequence else 0
-        backend = CpuBackend(page_size=config.page_size)
+        backend = self._device.backend
         experts = self.experts = ExpertCache(
             backend=backend,
             source=MappedExperts(self._checkpoint),
@@ -163,7 +168,7 @@ class Worker:
             world_size=config.num_workers,
             epoch=self._spec.epoch,
             scheduler=scheduler,
-            runner=runner,
+            runner=self._device.step_runner(runner, config, plan),
             experts=experts,
             exchange=exchange,
             mesh=self._mesh,
@@ -185,8 +190,8 @@ class Worker:
             config=self._spec.config,
             model=self._model,
             itemsize=self._dtype.itemsize,
-            resident_bytes=self._checkpoint.resident_bytes(self._dtype.itemsize, footprint),
-            footprints=footprint,
+            resident_bytes=self._checkpoint.resident_bytes(self._dtype.itemsize, self._device.footprints),
+            footprints=self._device.footprints,
             num_local_experts=len(self._experts) * len(self._model.moe_layers),
             available=available,
             # Peers of one host reserve theirs when they are constructed.
@@ -216,6 +221,7 @@ class Worker:
 
     def _run(self) -> None:
         assert self._engine is not None
+        self._device.activate()
         try:
             self._engine.run()
         except BaseException as error:  # boundary: handed to `wait`, which raises it where the launcher sees it

@@ -1,0 +1,22 @@
+"""What the GPU backend's attention takes (`cuda/attention.py`), as `Footprints`. Pure."""
+
+from moeyard_kernels.types.footprint import Footprint
+
+# Partial results of split keys, plans, and what captured graphs keep.
+FIXED = 1 << 30
+# Torch's caching allocator keeps blocks of other sizes.
+ALLOCATED = 1.25
+
+
+def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool) -> Footprint:
+    """Rows: the product, its normalised heads, the rotated query and the output; keys are read where they lie."""
+    return Footprint(extra=0, per_row=(4 * num_heads + 4 * num_kv_heads) * head_dim, per_position=0)
+
+
+def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:
+    """kv_b serves as it is. Positions: latents gathered from pages, decompressed into every head's key and value."""
+    return Footprint(
+        extra=0,
+        per_row=4 * num_heads * (nope_dim + rope_dim) + 2 * num_heads * rank,
+        per_position=2 * (rank + rope_dim) + num_heads * (nope_dim + v_dim),
+    )

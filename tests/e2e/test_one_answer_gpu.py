@@ -1,0 +1,103 @@
+"""One answer on a GPU: ids and log-probability bits of a request, however its steps were launched.
+
+One rank over {graphs, launch by launch} x {one deep, two deep} x {chunk sizes} x {ample, scarce pages}, each
+with requests alone and mixed, prefix missed and hit, greedy and seeded; a small checkpoint of each kind of attention in
+both dtypes. The reference is each request alone, launch by launch, one deep.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoints import make_checkpoint
+from tests.e2e.test_one_answer import requests, run_alone, run_mixed
+from tests.fleet import ProcessPool, start_fleet
+
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
+from moeyard_worker.models.families import load_model_config
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+PAGE = 64
+NUM_PAGES = {"ample": 64, "scarce": 5}
+MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mla": ("deepseek_v3", MLA),
+    "mla_v2": ("deepseek_v2", {**MLA, "q_lora_rank": None}),
+    "gqa": ("qwen3_moe", {}),
+    "window": ("mixtral", {"sliding_window": 40}),
+    "wide_norm": ("olmoe", {}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """How one worker launches."""
+
+    eager: bool
+    deep: int
+    chunk: int
+    pages: str
+
+    def __str__(self) -> str:
+        return f"{'eager' if self.eager else 'graphs'}-{self.deep}deep-chunk{self.chunk}-{self.pages}"
+
+
+CASES = [Case(*values) for values in itertools.product((False, True), (1, 2), (16, 2048), NUM_PAGES)]
+
+
+def config(case: Case, model: Path) -> EngineConfig:
+    read = load_model_config(model)
+    return EngineConfig(
+        model_path=str(model),
+        device="cuda",
+        kv_memory=NUM_PAGES[case.pages] * PAGE * read.state_spec(DTYPE_BYTES[read.dtype]).bytes_per_token,
+        page_size=PAGE,
+        prefill_chunk=case.chunk,
+        max_batch_tokens=256,
+        max_num_seqs=8,
+        enforce_eager=case.eager,
+        async_scheduling=case.deep == 2,
+    )
+
+
+@pytest.fixture(scope="module")
+def gpu_processes() -> Iterator[ProcessPool]:
+    pool = ProcessPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module", params=[f"{kind}-{dtype}" for kind in MODELS for dtype in ("float32", "bfloat16")])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, gpu_processes: ProcessPool
+) -> tuple[Path, dict[str, tuple[Any, ...]]]:
+    """A checkpoint, and what each request is answered alone."""
+    kind, dtype = request.param.split("-")
+    family, overrides = MODELS[kind]
+    model = make_checkpoint(tmp_path_factory.mktemp(kind), family, dtype=getattr(torch, dtype), **overrides)
+    with start_fleet(gpu_processes, config(Case(True, 1, 2048, "ample"), model)) as fleet:
+        return model, {name: run_alone(fleet, "reference", name, 0) for name in requests()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_processes: ProcessPool) -> None:
+    model, expected = served
+    with start_fleet(gpu_processes, config(case, model)) as fleet:
+        assert run_alone(fleet, "alone", "c", 0) == expected["c"]
+        assert run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0)) == expected
+        assert run_alone(fleet, "again", "d", 0) == expected["d"]
+        stats = fleet.call("stats")[0]
+        assert stats["prefix_hit_tokens"] > 0
+        assert (stats["num_preemptions"] > 0) == (case.pages == "scarce"), stats
+
+
+def test_what_is_not_there_is_named(gpu_processes: ProcessPool, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "qwen3_moe")
+    refused = pytest.raises(RuntimeError, match=r"--device cuda:99: there are \d+ GPUs")
+    with refused, start_fleet(gpu_processes, EngineConfig(model_path=str(model), device="cuda:99", page_size=64)):
+        pass

@@ -1,0 +1,126 @@
+"""What a rank runs on, chosen once: its backend, the memory that it may take, how its steps are launched."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from moeyard_kernels.backend import Backend
+from moeyard_kernels.cpu import footprint as cpu_footprint
+from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.cuda import footprint as cuda_footprint
+from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_kernels.types.footprint import Footprints
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.engine.graph_runner import GraphRunner
+from moeyard_worker.engine.host_memory import available_memory
+from moeyard_worker.engine.memory import MemoryPlan
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.scheduling.request import Accepted, Request
+from moeyard_worker.scheduling.step import Step
+
+# The kernels are written for Hopper; older GPUs lack its copy engine, which several of them ask for.
+LEAST_CAPABILITY = (9, 0)
+
+
+class LaunchedStep(Protocol):
+    """A step that runs, or has run."""
+
+    @property
+    def step(self) -> Step: ...
+    @property
+    def results(self) -> list[Accepted]: ...
+
+
+class StepRunner(Protocol):
+    """What the engine's loop drives."""
+
+    def launch(self, step: Step, requests: Sequence[Request], *, before: Any) -> LaunchedStep:
+        """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon."""
+        ...
+
+
+class Device(Protocol):
+    """One of the two below."""
+
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def footprints(self) -> Footprints: ...
+
+    def available(self) -> int:
+        """Bytes that this rank may still take of the memory it computes in."""
+        ...
+
+    def activate(self) -> None:
+        """Make this the device of the calling thread."""
+        ...
+
+    def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
+        """How the model's steps are launched; everything that is made ahead of the first step is made here."""
+        ...
+
+
+class CpuDevice:
+    """The CPUs of the host, which all its ranks share."""
+
+    footprints: Footprints = cpu_footprint
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.backend = CpuBackend(page_size=config.page_size)
+
+    def available(self) -> int:
+        """See `Device.available`."""
+        return available_memory()
+
+    def activate(self) -> None:
+        """Every thread computes here."""
+
+    def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
+        """The runner itself."""
+        return runner
+
+
+class CudaDevice:
+    """One GPU, for one rank. Raises ValueError with what is missing."""
+
+    footprints: Footprints = cuda_footprint
+
+    def __init__(self, config: EngineConfig) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {config.device}: torch {torch.__version__} sees no CUDA GPU here")
+        self._device = torch.device(config.device if ":" in config.device else "cuda:0")
+        count = torch.cuda.device_count()
+        if self._device.index >= count:
+            raise ValueError(f"--device {config.device}: there are {count} GPUs, the last is cuda:{count - 1}")
+        capability = torch.cuda.get_device_capability(self._device)
+        if capability < LEAST_CAPABILITY:
+            name = torch.cuda.get_device_name(self._device)
+            have, need = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
+            raise ValueError(
+                f"--device {config.device}: {name} has compute capability {have}, the kernels need {need} (the copy "
+                "engine of Hopper)"
+            )
+        self.activate()
+        self.backend = CudaBackend(page_size=config.page_size, device=self._device)
+
+    def available(self) -> int:
+        """See `Device.available`."""
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def activate(self) -> None:
+        """See `Device.activate`."""
+        torch.cuda.set_device(self._device)
+
+    def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
+        """Decode steps of every size are captured here."""
+        max_pages = -(-plan.max_model_len // config.page_size)
+        graphs = GraphRunner(runner, self.backend, max_rows=config.max_num_seqs, max_pages=max_pages)
+        if not config.enforce_eager:
+            graphs.capture()
+        return graphs
+
+
+def make_device(config: EngineConfig) -> Device:
+    """The device that `config.device` names; raises ValueError with one line when it cannot be had."""
+    return CpuDevice(config) if config.device == "cpu" else CudaDevice(config)
