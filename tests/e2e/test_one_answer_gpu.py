@@ -22,8 +22,8 @@ from moeyard_worker.models.families import load_model_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-PAGE = 64
-NUM_PAGES = {"ample": 64, "scarce": 5}
+# (Positions of a page, pages): the scarce ones are small, so that requests outgrow theirs.
+PAGES = {"ample": (64, 64), "scarce": (16, 10)}
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mla": ("deepseek_v3", MLA),
@@ -47,16 +47,17 @@ class Case:
         return f"{'eager' if self.eager else 'graphs'}-{self.deep}deep-chunk{self.chunk}-{self.pages}"
 
 
-CASES = [Case(*values) for values in itertools.product((False, True), (1, 2), (16, 2048), NUM_PAGES)]
+CASES = [Case(*values) for values in itertools.product((False, True), (1, 2), (16, 2048), PAGES)]
 
 
 def config(case: Case, model: Path) -> EngineConfig:
     read = load_model_config(model)
+    page_size, num_pages = PAGES[case.pages]
     return EngineConfig(
         model_path=str(model),
         device="cuda",
-        kv_memory=NUM_PAGES[case.pages] * PAGE * read.state_spec(DTYPE_BYTES[read.dtype]).bytes_per_token,
-        page_size=PAGE,
+        kv_memory=num_pages * page_size * read.state_spec(DTYPE_BYTES[read.dtype]).bytes_per_token,
+        page_size=page_size,
         prefill_chunk=case.chunk,
         max_batch_tokens=256,
         max_num_seqs=8,
