@@ -4,8 +4,8 @@ A backend is chosen once, where a worker is assembled. Once a step it makes a pl
 kernels want), which layers hand back without looking into it beyond `StepPlan`. Padding rows are the backend's
 business: every activation has `num_rows` rows, what the rows from `num_tokens` on hold is finite or never read.
 
-Objects that a backend makes for a layer (`GqaAttend`, `MlaAttend`, `ExpertSlots`) keep that layer's weights and state
-in the form that the backend's kernels want. H counts hidden, T = num_tokens, K = experts per token.
+Objects that a backend makes for a layer (`Gate`, `GqaAttend`, `MlaAttend`, `ExpertSlots`) keep that layer's weights and
+state in the form that the backend's kernels want. H counts hidden, T = num_tokens, K = experts per token.
 """
 
 from __future__ import annotations
@@ -60,6 +60,14 @@ class MlaAttend(Protocol):
 
     def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: Own) -> torch.Tensor:
         """q [num_rows, Hq (nope + Dr)], latent [num_rows, R] normalised, k_rope [num_rows, Dr] -> [num_rows, Hq Dv]."""
+        ...
+
+
+class Gate(Protocol):
+    """How one layer's rows choose their experts."""
+
+    def route(self, x: torch.Tensor, plan: Own) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights [T', K] fp32, expert ids [T', K]) of x [num_rows, H]; T <= T' <= num_rows, ids of padding are -1."""
         ...
 
 
@@ -148,13 +156,9 @@ class Backend(Protocol):
         """See `ops.silu_mul`."""
         ...
 
-    def route(
-        self, x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, plan: Own
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights [T', K] fp32, expert ids [T', K]) of x [num_rows, H]; T <= T' <= num_rows, ids of padding are -1.
-
-        gate [E, H] is fp32 where the family computes its logits so, bias [E] fp32 counts for the choice only.
-        """
+    def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, dtype: torch.dtype) -> Gate:
+        """weight [E, H], fp32 where the family computes its logits so, for rows of `dtype`; bias [E] fp32 counts for
+        the choice only."""
         ...
 
     def weighted_reduce(

@@ -176,3 +176,16 @@ def test_a_captured_launch_reads_its_tables_anew() -> None:
         tables.kv_lens.copy_(torch.tensor(lens))
         graph.replay()
         assert_same((out, lse), attend(q, held, held.tables(torch.tensor(lens))), str(lens))
+
+
+def test_a_padding_row_under_a_window_reads_no_page() -> None:
+    """In a table of one split every sequence has a piece of work, one of no length too: an unread entry of the table
+    may be far outside of it."""
+    held = paged([70, 64], 64, heads=2, dims=(16, 16), dtype=torch.bfloat16, slack=0, window=40)
+    q = torch.randn(2, 4, 16).to(DEVICE, torch.bfloat16)
+    for lens, seen in (([70, 0], 0), ([0, 64], 1)):
+        out, lse = attend(q, held, held.tables(torch.tensor(lens), window=40))
+        alone, _ = attend(q[seen : seen + 1], held, held.tables(torch.tensor(lens)[[seen]], [seen], window=40))
+        assert torch.equal(out[seen], alone[0])
+        assert not out[1 - seen].any()
+        assert (lse[1 - seen] == -torch.inf).all()

@@ -264,3 +264,16 @@ def test_the_door_runs_triton_and_checks_nothing_on_the_host() -> None:
     x, weight = draw(8, 256, dtype=BF16), draw(96, 256, dtype=BF16)
     with launch.checked():
         assert torch.equal(ops.linear(x, weight), linear.linear(x, weight))
+
+
+@pytest.mark.parametrize("config", [c for c in linear.CONFIGS if c not in linear.FP32_CONFIGS], ids=config_id)
+def test_fp32_results_of_bf16_are_the_sums_before_they_are_rounded(config: LinearConfig) -> None:
+    """As DeepSeek's gate has its logits: the bits of bf16 results are those of these, rounded."""
+    x, weight = draw(5, 64, dtype=BF16), draw(40, 64, dtype=BF16)
+    y = linear.linear(x, weight, out_dtype=FP32, config=config)
+    assert y.dtype == FP32
+    assert torch.equal(y.to(BF16), linear.linear(x, weight, config=config))
+    assert (y.double() - exact(x, weight)).abs().max() < 1e-4
+    assert torch.equal(ops.linear(x.cpu(), weight.cpu(), out_dtype=FP32).to(BF16), ops.linear(x.cpu(), weight.cpu()))
+    with pytest.raises(ValueError, match=r"out_dtype torch\.bfloat16 for x float32"):
+        ops.linear(x.float(), weight.float(), out_dtype=BF16)

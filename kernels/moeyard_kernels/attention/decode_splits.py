@@ -102,7 +102,8 @@ def keys_seen(
     if WINDOW > 0:
         b_low = tl.maximum(b_len - WINDOW, 0)
         i_bottom = tl.min(tl.where(b_len > 0, b_low, 2147483647), 0)
-        i_low = tl.maximum(i_low, i_bottom // BN * BN)
+        # Where no row sees anything there is no block to read the pages of.
+        i_low = tl.maximum(i_low, tl.minimum(i_bottom, i_high) // BN * BN)
     return b_len, b_low, i_low, i_bottom, i_high
 
 

@@ -19,6 +19,31 @@ from moeyard_kernels.types.gate import GateRule
 from moeyard_kernels.types.step import StepRows
 
 
+class CpuGate:
+    """See `Gate`; the product runs in the weight's own dtype."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule) -> None:
+        self._weight, self._bias, self._rule = weight, bias, rule
+
+    def route(self, x: torch.Tensor, plan: CpuPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Gate.route`; returns the T real rows."""
+        rule = self._rule
+        if not plan.num_tokens:
+            return x.new_empty(0, rule.top_k, dtype=torch.float32), x.new_empty(0, rule.top_k, dtype=torch.int64)
+        weights, ids = topk_gate(
+            linear(x.to(self._weight.dtype), self._weight).float(),
+            top_k=rule.top_k,
+            scoring=rule.scoring,
+            renormalize=rule.renormalize,
+            bias=self._bias,
+            num_groups=rule.num_groups,
+            topk_groups=rule.topk_groups,
+            group_score=rule.group_score,
+            scaling=rule.scaling,
+        )
+        return weights[: plan.num_tokens], ids[: plan.num_tokens]
+
+
 class CpuBackend:
     """`Backend` on the CPU. Raises ValueError for a page size that does not divide the attention's block of 64."""
 
@@ -52,24 +77,9 @@ class CpuBackend:
         self._windows.add(None)
         return CpuMla(**arguments)
 
-    def route(
-        self, x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, plan: CpuPlan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Backend.route`; returns the T real rows."""
-        if not plan.num_tokens:
-            return x.new_empty(0, rule.top_k, dtype=torch.float32), x.new_empty(0, rule.top_k, dtype=torch.int64)
-        weights, ids = topk_gate(
-            linear(x.to(gate.dtype), gate).float(),
-            top_k=rule.top_k,
-            scoring=rule.scoring,
-            renormalize=rule.renormalize,
-            bias=bias,
-            num_groups=rule.num_groups,
-            topk_groups=rule.topk_groups,
-            group_score=rule.group_score,
-            scaling=rule.scaling,
-        )
-        return weights[: plan.num_tokens], ids[: plan.num_tokens]
+    def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, dtype: torch.dtype) -> "CpuGate":
+        """See `Backend.gate`."""
+        return CpuGate(weight, bias, rule)
 
     def weighted_reduce(
         self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, plan: CpuPlan

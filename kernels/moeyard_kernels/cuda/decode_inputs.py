@@ -44,6 +44,8 @@ class DecodeInputs:
             window: DecodeTables(page_table=table, kv_lens=lens, page_size=page_size, window=window)
             for window in windows
         }
+        # A sequence of one position, until a step fills them.
+        lens.fill_(1)
         self.token_ids = self._host_ids
         self._rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

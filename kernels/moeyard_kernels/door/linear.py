@@ -15,11 +15,17 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, name: str) -> None:
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, static_weight: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    static_weight: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x [M, K] @ weight [N, K].T + bias [N] -> [M, N]; fp32 or bf16, all alike. M may be 0.
 
-    Sums and the bias are fp32, with one rounding to the dtype at the end. static_weight: the caller knows that no
+    Sums and the bias are fp32, with one rounding to the dtype at the end, or none if out_dtype is fp32: what a product
+    of fp32 copies of the same bf16 values is, up to the order of its sums. static_weight: the caller knows that no
     launch still at work writes `weight`, as with a model's weights while it serves; a GPU may then read it before the
     launches ahead have ended. A weight that one of them writes would be read half old, half new.
     """
@@ -28,7 +34,9 @@ def linear(
         if bias.dtype != x.dtype or bias.shape != weight.shape[:1]:
             raise ValueError(f"linear: bias {show(bias)} does not fit weight {show(weight)}")
         check_devices("linear", x=x, bias=bias)
-    return kernel("linear.linear", x).linear(x, weight, bias, static_weight=static_weight)
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise ValueError(f"linear: out_dtype {out_dtype} for x {show(x)}, expected its own or fp32")
+    return kernel("linear.linear", x).linear(x, weight, bias, static_weight=static_weight, out_dtype=out_dtype)
 
 
 def linear_pair(

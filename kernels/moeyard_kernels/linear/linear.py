@@ -184,14 +184,16 @@ def _run(
     chosen: LinearConfig | None,
     *,
     static_weight: bool,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     names = ("weight",) if len(weights) == 1 else ("weight_a", "weight_b")
     launch.check_layout(OP, x=x, **dict(zip(names, weights, strict=True)), bias=bias)
     num_rows, dim = x.shape
     num_out = [weight.shape[0] for weight in weights]
-    outs = tuple(launch.new_output(num_rows, n, like=x) for n in num_out)
+    dtype = out_dtype or x.dtype
+    outs = tuple(launch.new_output(num_rows, n, like=x, dtype=dtype) for n in num_out)
     if num_rows == 0 or not any(num_out):
-        return tuple(launch.finish(out, x.dtype) for out in outs)
+        return tuple(launch.finish(out, dtype) for out in outs)
     chosen = chosen or _choose(x, num_out)
     if not isinstance(chosen, Tiles) and not _fits_stream(x, *weights):
         chosen = plain_config(num_rows)
@@ -221,7 +223,7 @@ def _run(
         flags |= pair | {"BN": chosen.BN, "BK": chosen.BK, "SWAP": chosen.SWAP, "num_stages": chosen.num_stages}
         group, even = 0 if rows == 1 else chosen.GROUP, dim % chosen.BK == 0
         linear_tiles_kernel[(tiles,)](x, weights[0], weights[-1], *rest, GROUP=group, EVEN_K=even, **flags)
-    return tuple(launch.finish(out, x.dtype) for out in outs)
+    return tuple(launch.finish(out, dtype) for out in outs)
 
 
 def linear(
@@ -230,10 +232,11 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     static_weight: bool = False,
+    out_dtype: torch.dtype | None = None,
     config: LinearConfig | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.linear`. `config` is one of CONFIGS; every one gives the same bits."""
-    return _run(x, (weight,), bias, config, static_weight=static_weight)[0]
+    return _run(x, (weight,), bias, config, static_weight=static_weight, out_dtype=out_dtype)[0]
 
 
 def linear_pair(

@@ -188,7 +188,7 @@ def linear_skinny_kernel(
     """
     gl.static_assert(EARLY <= STAGES)
     gl.static_assert(TAIL == 0 or (TAIL >= 8 and HEAD % TAIL == 0))
-    DT: gl.constexpr = p_ya.dtype.element_ty
+    DT: gl.constexpr = d_x.dtype
     BLOCK: gl.constexpr = TAIL if TAIL else HEAD
     BN: gl.constexpr = HEAD + TAIL
     # Behind the last blocks there is room for a whole operand.

@@ -4,13 +4,18 @@ import torch
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, static_weight: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    static_weight: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.linear`. On a CPU nothing is launched ahead, so static_weight says nothing."""
     y = x.float() @ weight.float().T
     if bias is not None:
         y += bias.float()
-    return y.to(x.dtype)
+    return y.to(out_dtype or x.dtype)
 
 
 def linear_pair(

@@ -30,6 +30,7 @@ class Moe:
         rule: GateRule,
         *,
         layer: int,
+        dtype: torch.dtype,
         exchange: Exchange,
         experts: Experts,
         gate: torch.Tensor,
@@ -37,16 +38,16 @@ class Moe:
         shared_gate_up: torch.Tensor | None = None,
         shared_down: torch.Tensor | None = None,
     ) -> None:
-        self._backend, self._rule, self._layer = backend, rule, layer
+        self._backend, self._layer = backend, layer
         self._exchange, self._experts = exchange, experts
-        self._gate, self._gate_bias = gate, gate_bias
+        self._gate = backend.gate(gate, gate_bias, rule, dtype)
         self._shared = None
         if shared_gate_up is not None and shared_down is not None:
             self._shared = Mlp(backend, gate_up=shared_gate_up, down=shared_down)
 
     def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """x [num_rows, H] -> [num_rows, H]. Every rank calls this in every step, also without a row."""
-        weights, ids = self._backend.route(x, self._gate, self._gate_bias, self._rule, plan)
+        weights, ids = self._gate.route(x, plan)
         dispatched = self._exchange.dispatch(x, ids, layer=self._layer, num_prompt=plan.num_prompt)
         partial = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
         shared = None if self._shared is None or not plan.num_tokens else self._shared.forward(x)

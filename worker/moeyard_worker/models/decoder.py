@@ -35,7 +35,8 @@ class DecoderLayer:
             self._mlp = Mlp(backend, **weights)
         else:
             rule = spec.config.gate.rule
-            self.moe = Moe(backend, rule, layer=index, exchange=exchange, experts=experts, **weights)
+            dtype = self.input_norm.dtype
+            self.moe = Moe(backend, rule, layer=index, dtype=dtype, exchange=exchange, experts=experts, **weights)
 
     def transform(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """The MLP or MoE block of normalised rows."""
