@@ -8,11 +8,10 @@ import contextlib
 import logging
 import re
 import secrets
-import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -25,6 +24,7 @@ from moeyard import __version__
 from moeyard.rank import Rank
 from moeyard.ray_actor import RankActor
 from moeyard.ray_config import uses_tls, worker_environment
+from moeyard.signals import own_sigterm
 from moeyard_worker.config.engine_config import EngineConfig
 
 Progress = Callable[[int, int], None]
@@ -196,21 +196,6 @@ class RayFleet:
         if self._group is not None and self._address is not None:
             remove_placement_group(self._group)
         self._actors = []
-
-
-@contextlib.contextmanager
-def own_sigterm() -> Iterator[None]:
-    """ray.init replaces the handler of SIGTERM: put it back, and let the signal unwind this block as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    except SystemExit:
-        raise KeyboardInterrupt from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def end_reason(ref: Any) -> str:

@@ -6,22 +6,20 @@ on stderr and leaves no process behind.
 
 import argparse
 import os
-import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from tqdm import tqdm
 
 from moeyard import ray_config
 from moeyard.lazy import load
 from moeyard.rank import Rank
+from moeyard.signals import sigterm_as_interrupt, uninterrupted
 from moeyard_kernels.cpu import footprint
 from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig, WorkerAddress
@@ -188,34 +186,3 @@ def progress_bar() -> Iterator[Callable[[int, int], None]]:
 
         yield progress
     print(f"loaded {format_size(loaded)} of weights", file=sys.stderr, flush=True)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-@contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """While the fleet starts, SIGTERM unwinds as Ctrl-C does, so that nothing is left behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C or SIGTERM must not cut the clean-up short and leave processes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

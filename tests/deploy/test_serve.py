@@ -17,6 +17,8 @@ import httpx
 import psutil
 import pytest
 
+from moeyard.signals import own_sigterm
+
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "deploy" / "demo")
 MARKER = "MOEYARD_TEST_MARKER"
@@ -298,6 +300,31 @@ def test_sigterm_while_starting(command: Callable[..., Command]) -> None:
     started.process.send_signal(signal.SIGTERM)
     started.check_end(130)
     assert started.out.read_text() == ""
+
+
+class Finalized:
+    """What is raised while it goes is swallowed, as between the two sides of a fork."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "terminate", [lambda: signal.raise_signal(signal.SIGTERM), Finalized], ids=["seen", "swallowed"]
+)
+def test_no_sigterm_is_lost_to_rays_handler(terminate: Callable[[], object]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def ray_init() -> None:
+        with own_sigterm():
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+            terminate()
+
+    with pytest.raises(KeyboardInterrupt):
+        ray_init()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_demo_once(command: Callable[..., Command]) -> None:

@@ -135,7 +135,7 @@ def _launch_stream(
     d_x, d_xt = (TensorDescriptor.from_tensor(x, [bm, bk]) for bm in (chosen.BM, tail[0]))
     d_wa, d_wb = (TensorDescriptor.from_tensor(weight, [chosen.BN, bk]) for weight in (weights[0], weights[-1]))
     d_wt = TensorDescriptor.from_tensor(weights[-1], [tail[1], bk])
-    flags |= {"BN": chosen.BN, "BK": bk, "SWAP": chosen.SWAP, "GROUP": chosen.GROUP, "num_stages": chosen.num_stages}
+    flags |= {"BN": chosen.BN, "BK": bk, "SWAP": chosen.SWAP, "GROUP": chosen.GROUP}
     flags |= {"BMT": chosen.BMT, "BNT": chosen.BNT, "SWAP_T": chosen.SWAP_T}
     _stream_kernel[(programs,)](d_x, d_wa, d_wb, d_xt, d_wt, *rest, plan.cut, plan.repeat, **flags)
 
@@ -218,7 +218,8 @@ def _run(
     elif isinstance(chosen, Skinny):
         _launch_skinny(x, weights, chosen, tiles, rest, flags | pair | {"STATIC": static_weight})
     elif isinstance(chosen, Stream):
-        _launch_stream(x, weights, chosen, tiles, rest, flags | pair)
+        stages = chosen.fp32_stages() if dtype == torch.float32 else chosen.num_stages
+        _launch_stream(x, weights, chosen, tiles, rest, flags | pair | {"num_stages": stages})
     else:
         flags |= pair | {"BN": chosen.BN, "BK": chosen.BK, "SWAP": chosen.SWAP, "num_stages": chosen.num_stages}
         group, even = 0 if rows == 1 else chosen.GROUP, dim % chosen.BK == 0

@@ -10,6 +10,9 @@ import triton
 
 from moeyard_kernels.common.tuning import Config
 
+# What a block may have on Hopper, less the barriers of a pipeline.
+_SHARED_BYTES = 227 * 1024 - 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles(Config):
@@ -37,6 +40,11 @@ class Stream(Config):
     BMT: int
     BNT: int
     SWAP_T: bool
+
+    def fp32_stages(self) -> int:
+        """How many fit beside a tile of fp32 results, which are stored by way of shared memory whole (Triton 3.6)."""
+        free = _SHARED_BYTES - self.BM * self.BN * 4
+        return min(self.num_stages, free // ((self.BM + self.BN) * self.BK * 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,8 @@ class DummyWeights:
         elif len(weight.shape) == 1:
             out = torch.zeros(weight.shape, dtype=dtype, device=self._backend.device)
         else:
-            out = self._draw(key, weight.shape, dtype)
+            # Checkpoints hold in the served dtype what is kept in fp32, and some backends gain from that.
+            out = self._draw(key, weight.shape).to(dtype)
         if self._progress is not None:
             self._progress(out.numel() * out.itemsize)
         return self._backend.matrix(out) if weight.matrix else out
@@ -46,10 +47,10 @@ class DummyWeights:
     def tensors(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(gate [I, H], up [I, H], down [H, I]) of an expert."""
         hidden, width = self._spec.config.hidden_size, self._spec.config.moe_intermediate_size
-        every = self._draw(f"{layer}.{expert}", (3, width * hidden), self._dtype)
+        every = self._draw(f"{layer}.{expert}", (3, width * hidden))
         return every[0].view(width, hidden), every[1].view(width, hidden), every[2].view(hidden, width)
 
-    def _draw(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _draw(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         device = self._backend.device
         generator = torch.Generator(device).manual_seed(crc32(key.encode()))
-        return torch.empty(shape, dtype=dtype, device=device).normal_(0, _SCALE, generator=generator)
+        return torch.empty(shape, dtype=self._dtype, device=device).normal_(0, _SCALE, generator=generator)
