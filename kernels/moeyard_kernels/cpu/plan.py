@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from moeyard_kernels.cpu.decode_plan import DecodePlan, plan_decode
 from moeyard_kernels.cpu.linear import padded_rows
 from moeyard_kernels.types.decode_tables import BLOCK
+from moeyard_kernels.types.rotations import Rotations
 from moeyard_kernels.types.step import ChunkRows, StepRows
 
 # The absorbed products of latent attention see decode rows in multiples of this many: fewer than four rows take another
@@ -42,8 +43,8 @@ class CpuPlan:
     """
 
     __slots__ = (
-        *("_rotations", "decode", "entries", "num_decode", "num_decode_rows", "num_prompt", "num_rows", "num_sampled"),
-        *("num_tokens", "positions", "sample_rows", "segments", "token_ids"),
+        *("decode", "entries", "num_decode", "num_decode_rows", "num_prompt", "num_rows", "num_sampled"),
+        *("num_tokens", "positions", "rotation", "sample_rows", "segments", "token_ids"),
     )
 
     decode: dict[int | None, DecodePlan]
@@ -82,16 +83,7 @@ class CpuPlan:
         self.entries, self.sample_rows = torch.from_numpy(entries), torch.from_numpy(sample_rows)
         table, kv_lens = _decode_table(step.decode, page_size)
         self.decode = {w: plan_decode(table, kv_lens, page_size=page_size, window=w) for w in windows}
-        self._rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def rotation(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) [num_rows, D / 2] fp32 of all rows from a table [positions, D], looked up once a step."""
-        found = self._rotations.get(id(table))
-        if found is None:
-            half = table.shape[1] // 2
-            rows = table.index_select(0, self.positions)
-            found = self._rotations[id(table)] = rows[:, :half], rows[:, half:]
-        return found
+        self.rotation = Rotations(self.positions)
 
 
 def pad_heads(x: torch.Tensor, num_rows: int) -> torch.Tensor:

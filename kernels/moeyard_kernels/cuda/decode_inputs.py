@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from moeyard_kernels.types.decode_tables import DecodeTables
+from moeyard_kernels.types.rotations import Rotations
 from moeyard_kernels.types.step import ChunkRows
 
 # Staging blocks on the host: while one is still being copied the next is filled.
@@ -47,22 +48,13 @@ class DecodeInputs:
         # A sequence of one position, until a step fills them.
         lens.fill_(1)
         self.token_ids = self._host_ids
-        self._rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.rotation = Rotations(self.positions)
 
     def begin(self) -> None:
         """The first launches of a step, to be captured with it: its tokens, and nothing looked up yet."""
         before = self._last_ids.index_select(0, self._feed.clamp(min=0))
         self.token_ids = torch.where(self._feed < 0, self._host_ids, before)
-        self._rotations = {}
-
-    def rotation(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) [rows, D / 2] fp32 from a table [positions, D], looked up once a step."""
-        found = self._rotations.get(id(table))
-        if found is None:
-            half = table.shape[1] // 2
-            rows = table.index_select(0, self.positions)
-            found = self._rotations[id(table)] = rows[:, :half], rows[:, half:]
-        return found
+        self.rotation = Rotations(self.positions)
 
     def fill(self, chunks: Sequence[ChunkRows], feed: Sequence[int]) -> None:
         """Take a step's chunks, 1 to `rows` of them; feed[i] is a row of `last_ids`, or -1 where the token is known."""

@@ -8,6 +8,7 @@ import torch
 
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
+from moeyard_kernels.types.rotations import Rotations
 from moeyard_kernels.types.step import ChunkRows, StepRows
 
 
@@ -62,16 +63,7 @@ class CudaPlan:
                 )
             if flat:
                 self.flat = plan_prefill(q_lens, begins, device=device)
-        self._rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def rotation(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) [num_rows, D / 2] fp32 of all rows from a table [positions, D], looked up once a step."""
-        found = self._rotations.get(id(table))
-        if found is None:
-            half = table.shape[1] // 2
-            rows = table.index_select(0, self.positions)
-            found = self._rotations[id(table)] = rows[:, :half], rows[:, half:]
-        return found
+        self.rotation = Rotations(self.positions)
 
 
 def _entries(chunk: ChunkRows, positions: np.ndarray, page_size: int) -> np.ndarray:
