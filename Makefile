@@ -1,5 +1,5 @@
 # make demo [ONCE=1]   serve the bundled checkpoint on this machine and stream one chat completion
-# make test [ARGS=..]  the whole test suite (ARGS go to pytest)
+# make test [ARGS=..]  the whole test suite, what only computes in two processes (with ARGS: one pytest with them)
 # make lint            format, lint and type checks
 # make format          rewrite the files as ruff wants them
 #
@@ -17,9 +17,17 @@ export OMP_NUM_THREADS := 1
 demo: venv
 	$(VENV)/bin/moeyard demo $(if $(filter 1 true yes,$(ONCE)),--once)
 
+# Nothing in these waits for a clock or another process, so they may share two cores.
+COMPUTING := tests/kernels tests/models tests/scheduling
+
 test: venv-dev
 	-@deploy/tools/get_prometheus.sh
+ifdef ARGS
 	$(VENV)/bin/python -m pytest $(ARGS)
+else
+	$(VENV)/bin/python -m pytest -n 2 $(COMPUTING) && code=0 || code=$$?; \
+	$(VENV)/bin/python -m pytest $(COMPUTING:%=--ignore=%) && exit $$code
+endif
 
 lint: venv-dev
 	$(VENV)/bin/ruff format --check
