@@ -6,37 +6,36 @@ import socket
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextlib.contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
+def _handled_by(handler: Any, *signals: signal.Signals) -> Iterator[None]:
+    """Only the main thread may set handlers; elsewhere they stay."""
+    before = {number: signal.signal(number, handler) for number in signals} if _is_main_thread() else {}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def sigterm_as_interrupt() -> contextlib.AbstractContextManager[None]:
     """While the fleet starts, SIGTERM unwinds as Ctrl-C does, so that nothing is left behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return _handled_by(_interrupt, signal.SIGTERM)
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted() -> contextlib.AbstractContextManager[None]:
     """A second Ctrl-C or SIGTERM must not cut the clean-up short and leave processes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return _handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -46,7 +45,7 @@ def own_sigterm() -> Iterator[None]:
     Ray forks much here, and Python swallows what a handler raises within a callback of fork. Its wake-up descriptor
     remembers every signal, so one that was swallowed ends the block late instead of never.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGTERM)

@@ -1,5 +1,6 @@
 """The CPU backend: row counts that keep a row's bits, packed weights, index work by numpy. See `backend`."""
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,24 +24,15 @@ class CpuGate:
     """See `Gate`; the product runs in the weight's own dtype."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule) -> None:
-        self._weight, self._bias, self._rule = weight, bias, rule
+        self._weight, self._top_k = weight, rule.top_k
+        self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
 
     def route(self, x: torch.Tensor, plan: CpuPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Gate.route`; returns the T real rows."""
-        rule = self._rule
         if not plan.num_tokens:
-            return x.new_empty(0, rule.top_k, dtype=torch.float32), x.new_empty(0, rule.top_k, dtype=torch.int64)
-        weights, ids = topk_gate(
-            linear(x.to(self._weight.dtype), self._weight).float(),
-            top_k=rule.top_k,
-            scoring=rule.scoring,
-            renormalize=rule.renormalize,
-            bias=self._bias,
-            num_groups=rule.num_groups,
-            topk_groups=rule.topk_groups,
-            group_score=rule.group_score,
-            scaling=rule.scaling,
-        )
+            return x.new_empty(0, self._top_k, dtype=torch.float32), x.new_empty(0, self._top_k, dtype=torch.int64)
+        logits = linear(x.to(self._weight.dtype), self._weight)
+        weights, ids = topk_gate(logits.float(), **self._arguments)
         return weights[: plan.num_tokens], ids[: plan.num_tokens]
 
 
@@ -77,7 +69,7 @@ class CpuBackend:
         self._windows.add(None)
         return CpuMla(**arguments)
 
-    def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, dtype: torch.dtype) -> "CpuGate":
+    def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, dtype: torch.dtype) -> CpuGate:
         """See `Backend.gate`."""
         return CpuGate(weight, bias, rule)
 

@@ -1,7 +1,6 @@
 """A step as the CPU backend computes it: everything about its rows that all layers share, made once."""
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from moeyard_kernels.cpu.decode_plan import DecodePlan, plan_decode
 from moeyard_kernels.cpu.linear import padded_rows
 from moeyard_kernels.types.decode_tables import BLOCK
-from moeyard_kernels.types.rotations import Rotations
+from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at
 from moeyard_kernels.types.step import ChunkRows, StepRows
 
 # The absorbed products of latent attention see decode rows in multiples of this many: fewer than four rows take another
@@ -71,7 +70,7 @@ class CpuPlan:
                 token_ids[begin:end] = chunk.token_ids
                 position = np.arange(start, start + end - begin)
                 positions[begin:end] = position
-                entries[begin:end] = np.asarray(chunk.pages)[position // page_size] * page_size + position % page_size
+                entries[begin:end] = entries_at(chunk, position, page_size)
             if chunk.prompt:
                 pages = torch.from_numpy(_block_pages(chunk, page_size))
                 self.segments.append(PromptSegment(begin, end, start, pages))
@@ -81,8 +80,9 @@ class CpuPlan:
         sample_rows[: self.num_sampled] = step.sample_rows
         self.token_ids, self.positions = torch.from_numpy(token_ids), torch.from_numpy(positions)
         self.entries, self.sample_rows = torch.from_numpy(entries), torch.from_numpy(sample_rows)
-        table, kv_lens = _decode_table(step.decode, page_size)
-        self.decode = {w: plan_decode(table, kv_lens, page_size=page_size, window=w) for w in windows}
+        table, kv_lens = decode_table(step.decode, page_size)
+        pages = torch.from_numpy(table)
+        self.decode = {w: plan_decode(pages, kv_lens, page_size=page_size, window=w) for w in windows}
         self.rotation = Rotations(self.positions)
 
 
@@ -98,16 +98,3 @@ def _block_pages(chunk: ChunkRows, page_size: int) -> np.ndarray:
     pages = np.full(-(-end // BLOCK) * (BLOCK // page_size), chunk.pages[used - 1], dtype=np.int64)
     pages[:used] = chunk.pages[:used]
     return pages
-
-
-def _decode_table(decode: Sequence[ChunkRows], page_size: int) -> tuple[torch.Tensor, list[int]]:
-    """One row of pages and one length per decode row; each row of a chunk sees one position more than that before."""
-    ends = [chunk.start + len(chunk.token_ids) for chunk in decode]
-    kv_lens = list(chain.from_iterable(range(c.start + 1, end + 1) for c, end in zip(decode, ends, strict=True)))
-    used = [-(-end // page_size) for end in ends]
-    table = np.zeros((len(kv_lens), max(used, default=1)), dtype=np.int64)
-    row = 0
-    for chunk, count in zip(decode, used, strict=True):
-        table[row : row + len(chunk.token_ids), :count] = chunk.pages[:count]
-        row += len(chunk.token_ids)
-    return torch.from_numpy(table), kv_lens

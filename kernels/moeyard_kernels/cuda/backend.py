@@ -4,6 +4,7 @@ It asks for no GPU itself: on the CPU the same calls run through the oracles, wh
 where there is none.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,26 +30,16 @@ class CudaGate:
         self._fp32_logits = weight.dtype == torch.float32
         rounded = weight.to(dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
-        self._bias, self._rule = bias, rule
+        self._top_k = rule.top_k
+        self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
 
     def route(self, x: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Gate.route`."""
-        rule = self._rule
         if not plan.num_rows:
-            return x.new_empty(0, rule.top_k, dtype=torch.float32), x.new_empty(0, rule.top_k, dtype=torch.int64)
+            return x.new_empty(0, self._top_k, dtype=torch.float32), x.new_empty(0, self._top_k, dtype=torch.int64)
         out_dtype = torch.float32 if self._fp32_logits else None
         logits = ops.linear(x.to(self._weight.dtype), self._weight, static_weight=True, out_dtype=out_dtype)
-        return ops.topk_gate(
-            logits.float(),
-            top_k=rule.top_k,
-            scoring=rule.scoring,
-            renormalize=rule.renormalize,
-            bias=self._bias,
-            num_groups=rule.num_groups,
-            topk_groups=rule.topk_groups,
-            group_score=rule.group_score,
-            scaling=rule.scaling,
-        )
+        return ops.topk_gate(logits.float(), **self._arguments)
 
 
 class CudaBackend:
@@ -96,7 +87,7 @@ class CudaBackend:
             num_slots=num_slots, hidden=hidden, intermediate=intermediate, dtype=dtype, device=self.device
         )
 
-    def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, dtype: torch.dtype) -> "CudaGate":
+    def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, dtype: torch.dtype) -> CudaGate:
         """See `Backend.gate`."""
         return CudaGate(weight, bias, rule, dtype)
 

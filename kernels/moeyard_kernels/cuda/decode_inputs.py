@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from moeyard_kernels.types.decode_tables import DecodeTables
-from moeyard_kernels.types.rotations import Rotations
+from moeyard_kernels.types.plan_parts import Rotations
 from moeyard_kernels.types.step import ChunkRows
 
 # Staging blocks on the host: while one is still being copied the next is filled.

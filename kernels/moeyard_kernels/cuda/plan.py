@@ -1,15 +1,15 @@
 """A step as the kernels behind the door want it: index tensors on the device, made once and copied at once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 
 import numpy as np
 import torch
 
 from moeyard_kernels.types.decode_tables import DecodeTables
+from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, page_table
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
-from moeyard_kernels.types.rotations import Rotations
-from moeyard_kernels.types.step import ChunkRows, StepRows
+from moeyard_kernels.types.step import StepRows
 
 
 class CudaPlan:
@@ -33,8 +33,8 @@ class CudaPlan:
         token_ids = np.fromiter(chain.from_iterable(c.token_ids for c in chunks), np.int64, self.num_tokens)
         starts = [np.arange(c.start, c.start + len(c.token_ids)) for c in chunks]
         positions = np.concatenate(starts) if starts else np.zeros(0, np.int64)
-        entries = [_entries(c, position, page_size) for c, position in zip(chunks, starts, strict=True)]
-        prefixes = [_entries(c, np.arange(c.start + len(c.token_ids)), page_size) for c in prefill] if flat else []
+        entries = [entries_at(c, position, page_size) for c, position in zip(chunks, starts, strict=True)]
+        prefixes = [entries_at(c, np.arange(c.start + len(c.token_ids)), page_size) for c in prefill] if flat else []
         parts = (
             token_ids,
             positions,
@@ -48,15 +48,16 @@ class CudaPlan:
         self.paged: dict[int | None, PrefillPlan] = {}
         self.flat: PrefillPlan | None = None
         if decode:
-            table, lens = _decode_table(decode, page_size)
-            on_device = torch.from_numpy(table).to(device), torch.from_numpy(lens).to(device)
+            table, lens = decode_table(decode, page_size)
+            rows_of_pages = torch.from_numpy(table.astype(np.int32)).to(device)
+            kv_lens = torch.tensor(lens, dtype=torch.int32).to(device)
             for window in windows:
                 self.decode[window] = DecodeTables(
-                    page_table=on_device[0], kv_lens=on_device[1], page_size=page_size, window=window
+                    page_table=rows_of_pages, kv_lens=kv_lens, page_size=page_size, window=window
                 )
         if prefill:
             q_lens, begins = [len(c.token_ids) for c in prefill], [c.start for c in prefill]
-            pages = torch.from_numpy(_page_table(prefill, page_size))
+            pages = torch.from_numpy(page_table(prefill, page_size))
             for window in windows:
                 self.paged[window] = plan_prefill(
                     q_lens, begins, page_table=pages, page_size=page_size, window=window, device=device
@@ -64,25 +65,3 @@ class CudaPlan:
             if flat:
                 self.flat = plan_prefill(q_lens, begins, device=device)
         self.rotation = Rotations(self.positions)
-
-
-def _entries(chunk: ChunkRows, positions: np.ndarray, page_size: int) -> np.ndarray:
-    """Where in the pages a chunk's sequence keeps these positions."""
-    return np.asarray(chunk.pages)[positions // page_size] * page_size + positions % page_size
-
-
-def _page_table(chunks: Sequence[ChunkRows], page_size: int) -> np.ndarray:
-    """[chunks, most pages] int32 of the pages that hold known positions, zeros behind."""
-    used = [-(-(chunk.start + len(chunk.token_ids)) // page_size) for chunk in chunks]
-    table = np.zeros((len(chunks), max(used)), dtype=np.int32)
-    for row, (chunk, count) in enumerate(zip(chunks, used, strict=True)):
-        table[row, :count] = chunk.pages[:count]
-    return table
-
-
-def _decode_table(decode: Sequence[ChunkRows], page_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """One row of pages and one length per decode row; each row of a chunk sees one position more than that before."""
-    counts = [len(chunk.token_ids) for chunk in decode]
-    ends = chain.from_iterable(range(c.start + 1, c.start + 1 + n) for c, n in zip(decode, counts, strict=True))
-    table = np.repeat(_page_table(decode, page_size), counts, axis=0)
-    return table, np.fromiter(ends, np.int32, len(table))

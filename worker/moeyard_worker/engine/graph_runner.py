@@ -16,7 +16,7 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.decode_inputs import DecodeInputs
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.sampling import accepted, ask, sampled_rows, tell
+from moeyard_worker.engine.sampling import accepted, ask, edits_logits, sampled_rows, tell
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 
@@ -156,8 +156,8 @@ class GraphRunner:
 def _plain(request: Request) -> bool:
     """Whether the largest logit is all it wants."""
     p = request.sampling
-    edits = p.logit_bias or p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-    return p.temperature == 0 and p.logprobs is None and not edits and len(request.output) >= p.min_tokens
+    edits = edits_logits(p) or len(request.output) < p.min_tokens
+    return p.temperature == 0 and p.logprobs is None and not edits
 
 
 def _to_host(tokens: SampledTokens) -> SampledTokens:

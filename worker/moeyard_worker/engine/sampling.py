@@ -6,7 +6,7 @@ depend on the batch around it; which rows use which transform is known here, so 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -33,8 +33,12 @@ class SampledRow:
     @property
     def edits(self) -> bool:
         """Whether bias or penalties change its logits."""
-        p = self.params
-        return bool(p.logit_bias) or p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+        return edits_logits(self.params)
+
+
+def edits_logits(p: SamplingParams) -> bool:
+    """Whether a request asks for bias or penalties."""
+    return bool(p.logit_bias) or p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
 
 
 class Yielded(Protocol):
@@ -62,16 +66,7 @@ def _fed(chunk: Chunk, results: Sequence[Accepted]) -> Chunk:
     rows += (0,) * (chunk.num_tokens - len(rows))
     # The least start counts on one accepted token.
     start = chunk.start + len(before.token_ids) - 1
-    return Chunk(
-        key=chunk.key,
-        start=start,
-        token_ids=rows,
-        pages=chunk.pages,
-        state_slot=chunk.state_slot,
-        prompt=chunk.prompt,
-        num_sampled=chunk.num_sampled,
-        fed=chunk.fed,
-    )
+    return replace(chunk, start=start, token_ids=rows, slack=0)
 
 
 def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None) -> list[SampledRow]:

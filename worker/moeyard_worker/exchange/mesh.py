@@ -240,6 +240,7 @@ class Mesh:
         """Wait on everything until `peer`, whose frame is due, has one."""
         wires = self._open_wires()
         limit = since + self.deadline
+        where, place = where_in_step(self.step, layer, phase), place_of(layer, phase)
         late = happened = False
         while True:
             # Before the first wait too: an end may have been seen while another peer was waited for.
@@ -247,7 +248,6 @@ class Mesh:
                 return wires.inbox[peer].popleft()
             self._raise_if_told(wires)
             due = [other for other in self.peers if other >= peer and not wires.inbox[other]]
-            where, place = where_in_step(self.step, layer, phase), place_of(layer, phase)
             for other in due:
                 if other in wires.lost:
                     self._raise(place, [other], f"rank {other} {wires.lost[other]} at {where}")

@@ -31,7 +31,6 @@ LAST_LOOK_S = 0.05
 # sun_path holds 108 bytes with its terminating zero (unix(7)).
 MAX_IPC_PATH = 107
 
-
 # CLOSED on a socket that connects is a refused connection; on one that binds it would be the end of a listener.
 _CONNECT_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _BIND_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED

@@ -1,6 +1,5 @@
 """Keys of config.json that several families read alike. Pure."""
 
-from dataclasses import replace
 from typing import Literal
 
 from moeyard_worker.config.fields import Fields
@@ -41,7 +40,7 @@ def parse_mla(config: Fields, *, interleaved: bool) -> Mla:
         raise config.error("num_key_value_heads", f"is not {num_heads}: latent attention has one key per query head")
     nope_dim, rope_dim = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
     fields = rope_fields(config, 10_000.0)
-    attention = Mla(
+    return Mla(
         num_heads=num_heads,
         q_lora_rank=config.optional_integer("q_lora_rank"),
         kv_lora_rank=config.integer("kv_lora_rank"),
@@ -50,7 +49,5 @@ def parse_mla(config: Fields, *, interleaved: bool) -> Mla:
         v_dim=config.integer("v_head_dim"),
         scale=mla_softmax_scale(fields, nope_dim + rope_dim),
         bias=config.boolean("attention_bias", False),
-        rope=None,
+        rope=parse_rope(fields, dim=rope_dim, interleaved=interleaved, max_position=max_position(config)),
     )
-    rope = parse_rope(fields, dim=rope_dim, interleaved=interleaved, max_position=max_position(config))
-    return replace(attention, rope=rope)

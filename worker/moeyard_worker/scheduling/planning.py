@@ -91,7 +91,7 @@ def make_chunk(request: Request, place: Place, rows: int) -> Chunk:
         if num_drafts > 0:
             token_ids += request.drafts[:num_drafts]
     return Chunk(
-        key=(request.client, request.request_id),
+        key=request.key,
         start=start,
         token_ids=token_ids,
         pages=tuple(request.pages),

@@ -1,0 +1,45 @@
+"""What the plans of all backends hold of a step's rows: looked-up rotations, places in pages, tables of pages."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from moeyard_kernels.types.step import ChunkRows
+
+
+class Rotations:
+    """What tables hold for the rows at `positions` [rows] int64, looked up once a step however many layers ask."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+        self._found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) [rows, D / 2] fp32 from a table [positions, D] that outlives the step."""
+        found = self._found.get(id(table))
+        if found is None:
+            cos, sin = table.index_select(0, self._positions).chunk(2, 1)
+            found = self._found[id(table)] = cos, sin
+        return found
+
+
+def entries_at(chunk: ChunkRows, positions: np.ndarray, page_size: int) -> np.ndarray:
+    """Where in the pages a chunk's sequence keeps `positions`: page * page_size + offset."""
+    return np.asarray(chunk.pages)[positions // page_size] * page_size + positions % page_size
+
+
+def page_table(chunks: Sequence[ChunkRows], page_size: int) -> np.ndarray:
+    """[chunks, most pages, at least 1] int64 of the pages that hold known positions, zeros behind."""
+    used = [-(-(chunk.start + len(chunk.token_ids)) // page_size) for chunk in chunks]
+    table = np.zeros((len(chunks), max(used, default=1)), dtype=np.int64)
+    for row, chunk, count in zip(table, chunks, used, strict=True):
+        row[:count] = chunk.pages[:count]
+    return table
+
+
+def decode_table(decode: Sequence[ChunkRows], page_size: int) -> tuple[np.ndarray, list[int]]:
+    """One row of pages and one length per decode row; each row of a chunk sees one position more than that before."""
+    counts = [len(chunk.token_ids) for chunk in decode]
+    kv_lens = [c.start + 1 + row for c, count in zip(decode, counts, strict=True) for row in range(count)]
+    return np.repeat(page_table(decode, page_size), counts, axis=0), kv_lens
