@@ -62,7 +62,7 @@ class CudaBackend:
         self.page_size, self.device = page_size, device
         # The sliding windows of the layers built so far, and whether one of them decompresses its keys.
         self.windows: set[int | None] = set()
-        self._flat = False
+        self.flat = False
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """See `Backend.matrix`: as it is."""
@@ -70,7 +70,7 @@ class CudaBackend:
 
     def plan(self, step: StepRows) -> CudaPlan:
         """See `Backend.plan`."""
-        return CudaPlan(step, page_size=self.page_size, windows=self.windows, flat=self._flat, device=self.device)
+        return CudaPlan(step, page_size=self.page_size, windows=self.windows, flat=self.flat, device=self.device)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See `Backend.linear`; weights do not change while a model serves."""
@@ -84,7 +84,7 @@ class CudaBackend:
     def mla(self, **arguments: Any) -> CudaMla:
         """See `Backend.mla`."""
         self.windows.add(None)
-        self._flat = True
+        self.flat = True
         return CudaMla(**arguments)
 
     def expert_slots(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> CudaExpertSlots:

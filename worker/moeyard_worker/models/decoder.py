@@ -81,8 +81,11 @@ class Decoder:
         self._following = [*(layer.input_norm for layer in self._layers[1:]), load(spec.norm)]
         self._lm_head = self._embed if spec.lm_head is None else load(spec.lm_head)
 
-    def forward(self, plan: StepPlan) -> torch.Tensor:
-        """fp32 logits [num_sampled or more, V] of the plan's sample rows; what lies behind num_sampled is garbage."""
+    def forward(self, plan: StepPlan, out: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 logits [num_sampled or more, V] of the plan's sample rows; what lies behind num_sampled is garbage.
+
+        Into `out` [num_sampled, V] if given, where a backend has no more rows than that.
+        """
         if not plan.num_tokens:
             return self._idle(plan)
         residual = self._embed.index_select(0, plan.token_ids)
@@ -94,7 +97,8 @@ class Decoder:
             return x.new_empty(0, self._lm_head.shape[0], dtype=torch.float32)
         if plan.sample_rows is not None:
             x = x.index_select(0, plan.sample_rows)
-        return self._backend.linear(x, self._lm_head).float()
+        logits = self._backend.linear(x, self._lm_head)
+        return logits.float() if out is None else out.copy_(logits)
 
     def _idle(self, plan: StepPlan) -> torch.Tensor:
         """A step without rows: only the exchanges, which every rank takes part in."""
