@@ -66,7 +66,7 @@ class Bench:
         cache = ExpertCache(
             backend=backend, source=weights, layers=config.moe_layers, experts=range(config.num_experts),
             hidden=config.hidden_size, intermediate=config.moe_intermediate_size, dtype=DTYPE,
-            num_slots=config.num_experts * len(config.moe_layers), top_k=config.top_k,
+            num_slots=config.num_experts * len(config.moe_layers),
         )  # fmt: skip
         cache.preload()
         self.experts = Counting(cache)

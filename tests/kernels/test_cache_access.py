@@ -10,7 +10,7 @@ from tests.kernels.graphs import assert_replays
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.experts import cache_access as triton_kernel
-from moeyard_kernels.types.expert_ranks import LAST_VISIT, SUMS, UNIT, add_use, max_waves, recent_rank
+from moeyard_kernels.types.expert_ranks import LAST_VISIT, SUMS, UNIT, add_use, recent_rank
 from moeyard_kernels.types.expert_residency import (
     EVICTED_PROBATION,
     EVICTED_PROTECTED,
@@ -32,9 +32,7 @@ NAMES: tuple[PolicyName, ...] = ("slru", "lru")
 
 
 def fields(state: ResidencyState) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        x.cpu() for x in (state.slot_of, state.keys, state.ranks, state.protected, state.uses, state.counts)
-    )
+    return tuple(x.cpu() for x in (state.slot_of, state.keys, state.ranks, state.protected, state.uses, state.counts))
 
 
 def needs(rng: random.Random, num_layers: int, num_experts: int, top_k: int, num_visits: int) -> list[torch.Tensor]:
@@ -73,19 +71,17 @@ def test_kernel_oracle_and_policy_decide_alike(
     pure = start_policy(policy, layers=layers, experts=range(50, 50 + num_experts), num_slots=num_slots)
     counters = Counters()
     missed = 0
-    for visit, ids in enumerate(needs(rng, num_layers, num_experts, top_k, 60)):
-        layer = visit % num_layers if visit < 40 else rng.randrange(num_layers)
-        num_waves = max_waves(min(ids.numel(), num_experts), num_slots) + visit % 2
-        got = triton_kernel.cache_access(ids.to(DEVICE), ours, layer=layer, num_waves=num_waves)
-        wanted = ops.cache_access(ids, theirs, layer=layer, num_waves=num_waves)
+    for visit, ids in enumerate(needs(rng, num_layers, num_experts, top_k, 60 if DEVICE.type == "cuda" else 30)):
+        layer = visit % num_layers if visit % 3 else rng.randrange(num_layers)
+        needed = sorted({int(e) + 50 for e in ids.flatten() if e >= 0})
+        known = max(1, len(needed)) if visit % 2 else None
+        got = triton_kernel.cache_access(ids.to(DEVICE), ours, layer=layer, num_needed=known)
+        wanted = ops.cache_access(ids, theirs, layer=layer, num_needed=known)
         assert_bits(f"tables of visit {visit}", got.cpu(), wanted)
         assert_bits(f"state after visit {visit}", fields(ours), fields(theirs))
-        needed = sorted({int(e) + 50 for e in ids.flatten() if e >= 0})
         tables = torch.full_like(wanted, -1)
-        row = 0
-        for wave in pure.access(layers[layer], needed, []):
+        for row, wave in enumerate(pure.access(layers[layer], needed, []), 1):
             counters.count(wave)
-            row += 1
             for placed in wave:
                 tables[0 if placed.hit else row, placed.expert - 50] = placed.slot
                 missed += placed.hit is None
@@ -111,11 +107,10 @@ def test_a_recorded_trace(policy: PolicyName) -> None:
         policy, num_layers=len(index), num_experts=len(header.experts), num_slots=num_slots, device=DEVICE
     )
     pure = start_policy(policy, layers=header.layers, experts=header.experts, num_slots=num_slots)
-    visits = [access for access in trace if access.decode][: 4000 if DEVICE.type == "cuda" else 150]
+    visits = [access for access in trace if access.decode][: 4000 if DEVICE.type == "cuda" else 50]
     for access in visits:
         ids = torch.tensor([access.decode], device=DEVICE) - header.experts_start
-        num_waves = max_waves(len(access.decode), num_slots)
-        tables = triton_kernel.cache_access(ids, state, layer=index[access.layer], num_waves=num_waves).tolist()
+        tables = triton_kernel.cache_access(ids, state, layer=index[access.layer]).tolist()
         waves = pure.access(access.layer, access.decode, [])
         found = [(p.hit is None, i, p.expert, p.slot) for i, wave in enumerate(waves) for p in wave]
         first = header.experts_start
@@ -130,7 +125,7 @@ def test_nothing_changes_without_decode_rows() -> None:
     state = start_residency("slru", num_layers=2, num_experts=4, num_slots=3, device=DEVICE)
     before = fields(state)
     for run in (triton_kernel.cache_access, ops.cache_access):
-        tables = run(torch.full((3, 2), -1, device=DEVICE), state, layer=1, num_waves=4)
+        tables = run(torch.full((3, 2), -1, device=DEVICE), state, layer=1)
         assert tables.tolist() == [[-1] * 4] * 5
         assert_bits("state", fields(state), before)
 
@@ -151,11 +146,13 @@ def test_bad_arguments_are_named() -> None:
     state = start_residency("lru", num_layers=2, num_experts=4, num_slots=3, device=DEVICE)
     ids = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match=r"ids must be int64 or int32 \[T, K\], got float32"):
-        ops.cache_access(ids.float(), state, layer=0, num_waves=4)
+        ops.cache_access(ids.float(), state, layer=0)
     with pytest.raises(ValueError, match="layer 2 of 2"):
-        ops.cache_access(ids, state, layer=2, num_waves=4)
-    with pytest.raises(ValueError, match="3 waves .* may need 4"):
-        ops.cache_access(ids, state, layer=0, num_waves=3)
+        ops.cache_access(ids, state, layer=2)
+    with pytest.raises(ValueError, match="num_needed 0"):
+        ops.cache_access(ids, state, layer=0, num_needed=0)
+    with pytest.raises(ValueError, match=r"ids int64 \[0, 2\]"):
+        ops.cache_access(ids[:0], state, layer=0)
 
 
 def test_both_policies_are_known() -> None:
@@ -174,7 +171,7 @@ def test_a_graph_replays_it(policy: PolicyName) -> None:
         live = (state.slot_of, state.keys, state.ranks, state.protected, state.uses, state.counts)
         for x, first in zip(live, firsts, strict=True):
             x.copy_(first)
-        tables = [ops.cache_access(ids, state, layer=layer, num_waves=2) for layer in (0, 1, 2, 0)]
+        tables = [ops.cache_access(ids, state, layer=layer) for layer in (0, 1, 2, 0)]
         return (*tables, *(x.clone() for x in live))
 
     firsts = [x.to(DEVICE) for x in start]

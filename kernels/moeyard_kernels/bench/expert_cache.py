@@ -31,19 +31,19 @@ def cases() -> Iterator[Case]:
     for name, num_layers, num_experts, top_k, _, _ in MODELS:
         for share in (0.1, 0.5):
             for num_tokens in (1, 8):
-                yield _access_case(f"{name} T={num_tokens} {share:.0%}", num_layers, num_experts, top_k, share, num_tokens)
+                yield _access_case(
+                    f"{name} T={num_tokens} {share:.0%}", num_layers, num_experts, top_k, share, num_tokens
+                )
     for name, _, num_experts, _, hidden, inner in MODELS:
         for count in (0, 1, 8):
             yield _gather_case(f"{name} {count} experts", num_experts, hidden, inner, count)
 
 
-def _access(ids: torch.Tensor, state: ResidencyState, *, layer: int, num_waves: int) -> torch.Tensor:
-    return cache_access.cache_access(ids, state, layer=layer, num_waves=num_waves)
+def _access(ids: torch.Tensor, state: ResidencyState, *, layer: int) -> torch.Tensor:
+    return cache_access.cache_access(ids, state, layer=layer)
 
 
-def _access_case(
-    shape: str, num_layers: int, num_experts: int, top_k: int, share: float, num_tokens: int
-) -> Case:
+def _access_case(shape: str, num_layers: int, num_experts: int, top_k: int, share: float, num_tokens: int) -> Case:
     """Repeated in one layer, so that after the first launch all experts hit: what every step pays."""
     num_slots = int(share * num_layers * num_experts)
     sizes: dict[str, Any] = {"num_layers": num_layers, "num_experts": num_experts, "num_slots": num_slots}
@@ -52,14 +52,14 @@ def _access_case(
     def prove() -> None:
         ours, theirs = (start_residency("slru", **sizes, device=torch.device(d)) for d in ("cuda", "cpu"))
         for layer in (0, 1, 0):
-            got = cache_access.cache_access(ids, ours, layer=layer, num_waves=1)
-            assert_bits("tables", got.cpu(), ops.cache_access(ids.cpu(), theirs, layer=layer, num_waves=1))
+            got = cache_access.cache_access(ids, ours, layer=layer)
+            assert_bits("tables", got.cpu(), ops.cache_access(ids.cpu(), theirs, layer=layer))
         assert_bits("ranks", ours.ranks.cpu(), theirs.ranks)
 
     return Case(
         op="cache_access",
         shape=f"{shape}, {num_slots} slots",
-        run=partial(_access, ids, start_residency("slru", **sizes, device=torch.device("cuda")), layer=0, num_waves=1),
+        run=partial(_access, ids, start_residency("slru", **sizes, device=torch.device("cuda")), layer=0),
         prove=prove,
         num_bytes=num_experts * 24,
         target=Target("us", 10),

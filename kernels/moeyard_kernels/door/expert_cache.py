@@ -4,17 +4,19 @@ import torch
 
 from moeyard_kernels.common.checks import check_devices, show
 from moeyard_kernels.door.load import kernel
-from moeyard_kernels.types.expert_ranks import max_waves
 from moeyard_kernels.types.expert_residency import ResidencyState
 
 
-def cache_access(ids: torch.Tensor, state: ResidencyState, *, layer: int, num_waves: int) -> torch.Tensor:
-    """Make the experts resident that decode rows of one layer need -> tables [1 + num_waves, E] int32 of slots.
+def cache_access(
+    ids: torch.Tensor, state: ResidencyState, *, layer: int, num_needed: int | None = None
+) -> torch.Tensor:
+    """Make the experts resident that decode rows of one layer need -> tables [1 + waves, E] int32 of slots.
 
-    ids [T, K] (int64 or int32) count from 0 within the layer, -1 is masked. Row 0 of the result names the slots of the
+    ids [T, K] (int64 or int32) count from 0 within the layer, -1 is masked; at most `num_needed` are distinct, if the
+    caller knows. Row 0 of the result names the slots of the
     experts that have one, row 1 + w those of the experts that are to be copied for wave w; -1 for all others. What row
     w > 1 takes may be in use until the wave before is computed. Hits and the misses of wave 0 are at most half of the
-    slots, unless there are more hits; later waves have at most half (`max_waves`).
+    slots, unless there are more hits; later waves have at most half, and so there are `max_waves`.
 
     Changes `state` as the policy does that it names (`moeyard_worker.experts`): the same victims, the same slots. No
     host sync; nothing is changed where no id is left. Ids must lie in [-1, E): checked on a CPU, and on a GPU within
@@ -22,13 +24,12 @@ def cache_access(ids: torch.Tensor, state: ResidencyState, *, layer: int, num_wa
     """
     if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"cache_access: ids must be int64 or int32 [T, K], got {show(ids)}")
-    num_layers, num_experts = state.slot_of.shape
-    if not 0 <= layer < num_layers:
-        raise ValueError(f"cache_access: layer {layer} of {num_layers}")
-    if num_waves < (wanted := max_waves(min(ids.numel(), num_experts), state.num_slots)):
-        raise ValueError(f"cache_access: {num_waves} waves for ids {show(ids)}, which may need {wanted}")
+    if not 0 <= layer < state.slot_of.shape[0]:
+        raise ValueError(f"cache_access: layer {layer} of {state.slot_of.shape[0]}")
+    if not ids.numel() or (num_needed is not None and num_needed < 1):
+        raise ValueError(f"cache_access: nothing is asked for, ids {show(ids)}, num_needed {num_needed}")
     check_devices("cache_access", ids=ids, slot_of=state.slot_of)
-    return kernel("experts.cache_access", ids).cache_access(ids, state, layer=layer, num_waves=num_waves)
+    return kernel("experts.cache_access", ids).cache_access(ids, state, layer=layer, num_needed=num_needed)
 
 
 def gather_experts(

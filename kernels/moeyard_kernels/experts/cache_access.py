@@ -154,11 +154,14 @@ def _cache_access_kernel(
     _add(p_counts, _EVICTED_PROTECTED, n_evicted)
 
 
-def cache_access(ids: torch.Tensor, state: ResidencyState, *, layer: int, num_waves: int) -> torch.Tensor:
+def cache_access(
+    ids: torch.Tensor, state: ResidencyState, *, layer: int, num_needed: int | None = None
+) -> torch.Tensor:
     """See `moeyard_kernels.ops.cache_access`."""
     launch.check_layout("cache_access", ids=ids, slot_of=state.slot_of)
     num_experts = state.slot_of.shape[1]
     launch.check_indices("cache_access", low=-1, high=num_experts, ids=ids)
+    num_waves = state.num_waves(ids, num_needed)
     tables = torch.empty(1 + num_waves, num_experts, dtype=torch.int32, device=ids.device)
     _cache_access_kernel[(1,)](
         ids, state.slot_of, state.keys, state.ranks, state.protected, state.uses, state.counts, state.sums, tables,

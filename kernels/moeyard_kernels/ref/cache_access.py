@@ -17,14 +17,17 @@ from moeyard_kernels.types.expert_residency import (
 )
 
 
-def cache_access(ids: torch.Tensor, state: ResidencyState, *, layer: int, num_waves: int) -> torch.Tensor:
+def cache_access(
+    ids: torch.Tensor, state: ResidencyState, *, layer: int, num_needed: int | None = None
+) -> torch.Tensor:
     """See `moeyard_kernels.ops.cache_access`; every choice is a search through all slots."""
     num_experts = state.slot_of.shape[1]
     check_indices("cache_access", low=-1, high=num_experts, ids=ids)
-    tables = torch.full((1 + num_waves, num_experts), -1, dtype=torch.int32)
+    tables = torch.full((1 + state.num_waves(ids, num_needed), num_experts), -1, dtype=torch.int32)
     needed = sorted({int(e) for e in ids.flatten()} - {-1})
     if not needed:
         return tables
+    assert num_needed is None or len(needed) <= num_needed, (needed, num_needed)
     counts, slots = state.counts, state.slot_of[layer]
     counts[STEP] += int(layer <= int(counts[LAYER]))
     counts[LAYER] = layer

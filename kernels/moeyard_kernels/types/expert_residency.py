@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from moeyard_kernels.types.expert_ranks import SUMS, idle_rank, lru_rank, slots_of_layers
+from moeyard_kernels.types.expert_ranks import SUMS, idle_rank, lru_rank, max_waves, slots_of_layers
 
 PolicyName = Literal["slru", "lru"]
 
@@ -36,6 +36,11 @@ class ResidencyState:
     def num_slots(self) -> int:
         """S."""
         return self.keys.shape[0]
+
+    def num_waves(self, ids: torch.Tensor, num_needed: int | None) -> int:
+        """Waves for ids of which at most `num_needed` (None: all) are distinct."""
+        most = min(ids.numel(), self.slot_of.shape[1])
+        return max_waves(most if num_needed is None else min(most, num_needed), self.num_slots)
 
 
 def start_residency(

@@ -1,7 +1,7 @@
 """What every policy does alike: slots ordered by a rank each, waves, and prompts that stream past them. Pure.
 
-A policy says how an expert's rank changes (`moeyard_kernels.types.expert_ranks`); of those that a wave does not need the
-one with the smallest rank loses its slot. The order is total and of integers alone, so that a GPU decides the same
+A policy says how an expert's rank changes (`moeyard_kernels.types.expert_ranks`); of those that a wave does not need,
+the one with the smallest rank loses its slot. The order is total and of integers alone, so that a GPU decides the same
 (`moeyard_kernels.experts.cache_access`).
 
 A wave has at most half of the slots (`wave_limit`; its hits may be more): a layer that needs more experts than that
@@ -111,9 +111,7 @@ class RankedPolicy:
             self._protected[slot] = False
             self._ranks[slot] = self._used_rank(key, missed=True)
             kept.append((self._ranks[slot], slot))
-            out.append(
-                Placed(expert=expert, slot=slot, kind="decode", evicted=self._name(old), evicted_from=found)
-            )
+            out.append(Placed(expert=expert, slot=slot, kind="decode", evicted=self._name(old), evicted_from=found))
         for entry in kept:
             heapq.heappush(self._heap, entry)
         return out

@@ -66,9 +66,10 @@ def simulate(path: Path, policy: str | None = None, slots: int | None = None) ->
 def belady(path: Path, slots: int | None) -> tuple[Optimum, ...]:
     """Per rank, hits that no policy can exceed: keep the experts whose next use is nearest (Belady, 1966).
 
-    Starts as the engine does. An access counts its hits before anything is replaced. A hit is then an expert kept from one use to its next, at
-    most `slots` are kept at a time, and choosing those that end first is optimal. It is a bound, tight but for less
-    than one slot: a miss may be used here without taking a slot for the moment, which the engine cannot do.
+    Starts as the engine does. An access counts its hits before anything is replaced. A hit is then an expert kept from
+    one use to its next, at most `slots` are kept at a time, and choosing those that end first is optimal. It is a
+    bound, tight but for less than one slot and for prompts: here a miss may be used without taking a slot for the
+    moment, and what a prompt missed may be kept, neither of which the engine does.
     """
     if slots is not None and slots < 1:
         raise ValueError(f"the expert cache needs at least 1 slot, got {slots}")
