@@ -30,6 +30,7 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.bench.timing import Timer
 from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_kernels.cuda.graph_inputs import Bucket
 from moeyard_worker.checkpoint.dummy import DummyWeights
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.config.fields import Fields
@@ -87,8 +88,12 @@ class Bench:
             self.spec, load=weights.load, backend=backend, exchange=LocalExchange(), experts=self.experts, dtype=DTYPE,
             num_pages=num_pages,
         )  # fmt: skip
-        self.graphs = GraphRunner(self.runner, backend, max_rows=max_rows, max_pages=max_pages)
+        self.graphs = GraphRunner(
+            self.runner, backend, max_rows=max_rows, max_pages=max_pages, max_prompt=chunk,
+            captures_prompts=cache.captures_prompts,
+        )  # fmt: skip
         self.rng = random.Random(7)
+        self.temperature, self.top_p = 0.0, 1.0
 
     def scheduler(self) -> Scheduler:
         """An empty one over all pages."""
@@ -109,7 +114,10 @@ class Bench:
     def submit(self, scheduler: Scheduler, name: str, prompt: int, output: int) -> None:
         """Queue a greedy request with a prompt of its own."""
         ids = tuple(self.rng.randrange(self.config.vocab_size) for _ in range(prompt))
-        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=output, temperature=self.temperature, seed=self.rng.randrange(2**32), ignore_eos=True,
+            top_p=self.top_p,
+        )  # fmt: skip
         rejected = scheduler.add(
             Submit(request_id=name, prompt_token_ids=ids, sampling=params), b"bench", time.monotonic()
         )
@@ -223,8 +231,8 @@ def decode(
     num_decoding = sum(r["rows"] > r["prefill"] for r in every)
     gaps = [b["at"] - a["at"] for a, b in itertools.pairwise(records)]
     # The last replay again, alone.
-    key = min(k for k in bench.graphs._graphs if k[0] >= streams and k[1] * PAGE_SIZE >= prompt + output)
-    graph = bench.graphs._graphs[key].graph
+    wanted = Bucket(decode=streams, width=-(-(prompt + output) // PAGE_SIZE))
+    key, graph = next((b, g.graph) for b, g in bench.graphs._graphs.items() if b.holds(wanted))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
@@ -238,7 +246,7 @@ def decode(
         "streams": streams, "tpot_ms": statistics.median(gaps) * 1e3,
         "p99_ms": sorted(gaps)[int(len(gaps) * 0.99)] * 1e3,
         "replay_ms": start.elapsed_time(end) / 20, "floor_ms": floor * 1e3, "distinct_experts": distinct,
-        "host_ms": statistics.median(r["host"] for r in records) * 1e3, "bucket": key,
+        "host_ms": statistics.median(r["host"] for r in records) * 1e3, "bucket": str(key),
         **misses.row(times=num_decoding, seconds=statistics.mean(gaps), resident=resident, link=link),
     }  # fmt: skip
 
@@ -282,7 +290,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--prefill", nargs="*", default=["1x256", "1x1024", "1x8192", "4x4096"])
-    parser.add_argument("--chunk", type=int, default=8192, help="prompt rows of a step")
+    parser.add_argument("--chunk", type=int, default=2048, help="prompt rows of a step")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--residency", type=float, nargs="+", default=[1.0], help="shares of the experts in slots")
     parser.add_argument("--expert-slots", type=int, help="of all layers together, instead of --residency")
     parser.add_argument("--policy", choices=sorted(POLICIES), default="slru")
@@ -299,7 +309,8 @@ def main() -> None:
     sizes = [args.expert_slots] if args.expert_slots else [max(1, round(r * num_experts)) for r in args.residency]
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {timer.copy_bandwidth * 1e-12:.2f} TB/s, "
-        f"from the host {copied * 1e-9:.1f} GB/s, gathered {gathered * 1e-9:.1f} GB/s; {args.shape}, {config.num_layers} layers",
+        f"from the host {copied * 1e-9:.1f} GB/s, gathered {gathered * 1e-9:.1f} GB/s; {args.shape}, "
+        f"{config.num_layers} layers",
         flush=True,
     )
     rows: list[dict[str, Any]] = []
@@ -315,8 +326,9 @@ def main() -> None:
         loaded = time.perf_counter()
         # Only what is measured, to save the time of the others.
         wanted = -(-(args.prompt + args.output) // PAGE_SIZE)
-        widths = sorted({w for _, w in bench.graphs.buckets() if w >= wanted})[:1]
-        buckets = [(r, widths[0]) for r in {r for r, _ in bench.graphs.buckets() if r in args.streams}]
+        every = list(bench.graphs.buckets())
+        width = min(b.width for b in every if b.width >= wanted)
+        buckets = [b for b in every if (b.decode in args.streams and b.width == width) or (b.prompt and not b.decode)]
         bench.graphs.buckets = lambda buckets=buckets: iter(buckets)  # type: ignore[method-assign, misc]
         bench.graphs.capture()
         torch.cuda.synchronize()
@@ -325,6 +337,7 @@ def main() -> None:
             f"{time.perf_counter() - loaded:.1f} s, {torch.cuda.memory_allocated() / 2**30:.1f} GiB",
             flush=True,
         )
+        bench.temperature, bench.top_p = args.temperature, args.top_p
         share = {} if bench.cache.all_resident else {"residency": num_slots / num_experts, "policy": args.policy}
         for streams in args.streams:
             row = decode(bench, streams, args.prompt, args.output, timer.copy_bandwidth, copied, resident.get(streams))

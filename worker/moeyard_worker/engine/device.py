@@ -113,9 +113,12 @@ class CudaDevice:
         torch.cuda.set_device(self._device)
 
     def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
-        """Decode steps of every size are captured here."""
+        """Steps of every size that is captured are captured here."""
         max_pages = -(-plan.max_model_len // config.page_size)
-        graphs = GraphRunner(runner, self.backend, max_rows=config.max_num_seqs, max_pages=max_pages)
+        graphs = GraphRunner(
+            runner, self.backend, max_rows=config.max_num_seqs, max_pages=max_pages,
+            max_prompt=config.max_batch_tokens, captures_prompts=not plan.stream_slots,
+        )  # fmt: skip
         if not config.enforce_eager:
             graphs.capture()
         return graphs
