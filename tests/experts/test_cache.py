@@ -159,6 +159,45 @@ def test_residency_changes_no_bit(dtype: torch.dtype, backend: str) -> None:
         cache.validate()
 
 
+@pytest.mark.skipif(GPU.type == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("num_slots", [1, 4, TOTAL // 2])
+def test_a_graph_decides_and_gathers(num_slots: int, policy: str) -> None:
+    """Decode steps of all layers in one graph, replayed with new rows, with prompts launched between the replays."""
+    dtype, num_rows = torch.bfloat16, 5
+    source = Weights(dtype)
+    part, whole = (
+        make_cache(source, num_slots=size, policy=policy, dtype=dtype, backend="gpu") for size in (num_slots, TOTAL)
+    )
+    generator = torch.Generator().manual_seed(num_slots)
+    rows = torch.zeros(num_rows, HIDDEN, dtype=dtype, device=GPU)
+    experts = torch.zeros(num_rows, TOP_K, dtype=torch.int64, device=GPU)
+    held = Dispatched(rows=rows, experts=experts, prompt=None, handle=None)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for layer in LAYERS:
+            part.run(layer, held)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [part.run(layer, held) for layer in LAYERS]
+    prompts = iter(accesses(5, 40, dtype))
+    for step in range(40):
+        rows.copy_(torch.randn(num_rows, HIDDEN, generator=generator))
+        experts.copy_(torch.rand(num_rows, len(EXPERTS), generator=generator).argsort(1)[:, :TOP_K])
+        graph.replay()
+        for layer, out in zip(LAYERS, outs, strict=True):
+            assert torch.equal(out, whole.run(layer, held)), (step, layer)
+        layer, mixed = next(prompts)
+        filled = here(mixed)
+        assert torch.equal(run(part, layer, mixed, "gpu")[filled], run(whole, layer, mixed, "gpu")[filled]), step
+    counters = part.look(wait=True).counters
+    assert counters.num_hits > 0
+    assert counters.misses["decode"] == counters.num_evictions > 0
+    assert counters.misses["prefill"] > 0
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("num_slots", [1, 4, TOTAL // 2, TOTAL, TOTAL + 5])
