@@ -123,6 +123,8 @@ class EngineConfig:
             raise ValueError(
                 f"device {self.device!r} serves with one worker so far, got num_workers {self.num_workers}"
             )
+        if self.device != "cpu" and self.record_routing is not None and not self.enforce_eager:
+            raise ValueError("record_routing on a GPU needs enforce_eager: a captured step tells the host of no expert")
         _require_positive(self, ("num_workers", "page_size", "threads", *_LIMITS))
         _require_positive(self, ("expert_slots", "expert_memory", "kv_memory", "max_model_len", "mixed_prefill_tokens"))
         _require_rows(self)

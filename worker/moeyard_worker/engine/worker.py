@@ -18,6 +18,7 @@ from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
 from moeyard_worker.engine.frontend import Frontend
+from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.loop import Engine
 from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
 from moeyard_worker.engine.metrics import WorkerMetrics
@@ -106,13 +107,9 @@ class Worker:
         """
         config, model = self._spec.config, self._model
         assert self._available is not None, "load comes after connect"
-        plan = self._plan(self._available // ranks_on_host)
-        if config.device != "cpu" and plan.expert_slots < len(self._experts) * len(model.moe_layers):
-            raise ValueError(
-                f"a GPU serves with all experts resident so far: {plan.expert_slots} of "
-                f"{len(self._experts) * len(model.moe_layers)} fit; lower --kv-memory or --max-batch-tokens, or use "
-                "--device cpu"
-            )
+        plan = self._plan(self._available // ranks_on_host, ranks_on_host)
+        for reason in plan.reasons:
+            log.info("rank %d: %s", self._spec.rank, reason)
         self._recording = self._recorder(plan)
         state = model.state_spec(self._dtype.itemsize)
         num_state_slots = config.max_num_seqs if state.bytes_per_sequence else 0
@@ -126,13 +123,11 @@ class Worker:
             intermediate=model.moe_intermediate_size,
             dtype=self._dtype,
             num_slots=plan.expert_slots,
-            top_k=model.top_k,
             policy=config.expert_policy,
             recorder=self._recording,
         )
         self._total = self._checkpoint.dense_bytes()
-        if experts.all_resident:
-            self._total += experts.num_slots * model.expert_bytes(self._dtype.itemsize)
+        self._total += experts.num_preloaded * model.expert_bytes(self._dtype.itemsize)
         exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
         loader = DenseLoader(self._checkpoint, backend=backend, dtype=self._dtype, progress=self._advance)
         runner = Runner(
@@ -186,7 +181,7 @@ class Worker:
             "skipped": dict(self._checkpoint.skipped),
         }
 
-    def _plan(self, available: int) -> MemoryPlan:
+    def _plan(self, available: int, ranks_on_host: int) -> MemoryPlan:
         return plan_memory(
             config=self._spec.config,
             model=self._model,
@@ -197,6 +192,7 @@ class Worker:
             available=available,
             # Peers of one host reserve theirs when they are constructed.
             slab_allocated=self._mesh.own_slab is not None,
+            host_available=available_memory() // ranks_on_host if self._device.footprints.HOST_EXPERTS else None,
         )
 
     def _recorder(self, plan: MemoryPlan) -> RoutingRecorder | None:
