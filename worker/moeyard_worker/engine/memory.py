@@ -58,7 +58,7 @@ def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
         num_experts=model.num_experts,
         top_k=model.top_k,
         hidden=model.hidden_size,
-        dtype=model.dtype if config.dtype == "auto" else config.dtype,
+        dtype=model.served_dtype(config.dtype),
         max_tokens=config.max_batch_tokens,
     )
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
+from moeyard_worker.checkpoint.check import DummyCheckpoint, check_weights
+from moeyard_worker.checkpoint.dummy import DummyWeights
+from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
@@ -24,10 +26,12 @@ from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
+from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.experts.trace import RoutingRecorder, TraceHeader
-from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.decoder import Load
+from moeyard_worker.models.shapes import served_model
 from moeyard_worker.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -44,9 +48,9 @@ class Worker:
         self._spec = spec
         config = spec.config
         self._device = make_device(config)
-        self._model = load_model_config(config.model_path)
-        self._checkpoint = open_checkpoint(config.model_path, self._model)
-        self._dtype = getattr(torch, self._model.dtype if config.dtype == "auto" else config.dtype)
+        self._model = served_model(config)
+        self._checkpoint = check_weights(config, self._model)
+        self._dtype: torch.dtype = getattr(torch, self._model.served_dtype(config.dtype))
         self._placement = partition(self._model.num_experts, config.num_workers)
         self._experts = self._placement[spec.rank]
         self._shape = exchange_shape(config, self._model)
@@ -117,9 +121,10 @@ class Worker:
         state = model.state_spec(self._dtype.itemsize)
         num_state_slots = config.max_num_seqs if state.bytes_per_sequence else 0
         backend = self._device.backend
+        load, source = self._weights()
         experts = self.experts = ExpertCache(
             backend=backend,
-            source=MappedExperts(self._checkpoint),
+            source=source,
             layers=model.moe_layers,
             experts=self._experts,
             hidden=model.hidden_size,
@@ -134,10 +139,9 @@ class Worker:
         if experts.all_resident:
             self._total += experts.num_slots * model.expert_bytes(self._dtype.itemsize)
         exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
-        loader = DenseLoader(self._checkpoint, backend=backend, dtype=self._dtype, progress=self._advance)
         runner = Runner(
             self._checkpoint.spec,
-            load=loader.load,
+            load=load,
             backend=backend,
             exchange=exchange,
             experts=experts,
@@ -175,7 +179,7 @@ class Worker:
             frontend=self._frontend,
             metrics=self._metrics,
         )
-        log.info("rank %d serves %s with %s", self._spec.rank, config.model_path, plan)
+        log.info("rank %d serves %s with %s", self._spec.rank, config.model_path or config.shape, plan)
         return {
             "dtype": str(self._dtype).removeprefix("torch."),
             "num_pages": plan.num_pages,
@@ -184,6 +188,15 @@ class Worker:
             "num_experts": experts.num_experts,
             "skipped": dict(self._checkpoint.skipped),
         }
+
+    def _weights(self) -> tuple[Load, ExpertSource]:
+        """What gives the dense weights, and what the experts."""
+        checkpoint, backend = self._checkpoint, self._device.backend
+        if isinstance(checkpoint, DummyCheckpoint):
+            drawn = DummyWeights(checkpoint.spec, backend=backend, dtype=self._dtype, progress=self._advance)
+            return drawn.load, drawn
+        loader = DenseLoader(checkpoint, backend=backend, dtype=self._dtype, progress=self._advance)
+        return loader.load, MappedExperts(checkpoint)
 
     def _plan(self, available: int) -> MemoryPlan:
         return plan_memory(
