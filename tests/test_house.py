@@ -46,6 +46,7 @@ KERNEL_LINES = {
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {
     "moeyard_worker.engine.device": ("moeyard_kernels.cpu", "moeyard_kernels.cuda"),
+    "moeyard.bench.engine": ("moeyard_kernels.bench.timing",),
     "moeyard_worker.engine.local": ("moeyard_kernels.cpu.backend",),
     "moeyard_worker.engine.sampling": ("moeyard_kernels.ops",),
     "moeyard_worker.engine.graph_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),

@@ -1,4 +1,4 @@
-"""Command line: `moeyard serve | demo | verify | cache-sim`. Errors of use are one line on stderr and exit code 2."""
+"""Command line: `moeyard serve | demo | verify | bench | cache-sim`. Errors of use: one line on stderr, exit code 2."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from moeyard import __version__
-from moeyard.flags import add_engine_arguments, add_source_arguments, engine_config
+from moeyard.flags import add_bench_arguments, add_engine_arguments, add_source_arguments, engine_config
 from moeyard.lazy import load
 from moeyard_worker.config.cpu_config import set_cpu_environment
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EXPERT_POLICIES
@@ -45,6 +45,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     verify.set_defaults(run=run_verify)
 
+    bench = commands.add_parser("bench", help="measure; `moeyard bench engine` measures one worker's engine in process")
+    subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+    engine = subjects.add_parser("engine", help="latencies and rates of one engine, without router, sockets and peers")
+    add_bench_arguments(engine)
+    engine.set_defaults(run=run_bench_engine)
+
     sim = commands.add_parser("cache-sim", help="replay recorded routing through an expert-cache policy")
     sim.add_argument("file", help="what --record-routing wrote")
     sim.add_argument("--policy", choices=EXPERT_POLICIES, help="residency policy (default: as recorded)")
@@ -71,6 +77,12 @@ def run_verify(args: argparse.Namespace) -> int:
         raise ValueError("verify needs transformers: pip install 'moeyard[verify]'")
     set_cpu_environment()
     return int(load("moeyard_worker.engine.verify").verify(args.model, dtype=args.dtype))
+
+
+def run_bench_engine(args: argparse.Namespace) -> int:
+    """`moeyard bench engine`."""
+    set_cpu_environment()
+    return int(load("moeyard.bench.engine").bench_engine(args))
 
 
 def run_cache_sim(args: argparse.Namespace) -> int:

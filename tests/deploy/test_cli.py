@@ -192,6 +192,11 @@ def test_bad_arguments(arguments: list[str], says: list[str]) -> None:
     check_refused(moeyard(*arguments), *says)
 
 
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU to measure")
+def test_bench_engine_without_a_gpu() -> None:
+    check_refused(moeyard("bench", "engine", "--shape", "Kimi-K2"), "no CUDA device", "--device cpu")
+
+
 def test_help_and_version() -> None:
     """Quick, because a user looks here first: neither torch nor Ray is loaded."""
     outcome = moeyard("--version")

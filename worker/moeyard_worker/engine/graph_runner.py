@@ -64,8 +64,13 @@ class GraphRunner:
         self._max_rows, self._max_pages = max_rows, max_pages
         self._last_ids = torch.zeros(max_rows, dtype=torch.int64, device=backend.device)
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        # Steps of each kind; rows of all replays, and how many of them were padding.
         self.num_replayed = 0
         self.num_eager = 0
+        self.num_rows = 0
+        self.num_padded_rows = 0
+        # Launch every step kernel by kernel while this is set.
+        self.eager = False
 
     def buckets(self) -> Iterator[tuple[int, int]]:
         """(rows, pages) of every step that is captured."""
@@ -119,6 +124,8 @@ class GraphRunner:
             found.inputs.fill(step.decode, [-1 if c.fed is None else c.fed for c in step.decode])
             found.graph.replay()
             self.num_replayed += 1
+            self.num_rows += found.inputs.num_rows
+            self.num_padded_rows += found.inputs.num_rows - count
             logits = found.logits[:count]
         num_sampled = len(step.sample_rows)
         if found is not None and all(_plain(request) for request in requests):
@@ -130,7 +137,7 @@ class GraphRunner:
 
     def _bucket(self, step: Step) -> _Graph | None:
         """The smallest captured step that this one fits; None for what is launched kernel by kernel."""
-        if step.prefill or any(len(c.token_ids) > 1 or not c.num_sampled for c in step.decode):
+        if self.eager or step.prefill or any(len(c.token_ids) > 1 or not c.num_sampled for c in step.decode):
             return None
         count, pages = len(step.decode), max(len(c.pages) for c in step.decode)
         fits = [size for size in self._graphs if size[0] >= count and size[1] >= pages]

@@ -167,12 +167,13 @@ class Worker:
                 chunk_alignment=state.chunk_alignment,
             )
         )
+        step_runner = self.runner = self._device.step_runner(runner, config, plan)
         self._engine = Engine(
             rank=self._spec.rank,
             world_size=config.num_workers,
             epoch=self._spec.epoch,
             scheduler=scheduler,
-            runner=self._device.step_runner(runner, config, plan),
+            runner=step_runner,
             experts=experts,
             exchange=exchange,
             mesh=self._mesh,

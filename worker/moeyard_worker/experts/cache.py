@@ -68,6 +68,8 @@ class ExpertCache:
         self._policy = start_policy(policy, layers=layers, experts=experts, top_k=top_k, num_slots=num_slots)
         self._recorder = recorder
         self._step = 0
+        # Sees each layer's rows before they are computed, for measurements; not what a captured graph replays.
+        self.observer: Callable[[int, Dispatched], None] | None = None
         self._store: HostStore | None = HostStore(source, hidden=hidden, intermediate=intermediate)
         self._slots = backend.expert_slots(
             num_slots=self._policy.num_slots, hidden=hidden, intermediate=intermediate, dtype=dtype
@@ -121,6 +123,8 @@ class ExpertCache:
 
         With everything resident nothing is decided on the host; it counts where it knows the counts anyway.
         """
+        if self.observer is not None:
+            self.observer(layer, dispatched)
         run = self._slots.begin(
             dispatched.rows, dispatched.experts, num_experts=len(self._experts), prompt=dispatched.prompt
         )
