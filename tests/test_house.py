@@ -35,7 +35,7 @@ ROOMS = {
     "experts": (("config", "exchange"), 1150),
     "layers": (("config", "state", "exchange"), 550),
     "models": (("config", "state", "exchange", "layers"), 850),
-    "checkpoint": (("config", "layers", "models"), 450),
+    "checkpoint": (("config", "layers", "models"), 600),
     "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 2000),
 }
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.

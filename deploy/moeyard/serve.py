@@ -25,7 +25,7 @@ from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.server import run_router
 from moeyard_worker.checkpoint.check import check_weights
-from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.memory import plan_memory
 from moeyard_worker.experts.placement import partition
@@ -74,6 +74,7 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
         try:
             with progress_bar() as progress:
                 ranks = fleet.start(progress)
+            report_loaded(ranks)
             report_skipped(ranks[0].report["skipped"])
             if config.load_format == "dummy":
                 print(DUMMY_NOTE, file=sys.stderr)
@@ -175,6 +176,18 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def report_loaded(ranks: list[Rank]) -> None:
+    """Say how fast the weights came: all ranks' bytes over the slowest one's time, and the mean rate of their files."""
+    reports = [rank.report for rank in ranks]
+    rates = [report["read_rate"] for report in reports if report["read_rate"] is not None]
+    text = loading_rates(
+        sum(report["loaded_bytes"] for report in reports),
+        max(report["load_seconds"] for report in reports),
+        sum(rates) / len(rates) if rates else None,
+    )
+    print(text, file=sys.stderr, flush=True)
+
+
 def report_skipped(skipped: dict[str, str]) -> None:
     """Say which known extras of the checkpoint are not served, one line per reason."""
     for reason in sorted(set(skipped.values())):
@@ -197,4 +210,3 @@ def progress_bar() -> Iterator[Callable[[int, int], None]]:
             loaded = done
 
         yield progress
-    print(f"loaded {format_size(loaded)} of weights", file=sys.stderr, flush=True)

@@ -164,7 +164,9 @@ def test_one_ready_line(service: Command) -> None:
     """Scripts wait for it, so stdout has nothing else; stderr has words for people and no bars."""
     assert READY.fullmatch(service.out.read_text())
     skipped = r"skipped \d+ tensors \(multi-token prediction layer\), [\w.]+ first\n"
-    assert re.fullmatch(rf"loaded [\d.]+ MiB of weights\n{skipped}", service.err.read_text())
+    assert re.fullmatch(
+        rf"loaded [\d.]+ MiB of weights in [\d.]+ s \([\d.]+ GB/s\)\n{skipped}", service.err.read_text()
+    )
 
 
 def test_requests(service: Command) -> None:

@@ -189,6 +189,13 @@ def parse_size(text: str) -> int:
     return int(value)
 
 
+def loading_rates(num_bytes: int, seconds: float, read_rate: float | None) -> str:
+    """How fast weights came into place, for people; `read_rate`: bytes/s that their files gave, where it is known."""
+    rate = f"{num_bytes / seconds * 1e-9:.2f} GB/s" if seconds else "at once"
+    read = "" if read_rate is None else f", the files alone {read_rate * 1e-9:.2f} GB/s"
+    return f"loaded {format_size(num_bytes)} of weights in {seconds:.1f} s ({rate}{read})"
+
+
 def format_size(num_bytes: float) -> str:
     """A size for people, with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -7,6 +7,7 @@ crosses a method is plain values, so that a launcher needs no torch to drive a w
 
 import logging
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from moeyard_worker.checkpoint.check import DummyCheckpoint, check_weights
 from moeyard_worker.checkpoint.dummy import DummyWeights
 from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts
-from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.checkpoint.staging import StagedExperts, Staging
+from moeyard_worker.config.engine_config import SchedulerConfig, loading_rates
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
 from moeyard_worker.engine.frontend import Frontend
@@ -121,7 +123,8 @@ class Worker:
         state = model.state_spec(self._dtype.itemsize)
         num_state_slots = config.max_num_seqs if state.bytes_per_sequence else 0
         backend = self._device.backend
-        load, source = self._weights()
+        begun, staging = time.perf_counter(), self._device.staging()
+        load, source = self._weights(staging)
         experts = self.experts = ExpertCache(
             backend=backend,
             source=source,
@@ -150,6 +153,8 @@ class Worker:
             num_state_slots=num_state_slots,
         )
         experts.preload(self._advance)
+        self._device.finish()
+        seconds = time.perf_counter() - begun
         scheduler = self.scheduler = Scheduler(
             SchedulerConfig(
                 num_pages=plan.num_pages,
@@ -181,6 +186,8 @@ class Worker:
             metrics=self._metrics,
         )
         log.info("rank %d serves %s with %s", self._spec.rank, config.model_path or config.shape, plan)
+        read = None if staging is None or not staging.read_seconds else staging.read_bytes / staging.read_seconds
+        log.info("%s", loading_rates(self._loaded, seconds, read))
         return {
             "dtype": str(self._dtype).removeprefix("torch."),
             "num_pages": plan.num_pages,
@@ -188,16 +195,19 @@ class Worker:
             "expert_slots": experts.num_slots,
             "num_experts": experts.num_experts,
             "skipped": dict(self._checkpoint.skipped),
+            "loaded_bytes": self._loaded,
+            "load_seconds": seconds,
+            "read_rate": read,
         }
 
-    def _weights(self) -> tuple[Load, ExpertSource]:
+    def _weights(self, staging: Staging | None) -> tuple[Load, ExpertSource]:
         """What gives the dense weights, and what the experts."""
         checkpoint, backend = self._checkpoint, self._device.backend
         if isinstance(checkpoint, DummyCheckpoint):
             drawn = DummyWeights(checkpoint.spec, backend=backend, dtype=self._dtype, progress=self._advance)
             return drawn.load, drawn
-        loader = DenseLoader(checkpoint, backend=backend, dtype=self._dtype, progress=self._advance)
-        return loader.load, MappedExperts(checkpoint)
+        loader = DenseLoader(checkpoint, backend=backend, dtype=self._dtype, progress=self._advance, staging=staging)
+        return loader.load, MappedExperts(checkpoint) if staging is None else StagedExperts(checkpoint, staging)
 
     def _plan(self, available: int) -> MemoryPlan:
         return plan_memory(
