@@ -192,6 +192,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", type=int, default=128, metavar="N", help="tokens of their prompts (default %(default)s)")
     add("--output", type=int, default=128, metavar="N", help="tokens answered to each (default %(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy; otherwise each its own seed")
+    add("--top-p", type=float, default=1.0, metavar="P", help="where tokens are sampled (default %(default)s)")
     add("--context", nargs="*", default=[], metavar="CxN", help="C streams whose prompts have N tokens, e.g. 8x32768")
     add(
         "--prefill",
@@ -200,7 +201,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CxN",
         help="C prompts of N tokens at once, a token answered to each (default 1x256 1x1024 1x8192 4x4096)",
     )
-    add("--chunk", type=int, default=8192, metavar="N", help="rows of a step (default %(default)s)")
+    add("--chunk", type=int, metavar="N", help=f"rows of a step (default {both('max_batch_tokens')})")
     add(
         "--mixed",
         type=int,

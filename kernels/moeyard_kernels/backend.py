@@ -64,10 +64,13 @@ class MlaAttend(Protocol):
 
 
 class Gate(Protocol):
-    """How one layer's rows choose their experts."""
+    """How one layer's rows choose their experts: the norm before the experts, the router's product, the choice."""
 
-    def route(self, x: torch.Tensor, plan: Own) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights [T', K] fp32, expert ids [T', K]) of x [num_rows, H]; T <= T' <= num_rows, ids of padding are -1."""
+    def route(
+        self, x: torch.Tensor, residual: torch.Tensor, plan: Own
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [num_rows, H] (what attention gave) and residual -> (normalised rows, their new residual, both [num_rows,
+        H], weights [T', K] fp32, expert ids [T', K]); T <= T' <= num_rows, ids of padding are -1."""
         ...
 
 
@@ -156,15 +159,19 @@ class Backend(Protocol):
         """See `ops.silu_mul`."""
         ...
 
-    def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, dtype: torch.dtype) -> Gate:
-        """weight [E, H], fp32 where the family computes its logits so, for rows of `dtype`; bias [E] fp32 counts for
-        the choice only."""
+    def gate(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float
+    ) -> Gate:
+        """weight [E, H], fp32 where the family computes its logits so; bias [E] fp32 counts for the choice only; norm
+        [H], in the dtype of the rows, is applied before."""
         ...
 
-    def weighted_reduce(
-        self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, plan: Own
-    ) -> torch.Tensor:
-        """partial [T', K, H], weights [T', K], shared [num_rows, H] -> [num_rows, H]; see `ops.moe_weighted_reduce`."""
+    def reduce_add_norm(
+        self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
+        norm: torch.Tensor, eps: float, plan: Own,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """`ops.moe_weighted_reduce` of partial [T', K, H], weights [T', K] and shared [num_rows, H], then
+        `ops.add_rms_norm` with residual [num_rows, H] and norm [H]: (normalised rows, new residual), [num_rows, H]."""
         ...
 
     def gqa(

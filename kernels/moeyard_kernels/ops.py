@@ -25,14 +25,16 @@ from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_wri
 from moeyard_kernels.door.routing import topk_gate
 from moeyard_kernels.door.sampling import sample
 from moeyard_kernels.types.decode_tables import DecodeTables
-from moeyard_kernels.types.expert_layout import ExpertLayout, expert_block_rows
+from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 
 __all__ = [
+    "FEW_PAIRS",
     "DecodeTables",
     "ExpertLayout",
+    "ExpertPairs",
     "LogitEdits",
     "PrefillPlan",
     "SampledTokens",

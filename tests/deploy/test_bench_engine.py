@@ -24,6 +24,7 @@ from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.models.shapes import served_model, shape_model
 from moeyard_worker.models.spec import model_spec
+from moeyard_worker.protocol import SamplingParams
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -59,7 +60,7 @@ def test_full_steps_decode_every_stream_and_nothing_else() -> None:
 def test_shares() -> None:
     assert shares({}) == {}
     assert shares({"num_replayed": 0, "num_eager": 0, "num_rows": 0, "num_padded_rows": 0}) == {}
-    counts = {"num_replayed": 3, "num_eager": 1, "num_rows": 24, "num_padded_rows": 6}
+    counts = {"num_replayed": 3, "num_eager": 1, "num_rows": 18, "num_padded_rows": 24}
     assert shares(counts) == {"replay_share": 0.75, "padding_share": 0.25}
 
 
@@ -86,7 +87,18 @@ def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None
     args = parse(
         *("--shape", "moeyard-demo", "--layers", "2", "--device", device, "--streams", "3", "--prompt", "9"),
         *("--output", "10", "--context", "2x70", "--prefill", "2x30", "--chunk", "32"),
-        *("--mixed", "2", "--mixed-prompt", "40", "--mixed-prompts", "2", "--mixed-chunk", "16"),
+        *(
+            "--temperature",
+            str(temperature),
+            "--mixed",
+            "2",
+            "--mixed-prompt",
+            "40",
+            "--mixed-prompts",
+            "2",
+            "--mixed-chunk",
+            "16",
+        ),
     )
     wanted = engine.scenarios(args)
     assert wanted == [
@@ -97,7 +109,7 @@ def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None
     ]
     said: list[str] = []
     result = engine.measure(
-        engine.engine_config(args, wanted), wanted, bandwidth=1e9, temperature=temperature, report=said.append
+        engine.engine_config(args, wanted), wanted, bandwidth=1e9, sampling=engine.sampling_of(args), report=said.append
     )
     assert len(said) == 1 + len(wanted)
     assert json.loads(json.dumps(result)) == result
@@ -109,9 +121,9 @@ def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None
         assert row["tpot_ms"]["p50"] > 0
         assert row["ttft_ms"]["p50"] > 0
         if device == "cuda":
-            # As many rows as the largest graph has, or the one below.
-            assert row["replay_share"] > 0.5
-            assert row["padding_share"] == 0.0
+            assert row["replay_share"] == 1.0
+            # Decode steps have as many rows as a graph, prompts are padded.
+            assert 0 < row["padding_share"] < 1
         positions = (9, 70)[streams == 2] + 10 / 2
         needed = floor_bytes(
             model_spec(model, ()), distinct=row["distinct_experts"], rows=streams, context=positions, itemsize=2
@@ -129,7 +141,9 @@ def test_a_run_serves_what_was_asked_for() -> None:
         model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=2, max_model_len=64, kv_memory=1 << 20,
         max_batch_tokens=24, max_num_seqs=4, prefill_chunk=24, prefix_caching=False,
     )  # fmt: skip
-    subject = Subject(config, check_weights(config, served_model(config)).spec, temperature=1.0)
+    subject = Subject(
+        config, check_weights(config, served_model(config)).spec, SamplingParams(max_tokens=1, ignore_eos=True)
+    )
     try:
         run = Run(subject, subject.scheduler())
         for i in range(6):
@@ -154,6 +168,7 @@ def test_a_run_serves_what_was_asked_for() -> None:
         (("--shape", "Kimi-K2", "--prefill", "8"), "--prefill '8' is not COUNTxLENGTH, for example 8x32768"),
         (("--shape", "Kimi-K2", "--context", "0x9"), "--context '0x9' is not COUNTxLENGTH"),
         (("--shape", "Kimi-K2", "--mixed", "16", "--mixed-chunk", "16"), "--mixed-chunk 16 leaves no row"),
+        (("--shape", "moeyard-demo", "--device", "cpu", "--top-p", "0"), "top_p"),
         (("--shape", "Kimi-K2", "--streams", "--prefill"), "nothing to measure"),
         (("--shape", "Kimi-K2", "--layers", "62", "--device", "cpu"), "num_layers 62: Kimi-K2 has 61"),
     ],

@@ -12,11 +12,12 @@ import triton.language as tl
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
+from moeyard_kernels.common import launch
 from moeyard_kernels.common.rounding import INTERPRETED
 from moeyard_kernels.elementwise import silu_mul
 from moeyard_kernels.experts import expert_layout as layout_kernel
 from moeyard_kernels.experts import grouped_gemm as triton_kernel
-from moeyard_kernels.ops import ExpertLayout, expert_block_rows
+from moeyard_kernels.ops import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -49,6 +50,9 @@ class Experts:
             self.topk_ids, self.slot_of_expert, num_slots=len(self.gate_up), block_rows=block_rows
         )
 
+    def pairs(self, topk_ids: torch.Tensor) -> ExpertPairs:
+        return ExpertPairs(topk_ids=topk_ids, slot_of_expert=self.slot_of_expert, num_slots=len(self.gate_up))
+
     def run(
         self,
         block_rows: int = 16,
@@ -56,11 +60,16 @@ class Experts:
         gate_up: triton_kernel.ExpertConfig | None = None,
         down: triton_kernel.ExpertConfig | None = None,
     ) -> torch.Tensor:
-        """[T, K, H] of the tokens in `rows`; NaN where no expert is here. gate_up, down: configs of the launches."""
+        """[T, K, H] of the tokens in `rows`; NaN where no expert is here. gate_up, down: configs of the launches.
+
+        block_rows 0: without a layout.
+        """
         topk_ids = self.topk_ids[rows].contiguous()
-        layout = layout_kernel.expert_layout(
-            topk_ids, self.slot_of_expert, num_slots=len(self.gate_up), block_rows=block_rows
-        )
+        layout: ExpertLayout | ExpertPairs = self.pairs(topk_ids)
+        if block_rows:
+            layout = layout_kernel.expert_layout(
+                topk_ids, self.slot_of_expert, num_slots=len(self.gate_up), block_rows=block_rows
+            )
         x = self.x[rows].contiguous()
         out = torch.full((topk_ids.numel(), x.shape[1]), float("nan"), dtype=x.dtype, device=DEVICE)
         y = triton_kernel.grouped_gemm(
@@ -70,10 +79,10 @@ class Experts:
         return y.view(*topk_ids.shape, x.shape[1])
 
     def assert_any_tile(self, block_rows: int, whole: torch.Tensor) -> None:
-        for config in triton_kernel.candidates("gate_up", block_rows, self.x.dtype):
+        for config in triton_kernel.candidates("gate_up", block_rows or 16, self.x.dtype):
             y = self.run(block_rows, gate_up=config)
             assert torch.equal(bits(y), bits(whole)), f"gate_up, blocks of {block_rows}, {config}"
-        for config in triton_kernel.candidates("down", block_rows, self.x.dtype):
+        for config in triton_kernel.candidates("down", block_rows or 16, self.x.dtype):
             y = self.run(block_rows, down=config)
             assert torch.equal(bits(y), bits(whole)), f"down, blocks of {block_rows}, {config}"
 
@@ -182,9 +191,47 @@ def test_all_to_one_expert(dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("which", ["one-pair", "even", "some-here", "all-to-one", "two-blocks", "none-here"])
+def test_few_pairs_need_no_layout(which: str, dtype: torch.dtype) -> None:
+    T, K, E = {"one-pair": (1, 1, 5), "all-to-one": (FEW_PAIRS, 1, 3), "two-blocks": (21, 3, 3)}.get(which, (5, 3, 7))
+    case = Experts(T, K, E, 24, 16, dtype=dtype, exact=True)
+    if which == "all-to-one":
+        case.topk_ids[:] = 1
+    elif which == "some-here":
+        case.topk_ids[torch.rand(T, K) < 0.3] = -1
+        case.slot_of_expert.copy_(torch.randperm(E))
+        case.slot_of_expert[2] = -1
+    elif which == "none-here":
+        case.slot_of_expert[:] = -1
+    wanted = case.run()
+    assert wanted.isnan().any() == (which in ("some-here", "none-here"))
+    assert torch.equal(bits(case.run(0)), bits(wanted))
+    case.topk_ids = case.topk_ids.int()
+    assert torch.equal(bits(case.run(0)), bits(wanted))
+    # The oracle's: sums are exact.
+    oracle = torch.full((T * K, 24), float("nan"), dtype=dtype)
+    cpu = ExpertPairs(topk_ids=case.topk_ids.cpu(), slot_of_expert=case.slot_of_expert.cpu(), num_slots=E)
+    ops.grouped_gemm(case.x.cpu(), case.gate_up.cpu(), case.down.cpu(), cpu, top_k=K, out=oracle)
+    here = ~oracle.isnan()
+    assert torch.equal(here, ~wanted.view(T * K, 24).isnan().cpu())
+    torch.testing.assert_close(wanted.view(T * K, 24).cpu()[here], oracle[here], rtol=2**-6, atol=0)
+
+
+@pytest.mark.skipif(not GPU, reason="real shapes take a GPU")
+@pytest.mark.parametrize("num_used", [128, 20, 8])
+@pytest.mark.parametrize("T", [1, 3, 8])
+def test_few_pairs_of_real_shapes(T: int, num_used: int) -> None:
+    case = Experts(T, 8, 128, 2048, 768, dtype=torch.bfloat16, exact=False)
+    case.topk_ids = torch.rand(T, num_used).argsort(1)[:, :8].contiguous().to(DEVICE)
+    whole = case.run(16)
+    case.assert_any_tile(0, whole)
+
+
+@DTYPES
 def test_no_tokens_and_nobody_here(dtype: torch.dtype) -> None:
     case = Experts(3, 2, 4, 16, 16, dtype=dtype, exact=True)
-    assert case.run(rows=slice(0, 0)).shape == (0, 2, 16)
+    for block_rows in (16, 0):
+        assert case.run(block_rows, slice(0, 0)).shape == (0, 2, 16)
     case.slot_of_expert[:] = -1
     assert case.run().isnan().all()
 
@@ -250,7 +297,10 @@ def test_a_graph_replays_other_tokens_and_experts(T: int) -> None:
     def step() -> tuple[torch.Tensor, ...]:
         layout = ops.expert_layout(case.topk_ids, case.slot_of_expert, num_slots=32, block_rows=block_rows)
         y = ops.grouped_gemm(case.x, case.gate_up, case.down, layout, top_k=8)
-        return layout.counts, layout.num_blocks, y
+        if T > 3:
+            return layout.counts, layout.num_blocks, y
+        few = ops.grouped_gemm(case.x, case.gate_up, case.down, case.pairs(case.topk_ids), top_k=8)
+        return layout.counts, layout.num_blocks, y, few
 
     def refill() -> None:
         case.x.normal_()
@@ -278,5 +328,14 @@ def test_bad_arguments_are_named() -> None:
         ops.grouped_gemm(x, gate_up, down, layout, top_k=3)
     with pytest.raises(ValueError, match=r"out float32 \[4, 8\], expected torch.float32 \[4, 16\]"):
         ops.grouped_gemm(x, gate_up, down, layout, top_k=2, out=torch.zeros(4, 8, device=DEVICE))
+    many = Experts(FEW_PAIRS + 1, 1, 3, 16, 8, dtype=torch.float32, exact=True)
+    with pytest.raises(ValueError, match=f"{FEW_PAIRS + 1} pairs without a layout, at most {FEW_PAIRS}"):
+        ops.grouped_gemm(many.x, many.gate_up, many.down, many.pairs(many.topk_ids), top_k=1)
+    with pytest.raises(
+        ValueError, match=r"grouped_gemm: topk_ids must be int64 or int32 \[T, K\], got float32 \[2, 2\]"
+    ):
+        ops.grouped_gemm(x, gate_up, down, case.pairs(case.topk_ids.float()), top_k=2)
+    with pytest.raises(ValueError, match=r"grouped_gemm: topk_ids .*outside -1 to 2"), launch.checked():
+        triton_kernel.grouped_gemm(x, gate_up, down, case.pairs(case.topk_ids + 2), top_k=2)
     with pytest.raises(ValueError, match=r"gate_up .* is not contiguous"):
         triton_kernel.grouped_gemm(x, gate_up.mT.contiguous().mT, down, layout, top_k=2)

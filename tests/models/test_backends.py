@@ -14,7 +14,7 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_kernels.cuda.decode_inputs import DecodeInputs
+from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_worker.engine.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.scheduling.step import Chunk, Step
@@ -132,9 +132,14 @@ def test_captured_inputs_give_the_bits_of_a_plan(runners: tuple[Runner, Runner])
     step = Step(decode=tuple(chunk(i, n, n + 1, is_prompt=False) for i, n in enumerate(lengths)))
     wanted = runner.forward(step)
     last = torch.tensor([0, ids[2][49], 0, ids[1][32]], device=DEVICE)
-    inputs = DecodeInputs(rows=5, width=7, page_size=PAGE_SIZE, windows=backend.windows, last_ids=last)
+    bucket = Bucket(decode=5, width=7)
+    inputs = GraphInputs(bucket, page_size=PAGE_SIZE, windows=backend.windows, last_ids=last)
     unknown = [replace(step.decode[1], token_ids=(0,), fed=3), replace(step.decode[2], token_ids=(0,), fed=1)]
-    inputs.fill([step.decode[0], *unknown], [-1, 3, 1])
+    unknown_step = Step(decode=(step.decode[0], *unknown))
+    size = Bucket.of(unknown_step)
+    assert size == Bucket(decode=3, width=5)
+    assert bucket.holds(size)
+    inputs.fill(unknown_step, [-1, 3, 1])
     with torch.inference_mode():
         inputs.begin()
         got = runner.model.forward(inputs)
@@ -142,3 +147,68 @@ def test_captured_inputs_give_the_bits_of_a_plan(runners: tuple[Runner, Runner])
     assert relative(got, rows) < 1e-5
     # The oracles' products may see how many rows there are, the kernels' do not: padding repeats the first row.
     assert DEVICE.type == "cpu" or torch.equal(got.cpu(), rows)
+
+
+def test_a_padded_step_of_prompts_gives_the_bits_of_a_plan(runners: tuple[Runner, Runner]) -> None:
+    """A prompt in its middle, one whole, two that are not sampled, beside decode rows or not, in a larger step."""
+    runner = runners[0]
+    backend = runner.backend
+    assert isinstance(backend, CudaBackend)
+    ids = [prompt(length, seed) for seed, length in enumerate((70, 33, 50, 41))]
+    tables = [tuple(range(10 * i, 10 * i + 5)) for i in range(4)]
+
+    def chunk(which: int, start: int, end: int, *, is_prompt: bool, num_sampled: int = 1) -> Chunk:
+        tokens = tuple(ids[which][start:end])
+        return Chunk(
+            key=(b"", ""), start=start, token_ids=tokens, pages=tables[which], prompt=is_prompt, num_sampled=num_sampled
+        )  # fmt: skip
+
+    last = torch.tensor([0, ids[3][38]], device=DEVICE)
+    middle = chunk(0, 30, 61, is_prompt=True, num_sampled=0)
+    steps = [
+        Step(prefill=(middle, chunk(1, 0, 33, is_prompt=True))),
+        Step(
+            prefill=(chunk(1, 0, 33, is_prompt=True), middle),
+            decode=(chunk(2, 49, 50, is_prompt=False), chunk(3, 38, 39, is_prompt=False)),
+        ),
+        Step(prefill=(chunk(0, 30, 70, is_prompt=True),)),
+    ]
+    buckets = [Bucket(prompt=128, decode=rows, keys=256 if backend.flat else 0, width=7, chunks=3) for rows in (0, 4)]
+    padded = [GraphInputs(bucket, page_size=PAGE_SIZE, windows=backend.windows, last_ids=last) for bucket in buckets]
+    for step in steps:
+        runner.forward(Step(prefill=(chunk(0, 0, 30, is_prompt=True), chunk(2, 0, 49, is_prompt=True))))
+        runner.forward(Step(prefill=(chunk(3, 0, 38, is_prompt=True),)))
+        wanted = runner.forward(step)
+        size = Bucket.of(step)
+        assert size is not None
+        inputs = padded[0 if buckets[0].holds(size) else 1]
+        assert inputs.bucket.holds(size)
+        fed = step.decode
+        if len(fed) > 1:
+            fed = (fed[0], replace(fed[1], token_ids=(0,), fed=1))
+        inputs.fill(replace(step, decode=fed), [-1, 1][: len(fed)])
+        with torch.inference_mode():
+            inputs.begin()
+            got = runner.model.forward(inputs)
+        count = len(step.sample_rows)
+        assert got.shape[0] == inputs.num_sampled >= count
+        assert relative(got[:count], wanted[:count].cpu()) < 1e-5
+        assert DEVICE.type == "cpu" or torch.equal(got[:count], wanted[:count])
+
+
+def test_what_no_captured_step_holds() -> None:
+    decode = Chunk(key=(b"", ""), start=3, token_ids=(1,), pages=(0,), prompt=False, num_sampled=1)
+    several = replace(decode, token_ids=(1, 2))
+    longer = replace(decode, prompt=True, start=100, token_ids=(1,) * 29)
+    assert Bucket.of(Step.empty()) is None
+    assert Bucket.of(Step(decode=(several,))) is None
+    size = Bucket.of(Step(prefill=(longer,), decode=(decode,)))
+    assert size == Bucket(prompt=29, decode=1, keys=129, width=1, chunks=1)
+    fits = Bucket(prompt=32, decode=1, keys=129, width=1, chunks=1)
+    assert fits.holds(size)
+    assert replace(fits, keys=0).holds(size)
+    for less in ({"prompt": 28}, {"decode": 0}, {"keys": 128}, {"width": 0}, {"chunks": 0}, {"prompt": 0}):
+        assert not replace(fits, **less).holds(size), less
+    only = Bucket.of(Step(decode=(decode,)))
+    assert only is not None
+    assert not fits.holds(only), "decode rows do not pay for a prompt's"

@@ -269,11 +269,12 @@ _PEAK = r"""
 import re, sys, torch
 from pathlib import Path
 from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.cpu.linear import pack_weight
 from moeyard_worker.checkpoint.loading import DenseLoader, open_checkpoint
 from moeyard_worker.models.families import load_model_config
 directory, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 checkpoint = open_checkpoint(directory, load_model_config(directory))
-torch.ops.mkldnn._reorder_linear_weight(torch.zeros(64, 64, dtype=dtype))
+pack_weight(torch.zeros(64, 64, dtype=dtype))
 def status(key):
     return int(re.search(key + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew

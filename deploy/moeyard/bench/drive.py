@@ -29,10 +29,13 @@ _CLIENT = b"bench"
 
 
 class Subject:
-    """A worker that serves nobody else, loaded as `moeyard serve` would load it. `close` it."""
+    """A worker that serves nobody else, loaded as `moeyard serve` would load it; its requests are sampled alike.
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, *, temperature: float = 0.0) -> None:
-        self.config, self.spec, self.temperature = config, spec, temperature
+    `close` it.
+    """
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, sampling: SamplingParams) -> None:
+        self.config, self.spec, self._sampling = config, spec, sampling
         begun = time.perf_counter()
         self._worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version=__version__))
         self._worker.connect([self._worker.endpoints()["mesh"]])
@@ -68,7 +71,7 @@ class Subject:
         self._names += 1
         name = str(self._names)
         ids = tuple(self._random.randrange(self.spec.config.vocab_size) for _ in range(prompt))
-        params = SamplingParams(max_tokens=output, temperature=self.temperature, seed=self._names, ignore_eos=True)
+        params = replace(self._sampling, max_tokens=output, seed=self._names)
         course = run.courses[name] = Course(time.perf_counter())
         submit = Submit(request_id=name, prompt_token_ids=ids, sampling=params)
         rejected = run.scheduler.add(submit, _CLIENT, course.submitted)

@@ -19,10 +19,13 @@ import torch
 
 from moeyard.bench.drive import Decode, Mixed, Prefill, Scenario, Subject
 from moeyard.bench.figures import table
+from moeyard.flags import DEFAULTS
 from moeyard_kernels.bench.timing import copy_bandwidth
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EngineConfig
 from moeyard_worker.models.shapes import served_model
+from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.scheduling.sampling_check import sampling_error
 
 COLUMNS = (
     ("case", "case"), ("step_ms.p50", "step p50"), ("step_ms.p99", "p99"), ("floor_ms", "floor"),
@@ -48,7 +51,7 @@ def bench_engine(args: argparse.Namespace) -> int:
     bandwidth = copy_bandwidth() if config.device != "cpu" else host_copy_bandwidth()
     if config.device != "cpu":
         torch.cuda.empty_cache()
-    result = measure(config, wanted, bandwidth=bandwidth, temperature=args.temperature, report=print)
+    result = measure(config, wanted, bandwidth=bandwidth, sampling=sampling_of(args), report=print)
     print(f"\n{table(result['rows'], COLUMNS)}\n{LEGEND}")
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -56,12 +59,12 @@ def bench_engine(args: argparse.Namespace) -> int:
 
 
 def measure(
-    config: EngineConfig, wanted: Sequence[Scenario], *, bandwidth: float, temperature: float, report: Any
+    config: EngineConfig, wanted: Sequence[Scenario], *, bandwidth: float, sampling: SamplingParams, report: Any
 ) -> dict[str, Any]:
     """Load the model and run the scenarios; `report` gets a line of text as each is known. `bandwidth`: bytes/s."""
     begun = time.perf_counter()
     model = served_model(config)
-    subject = Subject(config, check_weights(config, model).spec, temperature=temperature)
+    subject = Subject(config, check_weights(config, model).spec, sampling)
     try:
         facts = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -72,7 +75,8 @@ def measure(
             "layers": model.num_layers,
             "dtype": subject.report["dtype"],
             "expert_slots": [subject.report["expert_slots"], subject.report["num_experts"]],
-            "temperature": temperature,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "seconds_to_load": time.perf_counter() - begun,
         }
         report(
@@ -87,6 +91,14 @@ def measure(
         return {"facts": facts, "rows": rows}
     finally:
         subject.close()
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """How every request is sampled; raises ValueError for what no request may ask for."""
+    sampling = SamplingParams(max_tokens=1, temperature=args.temperature, top_p=args.top_p, ignore_eos=True)
+    if problem := sampling_error(sampling, vocab_size=1):
+        raise ValueError(problem)
+    return sampling
 
 
 def scenarios(args: argparse.Namespace) -> list[Scenario]:
@@ -129,10 +141,11 @@ def engine_config(args: argparse.Namespace, wanted: Sequence[Scenario]) -> Engin
         raise ValueError("give a MODEL directory or a --shape, one of both")
     if args.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"no CUDA device: nothing to measure on {args.device} here (--device cpu measures a CPU)")
-    usual = DEVICE_DEFAULTS["cpu" if args.device == "cpu" else "cuda"]
-    page = int(usual.get("page_size", 16))
-    streams = max(count for count, _ in (each.requests(args.chunk) for each in wanted))
-    rows = max(args.chunk, streams)
+    usual = {**DEFAULTS, **DEVICE_DEFAULTS["cpu" if args.device == "cpu" else "cuda"]}
+    page = usual["page_size"]
+    chunk = args.chunk or usual["prefill_chunk"]
+    streams = max(count for count, _ in (each.requests(chunk) for each in wanted))
+    rows = max(chunk, streams)
     needs = [each.requests(rows) for each in wanted]
     config = EngineConfig(
         model_path=None if args.model is None else str(Path(args.model).resolve()),
@@ -145,9 +158,9 @@ def engine_config(args: argparse.Namespace, wanted: Sequence[Scenario]) -> Engin
         max_model_len=max(length for _, length in needs),
         max_num_seqs=streams,
         max_batch_tokens=rows,
-        prefill_chunk=args.chunk,
+        prefill_chunk=chunk,
         prefix_caching=False,
-        async_scheduling=bool(usual.get("async_scheduling", False)),
+        async_scheduling=usual["async_scheduling"],
         enforce_eager=args.enforce_eager,
         # Replaced below: what a page takes is known of the model.
         kv_memory=1,

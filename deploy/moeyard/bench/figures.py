@@ -91,13 +91,10 @@ def floor_bytes(spec: ModelSpec, *, distinct: float, rows: int, context: float, 
 def shares(counts: Mapping[str, int]) -> dict[str, float]:
     """Of what a graph runner counted: steps that were replays, and rows of these that were padding."""
     found = {}
-    for name, part, others in (
-        ("replay_share", "num_replayed", ("num_replayed", "num_eager")),
-        ("padding_share", "num_padded_rows", ("num_rows",)),
-    ):
-        whole = sum(counts.get(each, 0) for each in others)
-        if whole:
-            found[name] = counts[part] / whole
+    if steps := counts.get("num_replayed", 0) + counts.get("num_eager", 0):
+        found["replay_share"] = counts["num_replayed"] / steps
+    if padded := counts.get("num_padded_rows", 0):
+        found["padding_share"] = 1 - counts["num_rows"] / padded
     return found
 
 

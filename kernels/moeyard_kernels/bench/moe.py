@@ -1,4 +1,4 @@
-"""The routed experts: the layout of a step's pairs, and both products over it, at the shapes of real models."""
+"""The routed experts: the layout of a step's pairs, both products over it and, of few pairs, both without one."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.experts import expert_layout, grouped_gemm
-from moeyard_kernels.ops import ExpertLayout, expert_block_rows
+from moeyard_kernels.ops import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.ref import expert_layout as layout_reference
 
 OPS = ("expert_layout", "grouped_gemm")
@@ -25,6 +25,8 @@ def cases() -> Iterator[Case]:
         weights = _normal(num_experts, 2 * inner, hidden), _normal(num_experts, hidden, inner)
         for num_tokens in (1, 8, 64, 4096):
             yield from _expert_cases(f"{name} T={num_tokens}", num_tokens, *weights)
+        for num_tokens in (1, 2, 4, 8):
+            yield _few_case(f"{name} T={num_tokens}", num_tokens, *weights)
 
 
 def _normal(*shape: int) -> torch.Tensor:
@@ -80,6 +82,39 @@ def _layout_case(num_tokens: int, num_experts: int) -> Case:
         target=Target("us", 6) if num_pairs == 512 else None,
         baseline=partial(_sort_chain, topk_ids, slots),
         baseline_name="torch sort, no padding",
+        early=False,
+    )
+
+
+def _laid_out(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk_ids: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    return grouped_gemm.grouped_gemm(x, gate_up, down, _lay_out(topk_ids, slots), top_k=TOP_K)
+
+
+def _few_case(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Tensor) -> Case:
+    """Without a layout, against the layout's launch and the products over it."""
+    num_slots, hidden, inner = down.shape
+    x, topk_ids, slots = _normal(num_tokens, hidden), _route(num_tokens, num_slots), _slots(num_slots)
+    pairs = ExpertPairs(topk_ids=topk_ids, slot_of_expert=slots, num_slots=num_slots)
+    assert pairs.num_pairs <= FEW_PAIRS
+    run = partial(grouped_gemm.grouped_gemm, x, gate_up, down, pairs, top_k=TOP_K)
+    chain = partial(_laid_out, x, gate_up, down, topk_ids, slots)
+    active = int((_lay_out(topk_ids, slots).counts > 0).sum())
+
+    def prove() -> None:
+        assert_bits("over a layout", run(), chain())
+
+    return Case(
+        op="grouped_gemm",
+        shape=f"{shape}, {active} experts, no layout",
+        run=run,
+        prove=prove,
+        num_bytes=active * 6 * inner * hidden,
+        num_flops=topk_ids.numel() * 6 * inner * hidden,
+        target=Target("speedup", 1.0),
+        baseline=chain,
+        baseline_name="expert_layout, grouped_gemm",
         early=False,
     )
 

@@ -16,24 +16,29 @@ from moeyard_kernels.ref.rms_norm import add_rms_norm, rms_norm
 from moeyard_kernels.ref.silu_mul import silu_mul
 from moeyard_kernels.ref.topk_gate import topk_gate
 from moeyard_kernels.types.decode_tables import BLOCK
-from moeyard_kernels.types.gate import GateRule
+from moeyard_kernels.types.gate import GateRule, no_choice
 from moeyard_kernels.types.step import StepRows
 
 
 class CpuGate:
     """See `Gate`; the product runs in the weight's own dtype."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule) -> None:
-        self._weight, self._top_k = weight, rule.top_k
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float
+    ) -> None:
+        self._weight, self._top_k, self._norm, self._eps = weight, rule.top_k, norm, eps
         self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
 
-    def route(self, x: torch.Tensor, plan: CpuPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Gate.route`; returns the T real rows."""
+    def route(
+        self, x: torch.Tensor, residual: torch.Tensor, plan: CpuPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Gate.route`; returns weights and ids of the T real rows."""
         if not plan.num_tokens:
-            return x.new_empty(0, self._top_k, dtype=torch.float32), x.new_empty(0, self._top_k, dtype=torch.int64)
+            return x, residual, *no_choice(x, self._top_k)
+        x, residual = add_rms_norm(x, residual, self._norm, self._eps)
         logits = linear(x.to(self._weight.dtype), self._weight)
         weights, ids = topk_gate(logits.float(), **self._arguments)
-        return weights[: plan.num_tokens], ids[: plan.num_tokens]
+        return x, residual, weights[: plan.num_tokens], ids[: plan.num_tokens]
 
 
 class CpuBackend:
@@ -69,16 +74,21 @@ class CpuBackend:
         self._windows.add(None)
         return CpuMla(**arguments)
 
-    def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, dtype: torch.dtype) -> CpuGate:
+    def gate(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float
+    ) -> CpuGate:
         """See `Backend.gate`."""
-        return CpuGate(weight, bias, rule)
+        return CpuGate(weight, bias, rule, norm=norm, eps=eps)
 
-    def weighted_reduce(
-        self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, plan: CpuPlan
-    ) -> torch.Tensor:
-        """See `Backend.weighted_reduce`; zero in the padding."""
+    def reduce_add_norm(
+        self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
+        norm: torch.Tensor, eps: float, plan: CpuPlan,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """See `Backend.reduce_add_norm`; sums are zero in the padding."""
         count = plan.num_tokens
         if not count:
-            return partial.new_empty(0, partial.shape[2])
+            return residual, residual
         out = moe_weighted_reduce(partial, weights, None if shared is None else shared[:count])
-        return out if count == plan.num_rows else F.pad(out, (0, 0, 0, plan.num_rows - count))
+        if count < plan.num_rows:
+            out = F.pad(out, (0, 0, 0, plan.num_rows - count))
+        return add_rms_norm(out, residual, norm, eps)

@@ -14,7 +14,7 @@ from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
 from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.types.decode_tables import BLOCK
-from moeyard_kernels.types.gate import GateRule
+from moeyard_kernels.types.gate import GateRule, no_choice
 from moeyard_kernels.types.step import StepRows
 
 
@@ -26,20 +26,26 @@ class CudaGate:
     slow.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float
+    ) -> None:
+        self._norm, self._eps = norm, eps
         self._fp32_logits = weight.dtype == torch.float32
-        rounded = weight.to(dtype)
+        rounded = weight.to(norm.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
         self._top_k = rule.top_k
         self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
 
-    def route(self, x: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(
+        self, x: torch.Tensor, residual: torch.Tensor, plan: CudaPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Gate.route`."""
         if not plan.num_rows:
-            return x.new_empty(0, self._top_k, dtype=torch.float32), x.new_empty(0, self._top_k, dtype=torch.int64)
+            return x, residual, *no_choice(x, self._top_k)
+        x, residual = ops.add_rms_norm(x, residual, self._norm, self._eps)
         out_dtype = torch.float32 if self._fp32_logits else None
         logits = ops.linear(x.to(self._weight.dtype), self._weight, static_weight=True, out_dtype=out_dtype)
-        return ops.topk_gate(logits.float(), **self._arguments)
+        return x, residual, *ops.topk_gate(logits.float(), **self._arguments)
 
 
 class CudaBackend:
@@ -56,7 +62,7 @@ class CudaBackend:
         self.page_size, self.device = page_size, device
         # The sliding windows of the layers built so far, and whether one of them decompresses its keys.
         self.windows: set[int | None] = set()
-        self._flat = False
+        self.flat = False
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """See `Backend.matrix`: as it is."""
@@ -64,7 +70,7 @@ class CudaBackend:
 
     def plan(self, step: StepRows) -> CudaPlan:
         """See `Backend.plan`."""
-        return CudaPlan(step, page_size=self.page_size, windows=self.windows, flat=self._flat, device=self.device)
+        return CudaPlan(step, page_size=self.page_size, windows=self.windows, flat=self.flat, device=self.device)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See `Backend.linear`; weights do not change while a model serves."""
@@ -78,7 +84,7 @@ class CudaBackend:
     def mla(self, **arguments: Any) -> CudaMla:
         """See `Backend.mla`."""
         self.windows.add(None)
-        self._flat = True
+        self.flat = True
         return CudaMla(**arguments)
 
     def expert_slots(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> CudaExpertSlots:
@@ -87,14 +93,17 @@ class CudaBackend:
             num_slots=num_slots, hidden=hidden, intermediate=intermediate, dtype=dtype, device=self.device
         )
 
-    def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, dtype: torch.dtype) -> CudaGate:
+    def gate(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float
+    ) -> CudaGate:
         """See `Backend.gate`."""
-        return CudaGate(weight, bias, rule, dtype)
+        return CudaGate(weight, bias, rule, norm=norm, eps=eps)
 
-    def weighted_reduce(
-        self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, plan: CudaPlan
-    ) -> torch.Tensor:
-        """See `Backend.weighted_reduce`."""
+    def reduce_add_norm(
+        self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
+        norm: torch.Tensor, eps: float, plan: CudaPlan,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """See `Backend.reduce_add_norm`."""
         if not plan.num_rows:
-            return partial.new_empty(0, partial.shape[2])
-        return ops.moe_weighted_reduce(partial, weights, shared)
+            return residual, residual
+        return ops.add_rms_norm(ops.moe_weighted_reduce(partial, weights, shared), residual, norm, eps)

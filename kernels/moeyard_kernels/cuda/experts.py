@@ -75,9 +75,15 @@ class CudaExpertRun:
         """See `ExpertRun.compute`."""
         if not self._out.shape[0]:
             return
-        layout = ops.expert_layout(
-            self._experts, slot_of_expert, num_slots=self._slots.num_slots, block_rows=self._block_rows
-        )
+        layout: ops.ExpertLayout | ops.ExpertPairs
+        if self._experts.numel() <= ops.FEW_PAIRS:
+            layout = ops.ExpertPairs(
+                topk_ids=self._experts, slot_of_expert=slot_of_expert, num_slots=self._slots.num_slots
+            )  # fmt: skip
+        else:
+            layout = ops.expert_layout(
+                self._experts, slot_of_expert, num_slots=self._slots.num_slots, block_rows=self._block_rows
+            )
         ops.grouped_gemm(
             self._rows, self._slots.gate_up, self._slots.down, layout, top_k=self._experts.shape[1], out=self._out
         )

@@ -4,9 +4,17 @@ import torch
 
 from moeyard_kernels.common.checks import FLOATS, check_devices, show
 from moeyard_kernels.door.load import kernel
-from moeyard_kernels.types.expert_layout import ExpertLayout
+from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs
 
 _BLOCK_ROWS = (16, 32, 64, 128)
+
+
+def _check_routing(op: str, topk_ids: torch.Tensor, slot_of_expert: torch.Tensor) -> None:
+    if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{op}: topk_ids must be int64 or int32 [T, K], got {show(topk_ids)}")
+    if slot_of_expert.dim() != 1 or slot_of_expert.dtype != torch.int32 or not len(slot_of_expert):
+        raise ValueError(f"{op}: slot_of_expert must be int32 [E], got {show(slot_of_expert)}")
+    check_devices(op, slot_of_expert=slot_of_expert, topk_ids=topk_ids)
 
 
 def expert_layout(
@@ -20,11 +28,7 @@ def expert_layout(
     `num_slots`, which may count the slots of all layers. Ids must lie in [-1, E) and slots in [-1, num_slots): checked
     on a CPU, and on a GPU within `launch.checked()`.
     """
-    if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"expert_layout: topk_ids must be int64 or int32 [T, K], got {show(topk_ids)}")
-    if slot_of_expert.dim() != 1 or slot_of_expert.dtype != torch.int32 or not len(slot_of_expert):
-        raise ValueError(f"expert_layout: slot_of_expert must be int32 [E], got {show(slot_of_expert)}")
-    check_devices("expert_layout", slot_of_expert=slot_of_expert, topk_ids=topk_ids)
+    _check_routing("expert_layout", topk_ids, slot_of_expert)
     if num_slots < 1 or block_rows not in _BLOCK_ROWS:
         raise ValueError(f"expert_layout: {num_slots} slots in blocks of {block_rows} rows, expected {_BLOCK_ROWS}")
     return kernel("experts.expert_layout", topk_ids).expert_layout(
@@ -36,7 +40,7 @@ def grouped_gemm(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    layout: ExpertLayout,
+    layout: ExpertLayout | ExpertPairs,
     *,
     top_k: int,
     out: torch.Tensor | None = None,
@@ -45,8 +49,9 @@ def grouped_gemm(
 
     x [T, H], gate_up [S, 2 I, H] and down [S, H, I] (contiguous, fp32 or bf16), slots as `layout` has them. Rows of
     pairs that are in no block of the layout are left as they are: garbage in a new `out`, while hits and misses may be
-    computed by two calls into one. A row's bits depend on that row and its expert alone, not on the layout. Rounding
-    points: both halves of the first product, silu, its product with the up half, and the result.
+    computed by two calls into one. Of at most FEW_PAIRS pairs `ExpertPairs` will do, which take no launch to make. A
+    row's bits depend on that row and its expert alone, not on the layout. Rounding points: both halves of the first
+    product, silu, its product with the up half, and the result.
     """
     if x.dim() != 2 or x.dtype not in FLOATS:
         raise ValueError(f"grouped_gemm: x must be fp32 or bf16 [T, H], got {show(x)}")
@@ -64,7 +69,12 @@ def grouped_gemm(
         raise ValueError(f"grouped_gemm: layout of {layout.num_pairs} pairs for {x.shape[0]} tokens, top_k {top_k}")
     if out is not None and (out.shape != (num_pairs, hidden) or out.dtype != x.dtype):
         raise ValueError(f"grouped_gemm: out {show(out)}, expected {x.dtype} [{num_pairs}, {hidden}]")
-    check_devices("grouped_gemm", x=x, gate_up=gate_up, down=down, layout=layout.pairs, out=out)
+    index = layout.pairs if isinstance(layout, ExpertLayout) else layout.topk_ids
+    if isinstance(layout, ExpertPairs):
+        _check_routing("grouped_gemm", layout.topk_ids, layout.slot_of_expert)
+        if num_pairs > FEW_PAIRS:
+            raise ValueError(f"grouped_gemm: {num_pairs} pairs without a layout, at most {FEW_PAIRS}")
+    check_devices("grouped_gemm", x=x, gate_up=gate_up, down=down, layout=index, out=out)
     return kernel("experts.grouped_gemm", x).grouped_gemm(x, gate_up, down, layout, top_k=top_k, out=out)
 
 

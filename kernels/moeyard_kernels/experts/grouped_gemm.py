@@ -6,8 +6,10 @@
 One kernel does both: a program multiplies one block of rows with BN outputs of its expert (BN gates and the BN ups that
 belong to them), K ascending in one fp32 accumulator per output, so that a row's bits do not depend on the tile, on
 `block_rows` or on the other rows. The grid holds the most blocks that the shapes allow; programs beyond the number in
-use leave at once. The second launch finds its weights while the first one drains (see `dependent`), and then waits for
-the rows (1.2 us of 23 with one token; fetching the weights into the L2 meanwhile cost 3 us).
+use leave at once. For few pairs no launch lays anything out (`ExpertPairs`): the grid holds a block for each of them,
+and a program compares its pair's expert with the others' to find its rows, or that an earlier pair's block has them.
+The second launch finds its weights while the first one drains (see `dependent`), and then waits for the rows (1.2 us of
+23 with one token; fetching the weights into the L2 meanwhile cost 3 us).
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +25,7 @@ from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for
 from moeyard_kernels.common.rounding import product, round_to
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.elementwise.silu_mul import silu_mul_values
-from moeyard_kernels.types.expert_layout import ExpertLayout
+from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
 
 OP = "grouped_gemm"
 
@@ -105,11 +107,26 @@ def default_config(step: str, block_rows: int, dtype: torch.dtype) -> ExpertConf
 
 
 @triton.jit
+def _block_of_pair(p_ids, p_slot_of_expert, i_p, P, BP: tl.constexpr, BM: tl.constexpr):
+    """(slot, pairs [BM]) of the block that pair i_p of P begins; the slot is -1 if it begins none, pairs end in -1."""
+    o_p, o_r = tl.arange(0, BP), tl.arange(0, BM)
+    b_id = tl.load(p_ids + o_p, mask=o_p < P, other=-1).to(tl.int32)
+    i_id = tl.load(p_ids + i_p).to(tl.int32)
+    i_slot = tl.load(p_slot_of_expert + i_id, mask=i_id >= 0, other=-1)
+    m_same = b_id == i_id
+    b_rank = tl.cumsum(m_same.to(tl.int32), 0) - 1
+    i_rank = tl.sum((m_same & (o_p < i_p)).to(tl.int32), 0)
+    m_row = m_same[None, :] & ((b_rank - i_rank)[None, :] == o_r[:, None])  # [BM, BP]
+    b_pair = tl.sum(tl.where(m_row, (o_p + 1)[None, :], 0), 1) - 1
+    return tl.where(i_rank % BM == 0, i_slot, -1), b_pair
+
+
+@triton.jit
 def _expert_tile(
-    p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    p_a, p_w, d_w, b_pair, p_out, i_slot, i_row, i_n, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows [i_row, i_row + BM) by outputs [i_n BN, i_n BN + BN), of the expert in i_slot."""
+    """Rows [i_row, i_row + BM) of pairs b_pair by outputs [i_n BN, i_n BN + BN), of the expert in i_slot."""
     G: tl.constexpr = 2 if GATED else 1
     DTYPE: tl.constexpr = p_w.dtype.element_ty
     o_r = i_row + tl.arange(0, BM)
@@ -119,7 +136,6 @@ def _expert_tile(
     # Gates, then the ups of the same outputs. Outputs past N read the weights of the last; nothing of them is stored.
     o_w = (i_slot.to(tl.int64) * G + o_w // BN) * N + tl.minimum(i_n * BN + o_w % BN, N - 1)
     p_bw = p_w + o_w * K  # [G BN]
-    b_pair = tl.load(p_pairs + o_r)  # [BM]
     m_r = b_pair >= 0
     if GATED:
         p_ba = p_a + tl.where(m_r, b_pair // TOP_K, 0).to(tl.int64) * K  # [BM]
@@ -159,37 +175,58 @@ def _expert_tile(
     tl.store(p_by, b_y.to(p_out.dtype.element_ty), mask=m_r[:, None] & (o_n < N)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _expert_kernel(
-    p_a, p_w, d_w, p_pairs, p_slot_of_block, p_num_blocks, p_out, N: tl.constexpr, K: tl.constexpr,
+    p_a, p_w, d_w, p_pairs, p_slots, p_num_blocks, p_out, P, N: tl.constexpr, K: tl.constexpr,
     TOP_K: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """One block of BM rows by BN outputs. GATED: gather a's rows and store h [rows, N]; else read h, scatter to pairs.
 
-    p_w [S, 2 N or N, K], d_w [2 S or S, N, K] its descriptor if TMA. HALVES: a block whose second half is padding
-    is computed as half a block. Grid: (most blocks * ceil(N / BN),).
+    p_w [S, 2 N or N, K], d_w [2 S or S, N, K] its descriptor if TMA. p_pairs and p_slots are the layout's pairs and
+    slots of blocks; without a layout (BP > 0) the ids of P pairs and the slots of experts. HALVES: a block whose second
+    half is padding is computed as half a block. Grid: (most blocks * ceil(N / BN),).
     """
     i_b = tl.program_id(0) // tl.cdiv(N, BN)
     i_n = tl.program_id(0) % tl.cdiv(N, BN)
-    if i_b >= tl.load(p_num_blocks):
+    i_row = i_b.to(tl.int64) * BM
+    if BP:
+        i_slot, b_pair = _block_of_pair(p_pairs, p_slots, i_b, P, BP, BM)
+        i_end = tl.where(i_slot >= 0, i_b + 1, 0)
+    else:
+        i_end = tl.load(p_num_blocks)
+    if i_b >= i_end:
         return
     if GATED:
         # The launch for "down" may read the layout before it waits, for this one begins when the layout is complete.
         let_next_begin()
-    i_slot = tl.load(p_slot_of_block + i_b)
-    i_row = i_b.to(tl.int64) * BM
+    if not BP:
+        i_slot = tl.load(p_slots + i_b)
     if HALVES and tl.load(p_pairs + i_row + BM // 2) < 0:
+        b_half = tl.load(p_pairs + i_row + tl.arange(0, BM // 2))
         _expert_tile(
-            p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM // 2, BN, BK, SWAP, TMA
+            p_a, p_w, d_w, b_half, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM // 2, BN, BK, SWAP, TMA
         )  # fmt: skip
         return
-    _expert_tile(p_a, p_w, d_w, p_pairs, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA)
+    if not BP:
+        b_pair = tl.load(p_pairs + i_row + tl.arange(0, BM))
+    _expert_tile(p_a, p_w, d_w, b_pair, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA)
+
+
+def _num_blocks(layout: ExpertLayout | ExpertPairs) -> int:
+    """The most blocks that there may be."""
+    return layout.num_pairs if isinstance(layout, ExpertPairs) else layout.slot_of_block.shape[0]
+
+
+def num_rows(layout: ExpertLayout | ExpertPairs) -> int:
+    """The rows of h, blocks of them."""
+    return _num_blocks(layout) * layout.block_rows
 
 
 def _launch(
-    a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertLayout, top_k: int, config: ExpertConfig
-) -> None:
+    a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertLayout | ExpertPairs, top_k: int,
+    config: ExpertConfig,
+) -> None:  # fmt: skip
     """Run one of the two products; top_k is 0 for the second."""
     num_out, dim = w.shape[1] // (2 if top_k else 1), w.shape[2]
     aligned = dim * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
@@ -197,16 +234,21 @@ def _launch(
     d_w: Any = w
     if copied:
         d_w = TensorDescriptor.from_tensor(w.view(-1, num_out, dim), [2 if top_k else 1, config.BN, config.BK])
+    if isinstance(layout, ExpertPairs):
+        index = (layout.topk_ids, layout.slot_of_expert, layout.slot_of_expert)
+        padded = triton.next_power_of_2(layout.num_pairs)
+    else:
+        index, padded = (layout.pairs, layout.slot_of_block, layout.num_blocks), 0
     options: dict[str, Any] = config.options | ({} if top_k else dict(dependent(w)))
-    grid = (layout.slot_of_block.shape[0] * triton.cdiv(num_out, config.BN),)
+    grid = (_num_blocks(layout) * triton.cdiv(num_out, config.BN),)
     _expert_kernel[grid](
-        a, w, d_w, layout.pairs, layout.slot_of_block, layout.num_blocks, out, N=num_out, K=dim, TOP_K=max(top_k, 1),
-        GATED=top_k > 0, BM=layout.block_rows, BN=config.BN, BK=config.BK, SWAP=config.SWAP, TMA=copied,
-        HALVES=config.HALVES and layout.block_rows >= 64, **options,
+        a, w, d_w, *index, out, layout.num_pairs, N=num_out, K=dim, TOP_K=max(top_k, 1), GATED=top_k > 0,
+        BM=layout.block_rows, BN=config.BN, BK=config.BK, SWAP=config.SWAP, TMA=copied,
+        HALVES=config.HALVES and layout.block_rows >= 64, BP=padded, **options,
     )  # fmt: skip
 
 
-def _config(w: torch.Tensor, layout: ExpertLayout, step: str, num_out: int) -> ExpertConfig:
+def _config(w: torch.Tensor, layout: ExpertLayout | ExpertPairs, step: str, num_out: int) -> ExpertConfig:
     if w.dtype == torch.float32:
         return default_config(step, layout.block_rows, w.dtype)
     name = shape_class(step, layout.num_pairs, layout.num_slots, layout.block_rows, num_out, w.shape[2])
@@ -216,7 +258,7 @@ def _config(w: torch.Tensor, layout: ExpertLayout, step: str, num_out: int) -> E
 def gate_up_rows(
     x: torch.Tensor,
     gate_up: torch.Tensor,
-    layout: ExpertLayout,
+    layout: ExpertLayout | ExpertPairs,
     *,
     top_k: int,
     out: torch.Tensor,
@@ -228,7 +270,12 @@ def gate_up_rows(
 
 
 def down_pairs(
-    h: torch.Tensor, down: torch.Tensor, layout: ExpertLayout, *, out: torch.Tensor, config: ExpertConfig | None = None
+    h: torch.Tensor,
+    down: torch.Tensor,
+    layout: ExpertLayout | ExpertPairs,
+    *,
+    out: torch.Tensor,
+    config: ExpertConfig | None = None,
 ) -> torch.Tensor:
     """The second launch: out [P, H], of which the rows of the layout's pairs are written."""
     _launch(h, down, out, layout, 0, config or _config(down, layout, "down", down.shape[1]))
@@ -239,23 +286,28 @@ def grouped_gemm(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    layout: ExpertLayout,
+    layout: ExpertLayout | ExpertPairs,
     *,
     top_k: int,
     out: torch.Tensor | None = None,
     configs: tuple[ExpertConfig | None, ExpertConfig | None] = (None, None),
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.grouped_gemm`. `configs`: of gate_up and of down, where they are not to be looked up."""
-    launch.check_layout(OP, x=x, gate_up=gate_up, down=down, pairs=layout.pairs, out=out)
+    launch.check_layout(OP, x=x, gate_up=gate_up, down=down, out=out)
+    if isinstance(layout, ExpertPairs):
+        ids, slots = layout.topk_ids, layout.slot_of_expert
+        launch.check_layout(OP, topk_ids=ids, slot_of_expert=slots)
+        launch.check_indices(OP, low=-1, high=slots.shape[0], topk_ids=ids)
+        launch.check_indices(OP, low=-1, high=layout.num_slots, slot_of_expert=slots)
     hidden, inner = x.shape[1], down.shape[2]
-    if layout.slot_of_block.shape[0] * triton.cdiv(max(hidden, inner), 16) > launch.MAX_GRID_X:
-        raise ValueError(f"{OP}: {layout.slot_of_block.shape[0]} blocks of {hidden} outputs exceed the grid of a GPU")
+    if _num_blocks(layout) * triton.cdiv(max(hidden, inner), 16) > launch.MAX_GRID_X:
+        raise ValueError(f"{OP}: {_num_blocks(layout)} blocks of {hidden} outputs exceed the grid of a GPU")
     stored = launch.new_output(layout.num_pairs, hidden, like=x)
     if out is not None:
         # The interpreter does not store bf16: it gets a copy.
         stored = out if stored.dtype == out.dtype else stored.copy_(out)
     if layout.num_pairs and gate_up.numel():
-        h = launch.new_output(layout.pairs.shape[0], inner, like=x)
+        h = launch.new_output(num_rows(layout), inner, like=x)
         gate_up_rows(x, gate_up, layout, top_k=top_k, out=h, config=configs[0])
         down_pairs(h, down, layout, out=stored, config=configs[1])
     return launch.finish(stored, x.dtype) if out is None or out is stored else out.copy_(stored)

@@ -2,21 +2,26 @@
 
 import torch
 
+from moeyard_kernels.ref.expert_layout import expert_layout
 from moeyard_kernels.ref.linear import linear
 from moeyard_kernels.ref.silu_mul import silu_mul
-from moeyard_kernels.types.expert_layout import ExpertLayout
+from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
 
 
 def grouped_gemm(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    layout: ExpertLayout,
+    layout: ExpertLayout | ExpertPairs,
     *,
     top_k: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.grouped_gemm`."""
+    if isinstance(layout, ExpertPairs):
+        layout = expert_layout(
+            layout.topk_ids, layout.slot_of_expert, num_slots=layout.num_slots, block_rows=layout.block_rows
+        )
     out = x.new_empty(layout.num_pairs, x.shape[1]) if out is None else out
     num_blocks = int(layout.num_blocks)
     rows = layout.pairs.view(-1, layout.block_rows)

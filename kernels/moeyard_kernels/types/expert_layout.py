@@ -25,6 +25,31 @@ class ExpertLayout:
     num_blocks: torch.Tensor
 
 
+# Pairs up to which the products of a step find their blocks by themselves.
+FEW_PAIRS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPairs:
+    """In place of an `ExpertLayout` for at most FEW_PAIRS pairs: nothing is laid out, each program finds its rows.
+
+    topk_ids [T, K] int64 or int32 and slot_of_expert [E] int32, contiguous, as `ops.expert_layout` takes them. Of pairs
+    of one expert that is here the first, and every 16th after it, begins a block; a block has the pair's number.
+    """
+
+    num_slots: int
+    topk_ids: torch.Tensor
+    slot_of_expert: torch.Tensor
+
+    @property
+    def num_pairs(self) -> int:
+        return self.topk_ids.numel()
+
+    @property
+    def block_rows(self) -> int:
+        return 16
+
+
 def max_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
     """The most blocks that so many pairs can need: every expert that has any wastes at most block_rows - 1 rows."""
     return (num_pairs + min(num_experts, num_pairs) * (block_rows - 1)) // block_rows

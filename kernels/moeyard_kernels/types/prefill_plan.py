@@ -59,7 +59,7 @@ def plan_prefill(
     ends = begins + lens
     if ends.sum(initial=0) >= 2**31 or lens.sum(initial=0) >= 2**31:
         raise ValueError(f"plan_prefill: {lens.sum()} queries over {ends.sum()} keys exceed int32")
-    parts = [_cumulative(lens), begins, _tiles(lens, begins).ravel()]
+    parts = [_cumulative(lens), begins, tiles_of(lens, begins).ravel()]
     if page_table is None:
         if page_size != 0:
             raise ValueError(f"plan_prefill: page_size {page_size} without a page_table")
@@ -88,7 +88,7 @@ def _cumulative(counts: np.ndarray) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(counts)))
 
 
-def _tiles(lens: np.ndarray, starts: np.ndarray) -> np.ndarray:
+def tiles_of(lens: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """[N, 2] (chunk, first row), those with the most keys first, so that the last to finish are short."""
     counts = -(-lens // TILE)
     chunk = np.repeat(np.arange(lens.size), counts)

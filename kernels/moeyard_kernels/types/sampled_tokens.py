@@ -1,6 +1,7 @@
 """What a step of sampling gives: a token per row, and what a log-probability answer says of it."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -22,6 +23,11 @@ class SampledTokens:
     ranks: torch.Tensor | None = None
     top_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SampledTokens":
+        """These with `change` applied to every tensor that is there."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return SampledTokens(**{name: change(x) for name, x in found.items() if x is not None})
 
     @classmethod
     def room(cls, ids: torch.Tensor, num_top: int) -> "SampledTokens":

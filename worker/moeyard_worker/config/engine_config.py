@@ -12,7 +12,7 @@ DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "cpu": MappingProxyType({}),
         "cuda": MappingProxyType(
-            {"page_size": 64, "max_batch_tokens": 8192, "prefill_chunk": 8192, "async_scheduling": True}
+            {"page_size": 64, "max_batch_tokens": 2048, "prefill_chunk": 2048, "async_scheduling": True}
         ),
     }
 )

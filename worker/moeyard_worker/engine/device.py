@@ -137,9 +137,11 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
 
     def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
-        """Decode steps of every size are captured here."""
+        """Steps of every size that is captured are captured here."""
         max_pages = -(-plan.max_model_len // config.page_size)
-        graphs = GraphRunner(runner, self.backend, max_rows=config.max_num_seqs, max_pages=max_pages)
+        graphs = GraphRunner(
+            runner, self.backend, max_rows=config.max_num_seqs, max_pages=max_pages, max_prompt=config.max_batch_tokens
+        )
         if not config.enforce_eager:
             graphs.capture()
         return graphs

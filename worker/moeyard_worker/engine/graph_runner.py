@@ -1,20 +1,21 @@
-"""Runs steps on a GPU: decode steps as CUDA graphs, others launch by launch; results are taken when they are there.
+"""Runs steps on a GPU: most as CUDA graphs, others launch by launch; results are taken when they are there.
 
 A step is launched and not waited for. Its tokens stay on the device, where the next step finds those that the host does
 not know yet (`Chunk.fed`), and are copied to the host behind it.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_kernels.cuda.decode_inputs import DecodeInputs
+from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_worker.engine.device_sampler import DeviceSampler, captured
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sampling import accepted, ask, edits_logits, sampled_rows, tell
 from moeyard_worker.scheduling.request import Accepted, Request
@@ -22,17 +23,26 @@ from moeyard_worker.scheduling.step import Step
 
 # Rows of a captured step; a step runs in the next larger one. Where few rows cost little more than one, steps are wide.
 _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Prompt rows of a captured step, alone and beside decode rows. More keep a GPU longer than their launches take.
+_PROMPTS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_MIXED_PROMPTS = (128, 512, 1024, 2048)
+_MIXED_ROWS = (16, 64)
+# Prompts of a captured step.
+_CHUNKS = 16
+_MAX_PROMPT = _PROMPTS[-1]
+# Where prompts decompress their keys: so many of them in the largest captured prompts, in multiples of
+# their rows.
+_KEYS = (1, 2, 4, 8)
 # Pages of a captured step's table: one split of the keys without a merge, then up to the longest sequence by fours.
 _FIRST_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """One captured decode step and what it reads and writes."""
+    """One captured step and what it reads."""
 
-    inputs: DecodeInputs
+    inputs: GraphInputs
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
 
 
 class GraphLaunched:
@@ -41,7 +51,7 @@ class GraphLaunched:
     def __init__(self, step: Step, tokens: SampledTokens, requests: Sequence[Request]) -> None:
         self.step = step
         self._requests = requests
-        self._tokens = _to_host(tokens)
+        self._tokens = tokens.each(_to_host)
         self._done = torch.cuda.Event()
         self._done.record()
         self._results: list[Accepted] | None = None
@@ -57,94 +67,97 @@ class GraphLaunched:
 
 
 class GraphRunner:
-    """A runner on a GPU. `max_rows` bounds the rows of a decode step, `max_pages` the pages of a sequence."""
+    """A runner on a GPU.
 
-    def __init__(self, runner: Runner, backend: CudaBackend, *, max_rows: int, max_pages: int) -> None:
+    `max_rows` bounds the rows of a decode step, `max_pages` the pages of a sequence, `max_prompt` the prompt rows of a
+    step. Of the steps so far `num_replayed` and `num_eager` count how they ran; `num_rows` are the rows of those that
+    were replayed, `num_padded_rows` theirs with padding.
+    """
+
+    def __init__(self, runner: Runner, backend: CudaBackend, *, max_rows: int, max_pages: int, max_prompt: int) -> None:
         self._runner, self._backend = runner, backend
-        self._max_rows, self._max_pages = max_rows, max_pages
-        self._last_ids = torch.zeros(max_rows, dtype=torch.int64, device=backend.device)
-        self._graphs: dict[tuple[int, int], _Graph] = {}
-        # Steps of each kind; rows of all replays, and how many of them were padding.
-        self.num_replayed = 0
-        self.num_eager = 0
-        self.num_rows = 0
-        self.num_padded_rows = 0
-        # Launch every step kernel by kernel while this is set.
+        self._max_rows, self._max_pages, self._max_prompt = max_rows, max_pages, min(max_prompt, _MAX_PROMPT)
+        self._sampler = DeviceSampler(
+            max_rows=max_rows + _CHUNKS, vocab=runner.config.vocab_size, eos_token_ids=runner.config.eos_token_ids,
+            device=backend.device,
+        )  # fmt: skip
+        self._graphs: dict[Bucket, _Graph] = {}
+        self.num_replayed = self.num_eager = self.num_rows = self.num_padded_rows = 0
+        # While this is set every step is launched kernel by kernel.
         self.eager = False
 
-    def buckets(self) -> Iterator[tuple[int, int]]:
-        """(rows, pages) of every step that is captured."""
-        rows = [r for r in _ROWS if r < self._max_rows] + [self._max_rows]
+    def buckets(self) -> Iterator[Bucket]:
+        """The size of every step that is captured."""
         widths, width = [], _FIRST_WIDTH
         while width < self._max_pages:
             widths.append(width)
             width *= 4
-        return itertools.product(rows, (*widths, self._max_pages))
+        for rows, width in product(_below(_ROWS, self._max_rows), (*widths, self._max_pages)):
+            yield Bucket(decode=rows, width=width)
+        alone = ((prompt, 0) for prompt in _below(_PROMPTS, self._max_prompt))
+        mixed = product(_below(_MIXED_PROMPTS, self._max_prompt), _below(_MIXED_ROWS, self._max_rows))
+        for prompt, rows in (*alone, *mixed):
+            several = _KEYS if prompt == self._max_prompt else _KEYS[:1]
+            for keys in several if self._backend.flat else (0,):
+                yield Bucket(prompt=prompt, decode=rows, keys=keys * prompt, width=self._max_pages, chunks=_CHUNKS)
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture all buckets, the largest first, so that the others find their memory in its pool."""
-        pool = torch.cuda.graph_pool_handle()
-        for rows, width in sorted(self.buckets(), reverse=True):
-            self._graphs[rows, width] = self._capture(rows, width, pool)
+        pool, graphs = torch.cuda.graph_pool_handle(), {}
+        for bucket in sorted(self.buckets(), key=lambda b: (b.rows, b.keys, b.width), reverse=True):
+            inputs = GraphInputs(
+                bucket, page_size=self._backend.page_size, windows=self._backend.windows,
+                last_ids=self._sampler.last_ids,
+            )  # fmt: skip
+            graphs[bucket] = _Graph(inputs, captured(partial(self._forward, inputs), pool)[0])
+        self._sampler.capture(_below(_ROWS, self._max_rows), pool)
+        # The smallest first: a step takes the first that holds it.
+        self._graphs = dict(reversed(graphs.items()))
 
-    def _capture(self, rows: int, width: int, pool: Any) -> _Graph:
-        inputs = DecodeInputs(
-            rows=rows, width=width, page_size=self._backend.page_size, windows=self._backend.windows,
-            last_ids=self._last_ids,
-        )  # fmt: skip
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            # Compiles what is not compiled yet.
-            self._decode(inputs)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            logits = self._decode(inputs)
-        return _Graph(inputs, graph, logits)
-
-    def _decode(self, inputs: DecodeInputs) -> torch.Tensor:
+    def _forward(self, inputs: GraphInputs) -> None:
         inputs.begin()
-        logits = self._runner.model.forward(inputs)
-        self._last_ids[: inputs.num_rows] = ops.sample(logits).ids
-        return logits
+        logits = self._sampler.logits[: inputs.num_sampled]
+        self._runner.model.forward(inputs, out=logits)
+        self._sampler.last_ids[: inputs.num_sampled] = ops.sample(logits).ids
 
     @torch.inference_mode()
     def launch(self, step: Step, requests: Sequence[Request], *, before: GraphLaunched | None) -> GraphLaunched:
         """See `Runner.launch`; returns before the step has run."""
-        if not step.chunks:
-            self._runner.forward(step)
-            return GraphLaunched(step, SampledTokens(ids=self._last_ids[:0]), requests)
-        found = self._bucket(step)
+        sampler, count = self._sampler, len(step.sample_rows)
+        found = self._find(step)
         if found is None:
-            logits = self._eager(step)
+            self._eager(step)
         else:
-            count = len(step.decode)
-            found.inputs.fill(step.decode, [-1 if c.fed is None else c.fed for c in step.decode])
+            found.inputs.fill(step, [-1 if c.fed is None else c.fed for c in step.decode])
             found.graph.replay()
             self.num_replayed += 1
-            self.num_rows += found.inputs.num_rows
-            self.num_padded_rows += found.inputs.num_rows - count
-            logits = found.logits[:count]
-        num_sampled = len(step.sample_rows)
-        if found is not None and all(_plain(request) for request in requests):
-            return GraphLaunched(step, SampledTokens(ids=self._last_ids[:num_sampled]), requests)
-        rows = sampled_rows(step, requests, before)
-        tokens = ask(logits, rows, self._runner.config.eos_token_ids)
-        self._last_ids[:num_sampled] = tokens.ids
+            self.num_rows += step.num_tokens
+            self.num_padded_rows += found.inputs.num_rows
+        tokens = SampledTokens(ids=sampler.last_ids[:count])
+        if all(_plain(request) for request in requests):
+            if found is None and count:
+                sampler.last_ids[:count] = ops.sample(sampler.logits[:count]).ids
+        elif sampler.takes(requests):
+            tokens = sampler.sample(step, requests, before)
+        else:
+            rows = sampled_rows(step, requests, before)
+            tokens = ask(sampler.logits, rows, self._runner.config.eos_token_ids)
+            sampler.last_ids[:count] = tokens.ids
         return GraphLaunched(step, tokens, requests)
 
-    def _bucket(self, step: Step) -> _Graph | None:
+    def _find(self, step: Step) -> _Graph | None:
         """The smallest captured step that this one fits; None for what is launched kernel by kernel."""
-        if self.eager or step.prefill or any(len(c.token_ids) > 1 or not c.num_sampled for c in step.decode):
+        size = None if self.eager else Bucket.of(step)
+        if size is None:
             return None
-        count, pages = len(step.decode), max(len(c.pages) for c in step.decode)
-        fits = [size for size in self._graphs if size[0] >= count and size[1] >= pages]
-        return self._graphs[min(fits)] if fits else None
+        return next((graph for bucket, graph in self._graphs.items() if bucket.holds(size)), None)
 
-    def _eager(self, step: Step) -> torch.Tensor:
+    def _eager(self, step: Step) -> None:
         """Logits of the sampled rows; tokens that the host does not know come from the step before."""
+        if not step.chunks:
+            self._runner.forward(step)
+            return
         self.num_eager += 1
         plan = self._backend.plan(step)
         row, rows, feed = step.num_prefill_tokens, [], []
@@ -156,8 +169,13 @@ class GraphRunner:
             row += chunk.num_tokens
         if rows:
             index = torch.tensor([rows, feed]).to(self._backend.device, non_blocking=True)
-            plan.token_ids[index[0]] = self._last_ids[index[1]]
-        return self._runner.model.forward(plan)
+            plan.token_ids[index[0]] = self._sampler.last_ids[index[1]]
+        self._runner.model.forward(plan, out=self._sampler.logits[: plan.num_sampled])
+
+
+def _below(sizes: Sequence[int], most: int) -> list[int]:
+    """The sizes below `most`, and itself."""
+    return [*(size for size in sizes if size < most), most]
 
 
 def _plain(request: Request) -> bool:
@@ -167,19 +185,6 @@ def _plain(request: Request) -> bool:
     return p.temperature == 0 and p.logprobs is None and not edits
 
 
-def _to_host(tokens: SampledTokens) -> SampledTokens:
-    """Copies in pinned memory that are on their way."""
-
-    def moved(x: torch.Tensor | None) -> torch.Tensor | None:
-        return None if x is None else torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
-
-    ids = moved(tokens.ids)
-    assert ids is not None, "every step of sampling has tokens"
-    return replace(
-        tokens,
-        ids=ids,
-        logprobs=moved(tokens.logprobs),
-        ranks=moved(tokens.ranks),
-        top_ids=moved(tokens.top_ids),
-        top_logprobs=moved(tokens.top_logprobs),
-    )
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory that is on its way."""
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)

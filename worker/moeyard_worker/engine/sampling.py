@@ -5,7 +5,7 @@ then an exponential race with noise from the request's own counter. Every row is
 depend on the batch around it; which rows use which transform is known here, so that rows without them pay for none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -145,11 +145,9 @@ def _arguments(logits: torch.Tensor, rows: Sequence[SampledRow]) -> dict[str, to
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(logits.device)
 
-    # The generator's key and counter are 64 bits; torch has them signed.
-    seeds = [(p.seed + 2**63) % 2**64 - 2**63 for p in params]
     found = {
         "temperature": column([p.temperature for p in params], torch.float64),
-        "seeds": column(seeds, torch.int64),
+        "seeds": column([seed_bits(p.seed) for p in params], torch.int64),
         "positions": column([row.position for row in rows], torch.int64),
     }
     if any(p.top_k > 0 for p in params):
@@ -161,10 +159,18 @@ def _arguments(logits: torch.Tensor, rows: Sequence[SampledRow]) -> dict[str, to
     return found
 
 
+def seed_bits(seed: int) -> int:
+    """The generator's key and counter are 64 bits; torch has them signed."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
 def _edits(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> LogitEdits | None:
     """Bias, penalties and tokens held back, of the rows that have any."""
     vocab = logits.shape[1]
-    biases = [_bias(row, eos_token_ids, vocab) for row in rows]
+    biases = [
+        bias_of(row.params, held=len(row.output) < row.params.min_tokens, eos_token_ids=eos_token_ids, vocab=vocab)
+        for row in rows
+    ]
     edited = [i for i, row in enumerate(rows) if row.edits or biases[i]]
     if not edited:
         return None
@@ -174,13 +180,9 @@ def _edits(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tupl
     penalties = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64).repeat(len(rows), 1)
     for slot, i in enumerate(edited):
         p, slots[i] = rows[i].params, slot
-        if biases[i]:
-            words[slot, list(biases[i])] = torch.arange(1, len(biases[i]) + 1, dtype=torch.int32)
-            bias[slot, : len(biases[i])] = torch.tensor(list(biases[i].values()), dtype=torch.float64)
+        words[slot] = edit_words(p, biases[i], rows[i].prompt, rows[i].output, vocab)
+        bias[slot, : len(biases[i])] = torch.tensor(list(biases[i].values()), dtype=torch.float64)
         if rows[i].edits:
-            words[slot, torch.tensor(rows[i].prompt, dtype=torch.int64).unique()] += LogitEdits.IN_PROMPT
-            ids, counts = torch.tensor(rows[i].output, dtype=torch.int64).unique(return_counts=True)
-            words[slot, ids] += counts.int() * LogitEdits.ONCE
             penalties[i] = torch.tensor((p.repetition_penalty, p.frequency_penalty, p.presence_penalty))
     device = logits.device
     return LogitEdits(
@@ -188,10 +190,22 @@ def _edits(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tupl
     )
 
 
-def _bias(row: SampledRow, eos_token_ids: tuple[int, ...], vocab: int) -> dict[int, float]:
-    """What is added to which tokens: the request's own bias, minus infinity while it is too short to stop."""
-    p = row.params
-    if len(row.output) >= p.min_tokens:
+def edit_words(
+    p: SamplingParams, biased: Collection[int], prompt: Sequence[int], output: Sequence[int], vocab: int
+) -> torch.Tensor:
+    """A request's row of `LogitEdits.words` [V], where bias i - 1 is that of the i-th of the `biased` tokens."""
+    words = torch.zeros(vocab, dtype=torch.int32)
+    words[list(biased)] = torch.arange(1, len(biased) + 1, dtype=torch.int32)
+    if edits_logits(p):
+        words[torch.tensor(prompt, dtype=torch.int64).unique()] += LogitEdits.IN_PROMPT
+        ids, counts = torch.tensor(output, dtype=torch.int64).unique(return_counts=True)
+        words[ids] += counts.int() * LogitEdits.ONCE
+    return words
+
+
+def bias_of(p: SamplingParams, *, held: bool, eos_token_ids: tuple[int, ...], vocab: int) -> dict[int, float]:
+    """What is added to which tokens: the request's own bias, minus infinity while it is `held`, too short to stop."""
+    if not held:
         return p.logit_bias
-    held_back = p.stop_token_ids + (() if p.ignore_eos else eos_token_ids)
-    return {**p.logit_bias, **{t: float("-inf") for t in held_back if 0 <= t < vocab}}
+    back = p.stop_token_ids + (() if p.ignore_eos else eos_token_ids)
+    return {**p.logit_bias, **{t: float("-inf") for t in back if 0 <= t < vocab}}

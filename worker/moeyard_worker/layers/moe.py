@@ -22,7 +22,8 @@ class Experts(Protocol):
 
 
 class Moe:
-    """gate [E, H], in fp32 where the family computes its logits so; gate_bias [E] fp32; shared experts are one MLP."""
+    """norm [H] before the experts; gate [E, H], in fp32 where the family computes its logits so; gate_bias [E] fp32;
+    shared experts are one MLP."""
 
     def __init__(
         self,
@@ -30,7 +31,8 @@ class Moe:
         rule: GateRule,
         *,
         layer: int,
-        dtype: torch.dtype,
+        norm: torch.Tensor,
+        eps: float,
         exchange: Exchange,
         experts: Experts,
         gate: torch.Tensor,
@@ -38,17 +40,22 @@ class Moe:
         shared_gate_up: torch.Tensor | None = None,
         shared_down: torch.Tensor | None = None,
     ) -> None:
-        self._backend, self._layer = backend, layer
+        self._backend, self._layer, self._eps = backend, layer, eps
         self._exchange, self._experts = exchange, experts
-        self._gate = backend.gate(gate, gate_bias, rule, dtype)
+        self._gate = backend.gate(gate, gate_bias, rule, norm=norm, eps=eps)
         self._shared = None
         if shared_gate_up is not None and shared_down is not None:
             self._shared = Mlp(backend, gate_up=shared_gate_up, down=shared_down)
 
-    def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        """x [num_rows, H] -> [num_rows, H]. Every rank calls this in every step, also without a row."""
-        weights, ids = self._gate.route(x, plan)
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, following: torch.Tensor, plan: StepPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention gave and the residual, [num_rows, H], -> rows normalised by `following` and their residual.
+
+        Every rank calls this in every step, also without a row.
+        """
+        x, residual, weights, ids = self._gate.route(x, residual, plan)
         dispatched = self._exchange.dispatch(x, ids, layer=self._layer, num_prompt=plan.num_prompt)
         partial = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
         shared = None if self._shared is None or not plan.num_tokens else self._shared.forward(x)
-        return self._backend.weighted_reduce(partial, weights, shared, plan)
+        return self._backend.reduce_add_norm(partial, weights, shared, residual, following, self._eps, plan)

@@ -18,13 +18,14 @@ Allocate = Callable[[int], Mapping[str, torch.Tensor]]
 
 
 class DecoderLayer:
-    """One layer; `attention` and `transform` are its two blocks, both [num_rows, H] to the same."""
+    """One layer: `attention` of normalised rows, then `transform`, which ends in the norm of the layer behind."""
 
     def __init__(
         self, spec: ModelSpec, layer: LayerSpec, *, index: int, backend: Backend, load: Load, exchange: Exchange,
         experts: Experts, state: Mapping[str, torch.Tensor], rope: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        self.input_norm, self.post_norm = load(layer.input_norm), load(layer.post_norm)
+        self._backend, self._eps = backend, spec.config.rms_eps
+        self.input_norm, self._post_norm = load(layer.input_norm), load(layer.post_norm)
         weights = {name: load(weight) for name, weight in layer.attention.items()}
         attention = spec.config.attention[index]
         self.attention = attention.build(backend, weights=weights, state=state, rope=rope)
@@ -35,15 +36,20 @@ class DecoderLayer:
             self._mlp = Mlp(backend, **weights)
         else:
             rule = spec.config.gate.rule
-            dtype = self.input_norm.dtype
-            self.moe = Moe(backend, rule, layer=index, dtype=dtype, exchange=exchange, experts=experts, **weights)
+            self.moe = Moe(
+                backend, rule, layer=index, norm=self._post_norm, eps=self._eps, exchange=exchange, experts=experts,
+                **weights,
+            )  # fmt: skip
 
-    def transform(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        """The MLP or MoE block of normalised rows."""
+    def transform(
+        self, x: torch.Tensor, residual: torch.Tensor, following: torch.Tensor, plan: StepPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm, then MLP or MoE, then the norm with the weight `following`: (rows, residual), [num_rows, H] each."""
         if self.moe is not None:
-            return self.moe.forward(x, plan)
+            return self.moe.forward(x, residual, following, plan)
         assert self._mlp is not None
-        return self._mlp.forward(x)
+        x, residual = self._backend.add_rms_norm(x, residual, self._post_norm, self._eps)
+        return self._backend.add_rms_norm(self._mlp.forward(x), residual, following, self._eps)
 
 
 class Decoder:
@@ -71,34 +77,33 @@ class Decoder:
             )
             for i, (layer, attention) in enumerate(zip(spec.layers, config.attention, strict=True))
         ]
-        self._norm = load(spec.norm)
+        # The norm behind each layer: of the next, or the last of all.
+        self._following = [*(layer.input_norm for layer in self._layers[1:]), load(spec.norm)]
         self._lm_head = self._embed if spec.lm_head is None else load(spec.lm_head)
 
-    def forward(self, plan: StepPlan) -> torch.Tensor:
-        """fp32 logits [num_sampled or more, V] of the plan's sample rows; what lies behind num_sampled is garbage."""
+    def forward(self, plan: StepPlan, out: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 logits [num_sampled or more, V] of the plan's sample rows; what lies behind num_sampled is garbage.
+
+        Into `out` [num_sampled, V] if given, where a backend has no more rows than that.
+        """
         if not plan.num_tokens:
             return self._idle(plan)
-        backend, eps = self._backend, self._eps
-        x = residual = self._embed.index_select(0, plan.token_ids)
-        first = self._layers[0]
-        x = backend.rms_norm(x, first.input_norm, eps)
-        for layer in self._layers:
-            if layer is not first:
-                x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps)
+        residual = self._embed.index_select(0, plan.token_ids)
+        x = self._backend.rms_norm(residual, self._layers[0].input_norm, self._eps)
+        for layer, following in zip(self._layers, self._following, strict=True):
             x = layer.attention.forward(x, plan)
-            x, residual = backend.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = layer.transform(x, plan)
+            x, residual = layer.transform(x, residual, following, plan)
         if not plan.num_sampled:
             return x.new_empty(0, self._lm_head.shape[0], dtype=torch.float32)
         if plan.sample_rows is not None:
-            x, residual = x.index_select(0, plan.sample_rows), residual.index_select(0, plan.sample_rows)
-        x, _ = backend.add_rms_norm(x, residual, self._norm, eps)
-        return backend.linear(x, self._lm_head).float()
+            x = x.index_select(0, plan.sample_rows)
+        logits = self._backend.linear(x, self._lm_head)
+        return logits.float() if out is None else out.copy_(logits)
 
     def _idle(self, plan: StepPlan) -> torch.Tensor:
         """A step without rows: only the exchanges, which every rank takes part in."""
         x = self._embed.new_empty(0, self._embed.shape[1])
-        for layer in self._layers:
+        for layer, following in zip(self._layers, self._following, strict=True):
             if layer.moe is not None:
-                layer.moe.forward(x, plan)
+                layer.moe.forward(x, x, following, plan)
         return x.new_empty(0, self._lm_head.shape[0], dtype=torch.float32)

@@ -1,0 +1,52 @@
+"""Numbers that the host writes while the device still reads those of the step before."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+# Blocks on the host: while one is still being copied the next is filled.
+_STAGES = 2
+# What compiled kernels count on where a tensor begins, in bytes.
+_ALIGNED = 16
+
+
+class Staging:
+    """Named tensors in one block of a device's memory, and pinned copies of it on the host: one copy sends them all.
+
+    fields: dtype and shape by name. What a step leaves as it was in `begin`'s arrays is what some step before wrote.
+    """
+
+    def __init__(self, fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> None:
+        places, size = {}, 0
+        for name, (dtype, shape) in fields.items():
+            places[name] = size
+            size += -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
+
+        def views(block: torch.Tensor) -> dict[str, torch.Tensor]:
+            found = {}
+            for name, (dtype, shape) in fields.items():
+                end = places[name] + torch.Size(shape).numel() * dtype.itemsize
+                found[name] = block[places[name] : end].view(dtype).view(shape)
+            return found
+
+        pinned = device.type == "cuda"
+        self._block = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._stages = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(_STAGES)]
+        self._host = [{name: view.numpy() for name, view in views(stage).items()} for stage in self._stages]
+        self._copied = [torch.cuda.Event() for _ in range(_STAGES)] if pinned else None
+        self._turn = 0
+        self.on_device = views(self._block)
+
+    def begin(self) -> dict[str, np.ndarray]:
+        """The host's next arrays, once nothing reads them any more."""
+        self._turn = (self._turn + 1) % _STAGES
+        if self._copied is not None:
+            self._copied[self._turn].synchronize()
+        return self._host[self._turn]
+
+    def send(self) -> None:
+        """Copy them to the device, behind what was launched before."""
+        self._block.copy_(self._stages[self._turn], non_blocking=True)
+        if self._copied is not None:
+            self._copied[self._turn].record()

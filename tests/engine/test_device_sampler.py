@@ -1,0 +1,150 @@
+"""The sampler of a GPU's steps against `choose`, which is told every token: same tokens and log-probabilities.
+
+Without a GPU its chains run through the oracles, launch by launch; with one they are captured too.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from moeyard_worker.engine.device_sampler import MAX_BIASES, DeviceSampler
+from moeyard_worker.engine.sampling import SampledRow, choose, tell
+from moeyard_worker.protocol import SamplingParams, TokenLogprob
+from moeyard_worker.scheduling.request import Accepted, Request
+from moeyard_worker.scheduling.step import Chunk, Step
+
+V = 96
+EOS = (7, 8)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "told": {"temperature": 0.0, "logprobs": 3},
+    "seeded": {"seed": 2**63 + 11, "logprobs": 0},
+    "cut": {"seed": 3, "top_k": 9, "top_p": 0.8, "min_p": 0.01},
+    "counted": {"seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.4},
+    "biased": {"temperature": 0.0, "logit_bias": {5: 3.0, 7: 50.0, 11: -4.0}, "logprobs": 2},
+    "held": {"seed": 5, "min_tokens": 4, "logit_bias": {8: 2.0}, "stop_token_ids": (9, 10)},
+    "held_only": {"temperature": 0.0, "min_tokens": 3},
+}
+
+
+def request(name: str, prompt: tuple[int, ...], **sampling: Any) -> Request:
+    params = SamplingParams(max_tokens=1000, **sampling)
+    return Request(client=b"c", request_id=name, prompt=prompt, sampling=params, arrived=0.0, hashes=[])
+
+
+class Before:
+    """A launched step whose results are known when somebody asks."""
+
+    def __init__(self, results: Sequence[Accepted]) -> None:
+        self._results = list(results)
+        self.asked = 0
+
+    @property
+    def results(self) -> list[Accepted]:
+        self.asked += 1
+        return self._results
+
+
+class Session:
+    """Requests that decode, the tokens of the newest step unknown to the scheduler when `deep`."""
+
+    def __init__(self, sampler: DeviceSampler, *, deep: bool) -> None:
+        self.sampler, self.deep = sampler, deep
+        self.tokens: dict[str, list[int]] = {}
+        self.before: Before | None = None
+        self._order: list[str] = []
+
+    def step(self, requests: Sequence[Request], logits: torch.Tensor) -> list[tuple[int, TokenLogprob | None]]:
+        chunks, rows = [], []
+        for r in requests:
+            done = self.tokens.setdefault(r.request_id, [])
+            fed = None
+            if self.deep and r.request_id in self._order:
+                fed = self._order.index(r.request_id)
+            r.output[:] = done[: len(done) - (fed is not None)]
+            end = len(r.prompt) + len(done)
+            first = not done
+            chunks.append(
+                Chunk(key=r.key, start=0 if first else end - 1, token_ids=r.prompt if first else (0,), pages=(0,),
+                      prompt=first, num_sampled=1, fed=fed)
+            )  # fmt: skip
+            rows.append(SampledRow(params=r.sampling, prompt=r.prompt, output=list(done)))
+        firsts = tuple(c for c in chunks if c.prompt)
+        ordered = [*firsts, *(c for c in chunks if not c.prompt)]
+        places = [chunks.index(c) for c in ordered]
+        step = Step(prefill=firsts, decode=tuple(ordered[len(firsts) :]))
+        mine, theirs = [requests[i] for i in places], [rows[i] for i in places]
+        logits = logits[places].to(DEVICE)
+        self.sampler.logits[: len(rows)] = logits
+        wanted = choose(logits.clone(), theirs, EOS)
+        with torch.inference_mode():
+            got = tell(self.sampler.sample(step, mine, self.before), [r.sampling.logprobs for r in mine])
+        assert got == [
+            (token, logprob if r.sampling.logprobs is not None else None)
+            for (token, logprob), r in zip(wanted, mine, strict=True)
+        ]
+        assert self.sampler.last_ids[: len(rows)].tolist() == [token for token, _ in wanted]
+        for r, (token, _) in zip(mine, wanted, strict=True):
+            self.tokens[r.request_id].append(token)
+        self._order = [r.request_id for r in mine]
+        self.before = Before([Accepted((token,)) for token, _ in wanted])
+        return got
+
+
+@pytest.fixture(params=["launched", "captured"])
+def sampler(request: pytest.FixtureRequest) -> DeviceSampler:
+    if request.param == "captured" and DEVICE.type == "cpu":
+        pytest.skip("needs a GPU")
+    made = DeviceSampler(max_rows=8, vocab=V, eos_token_ids=EOS, device=DEVICE)
+    if request.param == "captured":
+        made.capture([1, 4, 8], torch.cuda.graph_pool_handle())
+    return made
+
+
+def logits_of(step: int, count: int) -> torch.Tensor:
+    return torch.randn(count, V, generator=torch.Generator().manual_seed(step)) * 2
+
+
+@pytest.mark.parametrize("deep", [False, True], ids=["one deep", "two deep"])
+def test_chooses_what_choose_does(sampler: DeviceSampler, deep: bool) -> None:
+    """All kinds together, then some of them, then others again: counts survive a request's absence."""
+    requests = {
+        name: request(name, (1, 2, 3, 5)[: 2 + i % 3], **params) for i, (name, params) in enumerate(REQUESTS.items())
+    }
+    session = Session(sampler, deep=deep)
+    for i in range(6):
+        session.step(list(requests.values()), logits_of(i, len(requests)))
+    for i, names in enumerate((["greedy", "seeded"], ["counted"], ["cut", "told"], list(REQUESTS))):
+        session.step([requests[name] for name in names], logits_of(10 + i, len(names)))
+
+
+def test_counts_do_not_wait_for_the_step_before(sampler: DeviceSampler) -> None:
+    counted = request("a", (1, 2), **REQUESTS["counted"])
+    session = Session(sampler, deep=True)
+    for i in range(5):
+        session.step([counted], logits_of(i, 1))
+        asked = session.before
+        session.step([counted], logits_of(20 + i, 1))
+        assert asked is not None
+        assert asked.asked == 0
+
+
+def test_a_name_and_a_place_used_again(sampler: DeviceSampler) -> None:
+    """More requests than there are places, and the name of one that ended for another prompt."""
+    session = Session(sampler, deep=False)
+    for i in range(20):
+        name = f"r{i % 11}"
+        session.tokens.pop(name, None)
+        one = request(name, (i, i + 1), **REQUESTS["counted"])
+        for j in range(3):
+            session.step([one], logits_of(100 * i + j, 1))
+
+
+def test_too_many_biases_are_not_taken(sampler: DeviceSampler) -> None:
+    many = request("m", (1,), logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0))
+    few = request("f", (1,), logit_bias=dict.fromkeys(range(MAX_BIASES - len(EOS)), 1.0))
+    assert not sampler.takes([few, many])
+    assert sampler.takes([few])
