@@ -108,6 +108,7 @@ class Run:
     def _complete(self, launched: LaunchedStep, busy: float) -> None:
         step, results = launched.step, launched.results
         at = time.perf_counter()
+        assert not launched.unsound, f"logits of {step.num_tokens} rows are not finite"
         for reply in self.scheduler.complete(step, results, at):
             if isinstance(reply.message, Tokens):
                 self.courses[reply.message.request_id].tokens.extend([at] * len(reply.message.token_ids))

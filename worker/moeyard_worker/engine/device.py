@@ -31,6 +31,10 @@ class LaunchedStep(Protocol):
     def step(self) -> Step: ...
     @property
     def results(self) -> list[Accepted]: ...
+    @property
+    def unsound(self) -> tuple[str, ...]:
+        """Ids of the requests whose logits in this step were not finite; waits for it as `results` does."""
+        ...
 
 
 class StepRunner(Protocol):

@@ -42,7 +42,8 @@ class Reserve:
 class MemoryPlan:
     """What fits: pages of KV, expert slots, and the longest sequence that the pages can hold.
 
-    `reserve` is what was set aside before, `prefix_bytes` what attending to that longest sequence takes.
+    Bytes: `available` is what was divided, `held_bytes` the dense weights and slots of state, `reserve` what was set
+    aside before, `prefix_bytes` what attending to that longest sequence takes.
     """
 
     num_pages: int
@@ -50,6 +51,18 @@ class MemoryPlan:
     max_model_len: int
     reserve: Reserve
     prefix_bytes: int
+    available: int
+    held_bytes: int
+    kv_bytes: int
+    expert_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{format_size(self.available)} free: dense weights {format_size(self.held_bytes)}, {self.expert_slots} "
+            f"experts {format_size(self.expert_slots * self.expert_bytes)}, {self.num_pages} KV pages "
+            f"{format_size(self.kv_bytes)}, attention over {self.max_model_len} tokens "
+            f"{format_size(self.prefix_bytes)}, {self.reserve}"
+        )
 
 
 def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
@@ -157,8 +170,20 @@ def plan_memory(
             raise
         raise ValueError(f"{error} (beside {format_size(kv)} of KV and {reserve})") from None
     return MemoryPlan(
-        num_pages=num_pages, expert_slots=slots, max_model_len=max_model_len, reserve=reserve, prefix_bytes=prefix
-    )
+        num_pages=num_pages, expert_slots=slots, max_model_len=max_model_len, reserve=reserve, prefix_bytes=prefix,
+        available=available, held_bytes=held, kv_bytes=kv, expert_bytes=model.expert_bytes(itemsize),
+    )  # fmt: skip
+
+
+def check_resident(plan: MemoryPlan, *, num_layers: int, num_local_experts: int) -> None:
+    """Raise ValueError saying what would fit when not every expert of `num_layers` MoE layers has a slot."""
+    if plan.expert_slots < num_local_experts:
+        layers = plan.expert_slots * num_layers // num_local_experts
+        raise ValueError(
+            f"a GPU serves with all experts resident so far: {plan.expert_slots} of {num_local_experts} fit, those of "
+            f"{layers} of {num_layers} MoE layers ({plan}); lower --kv-memory, --max-num-seqs or --max-batch-tokens, "
+            "or use --device cpu"
+        )
 
 
 def _num_pages(config: EngineConfig, state: StateSpec, *, free: int, max_model_len: int, per_position: int) -> int:

@@ -23,7 +23,7 @@ from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
 from moeyard_worker.engine.frontend import Frontend
 from moeyard_worker.engine.loop import Engine
-from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
+from moeyard_worker.engine.memory import MemoryPlan, check_resident, exchange_shape, plan_memory
 from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
@@ -79,6 +79,8 @@ class Worker:
         self._total = 0
         self._engine: Engine | None = None
         self._recording: RoutingRecorder | None = None
+        # What `load` is at, for what it says when memory runs out.
+        self._doing = "loading weights"
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
@@ -113,12 +115,23 @@ class Worker:
         config, model = self._spec.config, self._model
         assert self._available is not None, "load comes after connect"
         plan = self._plan(self._available // ranks_on_host)
-        if config.device != "cpu" and plan.expert_slots < len(self._experts) * len(model.moe_layers):
-            raise ValueError(
-                f"a GPU serves with all experts resident so far: {plan.expert_slots} of "
-                f"{len(self._experts) * len(model.moe_layers)} fit; lower --kv-memory or --max-batch-tokens, or use "
-                "--device cpu"
+        if config.device != "cpu":
+            check_resident(
+                plan, num_layers=len(model.moe_layers), num_local_experts=len(self._experts) * len(model.moe_layers)
             )
+        try:
+            return self._build(plan)
+        except torch.OutOfMemoryError as error:
+            # The plan is an estimate, and others may have taken of the same memory since.
+            said = str(error).split(". ", 1)[0]
+            raise ValueError(
+                f"{config.device} ran out of memory while {self._doing}: {said}; planned of {plan}; lower --kv-memory, "
+                "--max-num-seqs or --max-batch-tokens, or end what else runs there"
+            ) from error
+
+    def _build(self, plan: MemoryPlan) -> dict[str, Any]:
+        """Everything that `plan` has room for."""
+        config, model = self._spec.config, self._model
         self._recording = self._recorder(plan)
         state = model.state_spec(self._dtype.itemsize)
         num_state_slots = config.max_num_seqs if state.bytes_per_sequence else 0
@@ -154,6 +167,7 @@ class Worker:
         )
         experts.preload(self._advance)
         self._device.finish()
+        self._doing = "capturing steps"
         seconds = time.perf_counter() - begun
         scheduler = self.scheduler = Scheduler(
             SchedulerConfig(
