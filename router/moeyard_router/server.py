@@ -13,7 +13,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from moeyard_router.app import create_app
-from moeyard_router.chat import TextCodec
+from moeyard_router.chat import open_codec
 from moeyard_router.config import RouterConfig
 from moeyard_router.fleet import Fleet
 from moeyard_router.health import Health
@@ -42,7 +42,7 @@ class RouterServer:
         self._sock = sock
         self._on_ready = on_ready
         self._on_failed = on_failed
-        self._codec = TextCodec(config.model_path)
+        self._codec = open_codec(config.model_path)
         self._metrics = RouterMetrics(config.model_name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requests = 0

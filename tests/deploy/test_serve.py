@@ -30,8 +30,8 @@ MAX_WORKER_BYTES = 700 * 1024**2
 MAX_IDLE_CORES = 0.03
 SETTLE_SECONDS, IDLE_SECONDS = 3.0, 10.0
 READY = re.compile(
-    r"ready: (?P<url>http://127\.0\.0\.1:\d+)/v1 serves demo \((float32|bfloat16)\) on \d+ workers?, expert slots "
-    r"\d+/\d+ per worker, up to \d+ tokens, after \d+\.\d s\n"
+    r"ready: (?P<url>http://127\.0\.0\.1:\d+)/v1 serves (moeyard-)?demo \((float32|bfloat16)\) on \d+ workers?, "
+    r"expert slots \d+/\d+ per worker, up to \d+ tokens, after \d+\.\d s\n"
 )
 
 pytestmark = pytest.mark.timeout(BUSY_READY_SECONDS + 120)
@@ -164,7 +164,9 @@ def test_one_ready_line(service: Command) -> None:
     """Scripts wait for it, so stdout has nothing else; stderr has words for people and no bars."""
     assert READY.fullmatch(service.out.read_text())
     skipped = r"skipped \d+ tensors \(multi-token prediction layer\), [\w.]+ first\n"
-    assert re.fullmatch(rf"loaded [\d.]+ MiB of weights\n{skipped}", service.err.read_text())
+    assert re.fullmatch(
+        rf"loaded [\d.]+ MiB of weights in [\d.]+ s \([\d.]+ GB/s\)\n{skipped}", service.err.read_text()
+    )
 
 
 def test_requests(service: Command) -> None:
@@ -291,6 +293,20 @@ def test_sigterm_ends_streams(command: Callable[..., Command]) -> None:
         served.process.send_signal(signal.SIGTERM)
         *_, last = (line for line in lines if line)
     assert last == "data: [DONE]" or "stopping" in last or "shutting down" in last, last
+    served.check_end(0)
+
+
+def test_serves_a_shape_without_a_checkpoint(command: Callable[..., Command]) -> None:
+    """Weights of chance; no tokenizer, so token ids in and out."""
+    served = command("serve", "--load-format", "dummy", "--shape", "moeyard-demo", "--layers", "2", "--port", "0")
+    served.wait_ready()
+    assert "prompts are token ids" in served.err.read_text()
+    body = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()
+    assert answer["model"] == "moeyard-demo"
+    assert len(answer["choices"][0]["token_ids"]) == 4
+    assert httpx.post(f"{served.url}/v1/completions", json={"prompt": "text"}, timeout=30).status_code == 400
+    served.process.send_signal(signal.SIGINT)
     served.check_end(0)
 
 

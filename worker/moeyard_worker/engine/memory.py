@@ -44,9 +44,10 @@ class Reserve:
 class MemoryPlan:
     """What fits: pages of KV, expert slots, and the longest sequence that the pages can hold.
 
+    Bytes: `available` is what was divided, `held_bytes` the dense weights and slots of state, `reserve` what was set
+    aside before, `prefix_bytes` what attending to that longest sequence takes, `slot_bytes` what all expert slots take.
     `stream_slots` come on top of `expert_slots` if these do not hold all experts, `host_bytes` is what those experts
-    then take of the host's memory. `reserve` is what was set aside before, `prefix_bytes` what attending to that
-    longest sequence takes. `reasons` says in words how KV and experts came to their shares.
+    then take of the host's memory. `reasons` says in words how KV and experts came to their shares.
     """
 
     num_pages: int
@@ -57,6 +58,18 @@ class MemoryPlan:
     reserve: Reserve
     prefix_bytes: int
     reasons: tuple[str, ...]
+    available: int
+    held_bytes: int
+    kv_bytes: int
+    slot_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{format_size(self.available)} free: dense weights {format_size(self.held_bytes)}, {self.expert_slots} "
+            f"experts {format_size(self.slot_bytes)}, {self.num_pages} KV pages "
+            f"{format_size(self.kv_bytes)}, attention over {self.max_model_len} tokens "
+            f"{format_size(self.prefix_bytes)}, {self.reserve}"
+        )
 
 
 def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
@@ -65,7 +78,7 @@ def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
         num_experts=model.num_experts,
         top_k=model.top_k,
         hidden=model.hidden_size,
-        dtype=model.dtype if config.dtype == "auto" else config.dtype,
+        dtype=model.served_dtype(config.dtype),
         max_tokens=config.max_batch_tokens,
     )
 
@@ -178,7 +191,7 @@ def plan_memory(
             f"memory, but this host has {format_size(host_available)} for this worker; use a host with more memory, or "
             "raise --expert-slots or lower --kv-memory until all have slots"
         )
-    held_bytes = slot_bytes(
+    in_slots = slot_bytes(
         slots, expert_bytes=expert_bytes, num_experts=num_local_experts, stream_slots=footprints.STREAM_SLOTS
     )
     return MemoryPlan(
@@ -192,9 +205,13 @@ def plan_memory(
         reasons=(
             *reasons,
             f"{num_pages} KV pages, {format_size(kv)}, for sequences of up to {max_model_len} tokens",
-            f"{slots} of {num_local_experts} experts in slots, {format_size(held_bytes)}"
+            f"{slots} of {num_local_experts} experts in slots, {format_size(in_slots)}"
             + (f", and all in {format_size(host_bytes)} of pinned host memory" if host_bytes else ""),
         ),
+        available=available,
+        held_bytes=held,
+        kv_bytes=kv,
+        slot_bytes=in_slots,
     )
 
 
