@@ -23,9 +23,8 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -171,23 +170,14 @@ def _parse(page: str) -> Counters:
 def decode_bound(path: Path, slots: int) -> int:
     """Decode hits that no policy can exceed, all ranks together; the bound on all hits may be reached by other choices.
 
-    Belady's rule on a trace in which every use by a prompt meets a new expert of its own, which it loads for the decode
-    uses up to the next prompt's: prompts then never hit, and whatever is kept is kept for a decode row.
+    Belady's rule on the trace without prompts, whose misses take no slot from what decode rows need.
     """
     with tempfile.TemporaryDirectory() as root:
         copy = Path(root) / "trace"
         for trace in read_trace(path):
-            uses: Counter[tuple[int, int]] = Counter()
-            width = trace.header.experts_stop
-            header = replace(trace.header, experts_stop=sys.maxsize)
-            with RoutingRecorder(copy, header) as recorder:
+            with RoutingRecorder(copy, trace.header) as recorder:
                 for access in trace:
-                    uses.update((access.layer, expert) for expert in access.prefill)
-                    decode, prefill = (
-                        [expert + width * uses[access.layer, expert] for expert in experts]
-                        for experts in (access.decode, access.prefill)
-                    )
-                    recorder.record(step=access.step, layer=access.layer, decode=decode, prefill=prefill)
+                    recorder.record(step=access.step, layer=access.layer, decode=access.decode, prefill=())
         return sum(optimum.num_hits for optimum in belady(copy, slots))
 
 

@@ -49,7 +49,7 @@ def _serve(connection: Connection) -> None:
                 worker = Worker(WorkerSpec(**args[0]))
                 result = worker.endpoints()
             elif name == "counters":
-                counters = worker.experts.stats.counters
+                counters = worker.experts.look(wait=True).counters
                 result = (dict(counters.hits), dict(counters.misses), dict(counters.evictions))
             elif name == "validate":
                 worker.experts.validate()

@@ -28,7 +28,7 @@ MAY_IMPORT = {
 # The rooms of the worker: what each may import beside itself, and how many lines it may have. A room that outgrows its
 # budget wants another look at what it does before it gets more.
 ROOMS = {
-    "config": ((), 450),
+    "config": ((), 500),
     "state": (("config",), 350),
     "scheduling": (("config", "state"), 1000),
     "exchange": (("config",), 1800),
@@ -40,8 +40,8 @@ ROOMS = {
 }
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.
 KERNEL_LINES = {
-    "types": 505, "common": 400, "ref": 850, "attention": 2250, "linear": 1100, "experts": 700, "sampling": 1200,
-    "elementwise": 400, "door": 700, "cpu": 900, "cuda": 800, "bench": 1950,
+    "types": 710, "common": 400, "ref": 920, "attention": 2250, "linear": 1100, "experts": 1160, "sampling": 1200,
+    "elementwise": 400, "door": 760, "cpu": 900, "cuda": 950, "bench": 2040,
 }  # fmt: skip
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {

@@ -136,7 +136,7 @@ class RayFleet:
         cpus = ray.cluster_resources().get("CPU", 0)
         if cpus < count:
             raise FleetError(f"{count} workers need one CPU each, the Ray cluster has {cpus:g}; use fewer --workers")
-        # A private Ray hands out no GPUs and hides none: --device says which. A cluster's gives each worker one, as cuda:0.
+        # A private Ray hands out no GPUs and hides none: --device says which. A cluster's gives each worker one.
         gpus = 0 if self._config.device == "cpu" or self._address is None else 1
         if (found := ray.cluster_resources().get("GPU", 0)) < gpus * count:
             raise FleetError(f"{count} workers need one GPU each, Ray found {found:g}; see --device")

@@ -19,6 +19,8 @@ from moeyard_kernels.types.step import StepRows
 if TYPE_CHECKING:
     import torch
 
+    from moeyard_kernels.types.expert_residency import ResidencyCounts
+
 # What a backend made and alone can read: it is handed back to the backend that made it.
 Own = Any
 
@@ -121,11 +123,36 @@ class ExpertSlots(Protocol):
         ...
 
 
+class ExpertResidency(Protocol):
+    """Experts of which not all have slots, where the backend decides which and copies them itself.
+
+    Layers and experts are counted from 0. The decisions are those of the policy that it is named.
+    """
+
+    def put(self, layer: int, expert: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
+        """Keep one expert in the host's memory; its bytes."""
+        ...
+
+    def start(self) -> int:
+        """Fill the slots as the policy starts, once all experts are kept; the bytes copied."""
+        ...
+
+    def run(self, layer: int, run: Own) -> None:
+        """Compute all of an `ExpertRun` of `slots`. Without prompt rows nobody waits for the device."""
+        ...
+
+    def counts(self, *, wait: bool) -> ResidencyCounts:
+        """What was counted: by now, which waits for the device, or by the call before the last, which does not."""
+        ...
+
+
 class Backend(Protocol):
     """What layers are written in. One instance per rank and model; it remembers which plans its objects will need."""
 
     device: torch.device
     page_size: int
+    # How many slots misses of prompts pass through, beside those that the policy hands out.
+    stream_slots: int
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """weight [N, K] in the form that `linear` wants; a given weight goes through here always or never."""
@@ -192,4 +219,10 @@ class Backend(Protocol):
 
     def expert_slots(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> ExpertSlots:
         """Memory for routed experts."""
+        ...
+
+    def expert_residency(
+        self, slots: Own, *, policy: str, num_layers: int, num_experts: int, num_slots: int
+    ) -> ExpertResidency | None:
+        """For `num_slots` of these slots, the others being for what prompts miss; None where the host is to decide."""
         ...

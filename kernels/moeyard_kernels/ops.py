@@ -18,6 +18,7 @@ from moeyard_kernels.door.elementwise import (
     scale_rows_,
     silu_mul,
 )
+from moeyard_kernels.door.expert_cache import cache_access, gather_experts
 from moeyard_kernels.door.experts import expert_layout, grouped_gemm, moe_weighted_reduce
 from moeyard_kernels.door.linear import head_linear, linear, linear_pair
 from moeyard_kernels.door.prefill import attn_prefill_varlen
@@ -41,8 +42,10 @@ __all__ = [
     "add_rms_norm",
     "attn_combine",
     "attn_prefill_varlen",
+    "cache_access",
     "expert_block_rows",
     "expert_layout",
+    "gather_experts",
     "gqa_decode",
     "grouped_gemm",
     "head_linear",

@@ -1,8 +1,9 @@
 """One answer on a GPU: ids and log-probability bits of a request, however its steps were launched.
 
-One rank over {graphs, launch by launch} x {one deep, two deep} x {chunk sizes} x {ample, scarce pages}, each
-with requests alone and mixed, prefix missed and hit, greedy and seeded; a small checkpoint of each kind of attention in
-both dtypes. The reference is each request alone, launch by launch, one deep.
+One rank over {graphs, launch by launch} x {one deep, two deep} x {chunk sizes} x {ample, scarce pages}, and over
+{experts in one slot, a quarter, all} x {slru, lru} x a choice of these, each with requests alone and mixed, prefix
+missed and hit, greedy and seeded; a small checkpoint of each kind of attention in both dtypes. The reference is each
+request alone, launch by launch, one deep, with all experts resident.
 """
 
 import itertools
@@ -18,6 +19,7 @@ from tests.e2e.test_one_answer import requests, run_alone, run_mixed
 from tests.fleet import ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
+from moeyard_worker.experts.policies import POLICIES
 from moeyard_worker.models.families import load_model_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -42,17 +44,26 @@ class Case:
     deep: int
     chunk: int
     pages: str
+    slots: str = "all"
+    policy: str = "slru"
 
     def __str__(self) -> str:
-        return f"{'eager' if self.eager else 'graphs'}-{self.deep}deep-chunk{self.chunk}-{self.pages}"
+        launched = f"{'eager' if self.eager else 'graphs'}-{self.deep}deep-chunk{self.chunk}-{self.pages}"
+        return launched if self.slots == "all" else f"{launched}-{self.slots}-{self.policy}"
 
 
 CASES = [Case(*values) for values in itertools.product((False, True), (1, 2), (16, 2048), PAGES)]
+CASES += [
+    Case(*launched, slots, policy)
+    for launched in ((False, 2, 16, "scarce"), (False, 1, 2048, "ample"), (True, 2, 16, "ample"))
+    for slots, policy in itertools.product(("one", "quarter"), POLICIES)
+]
 
 
 def config(case: Case, model: Path) -> EngineConfig:
     read = load_model_config(model)
     page_size, num_pages = PAGES[case.pages]
+    total = read.num_experts * len(read.moe_layers)
     return EngineConfig(
         model_path=str(model),
         device="cuda",
@@ -62,6 +73,8 @@ def config(case: Case, model: Path) -> EngineConfig:
         max_batch_tokens=256,
         max_num_seqs=8,
         enforce_eager=case.eager,
+        expert_slots=None if case.slots == "all" else 1 if case.slots == "one" else total // 4,
+        expert_policy=case.policy,
         async_scheduling=case.deep == 2,
     )
 

@@ -16,6 +16,7 @@ from tests.checkpoints import make_checkpoint
 
 from moeyard_kernels.cpu import footprint
 from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.cuda import footprint as cuda_footprint
 from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.checkpoint.loading import DenseLoader, open_checkpoint
 from moeyard_worker.config.engine_config import EngineConfig, format_size
@@ -23,6 +24,7 @@ from moeyard_worker.config.rope_config import RopeConfig
 from moeyard_worker.engine.host_memory import available_memory, cgroup_available
 from moeyard_worker.engine.memory import (
     AUTO_KV_SHARE,
+    LEAST_KV_SHARE,
     MemoryPlan,
     exchange_shape,
     plan_memory,
@@ -139,7 +141,7 @@ def test_kv_memory_leaves_no_room_for_its_longest_sequence() -> None:
     text = refused(GIB, kv_memory=kv + PAGE_BYTES)
     assert f"attention over 4096 tokens takes {format_size(needed)}" in text
     assert "expert" in refused(GIB, kv_memory=kv)
-    assert plan(GIB, kv_memory=kv - EXPERT_BYTES).expert_slots == 1
+    assert plan(GIB, kv_memory=kv - 2 * EXPERT_BYTES).expert_slots == 1
 
 
 def test_too_few_pages() -> None:
@@ -163,10 +165,10 @@ def test_expert_memory_does_not_fit() -> None:
 
 
 def test_expert_memory_below_one_expert() -> None:
-    text = refused(GIB, expert_memory=EXPERT_BYTES - 1)
-    assert "needs at least one expert, 1.5 MiB, but --expert-memory gives it" in text
+    text = refused(GIB, expert_memory=2 * EXPERT_BYTES - 1)
+    assert "needs at least one expert of 1.5 MiB and 1 more for prompts, 3 MiB, but --expert-memory gives it" in text
     assert "reserve" not in text, "not what is in the way"
-    assert plan(GIB, expert_memory=EXPERT_BYTES).expert_slots == 1
+    assert plan(GIB, expert_memory=2 * EXPERT_BYTES).expert_slots == 1
 
 
 def test_expert_slots_do_not_fit() -> None:
@@ -179,8 +181,53 @@ def test_expert_slots_do_not_fit() -> None:
 def test_no_room_for_one_expert() -> None:
     reserve = plan(GIB).reserve.total
     text = refused(GIB, dense=GIB - reserve - 300 * KIB, kv_memory=2 * PAGE_BYTES)
-    assert "needs at least one expert, 1.5 MiB, but this worker has left " in text
+    assert "needs at least one expert of 1.5 MiB and 1 more for prompts, 3 MiB, but this worker has left " in text
     assert "a reserve of" in text
+
+
+def test_kv_gives_way_where_all_experts_then_fit() -> None:
+    """A quarter of what is free, or what is left beside all experts, if that is no less than a sixteenth."""
+    overhead = GIB - sum(free_of(GIB))
+    all_experts = 32 * EXPERT_BYTES
+    found = {}
+    for spare in (0.5, 0.3, 0.2, 0.1, 0.05, 0.01):
+        available = int((all_experts / (1 - spare) + overhead - GIB * 0.05) / 0.95)
+        done = plan(available)
+        found[spare] = done.expert_slots
+        [free] = free_of(available)
+        kv = done.num_pages * PAGE_BYTES + done.max_model_len * prefix_bytes(MODEL, 4, footprint)
+        fits = free - all_experts >= free * LEAST_KV_SHARE
+        assert kv <= (max(0, free - all_experts) if fits and free - all_experts < free / 4 else free * AUTO_KV_SHARE)
+        assert (done.expert_slots == 32) == fits, (spare, done)
+        assert any(("all experts fit beside it" if spare > 0.25 else "all experts") in each for each in done.reasons)
+    assert found[0.1] == 32 > found[0.05] > 16
+    # What the user says of experts leaves KV alone.
+    assert "as their flag says" in plan(GIB, expert_slots=3).reasons[0]
+
+
+def free_of(available: int) -> tuple[int]:
+    """Bytes that `plan` divides."""
+    return (available - 10 * MIB - plan(4 * GIB).reserve.workspace - int(available * 0.05),)
+
+
+def test_experts_without_slots_are_kept_by_the_host() -> None:
+    """As a GPU reads them from pinned memory; prompts stream through slots of their own."""
+    model = replace(MODEL, num_experts=64)
+    sizes: dict[str, Any] = {
+        "model": model, "itemsize": 4, "resident_bytes": MIB, "footprints": cuda_footprint, "num_local_experts": 256,
+        "available": 8 * GIB,
+    }  # fmt: skip
+    whole = plan_memory(config=EngineConfig(model_path=""), **sizes, host_available=MIB)
+    assert (whole.expert_slots, whole.stream_slots, whole.host_bytes) == (256, 0, 0)
+    config = EngineConfig(model_path="", expert_slots=100)
+    done = plan_memory(config=config, **sizes, host_available=GIB)
+    assert (done.expert_slots, done.stream_slots) == (100, cuda_footprint.STREAM_SLOTS)
+    assert done.host_bytes == 256 * EXPERT_BYTES
+    assert "100 of 256 experts in slots, 162 MiB, and all in 384 MiB of pinned host memory" in done.reasons
+    with pytest.raises(ValueError, match=r"100 of 256 experts .* 384 MiB of host memory, but this host has 390 MiB"):
+        plan_memory(config=config, **sizes, host_available=390 * MIB)
+    memory = EngineConfig(model_path="", expert_memory=108 * EXPERT_BYTES)
+    assert plan_memory(config=memory, **sizes, host_available=GIB).expert_slots == 100
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -241,7 +288,9 @@ def test_parts_never_exceed_what_is_available(
     free = available - dense - done.reserve.total
     kv = done.num_pages * config.page_size * model.state_spec(itemsize).bytes_per_token
     prefix = done.max_model_len * prefix_bytes(model, itemsize, footprint)
-    assert kv + prefix + done.expert_slots * model.expert_bytes(itemsize) <= free
+    slots = done.expert_slots + done.stream_slots
+    assert done.stream_slots == (footprint.STREAM_SLOTS if done.expert_slots < num_experts else 0)
+    assert kv + prefix + slots * model.expert_bytes(itemsize) <= free
     assert done.reserve.workspace == step_bytes(config, model, footprint)
     assert done.reserve.margin == int(available * 0.05)
     assert 1 <= done.expert_slots <= num_experts
@@ -342,7 +391,7 @@ checkpoint = open_checkpoint(directory, model)
 backend = CpuBackend(page_size=16)
 experts = ExpertCache(
     backend=backend, source=MappedExperts(checkpoint), layers=model.moe_layers, experts=range(8),
-    hidden=model.hidden_size, intermediate=model.moe_intermediate_size, dtype=dtype, num_slots=99, top_k=model.top_k,
+    hidden=model.hidden_size, intermediate=model.moe_intermediate_size, dtype=dtype, num_slots=99,
 )
 experts.preload()
 runner = Runner(

@@ -1,13 +1,20 @@
-"""The expert cache: the same bits whatever is resident, and counters that follow the policy."""
+"""The expert cache: the same bits whatever is resident, and counters that follow the policy.
+
+On the CPU's backend, whose host decides, and on the GPU's, which decides itself: through its kernels on a GPU, through
+their oracles without one.
+"""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from moeyard_kernels.backend import Backend
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cpu.linear import linear, pack_weight
+from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.policies import POLICIES, start_policy
@@ -15,6 +22,11 @@ from moeyard_worker.experts.policy import Counters
 
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = (1, 2, 4), range(3, 9), 24, 20, 2
 TOTAL = len(LAYERS) * len(EXPERTS)
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "cpu": lambda: CpuBackend(page_size=16),
+    "gpu": lambda: CudaBackend(page_size=16, device=GPU),
+}
 
 
 class Weights:
@@ -37,9 +49,11 @@ class Weights:
         return gate, up, down
 
 
-def make_cache(source: Weights, *, num_slots: int, policy: str = "slru", dtype: torch.dtype) -> ExpertCache:
+def make_cache(
+    source: Weights, *, num_slots: int, policy: str = "slru", dtype: torch.dtype, backend: str = "cpu"
+) -> ExpertCache:
     cache = ExpertCache(
-        backend=CpuBackend(page_size=16),
+        backend=BACKENDS[backend](),
         source=source,
         layers=LAYERS,
         experts=EXPERTS,
@@ -48,10 +62,22 @@ def make_cache(source: Weights, *, num_slots: int, policy: str = "slru", dtype: 
         dtype=dtype,
         num_slots=num_slots,
         policy=policy,
-        top_k=TOP_K,
     )
     cache.preload()
     return cache
+
+
+def run(cache: ExpertCache, layer: int, dispatched: Dispatched, backend: str) -> torch.Tensor:
+    device = GPU if backend == "gpu" else torch.device("cpu")
+    # As an exchange says it: no mask where no row is a prompt's.
+    assert dispatched.prompt is not None
+    moved = Dispatched(
+        rows=dispatched.rows.to(device),
+        experts=dispatched.experts.to(device),
+        prompt=dispatched.prompt.to(device) if dispatched.prompt.any() else None,
+        handle=None,
+    )
+    return cache.run(layer, moved).cpu()
 
 
 def dispatch(generator: torch.Generator, *, counts: list[int], decodes: list[int], dtype: torch.dtype) -> Dispatched:
@@ -110,16 +136,17 @@ def sequential(source: Weights, layer: int, dispatched: Dispatched, dtype: torch
     return out
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_residency_changes_no_bit(dtype: torch.dtype) -> None:
+def test_residency_changes_no_bit(dtype: torch.dtype, backend: str) -> None:
     source = Weights(dtype)
     caches = [
-        make_cache(source, num_slots=num_slots, policy=policy, dtype=dtype)
+        make_cache(source, num_slots=num_slots, policy=policy, dtype=dtype, backend=backend)
         for policy in sorted(POLICIES)
         for num_slots in (1, 2, TOTAL // 2, TOTAL - 1, TOTAL)
     ]
     for layer, dispatched in accesses(1, 20, dtype):
-        first, *others = [cache.run(layer, dispatched) for cache in caches]
+        first, *others = [run(cache, layer, dispatched, backend) for cache in caches]
         assert first.shape == (*dispatched.experts.shape, HIDDEN)
         assert first.dtype == dtype
         filled = here(dispatched)
@@ -132,12 +159,52 @@ def test_residency_changes_no_bit(dtype: torch.dtype) -> None:
         cache.validate()
 
 
+@pytest.mark.skipif(GPU.type == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("num_slots", [1, 4, TOTAL // 2])
+def test_a_graph_decides_and_gathers(num_slots: int, policy: str) -> None:
+    """Decode steps of all layers in one graph, replayed with new rows, with prompts launched between the replays."""
+    dtype, num_rows = torch.bfloat16, 5
+    source = Weights(dtype)
+    part, whole = (
+        make_cache(source, num_slots=size, policy=policy, dtype=dtype, backend="gpu") for size in (num_slots, TOTAL)
+    )
+    generator = torch.Generator().manual_seed(num_slots)
+    rows = torch.zeros(num_rows, HIDDEN, dtype=dtype, device=GPU)
+    experts = torch.zeros(num_rows, TOP_K, dtype=torch.int64, device=GPU)
+    held = Dispatched(rows=rows, experts=experts, prompt=None, handle=None)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for layer in LAYERS:
+            part.run(layer, held)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [part.run(layer, held) for layer in LAYERS]
+    prompts = iter(accesses(5, 40, dtype))
+    for step in range(40):
+        rows.copy_(torch.randn(num_rows, HIDDEN, generator=generator))
+        experts.copy_(torch.rand(num_rows, len(EXPERTS), generator=generator).argsort(1)[:, :TOP_K])
+        graph.replay()
+        for layer, out in zip(LAYERS, outs, strict=True):
+            assert torch.equal(out, whole.run(layer, held)), (step, layer)
+        layer, mixed = next(prompts)
+        filled = here(mixed)
+        assert torch.equal(run(part, layer, mixed, "gpu")[filled], run(whole, layer, mixed, "gpu")[filled]), step
+    counters = part.look(wait=True).counters
+    assert counters.num_hits > 0
+    assert counters.misses["decode"] == counters.num_evictions > 0
+    assert counters.misses["prefill"] > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("num_slots", [1, 4, TOTAL // 2, TOTAL, TOTAL + 5])
-def test_counters_are_those_of_the_policy(policy: str, num_slots: int) -> None:
+def test_counters_are_those_of_the_policy(policy: str, num_slots: int, backend: str) -> None:
     source = Weights()
-    cache = make_cache(source, num_slots=num_slots, policy=policy, dtype=torch.float32)
-    oracle = start_policy(policy, layers=LAYERS, experts=EXPERTS, top_k=TOP_K, num_slots=num_slots)
+    cache = make_cache(source, num_slots=num_slots, policy=policy, dtype=torch.float32, backend=backend)
+    oracle = start_policy(policy, layers=LAYERS, experts=EXPERTS, num_slots=num_slots)
     counters = Counters()
     num_stalls = 0
     for layer, dispatched in accesses(2, 25, torch.float32):
@@ -146,16 +213,23 @@ def test_counters_are_those_of_the_policy(policy: str, num_slots: int) -> None:
         for wave in oracle.access(layer, decode, prefill):
             counters.count(wave)
         num_stalls += counters.num_misses > missed
-        cache.run(layer, dispatched)
+        run(cache, layer, dispatched, backend)
         cache.validate()
-    assert cache.stats.counters == counters
-    assert len(cache.stats.stall_seconds) == num_stalls
+    stats = cache.look(wait=True)
     expert_bytes = 3 * HIDDEN * INTERMEDIATE * 4
-    preloaded = TOTAL if num_slots >= TOTAL else 0
-    assert cache.stats.bytes_copied == (counters.num_misses + preloaded) * expert_bytes
-    assert len(source.reads) == counters.num_misses + preloaded
-    assert cache.num_slots == min(num_slots, TOTAL)
-    if preloaded:
+    filled = min(num_slots, TOTAL)
+    assert cache.num_slots == filled
+    assert stats.bytes_copied == (counters.num_misses + filled) * expert_bytes
+    if backend == "gpu":
+        # What is all there is not counted where the host would have to wait.
+        assert stats.counters == (counters if num_slots < TOTAL else Counters())
+        # And what has no slot is in the host's memory: the source was read once.
+        assert source.reads == list(itertools.product(LAYERS, EXPERTS))
+    else:
+        assert stats.counters == counters
+        assert len(stats.stall_seconds) == num_stalls
+        assert len(source.reads) == counters.num_misses + filled
+    if num_slots >= TOTAL:
         assert counters.num_hits > 0
         assert counters.num_misses == 0
 
@@ -168,7 +242,6 @@ def test_preload_reports_every_expert_and_run_demands_it() -> None:
         "experts": EXPERTS,
         "hidden": HIDDEN,
         "intermediate": INTERMEDIATE,
-        "top_k": TOP_K,
     }
     cache = ExpertCache(source=source, dtype=torch.float32, num_slots=TOTAL, **arguments)
     generator = torch.Generator().manual_seed(3)
@@ -180,8 +253,10 @@ def test_preload_reports_every_expert_and_run_demands_it() -> None:
     assert written == [3 * HIDDEN * INTERMEDIATE * 4] * TOTAL
     assert source.reads == list(itertools.product(LAYERS, EXPERTS))
     part = ExpertCache(source=source, dtype=torch.float32, num_slots=TOTAL - 1, **arguments)
+    with pytest.raises(AssertionError, match="preload"):
+        part.run(1, work)
     part.preload(written.append)
-    assert len(written) == TOTAL
+    assert len(written) == 2 * TOTAL - 1
     assert torch.equal(cache.run(4, work)[here(work)], part.run(4, work)[here(work)])
 
 

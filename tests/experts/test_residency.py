@@ -6,18 +6,19 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.experts.accesses import NUM_EXPERTS, NUM_LAYERS, Need, cycles, hits_of, needs, num_slots
+from tests.experts.accesses import NUM_EXPERTS, NUM_LAYERS, Need, hits_of, needs, num_slots, small
 
-from moeyard_worker.experts.policies import POLICIES, cycle_length, make_policy, start_policy
+from moeyard_kernels.types.expert_ranks import max_waves
+from moeyard_worker.experts.policies import POLICIES, start_policy
 from moeyard_worker.experts.policy import Counters, ExpertKey, Placed
 
 
 class Slots:
     """What lies in each slot, followed from the outside, with every promise of `ResidencyPolicy.access` checked."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.slot_of: dict[ExpertKey, int] = {}
+    def __init__(self, resident: Sequence[ExpertKey]) -> None:
+        self.size = len(resident)
+        self.slot_of = {key: slot for slot, key in enumerate(resident)}
 
     def follow(self, waves: Sequence[Sequence[Placed]], *, layer: int, decode: list[int], prefill: list[int]) -> None:
         placed = [p for wave in waves for p in wave]
@@ -25,136 +26,144 @@ class Slots:
             [(e, "decode") for e in decode] + [(e, "prefill") for e in prefill]
         )
         assert all(waves)
-        resident = {p.expert for p in placed if (layer, p.expert) in self.slot_of}
-        first_hits = [p.hit is not None for p in waves[0]] if waves else []
-        assert first_hits == sorted(first_hits, reverse=True), "a miss stands before a hit"
-        assert {p.expert for p in placed if p.hit is not None} == resident
-        assert all(p.hit is None for wave in waves[1:] for p in wave)
+        kinds = [p.kind for p in placed]
+        assert kinds == sorted(kinds), "a prompt's expert comes before one of a decode row"
+        decoding = [wave for wave in waves if wave[0].kind == "decode"]
+        assert len(decoding) <= max_waves(len(decode), self.size)
+        found = {p.expert for p in placed if p.kind == "decode" and p.hit is not None}
+        assert found == {e for e in decode if (layer, e) in self.slot_of}
+        assert all(p.hit is None for wave in decoding[1:] for p in wave)
         for wave in waves:
             assert len({p.slot for p in wave}) == len(wave), "a slot is assigned twice in a wave"
-            used = {(layer, p.expert) for p in wave}
+            assert len({p.kind for p in wave}) == 1
+            hits = [p.hit is not None for p in wave]
+            assert hits == sorted(hits, reverse=True), "a miss stands before a hit"
             for p in wave:
-                assert 0 <= p.slot < self.size
-                if p.hit is not None:
-                    assert self.slot_of[layer, p.expert] == p.slot
-                    assert p.evicted is None
-                    assert p.evicted_from is None
-                    continue
-                if p.evicted is None:
-                    assert p.slot not in self.slot_of.values()
-                    assert p.evicted_from is None
-                else:
-                    assert p.evicted not in used, "evicted while its wave needs it"
-                    assert self.slot_of.pop(p.evicted) == p.slot
-                    assert p.evicted_from is not None
-                self.slot_of[layer, p.expert] = p.slot
-            assert len(self.slot_of) <= self.size
+                self._follow(p, layer, {(layer, q.expert) for q in wave})
+
+    def _follow(self, p: Placed, layer: int, used: set[ExpertKey]) -> None:
+        if p.hit is not None:
+            assert self.slot_of[layer, p.expert] == p.slot
+        elif p.kind == "prefill":
+            assert (layer, p.expert) not in self.slot_of
+            assert p.slot >= self.size, "a prompt takes a slot from decode"
+        else:
+            assert p.evicted is not None
+            assert p.evicted_from is not None
+            assert p.evicted not in used, "evicted while its wave needs it"
+            assert self.slot_of.pop(p.evicted) == p.slot
+            self.slot_of[layer, p.expert] = p.slot
+            return
+        assert p.evicted is None
+        assert p.evicted_from is None
 
 
-@given(st.sampled_from(sorted(POLICIES)), num_slots, cycles, needs())
-def test_every_policy_keeps_the_wave_rules(name: str, slots: int, cycle: int, accesses: list[Need]) -> None:
-    policy = make_policy(name, num_slots=slots, cycle=cycle)
-    model = Slots(slots)
-    num_evictions = 0
+@given(st.sampled_from(sorted(POLICIES)), num_slots, st.integers(1, 4), needs())
+def test_every_policy_keeps_the_wave_rules(name: str, slots: int, streams: int, accesses: list[Need]) -> None:
+    policy = start_policy(
+        name, layers=range(NUM_LAYERS), experts=range(NUM_EXPERTS), num_slots=slots, num_streams=streams
+    )
+    model = Slots(policy.resident)
+    assert model.size == min(slots, NUM_LAYERS * NUM_EXPERTS)
     for layer, decode, prefill in accesses:
         waves = policy.access(layer, decode, prefill)
         model.follow(waves, layer=layer, decode=decode, prefill=prefill)
+        assert all(p.slot < model.size + streams for wave in waves for p in wave)
         policy.validate()
-        num_evictions += sum(p.evicted is not None for wave in waves for p in wave)
-        if len(model.slot_of) < slots:
-            assert num_evictions == 0, "evicted although a slot was free"
-    if slots >= NUM_LAYERS * NUM_EXPERTS:
-        assert num_evictions == 0
+        assert {key: slot for slot, key in enumerate(policy.resident)} == model.slot_of
 
 
 @given(num_slots, needs())
-def test_lru_is_an_ordered_dict_when_an_access_fits(slots: int, accesses: list[Need]) -> None:
-    policy = make_policy("lru", num_slots=slots, cycle=1)
-    recent: OrderedDict[ExpertKey, None] = OrderedDict()
+def test_lru_is_an_ordered_dict(slots: int, accesses: list[Need]) -> None:
+    """Waves are cut elsewhere, but whose slots are taken is what one list by recency says."""
+    policy = small("lru", slots)
+    recent: OrderedDict[ExpertKey, None] = OrderedDict.fromkeys(sorted(policy.resident))
     for layer, decode, prefill in accesses:
-        experts = sorted(decode + prefill)[:slots]
-        waves = policy.access(layer, experts, [])
-        assert len(waves) == (1 if experts else 0)
-        keys = [(layer, e) for e in experts]
+        waves = policy.access(layer, decode, prefill)
+        keys = [(layer, e) for e in decode]
         hits = [key for key in keys if key in recent]
         evicted = []
         for key in hits:
             recent.move_to_end(key)
         for key in [key for key in keys if key not in hits]:
-            if len(recent) == slots:
-                evicted.append(recent.popitem(last=False)[0])
+            evicted.append(recent.popitem(last=False)[0])
             recent[key] = None
         placed = [p for wave in waves for p in wave]
-        assert [(layer, p.expert) for p in placed if p.hit] == hits
+        assert [(layer, p.expert) for p in placed if p.hit and p.kind == "decode"] == hits
         assert [p.evicted for p in placed if p.evicted] == evicted
 
 
-@given(st.sampled_from(sorted(POLICIES)), num_slots, cycles, needs())
-def test_settled_says_where_hits_are_found_while_nothing_is_evicted(
-    name: str, slots: int, cycle: int, accesses: list[Need]
-) -> None:
-    policy = make_policy(name, num_slots=NUM_LAYERS * NUM_EXPERTS, cycle=cycle)
+@given(st.sampled_from(sorted(POLICIES)), needs())
+def test_settled_says_where_hits_are_found_while_nothing_is_evicted(name: str, accesses: list[Need]) -> None:
+    policy = small(name, NUM_LAYERS * NUM_EXPERTS)
     used: set[ExpertKey] = set()
     for layer, decode, prefill in accesses:
         for p in (p for wave in policy.access(layer, decode, prefill) for p in wave):
-            if p.hit is not None:
-                assert p.hit == (policy.settled if (layer, p.expert) in used else "probation")
-                # A decode miss is no hit yet: only a later decode hit settles it. Filled caches have no misses.
-            if p.kind == "decode" and p.hit is not None:
+            assert p.hit == (policy.settled if (layer, p.expert) in used else "probation")
+            if p.kind == "decode":
                 used.add((layer, p.expert))
 
 
 def test_waves_of_a_single_slot() -> None:
     for name in POLICIES:
-        policy = make_policy(name, num_slots=1, cycle=2)
+        policy = small(name, 1)
         assert [[p.expert for p in wave] for wave in policy.access(0, [1, 2], [0])] == [[1], [2], [0]]
-        waves = policy.access(0, [0, 1], [])
-        assert [[(p.expert, p.hit) for p in wave] for wave in waves] == [[(0, "probation")], [(1, None)]]
+        waves = policy.access(0, [1, 2], [])
+        assert [[(p.expert, p.hit) for p in wave] for wave in waves] == [[(2, "probation")], [(1, None)]]
         policy.validate()
 
 
 def test_a_hit_is_computed_before_misses_may_take_its_slot() -> None:
-    policy = make_policy("lru", num_slots=2, cycle=1)
-    policy.access(0, [3, 4], [])
-    waves = policy.access(0, [0, 1, 2, 3], [])
-    assert [[p.expert for p in wave] for wave in waves] == [[3, 0], [1, 2]]
-    assert waves[0][1].evicted == (0, 4)
-    assert {p.evicted for p in waves[1]} == {(0, 3), (0, 0)}
-
-
-def test_a_cache_that_holds_everything_starts_full() -> None:
     for name in POLICIES:
-        policy = start_policy(name, layers=[3, 5], experts=range(4, 7), top_k=2, num_slots=9)
+        policy = small(name, 4, num_layers=1, num_experts=9)
+        waves = policy.access(0, [0, 1, 4, 5, 6, 7], [])
+        assert [[p.expert for p in wave] for wave in waves] == [[0, 1], [4, 5], [6, 7]]
+        assert [p.evicted for p in waves[1]] == [(0, 2), (0, 3)]
+        assert [p.evicted for p in waves[2]] == [(0, 0), (0, 1)]
+
+
+def test_prompts_take_nothing_from_decode() -> None:
+    for name in POLICIES:
+        policy = start_policy(name, layers=range(3), experts=range(7), num_slots=5, num_streams=2)
+        policy.access(1, [3, 4], [])
+        before = policy.resident
+        waves = policy.access(1, [], list(range(7)))
+        # First what is resident, then the others through two slots beyond the policy's.
+        assert [[p.expert for p in wave] for wave in waves] == [[0, 1, 3, 4], [2, 5], [6]]
+        assert [[p.slot for p in wave] for wave in waves[1:]] == [[5, 6], [5]]
+        assert policy.resident == before
+
+
+def test_a_cache_starts_full() -> None:
+    for name in POLICIES:
+        policy = start_policy(name, layers=[3, 5], experts=range(4, 7), num_slots=9)
         assert policy.num_slots == 6
-        assert [p.slot for p in policy.access(5, [4, 6], [5])[0]] == [3, 5, 4]
+        assert [p.slot for wave in policy.access(5, [4, 6], [5]) for p in wave] == [3, 5, 4]
         policy.validate()
-        partial = start_policy(name, layers=[3, 5], experts=range(4, 7), top_k=2, num_slots=5)
-        assert hits_of(partial, 5, [4, 5, 6]) == []
-
-
-def test_a_cycle_is_what_one_token_visits_of_a_shard() -> None:
-    assert cycle_length(num_layers=8, top_k=4, num_experts=3) == 24
-    assert cycle_length(num_layers=8, top_k=4, num_experts=32) == 32
+        partial = start_policy(name, layers=[3, 5], experts=range(4, 7), num_slots=5)
+        assert partial.resident == [(3, 4), (3, 5), (3, 6), (5, 4), (5, 5)]
+        assert hits_of(partial, 5, [4, 5, 6]) == [4, 5]
 
 
 def test_unknown_policies_and_empty_caches_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown expert cache policy 'fifo': choose one of lru, slru"):
-        make_policy("fifo", num_slots=1, cycle=1)
+        small("fifo", 1)
     for name in POLICIES:
         with pytest.raises(ValueError, match="at least 1 slot"):
-            make_policy(name, num_slots=0, cycle=1)
+            small(name, 0)
 
 
 def test_counters_count_each_expert_once() -> None:
-    policy, counters = make_policy("slru", num_slots=2, cycle=2), Counters()
+    policy, counters = small("slru", 2, num_layers=2), Counters()
     assert counters.hit_rate is None
-    for layer, decode, prefill in [(0, [1], [2]), (0, [1], [2, 3]), (1, [0], [])]:
-        for wave in policy.access(layer, decode, prefill):
+    # The slots begin with (0, 0) and (1, 0).
+    for layer, decode, prefill in [(0, [1], [2]), (0, [1], [1, 3]), (1, [0], [])]:
+        for wave in policy.access(layer, decode, [e for e in prefill if e not in decode]):
             counters.count(wave)
-    assert {k: v for k, v in counters.hits.items() if v} == {("probation", "decode"): 1, ("probation", "prefill"): 1}
-    assert counters.misses == {"decode": 2, "prefill": 2}
-    assert (counters.num_hits, counters.num_misses, counters.num_evictions) == (2, 4, 2)
+    assert {k: v for k, v in counters.hits.items() if v} == {("probation", "decode"): 2}
+    assert counters.misses == {"decode": 1, "prefill": 2}
+    assert (counters.num_hits, counters.num_misses, counters.num_evictions) == (2, 3, 1)
     both = Counters()
     both.add(counters)
     both.add(counters)
-    assert (both.num_hits, both.num_misses, both.num_evictions, both.hit_rate) == (4, 8, 4, 1 / 3)
+    assert (both.num_hits, both.num_misses, both.num_evictions, both.hit_rate) == (4, 6, 2, 2 / 5)

@@ -1,6 +1,7 @@
 """Recording what the engine needed and replaying it: the simulator counts exactly what the engine counted."""
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import moeyard_kernels
 import moeyard_worker
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.exchange.base import Dispatched
@@ -54,7 +56,6 @@ def run_engine(path: Path, made: TraceHeader, *, num_steps: int = 60) -> ExpertC
             dtype=torch.float32,
             num_slots=made.num_slots,
             policy=made.policy,
-            top_k=TOP_K,
             recorder=recorder,
         )
         cache.preload()
@@ -175,8 +176,11 @@ def test_simulating_with_too_few_slots_is_refused(tmp_path: Path) -> None:
 
 
 def best_by_search(accesses: list[Access], slots: int) -> int:
-    """Most hits over every sequence of resident sets, each out of what was resident or needed before."""
-    reachable = {frozenset[tuple[int, int]](): 0}
+    """Most hits over every sequence of resident sets, each out of what was resident or needed before.
+
+    Starts as caches do, here with the first expert of as many layers as there are slots.
+    """
+    reachable = {frozenset((layer, EXPERTS.start) for layer in LAYERS[:slots]): 0}
     for access in accesses:
         needed = {(access.layer, e) for e in access.decode + access.prefill}
         after: dict[frozenset[tuple[int, int]], int] = {}
@@ -208,5 +212,5 @@ def test_belady_equals_a_search_of_all_choices(
 
 def test_simulating_loads_no_torch() -> None:
     code = "import sys, moeyard_worker.experts.sim; sys.exit('torch' in sys.modules)"
-    package = Path(moeyard_worker.__file__ or "")
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(package.parents[1])})
+    packages = [str(Path(package.__file__ or "").parents[1]) for package in (moeyard_worker, moeyard_kernels)]
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": os.pathsep.join(packages)})

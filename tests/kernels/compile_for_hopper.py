@@ -54,6 +54,8 @@ class NoStorage(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("item", "__int__"):
             return 1
+        if name == "pin_memory":
+            return args[0]
         if name == "cuda" or (name == "to" and str(args[1]).startswith("cuda")):
             return args[0].to("meta")
         if "device" in kwargs:

@@ -4,6 +4,7 @@ Every family and the configurations that take another path through a layer; prom
 several rows of one sequence. In fp32 the two agree as far as sums of another order may.
 """
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_worker.engine.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.runner import Runner
+from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.step import Chunk, Step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,9 +51,9 @@ def runners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return make_runner(directory, torch.float32), local_runner(directory, dtype=torch.float32, num_pages=NUM_PAGES)
 
 
-def make_runner(directory: Path, dtype: torch.dtype) -> Runner:
+def make_runner(directory: Path, dtype: torch.dtype, **residency: Any) -> Runner:
     backend = CudaBackend(page_size=PAGE_SIZE, device=DEVICE)
-    return local_runner(directory, dtype=dtype, num_pages=NUM_PAGES, backend=backend)
+    return local_runner(directory, dtype=dtype, num_pages=NUM_PAGES, backend=backend, **residency)
 
 
 def prompt(length: int, seed: int = 5) -> list[int]:
@@ -212,3 +214,26 @@ def test_what_no_captured_step_holds() -> None:
     only = Bucket.of(Step(decode=(decode,)))
     assert only is not None
     assert not fits.holds(only), "decode rows do not pay for a prompt's"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_residency_changes_no_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Prompts in chunks, decode rows alone and beside prompts, with every expert in a slot, a quarter, and one."""
+    directory = make_checkpoint(tmp_path, family, dtype=dtype, **WIDTHS.get(family, {}))
+    config = load_model_config(directory)
+    total = config.num_experts * len(config.moe_layers)
+    answers = []
+    for num_slots, policy in ((total, "slru"), *itertools.product((1, total // 4, total - 1), ("slru", "lru"))):
+        runner = make_runner(directory, dtype, num_slots=num_slots, policy=policy)
+        tokens, logits = greedy_tokens(runner, prompt(50), 6, chunk_size=20)
+        first = Chunk(
+            key=(b"", ""), start=0, token_ids=tuple(prompt(33, 9)), pages=(20, 21, 22), prompt=True, num_sampled=1
+        )
+        row = Chunk(key=(b"", ""), start=55, token_ids=(tokens[-1],), pages=(0, 1, 2, 3), prompt=False, num_sampled=1)
+        mixed = runner.forward(Step(prefill=(first,), decode=(row,)))[:2]
+        answers.append((num_slots, policy, tokens, torch.cat((logits, mixed)).cpu()))
+    _, _, tokens, logits = answers[0]
+    for num_slots, policy, other, others in answers[1:]:
+        assert other == tokens, (num_slots, policy)
+        assert torch.equal(others, logits), (num_slots, policy)

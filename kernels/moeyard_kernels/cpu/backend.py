@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from moeyard_kernels.cpu.attention import CpuGqa, CpuMla
 from moeyard_kernels.cpu.experts import CpuExpertSlots
+from moeyard_kernels.cpu.footprint import STREAM_SLOTS
 from moeyard_kernels.cpu.linear import linear, pack_weight
 from moeyard_kernels.cpu.plan import CpuPlan
 from moeyard_kernels.ref.mla_split_qkv_a_norm import mla_split_qkv_a_norm
@@ -52,6 +53,7 @@ class CpuBackend:
     mla_split_qkv_a_norm = staticmethod(mla_split_qkv_a_norm)
     silu_mul = staticmethod(silu_mul)
     expert_slots = staticmethod(CpuExpertSlots)
+    stream_slots = STREAM_SLOTS
 
     def __init__(self, *, page_size: int) -> None:
         if page_size < 1 or BLOCK % page_size:
@@ -73,6 +75,9 @@ class CpuBackend:
         """See `Backend.mla`."""
         self._windows.add(None)
         return CpuMla(**arguments)
+
+    def expert_residency(self, slots: CpuExpertSlots, **_: Any) -> None:
+        """See `Backend.expert_residency`: counts are known here, and a copy keeps the processor busy anyway."""
 
     def gate(
         self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float

@@ -8,6 +8,10 @@ _SCORE_ROWS = 16
 # Freed blocks of other sizes are kept by malloc. Measured 1.0 to 1.35 (512 rows behind 3584 positions, 16 key heads;
 # 112 processes, torch 2.13, glibc 2.36), given the alignment that cpu_config.py asks for; 1.0 to 1.7 without it.
 ALLOCATED = 1.5
+# An expert is computed where it was just packed, one after the other.
+STREAM_SLOTS = 1
+# They are read where the checkpoint is mapped.
+HOST_EXPERTS = False
 
 
 def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool) -> Footprint:

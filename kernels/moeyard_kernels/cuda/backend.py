@@ -12,7 +12,9 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
 from moeyard_kernels.cuda.experts import CudaExpertSlots
+from moeyard_kernels.cuda.footprint import STREAM_SLOTS
 from moeyard_kernels.cuda.plan import CudaPlan
+from moeyard_kernels.cuda.residency import CudaResidency
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import GateRule, no_choice
 from moeyard_kernels.types.step import StepRows
@@ -55,6 +57,7 @@ class CudaBackend:
     add_rms_norm = staticmethod(ops.add_rms_norm)
     mla_split_qkv_a_norm = staticmethod(ops.mla_split_qkv_a_norm)
     silu_mul = staticmethod(ops.silu_mul)
+    stream_slots = STREAM_SLOTS
 
     def __init__(self, *, page_size: int, device: torch.device) -> None:
         if page_size < 1 or BLOCK % page_size:
@@ -92,6 +95,10 @@ class CudaBackend:
         return CudaExpertSlots(
             num_slots=num_slots, hidden=hidden, intermediate=intermediate, dtype=dtype, device=self.device
         )
+
+    def expert_residency(self, slots: CudaExpertSlots, **arguments: Any) -> CudaResidency:
+        """See `Backend.expert_residency`."""
+        return CudaResidency(slots, **arguments)
 
     def gate(
         self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float

@@ -44,7 +44,7 @@ def _put(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class CudaExpertRun:
-    """One layer's rows. See `ExpertRun`."""
+    """One layer's rows and what they need: `experts` [R, K], `prompt` [R] or None. See `ExpertRun`."""
 
     known_counts = None
 
@@ -52,7 +52,7 @@ class CudaExpertRun:
         self, slots: CudaExpertSlots, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int,
         prompt: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        self._slots, self._rows, self._experts, self._prompt = slots, rows, experts, prompt
+        self._slots, self._rows, self.experts, self.prompt = slots, rows, experts, prompt
         self._num_experts = num_experts
         self._block_rows = ops.expert_block_rows(experts.numel(), num_experts)
         self._out = rows.new_empty(experts.numel(), rows.shape[1])
@@ -60,12 +60,12 @@ class CudaExpertRun:
     @property
     def counts(self) -> tuple[int, ...]:
         """See `ExpertRun.counts`; waits for the device."""
-        return self._count(self._experts)
+        return self._count(self.experts)
 
     @property
     def decode_counts(self) -> tuple[int, ...]:
         """See `ExpertRun.decode_counts`; waits for the device."""
-        return self._count(self._experts if self._prompt is None else self._experts[~self._prompt])
+        return self._count(self.experts if self.prompt is None else self.experts[~self.prompt])
 
     def _count(self, experts: torch.Tensor) -> tuple[int, ...]:
         counts = torch.bincount(experts.flatten() + 1, minlength=self._num_experts + 1)
@@ -76,18 +76,18 @@ class CudaExpertRun:
         if not self._out.shape[0]:
             return
         layout: ops.ExpertLayout | ops.ExpertPairs
-        if self._experts.numel() <= ops.FEW_PAIRS:
+        if self.experts.numel() <= ops.FEW_PAIRS:
             layout = ops.ExpertPairs(
-                topk_ids=self._experts, slot_of_expert=slot_of_expert, num_slots=self._slots.num_slots
+                topk_ids=self.experts, slot_of_expert=slot_of_expert, num_slots=self._slots.num_slots
             )  # fmt: skip
         else:
             layout = ops.expert_layout(
-                self._experts, slot_of_expert, num_slots=self._slots.num_slots, block_rows=self._block_rows
+                self.experts, slot_of_expert, num_slots=self._slots.num_slots, block_rows=self._block_rows
             )
         ops.grouped_gemm(
-            self._rows, self._slots.gate_up, self._slots.down, layout, top_k=self._experts.shape[1], out=self._out
+            self._rows, self._slots.gate_up, self._slots.down, layout, top_k=self.experts.shape[1], out=self._out
         )
 
     def result(self) -> torch.Tensor:
         """See `ExpertRun.result`."""
-        return self._out.view(*self._experts.shape, self._out.shape[1])
+        return self._out.view(*self.experts.shape, self._out.shape[1])

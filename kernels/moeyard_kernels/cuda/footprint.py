@@ -6,6 +6,10 @@ from moeyard_kernels.types.footprint import Footprint
 FIXED = 1 << 30
 # Torch's caching allocator keeps blocks of other sizes.
 ALLOCATED = 1.25
+# Two halves: one is computed (4 experts in one launch, whose start costs the host about 0.3 ms) while one is copied.
+STREAM_SLOTS = 8
+# Experts that have no slot are read from pinned memory of the host, where all are kept.
+HOST_EXPERTS = True
 
 
 def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool) -> Footprint:

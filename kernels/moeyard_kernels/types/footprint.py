@@ -24,13 +24,18 @@ class Footprints(Protocol):
     """What a backend says of the objects that it would make (`Backend.gqa`, `Backend.mla`), before it makes any.
 
     FIXED: bytes that the largest step takes whatever its shape. ALLOCATED: bytes that the allocator takes for each byte
-    of a step's tensors.
+    of a step's tensors. STREAM_SLOTS: slots that misses of prompts pass through, beside the cache's. HOST_EXPERTS:
+    whether all experts are kept in memory of the host when not all have slots.
     """
 
     @property
     def FIXED(self) -> int: ...
     @property
     def ALLOCATED(self) -> float: ...
+    @property
+    def STREAM_SLOTS(self) -> int: ...
+    @property
+    def HOST_EXPERTS(self) -> bool: ...
 
     def gqa(self, *, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool) -> Footprint:
         """`head_norm`: queries and keys are normalised head by head."""

@@ -144,8 +144,9 @@ class CudaDevice:
         """Steps of every size that is captured are captured here."""
         max_pages = -(-plan.max_model_len // config.page_size)
         graphs = GraphRunner(
-            runner, self.backend, max_rows=config.max_num_seqs, max_pages=max_pages, max_prompt=config.max_batch_tokens
-        )
+            runner, self.backend, max_rows=config.max_num_seqs, max_pages=max_pages,
+            max_prompt=config.max_batch_tokens, captures_prompts=not plan.stream_slots,
+        )  # fmt: skip
         if not config.enforce_eager:
             graphs.capture()
         return graphs

@@ -77,13 +77,18 @@ class GraphRunner:
     """A runner on a GPU.
 
     `max_rows` bounds the rows of a decode step, `max_pages` the pages of a sequence, `max_prompt` the prompt rows of a
-    step. Of the steps so far `num_replayed` and `num_eager` count how they ran; `num_rows` are the rows of those that
-    were replayed, `num_padded_rows` theirs with padding.
+    step. `captures_prompts`: whether a step with prompts asks nothing of the host (`ExpertCache.captures_prompts`). Of
+    the steps so far `num_replayed` and `num_eager` count how they ran; `num_rows` are the rows of those that were
+    replayed, `num_padded_rows` theirs with padding.
     """
 
-    def __init__(self, runner: Runner, backend: CudaBackend, *, max_rows: int, max_pages: int, max_prompt: int) -> None:
+    def __init__(
+        self, runner: Runner, backend: CudaBackend, *, max_rows: int, max_pages: int, max_prompt: int,
+        captures_prompts: bool = True,
+    ) -> None:  # fmt: skip
         self._runner, self._backend = runner, backend
         self._max_rows, self._max_pages, self._max_prompt = max_rows, max_pages, min(max_prompt, _MAX_PROMPT)
+        self._captures_prompts = captures_prompts
         self._sampler = DeviceSampler(
             max_rows=max_rows + _CHUNKS, vocab=runner.config.vocab_size, eos_token_ids=runner.config.eos_token_ids,
             device=backend.device,
@@ -101,6 +106,8 @@ class GraphRunner:
             width *= 4
         for rows, width in product(_below(_ROWS, self._max_rows), (*widths, self._max_pages)):
             yield Bucket(decode=rows, width=width)
+        if not self._captures_prompts:
+            return
         alone = ((prompt, 0) for prompt in _below(_PROMPTS, self._max_prompt))
         mixed = product(_below(_MIXED_PROMPTS, self._max_prompt), _below(_MIXED_ROWS, self._max_rows))
         for prompt, rows in (*alone, *mixed):

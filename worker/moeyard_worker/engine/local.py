@@ -24,8 +24,13 @@ def local_runner(
     num_pages: int,
     page_size: int = PAGE_SIZE,
     backend: Backend | None = None,
+    num_slots: int | None = None,
+    policy: str = "slru",
 ) -> Runner:
-    """A runner that is a fleet of its own, with every expert resident. Raises CheckpointError."""
+    """A runner that is a fleet of its own, with every expert resident unless `num_slots` says how many.
+
+    Raises CheckpointError.
+    """
     config = load_model_config(directory)
     checkpoint = open_checkpoint(directory, config)
     backend = CpuBackend(page_size=page_size) if backend is None else backend
@@ -37,8 +42,8 @@ def local_runner(
         hidden=config.hidden_size,
         intermediate=config.moe_intermediate_size,
         dtype=dtype,
-        num_slots=config.num_experts * len(config.moe_layers),
-        top_k=config.top_k,
+        num_slots=config.num_experts * len(config.moe_layers) if num_slots is None else num_slots,
+        policy=policy,
     )
     experts.preload()
     return Runner(

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from moeyard_kernels.types.footprint import Footprints
 from moeyard_worker.config.engine_config import EngineConfig, format_size
 from moeyard_worker.exchange.shape import ExchangeShape
-from moeyard_worker.experts.slots import resolve_slots
+from moeyard_worker.experts.slots import resolve_slots, slot_bytes
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.state.spec import StateSpec
 
 # Without --kv-memory, KV pages and what it takes to attend to the longest sequence in them take at most this share of
 # what weights and reserve leave free.
 AUTO_KV_SHARE = 0.25
+# They give way to experts down to this share if all of these then have slots: a miss costs more than a page.
+LEAST_KV_SHARE = 1 / 16
 # Share of the available memory that nothing is planned into: the allocator's rounding, Python's objects, sockets.
 MARGIN_SHARE = 0.05
 # The kernels compute in this many bytes per value, whatever dtype is served.
@@ -42,26 +44,27 @@ class Reserve:
 class MemoryPlan:
     """What fits: pages of KV, expert slots, and the longest sequence that the pages can hold.
 
-    Bytes: `available` is what was divided, `held_bytes` the dense weights and slots of state, `reserve` what was set
-    aside before, `prefix_bytes` what attending to that longest sequence takes.
+    Bytes: `available` is what was divided, `resident_bytes` the dense weights and slots of state. `stream_slots` come
+    on top of `expert_slots` if these do not hold all experts, `host_bytes` is what those experts then take of the
+    host's memory. `reserve` is what was set aside before, `prefix_bytes` what attending to that longest sequence takes.
+    `reasons` says in words how KV and experts came to their shares.
     """
 
     num_pages: int
     expert_slots: int
+    stream_slots: int
+    host_bytes: int
     max_model_len: int
     reserve: Reserve
     prefix_bytes: int
     available: int
-    held_bytes: int
-    kv_bytes: int
-    expert_bytes: int
+    resident_bytes: int
+    reasons: tuple[str, ...]
 
     def __str__(self) -> str:
         return (
-            f"{format_size(self.available)} free: dense weights {format_size(self.held_bytes)}, {self.expert_slots} "
-            f"experts {format_size(self.expert_slots * self.expert_bytes)}, {self.num_pages} KV pages "
-            f"{format_size(self.kv_bytes)}, attention over {self.max_model_len} tokens "
-            f"{format_size(self.prefix_bytes)}, {self.reserve}"
+            f"{format_size(self.available)} free: dense weights {format_size(self.resident_bytes)}; "
+            f"{'; '.join(self.reasons)}; {self.reserve}"
         )
 
 
@@ -117,12 +120,16 @@ def plan_memory(
     available: int,
     footprints: Footprints,
     slab_allocated: bool = False,
+    host_available: int | None = None,
 ) -> MemoryPlan:
     """Divide `available` bytes of one rank that serves values of `itemsize` bytes.
 
     `resident_bytes` are the dense weights in memory, `num_local_experts` counts (layer, expert) pairs of this rank.
     `footprints`: what the backend says of attention. `slab_allocated`: the exchange's slab is already missing from
-    `available`.
+    `available`. `host_available`: bytes of the host's memory, if that is another.
+
+    Without --kv-memory, pages get AUTO_KV_SHARE of what is free, or less, down to LEAST_KV_SHARE, where all experts
+    then have slots; experts get the rest, or what their flags say.
 
     Raises ValueError with both numbers and the flag to change when something does not fit.
     """
@@ -146,7 +153,9 @@ def plan_memory(
     if max_model_len > model.max_position:
         raise ValueError(f"--max-model-len {max_model_len} exceeds the model's {model.max_position}")
     per_position = prefix_bytes(model, itemsize, footprints)
-    num_pages = _num_pages(config, state, free=free, max_model_len=max_model_len, per_position=per_position)
+    expert_bytes = model.expert_bytes(itemsize)
+    budget, reasons = _kv_budget(config, free=free, all_experts=num_local_experts * expert_bytes)
+    num_pages = _num_pages(config, state, budget=budget, max_model_len=max_model_len, per_position=per_position)
     max_model_len = min(max_model_len, num_pages * config.page_size)
     kv, prefix = num_pages * config.page_size * state.bytes_per_token, max_model_len * per_position
     if kv + prefix > free:
@@ -161,44 +170,76 @@ def plan_memory(
         slots = resolve_slots(
             slots=config.expert_slots,
             memory_bytes=config.expert_memory,
-            expert_bytes=model.expert_bytes(itemsize),
+            expert_bytes=expert_bytes,
             num_experts=num_local_experts,
             available_bytes=left,
+            stream_slots=footprints.STREAM_SLOTS,
         )
     except ValueError as error:
         if config.expert_memory is not None and config.expert_memory <= left:
             raise
         raise ValueError(f"{error} (beside {format_size(kv)} of KV and {reserve})") from None
-    return MemoryPlan(
-        num_pages=num_pages, expert_slots=slots, max_model_len=max_model_len, reserve=reserve, prefix_bytes=prefix,
-        available=available, held_bytes=held, kv_bytes=kv, expert_bytes=model.expert_bytes(itemsize),
-    )  # fmt: skip
-
-
-def check_resident(plan: MemoryPlan, *, num_layers: int, num_local_experts: int) -> None:
-    """Raise ValueError saying what would fit when not every expert of `num_layers` MoE layers has a slot."""
-    if plan.expert_slots < num_local_experts:
-        layers = plan.expert_slots * num_layers // num_local_experts
+    partial = slots < num_local_experts
+    host_bytes = num_local_experts * expert_bytes if partial and footprints.HOST_EXPERTS else 0
+    if host_available is not None and host_bytes > host_available * (1 - MARGIN_SHARE):
         raise ValueError(
-            f"a GPU serves with all experts resident so far: {plan.expert_slots} of {num_local_experts} fit, those of "
-            f"{layers} of {num_layers} MoE layers ({plan}); lower --kv-memory, --max-num-seqs or --max-batch-tokens, "
-            "or use --device cpu"
+            f"{slots} of {num_local_experts} experts have slots, so that all need {format_size(host_bytes)} of host "
+            f"memory, but this host has {format_size(host_available)} for this worker; use a host with more memory, or "
+            "raise --expert-slots or lower --kv-memory until all have slots"
         )
+    held_bytes = slot_bytes(
+        slots, expert_bytes=expert_bytes, num_experts=num_local_experts, stream_slots=footprints.STREAM_SLOTS
+    )
+    return MemoryPlan(
+        num_pages=num_pages,
+        expert_slots=slots,
+        stream_slots=footprints.STREAM_SLOTS if partial else 0,
+        host_bytes=host_bytes,
+        max_model_len=max_model_len,
+        reserve=reserve,
+        prefix_bytes=prefix,
+        available=available,
+        resident_bytes=held,
+        reasons=(
+            *reasons,
+            f"{num_pages} KV pages, {format_size(kv)}, for sequences of up to {max_model_len} tokens",
+            f"{slots} of {num_local_experts} experts in slots, {format_size(held_bytes)}"
+            + (f", and all in {format_size(host_bytes)} of pinned host memory" if host_bytes else ""),
+        ),
+    )
 
 
-def _num_pages(config: EngineConfig, state: StateSpec, *, free: int, max_model_len: int, per_position: int) -> int:
-    """Pages of --kv-memory, or, without it, as many as can be used and `AUTO_KV_SHARE` allows."""
+def _kv_budget(config: EngineConfig, *, free: int, all_experts: int) -> tuple[int, tuple[str, ...]]:
+    """Bytes for KV pages and what attending to them takes, without --kv-memory; and why."""
+    share = int(free * AUTO_KV_SHARE)
+    words = f"of {format_size(free)} that are free, KV may take"
+    if config.kv_memory is not None:
+        return share, (f"--kv-memory {format_size(config.kv_memory)}",)
+    if config.expert_slots is not None or config.expert_memory is not None:
+        return share, (f"{words} {AUTO_KV_SHARE:.0%}, {format_size(share)}; experts as their flag says",)
+    left = free - all_experts
+    if left >= share:
+        return share, (f"{words} {AUTO_KV_SHARE:.0%}, {format_size(share)}: all experts fit beside it",)
+    if left >= int(free * LEAST_KV_SHARE):
+        return left, (f"{words} {format_size(left)}: what is left beside all experts, {format_size(all_experts)}",)
+    return share, (
+        f"{words} {AUTO_KV_SHARE:.0%}, {format_size(share)}; not all experts fit, {format_size(all_experts)}, even "
+        f"beside {LEAST_KV_SHARE:.0%} for KV",
+    )
+
+
+def _num_pages(config: EngineConfig, state: StateSpec, *, budget: int, max_model_len: int, per_position: int) -> int:
+    """Pages of --kv-memory, or, without it, as many as can be used and `budget` allows."""
     page_bytes = config.page_size * state.bytes_per_token
     longest = -(-max_model_len // config.page_size)
     if config.kv_memory is not None:
         num_pages = config.kv_memory // page_bytes
     else:
-        share = int(free * AUTO_KV_SHARE)
         # Pages that make the longest sequence longer also make its attention take more.
         both = page_bytes + config.page_size * per_position
-        num_pages = share // both
+        num_pages = budget // both
         if num_pages > longest:
-            num_pages = min(longest + (share - longest * both) // page_bytes, config.max_num_seqs * longest)
+            num_pages = min(longest + (budget - longest * both) // page_bytes, config.max_num_seqs * longest)
     if num_pages < 2:
         raise ValueError(
             f"KV memory holds {num_pages} pages of {format_size(page_bytes)}, at least 2 are needed; raise --kv-memory"

@@ -170,7 +170,7 @@ class WorkerMetrics:
         self._gauges[name].labels(self._rank).set(value)
 
     def _observe_experts(self, experts: ExpertCache) -> None:
-        stats = experts.stats
+        stats = experts.look()
         counters = stats.counters
         for (segment, kind), count in counters.hits.items():
             self._advance("expert_cache_hits", count, segment, kind)

@@ -22,8 +22,9 @@ from moeyard_worker.config.engine_config import SchedulerConfig, loading_rates
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
 from moeyard_worker.engine.frontend import Frontend
+from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.loop import Engine
-from moeyard_worker.engine.memory import MemoryPlan, check_resident, exchange_shape, plan_memory
+from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
 from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
@@ -112,13 +113,11 @@ class Worker:
         `ranks_on_host` workers share evenly what was free on the host when they had met. Raises ValueError when
         something does not fit and CheckpointError for a bad file.
         """
-        config, model = self._spec.config, self._model
+        config = self._spec.config
         assert self._available is not None, "load comes after connect"
-        plan = self._plan(self._available // ranks_on_host)
-        if config.device != "cpu":
-            check_resident(
-                plan, num_layers=len(model.moe_layers), num_local_experts=len(self._experts) * len(model.moe_layers)
-            )
+        plan = self._plan(self._available // ranks_on_host, ranks_on_host)
+        for reason in plan.reasons:
+            log.info("rank %d: %s", self._spec.rank, reason)
         try:
             return self._build(plan)
         except torch.OutOfMemoryError as error:
@@ -147,13 +146,11 @@ class Worker:
             intermediate=model.moe_intermediate_size,
             dtype=self._dtype,
             num_slots=plan.expert_slots,
-            top_k=model.top_k,
             policy=config.expert_policy,
             recorder=self._recording,
         )
         self._total = self._checkpoint.dense_bytes()
-        if experts.all_resident:
-            self._total += experts.num_slots * model.expert_bytes(self._dtype.itemsize)
+        self._total += experts.num_preloaded * model.expert_bytes(self._dtype.itemsize)
         exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
         runner = Runner(
             self._checkpoint.spec,
@@ -179,6 +176,7 @@ class Worker:
                 max_batch_tokens=config.max_batch_tokens,
                 max_num_seqs=config.max_num_seqs,
                 prefill_chunk=config.prefill_chunk,
+                mixed_prefill_tokens=config.mixed_prefill_tokens,
                 max_waiting=config.max_waiting,
                 prefix_caching=config.prefix_caching and state.prefix_reusable,
                 max_in_flight=2 if config.async_scheduling else 1,
@@ -223,7 +221,7 @@ class Worker:
         loader = DenseLoader(checkpoint, backend=backend, dtype=self._dtype, progress=self._advance, staging=staging)
         return loader.load, MappedExperts(checkpoint) if staging is None else StagedExperts(checkpoint, staging)
 
-    def _plan(self, available: int) -> MemoryPlan:
+    def _plan(self, available: int, ranks_on_host: int) -> MemoryPlan:
         return plan_memory(
             config=self._spec.config,
             model=self._model,
@@ -234,6 +232,7 @@ class Worker:
             available=available,
             # Peers of one host reserve theirs when they are constructed.
             slab_allocated=self._mesh.own_slab is not None,
+            host_available=available_memory() // ranks_on_host if self._device.footprints.HOST_EXPERTS else None,
         )
 
     def _recorder(self, plan: MemoryPlan) -> RoutingRecorder | None:

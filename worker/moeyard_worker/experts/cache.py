@@ -1,6 +1,8 @@
 """The expert cache of one rank: store -> slots -> grouped compute, rows that hit first, then rows that missed.
 
 Hits and misses go through the same kernel on the same kind of slot, so residency cannot change a bit of the output.
+Where the backend decides residency itself (`ExpertResidency`), this is what fills and counts it; elsewhere the policy
+is asked here, layer by layer. Both decide alike.
 """
 
 import time
@@ -10,13 +12,17 @@ from typing import Any
 
 import torch
 
-from moeyard_kernels.backend import Backend, ExpertRun
+from moeyard_kernels.backend import Backend, ExpertResidency, ExpertRun
+from moeyard_kernels.types.expert_residency import ResidencyCounts
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.policies import start_policy
-from moeyard_worker.experts.policy import Counters, Placed
+from moeyard_worker.experts.policy import SEGMENTS, Counters, Placed
 from moeyard_worker.experts.store import HostStore
 from moeyard_worker.experts.trace import RoutingRecorder
+
+# Seconds between two looks at what a device has counted.
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(slots=True)
@@ -24,8 +30,9 @@ class CacheStats:
     """Running totals that the metrics read.
 
     `bytes_copied` counts bytes written into slots, the start's filling included. `stall_seconds` holds, per access with
-    misses since the last drain, the wall time spent waiting for copies. `load_imbalance` maps a layer to the rows of
-    its busiest local expert over the mean of all local experts, at the layer's last access with rows.
+    misses since the last drain, the wall time spent waiting for copies (where the host waits). `load_imbalance` maps a
+    layer to the rows of its busiest local expert over the mean of all local experts, at the layer's last access with
+    rows (where the host knows them).
     """
 
     counters: Counters = field(default_factory=Counters)
@@ -38,8 +45,8 @@ class ExpertCache:
     """Keeps up to `num_slots` of a rank's experts in the backend's memory and computes dispatched rows with them.
 
     `layers` are the MoE layers in order and `experts` the global ids this rank owns in each of them; `dtype` is the
-    served one (the source's tensors are rounded to it). Slots beyond the number of experts are not allocated. When all
-    experts fit, `preload` must be called before the first `run`; nothing is copied or evicted after it.
+    served one (the source's tensors are rounded to it). Slots beyond the number of experts are not allocated; if there
+    are fewer, the backend's `stream_slots` come on top. `preload` must be called before the first `run`.
 
     Raises ValueError for fewer than 1 slot or an unknown policy. Not thread-safe.
     """
@@ -55,7 +62,6 @@ class ExpertCache:
         intermediate: int,
         dtype: torch.dtype,
         num_slots: int,
-        top_k: int,
         policy: str = "slru",
         recorder: RoutingRecorder | None = None,
     ) -> None:
@@ -64,30 +70,51 @@ class ExpertCache:
         assert len(set(layers)) == len(layers) > 0, f"layers must be distinct, got {layers}"
         self.stats = CacheStats()
         self._layers = tuple(layers)
+        self._index = {layer: i for i, layer in enumerate(layers)}
         self._experts = experts
-        self._policy = start_policy(policy, layers=layers, experts=experts, top_k=top_k, num_slots=num_slots)
+        self._policy = start_policy(
+            policy, layers=layers, experts=experts, num_slots=num_slots, num_streams=backend.stream_slots
+        )
         self._recorder = recorder
         self._step = 0
         # Sees each layer's rows before they are computed, for measurements; not what a captured graph replays.
         self.observer: Callable[[int, Dispatched], None] | None = None
-        self._store: HostStore | None = HostStore(source, hidden=hidden, intermediate=intermediate)
+        self._store = HostStore(source, hidden=hidden, intermediate=intermediate)
+        self._loaded = False
         self._slots = backend.expert_slots(
-            num_slots=self._policy.num_slots, hidden=hidden, intermediate=intermediate, dtype=dtype
+            num_slots=self.num_slots + (0 if self.all_resident else backend.stream_slots),
+            hidden=hidden,
+            intermediate=intermediate,
+            dtype=dtype,
         )
+        self._residency: ExpertResidency | None = None
+        if not self.all_resident:
+            self._residency = backend.expert_residency(
+                self._slots,
+                policy=policy,
+                num_layers=len(layers),
+                num_experts=len(experts),
+                num_slots=self.num_slots,
+            )
+        self._looked = 0.0
+        self._slot_bytes = 0
         # With everything resident the policy is not asked. Experts sit in the order of `start_policy`, and what the
         # policy would count follows from whether a decode row has used it: _unsettled[L] are the local ids that none
         # has.
-        self._resident = (
-            {layer: range(i * len(experts), (i + 1) * len(experts)) for i, layer in enumerate(layers)}
+        self._tables = (
+            {
+                layer: self._slots.slot_table(range(i * len(experts), (i + 1) * len(experts)))
+                for i, layer in enumerate(layers)
+            }
             if self.all_resident
             else {}
         )
-        self._tables = {layer: self._slots.slot_table(slots) for layer, slots in self._resident.items()}
         self._unsettled = {layer: set(range(len(experts))) for layer in layers}
 
     @property
     def num_slots(self) -> int:
-        return self._slots.num_slots
+        """Slots of the policy."""
+        return self._policy.num_slots
 
     @property
     def num_experts(self) -> int:
@@ -99,20 +126,36 @@ class ExpertCache:
         """Whether every expert has its slot for good."""
         return self.num_slots == self.num_experts
 
-    def preload(self, progress: Callable[[int], None] | None = None) -> None:
-        """When all experts fit, copy them into their slots, one by one, and let go of the source; otherwise nothing.
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether a step with prompt rows asks nothing of the host, so that a graph can hold it."""
+        return self.all_resident
 
-        `progress` is called after each expert with the bytes written for it.
+    @property
+    def num_preloaded(self) -> int:
+        """Experts that `preload` reads."""
+        return self.num_slots if self._residency is None else self.num_experts
+
+    def preload(self, progress: Callable[[int], None] | None = None) -> None:
+        """Copy the experts that slots start with into them; if the backend decides, all into the host's memory first.
+
+        Does nothing the second time. `progress` is called after each expert with the bytes written for it.
         """
-        if not self.all_resident or self._store is None:
+        if self._loaded:
             return
-        for layer in self._layers:
-            for slot, expert in zip(self._resident[layer], self._experts, strict=True):
-                written = self._store.copy(layer, expert, slots=self._slots, slot=slot)
+        done = progress or (lambda written: None)
+        if self._residency is None:
+            for slot, (layer, expert) in enumerate(self._policy.resident):
+                written = self._slots.write(slot, *self._store.read(layer, expert))
                 self.stats.bytes_copied += written
-                if progress is not None:
-                    progress(written)
-        self._store = None
+                done(written)
+        else:
+            for i, layer in enumerate(self._layers):
+                for local, expert in enumerate(self._experts):
+                    done(self._residency.put(i, local, *self._store.read(layer, expert)))
+            self.stats.bytes_copied += self._residency.start()
+            self._slot_bytes = self.stats.bytes_copied // self.num_slots
+        self._loaded = True
 
     def begin_step(self, step: int) -> None:
         """Name the step that the next accesses belong to; only the recorder uses it."""
@@ -123,6 +166,7 @@ class ExpertCache:
 
         With everything resident nothing is decided on the host; it counts where it knows the counts anyway.
         """
+        assert self._loaded, "call preload() before the first run"
         if self.observer is not None:
             self.observer(layer, dispatched)
         run = self._slots.begin(
@@ -134,23 +178,40 @@ class ExpertCache:
                 step=self._step, layer=layer, decode=self._global(decode), prefill=self._global(prefill)
             )
         if self.all_resident:
-            assert self._store is None, "call preload() before the first run"
             if run.known_counts is not None:
                 self._count_resident(layer, run)
             run.compute(self._tables[layer])
+        elif self._residency is not None:
+            self._residency.run(self._index[layer], run)
         else:
             self._run_waves(layer, run)
         return run.result()
 
+    def look(self, *, wait: bool = False) -> CacheStats:
+        """The totals; what a device counts is as of the last look but one, or with `wait` as of now."""
+        now = time.monotonic()
+        if self._residency is not None and (wait or now >= self._looked + _LOOK_SECONDS):
+            self._looked = now
+            self._take(self._residency.counts(wait=wait))
+        return self.stats
+
+    def _take(self, counts: ResidencyCounts) -> None:
+        counters = self.stats.counters
+        for i, segment in enumerate(SEGMENTS):
+            counters.hits[segment, "decode"] = counts.decode_hits[i]
+            counters.hits[segment, "prefill"] = counts.prompt_hits[i]
+            counters.evictions[segment, "decode"] = counts.evictions[i]
+        counters.misses["decode"] = counts.decode_misses
+        counters.misses["prefill"] = counts.prompt_misses
+        self.stats.bytes_copied = (self.num_slots + counters.num_misses) * self._slot_bytes
+
     def validate(self) -> None:
         """Assert every invariant, of the policy too."""
         self._policy.validate()
-        assert self._policy.num_slots == self._slots.num_slots
         if self.all_resident:
             assert self.stats.counters.num_misses == self.stats.counters.num_evictions == 0
 
     def _run_waves(self, layer: int, run: ExpertRun) -> None:
-        assert self._store is not None
         decode, prefill = _needed(run)
         self._observe_load(layer, run.counts)
         stalls: list[float] = []
@@ -163,8 +224,7 @@ class ExpertCache:
             if misses:
                 begun = time.perf_counter()
                 for placed in misses:
-                    written = self._store.copy(layer, placed.expert, slots=self._slots, slot=placed.slot)
-                    self.stats.bytes_copied += written
+                    self.stats.bytes_copied += self._slots.write(placed.slot, *self._store.read(layer, placed.expert))
                 stalls.append(time.perf_counter() - begun)
                 run.compute(self._table(misses))
         if stalls:

@@ -1,10 +1,9 @@
-"""What a residency policy decides, how its decisions are counted, and the wave rules that every policy shares. Pure.
+"""What a residency policy decides, and how its decisions are counted. Pure.
 
-A policy knows two moves: `hit` (is this expert resident, and note its use) and `admit` (give a miss a slot, or say that
-none can be freed while the wave runs). `plan_waves` turns them into waves; engine and simulator count with `Counters`.
+The rules that all policies share are in `ranked.py`; engine and simulator count with `Counters`.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
@@ -22,7 +21,8 @@ class Placed:
     """One expert of a wave and the slot it computes from.
 
     `kind` is "decode" when a decode row needs the expert, else "prefill". `hit` is None for a miss, else the segment
-    the expert was found in. `evicted` is the (layer, expert) whose slot a miss took and `evicted_from` its segment.
+    the expert was found in. `evicted` is the (layer, expert) whose slot a miss took and `evicted_from` its segment;
+    None for a prompt's miss, whose slot is one of the stream's, from `num_slots` on.
     """
 
     expert: int
@@ -33,17 +33,11 @@ class Placed:
     evicted_from: Segment | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """The slot given to a miss and, when it was not free, whose it was and in which segment."""
-
-    slot: int
-    evicted: ExpertKey | None = None
-    evicted_from: Segment | None = None
-
-
 class ResidencyPolicy(Protocol):
-    """Decides which experts sit in which slots. Pure: no torch, no clock, no I/O. One instance per rank, all layers."""
+    """Decides which experts sit in which slots. Pure: no torch, no clock, no I/O. One instance per rank, all layers.
+
+    It starts full: `resident` are the first experts of every layer.
+    """
 
     num_slots: int
 
@@ -52,74 +46,25 @@ class ResidencyPolicy(Protocol):
     @property
     def settled(self) -> Segment: ...
 
-    def fill(self, keys: Iterable[ExpertKey]) -> None:
-        """Start with these (layer, expert) resident, in slots 0, 1, ...; the policy must be empty."""
-        ...
-
-    def hit(self, key: ExpertKey, kind: RowKind) -> tuple[int, Segment] | None:
-        """Slot of a resident expert and the segment it was found in, and note its use; None when it is not resident."""
-        ...
-
-    def admit(self, key: ExpertKey, kind: RowKind, pinned: Set[ExpertKey]) -> Admission | None:
-        """Make an expert resident without evicting a pinned one; None when no slot can be had before the wave ends.
-
-        Never None when nothing is pinned.
-        """
+    @property
+    def resident(self) -> list[ExpertKey]:
+        """The expert in each slot."""
         ...
 
     def access(self, layer: int, decode: Sequence[int], prefill: Sequence[int]) -> list[list[Placed]]:
-        """Make the needed experts of one layer resident, in waves that each fit the slots.
+        """Give the needed experts of one layer slots, in waves that are computed one after the other.
 
         `decode` and `prefill` are disjoint ascending expert ids: those that a decode row needs, and those that only
-        prompt rows need. Every expert appears in exactly one wave; the first wave starts with all hits. A slot is never
-        reassigned inside the wave that uses it, and no hit is evicted before its wave.
+        prompt rows need. Every expert appears in exactly one wave. Those of decode rows come first, hits before misses,
+        which take slots of experts that the wave does not need. Then those of prompts: what is resident by then in one
+        wave, the others through the stream's slots, which keep nothing. A slot is never reassigned inside the wave that
+        uses it.
         """
         ...
 
     def validate(self) -> None:
         """Assert every invariant of the data structure."""
         ...
-
-
-def plan_waves(
-    policy: ResidencyPolicy, *, layer: int, decode: Sequence[int], prefill: Sequence[int]
-) -> list[list[Placed]]:
-    """The waves of one access, by the contract of `ResidencyPolicy.access`.
-
-    Hits come first and are pinned in the first wave. Misses follow, decode before prefill; when a miss finds no slot
-    that the wave does not use, the wave ends, and its experts (computed by then) may be evicted by the next one.
-    """
-    wave: list[Placed] = []
-    pinned: set[ExpertKey] = set()
-    misses: list[tuple[int, RowKind]] = []
-    for kind, needed in zip(ROW_KINDS, (decode, prefill), strict=True):
-        for expert in needed:
-            found = policy.hit((layer, expert), kind)
-            if found is None:
-                misses.append((expert, kind))
-            else:
-                wave.append(Placed(expert=expert, slot=found[0], kind=kind, hit=found[1]))
-                pinned.add((layer, expert))
-    waves = [wave]
-    for expert, kind in misses:
-        key = (layer, expert)
-        admission = policy.admit(key, kind, pinned)
-        if admission is None:
-            wave, pinned = [], set()
-            waves.append(wave)
-            admission = policy.admit(key, kind, pinned)
-            assert admission is not None, f"the policy found no slot for {key} although nothing is pinned"
-        pinned.add(key)
-        wave.append(
-            Placed(
-                expert=expert,
-                slot=admission.slot,
-                kind=kind,
-                evicted=admission.evicted,
-                evicted_from=admission.evicted_from,
-            )
-        )
-    return waves if waves[0] else []
 
 
 def _by_segment() -> dict[tuple[Segment, RowKind], int]:

@@ -1,6 +1,6 @@
 """Replays a routing trace through a residency policy: the engine's cache without the engine. Torch-free.
 
-Policy, start (empty, or full when everything fits) and counters are the engine's own objects, so that a simulation with
+Policy, start and counters are the engine's own objects, so that a simulation with
 the policy and slots of the recorded run counts exactly what that run counted.
 """
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeyard_kernels.types.expert_ranks import slots_of_layers
 from moeyard_worker.experts.policies import start_policy
 from moeyard_worker.experts.policy import ROW_KINDS, SEGMENTS, Counters, ExpertKey
 from moeyard_worker.experts.trace import RankTrace, read_trace
@@ -36,7 +37,7 @@ class SimResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """Hits on a trace that no policy can exceed, whatever it foresees. Starts as the engine does."""
+    """Hits on a trace that no policy can exceed, whatever it foresees."""
 
     num_slots: int
     num_hits: int
@@ -65,9 +66,10 @@ def simulate(path: Path, policy: str | None = None, slots: int | None = None) ->
 def belady(path: Path, slots: int | None) -> tuple[Optimum, ...]:
     """Per rank, hits that no policy can exceed: keep the experts whose next use is nearest (Belady, 1966).
 
-    An access counts its hits before anything is replaced. A hit is then an expert kept from one use to its next, at
-    most `slots` are kept at a time, and choosing those that end first is optimal. It is a bound, tight but for less
-    than one slot: a miss may be used here without taking a slot for the moment, which the engine cannot do.
+    Starts as the engine does. An access counts its hits before anything is replaced. A hit is then an expert kept from
+    one use to its next, at most `slots` are kept at a time, and choosing those that end first is optimal. It is a
+    bound, tight but for less than one slot and for prompts: here a miss may be used without taking a slot for the
+    moment, and what a prompt missed may be kept, neither of which the engine does.
     """
     if slots is not None and slots < 1:
         raise ValueError(f"the expert cache needs at least 1 slot, got {slots}")
@@ -108,7 +110,7 @@ def _percent(rate: float | None) -> str:
 
 def _replay(trace: RankTrace, name: str, slots: int) -> RankResult:
     header = trace.header
-    policy = start_policy(name, layers=header.layers, experts=header.experts, top_k=header.top_k, num_slots=slots)
+    policy = start_policy(name, layers=header.layers, experts=header.experts, num_slots=slots)
     counters, num_accesses = Counters(), 0
     for access in trace:
         num_accesses += 1
@@ -136,8 +138,11 @@ def _optimum(trace: RankTrace, slots: int) -> Optimum:
         following.append([upcoming.get(key, -1) for key in uses[i]])
         upcoming.update(dict.fromkeys(uses[i], i))
     following.reverse()
-    kept: dict[ExpertKey, int] = {}  # resident expert -> its next use; experts never needed again are not kept
-    farthest: list[tuple[int, ExpertKey]] = []  # heap of (-next use, key), stale entries dropped when they surface
+    # Resident expert -> its next use; experts never needed again are not kept.
+    kept = {key: upcoming[key] for key in _first_resident(trace, slots) if key in upcoming}
+    # Heap of (-next use, key), stale entries dropped when they surface.
+    farthest = [(-i, key) for key, i in kept.items()]
+    heapq.heapify(farthest)
     num_hits = 0
     for keys, nexts in zip(uses, following, strict=True):
         num_hits += sum(kept.pop(key, None) is not None for key in keys)
@@ -150,3 +155,9 @@ def _optimum(trace: RankTrace, slots: int) -> Optimum:
             if kept.get(key) == -i:
                 del kept[key]
     return Optimum(num_slots=slots, num_hits=num_hits, num_misses=num_uses - num_hits)
+
+
+def _first_resident(trace: RankTrace, slots: int) -> list[ExpertKey]:
+    layers, first = trace.header.layers, trace.header.experts_start
+    counts = slots_of_layers(slots, len(layers))
+    return [(layer, first + i) for layer, count in zip(layers, counts, strict=True) for i in range(count)]

@@ -1,8 +1,7 @@
-"""Host side of the expert cache: one rank's experts as the checkpoint holds them, copied to slots on demand."""
+"""Host side of the expert cache: one rank's experts as the checkpoint holds them, read on demand."""
 
 import torch
 
-from moeyard_kernels.backend import ExpertSlots
 from moeyard_worker.experts.base import ExpertSource
 
 
@@ -14,8 +13,8 @@ class HostStore:
         self._in_shape = torch.Size((intermediate, hidden))
         self._out_shape = torch.Size((hidden, intermediate))
 
-    def copy(self, layer: int, expert: int, *, slots: ExpertSlots, slot: int) -> int:
-        """Copy a global expert into a slot, cast to the served dtype. Returns the bytes written."""
+    def read(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(gate, up, down) of a global expert, of the shapes that they should have."""
         gate, up, down = self._source.tensors(layer, expert)
         for name, tensor, shape in (
             ("gate", gate, self._in_shape),
@@ -23,4 +22,4 @@ class HostStore:
             ("down", down, self._out_shape),
         ):
             assert tensor.shape == shape, f"layer {layer} expert {expert}: {name} is {tuple(tensor.shape)}, not {shape}"
-        return slots.write(slot, gate, up, down)
+        return gate, up, down

@@ -1,0 +1,229 @@
+"""A layer's experts when not all have slots, decided and copied on the GPU. See `ExpertResidency`.
+
+A step of decode rows asks nothing of the host, so it can be captured: a kernel decides, what hits is computed while a
+few programs copy what missed out of pinned memory, then that is computed; again where a layer needs more than half of
+the slots, in a number of waves that shapes fix.
+
+In a step with prompt rows the host waits once per layer to learn which experts they need beside decode's. Those with a
+slot are computed at once, for all rows. The others come through two halves of a few slots of their own, copied by the
+copy engine into one half while the other is computed. Decode's slots stay as they are.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels.cuda.experts import CudaExpertRun, CudaExpertSlots
+from moeyard_kernels.cuda.host_experts import HostExperts
+from moeyard_kernels.types.expert_residency import (
+    EVICTED_PROBATION,
+    EVICTED_PROTECTED,
+    HITS_PROBATION,
+    HITS_PROTECTED,
+    MISSES,
+    PolicyName,
+    ResidencyCounts,
+    start_residency,
+)
+
+
+class CudaResidency:
+    """The experts of L layers, E each, in the first `num_slots` of `slots`; what is beyond them is the stream's."""
+
+    def __init__(
+        self, slots: CudaExpertSlots, *, policy: str, num_layers: int, num_experts: int, num_slots: int
+    ) -> None:
+        self._slots, self._num_slots, self._num_experts = slots, num_slots, num_experts
+        self._half = (slots.num_slots - num_slots) // 2
+        assert self._half > 0, f"{slots.num_slots} slots, of which {num_slots} are not the stream's"
+        device = slots.down.device
+        hidden, intermediate = slots.down.shape[1:]
+        self._host = HostExperts(
+            num_experts=num_layers * num_experts, hidden=hidden, intermediate=intermediate, dtype=slots.down.dtype,
+            device=device,
+        )  # fmt: skip
+        self._state = start_residency(
+            cast("PolicyName", policy), num_layers=num_layers, num_experts=num_experts, num_slots=num_slots,
+            device=device,
+        )  # fmt: skip
+        self._lane = _Lane(device)
+        self._copier = _Lane(device)
+        self._turn = 0
+        # Of each half: recorded when its last reader has been launched, and when its copies have.
+        self._free, self._ready = ([self._lane.event() for _ in range(2)] for _ in range(2))
+        self._prompt_hits = [0, 0]
+        self._prompt_misses = 0
+        self._counted = torch.zeros_like(self._state.counts, device="cpu", pin_memory=device.type == "cuda")
+        self._copied = self._lane.event()
+
+    def put(self, layer: int, expert: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
+        """See `ExpertResidency.put`."""
+        return self._host.put(layer * self._num_experts + expert, gate, up, down)
+
+    def start(self) -> int:
+        """See `ExpertResidency.start`."""
+        for slot, key in enumerate(self._state.keys.tolist()):
+            self._copy(key, slot)
+        self._lane.synchronize()
+        return self._num_slots * self._host.blobs[0].nbytes
+
+    def run(self, layer: int, run: CudaExpertRun) -> None:
+        """See `ExpertResidency.run`."""
+        if not run.experts.numel():
+            return
+        if run.prompt is None:
+            self._decode(layer, run, run.experts)
+            return
+        decode = run.experts.masked_fill(run.prompt[:, None], -1)
+        of_all, of_decode, slots, protected = self._look(layer, run.experts, decode)
+        if any(of_decode):
+            self._decode(layer, run, decode, num_needed=sum(of_decode))
+            _, _, slots, protected = self._look(layer, run.experts, decode)
+        needed = [e for e in range(self._num_experts) if of_all[e] and not of_decode[e]]
+        hits = [e for e in needed if slots[e] >= 0]
+        for e in hits:
+            self._prompt_hits[protected[e]] += 1
+        self._stream(layer, run, {e: slots[e] for e in hits}, [e for e in needed if slots[e] < 0])
+
+    def counts(self, *, wait: bool) -> ResidencyCounts:
+        """See `ExpertResidency.counts`."""
+        live = self._state.counts
+        if wait or not live.is_cuda:
+            self._counted.copy_(live)
+        elif self._copied.query():
+            seen = self._counted.tolist()
+            self._counted.copy_(live, non_blocking=True)
+            self._copied.record()
+            return self._totals(seen)
+        return self._totals(self._counted.tolist())
+
+    def _totals(self, counts: Sequence[int]) -> ResidencyCounts:
+        return ResidencyCounts(
+            decode_hits=(counts[HITS_PROBATION], counts[HITS_PROTECTED]),
+            decode_misses=counts[MISSES],
+            evictions=(counts[EVICTED_PROBATION], counts[EVICTED_PROTECTED]),
+            prompt_hits=(self._prompt_hits[0], self._prompt_hits[1]),
+            prompt_misses=self._prompt_misses,
+        )
+
+    def _decode(self, layer: int, run: CudaExpertRun, ids: torch.Tensor, *, num_needed: int | None = None) -> None:
+        tables = ops.cache_access(ids, self._state, layer=layer, num_needed=num_needed)
+        with self._lane.behind_caller():
+            self._gather(layer, tables[1])
+        run.compute(tables[0])
+        self._lane.join()
+        run.compute(tables[1])
+        for table in tables[2:]:
+            # Its slots may be those of the wave before.
+            self._gather(layer, table)
+            run.compute(table)
+
+    def _gather(self, layer: int, table: torch.Tensor) -> None:
+        ops.gather_experts(self._host.blobs, table, self._slots.gate_up, self._slots.down, layer=layer)
+
+    def _look(self, layer: int, ids: torch.Tensor, decode: torch.Tensor) -> list[list[int]]:
+        """For each expert of the layer: whether any row needs it, whether a decode row does, its slot, its segment."""
+        marks = torch.zeros(2, self._num_experts + 1, dtype=torch.int32, device=ids.device)
+        for mark, of in zip(marks, (ids, decode), strict=True):
+            mark.index_fill_(0, (of + 1).flatten().long(), 1)
+        slots = self._state.slot_of[layer]
+        protected = self._state.protected[slots.clamp(min=0)]
+        found: list[list[int]] = torch.stack((*marks[:, 1:], slots, protected)).tolist()
+        return found
+
+    def _stream(self, layer: int, run: CudaExpertRun, resident: dict[int, int], missing: Sequence[int]) -> None:
+        """Compute what is resident, and behind its products what is not, half by half."""
+        groups = [missing[begin : begin + self._half] for begin in range(0, len(missing), self._half)]
+        halves = [(self._turn + g) % 2 for g in range(len(groups))]
+        first = [self._num_slots + half * self._half for half in halves]
+        tables = self._tables(
+            [
+                resident,
+                *(
+                    dict(zip(group, range(at, at + self._half), strict=False))
+                    for group, at in zip(groups, first, strict=True)
+                ),
+            ]
+        )
+
+        def fetch(g: int) -> None:
+            with self._copier.following(self._free[halves[g]]):
+                for slot, expert in enumerate(groups[g], first[g]):
+                    self._copy(layer * self._num_experts + expert, slot)
+                self._ready[halves[g]].record()
+
+        for g in range(min(2, len(groups))):
+            fetch(g)
+        if resident:
+            run.compute(tables[0])
+        for g, half in enumerate(halves):
+            self._ready[half].wait()
+            run.compute(tables[1 + g])
+            self._free[half].record()
+            if g + 2 < len(groups):
+                fetch(g + 2)
+        self._turn += len(groups)
+        self._prompt_misses += len(missing)
+
+    def _copy(self, key: int, slot: int) -> None:
+        gate_up, down = self._host.parts(key)
+        self._slots.gate_up[slot].view(-1).copy_(gate_up, non_blocking=True)
+        self._slots.down[slot].view(-1).copy_(down, non_blocking=True)
+
+    def _tables(self, slots: Sequence[dict[int, int]]) -> torch.Tensor:
+        device = self._slots.down.device
+        rows = [[of.get(expert, -1) for expert in range(self._num_experts)] for of in slots]
+        return torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+class _NoEvent:
+    """Of a CPU, where everything has happened when its call returns."""
+
+    def record(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Lane:
+    """A stream beside the caller's; on a CPU the caller's own order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._begun, self._done = self.event(), self.event()
+
+    def event(self) -> "torch.cuda.Event | _NoEvent":
+        """An event of this device."""
+        return _NoEvent() if self._stream is None else torch.cuda.Event()
+
+    def following(self, event: "torch.cuda.Event | _NoEvent") -> AbstractContextManager[object]:
+        """What is launched within runs here, once `event` has happened (at once if it was never recorded)."""
+        if self._stream is None:
+            return nullcontext()
+        assert isinstance(event, torch.cuda.Event)
+        self._stream.wait_event(event)
+        return torch.cuda.stream(self._stream)
+
+    def behind_caller(self) -> AbstractContextManager[object]:
+        """What is launched within runs here, behind what the caller has launched so far."""
+        self._begun.record()
+        return self.following(self._begun)
+
+    def join(self) -> None:
+        """The caller's next launches wait for what was launched here."""
+        if self._stream is not None:
+            assert isinstance(self._done, torch.cuda.Event)
+            self._done.record(self._stream)
+            self._done.wait()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self._stream is not None:
+            torch.cuda.synchronize()

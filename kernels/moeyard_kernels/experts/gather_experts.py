@@ -1,0 +1,80 @@
+"""Triton: experts copied from pinned host memory into their slots, by a list that lies on the device.
+
+The table of a wave is the list: every program reads it, and copies its share of every expert that has a slot there,
+BLOCK values at a time. Few programs are enough for the link (8 with 32 KiB each on the way reach it; more gain nothing)
+and leave the other multiprocessors to the rows that hit. Where the table is empty they leave at once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.common import launch
+from moeyard_kernels.common.tuning import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherConfig(Config):
+    """PROGRAMS copy blocks of BYTES in turn."""
+
+    PROGRAMS: int = 8
+    BYTES: int = 32768
+
+
+CONFIGS = tuple(
+    GatherConfig(PROGRAMS=programs, BYTES=size, num_warps=8, num_stages=1)
+    for programs, size in ((8, 32768), (4, 32768), (6, 32768), (8, 16384), (12, 32768), (16, 16384))
+)
+
+
+@triton.jit
+def _copy(p_from, p_to, N: tl.constexpr, BLOCK: tl.constexpr):
+    """N values, each program its blocks."""
+    for i_n in range(tl.program_id(0) * BLOCK, N, tl.num_programs(0) * BLOCK):
+        o_n = i_n + tl.arange(0, BLOCK)
+        if N % BLOCK:
+            tl.store(p_to + o_n, tl.load(p_from + o_n, mask=o_n < N), mask=o_n < N)
+        else:
+            tl.store(p_to + o_n, tl.load(p_from + o_n))
+
+
+@triton.jit(do_not_specialize=["i_layer", "E"])
+def _gather_experts_kernel(
+    p_store, p_table, p_gate_up, p_down, i_layer, E, N_UP: tl.constexpr, N_DOWN: tl.constexpr, BE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """p_store [L E, N_UP + N_DOWN] to p_gate_up [S, N_UP] and p_down [S, N_DOWN]. Grid: (any,)."""
+    o_e = tl.arange(0, BE)
+    b_slot = tl.load(p_table + o_e, mask=o_e < E, other=-1)
+    b_left = (b_slot >= 0).to(tl.int32)
+    for _ in range(tl.sum(b_left, 0)):
+        b_e = tl.min(tl.where(b_left > 0, o_e, BE), 0)
+        b_s = tl.sum(tl.where(o_e == b_e, b_slot, 0), 0).to(tl.int64)
+        p_blob = p_store + (i_layer * E + b_e).to(tl.int64) * (N_UP + N_DOWN)
+        _copy(p_blob, p_gate_up + b_s * N_UP, N_UP, BLOCK)
+        _copy(p_blob + N_UP, p_down + b_s * N_DOWN, N_DOWN, BLOCK)
+        b_left = tl.where(o_e == b_e, 0, b_left)
+
+
+def gather_experts(
+    store: torch.Tensor,
+    table: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    layer: int,
+    config: GatherConfig = CONFIGS[0],
+) -> None:
+    """See `moeyard_kernels.ops.gather_experts`."""
+    launch.check_layout("gather_experts", store=store)
+    launch.check_layout("gather_experts", table=table, gate_up=gate_up, down=down)
+    launch.check_indices("gather_experts", low=-1, high=gate_up.shape[0], table=table)
+    # As integers of their size, which no interpreter rounds.
+    word = torch.int16 if store.itemsize == 2 else torch.int32
+    _gather_experts_kernel[(config.PROGRAMS,)](
+        store.view(word), table, gate_up.view(word), down.view(word), layer, table.shape[0],
+        N_UP=gate_up[0].numel(), N_DOWN=down[0].numel(), BE=max(32, triton.next_power_of_2(table.shape[0])),
+        BLOCK=config.BYTES // store.itemsize, **config.options,
+    )  # fmt: skip

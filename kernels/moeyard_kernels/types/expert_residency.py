@@ -1,0 +1,77 @@
+"""Which experts of a rank sit in which slots, as tensors that a kernel decides over; see `expert_ranks`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from moeyard_kernels.types.expert_ranks import SUMS, idle_rank, lru_rank, max_waves, slots_of_layers
+
+PolicyName = Literal["slru", "lru"]
+
+# What `ResidencyState.counts` holds: the clock of the policy, then totals of what decode rows needed.
+STEP, VISIT, LAYER, HITS_PROBATION, HITS_PROTECTED, MISSES, EVICTED_PROBATION, EVICTED_PROTECTED = range(8)
+NUM_COUNTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencyState:
+    """Slots S of L layers of E experts each; a key is layer * E + expert, both counted from 0.
+
+    slot_of: [L, E] int32, -1 where an expert has none. keys: [S] int32, the expert in each slot; every slot has one.
+    ranks: [S] int64. protected: [S] int32, 1 once decode rows hit it. uses: [L, E] int64. counts: [NUM_COUNTS] int64.
+    sums: the table `SUMS`, int32.
+    """
+
+    policy: PolicyName
+    slot_of: torch.Tensor
+    keys: torch.Tensor
+    ranks: torch.Tensor
+    protected: torch.Tensor
+    uses: torch.Tensor
+    counts: torch.Tensor
+    sums: torch.Tensor
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.keys.shape[0]
+
+    def num_waves(self, ids: torch.Tensor, num_needed: int | None) -> int:
+        """Waves for ids of which at most `num_needed` (None: all) are distinct."""
+        most = min(ids.numel(), self.slot_of.shape[1])
+        return max_waves(most if num_needed is None else min(most, num_needed), self.num_slots)
+
+
+def start_residency(
+    policy: PolicyName, *, num_layers: int, num_experts: int, num_slots: int, device: torch.device
+) -> ResidencyState:
+    """As a cache starts: the first experts of every layer are in slots, and nobody has needed one yet."""
+    held = slots_of_layers(num_slots, num_layers)
+    keys = [layer * num_experts + expert for layer, count in enumerate(held) for expert in range(count)]
+    slot_of = torch.full((num_layers * num_experts,), -1, dtype=torch.int32)
+    slot_of[keys] = torch.arange(num_slots, dtype=torch.int32)
+    ranks = [idle_rank(k, uses=0) if policy == "slru" else lru_rank(k, visit=0, missed=False) for k in keys]
+    counts = torch.zeros(NUM_COUNTS, dtype=torch.int64)
+    counts[LAYER] = -1
+    return ResidencyState(
+        policy=policy,
+        slot_of=slot_of.view(num_layers, num_experts).to(device),
+        keys=torch.tensor(keys, dtype=torch.int32, device=device),
+        ranks=torch.tensor(ranks, dtype=torch.int64, device=device),
+        protected=torch.zeros(num_slots, dtype=torch.int32, device=device),
+        uses=torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device),
+        counts=counts.to(device),
+        sums=torch.tensor(SUMS, dtype=torch.int32, device=device),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencyCounts:
+    """Totals since the start. Hits and evictions are by segment, (probation, protected); prompts evict nothing."""
+
+    decode_hits: tuple[int, int]
+    decode_misses: int
+    evictions: tuple[int, int]
+    prompt_hits: tuple[int, int]
+    prompt_misses: int

@@ -1,0 +1,53 @@
+"""Experts gathered from host memory: exactly the bytes of those in the table, nothing else touched."""
+
+import pytest
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels.bench.case import assert_bits
+from moeyard_kernels.experts import gather_experts as triton_kernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(2, 5, 24, 20, 7), (3, 40, 64, 16, 11), (1, 3, 256, 96, 3)]
+if DEVICE == "cuda":
+    SHAPES += [(2, 16, 2048, 768, 20)]
+
+
+@pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("num_layers", "num_experts", "hidden", "inner", "num_slots"), SHAPES, ids=str)
+def test_what_the_table_names_is_copied(
+    num_layers: int, num_experts: int, hidden: int, inner: int, num_slots: int, dtype: torch.dtype,
+    config: triton_kernel.GatherConfig,
+) -> None:  # fmt: skip
+    store = torch.randn(num_layers * num_experts, 3 * inner * hidden).to(dtype)
+    if DEVICE == "cuda":
+        store = store.pin_memory()
+    gate_up = torch.full((num_slots, 2 * inner, hidden), torch.nan, dtype=dtype, device=DEVICE)
+    down = torch.full((num_slots, hidden, inner), torch.nan, dtype=dtype, device=DEVICE)
+    wanted = gate_up.clone().cpu(), down.clone().cpu()
+    for layer in range(num_layers):
+        table = torch.full((num_experts,), -1, dtype=torch.int32)
+        count = (0, 1, min(num_slots, num_experts))[layer]
+        table[torch.randperm(num_experts)[:count]] = torch.randperm(num_slots)[:count].int()
+        triton_kernel.gather_experts(store, table.to(DEVICE), gate_up, down, layer=layer, config=config)
+        ops.gather_experts(store, table, *wanted, layer=layer)
+        assert_bits(f"layer {layer}", (gate_up.cpu(), down.cpu()), wanted)
+        for expert, slot in enumerate(table.tolist()):
+            if slot >= 0:
+                blob = torch.cat((gate_up[slot].flatten(), down[slot].flatten())).cpu()
+                assert_bits(f"expert {expert}", blob, store[layer * num_experts + expert])
+
+
+def test_bad_arguments_are_named() -> None:
+    store, table = torch.zeros(4, 12), torch.zeros(2, dtype=torch.int32)
+    gate_up, down = torch.zeros(3, 4, 2), torch.zeros(3, 2, 2)
+    ops.gather_experts(store, table, gate_up, down, layer=1)
+    with pytest.raises(ValueError, match=r"store float32 \[4, 12\] for layer 2 of 2 x 12"):
+        ops.gather_experts(store, table, gate_up, down, layer=2)
+    with pytest.raises(ValueError, match=r"table must be int32 \[E\]"):
+        ops.gather_experts(store, table.long(), gate_up, down, layer=0)
+    with pytest.raises(ValueError, match=r"store torch.bfloat16, gate_up torch.float32"):
+        ops.gather_experts(store.bfloat16(), table, gate_up, down, layer=0)
+    with pytest.raises(ValueError, match=r"expected \[S, ...\] of each"):
+        ops.gather_experts(store, table, gate_up, down[:2], layer=0)
