@@ -222,7 +222,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--mixed-prompt", type=int, default=8192, metavar="N", help="tokens of those prompts (default %(default)s)")
     add("--mixed-prompts", type=int, default=4, metavar="N", help="how many of them (default %(default)s)")
-    add("--mixed-chunk", type=int, default=2048, metavar="N", help="rows of a step meanwhile (default %(default)s)")
+    add("--mixed-chunk", type=int, default=2048, metavar="N", help="their rows in a step (default %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
 
 

@@ -20,10 +20,11 @@ from moeyard import ray_config
 from moeyard.lazy import load
 from moeyard.rank import Rank
 from moeyard.signals import sigterm_as_interrupt, uninterrupted
+from moeyard.supervisor import RestartBudget, Supervisor
 from moeyard_kernels.cpu import footprint
 from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.server import run_router
+from moeyard_router.server import RouterServer, run_router
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
 from moeyard_worker.engine.host_memory import available_memory
@@ -64,12 +65,7 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
     fleet = load("moeyard.ray_fleet").RayFleet(
         config, address=args.ray_address, worker_host=args.worker_host, metrics_port_base=args.metrics_port_base
     )
-    failures: list[str] = []
-
-    def failed(reason: str) -> None:
-        failures.append(reason)
-        report_failure(reason)
-
+    supervisor: Supervisor | None = None
     with sigterm_as_interrupt():
         try:
             with progress_bar() as progress:
@@ -85,13 +81,25 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
                 if on_ready is not None:
                     on_ready(running)
 
-            fleet.watch(lambda rank, reason: print(f"moeyard: worker {rank} ended: {reason}", file=sys.stderr))
-            run_router(router, sock, on_ready=ready, on_failed=failed)
+            supervisor = Supervisor(
+                fleet,
+                num_workers=config.num_workers,
+                replace=lambda ranks, then: server.replace_workers(addresses(ranks), then),
+                budget=RestartBudget(),
+            )
+            server = RouterServer(router, sock, on_ready=ready, on_failed=supervisor.failed)
+            fleet.watch(supervisor.ended)
+            run_router(server)
         finally:
             with uninterrupted():
                 fleet.stop()
                 sock.close()
-    return 1 if failures else 0
+    return 1 if supervisor is not None and supervisor.failure is not None else 0
+
+
+def addresses(ranks: list[Rank]) -> tuple[WorkerAddress, ...]:
+    """Where a router finds these ranks."""
+    return tuple(WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url) for r in ranks)
 
 
 def router_config(
@@ -101,7 +109,7 @@ def router_config(
     return RouterConfig(
         model_name=args.served_model_name or model_name(config),
         model_path=None if config.model_path is None else Path(config.model_path),
-        workers=tuple(WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url) for r in ranks),
+        workers=addresses(ranks),
         max_model_len=min(rank.report["max_model_len"] for rank in ranks),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
@@ -128,13 +136,6 @@ def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> 
         flush=True,
     )
     return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
-
-
-def report_failure(reason: str) -> None:
-    """Say that the fleet is lost, and what may help."""
-    # A rank that computes, or reads cold experts, beyond the deadline in one layer looks dead to its peers.
-    slow = "; if it was only slow, raise --step-deadline or lower --prefill-chunk" if "silent" in reason else ""
-    print(f"moeyard: the fleet failed: {reason}{slow}; restart moeyard serve", file=sys.stderr, flush=True)
 
 
 def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool) -> None:

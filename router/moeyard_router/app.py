@@ -102,7 +102,7 @@ class _Pages:
     async def metrics_targets(self, request: Request) -> Response:
         """Where the workers' metrics are, for Prometheus' HTTP service discovery."""
         groups = []
-        for worker in self._config.workers:
+        for worker in self._fleet.addresses:
             if worker.metrics_url is not None:
                 url = urlsplit(worker.metrics_url)
                 labels = {

@@ -167,7 +167,7 @@ def test_a_run_serves_what_was_asked_for() -> None:
         (("/m", "--shape", "Kimi-K2"), "one of both"),
         (("--shape", "Kimi-K2", "--prefill", "8"), "--prefill '8' is not COUNTxLENGTH, for example 8x32768"),
         (("--shape", "Kimi-K2", "--context", "0x9"), "--context '0x9' is not COUNTxLENGTH"),
-        (("--shape", "Kimi-K2", "--mixed", "16", "--mixed-chunk", "16"), "--mixed-chunk 16 leaves no row"),
+        (("--shape", "Kimi-K2", "--mixed", "0", "--streams", "--prefill"), "nothing to measure"),
         (("--shape", "moeyard-demo", "--device", "cpu", "--top-p", "0"), "top_p"),
         (("--shape", "Kimi-K2", "--streams", "--prefill"), "nothing to measure"),
         (("--shape", "Kimi-K2", "--layers", "62", "--device", "cpu"), "num_layers 62: Kimi-K2 has 61"),

@@ -192,6 +192,12 @@ def test_bad_arguments(arguments: list[str], says: list[str]) -> None:
     check_refused(moeyard(*arguments), *says)
 
 
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU to serve from")
+def test_serve_without_a_gpu() -> None:
+    """What Ray knows of GPUs has no part in it: the worker looks for itself."""
+    check_refused(moeyard("serve", "--device", "cuda", "--port", "0"), "--device cuda: torch", "sees no CUDA GPU here")
+
+
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU to measure")
 def test_bench_engine_without_a_gpu() -> None:
     check_refused(moeyard("bench", "engine", "--shape", "Kimi-K2"), "no CUDA device", "--device cpu")

@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from safetensors.torch import load_file
+from tests.checkpoints import edit_tensors, make_checkpoint
 
 from moeyard.signals import own_sigterm
 
@@ -280,6 +282,37 @@ def test_lost_worker_and_interrupt_of_the_launcher_alone(command: Callable[..., 
     served.wait_for(lambda: re.search(pattern, served.err.read_text()) is not None, 5)
     served.process.send_signal(signal.SIGINT)
     served.check_end(1)
+
+
+def test_a_fault_restarts_the_only_worker(command: Callable[..., Command], tmp_path: Path) -> None:
+    """A token whose embedding is NaN: the request that has it ends by name, others are served by a new process."""
+    model = make_checkpoint(tmp_path / "spoilt", "qwen3_moe", tokenizer=True)
+    name = "model.embed_tokens.weight"
+    embedding = load_file(model / "model.safetensors")[name]
+    embedding[7] = float("nan")
+    edit_tensors(model, add={name: embedding})
+    served = command("serve", str(model), "--workers", "1", "--port", "0", "--served-model-name", "demo")
+    served.wait_ready()
+    body = {"prompt": [5, 6, 8], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    before = httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()["choices"]
+    (worker,) = served.workers()
+    bad = httpx.post(f"{served.url}/v1/completions", json={**body, "prompt": [5, 7]}, timeout=30)
+    named = r"rank 0: logits of step \d+ are not finite: request cmpl-\w+-0"
+    assert bad.status_code == 503
+    assert re.search(named, bad.json()["error"]["message"])
+    again = r"moeyard: starting worker 0 again \(1 of 3 in 10 min\)\nmoeyard: worker 0 is there again after [\d.]+ s\n"
+    served.wait_for(lambda: re.search(named + "\n" + again, served.err.read_text()) is not None, BUSY_READY_SECONDS)
+    served.wait_for(lambda: httpx.get(f"{served.url}/readyz").status_code == 200, 10)
+    assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()["choices"] == before
+    (replaced,) = served.workers()
+    assert replaced.pid != worker.pid
+    # A worker that is killed is started again too.
+    replaced.kill()
+    served.wait_for(lambda: served.err.read_text().count("is there again") == 2, BUSY_READY_SECONDS)
+    served.wait_for(lambda: httpx.get(f"{served.url}/readyz").status_code == 200, 10)
+    assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()["choices"] == before
+    served.process.send_signal(signal.SIGINT)
+    served.check_end(0)
 
 
 def test_sigterm_ends_streams(command: Callable[..., Command]) -> None:

@@ -8,7 +8,6 @@ import torch
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.faults import RankFault, name_of, not_finite
-from moeyard_worker.engine.memory import MemoryPlan, Reserve
 from moeyard_worker.engine.sampling import SampledRow, ask, chosen_logits, unsound
 from moeyard_worker.engine.worker import Worker
 from moeyard_worker.protocol import SamplingParams
@@ -96,13 +95,6 @@ def test_rows_of_drafts_belong_to_their_request() -> None:
     assert unsound(Step.empty(), [], torch.empty(0)) == ()
 
 
-PLAN = MemoryPlan(
-    num_pages=100, expert_slots=300, stream_slots=8, host_bytes=0, reasons=(), max_model_len=4096,
-    reserve=Reserve(exchange=0, workspace=1 << 30, margin=1 << 29), prefix_bytes=1 << 20, available=80 << 30,
-    held_bytes=3 << 30, kv_bytes=20 << 30, slot_bytes=2700 << 20,
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("doing", ["loading weights", "capturing steps"])
 def test_memory_that_runs_out_is_one_line_with_the_plan(doing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(
@@ -124,5 +116,5 @@ def test_memory_that_runs_out_is_one_line_with_the_plan(doing: str, monkeypatch:
         worker.stop()
     said = str(refused.value)
     assert "\n" not in said
-    for part in ("planned of", "32 experts", "KV pages", "lower --kv-memory"):
+    for part in ("planned of", "dense weights", "32 of 32 experts", "KV pages", "a reserve of", "lower --kv-memory"):
         assert part in said

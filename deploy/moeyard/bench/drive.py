@@ -62,9 +62,9 @@ class Subject:
         return {name: getattr(runner, name) for name in ("num_replayed", "num_eager", "num_rows", "num_padded_rows")}
 
     def scheduler(self, chunk: int | None = None) -> Scheduler:
-        """An empty one over all pages; with `chunk` the rows of a step, and of a prompt in it, are that many."""
+        """An empty one over all pages; with `chunk` a step that decodes too has at most so many prompt rows."""
         config = self._worker.scheduler.config
-        return Scheduler(config if chunk is None else replace(config, prefill_chunk=chunk, max_batch_tokens=chunk))
+        return Scheduler(config if chunk is None else replace(config, mixed_prefill_tokens=chunk))
 
     def submit(self, run: "Run", *, prompt: int, output: int) -> Course:
         """Queue a request with a prompt of its own, and a seed of its own where tokens are sampled."""
@@ -237,7 +237,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """`streams` decode; then `count` prompts of `length` arrive one behind the other, in steps of `chunk` rows."""
+    """`streams` decode; then `count` prompts of `length` arrive one behind the other, `chunk` rows in a step."""
 
     streams: int
     prompt: int
@@ -253,7 +253,7 @@ class Mixed:
     @property
     def _asked(self) -> int:
         # A prompt's step has a row for each stream; none of these may end before the last prompt has its token.
-        return 2 * self.alone + self.count * (-(-self.length // (self.chunk - self.streams)) + 3)
+        return 2 * self.alone + self.count * (-(-self.length // self.chunk) + 3)
 
     def run(self, subject: Subject, bandwidth: float) -> dict[str, Any]:
         """Latencies between the streams' tokens: alone, and from the first prompt's arrival to the last's token."""

@@ -111,8 +111,6 @@ def scenarios(args: argparse.Namespace) -> list[Scenario]:
         count, length = times(text, "--prefill")
         found.append(Prefill(count=count, length=length))
     if args.mixed:
-        if args.mixed_chunk <= args.mixed:
-            raise ValueError(f"--mixed-chunk {args.mixed_chunk} leaves no row for a prompt beside {args.mixed} streams")
         found.append(
             Mixed(
                 streams=args.mixed,
@@ -145,7 +143,7 @@ def engine_config(args: argparse.Namespace, wanted: Sequence[Scenario]) -> Engin
     page = usual["page_size"]
     chunk = args.chunk or usual["prefill_chunk"]
     streams = max(count for count, _ in (each.requests(chunk) for each in wanted))
-    rows = max(chunk, streams)
+    rows = max(chunk, streams, *(each.chunk + each.streams for each in wanted if isinstance(each, Mixed)))
     needs = [each.requests(rows) for each in wanted]
     config = EngineConfig(
         model_path=None if args.model is None else str(Path(args.model).resolve()),
@@ -159,6 +157,7 @@ def engine_config(args: argparse.Namespace, wanted: Sequence[Scenario]) -> Engin
         max_num_seqs=streams,
         max_batch_tokens=rows,
         prefill_chunk=chunk,
+        mixed_prefill_tokens=usual["mixed_prefill_tokens"],
         prefix_caching=False,
         async_scheduling=usual["async_scheduling"],
         enforce_eager=args.enforce_eager,

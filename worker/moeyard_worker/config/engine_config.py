@@ -137,10 +137,8 @@ class EngineConfig:
         if self.device != "cpu" and self.record_routing is not None and not self.enforce_eager:
             raise ValueError("record_routing on a GPU needs enforce_eager: a captured step tells the host of no expert")
         _require_positive(self, ("num_workers", "page_size", "threads", *_LIMITS))
-        _require_positive(
-            self,
-            ("expert_slots", "expert_memory", "kv_memory", "max_model_len", "mixed_prefill_tokens", "num_layers"),
-        )
+        _require_positive(self, ("expert_slots", "expert_memory", "kv_memory", "max_model_len", "num_layers"))
+        _require_positive(self, ("mixed_prefill_tokens",))
         _require_source(self)
         _require_rows(self)
         if not 0 < self.step_deadline < float("inf"):

@@ -44,10 +44,10 @@ class Reserve:
 class MemoryPlan:
     """What fits: pages of KV, expert slots, and the longest sequence that the pages can hold.
 
-    Bytes: `available` is what was divided, `held_bytes` the dense weights and slots of state, `reserve` what was set
-    aside before, `prefix_bytes` what attending to that longest sequence takes, `slot_bytes` what all expert slots take.
-    `stream_slots` come on top of `expert_slots` if these do not hold all experts, `host_bytes` is what those experts
-    then take of the host's memory. `reasons` says in words how KV and experts came to their shares.
+    Bytes: `available` is what was divided, `resident_bytes` the dense weights and slots of state. `stream_slots` come
+    on top of `expert_slots` if these do not hold all experts, `host_bytes` is what those experts then take of the
+    host's memory. `reserve` is what was set aside before, `prefix_bytes` what attending to that longest sequence takes.
+    `reasons` says in words how KV and experts came to their shares.
     """
 
     num_pages: int
@@ -57,18 +57,14 @@ class MemoryPlan:
     max_model_len: int
     reserve: Reserve
     prefix_bytes: int
-    reasons: tuple[str, ...]
     available: int
-    held_bytes: int
-    kv_bytes: int
-    slot_bytes: int
+    resident_bytes: int
+    reasons: tuple[str, ...]
 
     def __str__(self) -> str:
         return (
-            f"{format_size(self.available)} free: dense weights {format_size(self.held_bytes)}, {self.expert_slots} "
-            f"experts {format_size(self.slot_bytes)}, {self.num_pages} KV pages "
-            f"{format_size(self.kv_bytes)}, attention over {self.max_model_len} tokens "
-            f"{format_size(self.prefix_bytes)}, {self.reserve}"
+            f"{format_size(self.available)} free: dense weights {format_size(self.resident_bytes)}; "
+            f"{'; '.join(self.reasons)}; {self.reserve}"
         )
 
 
@@ -202,6 +198,8 @@ def plan_memory(
         max_model_len=max_model_len,
         reserve=reserve,
         prefix_bytes=prefix,
+        available=available,
+        resident_bytes=held,
         reasons=(
             *reasons,
             f"{num_pages} KV pages, {format_size(kv)}, for sequences of up to {max_model_len} tokens",
