@@ -54,5 +54,16 @@ def test_every_kernel_waits_for_what_it_reads(built: list[dict]) -> None:
     assert late == attention | experts | {"attn_prefill_hopper_kernel"}
 
 
+def test_rows_are_summed_in_one_order(built: list[dict]) -> None:
+    """A sum over a row follows from how its columns are dealt out: to all kernels that normalise rows alike."""
+    orders: dict[int, dict[str, list[int]]] = {}
+    for line in built:
+        for columns, *order in line["row_sums"]:
+            orders.setdefault(columns, {})[line["kernel"]] = order
+    assert orders[128].keys() >= {"_rms_norm_kernel", "_gqa_kernel"}
+    for columns, kernels in orders.items():
+        assert len(set(map(tuple, kernels.values()))) == 1, f"rows of {columns}: {kernels}"
+
+
 def test_every_kernel_fits_a_multiprocessor(built: list[dict]) -> None:
     assert [line for line in built if not 0 <= line["shared"] <= MAX_SHARED] == []
