@@ -18,7 +18,7 @@ from moeyard_kernels.door.elementwise import (
     scale_rows_,
     silu_mul,
 )
-from moeyard_kernels.door.experts import expert_layout, grouped_gemm, moe_weighted_reduce
+from moeyard_kernels.door.experts import expert_layout, grouped_gemm, moe_reduce_add_norm, moe_weighted_reduce
 from moeyard_kernels.door.linear import head_linear, linear, linear_pair
 from moeyard_kernels.door.prefill import attn_prefill_varlen
 from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_write_mla
@@ -48,6 +48,7 @@ __all__ = [
     "linear_pair",
     "mla_decode",
     "mla_split_qkv_a_norm",
+    "moe_reduce_add_norm",
     "moe_weighted_reduce",
     "plan_prefill",
     "residual_add_scaled",
