@@ -47,7 +47,10 @@ class CudaGqa:
             )
         if plan.num_prompt < plan.num_tokens:
             tables = plan.decode[self._window]
-            parts.append(ops.gqa_decode(q[plan.num_prompt :], self._k, self._v, tables=tables, scale=self._scale)[0])
+            rows = q[plan.num_prompt :]
+            # The launch ahead is the cache write, or the prompts' attention: the tables are older.
+            out, _ = ops.gqa_decode(rows, self._k, self._v, tables=tables, scale=self._scale, static_tables=True)
+            parts.append(out)
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def _normalised(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
