@@ -160,6 +160,8 @@ def main() -> None:
                 run()
                 if case.op in ("linear", "head_linear"):
                     run(static_weight=False)
+                elif case.op == "gqa_decode":
+                    run(static_tables=False)
             for name, early, static, _, kernel in built:
                 line = {"op": case.op, "shape": case.shape, "kernel": name, "shared": kernel.metadata.shared}
                 line |= {"stack": stack_bytes(kernel.asm["cubin"]), "ptx": digest(kernel.asm["ptx"])}
