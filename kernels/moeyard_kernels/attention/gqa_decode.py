@@ -97,8 +97,13 @@ def _gqa_decode_kernel(
         )
         p_pages = p_table + i_b.to(tl.int64) * MAX_PAGES
         if PAGES > 0:
-            o_p = tl.arange(0, PAGES)
-            b_pages = tl.load(p_pages + i_low // PAGE + o_p, mask=i_low // PAGE + o_p < MAX_PAGES, other=0)
+            # As scalars, for a block's choice among them shall pass no shared memory.
+            b_pages = ()
+            for u in tl.static_range(PAGES):
+                i_entry = i_low // PAGE + u
+                i_page = tl.load(p_pages + i_entry, mask=i_entry < MAX_PAGES, other=0)
+                # Triton has no unpacking.
+                b_pages = b_pages + (i_page,)  # type: ignore[assignment]  # noqa: RUF005
         if EARLY and STATIC:
             _settle()
 
@@ -125,7 +130,9 @@ def _gqa_decode_kernel(
             if WINDOW > 0:
                 m_n = m_n & (o_n >= i_bottom)
             if PAGES > 0:
-                i_page = tl.sum(tl.where(o_p == (i_n - i_low) // BN, b_pages, 0), 0)
+                i_page = b_pages[0]  # type: ignore[misc]
+                for u in tl.static_range(1, PAGES):
+                    i_page = tl.where((i_n - i_low) // BN == u, b_pages[u], i_page)
                 o_key = (i_head + i_page) * PAGE + tl.arange(0, BN)
             else:
                 o_key = cache_rows(p_pages, i_n, o_n, m_n, i_head, PAGE=PAGE, BN=BN)
@@ -265,7 +272,7 @@ def gqa_decode(
             BB=triton.next_power_of_2(sequences), BQ=triton.next_power_of_2(queries),
             BD=max(16, triton.next_power_of_2(dim)), BV=max(16, triton.next_power_of_2(dim_v)),
             BM=config.BM, SWAP=config.SWAP, UPCAST=interpreted(),
-            ONE=splits == 1, PAGES=triton.next_power_of_2(pages), EARLY=config.EARLY, STATIC=static_tables,
+            ONE=splits == 1, PAGES=pages, EARLY=config.EARLY, STATIC=static_tables,
             num_warps=config.num_warps, num_stages=config.num_stages, **UNFUSED,
             **(dependent(q) if config.EARLY else {}),
         )  # fmt: skip
