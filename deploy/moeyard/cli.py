@@ -131,6 +131,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"prompt rows of one sequence in a step (default {both('prefill_chunk')})",
     )
     add(
+        "--mixed-prefill-tokens",
+        type=int,
+        metavar="N",
+        help=(
+            "prompt rows of a step that has output rows too (default: as many as fit; on a GPU "
+            f"{DEVICE_DEFAULTS['cuda']['mixed_prefill_tokens']})"
+        ),
+    )
+    add(
         "--max-waiting",
         type=int,
         default=DEFAULTS["max_waiting"],
@@ -213,6 +222,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         # Only a default may be lowered without a word.
         max_num_seqs=args.max_num_seqs or min(DEFAULTS["max_num_seqs"], rows),
         prefill_chunk=args.prefill_chunk or usual["prefill_chunk"],
+        mixed_prefill_tokens=args.mixed_prefill_tokens or usual["mixed_prefill_tokens"],
         max_waiting=args.max_waiting,
         prefix_caching=not args.no_prefix_caching,
         async_scheduling=asynchronous,

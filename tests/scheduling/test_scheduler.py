@@ -355,3 +355,16 @@ def test_a_step_must_be_completed_before_the_next() -> None:
         scheduler.schedule(now=0.0)
     with pytest.raises(AssertionError, match="0 results for 1 sampled chunks"):
         scheduler.complete(step, [], now=0.0)
+
+
+def test_prompts_beside_output_take_few_rows() -> None:
+    """Alone they take the step; beside output rows all of them together take `mixed_prefill_tokens`."""
+    harness = Harness(replace(CONFIG, mixed_prefill_tokens=5))
+    for name, length in (("a", 7), ("b", 9)):
+        harness.submit(submit(name, length))
+    step = harness.step()
+    assert shapes(step.prefill) == [("a", 0, 7, True), ("b", 0, 8, False)]
+    harness.submit(submit("c", 11))
+    step = harness.step()
+    assert shapes(step.prefill) == [("b", 8, 1, True), ("c", 0, 4, False)]
+    assert shapes(step.decode) == [("a", 7, 1, True)]

@@ -31,6 +31,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_batch_tokens=max_batch_tokens,
         max_num_seqs=min(max_batch_tokens // (1 + num_drafts), draw(st.integers(1, 5))),
         prefill_chunk=max(draw(st.sampled_from((1, 2, 3, 7, 16, 64))), alignment),
+        mixed_prefill_tokens=draw(st.sampled_from((None, alignment, alignment + 3))),
         max_waiting=draw(st.integers(1, 6)),
         # A state per sequence cannot be found again by the tokens that led to it.
         prefix_caching=num_state_slots == 0 and draw(st.booleans()),

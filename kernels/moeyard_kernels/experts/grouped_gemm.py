@@ -12,8 +12,7 @@ The second launch finds its weights while the first one drains (see `dependent`)
 23 with one token; fetching the weights into the L2 meanwhile cost 3 us).
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
@@ -23,87 +22,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moeyard_kernels.common import launch, tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.rounding import product, round_to
-from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.elementwise.silu_mul import silu_mul_values
+from moeyard_kernels.experts.grouped_configs import CONFIGS as CONFIGS
+from moeyard_kernels.experts.grouped_configs import KINDS, WIDE, ExpertConfig, ExpertStream, default_config, shape_class
+from moeyard_kernels.experts.grouped_configs import candidates as candidates
+from moeyard_kernels.experts.grouped_stream import stream_pairs
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
 
 OP = "grouped_gemm"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertConfig(Config):
-    """BN outputs of a program (as many gates and ups for the first launch), K in steps of BK.
-
-    kernel: whether the weights come by tensor descriptors. SWAP: they, not the rows, fill the rows of the tensor cores.
-    HALVES: half the work for a block whose second half is empty.
-    """
-
-    kernel: Literal["pointers", "descriptors"] = "descriptors"
-    BN: int
-    BK: int
-    SWAP: bool = False
-    HALVES: bool = False
-
-
-def _copied(
-    BN: int, BK: int, num_warps: int, num_stages: int, *, SWAP: bool = False, HALVES: bool = False
-) -> ExpertConfig:
-    return ExpertConfig(BN=BN, BK=BK, SWAP=SWAP, HALVES=HALVES, num_warps=num_warps, num_stages=num_stages)
-
-
-def _loaded(
-    BN: int, BK: int, num_warps: int, num_stages: int, *, SWAP: bool = False, HALVES: bool = False
-) -> ExpertConfig:
-    copied = _copied(BN, BK, num_warps, num_stages, SWAP=SWAP, HALVES=HALVES)
-    return replace(copied, kernel="pointers")
-
-
-# For blocks of 16 and 32 rows, where the weights' bytes are all that counts.
-NARROW = (
-    _copied(32, 128, 4, 4, SWAP=True),
-    _copied(64, 128, 4, 3, SWAP=True),
-    _copied(32, 256, 4, 3, SWAP=True),
-    _copied(128, 64, 4, 5, SWAP=True),
-    _loaded(64, 128, 4, 4, SWAP=True),
-    _loaded(32, 128, 4, 4),
-)
-# For blocks of 64 and 128 rows. The last holds too many gates and ups at once.
-WIDE = (
-    _copied(64, 64, 4, 4),
-    _copied(128, 64, 4, 3),
-    _copied(128, 64, 8, 4, HALVES=True),
-    _loaded(128, 64, 8, 3, HALVES=True),
-    _copied(256, 64, 8, 4, HALVES=True),
-)
-# fp32 products run on the plain cores, which is slow however they are cut.
-FP32 = (_loaded(32, 32, 4, 2), _loaded(16, 64, 4, 2))
-CONFIGS: tuple[ExpertConfig, ...] = (*NARROW, *WIDE, *FP32)
-
-
-def candidates(step: str, block_rows: int, dtype: torch.dtype) -> tuple[ExpertConfig, ...]:
-    """The configs worth timing for "gate_up" or "down" over blocks of so many rows."""
-    if dtype == torch.float32:
-        return FP32
-    if block_rows <= 32:
-        return NARROW
-    return WIDE[:-1] if step == "gate_up" else WIDE
-
-
-def shape_class(step: str, num_pairs: int, num_slots: int, block_rows: int, num_out: int, dim: int) -> str:
-    """The class that bf16 configs are stored under; step is "gate_up" or "down", pairs round up to a power of 8."""
-    pairs = next((n for n in (8, 64, 512, 4096) if num_pairs <= n), 32768)
-    return f"{step} P{pairs} S{num_slots} B{block_rows} N{num_out} K{dim}"
-
-
-def default_config(step: str, block_rows: int, dtype: torch.dtype) -> ExpertConfig:
-    """The config of a shape that nobody tuned: what an H200 ran fastest for two models at 1 to 4096 tokens."""
-    if dtype == torch.float32:
-        return FP32[0]
-    if block_rows <= 32:
-        return NARROW[0 if step == "gate_up" else 1]
-    if block_rows == 64:
-        return WIDE[0 if step == "gate_up" else 1]
-    return WIDE[2 if step == "gate_up" else 4]
 
 
 @triton.jit
@@ -225,11 +151,16 @@ def num_rows(layout: ExpertLayout | ExpertPairs) -> int:
 
 def _launch(
     a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertLayout | ExpertPairs, top_k: int,
-    config: ExpertConfig,
+    config: ExpertConfig | ExpertStream,
 ) -> None:  # fmt: skip
     """Run one of the two products; top_k is 0 for the second."""
     num_out, dim = w.shape[1] // (2 if top_k else 1), w.shape[2]
     aligned = dim * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
+    if isinstance(config, ExpertStream):
+        if not top_k and aligned and isinstance(layout, ExpertLayout):
+            stream_pairs(a, w, out, layout, config)
+            return
+        config = WIDE[-1]
     copied = config.kernel == "descriptors" and aligned
     d_w: Any = w
     if copied:
@@ -248,11 +179,13 @@ def _launch(
     )  # fmt: skip
 
 
-def _config(w: torch.Tensor, layout: ExpertLayout | ExpertPairs, step: str, num_out: int) -> ExpertConfig:
+def _config(
+    w: torch.Tensor, layout: ExpertLayout | ExpertPairs, step: str, num_out: int
+) -> ExpertConfig | ExpertStream:
     if w.dtype == torch.float32:
         return default_config(step, layout.block_rows, w.dtype)
     name = shape_class(step, layout.num_pairs, layout.num_slots, layout.block_rows, num_out, w.shape[2])
-    return tuning.choose(OP, name, w, (ExpertConfig,), lambda: default_config(step, layout.block_rows, w.dtype))
+    return tuning.choose(OP, name, w, KINDS, lambda: default_config(step, layout.block_rows, w.dtype))
 
 
 def gate_up_rows(
@@ -262,7 +195,7 @@ def gate_up_rows(
     *,
     top_k: int,
     out: torch.Tensor,
-    config: ExpertConfig | None = None,
+    config: ExpertConfig | ExpertStream | None = None,
 ) -> torch.Tensor:
     """The first launch: h [rows of the layout, I], of which the rows of pairs are written."""
     _launch(x, gate_up, out, layout, top_k, config or _config(gate_up, layout, "gate_up", gate_up.shape[1] // 2))
@@ -275,7 +208,7 @@ def down_pairs(
     layout: ExpertLayout | ExpertPairs,
     *,
     out: torch.Tensor,
-    config: ExpertConfig | None = None,
+    config: ExpertConfig | ExpertStream | None = None,
 ) -> torch.Tensor:
     """The second launch: out [P, H], of which the rows of the layout's pairs are written."""
     _launch(h, down, out, layout, 0, config or _config(down, layout, "down", down.shape[1]))
@@ -290,7 +223,7 @@ def grouped_gemm(
     *,
     top_k: int,
     out: torch.Tensor | None = None,
-    configs: tuple[ExpertConfig | None, ExpertConfig | None] = (None, None),
+    configs: tuple[ExpertConfig | None, ExpertConfig | ExpertStream | None] = (None, None),
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.grouped_gemm`. `configs`: of gate_up and of down, where they are not to be looked up."""
     launch.check_layout(OP, x=x, gate_up=gate_up, down=down, out=out)

@@ -12,7 +12,13 @@ DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "cpu": MappingProxyType({}),
         "cuda": MappingProxyType(
-            {"page_size": 64, "max_batch_tokens": 2048, "prefill_chunk": 2048, "async_scheduling": True}
+            {
+                "page_size": 64,
+                "max_batch_tokens": 8192,
+                "prefill_chunk": 8192,
+                "mixed_prefill_tokens": 2048,
+                "async_scheduling": True,
+            }
         ),
     }
 )
@@ -28,7 +34,9 @@ class SchedulerConfig:
     """Limits of one rank's scheduler.
 
     max_batch_tokens: rows of one step, prompt and output together. max_num_seqs: running sequences.
-    prefill_chunk: prompt rows of one sequence in one step. max_waiting: queued requests before `queue_full`.
+    prefill_chunk: prompt rows of one sequence in one step. mixed_prefill_tokens: prompt rows of all sequences in a step
+    that has rows of output too, whose tokens wait for them; None: as many as fit. max_waiting: queued requests before
+    `queue_full`.
     max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3.
     num_state_slots: sequences with state of their own beside pages, 0 when the model has none.
     chunk_alignment: what every prompt chunk but the last ends at a multiple of.
@@ -42,6 +50,7 @@ class SchedulerConfig:
     max_batch_tokens: int = 512
     max_num_seqs: int = 64
     prefill_chunk: int = 512
+    mixed_prefill_tokens: int | None = None
     max_waiting: int = 1024
     prefix_caching: bool = True
     max_in_flight: int = 1
@@ -63,8 +72,9 @@ class SchedulerConfig:
                 f"max_num_seqs {self.max_num_seqs} with num_drafts {self.num_drafts} needs {rows} rows of a step, "
                 f"which exceeds max_batch_tokens {self.max_batch_tokens}"
             )
-        for name in ("prefill_chunk", "max_batch_tokens"):
-            if getattr(self, name) < self.chunk_alignment:
+        _require_positive(self, ("mixed_prefill_tokens",))
+        for name in ("prefill_chunk", "max_batch_tokens", "mixed_prefill_tokens"):
+            if (getattr(self, name) or self.chunk_alignment) < self.chunk_alignment:
                 raise ValueError(
                     f"{name} {getattr(self, name)} is less than chunk_alignment {self.chunk_alignment}, "
                     "the rows that the model computes together"
@@ -95,6 +105,7 @@ class EngineConfig:
     max_batch_tokens: int = 512
     max_num_seqs: int = 64
     prefill_chunk: int = 512
+    mixed_prefill_tokens: int | None = None
     max_waiting: int = 1024
     prefix_caching: bool = True
     async_scheduling: bool = False
@@ -115,7 +126,7 @@ class EngineConfig:
         if self.device != "cpu" and self.record_routing is not None and not self.enforce_eager:
             raise ValueError("record_routing on a GPU needs enforce_eager: a captured step tells the host of no expert")
         _require_positive(self, ("num_workers", "page_size", "threads", *_LIMITS))
-        _require_positive(self, ("expert_slots", "expert_memory", "kv_memory", "max_model_len"))
+        _require_positive(self, ("expert_slots", "expert_memory", "kv_memory", "max_model_len", "mixed_prefill_tokens"))
         _require_rows(self)
         if not 0 < self.step_deadline < float("inf"):
             raise ValueError(f"step_deadline must be a positive number of seconds, got {self.step_deadline}")

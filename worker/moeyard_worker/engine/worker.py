@@ -151,6 +151,7 @@ class Worker:
                 max_batch_tokens=config.max_batch_tokens,
                 max_num_seqs=config.max_num_seqs,
                 prefill_chunk=config.prefill_chunk,
+                mixed_prefill_tokens=config.mixed_prefill_tokens,
                 max_waiting=config.max_waiting,
                 prefix_caching=config.prefix_caching and state.prefix_reusable,
                 max_in_flight=2 if config.async_scheduling else 1,

@@ -133,6 +133,8 @@ class Scheduler:
         # Next tokens first: a long recompute must not take the step away from the others.
         for request, place in single + several:
             self._plan(request, place, builder)
+        if builder.decode and self.config.mixed_prefill_tokens is not None:
+            builder.budget = min(builder.budget, self.config.mixed_prefill_tokens)
         for request, place in prompts:
             if request.running and not self._plan(request, place, builder):
                 # What is left is less than it may take (`chunk_alignment`); others must not live on that forever.

@@ -1,0 +1,100 @@
+"""The kernels and tiles that the products of `grouped_gemm` may run with. All give the same bits."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from moeyard_kernels.common.tuning import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertConfig(Config):
+    """BN outputs of a program (as many gates and ups for the first launch), K in steps of BK.
+
+    kernel: whether the weights come by tensor descriptors. SWAP: they, not the rows, fill the rows of the tensor cores.
+    HALVES: half the work for a block whose second half is empty.
+    """
+
+    kernel: Literal["pointers", "descriptors"] = "descriptors"
+    BN: int
+    BK: int
+    SWAP: bool = False
+    HALVES: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertStream(Config):
+    """`grouped_stream`, PER_SM programs a multiprocessor: the second product over blocks of 64 rows or more."""
+
+    kernel: Literal["stream"] = "stream"
+    BN: int
+    BK: int
+    PER_SM: int
+
+
+def _copied(
+    BN: int, BK: int, num_warps: int, num_stages: int, *, SWAP: bool = False, HALVES: bool = False
+) -> ExpertConfig:
+    return ExpertConfig(BN=BN, BK=BK, SWAP=SWAP, HALVES=HALVES, num_warps=num_warps, num_stages=num_stages)
+
+
+def _loaded(
+    BN: int, BK: int, num_warps: int, num_stages: int, *, SWAP: bool = False, HALVES: bool = False
+) -> ExpertConfig:
+    copied = _copied(BN, BK, num_warps, num_stages, SWAP=SWAP, HALVES=HALVES)
+    return replace(copied, kernel="pointers")
+
+
+# For blocks of 16 and 32 rows, where the weights' bytes are all that counts.
+NARROW = (
+    _copied(32, 128, 4, 4, SWAP=True),
+    _copied(64, 128, 4, 3, SWAP=True),
+    _copied(32, 256, 4, 3, SWAP=True),
+    _copied(128, 64, 4, 5, SWAP=True),
+    _loaded(64, 128, 4, 4, SWAP=True),
+    _loaded(32, 128, 4, 4),
+)
+# For blocks of 64 and 128 rows. The last holds too many gates and ups at once.
+WIDE = (
+    _copied(64, 64, 4, 4),
+    _copied(128, 64, 4, 3),
+    _copied(128, 64, 8, 4, HALVES=True),
+    _loaded(128, 64, 8, 3, HALVES=True),
+    _copied(256, 64, 8, 4, HALVES=True),
+)
+# For the second product of prompts.
+STREAM = (
+    ExpertStream(BN=128, BK=64, PER_SM=2, num_warps=4, num_stages=3),
+    ExpertStream(BN=256, BK=64, PER_SM=1, num_warps=8, num_stages=4),
+)
+# fp32 products run on the plain cores, which is slow however they are cut.
+FP32 = (_loaded(32, 32, 4, 2), _loaded(16, 64, 4, 2))
+CONFIGS: tuple[ExpertConfig | ExpertStream, ...] = (*NARROW, *WIDE, *STREAM, *FP32)
+KINDS: tuple[type[ExpertConfig | ExpertStream], ...] = (ExpertConfig, ExpertStream)
+
+
+def candidates(step: str, block_rows: int, dtype: torch.dtype) -> tuple[ExpertConfig | ExpertStream, ...]:
+    """The configs worth timing for "gate_up" or "down" over blocks of so many rows."""
+    if dtype == torch.float32:
+        return FP32
+    if block_rows <= 32:
+        return NARROW
+    return WIDE[:-1] if step == "gate_up" else (*WIDE, *STREAM)
+
+
+def shape_class(step: str, num_pairs: int, num_slots: int, block_rows: int, num_out: int, dim: int) -> str:
+    """The class that bf16 configs are stored under; step is "gate_up" or "down", pairs round up to a power of 8."""
+    pairs = next((n for n in (8, 64, 512, 4096) if num_pairs <= n), 32768)
+    return f"{step} P{pairs} S{num_slots} B{block_rows} N{num_out} K{dim}"
+
+
+def default_config(step: str, block_rows: int, dtype: torch.dtype) -> ExpertConfig | ExpertStream:
+    """The config of a shape that nobody tuned: what an H200 ran fastest for two models at 1 to 4096 tokens."""
+    if dtype == torch.float32:
+        return FP32[0]
+    if block_rows <= 32:
+        return NARROW[0 if step == "gate_up" else 1]
+    if block_rows == 64:
+        return WIDE[0 if step == "gate_up" else 1]
+    return WIDE[2] if step == "gate_up" else STREAM[0]
