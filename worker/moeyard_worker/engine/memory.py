@@ -187,7 +187,7 @@ def plan_memory(
             f"memory, but this host has {format_size(host_available)} for this worker; use a host with more memory, or "
             "raise --expert-slots or lower --kv-memory until all have slots"
         )
-    in_slots = slot_bytes(
+    held_bytes = slot_bytes(
         slots, expert_bytes=expert_bytes, num_experts=num_local_experts, stream_slots=footprints.STREAM_SLOTS
     )
     return MemoryPlan(
@@ -203,13 +203,9 @@ def plan_memory(
         reasons=(
             *reasons,
             f"{num_pages} KV pages, {format_size(kv)}, for sequences of up to {max_model_len} tokens",
-            f"{slots} of {num_local_experts} experts in slots, {format_size(in_slots)}"
+            f"{slots} of {num_local_experts} experts in slots, {format_size(held_bytes)}"
             + (f", and all in {format_size(host_bytes)} of pinned host memory" if host_bytes else ""),
         ),
-        available=available,
-        held_bytes=held,
-        kv_bytes=kv,
-        slot_bytes=in_slots,
     )
 
 
