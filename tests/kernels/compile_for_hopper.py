@@ -139,7 +139,7 @@ def main() -> None:
         for case in all_cases(sys.argv[2:]):
             for run in (case.run, *(variant for _, variant in case.variants)):
                 run()
-                if case.op in ("linear", "head_linear"):
+                if case.op in ("linear", "head_linear", "norm_gate"):
                     run(static_weight=False)
             for name, early, static, _, kernel in built:
                 line = {"op": case.op, "shape": case.shape, "kernel": name, "shared": kernel.metadata.shared}

@@ -31,7 +31,7 @@ from moeyard_kernels.common import tuning
 
 # Each has `cases() -> Iterator[Case]`; inputs live only while their case is at hand.
 MODULES = (
-    *("elementwise", "reduce", "linear", "head_linear", "topk_gate", "moe"),
+    *("elementwise", "reduce", "linear", "head_linear", "topk_gate", "norm_gate", "moe"),
     *("mla_decode", "gqa_decode", "attn_prefill_varlen", "sample"),
 )
 
