@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from moeyard_kernels.common.checks import check_devices, check_groups, check_norm, show
+from moeyard_kernels.common.checks import FLOATS, check_devices, check_groups, check_norm, show
 from moeyard_kernels.door.load import kernel
 from moeyard_kernels.types.gate import GateRule
 
@@ -33,15 +33,15 @@ def topk_gate(
     group_score: Literal["max", "top2sum"] = "max",
     scaling: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts for logits [T, E] fp32 -> (weights [T, K] fp32, ids [T, K] int64), by falling score.
+    """Choose experts for logits [T, E], fp32 or bf16 -> (weights [T, K] fp32, ids [T, K] int64), by falling score.
 
     scores = softmax or sigmoid of the logits; the choice is by scores + bias [E] fp32 (ties: the lowest id), within the
     `topk_groups` best of `num_groups` groups of consecutive experts, a group counting as its best score or the sum of
     its two best. Weights are the unbiased scores, divided by their sum (+ 1e-20 for sigmoid) if `renormalize`, times
     `scaling`. Outside the chosen groups a score is -inf (sigmoid) or 0 (softmax) for the choice, as in transformers.
     """
-    if logits.dim() != 2 or logits.dtype != torch.float32:
-        raise ValueError(f"topk_gate: logits must be fp32 [T, E], got {show(logits)}")
+    if logits.dim() != 2 or logits.dtype not in FLOATS:
+        raise ValueError(f"topk_gate: logits must be fp32 or bf16 [T, E], got {show(logits)}")
     rule = GateRule(
         top_k=top_k, scoring=scoring, renormalize=renormalize, num_groups=num_groups, topk_groups=topk_groups,
         group_score=group_score, scaling=scaling,
@@ -67,7 +67,7 @@ def norm_gate(
     """(normed, total, weights, ids) of x and residual [T, H], bit for bit what this chain gives:
 
     normed, total = add_rms_norm(x, residual, norm [H], eps); logits = linear(normed, weight [E, H]) in the dtype, or in
-    fp32 with `fp32_logits`; weights, ids = topk_gate(logits in fp32, bias [E], rule). An fp32 weight for bf16 rows
+    fp32 with `fp32_logits`; weights, ids = topk_gate(logits, bias [E], rule). An fp32 weight for bf16 rows
     multiplies fp32 copies of them. Few rows in bf16 are one launch on a GPU. arrived [1] int32 is zero, stays so, and
     belongs to launches that follow one another: each caller has its own. static_weight: as in `linear`.
     """

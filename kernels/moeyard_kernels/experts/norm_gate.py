@@ -196,7 +196,7 @@ def chain(
     normed, total = add_rms_norm(x, residual, norm, eps)
     out_dtype = torch.float32 if fp32_logits else None
     logits = linear(normed.to(weight.dtype), weight, static_weight=static_weight, out_dtype=out_dtype)
-    return normed, total, *topk_gate(logits.float(), bias=bias, **asdict(rule))
+    return normed, total, *topk_gate(logits, bias=bias, **asdict(rule))
 
 
 def norm_gate(

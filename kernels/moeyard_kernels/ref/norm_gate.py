@@ -26,4 +26,4 @@ def norm_gate(
     """See `moeyard_kernels.ops.norm_gate`. A CPU counts no arrivals and launches nothing ahead."""
     normed, total = add_rms_norm(x, residual, norm, eps)
     logits = linear(normed.to(weight.dtype), weight, out_dtype=torch.float32 if fp32_logits else None)
-    return normed, total, *topk_gate(logits.float(), bias=bias, **asdict(rule))
+    return normed, total, *topk_gate(logits, bias=bias, **asdict(rule))
