@@ -28,24 +28,25 @@ MAY_IMPORT = {
 # The rooms of the worker: what each may import beside itself, and how many lines it may have. A room that outgrows its
 # budget wants another look at what it does before it gets more.
 ROOMS = {
-    "config": ((), 450),
+    "config": ((), 500),
     "state": (("config",), 350),
     "scheduling": (("config", "state"), 1000),
     "exchange": (("config",), 1800),
     "experts": (("config", "exchange"), 1150),
     "layers": (("config", "state", "exchange"), 550),
     "models": (("config", "state", "exchange", "layers"), 850),
-    "checkpoint": (("config", "layers", "models"), 450),
+    "checkpoint": (("config", "layers", "models"), 600),
     "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 2300),
 }
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.
 KERNEL_LINES = {
-    "types": 710, "common": 400, "ref": 920, "attention": 2250, "linear": 1100, "experts": 1160, "sampling": 1200,
-    "elementwise": 400, "door": 760, "cpu": 900, "cuda": 950, "bench": 2040,
+    "types": 735, "common": 400, "ref": 960, "attention": 2310, "linear": 1200, "experts": 1500, "sampling": 1200,
+    "elementwise": 400, "door": 815, "cpu": 900, "cuda": 990, "bench": 2150,
 }  # fmt: skip
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {
     "moeyard_worker.engine.device": ("moeyard_kernels.cpu", "moeyard_kernels.cuda"),
+    "moeyard.bench.engine": ("moeyard_kernels.bench.timing",),
     "moeyard_worker.engine.local": ("moeyard_kernels.cpu.backend",),
     "moeyard_worker.engine.sampling": ("moeyard_kernels.ops",),
     "moeyard_worker.engine.graph_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),

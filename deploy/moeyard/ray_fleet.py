@@ -55,6 +55,10 @@ class RayFleet:
         self._group: Any = None
         self._ends: list[Any] = []
         self._stopping = threading.Event()
+        self._remote_class: Any = None
+        # Actors are made and ended under it.
+        self._lock = threading.Lock()
+        self._watcher: threading.Thread | None = None
 
     def start(self, progress: Progress) -> list[Rank]:
         """Start Ray and all ranks; `progress(done, total)` gets the bytes loaded over all ranks.
@@ -63,6 +67,33 @@ class RayFleet:
         """
         self._connect()
         self._place()
+        self._actors = [self._actor(rank) for rank in range(self._config.num_workers)]
+        return self._launch(progress)
+
+    def kill(self) -> None:
+        """End the workers' processes, whatever they do; `watch` sees it."""
+        with self._lock:
+            for actor in self._actors:
+                ray.kill(actor)
+
+    def restart(self) -> list[Rank]:
+        """Start all ranks again in new processes, in the same places, under another epoch.
+
+        Raises FleetError when they cannot start, or when `stop` was called.
+        """
+        with self._lock:
+            if self._stopping.is_set():
+                raise FleetError("the fleet is being stopped")
+            for actor in self._actors:
+                ray.kill(actor)
+            self._actors = [self._actor(rank) for rank in range(self._config.num_workers)]
+        try:
+            return self._launch(lambda done, total: None)
+        except RayError as error:
+            raise FleetError(first_line(error)) from error
+
+    def _launch(self, progress: Progress) -> list[Rank]:
+        """Take the actors through their life up to their first step."""
         epoch = secrets.randbits(31)
         specs = [self._spec(rank, epoch) for rank in range(self._config.num_workers)]
         setups = self._call([a.setup.remote(spec) for a, spec in zip(self._actors, specs, strict=True)])
@@ -105,7 +136,8 @@ class RayFleet:
         cpus = ray.cluster_resources().get("CPU", 0)
         if cpus < count:
             raise FleetError(f"{count} workers need one CPU each, the Ray cluster has {cpus:g}; use fewer --workers")
-        gpus = 0 if self._config.device == "cpu" else 1
+        # A private Ray hands out no GPUs and hides none: --device says which. A cluster's gives each worker one.
+        gpus = 0 if self._config.device == "cpu" or self._address is None else 1
         if (found := ray.cluster_resources().get("GPU", 0)) < gpus * count:
             raise FleetError(f"{count} workers need one GPU each, Ray found {found:g}; see --device")
         self._group = placement_group([{"CPU": 1, "GPU": gpus}] * count, strategy="PACK")
@@ -113,13 +145,15 @@ class RayFleet:
             raise FleetError(
                 f"{count} of the Ray cluster's {cpus:g} CPUs did not become free; stop what else runs there"
             )
-        remote_class = ray.remote(max_concurrency=4, num_cpus=1, num_gpus=gpus)(RankActor)
+        self._remote_class = ray.remote(max_concurrency=4, num_cpus=1, num_gpus=gpus)(RankActor)
+
+    def _actor(self, rank: int) -> Any:
+        """A process for a rank, at its place."""
         # Nodes of a cluster do not inherit the launcher's environment (ray_config.prepare_local).
         environment = {"env_vars": worker_environment(self._config.threads)} if self._address else None
-        for rank in range(count):
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-            actor = remote_class.options(scheduling_strategy=strategy, runtime_env=environment, max_restarts=0)
-            self._actors.append(actor.remote())
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        options = self._remote_class.options(scheduling_strategy=strategy, runtime_env=environment, max_restarts=0)
+        return options.remote()
 
     def _spec(self, rank: int, epoch: int) -> dict[str, Any]:
         return {
@@ -161,24 +195,36 @@ class RayFleet:
                 return
 
     def watch(self, on_end: Callable[[int, str], None]) -> None:
-        """Call `on_end(rank, reason)` from a thread when a rank ends without having been asked to."""
+        """Call `on_end(rank, reason)` from a thread when a rank ends without having been asked to.
+
+        It may call `restart`; then the new processes are watched.
+        """
 
         def run() -> None:
-            pending = list(self._ends)
+            ends = self._ends
+            pending = list(ends)
             while pending and not self._stopping.is_set():
                 done, pending = ray.wait(pending, num_returns=1, timeout=1.0)
                 for ref in done:
                     if not self._stopping.is_set():
-                        on_end(self._ends.index(ref), end_reason(ref))
+                        on_end(ends.index(ref), end_reason(ref))
+                if self._ends is not ends:
+                    ends = self._ends
+                    pending = list(ends)
 
-        threading.Thread(target=run, name="fleet-watch", daemon=True).start()
+        self._watcher = threading.Thread(target=run, name="fleet-watch", daemon=True)
+        self._watcher.start()
 
     def stop(self) -> None:
         """Stop the actors and leave Ray (a private one ends with its processes). Safe to call twice."""
         self._stopping.set()
         children = psutil.Process().children(recursive=True)
         if ray.is_initialized():
-            self._stop_actors()
+            with self._lock:
+                self._stop_actors()
+            if self._watcher is not None:
+                # It may be starting a worker again, which has just been ended; a call after `shutdown` would start Ray.
+                self._watcher.join(STOP_SECONDS)
         # Also ends what an interrupted ray.init had started.
         ray.shutdown()
         # Ray leaves its agents to notice the end by themselves, half a minute later.
@@ -202,6 +248,8 @@ def end_reason(ref: Any) -> str:
     """Why a rank's `wait` ended."""
     try:
         return ray.get(ref) or "stopped"
+    except RayTaskError as error:
+        return first_line(error.cause or error)
     except RayError as error:
         return first_line(error)
 

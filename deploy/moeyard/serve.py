@@ -20,18 +20,23 @@ from moeyard import ray_config
 from moeyard.lazy import load
 from moeyard.rank import Rank
 from moeyard.signals import sigterm_as_interrupt, uninterrupted
+from moeyard.supervisor import RestartBudget, Supervisor
 from moeyard_kernels.cpu import footprint
 from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.server import run_router
-from moeyard_worker.checkpoint.check import check_checkpoint
-from moeyard_worker.checkpoint.index import open_index
-from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size
+from moeyard_router.server import RouterServer, run_router
+from moeyard_worker.checkpoint.check import check_weights
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.memory import plan_memory
 from moeyard_worker.experts.placement import partition
-from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.models.shapes import served_model
+
+DUMMY_NOTE = (
+    'weights of chance and no tokenizer: prompts are token ids ("prompt": [1, 2, 3] of /v1/completions), answers are '
+    "token ids and mean nothing"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +54,7 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
     Raises ValueError with one line that says what to change when the fleet cannot start.
     """
     begun = time.monotonic()
-    model = load_model_config(config.model_path)
+    model = served_model(config)
     check_before_start(config, model, local=args.ray_address is None)
     sock = bind(args.host, args.port)
     if args.ray_address is None:
@@ -60,17 +65,15 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
     fleet = load("moeyard.ray_fleet").RayFleet(
         config, address=args.ray_address, worker_host=args.worker_host, metrics_port_base=args.metrics_port_base
     )
-    failures: list[str] = []
-
-    def failed(reason: str) -> None:
-        failures.append(reason)
-        report_failure(reason)
-
+    supervisor: Supervisor | None = None
     with sigterm_as_interrupt():
         try:
             with progress_bar() as progress:
                 ranks = fleet.start(progress)
+            report_loaded(ranks)
             report_skipped(ranks[0].report["skipped"])
+            if config.load_format == "dummy":
+                print(DUMMY_NOTE, file=sys.stderr)
             router = router_config(args, config, model, ranks=ranks, port=sock.getsockname()[1])
 
             def ready() -> None:
@@ -78,13 +81,25 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
                 if on_ready is not None:
                     on_ready(running)
 
-            fleet.watch(lambda rank, reason: print(f"moeyard: worker {rank} ended: {reason}", file=sys.stderr))
-            run_router(router, sock, on_ready=ready, on_failed=failed)
+            supervisor = Supervisor(
+                fleet,
+                num_workers=config.num_workers,
+                replace=lambda ranks, then: server.replace_workers(addresses(ranks), then),
+                budget=RestartBudget(),
+            )
+            server = RouterServer(router, sock, on_ready=ready, on_failed=supervisor.failed)
+            fleet.watch(supervisor.ended)
+            run_router(server)
         finally:
             with uninterrupted():
                 fleet.stop()
                 sock.close()
-    return 1 if failures else 0
+    return 1 if supervisor is not None and supervisor.failure is not None else 0
+
+
+def addresses(ranks: list[Rank]) -> tuple[WorkerAddress, ...]:
+    """Where a router finds these ranks."""
+    return tuple(WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url) for r in ranks)
 
 
 def router_config(
@@ -92,9 +107,9 @@ def router_config(
 ) -> RouterConfig:
     """The router before these ranks. What they decided while loading bounds the length of a sequence."""
     return RouterConfig(
-        model_name=args.served_model_name or Path(config.model_path).name,
-        model_path=Path(config.model_path),
-        workers=tuple(WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url) for r in ranks),
+        model_name=args.served_model_name or model_name(config),
+        model_path=None if config.model_path is None else Path(config.model_path),
+        workers=addresses(ranks),
         max_model_len=min(rank.report["max_model_len"] for rank in ranks),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
@@ -103,6 +118,11 @@ def router_config(
         max_inflight=config.num_workers * (config.max_num_seqs + config.max_waiting),
         step_deadline=config.step_deadline,
     )
+
+
+def model_name(config: EngineConfig) -> str:
+    """What a model is called where nobody says: its directory, or its shape."""
+    return config.shape or Path(config.model_path or "").name
 
 
 def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> Running:
@@ -118,17 +138,11 @@ def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> 
     return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
 
 
-def report_failure(reason: str) -> None:
-    """Say that the fleet is lost, and what may help."""
-    # A rank that computes, or reads cold experts, beyond the deadline in one layer looks dead to its peers.
-    slow = "; if it was only slow, raise --step-deadline or lower --prefill-chunk" if "silent" in reason else ""
-    print(f"moeyard: the fleet failed: {reason}{slow}; restart moeyard serve", file=sys.stderr, flush=True)
-
-
 def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool) -> None:
     """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
-    checkpoint = check_checkpoint(open_index(config.model_path), model)
-    TextCodec(Path(config.model_path))
+    checkpoint = check_weights(config, model)
+    if config.model_path is not None:
+        TextCodec(Path(config.model_path))
     shards = partition(model.num_experts, config.num_workers)
     if not local:
         return
@@ -137,7 +151,7 @@ def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool)
     if config.device != "cpu":
         # What a GPU holds is known where torch is: the worker plans, and says what does not fit.
         return
-    itemsize = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
+    itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
     plan_memory(
         config=config,
         model=model,
@@ -163,6 +177,18 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def report_loaded(ranks: list[Rank]) -> None:
+    """Say how fast the weights came: all ranks' bytes over the slowest one's time, and the mean rate of their files."""
+    reports = [rank.report for rank in ranks]
+    rates = [report["read_rate"] for report in reports if report["read_rate"] is not None]
+    text = loading_rates(
+        sum(report["loaded_bytes"] for report in reports),
+        max(report["load_seconds"] for report in reports),
+        sum(rates) / len(rates) if rates else None,
+    )
+    print(text, file=sys.stderr, flush=True)
+
+
 def report_skipped(skipped: dict[str, str]) -> None:
     """Say which known extras of the checkpoint are not served, one line per reason."""
     for reason in sorted(set(skipped.values())):
@@ -185,4 +211,3 @@ def progress_bar() -> Iterator[Callable[[int, int], None]]:
             loaded = done
 
         yield progress
-    print(f"loaded {format_size(loaded)} of weights", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moeyard_router.chat import TextCodec
+from moeyard_router.chat import Codec
 from moeyard_router.config import RouterConfig
 from moeyard_router.endpoints import GenerateEndpoint
 from moeyard_router.errors import ApiError, unknown_model
@@ -23,9 +23,7 @@ from moeyard_router.metrics import METRICS_CONTENT_TYPE, RouterMetrics
 _MODELS = "/v1/models"
 
 
-def create_app(
-    config: RouterConfig, fleet: Fleet, *, codec: TextCodec, metrics: RouterMetrics, health: Health
-) -> ASGIApp:
+def create_app(config: RouterConfig, fleet: Fleet, *, codec: Codec, metrics: RouterMetrics, health: Health) -> ASGIApp:
     """The app before a fleet that somebody else starts and stops."""
     pages = _Pages(config, fleet, metrics=metrics, health=health)
     complete = GenerateEndpoint(config, chat=False, fleet=fleet, codec=codec, metrics=metrics)
@@ -77,7 +75,7 @@ class _Pages:
             "object": "model",
             "created": self._created,
             "owned_by": "moeyard",
-            "root": str(self._config.model_path),
+            "root": str(self._config.model_path or self._config.model_name),
             "parent": None,
             "max_model_len": self._config.max_model_len,
         }
@@ -104,7 +102,7 @@ class _Pages:
     async def metrics_targets(self, request: Request) -> Response:
         """Where the workers' metrics are, for Prometheus' HTTP service discovery."""
         groups = []
-        for worker in self._config.workers:
+        for worker in self._fleet.addresses:
             if worker.metrics_url is not None:
                 url = urlsplit(worker.metrics_url)
                 labels = {

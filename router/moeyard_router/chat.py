@@ -27,6 +27,8 @@ class TextCodec:
     `add_bos_token` of tokenizer_config.json is for tokenizers without such a file).
     """
 
+    has_text = True
+
     def __init__(self, directory: Path) -> None:
         path = directory / "tokenizer.json"
         if not path.is_file():
@@ -53,6 +55,32 @@ class TextCodec:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included; ids without a token are empty."""
         return b"".join(self.token_bytes.of(i) for i in token_ids).decode("utf-8", "replace")
+
+
+class IdCodec:
+    """No tokenizer: a prompt is token ids, and so is an answer. What vLLM calls --skip-tokenizer-init."""
+
+    template = None
+    has_text = False
+
+    def __init__(self) -> None:
+        self.token_bytes = TokenBytes(None)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises `ApiError` 400: there is nothing to make token ids with."""
+        raise bad_request("this server has no tokenizer: give 'prompt' as a list of token ids", "prompt")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Ids without a token have no text."""
+        return ""
+
+
+Codec = TextCodec | IdCodec
+
+
+def open_codec(directory: Path | None) -> Codec:
+    """The codec of a checkpoint directory, or the one of a model that has none."""
+    return IdCodec() if directory is None else TextCodec(directory)
 
 
 class ChatTemplate:

@@ -17,7 +17,8 @@ class WorkerAddress:
 class RouterConfig:
     """One router before one fleet of expert-parallel workers.
 
-    `model_name` is what clients call the model, `model_path` the directory with its tokenizer and chat template.
+    `model_name` is what clients call the model, `model_path` the directory with its tokenizer and chat template;
+    with None there is no text: prompts are token ids, and so are answers.
     `max_model_len` counts prompt and output tokens of a sequence; `vocab_size` is the model's, which may exceed the
     tokenizer's. `eos_token_ids` must be the ids at which the workers end a sequence. Sizes are in sequences
     (`max_inflight`, `max_choices`) or bytes (`max_body_bytes`); times are seconds.
@@ -29,7 +30,7 @@ class RouterConfig:
     """
 
     model_name: str
-    model_path: Path
+    model_path: Path | None
     workers: tuple[WorkerAddress, ...]
     max_model_len: int
     vocab_size: int

@@ -27,18 +27,22 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 class TokenBytes:
-    """The bytes of every token of a tokenizer. Ids without a token (padding of the vocabulary) have none.
+    """The bytes of every token of a tokenizer, or of none. Ids without a token (padding of the vocabulary) have none.
 
     Raises `ValueError` for a decoder that is not a token-to-bytes map (WordPiece, CTC and the like), or that replaces
     by a regular expression, whose dialect is not Python's.
     A leading space that a sentencepiece decoder would strip is kept: output follows a prompt, it begins no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._bytes: list[bytes] = []
+        self._visible: list[bytes] = []
+        if tokenizer is None:
+            return
         spec = json.loads(tokenizer.to_str())
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         to_bytes = _decoder_rule(spec["decoder"])
-        self._bytes: list[bytes] = [b""] * (max(vocab.values(), default=-1) + 1)
+        self._bytes = [b""] * (max(vocab.values(), default=-1) + 1)
         for token, token_id in vocab.items():
             self._bytes[token_id] = to_bytes(token)
         self._visible = self._bytes.copy()

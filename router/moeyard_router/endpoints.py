@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from moeyard_router.chat import TextCodec
+from moeyard_router.chat import Codec
 from moeyard_router.choice import Delta
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
@@ -28,9 +28,7 @@ _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 class GenerateEndpoint:
     """ASGI app of POST /v1/completions (`chat` false) or /v1/chat/completions."""
 
-    def __init__(
-        self, config: RouterConfig, *, chat: bool, fleet: Fleet, codec: TextCodec, metrics: RouterMetrics
-    ) -> None:
+    def __init__(self, config: RouterConfig, *, chat: bool, fleet: Fleet, codec: Codec, metrics: RouterMetrics) -> None:
         self._config = config
         self._chat = chat
         self._fleet = fleet

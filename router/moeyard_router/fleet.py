@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from moeyard_router.config import RouterConfig
+from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.link import LinkEvents, WorkerLink
 from moeyard_router.metrics import RouterMetrics
@@ -62,6 +62,8 @@ class Fleet:
         on_failed: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.config = config
+        self.addresses = config.workers
+        self.generation = 0  # counts the workers' replacements
         self.failure: str | None = None
         self.stopping: str | None = None
         self.last_progress: float | None = None  # monotonic seconds of the latest sign that a step ran
@@ -75,11 +77,25 @@ class Fleet:
     def start(self) -> None:
         """Begin to connect to every worker; raises `ValueError` for an unusable endpoint."""
         events = LinkEvents(up=self._up, messages=self._receive, lost=self._lost)
-        for address in self.config.workers:
+        for address in self.addresses:
             link = WorkerLink(address, context=self._context, step_deadline=self.config.step_deadline, events=events)
             self._workers.append(_Worker(link))
             link.open()
         self._changed()
+
+    def replace(self, addresses: tuple[WorkerAddress, ...]) -> None:
+        """Go on with workers that were started in the place of these, failed or not; raises `ValueError` as `start`.
+
+        What is still in flight ends with a named error.
+        """
+        assert len(addresses) == len(self.addresses), f"{len(addresses)} workers in the place of {len(self.addresses)}"
+        self.end_all(self.failure or "the workers were started again")
+        for worker in self._workers:
+            worker.link.close()
+        self._workers = []
+        self.addresses, self.failure = addresses, None
+        self.generation += 1
+        self.start()
 
     def close(self) -> None:
         """End everything in flight and close all sockets."""
@@ -173,7 +189,7 @@ class Fleet:
     def describe(self) -> dict[str, Any]:
         """State of the fleet and of each rank, for people and dashboards."""
         ranks = []
-        for address, worker in zip(self.config.workers, self._workers, strict=True):
+        for address, worker in zip(self.addresses, self._workers, strict=True):
             s = worker.snapshot
             entry: dict[str, Any] = {
                 "rank": address.rank,

@@ -1,6 +1,7 @@
 """Whether the fleet decodes: a warm-up on every rank, then tiny canary requests whenever it has been idle for long."""
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ class Health:
     def __init__(self, config: RouterConfig, fleet: Fleet) -> None:
         self._config = config
         self._fleet = fleet
-        self._warm = False
+        self._warm = -1  # the generation of workers that has decoded
         self._problem: str | None = None
         self._numbers = itertools.count()
 
@@ -28,7 +29,7 @@ class Health:
         problem = self._fleet.unavailable()
         if problem is not None:
             return problem
-        if not self._warm:
+        if self._warm != self._fleet.generation:
             return self._problem or "the fleet is warming up: no decode step has run yet"
         silence = time.monotonic() - (self._fleet.last_progress or 0.0)
         if silence > self._config.canary_interval + self._config.canary_timeout:
@@ -36,30 +37,46 @@ class Health:
         return None
 
     async def run(self, changed: asyncio.Event, on_ready: Callable[[], None]) -> None:
-        """Warm up once all workers are there (`changed` wakes this up), call `on_ready`, then watch over idle times."""
-        while not self._warm:
+        """Warm up once all workers are there (`changed` wakes this up), call `on_ready`, then watch over idle times.
+
+        Workers that take the others' place warm up too; `on_ready` is called once.
+        """
+        first = True
+        while await self._warm_up(changed):
+            if first:
+                on_ready()
+            first = False
+            await self._watch(changed)
+
+    async def _warm_up(self, changed: asyncio.Event) -> bool:
+        """Until every worker of this generation has decoded; False if none will."""
+        while self._warm != self._fleet.generation:
+            generation = self._fleet.generation
             if self._fleet.unavailable() is None:
                 ranks = range(len(self._config.workers))
                 problems = await asyncio.gather(*(self._canary(rank) for rank in ranks))
                 self._problem = next((p for p in problems if p is not None), None)
-                self._warm = self._problem is None
-                if not self._warm:
+                if self._problem is None:
+                    self._warm = generation
+                else:
                     await asyncio.sleep(_RETRY_SECONDS)
-            elif self._fleet.failure is not None or self._fleet.stopping is not None:
-                return
+            elif self._fleet.stopping is not None:
+                return False
             else:
                 changed.clear()
                 await changed.wait()
-        on_ready()
-        await self._watch()
+        return True
 
-    async def _watch(self) -> None:
+    async def _watch(self, changed: asyncio.Event) -> None:
+        """Until other workers are there."""
         ranks = itertools.cycle(range(len(self._config.workers)))
-        while True:
+        while self._warm == self._fleet.generation:
             idle = time.monotonic() - (self._fleet.last_progress or 0.0)
             wait = self._config.canary_interval - idle
             if wait > 0:
-                await asyncio.sleep(wait)
+                changed.clear()
+                with contextlib.suppress(TimeoutError):  # boundary: nothing has changed, as mostly
+                    await asyncio.wait_for(changed.wait(), wait)
             elif self._fleet.unavailable() is None and self._fleet.num_inflight == 0:
                 self._problem = await self._canary(next(ranks))
                 if self._problem is not None:

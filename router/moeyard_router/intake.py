@@ -5,7 +5,7 @@ import dataclasses
 import secrets
 from dataclasses import dataclass
 
-from moeyard_router.chat import ChatTemplate, TextCodec
+from moeyard_router.chat import ChatTemplate, Codec
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, bad_request, unknown_model
 from moeyard_router.schema import ChatRequest, CompletionRequest
@@ -56,7 +56,7 @@ class Job:
 class Intake:
     """Turns requests into jobs; raises `ApiError` for everything that the model or the limits rule out."""
 
-    def __init__(self, config: RouterConfig, codec: TextCodec) -> None:
+    def __init__(self, config: RouterConfig, codec: Codec) -> None:
         self._config = config
         self._codec = codec
 
@@ -126,6 +126,8 @@ class Intake:
         if logprobs is not None and logprobs > self._config.max_logprobs:
             field = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
             raise bad_request(f"'{field}': {logprobs} is above the limit of {self._config.max_logprobs}", field)
+        if request.stops and not self._codec.has_text:
+            raise bad_request("'stop': this server has no tokenizer to find it with; use 'stop_token_ids'", "stop")
         continuations: list[Continuation] = []
         for i, prompt in enumerate(prompts):
             sampling = self._sampling(request, len(prompt.token_ids), logprobs)
@@ -145,7 +147,8 @@ class Intake:
             stream=bool(request.stream),
             include_usage=stream_options is not None and bool(stream_options.include_usage),
             continuous_usage=stream_options is not None and bool(stream_options.continuous_usage_stats),
-            return_token_ids=bool(request.return_token_ids),
+            # Where there is no text they are all there is to say.
+            return_token_ids=not self._codec.has_text if request.return_token_ids is None else request.return_token_ids,
             echo=echo,
             logprobs=logprobs,
         )

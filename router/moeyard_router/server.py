@@ -13,8 +13,8 @@ import uvloop
 from starlette.types import ASGIApp
 
 from moeyard_router.app import create_app
-from moeyard_router.chat import TextCodec
-from moeyard_router.config import RouterConfig
+from moeyard_router.chat import open_codec
+from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet import Fleet
 from moeyard_router.health import Health
 from moeyard_router.metrics import RouterMetrics
@@ -25,9 +25,9 @@ _STOPPING = "the router is shutting down"
 class RouterServer:
     """One router. `serve` runs it in the current event loop until `stop`, which any thread may call.
 
-    `on_ready` is called once, in the loop, when every worker has decoded; `on_failed` once, with the reason, when the
-    fleet is lost (the router then goes on to answer 503 until it is stopped). Neither may block. Raises `ValueError`
-    for a checkpoint directory without a usable tokenizer.
+    `on_ready` is called once, in the loop, when every worker has decoded; `on_failed` with the reason when the fleet is
+    lost (the router then goes on to answer 503 until it gets other workers or is stopped). Neither may block. Raises
+    `ValueError` for a checkpoint directory without a usable tokenizer.
     """
 
     def __init__(
@@ -42,17 +42,18 @@ class RouterServer:
         self._sock = sock
         self._on_ready = on_ready
         self._on_failed = on_failed
-        self._codec = TextCodec(config.model_path)
+        self._codec = open_codec(config.model_path)
         self._metrics = RouterMetrics(config.model_name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requests = 0
         self._server: _Server | None = None
+        self._fleet: Fleet | None = None
 
     async def serve(self) -> None:
         """Serve until stopped; closes the socket. Open streams get `shutdown_grace` seconds, then a named error."""
         self._loop = asyncio.get_running_loop()
         changed = asyncio.Event()
-        fleet = Fleet(self._config, self._metrics, on_change=changed.set, on_failed=self._on_failed)
+        fleet = self._fleet = Fleet(self._config, self._metrics, on_change=changed.set, on_failed=self._on_failed)
         health = Health(self._config, fleet)
         app = create_app(self._config, fleet, codec=self._codec, metrics=self._metrics, health=health)
         grace = self._config.shutdown_grace
@@ -72,6 +73,17 @@ class RouterServer:
             self._sock.close()
         if not watching.cancelled():
             watching.result()  # a bug in the watching task must not pass unseen
+
+    def replace_workers(self, workers: tuple[WorkerAddress, ...], then: Callable[[], None]) -> None:
+        """Go on with workers that were started in the place of these, and call `then` in the loop. From any thread."""
+
+        def replace() -> None:
+            if self._fleet is not None and self._fleet.stopping is None:
+                self._fleet.replace(workers)
+            then()
+
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(replace)
 
     def stop(self) -> None:
         """Begin an orderly end; a second call ends open streams at once. Safe from any thread and before `serve`."""
@@ -136,19 +148,12 @@ def _uvicorn_config(app: ASGIApp, grace: float) -> uvicorn.Config:
     )
 
 
-def run_router(
-    config: RouterConfig,
-    sock: socket.socket,
-    *,
-    on_ready: Callable[[], None],
-    on_failed: Callable[[str], None] = lambda _: None,
-) -> None:
-    """Run a router on `sock` (bound; listening or not) until SIGINT or SIGTERM; blocks. Returns after an orderly end.
+def run_router(server: RouterServer) -> None:
+    """Run a router until SIGINT or SIGTERM; blocks. Returns after an orderly end.
 
     In the main thread it handles both signals for its duration (a second one ends open streams at once); elsewhere it
-    runs until the process ends. See `RouterServer` for the callbacks.
+    runs until the process ends.
     """
-    server = RouterServer(config, sock, on_ready=on_ready, on_failed=on_failed)
     mine = threading.current_thread() is threading.main_thread()
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)} if mine else {}
 

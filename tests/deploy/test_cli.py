@@ -168,6 +168,17 @@ def test_dead_ray_address() -> None:
         (["serve", "--ray-address", "nonsense"], ["--ray-address", "'nonsense'", "HOST:PORT"]),
         (["serve", "--exchange", "pigeon"], ["--exchange", "pigeon", "zmq-tcp"]),
         (["serve", "--step-deadline", "-1"], ["--step-deadline", "-1"]),
+        (["serve", "--load-format", "dummy"], ["--load-format dummy", "shape"]),
+        (["serve", "--load-format", "dummy", "--shape", "GPT-5"], ["--shape", "'GPT-5'", "Qwen3-30B-A3B", "Kimi-K2"]),
+        (["serve", "--load-format", "dummy", "--shape", "Kimi-K2", "--layers", "62"], ["--layers 62", "has 61"]),
+        (["serve", "--load-format", "dummy", "--shape", "Kimi-K2", "--layers", "0"], ["--layers", "got 0"]),
+        (["serve", "--load-format", "dummy", "--shape", "Kimi-K2", "--layers", "1"], ["1 layers of Kimi-K2", "Expert"]),
+        (["serve", str(DEMO), "--load-format", "dummy", "--shape", "Kimi-K2"], ["reads no checkpoint", str(DEMO)]),
+        (["serve", "--shape", "Kimi-K2"], ["Kimi-K2", "goes with --load-format dummy"]),
+        (["serve", "--layers", "2"], ["--layers 2", "none is given"]),
+        (["serve", "--load-format", "gguf"], ["--load-format", "gguf", "dummy"]),
+        # The shape of no machine that tests run on: a plan, before a byte is drawn.
+        (["serve", "--load-format", "dummy", "--shape", "Kimi-K2", "--kv-memory", "90TiB"], ["free memory"]),
         (["serve", "--bogus"], ["--bogus", "--help"]),
         (["bogus"], ["bogus", "serve", "--help"]),
         ([], ["COMMAND", "--help"]),
@@ -179,6 +190,17 @@ def test_dead_ray_address() -> None:
 )
 def test_bad_arguments(arguments: list[str], says: list[str]) -> None:
     check_refused(moeyard(*arguments), *says)
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU to serve from")
+def test_serve_without_a_gpu() -> None:
+    """What Ray knows of GPUs has no part in it: the worker looks for itself."""
+    check_refused(moeyard("serve", "--device", "cuda", "--port", "0"), "--device cuda: torch", "sees no CUDA GPU here")
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU to measure")
+def test_bench_engine_without_a_gpu() -> None:
+    check_refused(moeyard("bench", "engine", "--shape", "Kimi-K2"), "no CUDA device", "--device cpu")
 
 
 def test_help_and_version() -> None:

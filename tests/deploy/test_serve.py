@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from safetensors.torch import load_file
+from tests.checkpoints import edit_tensors, make_checkpoint
 
 from moeyard.signals import own_sigterm
 
@@ -30,8 +32,8 @@ MAX_WORKER_BYTES = 700 * 1024**2
 MAX_IDLE_CORES = 0.03
 SETTLE_SECONDS, IDLE_SECONDS = 3.0, 10.0
 READY = re.compile(
-    r"ready: (?P<url>http://127\.0\.0\.1:\d+)/v1 serves demo \((float32|bfloat16)\) on \d+ workers?, expert slots "
-    r"\d+/\d+ per worker, up to \d+ tokens, after \d+\.\d s\n"
+    r"ready: (?P<url>http://127\.0\.0\.1:\d+)/v1 serves (moeyard-)?demo \((float32|bfloat16)\) on \d+ workers?, "
+    r"expert slots \d+/\d+ per worker, up to \d+ tokens, after \d+\.\d s\n"
 )
 
 pytestmark = pytest.mark.timeout(BUSY_READY_SECONDS + 120)
@@ -164,7 +166,9 @@ def test_one_ready_line(service: Command) -> None:
     """Scripts wait for it, so stdout has nothing else; stderr has words for people and no bars."""
     assert READY.fullmatch(service.out.read_text())
     skipped = r"skipped \d+ tensors \(multi-token prediction layer\), [\w.]+ first\n"
-    assert re.fullmatch(rf"loaded [\d.]+ MiB of weights\n{skipped}", service.err.read_text())
+    assert re.fullmatch(
+        rf"loaded [\d.]+ MiB of weights in [\d.]+ s \([\d.]+ GB/s\)\n{skipped}", service.err.read_text()
+    )
 
 
 def test_requests(service: Command) -> None:
@@ -280,6 +284,37 @@ def test_lost_worker_and_interrupt_of_the_launcher_alone(command: Callable[..., 
     served.check_end(1)
 
 
+def test_a_fault_restarts_the_only_worker(command: Callable[..., Command], tmp_path: Path) -> None:
+    """A token whose embedding is NaN: the request that has it ends by name, others are served by a new process."""
+    model = make_checkpoint(tmp_path / "spoilt", "qwen3_moe", tokenizer=True)
+    name = "model.embed_tokens.weight"
+    embedding = load_file(model / "model.safetensors")[name]
+    embedding[7] = float("nan")
+    edit_tensors(model, add={name: embedding})
+    served = command("serve", str(model), "--workers", "1", "--port", "0", "--served-model-name", "demo")
+    served.wait_ready()
+    body = {"prompt": [5, 6, 8], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    before = httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()["choices"]
+    (worker,) = served.workers()
+    bad = httpx.post(f"{served.url}/v1/completions", json={**body, "prompt": [5, 7]}, timeout=30)
+    named = r"rank 0: logits of step \d+ are not finite: request cmpl-\w+-0"
+    assert bad.status_code == 503
+    assert re.search(named, bad.json()["error"]["message"])
+    again = r"moeyard: starting worker 0 again \(1 of 3 in 10 min\)\nmoeyard: worker 0 is there again after [\d.]+ s\n"
+    served.wait_for(lambda: re.search(named + "\n" + again, served.err.read_text()) is not None, BUSY_READY_SECONDS)
+    served.wait_for(lambda: httpx.get(f"{served.url}/readyz").status_code == 200, 10)
+    assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()["choices"] == before
+    (replaced,) = served.workers()
+    assert replaced.pid != worker.pid
+    # A worker that is killed is started again too.
+    replaced.kill()
+    served.wait_for(lambda: served.err.read_text().count("is there again") == 2, BUSY_READY_SECONDS)
+    served.wait_for(lambda: httpx.get(f"{served.url}/readyz").status_code == 200, 10)
+    assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()["choices"] == before
+    served.process.send_signal(signal.SIGINT)
+    served.check_end(0)
+
+
 def test_sigterm_ends_streams(command: Callable[..., Command]) -> None:
     """As a service manager stops it, with a client in the middle of an answer."""
     served = command("serve", DEMO, "--workers", "1", "--port", "0")
@@ -291,6 +326,20 @@ def test_sigterm_ends_streams(command: Callable[..., Command]) -> None:
         served.process.send_signal(signal.SIGTERM)
         *_, last = (line for line in lines if line)
     assert last == "data: [DONE]" or "stopping" in last or "shutting down" in last, last
+    served.check_end(0)
+
+
+def test_serves_a_shape_without_a_checkpoint(command: Callable[..., Command]) -> None:
+    """Weights of chance; no tokenizer, so token ids in and out."""
+    served = command("serve", "--load-format", "dummy", "--shape", "moeyard-demo", "--layers", "2", "--port", "0")
+    served.wait_ready()
+    assert "prompts are token ids" in served.err.read_text()
+    body = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()
+    assert answer["model"] == "moeyard-demo"
+    assert len(answer["choices"][0]["token_ids"]) == 4
+    assert httpx.post(f"{served.url}/v1/completions", json={"prompt": "text"}, timeout=30).status_code == 400
+    served.process.send_signal(signal.SIGINT)
     served.check_end(0)
 
 

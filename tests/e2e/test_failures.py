@@ -20,6 +20,7 @@ from tests.e2e.http_fleet import HttpFleet, engine_config, serve_http, wait_for
 from tests.fleet import Answer, Client, Fleet, ProcessPool, RankProcess, call_all, start_fleet
 
 from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.faults import RankFault
 from moeyard_worker.engine.worker import Worker
 from moeyard_worker.protocol import Done, Rejected
 
@@ -189,7 +190,46 @@ def test_broken_invariant_ends_requests_by_name(processes: ProcessPool, model: P
         (error,) = {error_of(answer) for answer in client.wait(*fleet_names, timeout=DEADLINE + SLACK)}
         assert re.fullmatch(r"rank 0 failed at step \d+: AssertionError: page 7 is owned twice", error)
         assert refusal_of(client, 1, "late") == error
-        with pytest.raises(AssertionError, match="page 7 is owned twice"):
+        with pytest.raises(RankFault, match="AssertionError: page 7 is owned twice"):
+            worker.wait()
+
+
+@pytest.mark.parametrize("deep", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_requests_by_name(model: Path, deep: int, temperature: float) -> None:
+    """The pages hold what made them, so the rank ends; the name says whose they were first."""
+    config = engine_config(model, num_workers=1, async_scheduling=deep == 2)
+    with worker_here(config, []) as (worker, client):
+        for i in range(3):
+            client.submit(0, f"r{i}", (1, 2, 3 + i), **{**LONG, "temperature": temperature, "seed": i})
+        client.wait_for(lambda: all(len(a.token_ids) > 3 for a in client.answers.values()))
+        forward = worker.runner.forward
+
+        def broken(step: Any) -> Any:
+            logits = forward(step).clone()
+            row = next(i for i, chunk in enumerate(step.sampled) if chunk.key[1] == "r1")
+            logits[row, 11] = float("nan")
+            return logits
+
+        worker.runner.forward = broken
+        (error,) = {error_of(answer) for answer in client.wait(timeout=SLACK)}
+        assert re.fullmatch(r"rank 0: logits of step \d+ are not finite: request r1", error)
+        with pytest.raises(RankFault, match=r"request r1$"):
+            worker.wait()
+
+
+def test_an_error_of_cuda_ends_requests_by_name(model: Path) -> None:
+    with worker_here(engine_config(model, num_workers=1), []) as (worker, client):
+        client.submit(0, "r", (1, 2, 3), **LONG)
+        client.wait_for(lambda: bool(client.answers["r"].token_ids))
+
+        def broken(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+
+        worker.runner.launch = broken
+        error = error_of(*client.wait(timeout=SLACK))
+        assert re.fullmatch(r"rank 0: CUDA error: an illegal memory access was encountered at step \d+", error)
+        with pytest.raises(RankFault, match="illegal memory access"):
             worker.wait()
 
 

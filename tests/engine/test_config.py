@@ -45,12 +45,19 @@ def test_engine_sizes_are_positive(name: str, value: int) -> None:
         ({"step_deadline": 0.0}, "step_deadline .*, got 0.0"),
         ({"step_deadline": float("nan")}, "step_deadline .*, got nan"),
         ({"max_num_seqs": 9, "max_batch_tokens": 8}, "max_num_seqs 9 exceeds max_batch_tokens 8"),
+        ({"load_format": "gguf"}, "load_format 'gguf' is not one of auto, safetensors, dummy"),
+        ({"load_format": "dummy", "shape": "s"}, "load_format dummy reads no checkpoint, got m"),
+        ({"load_format": "dummy", "model_path": None}, "load_format dummy draws the weights of a shape; name one"),
+        ({"shape": "s"}, r"a shape \(s\) has no checkpoint to read: it goes with load_format dummy"),
+        ({"shape": "s", "model_path": None}, r"a shape \(s\) has no checkpoint"),
+        ({"num_layers": 2}, "num_layers 2 cuts a shape, and none is given"),
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
     ],
     ids=str,
 )
 def test_engine_refuses(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        EngineConfig(model_path="m", **options)
+        EngineConfig(**{"model_path": "m", **options})
 
 
 def test_scheduler_needs_a_row_per_sequence() -> None:

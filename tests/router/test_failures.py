@@ -9,7 +9,9 @@ import time
 
 import httpx
 import pytest
+from tests.router.conftest import ScriptedWorker
 
+from moeyard_router.config import WorkerAddress
 from moeyard_worker.protocol import Done, Hello, Tokens
 
 COMPLETIONS = "/v1/completions"
@@ -102,6 +104,46 @@ def test_lost_worker(start, wait_for, harm, named):
     assert named in fleet["failure"]
     assert len(service.failures) == 1
     assert named in service.failures[0]
+
+
+@pytest.mark.parametrize("harm", [kill, report], ids=["killed", "reported"])
+def test_other_workers_take_the_place_of_lost_ones(start, story, wait_for, harm):
+    """A failed fleet serves again with other workers, once each of them has decoded; the old ones are forgotten."""
+    service = start(1)
+    old = service.workers[0]
+    old.pace = 0.01
+    events = []
+    thread = threading.Thread(target=read_stream, args=(service, events), kwargs={"max_tokens": 250})
+    thread.start()
+    wait_for(lambda: bool(events), "it must run")
+    harm(old)
+    thread.join(2)
+    assert "error" in events[-1]
+    wait_for(lambda: service.client.get("/readyz").status_code == 503, "readiness must end")
+    new = ScriptedWorker(0, 1, story)
+    new.paused = True
+    replaced = threading.Event()
+    address = WorkerAddress(rank=0, endpoint=new.endpoint, metrics_url="http://127.0.0.1:9999/metrics")
+    service.server.replace_workers((address,), replaced.set)
+    try:
+        assert replaced.wait(2)
+        unready = lambda: service.client.get("/readyz").json().get("reason", "")  # noqa: E731
+        wait_for(lambda: "warming up" in unready(), "it has not decoded yet")
+        new.paused = False
+        wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must be ready again")
+        old.die()
+        assert service.complete(prompt="x", max_tokens=3)["usage"]["completion_tokens"] == 3
+        fleet = service.client.get("/v1/fleet").json()
+        assert (fleet["failure"], fleet["inflight"]) == (None, 0)
+        assert fleet["workers"][0]["endpoint"] == new.endpoint
+        (targets,) = service.client.get("/metrics/targets").json()
+        assert targets["targets"] == ["127.0.0.1:9999"]
+        assert len(service.failures) == 1
+        # And once more: the new one is watched like the old one.
+        new.die()
+        wait_for(lambda: len(service.failures) == 2, "its loss must be seen")
+    finally:
+        new.die()
 
 
 class Cable:

@@ -20,9 +20,9 @@ class CudaExpertSlots:
     def write(self, slot: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
         """See `ExpertSlots.write`."""
         gate_up = self.gate_up[slot]
-        gate_up[: gate.shape[0]].copy_(gate)
-        gate_up[gate.shape[0] :].copy_(up)
-        self.down[slot].copy_(down)
+        _put(gate_up[: gate.shape[0]], gate)
+        _put(gate_up[gate.shape[0] :], up)
+        _put(self.down[slot], down)
         return (gate_up.numel() + down.numel()) * self.down.itemsize
 
     def slot_table(self, slots: Sequence[int]) -> torch.Tensor:
@@ -34,6 +34,13 @@ class CudaExpertSlots:
     ) -> "CudaExpertRun":
         """See `ExpertSlots.begin`."""
         return CudaExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt)
+
+
+def _put(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Launch the copy; what is read in another dtype is converted on the device."""
+    if source.dtype != target.dtype:
+        source = source.to(target.device, non_blocking=True)
+    target.copy_(source, non_blocking=True)
 
 
 class CudaExpertRun:

@@ -1,4 +1,7 @@
-"""Proof that a checkpoint is complete: every tensor in it is used, or named as skipped with the reason. Pure."""
+"""Proof that a checkpoint is complete: every tensor in it is used, or named as skipped with the reason. Pure.
+
+Weights of chance stand in for a checkpoint in the same form: there is nothing to prove of them, only sizes to tell.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,8 +9,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from moeyard_kernels.types.footprint import Footprints
-from moeyard_worker.checkpoint.index import INDEX_NAME, SINGLE_NAME, STORED_DTYPES, CheckpointIndex
+from moeyard_worker.checkpoint.index import INDEX_NAME, SINGLE_NAME, STORED_DTYPES, CheckpointIndex, open_index
 from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
+from moeyard_worker.layers.weights import num_elements
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.spec import ModelSpec, model_spec
 
@@ -27,6 +32,36 @@ class CheckedCheckpoint:
     def resident_bytes(self, itemsize: int, footprints: Footprints) -> int:
         """Bytes that the same weights take in memory, served in values of `itemsize` bytes."""
         return self.spec.resident_bytes(itemsize, footprints)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DummyCheckpoint:
+    """Weights of chance where a checkpoint would be. `itemsize`: of a served value."""
+
+    spec: ModelSpec
+    itemsize: int
+
+    @property
+    def skipped(self) -> Mapping[str, str]:
+        """Nothing is read, so nothing is skipped."""
+        return MappingProxyType({})
+
+    def dense_bytes(self) -> int:
+        """Bytes that every rank draws of its own. What `progress` adds up to."""
+        return sum(num_elements(each.shape) * (4 if each.fp32 else self.itemsize) for each in self.spec.dense())
+
+    def resident_bytes(self, itemsize: int, footprints: Footprints) -> int:
+        """Bytes that they take in memory, with the one expert that is drawn before it is put into its slot."""
+        return self.spec.resident_bytes(itemsize, footprints) + self.spec.config.expert_bytes(itemsize)
+
+
+def check_weights(config: EngineConfig, model: ModelConfig) -> CheckedCheckpoint | DummyCheckpoint:
+    """Where the weights of `model` come from, proven complete. Raises CheckpointError; nothing is loaded."""
+    if config.load_format == "dummy":
+        itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
+        return DummyCheckpoint(spec=model_spec(model, ()), itemsize=itemsize)
+    assert config.model_path is not None, "EngineConfig demands it of every other format"
+    return check_checkpoint(open_index(config.model_path), model)
 
 
 def check_checkpoint(index: CheckpointIndex, config: ModelConfig) -> CheckedCheckpoint:

@@ -1,27 +1,27 @@
 """Loading: dense weights stream from disk into their final place, experts stay in the file as memory-mapped views.
 
+To a GPU both stream through pinned memory (`staging.py`).
+
 Peak memory is what a rank keeps plus one parameter: a stored tensor of the served dtype is read straight into the rows
 of its parameter, another dtype goes through `_SCRATCH_BYTES` at a time; a matrix then gets the backend's form.
 """
 
 import mmap
-import os
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
 from moeyard_kernels.backend import Backend
 from moeyard_worker.checkpoint.check import CheckedCheckpoint, check_checkpoint
 from moeyard_worker.checkpoint.index import TensorEntry, open_index
-from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.checkpoint.reading import TORCH_DTYPES, read_exactly
+from moeyard_worker.checkpoint.staging import Staging, pieces, put
 from moeyard_worker.layers.weights import Weight, num_elements
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.spec import ExpertNames, ModelSpec
 
 _SCRATCH_BYTES = 16 << 20
-_TORCH_DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16})
 
 
 def open_checkpoint(directory: Path | str, config: ModelConfig) -> CheckedCheckpoint:
@@ -30,7 +30,10 @@ def open_checkpoint(directory: Path | str, config: ModelConfig) -> CheckedCheckp
 
 
 class DenseLoader:
-    """Reads weights that every rank holds. `progress` is called with the bytes of each block read."""
+    """Reads weights that every rank holds. `progress` is called with the bytes of each block read.
+
+    `staging`: what blocks go through on their way to a GPU.
+    """
 
     def __init__(
         self,
@@ -39,8 +42,10 @@ class DenseLoader:
         backend: Backend,
         dtype: torch.dtype,
         progress: Callable[[int], None] | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self._checkpoint = checkpoint
+        self._staging = staging
         self._dtype = dtype
         self._backend = backend
         self._progress = progress
@@ -53,12 +58,24 @@ class DenseLoader:
         out = allocate(weight.shape, dtype=dtype, device=self._backend.device)
         for part in weight.parts:
             rows = out.view(-1, *part.shape[1:])[part.row : part.row + part.shape[0]]
-            self._read(part.key, self._checkpoint.index.entries[part.key], rows.view(-1))
+            entry = self._checkpoint.index.entries[part.key]
+            if self._staging is None:
+                self._read(part.key, entry, rows.view(-1))
+            else:
+                self._stage(self._staging, part.key, entry, rows.view(-1))
         return self._backend.matrix(out) if weight.matrix else out
+
+    def _stage(self, staging: Staging, key: str, entry: TensorEntry, out: torch.Tensor) -> None:
+        """The same through pinned memory; the last copies still run when this returns."""
+        for piece in pieces(key, entry, staging.num_bytes):
+            (place,) = staging.read(piece)
+            put(out[piece.begin : piece.begin + piece.count], place)
+            if self._progress is not None:
+                self._progress(piece.num_bytes)
 
     def _read(self, key: str, entry: TensorEntry, out: torch.Tensor) -> None:
         """Fill the flat `out` from the file, block by block."""
-        stored = _TORCH_DTYPES[entry.dtype]
+        stored = TORCH_DTYPES[entry.dtype]
         direct = out.dtype == stored and out.device.type == "cpu"
         block = _SCRATCH_BYTES // stored.itemsize
         scratch = None if direct else torch.empty(min(block, out.numel()), dtype=stored)
@@ -66,21 +83,11 @@ class DenseLoader:
             for begin in range(0, out.numel(), block):
                 target = out[begin : begin + block]
                 place = target if scratch is None else scratch[: target.numel()]
-                _read_exactly(stream.fileno(), entry, key, begin * stored.itemsize, place)
+                read_exactly(stream.fileno(), entry, key, begin * stored.itemsize, place)
                 if scratch is not None:
                     target.copy_(place)
                 if self._progress is not None:
                     self._progress(place.numel() * stored.itemsize)
-
-
-def _read_exactly(fd: int, entry: TensorEntry, key: str, offset: int, out: torch.Tensor) -> None:
-    buffer = out.view(torch.uint8).numpy().data
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], entry.start + offset + done)
-        if count == 0:
-            raise CheckpointError(f"{entry.file}: truncated while reading {key}")
-        done += count
 
 
 class MappedExperts:
@@ -118,6 +125,6 @@ class MappedExperts:
                 self._maps[entry.file] = mmap.mmap(
                     stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
-        dtype = _TORCH_DTYPES[entry.dtype]
+        dtype = TORCH_DTYPES[entry.dtype]
         count = num_elements(entry.shape)
         return torch.frombuffer(self._maps[entry.file], dtype=dtype, count=count, offset=entry.start).view(entry.shape)

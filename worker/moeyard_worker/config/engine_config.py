@@ -26,6 +26,7 @@ EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp")
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
 DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
 EXPERT_POLICIES: tuple[str, ...] = ("slru", "lru")
+LOAD_FORMATS: tuple[str, ...] = ("auto", "safetensors", "dummy")
 _LIMITS = ("max_batch_tokens", "max_num_seqs", "prefill_chunk", "max_waiting")
 
 
@@ -85,12 +86,17 @@ class SchedulerConfig:
 class EngineConfig:
     """What `moeyard serve` asks of every worker; the CLI's defaults are read from these fields.
 
+    model_path: a checkpoint's directory; None where load_format is "dummy", which draws weights of chance for `shape`,
+    a published architecture, cut to its first num_layers if that is set. "auto" is "safetensors", all that is read.
     expert_slots and expert_memory: at most one is set; neither means as many as fit. kv_memory None means auto.
     async_scheduling: a step is planned while the one before runs. device: "cpu", "cuda" (the first GPU) or "cuda:N".
     enforce_eager: no step is captured in a CUDA graph.
     """
 
-    model_path: str
+    model_path: str | None
+    load_format: str = "auto"
+    shape: str | None = None
+    num_layers: int | None = None
     device: str = "cpu"
     num_workers: int = 1
     exchange: ExchangeKind = "auto"
@@ -114,7 +120,12 @@ class EngineConfig:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        for name, allowed in (("exchange", EXCHANGES), ("dtype", DTYPES), ("expert_policy", EXPERT_POLICIES)):
+        for name, allowed in (
+            ("exchange", EXCHANGES),
+            ("dtype", DTYPES),
+            ("expert_policy", EXPERT_POLICIES),
+            ("load_format", LOAD_FORMATS),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
@@ -126,7 +137,9 @@ class EngineConfig:
         if self.device != "cpu" and self.record_routing is not None and not self.enforce_eager:
             raise ValueError("record_routing on a GPU needs enforce_eager: a captured step tells the host of no expert")
         _require_positive(self, ("num_workers", "page_size", "threads", *_LIMITS))
-        _require_positive(self, ("expert_slots", "expert_memory", "kv_memory", "max_model_len", "mixed_prefill_tokens"))
+        _require_positive(self, ("expert_slots", "expert_memory", "kv_memory", "max_model_len", "num_layers"))
+        _require_positive(self, ("mixed_prefill_tokens",))
+        _require_source(self)
         _require_rows(self)
         if not 0 < self.step_deadline < float("inf"):
             raise ValueError(f"step_deadline must be a positive number of seconds, got {self.step_deadline}")
@@ -140,6 +153,19 @@ class EngineConfig:
             raise ValueError("give expert_slots or expert_memory, not both")
         if 64 % self.page_size:
             raise ValueError(f"page_size must divide 64 (attention splits keys every 64 tokens), got {self.page_size}")
+
+
+def _require_source(config: EngineConfig) -> None:
+    """Raise ValueError unless the weights come from one place: a checkpoint, or chance for a shape."""
+    if config.load_format == "dummy":
+        if config.model_path is not None:
+            raise ValueError(f"load_format dummy reads no checkpoint, got {config.model_path}; give a shape instead")
+        if config.shape is None:
+            raise ValueError("load_format dummy draws the weights of a shape; name one")
+    elif config.model_path is None or config.shape is not None:
+        raise ValueError(f"a shape ({config.shape}) has no checkpoint to read: it goes with load_format dummy")
+    if config.num_layers is not None and config.shape is None:
+        raise ValueError(f"num_layers {config.num_layers} cuts a shape, and none is given")
 
 
 def _require_positive(config: SchedulerConfig | EngineConfig, names: tuple[str, ...]) -> None:
@@ -175,6 +201,13 @@ def parse_size(text: str) -> int:
     if not 1 <= value < float("inf"):
         raise ValueError(f"{text!r} is not a size of at least one byte")
     return int(value)
+
+
+def loading_rates(num_bytes: int, seconds: float, read_rate: float | None) -> str:
+    """How fast weights came into place, for people; `read_rate`: bytes/s that their files gave, where it is known."""
+    rate = f"{num_bytes / seconds * 1e-9:.2f} GB/s" if seconds else "at once"
+    read = "" if read_rate is None else f", the files alone {read_rate * 1e-9:.2f} GB/s"
+    return f"loaded {format_size(num_bytes)} of weights in {seconds:.1f} s ({rate}{read})"
 
 
 def format_size(num_bytes: float) -> str:

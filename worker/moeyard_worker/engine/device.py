@@ -11,6 +11,7 @@ from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda import footprint as cuda_footprint
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.types.footprint import Footprints
+from moeyard_worker.checkpoint.staging import Staging
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.graph_runner import GraphRunner
 from moeyard_worker.engine.host_memory import available_memory
@@ -30,6 +31,10 @@ class LaunchedStep(Protocol):
     def step(self) -> Step: ...
     @property
     def results(self) -> list[Accepted]: ...
+    @property
+    def unsound(self) -> tuple[str, ...]:
+        """Ids of the requests whose logits in this step were not finite; waits for it as `results` does."""
+        ...
 
 
 class StepRunner(Protocol):
@@ -56,6 +61,14 @@ class Device(Protocol):
         """Make this the device of the calling thread."""
         ...
 
+    def staging(self) -> Staging | None:
+        """What weights go through on their way from files into this memory; None where they are read into place."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything that was launched has run."""
+        ...
+
     def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
         """How the model's steps are launched; everything that is made ahead of the first step is made here."""
         ...
@@ -75,6 +88,13 @@ class CpuDevice:
 
     def activate(self) -> None:
         """Every thread computes here."""
+
+    def staging(self) -> None:
+        """See `Device.staging`."""
+        return
+
+    def finish(self) -> None:
+        """Nothing runs behind a call's back."""
 
     def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
         """The runner itself."""
@@ -111,6 +131,14 @@ class CudaDevice:
     def activate(self) -> None:
         """See `Device.activate`."""
         torch.cuda.set_device(self._device)
+
+    def staging(self) -> Staging:
+        """See `Device.staging`."""
+        return Staging(event=torch.cuda.Event, pin_memory=True)
+
+    def finish(self) -> None:
+        """See `Device.finish`."""
+        torch.cuda.synchronize(self._device)
 
     def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
         """Steps of every size that is captured are captured here."""

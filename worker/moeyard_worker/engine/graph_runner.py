@@ -17,7 +17,7 @@ from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.device_sampler import DeviceSampler, captured
 from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.sampling import accepted, ask, edits_logits, sampled_rows, tell
+from moeyard_worker.engine.sampling import accepted, ask, chosen_logits, edits_logits, sampled_rows, tell, unsound
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 
@@ -48,8 +48,9 @@ class _Graph:
 class GraphLaunched:
     """A step that runs. `results` waits for it, and for no step behind it."""
 
-    def __init__(self, step: Step, tokens: SampledTokens, requests: Sequence[Request]) -> None:
+    def __init__(self, step: Step, tokens: SampledTokens, requests: Sequence[Request], chosen: torch.Tensor) -> None:
         self.step = step
+        self._chosen = _to_host(chosen)
         self._requests = requests
         self._tokens = tokens.each(_to_host)
         self._done = torch.cuda.Event()
@@ -64,6 +65,12 @@ class GraphLaunched:
             asked = [r.sampling.logprobs for c, r in zip(self.step.sampled, self._requests, strict=True)]
             self._results = accepted(self.step, tell(self._tokens, asked))
         return self._results
+
+    @property
+    def unsound(self) -> tuple[str, ...]:
+        """See `LaunchedStep.unsound`."""
+        self._done.synchronize()
+        return unsound(self.step, self._requests, self._chosen)
 
 
 class GraphRunner:
@@ -88,6 +95,8 @@ class GraphRunner:
         )  # fmt: skip
         self._graphs: dict[Bucket, _Graph] = {}
         self.num_replayed = self.num_eager = self.num_rows = self.num_padded_rows = 0
+        # While this is set every step is launched kernel by kernel.
+        self.eager = False
 
     def buckets(self) -> Iterator[Bucket]:
         """The size of every step that is captured."""
@@ -149,11 +158,11 @@ class GraphRunner:
             rows = sampled_rows(step, requests, before)
             tokens = ask(sampler.logits, rows, self._runner.config.eos_token_ids)
             sampler.last_ids[:count] = tokens.ids
-        return GraphLaunched(step, tokens, requests)
+        return GraphLaunched(step, tokens, requests, chosen_logits(sampler.logits, tokens.ids))
 
     def _find(self, step: Step) -> _Graph | None:
         """The smallest captured step that this one fits; None for what is launched kernel by kernel."""
-        size = Bucket.of(step)
+        size = None if self.eager else Bucket.of(step)
         if size is None:
             return None
         return next((graph for bucket, graph in self._graphs.items() if bucket.holds(size)), None)

@@ -16,6 +16,7 @@ from collections import deque
 import zmq
 
 from moeyard_worker.engine.device import LaunchedStep, StepRunner
+from moeyard_worker.engine.faults import RankFault, name_of, not_finite
 from moeyard_worker.engine.frontend import Frontend
 from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.exchange.base import Exchange, ExchangeError
@@ -63,8 +64,8 @@ class Engine:
         self._lockstep = Lockstep(mesh)
         self._frontend = frontend
         self._metrics = metrics
-        # Steps in flight, oldest first, each with when it was planned (monotonic seconds).
-        self._launched: deque[tuple[LaunchedStep, float]] = deque()
+        # Steps in flight, oldest first, each with its number and when it was planned (monotonic seconds).
+        self._launched: deque[tuple[LaunchedStep, int, float]] = deque()
         self._completed_at = 0.0
         self._clients: set[bytes] = set()
         self._reported: tuple[object, ...] = ()
@@ -87,17 +88,18 @@ class Engine:
         os.close(self._wake)
 
     def run(self) -> None:
-        """Serve until `stop`. A broken invariant ends every request by name and is raised."""
+        """Serve until `stop`. A fault or a broken invariant ends every request by name and is raised, named."""
         for socket in self._mesh.poll_sockets():
             self._peer_sockets.append(socket)
             self._poller.register(socket, zmq.POLLIN)
         try:
             while not self._stopping:
                 self._turn()
-        except BaseException as error:
-            self._poison(f"rank {self.rank} failed at step {self.step}: {type(error).__name__}: {error}")
+        except BaseException as error:  # boundary: raised again, under its name
+            named = name_of(error, rank=self.rank, step=self.step)
+            self._poison(named)
             self._refuse_unread()
-            raise
+            raise RankFault(named) from error
         finally:
             for reply in self._scheduler.fail_all("the worker is stopping"):
                 self._frontend.send(reply.client, reply.message)
@@ -177,11 +179,14 @@ class Engine:
         self._experts.begin_step(self.step)
         before = self._launched[-1][0] if self._launched else None
         launched = self._runner.launch(step, self._scheduler.requests(step), before=before)
-        self._launched.append((launched, started))
+        self._launched.append((launched, self.step, started))
 
-    def _complete(self, launched: LaunchedStep, started: float) -> None:
+    def _complete(self, launched: LaunchedStep, number: int, started: float) -> None:
         """Take the results of the oldest step in flight."""
         step = launched.step
+        if unsound := launched.unsound:
+            # What made them is in the pages by now, and others may share these.
+            raise RankFault(not_finite(unsound, step=number))
         results = launched.results
         now = time.monotonic()
         for reply in self._scheduler.complete(step, results, now):

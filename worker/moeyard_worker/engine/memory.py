@@ -44,9 +44,10 @@ class Reserve:
 class MemoryPlan:
     """What fits: pages of KV, expert slots, and the longest sequence that the pages can hold.
 
-    `stream_slots` come on top of `expert_slots` if these do not hold all experts, `host_bytes` is what those experts
-    then take of the host's memory. `reserve` is what was set aside before, `prefix_bytes` what attending to that
-    longest sequence takes. `reasons` says in words how KV and experts came to their shares.
+    Bytes: `available` is what was divided, `resident_bytes` the dense weights and slots of state. `stream_slots` come
+    on top of `expert_slots` if these do not hold all experts, `host_bytes` is what those experts then take of the
+    host's memory. `reserve` is what was set aside before, `prefix_bytes` what attending to that longest sequence takes.
+    `reasons` says in words how KV and experts came to their shares.
     """
 
     num_pages: int
@@ -56,7 +57,15 @@ class MemoryPlan:
     max_model_len: int
     reserve: Reserve
     prefix_bytes: int
+    available: int
+    resident_bytes: int
     reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{format_size(self.available)} free: dense weights {format_size(self.resident_bytes)}; "
+            f"{'; '.join(self.reasons)}; {self.reserve}"
+        )
 
 
 def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
@@ -65,7 +74,7 @@ def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
         num_experts=model.num_experts,
         top_k=model.top_k,
         hidden=model.hidden_size,
-        dtype=model.dtype if config.dtype == "auto" else config.dtype,
+        dtype=model.served_dtype(config.dtype),
         max_tokens=config.max_batch_tokens,
     )
 
@@ -189,6 +198,8 @@ def plan_memory(
         max_model_len=max_model_len,
         reserve=reserve,
         prefix_bytes=prefix,
+        available=available,
+        resident_bytes=held,
         reasons=(
             *reasons,
             f"{num_pages} KV pages, {format_size(kv)}, for sequences of up to {max_model_len} tokens",

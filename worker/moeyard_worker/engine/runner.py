@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from moeyard_kernels.backend import Backend
-from moeyard_worker.engine.sampling import accepted, choose, feed, sampled_rows
+from moeyard_worker.engine.sampling import accepted, choose, chosen_logits, feed, sampled_rows, unsound
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.moe import Experts
 from moeyard_worker.models.decoder import Decoder, Load
@@ -18,10 +18,11 @@ from moeyard_worker.state.pools import allocate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A step that runs, or has run: `results[i]` of `step.sampled[i]`."""
+    """A step that runs, or has run: `results[i]` of `step.sampled[i]`. `unsound`: requests with logits not finite."""
 
     step: Step
     results: list[Accepted]
+    unsound: tuple[str, ...] = ()
 
 
 class Runner:
@@ -77,4 +78,6 @@ class Runner:
         fed = feed(step, before)
         logits = self.forward(fed)
         rows = sampled_rows(fed, requests, before)
-        return Launched(step=step, results=accepted(fed, choose(logits, rows, self.config.eos_token_ids)))
+        chosen = choose(logits, rows, self.config.eos_token_ids)
+        found = chosen_logits(logits, torch.tensor([token_id for token_id, _ in chosen], dtype=torch.int64))
+        return Launched(step=step, results=accepted(fed, chosen), unsound=unsound(fed, requests, found))

@@ -99,6 +99,24 @@ def accepted(step: Step, chosen: Sequence[tuple[int, TokenLogprob | None]]) -> l
     return results
 
 
+def chosen_logits(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[B] what each row's token had of logits [>= B, V]: not finite where the row's largest is not.
+
+    The sampler takes the lowest NaN of a row that has one, and the largest of a row where that is infinite.
+    """
+    return logits[: len(ids)].gather(1, ids.unsqueeze(1)).squeeze(1)
+
+
+def unsound(step: Step, requests: Sequence[Request], logits: torch.Tensor) -> tuple[str, ...]:
+    """Requests whose chosen tokens' logits (on the CPU, in the order of `step.sample_rows`) are not finite."""
+    finite = iter(torch.isfinite(logits).tolist())
+    rows = [
+        (request, [next(finite) for _ in range(c.num_sampled)])
+        for c, request in zip(step.sampled, requests, strict=True)
+    ]
+    return tuple(request.request_id for request, found in rows if not all(found))
+
+
 def choose(
     logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]
 ) -> list[tuple[int, TokenLogprob | None]]:

@@ -7,14 +7,18 @@ crosses a method is plain values, so that a launcher needs no torch to drive a w
 
 import logging
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
-from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.checkpoint.check import DummyCheckpoint, check_weights
+from moeyard_worker.checkpoint.dummy import DummyWeights
+from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts
+from moeyard_worker.checkpoint.staging import StagedExperts, Staging
+from moeyard_worker.config.engine_config import SchedulerConfig, loading_rates
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
 from moeyard_worker.engine.frontend import Frontend
@@ -25,10 +29,12 @@ from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
+from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.experts.trace import RoutingRecorder, TraceHeader
-from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.decoder import Load
+from moeyard_worker.models.shapes import served_model
 from moeyard_worker.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -45,9 +51,9 @@ class Worker:
         self._spec = spec
         config = spec.config
         self._device = make_device(config)
-        self._model = load_model_config(config.model_path)
-        self._checkpoint = open_checkpoint(config.model_path, self._model)
-        self._dtype = getattr(torch, self._model.dtype if config.dtype == "auto" else config.dtype)
+        self._model = served_model(config)
+        self._checkpoint = check_weights(config, self._model)
+        self._dtype: torch.dtype = getattr(torch, self._model.served_dtype(config.dtype))
         self._placement = partition(self._model.num_experts, config.num_workers)
         self._experts = self._placement[spec.rank]
         self._shape = exchange_shape(config, self._model)
@@ -74,6 +80,8 @@ class Worker:
         self._total = 0
         self._engine: Engine | None = None
         self._recording: RoutingRecorder | None = None
+        # What `load` is at, for what it says when memory runs out.
+        self._doing = "loading weights"
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
@@ -105,18 +113,33 @@ class Worker:
         `ranks_on_host` workers share evenly what was free on the host when they had met. Raises ValueError when
         something does not fit and CheckpointError for a bad file.
         """
-        config, model = self._spec.config, self._model
+        config = self._spec.config
         assert self._available is not None, "load comes after connect"
         plan = self._plan(self._available // ranks_on_host, ranks_on_host)
         for reason in plan.reasons:
             log.info("rank %d: %s", self._spec.rank, reason)
+        try:
+            return self._build(plan)
+        except torch.OutOfMemoryError as error:
+            # The plan is an estimate, and others may have taken of the same memory since.
+            said = str(error).split(". ", 1)[0]
+            raise ValueError(
+                f"{config.device} ran out of memory while {self._doing}: {said}; planned of {plan}; lower --kv-memory, "
+                "--max-num-seqs or --max-batch-tokens, or end what else runs there"
+            ) from error
+
+    def _build(self, plan: MemoryPlan) -> dict[str, Any]:
+        """Everything that `plan` has room for."""
+        config, model = self._spec.config, self._model
         self._recording = self._recorder(plan)
         state = model.state_spec(self._dtype.itemsize)
         num_state_slots = config.max_num_seqs if state.bytes_per_sequence else 0
         backend = self._device.backend
+        begun, staging = time.perf_counter(), self._device.staging()
+        load, source = self._weights(staging)
         experts = self.experts = ExpertCache(
             backend=backend,
-            source=MappedExperts(self._checkpoint),
+            source=source,
             layers=model.moe_layers,
             experts=self._experts,
             hidden=model.hidden_size,
@@ -129,10 +152,9 @@ class Worker:
         self._total = self._checkpoint.dense_bytes()
         self._total += experts.num_preloaded * model.expert_bytes(self._dtype.itemsize)
         exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
-        loader = DenseLoader(self._checkpoint, backend=backend, dtype=self._dtype, progress=self._advance)
         runner = Runner(
             self._checkpoint.spec,
-            load=loader.load,
+            load=load,
             backend=backend,
             exchange=exchange,
             experts=experts,
@@ -141,6 +163,9 @@ class Worker:
             num_state_slots=num_state_slots,
         )
         experts.preload(self._advance)
+        self._device.finish()
+        self._doing = "capturing steps"
+        seconds = time.perf_counter() - begun
         scheduler = self.scheduler = Scheduler(
             SchedulerConfig(
                 num_pages=plan.num_pages,
@@ -159,19 +184,22 @@ class Worker:
                 chunk_alignment=state.chunk_alignment,
             )
         )
+        step_runner = self.runner = self._device.step_runner(runner, config, plan)
         self._engine = Engine(
             rank=self._spec.rank,
             world_size=config.num_workers,
             epoch=self._spec.epoch,
             scheduler=scheduler,
-            runner=self._device.step_runner(runner, config, plan),
+            runner=step_runner,
             experts=experts,
             exchange=exchange,
             mesh=self._mesh,
             frontend=self._frontend,
             metrics=self._metrics,
         )
-        log.info("rank %d serves %s with %s", self._spec.rank, config.model_path, plan)
+        log.info("rank %d serves %s with %s", self._spec.rank, config.model_path or config.shape, plan)
+        read = None if staging is None or not staging.read_seconds else staging.read_bytes / staging.read_seconds
+        log.info("%s", loading_rates(self._loaded, seconds, read))
         return {
             "dtype": str(self._dtype).removeprefix("torch."),
             "num_pages": plan.num_pages,
@@ -179,7 +207,19 @@ class Worker:
             "expert_slots": experts.num_slots,
             "num_experts": experts.num_experts,
             "skipped": dict(self._checkpoint.skipped),
+            "loaded_bytes": self._loaded,
+            "load_seconds": seconds,
+            "read_rate": read,
         }
+
+    def _weights(self, staging: Staging | None) -> tuple[Load, ExpertSource]:
+        """What gives the dense weights, and what the experts."""
+        checkpoint, backend = self._checkpoint, self._device.backend
+        if isinstance(checkpoint, DummyCheckpoint):
+            drawn = DummyWeights(checkpoint.spec, backend=backend, dtype=self._dtype, progress=self._advance)
+            return drawn.load, drawn
+        loader = DenseLoader(checkpoint, backend=backend, dtype=self._dtype, progress=self._advance, staging=staging)
+        return loader.load, MappedExperts(checkpoint) if staging is None else StagedExperts(checkpoint, staging)
 
     def _plan(self, available: int, ranks_on_host: int) -> MemoryPlan:
         return plan_memory(

@@ -79,6 +79,8 @@ class ExpertCache:
         )
         self._recorder = recorder
         self._step = 0
+        # Sees each layer's rows before they are computed, for measurements; not what a captured graph replays.
+        self.observer: Callable[[int, Dispatched], None] | None = None
         self._store = HostStore(source, hidden=hidden, intermediate=intermediate)
         self._loaded = False
         self._slots = backend.expert_slots(
@@ -167,6 +169,8 @@ class ExpertCache:
         With everything resident nothing is decided on the host; it counts where it knows the counts anyway.
         """
         assert self._loaded, "call preload() before the first run"
+        if self.observer is not None:
+            self.observer(layer, dispatched)
         run = self._slots.begin(
             dispatched.rows, dispatched.experts, num_experts=len(self._experts), prompt=dispatched.prompt
         )

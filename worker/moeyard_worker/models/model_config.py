@@ -55,6 +55,10 @@ class ModelConfig:
         """Experts per token."""
         return self.gate.rule.top_k
 
+    def served_dtype(self, asked: str) -> str:
+        """The dtype to serve in, where "auto" is the checkpoint's."""
+        return self.dtype if asked == "auto" else asked
+
     def attention_kinds(self) -> Iterator[Attention]:
         """The descriptions of attention that differ, each once."""
         yield from dict.fromkeys(self.attention)

@@ -1,11 +1,17 @@
 """Published architectures by name, as their config.json has them: what weights of chance can be served under. Pure.
 
-From the configs on the hub (2026-11): what decides sizes and arithmetic, and nothing else.
+From the configs on the hub (2026-11): what decides sizes and arithmetic, and nothing else. `moeyard-demo` is that of
+the bundled model (deploy/demo), small enough for every machine.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.fields import Fields
+from moeyard_worker.models.families import load_model_config, parse_model_config
+from moeyard_worker.models.model_config import ModelConfig
 
 _DEEPSEEK_V3: Mapping[str, Any] = MappingProxyType({
     "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
@@ -64,6 +70,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
             },
         },
+        "moeyard-demo": {
+            "model_type": "deepseek_v3", "vocab_size": 4096, "hidden_size": 192, "intermediate_size": 384,
+            "num_hidden_layers": 6, "num_attention_heads": 6, "q_lora_rank": 64, "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 32,
+            "num_experts_per_tok": 4, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+            "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_theta": 10000.0,
+            "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "dtype": "bfloat16",
+        },
     }
 )  # fmt: skip
 
@@ -75,6 +89,20 @@ def shape_config(name: str, num_layers: int | None = None) -> dict[str, Any]:
     config = dict(SHAPES[name])
     if num_layers is not None:
         if not 1 <= num_layers <= config["num_hidden_layers"]:
-            raise ValueError(f"{num_layers} layers of {name}, which has {config['num_hidden_layers']}")
+            raise ValueError(f"num_layers {num_layers}: {name} has {config['num_hidden_layers']}, give 1 to that many")
         config["num_hidden_layers"] = num_layers
     return config
+
+
+def shape_model(name: str, num_layers: int | None = None) -> ModelConfig:
+    """A named architecture as a model; raises ValueError for another name, or layers that it has not."""
+    source = name if num_layers is None else f"{num_layers} layers of {name}"
+    return parse_model_config(Fields(source, shape_config(name, num_layers)), Fields(source, {}))
+
+
+def served_model(config: EngineConfig) -> ModelConfig:
+    """What `config` serves: a checkpoint's model, or a shape. Raises ValueError saying what is wrong with it."""
+    if config.shape is not None:
+        return shape_model(config.shape, config.num_layers)
+    assert config.model_path is not None, "EngineConfig demands one of both"
+    return load_model_config(config.model_path)

@@ -1,0 +1,182 @@
+"""`moeyard bench engine`: one worker's engine in process, without router, sockets and peers.
+
+Prompts are distinct and random; weights are a checkpoint's, or of chance on a real model's scale for a published shape.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import platform
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeyard.bench.drive import Decode, Mixed, Prefill, Scenario, Subject
+from moeyard.bench.figures import table
+from moeyard.flags import DEFAULTS
+from moeyard_kernels.bench.timing import copy_bandwidth
+from moeyard_worker.checkpoint.check import check_weights
+from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EngineConfig
+from moeyard_worker.models.shapes import served_model
+from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.scheduling.sampling_check import sampling_error
+
+COLUMNS = (
+    ("case", "case"), ("step_ms.p50", "step p50"), ("step_ms.p99", "p99"), ("floor_ms", "floor"),
+    ("tpot_ms.p50", "TPOT p50"), ("tpot_ms.p90", "p90"), ("tpot_ms.p99", "p99"),
+    ("itl_ms.p50", "ITL p50"), ("itl_ms.p90", "p90"), ("itl_ms.p99", "p99"), ("itl_alone_ms.p50", "alone p50"),
+    ("ttft_ms.p50", "TTFT p50"), ("ttft_ms.p90", "p90"), ("ttft_ms.p99", "p99"), ("prompt_tok_s", "prompt tok/s"),
+    ("distinct_experts", "experts"), ("replay_share", "replays"), ("padding_share", "padding"),
+    ("host_ms.p50", "host p50"), ("host_ms.p99", "p99"),
+)  # fmt: skip
+LEGEND = (
+    "milliseconds; step: one that decodes every stream and no prompt; floor: the bytes that such a step must read, at "
+    "the copy bandwidth; experts: distinct ones per MoE layer; replays: share of steps; padding: share of replayed rows"
+)
+
+
+def bench_engine(args: argparse.Namespace) -> int:
+    """Measure what the flags ask for, print a table and write --json; returns the exit code.
+
+    Raises ValueError with one line for what cannot run here.
+    """
+    wanted = scenarios(args)
+    config = engine_config(args, wanted)
+    bandwidth = copy_bandwidth() if config.device != "cpu" else host_copy_bandwidth()
+    if config.device != "cpu":
+        torch.cuda.empty_cache()
+    result = measure(config, wanted, bandwidth=bandwidth, sampling=sampling_of(args), report=print)
+    print(f"\n{table(result['rows'], COLUMNS)}\n{LEGEND}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def measure(
+    config: EngineConfig, wanted: Sequence[Scenario], *, bandwidth: float, sampling: SamplingParams, report: Any
+) -> dict[str, Any]:
+    """Load the model and run the scenarios; `report` gets a line of text as each is known. `bandwidth`: bytes/s."""
+    begun = time.perf_counter()
+    model = served_model(config)
+    subject = Subject(config, check_weights(config, model).spec, sampling)
+    try:
+        facts = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "device": platform.machine() if config.device == "cpu" else torch.cuda.get_device_name(config.device),
+            "torch": torch.__version__,
+            "copy_bandwidth": bandwidth,
+            "model": config.shape or config.model_path,
+            "layers": model.num_layers,
+            "dtype": subject.report["dtype"],
+            "expert_slots": [subject.report["expert_slots"], subject.report["num_experts"]],
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seconds_to_load": time.perf_counter() - begun,
+        }
+        report(
+            f"{facts['device']}, torch {torch.__version__}, copy {bandwidth * 1e-12:.2f} TB/s; {facts['model']}, "
+            f"{model.num_layers} layers, {facts['dtype']}, expert slots {facts['expert_slots'][0]}/"
+            f"{facts['expert_slots'][1]}; loaded and captured in {facts['seconds_to_load']:.1f} s"
+        )
+        rows = []
+        for scenario in wanted:
+            rows.append(scenario.run(subject, bandwidth))
+            report(json.dumps(rows[-1]))
+        return {"facts": facts, "rows": rows}
+    finally:
+        subject.close()
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """How every request is sampled; raises ValueError for what no request may ask for."""
+    sampling = SamplingParams(max_tokens=1, temperature=args.temperature, top_p=args.top_p, ignore_eos=True)
+    if problem := sampling_error(sampling, vocab_size=1):
+        raise ValueError(problem)
+    return sampling
+
+
+def scenarios(args: argparse.Namespace) -> list[Scenario]:
+    """What the flags ask for, in order; raises ValueError for a flag that makes no sense."""
+    found: list[Scenario] = [Decode(streams=n, prompt=args.prompt, output=args.output) for n in args.streams]
+    for text in args.context:
+        count, length = times(text, "--context")
+        found.append(Decode(streams=count, prompt=length, output=args.output))
+    for text in args.prefill:
+        count, length = times(text, "--prefill")
+        found.append(Prefill(count=count, length=length))
+    if args.mixed:
+        found.append(
+            Mixed(
+                streams=args.mixed,
+                prompt=args.prompt,
+                length=args.mixed_prompt,
+                count=args.mixed_prompts,
+                chunk=args.mixed_chunk,
+            )
+        )
+    if not found:
+        raise ValueError("nothing to measure: give --streams, --context, --prefill or --mixed")
+    return found
+
+
+def times(text: str, flag: str) -> tuple[int, int]:
+    """(count, length) of "8x32768"."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise ValueError(f"{flag} {text!r} is not COUNTxLENGTH, for example 8x32768")
+    return int(match[1]), int(match[2])
+
+
+def engine_config(args: argparse.Namespace, wanted: Sequence[Scenario]) -> EngineConfig:
+    """An engine that is large enough for all that is wanted, and no larger."""
+    if (args.model is None) == (args.shape is None):
+        raise ValueError("give a MODEL directory or a --shape, one of both")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"no CUDA device: nothing to measure on {args.device} here (--device cpu measures a CPU)")
+    usual = {**DEFAULTS, **DEVICE_DEFAULTS["cpu" if args.device == "cpu" else "cuda"]}
+    page = usual["page_size"]
+    chunk = args.chunk or usual["prefill_chunk"]
+    streams = max(count for count, _ in (each.requests(chunk) for each in wanted))
+    rows = max(chunk, streams, *(each.chunk + each.streams for each in wanted if isinstance(each, Mixed)))
+    needs = [each.requests(rows) for each in wanted]
+    config = EngineConfig(
+        model_path=None if args.model is None else str(Path(args.model).resolve()),
+        load_format="dummy" if args.shape is not None else "auto",
+        shape=args.shape,
+        num_layers=args.layers,
+        device=args.device,
+        dtype=args.dtype,
+        page_size=page,
+        max_model_len=max(length for _, length in needs),
+        max_num_seqs=streams,
+        max_batch_tokens=rows,
+        prefill_chunk=chunk,
+        mixed_prefill_tokens=usual["mixed_prefill_tokens"],
+        prefix_caching=False,
+        async_scheduling=usual["async_scheduling"],
+        enforce_eager=args.enforce_eager,
+        # Replaced below: what a page takes is known of the model.
+        kv_memory=1,
+    )
+    model = served_model(config)
+    page_bytes = page * model.state_spec(DTYPE_BYTES[model.served_dtype(args.dtype)]).bytes_per_token
+    pages = max(count * (-(-length // page) + 1) for count, length in needs) + max(2, len(needs))
+    return dataclasses.replace(config, kv_memory=pages * page_bytes)
+
+
+def host_copy_bandwidth() -> float:
+    """Bytes/s (read + write) of copying 256 MiB with one thread, median of 5."""
+    source = torch.ones(64 << 20)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(6):
+        begun = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - begun)
+    return 2 * source.nbytes / statistics.median(seconds[1:])

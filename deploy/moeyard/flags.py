@@ -1,0 +1,294 @@
+"""The flags of every command that starts an engine, and the EngineConfig that they describe."""
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from moeyard_worker.config.engine_config import (
+    DEVICE_DEFAULTS,
+    DTYPES,
+    EXCHANGES,
+    EXPERT_POLICIES,
+    LOAD_FORMATS,
+    EngineConfig,
+    parse_size,
+)
+from moeyard_worker.models.shapes import SHAPES, shape_model
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {f.name: None if f.default is MISSING else f.default for f in fields(EngineConfig)}
+)
+# Flags whose names differ from the field they set.
+FLAGS = MappingProxyType(
+    {"num_workers": "--workers", "prefix_caching": "--no-prefix-caching", "num_layers": "--layers"}
+)
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo"
+
+
+def port(text: str) -> int:
+    """argparse type of a TCP port, 0 included."""
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; ports go from 0 to 65535")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """argparse type of a size in bytes."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def expert_memory(text: str) -> int | None:
+    """argparse type of --expert-memory: a size, or auto for as much as fits."""
+    return None if text == "auto" else size(text)
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is served: a checkpoint, or weights of chance for a shape."""
+    parser.add_argument("model", nargs="?", help="local Hugging Face directory (default: the bundled demo)")
+    parser.add_argument(
+        "--load-format",
+        choices=LOAD_FORMATS,
+        default=DEFAULTS["load_format"],
+        help="dummy: no checkpoint, weights of chance for --shape (default %(default)s: safetensors)",
+    )
+    add_shape_arguments(parser)
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """A published architecture, whole or cut."""
+    parser.add_argument("--shape", choices=tuple(SHAPES), metavar="NAME", help=f"one of {', '.join(SHAPES)}")
+    parser.add_argument("--layers", type=int, metavar="N", help="the shape's first N layers (default: all)")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of every command that starts a fleet; defaults are EngineConfig's."""
+    add = parser.add_argument
+    add(
+        "--workers",
+        type=int,
+        default=DEFAULTS["num_workers"],
+        metavar="N",
+        help="expert-parallel ranks, one Ray actor each (default %(default)s)",
+    )
+    add("--device", default=DEFAULTS["device"], metavar="NAME", help="cpu, cuda or cuda:N (default %(default)s)")
+    add("--host", default="127.0.0.1", help="address of the API (default %(default)s)")
+    add("--port", type=port, default=8000, help="port of the API, 0 picks one (default %(default)s)")
+    add("--served-model-name", metavar="NAME", help="model name of the API (default: name of the directory)")
+    add(
+        "--exchange",
+        choices=EXCHANGES,
+        default=DEFAULTS["exchange"],
+        help="zmq: shared memory on one host, TCP between hosts; zmq-tcp: always TCP (default %(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default=DEFAULTS["dtype"],
+        help="of weights and activations (default: the checkpoint's)",
+    )
+    add("--expert-slots", type=int, metavar="N", help="expert-cache slots of each rank (default: as many as fit)")
+    add(
+        "--expert-memory",
+        type=expert_memory,
+        metavar="SIZE",
+        help="expert-cache memory of each rank, e.g. 2GiB, or auto (default)",
+    )
+    add(
+        "--expert-policy",
+        choices=EXPERT_POLICIES,
+        default=DEFAULTS["expert_policy"],
+        help="residency policy (default %(default)s)",
+    )
+    add("--record-routing", metavar="FILE", help="record the experts each step needs, for cache-sim")
+    add(
+        "--kv-memory",
+        type=size,
+        metavar="SIZE",
+        help="KV pages of each rank, e.g. 1GiB (default: from the limits below and free memory)",
+    )
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="longest prompt + output (default: the model's, or what the KV pages hold)",
+    )
+    add(
+        "--max-batch-tokens",
+        type=int,
+        metavar="N",
+        help=f"rows of one step on a rank (default {both('max_batch_tokens')})",
+    )
+    add(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help=f"sequences running at once on a rank (default {DEFAULTS['max_num_seqs']}, or --max-batch-tokens if less)",
+    )
+    add(
+        "--prefill-chunk",
+        type=int,
+        metavar="N",
+        help=f"prompt rows of one sequence in a step (default {both('prefill_chunk')})",
+    )
+    add(
+        "--mixed-prefill-tokens",
+        type=int,
+        metavar="N",
+        help=(
+            "prompt rows of a step that has output rows too (default: as many as fit; on a GPU "
+            f"{DEVICE_DEFAULTS['cuda']['mixed_prefill_tokens']})"
+        ),
+    )
+    add(
+        "--max-waiting",
+        type=int,
+        default=DEFAULTS["max_waiting"],
+        metavar="N",
+        help="queued requests of a rank before 429 (default %(default)s)",
+    )
+    add("--no-prefix-caching", action="store_true", help="compute every prompt from its first token")
+    add(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="plan a step while the one before runs (default: on a GPU)",
+    )
+    add("--enforce-eager", action="store_true", help="capture no step in a CUDA graph")
+    add(
+        "--step-deadline",
+        type=float,
+        default=DEFAULTS["step_deadline"],
+        metavar="S",
+        help="seconds a step may wait for a peer (default %(default)s)",
+    )
+    add(
+        "--threads",
+        type=int,
+        default=DEFAULTS["threads"],
+        metavar="N",
+        help="OpenMP threads of a worker, 1 or 2 (default %(default)s)",
+    )
+    add("--ray-address", metavar="HOST:PORT", help="a running Ray cluster; without it a private one is started here")
+    add(
+        "--worker-host",
+        metavar="ADDR",
+        help="address workers bind (default: 127.0.0.1, or each node's own in a cluster)",
+    )
+    add(
+        "--metrics-port-base",
+        type=port,
+        default=0,
+        metavar="P",
+        help="worker r exports metrics at P + r (default: any free port each)",
+    )
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moeyard bench engine`."""
+    add = parser.add_argument
+    add("model", nargs="?", help="local Hugging Face directory (or --shape)")
+    add_shape_arguments(parser)
+    add("--device", default="cuda", metavar="NAME", help="cpu, cuda or cuda:N (default %(default)s)")
+    add("--dtype", choices=DTYPES, default="auto", help="of weights and activations (default: the checkpoint's)")
+    add("--enforce-eager", action="store_true", help="capture no step in a CUDA graph")
+    add("--streams", type=int, nargs="*", default=[1, 8, 64], metavar="N", help="requests at once (default 1 8 64)")
+    add("--prompt", type=int, default=128, metavar="N", help="tokens of their prompts (default %(default)s)")
+    add("--output", type=int, default=128, metavar="N", help="tokens answered to each (default %(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy; otherwise each its own seed")
+    add("--top-p", type=float, default=1.0, metavar="P", help="where tokens are sampled (default %(default)s)")
+    add("--context", nargs="*", default=[], metavar="CxN", help="C streams whose prompts have N tokens, e.g. 8x32768")
+    add(
+        "--prefill",
+        nargs="*",
+        default=["1x256", "1x1024", "1x8192", "4x4096"],
+        metavar="CxN",
+        help="C prompts of N tokens at once, a token answered to each (default 1x256 1x1024 1x8192 4x4096)",
+    )
+    add("--chunk", type=int, metavar="N", help=f"rows of a step (default {both('max_batch_tokens')})")
+    add(
+        "--mixed",
+        type=int,
+        nargs="?",
+        const=16,
+        default=0,
+        metavar="STREAMS",
+        help="latencies of so many streams (16) while prompts arrive one behind the other",
+    )
+    add("--mixed-prompt", type=int, default=8192, metavar="N", help="tokens of those prompts (default %(default)s)")
+    add("--mixed-prompts", type=int, default=4, metavar="N", help="how many of them (default %(default)s)")
+    add("--mixed-chunk", type=int, default=2048, metavar="N", help="their rows in a step (default %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write all figures there")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The EngineConfig that the flags describe; raises ValueError naming the flag at fault."""
+    try:
+        config = _engine_config(args)
+        if config.shape is not None:
+            shape_model(config.shape, config.num_layers)
+        return config
+    except ValueError as error:
+        raise ValueError(with_flags(str(error))) from error
+
+
+def with_flags(message: str) -> str:
+    """A message about fields of EngineConfig in words of the command line."""
+    names = "|".join(f.name for f in fields(EngineConfig) if "_" in f.name)
+    return re.sub(rf"\b({names})\b", lambda m: FLAGS.get(m[0], f"--{m[0].replace('_', '-')}"), message)
+
+
+def both(name: str) -> str:
+    """A field's default on a CPU and on a GPU, in words."""
+    return f"{DEFAULTS[name]}; on a GPU {DEVICE_DEFAULTS['cuda'][name]}"
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    usual = {**DEFAULTS, **DEVICE_DEFAULTS["cpu" if args.device == "cpu" else "cuda"]}
+    rows = args.max_batch_tokens or usual["max_batch_tokens"]
+    asynchronous = usual["async_scheduling"] if args.async_scheduling is None else args.async_scheduling
+    return EngineConfig(
+        model_path=None if args.load_format == "dummy" and args.model is None else checkpoint_directory(args.model),
+        load_format=args.load_format,
+        shape=args.shape,
+        num_layers=args.layers,
+        num_workers=args.workers,
+        exchange=args.exchange,
+        dtype=args.dtype,
+        expert_slots=args.expert_slots,
+        expert_memory=args.expert_memory,
+        expert_policy=args.expert_policy,
+        record_routing=None if args.record_routing is None else str(Path(args.record_routing).resolve()),
+        kv_memory=args.kv_memory,
+        max_model_len=args.max_model_len,
+        device=args.device,
+        page_size=usual["page_size"],
+        max_batch_tokens=rows,
+        # Only a default may be lowered without a word.
+        max_num_seqs=args.max_num_seqs or min(DEFAULTS["max_num_seqs"], rows),
+        prefill_chunk=args.prefill_chunk or usual["prefill_chunk"],
+        mixed_prefill_tokens=args.mixed_prefill_tokens or usual["mixed_prefill_tokens"],
+        max_waiting=args.max_waiting,
+        prefix_caching=not args.no_prefix_caching,
+        async_scheduling=asynchronous,
+        enforce_eager=args.enforce_eager,
+        step_deadline=args.step_deadline,
+        threads=args.threads,
+    )
+
+
+def checkpoint_directory(model: str | None) -> str:
+    """The directory of a checkpoint that was named, or of the demo's."""
+    return str(Path(model or bundled_model()).resolve())
+
+
+def bundled_model() -> str:
+    """Directory of the demo checkpoint, which only a checkout of the project has; raises ValueError elsewhere."""
+    if not DEMO_MODEL.is_dir():
+        raise ValueError("the demo checkpoint is not part of an installed package; name a MODEL or use a checkout")
+    return str(DEMO_MODEL)

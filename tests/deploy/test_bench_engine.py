@@ -1,0 +1,179 @@
+"""`moeyard bench engine`: its arithmetic by hand, and every scenario on a tiny model, on a CPU and on a GPU."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeyard.bench import engine
+from moeyard.bench.drive import Decode, Mixed, Prefill, Run, Subject
+from moeyard.bench.figures import (
+    Course,
+    StepRecord,
+    floor_bytes,
+    full_steps,
+    milliseconds,
+    percentiles,
+    shares,
+    table,
+)
+from moeyard.cli import build_parser
+from moeyard_worker.checkpoint.check import check_weights
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.models.shapes import served_model, shape_model
+from moeyard_worker.models.spec import model_spec
+from moeyard_worker.protocol import SamplingParams
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    return build_parser().parse_args(["bench", "engine", *flags])
+
+
+def test_percentiles_are_nearest_ranks() -> None:
+    assert percentiles([]) == {}
+    assert percentiles([3.0]) == {"p50": 3.0, "p90": 3.0, "p99": 3.0}
+    assert percentiles(range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99}
+    assert percentiles([4.0, 1.0, 2.0, 3.0]) == {"p50": 2.0, "p90": 4.0, "p99": 4.0}
+    assert milliseconds([0.25, None, 0.5]) == {"p50": 250.0, "p90": 500.0, "p99": 500.0}
+
+
+def test_course_of_a_request() -> None:
+    course = Course(1.0, [3.0, 4.0, 6.0, 7.0])
+    assert course.first == 2.0
+    assert course.per_token == pytest.approx(4 / 3)
+    assert course.gaps() == [1.0, 2.0, 1.0]
+    assert course.gaps(since=4.0) == [2.0, 1.0]
+    assert course.until(6.0).gaps() == [1.0, 2.0]
+    assert Course(1.0, [3.0]).per_token is None
+
+
+def test_full_steps_decode_every_stream_and_nothing_else() -> None:
+    rows = [(16, 16), (2, 0), (2, 0), (2, 0), (10, 8), (2, 0), (2, 0), (1, 0)]
+    records = [StepRecord(at=i * i, host=0, rows=n, prompt_rows=p) for i, (n, p) in enumerate(rows)]
+    assert full_steps(records, 2) == [3, 5, 11]
+
+
+def test_shares() -> None:
+    assert shares({}) == {}
+    assert shares({"num_replayed": 0, "num_eager": 0, "num_rows": 0, "num_padded_rows": 0}) == {}
+    counts = {"num_replayed": 3, "num_eager": 1, "num_rows": 18, "num_padded_rows": 24}
+    assert shares(counts) == {"replay_share": 0.75, "padding_share": 0.25}
+
+
+def test_floor_of_a_shape_by_hand() -> None:
+    """Qwen3-30B-A3B, one layer: attention with two norms of heads, router, two norms; the last norm, the head."""
+    model = shape_model("Qwen3-30B-A3B", 1)
+    attention = 2048 * 128 * (32 + 2 * 4 + 32) + 2 * 128
+    dense = attention + 128 * 2048 + 2 * 2048 + 2048 + 151936 * 2048
+    expert = 3 * 2048 * 768
+    kv = 2 * 4 * 128
+    found = floor_bytes(model_spec(model, ()), distinct=8.5, rows=3, context=100, itemsize=2)
+    assert found == 2 * (dense + 8.5 * expert + 3 * 100 * kv)
+
+
+def test_table_leaves_out_what_nobody_has() -> None:
+    rows = [{"case": "a", "ms": {"p50": 1.234}}, {"case": "bb", "rate": 12345.6}]
+    columns = [("case", "case"), ("ms.p50", "ms"), ("ms.p99", "no"), ("rate", "tok/s")]
+    assert table(rows, columns).splitlines() == ["case    ms   tok/s", "   a  1.23", "  bb        12,346"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None:
+    args = parse(
+        *("--shape", "moeyard-demo", "--layers", "2", "--device", device, "--streams", "3", "--prompt", "9"),
+        *("--output", "10", "--context", "2x70", "--prefill", "2x30", "--chunk", "32"),
+        *(
+            "--temperature",
+            str(temperature),
+            "--mixed",
+            "2",
+            "--mixed-prompt",
+            "40",
+            "--mixed-prompts",
+            "2",
+            "--mixed-chunk",
+            "16",
+        ),
+    )
+    wanted = engine.scenarios(args)
+    assert wanted == [
+        Decode(streams=3, prompt=9, output=10),
+        Decode(streams=2, prompt=70, output=10),
+        Prefill(count=2, length=30),
+        Mixed(streams=2, prompt=9, length=40, count=2, chunk=16),
+    ]
+    said: list[str] = []
+    result = engine.measure(
+        engine.engine_config(args, wanted), wanted, bandwidth=1e9, sampling=engine.sampling_of(args), report=said.append
+    )
+    assert len(said) == 1 + len(wanted)
+    assert json.loads(json.dumps(result)) == result
+    short, long, prompts, mixed = result["rows"]
+    model = shape_model("moeyard-demo", 2)
+    for row, streams in ((short, 3), (long, 2)):
+        assert model.top_k <= row["distinct_experts"] <= streams * model.top_k
+        assert 0 < row["step_ms"]["p50"] <= row["step_ms"]["p99"]
+        assert row["tpot_ms"]["p50"] > 0
+        assert row["ttft_ms"]["p50"] > 0
+        if device == "cuda":
+            assert row["replay_share"] == 1.0
+            # Decode steps have as many rows as a graph, prompts are padded.
+            assert 0 < row["padding_share"] < 1
+        positions = (9, 70)[streams == 2] + 10 / 2
+        needed = floor_bytes(
+            model_spec(model, ()), distinct=row["distinct_experts"], rows=streams, context=positions, itemsize=2
+        )
+        assert row["floor_ms"] == pytest.approx(needed / 1e9 * 1e3)
+    assert prompts["prompt_tok_s"] > 0
+    assert mixed["prompt_tok_s"] > 0
+    assert 0 < mixed["itl_alone_ms"]["p50"] <= mixed["itl_ms"]["p99"] * 1000
+    assert engine.table(result["rows"], engine.COLUMNS).count("\n") == len(wanted)
+
+
+def test_a_run_serves_what_was_asked_for() -> None:
+    """Every request gets its tokens, prompts and seeds differ, and rows add up."""
+    config = EngineConfig(
+        model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=2, max_model_len=64, kv_memory=1 << 20,
+        max_batch_tokens=24, max_num_seqs=4, prefill_chunk=24, prefix_caching=False,
+    )  # fmt: skip
+    subject = Subject(
+        config, check_weights(config, served_model(config)).spec, SamplingParams(max_tokens=1, ignore_eos=True)
+    )
+    try:
+        run = Run(subject, subject.scheduler())
+        for i in range(6):
+            subject.submit(run, prompt=10 + i, output=5)
+        run.go()
+        assert [len(course.tokens) for course in run.courses.values()] == [5] * 6
+        assert sum(record.prompt_rows for record in run.records) == sum(10 + i for i in range(6))
+        # The first token comes with the prompt's last row.
+        assert sum(record.rows - record.prompt_rows for record in run.records) == 6 * 4
+        assert all(record.rows <= 24 for record in run.records)
+        run.scheduler.validate()
+        assert not run.scheduler.has_work()
+    finally:
+        subject.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "give a MODEL directory or a --shape"),
+        (("/m", "--shape", "Kimi-K2"), "one of both"),
+        (("--shape", "Kimi-K2", "--prefill", "8"), "--prefill '8' is not COUNTxLENGTH, for example 8x32768"),
+        (("--shape", "Kimi-K2", "--context", "0x9"), "--context '0x9' is not COUNTxLENGTH"),
+        (("--shape", "Kimi-K2", "--mixed", "0", "--streams", "--prefill"), "nothing to measure"),
+        (("--shape", "moeyard-demo", "--device", "cpu", "--top-p", "0"), "top_p"),
+        (("--shape", "Kimi-K2", "--streams", "--prefill"), "nothing to measure"),
+        (("--shape", "Kimi-K2", "--layers", "62", "--device", "cpu"), "num_layers 62: Kimi-K2 has 61"),
+    ],
+    ids=" ".join,
+)
+def test_bad_arguments(flags: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ValueError, match="(?i)" + says.replace("(", r"\(")):
+        engine.bench_engine(parse(*flags))

@@ -1,0 +1,67 @@
+"""The published shapes: each is a model that can be served, and the bundled one is the bundled model's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.shapes import SHAPES, served_model, shape_config, shape_model
+from moeyard_worker.models.spec import model_spec
+
+DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
+# Parameters as published, in billions: 30.5, 235, 46.7, 15.7, 671, 1000 and more.
+PARAMETERS = {
+    "Qwen3-30B-A3B": (30.4, 30.6),
+    "Qwen3-235B-A22B": (234.5, 235.5),
+    "Mixtral-8x7B": (46.5, 46.9),
+    "DeepSeek-V2-Lite": (15.6, 15.8),
+    "DeepSeek-V3": (670, 672),
+    "Kimi-K2": (1000, 1060),
+    "moeyard-demo": (0.0055, 0.0056),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_has_as_many_parameters_as_published(name: str) -> None:
+    model = shape_model(name)
+    dense = sum(part.shape[0] * (part.shape[1] if len(part.shape) > 1 else 1)
+                for each in model_spec(model, ()).dense() for part in each.parts)  # fmt: skip
+    total = dense + model.num_experts * len(model.moe_layers) * model.expert_bytes(1)
+    low, high = PARAMETERS[name]
+    assert low <= total * 1e-9 <= high, total
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_is_cut_to_its_first_layers(name: str) -> None:
+    whole, cut = shape_model(name), shape_model(name, 4)
+    assert cut.num_layers == 4
+    assert cut.attention == whole.attention[:4]
+    assert cut.moe_layers == tuple(i for i in whole.moe_layers if i < 4)
+
+
+def test_the_bundled_one_is_the_bundled_model() -> None:
+    config, stored = shape_config("moeyard-demo"), json.loads((DEMO / "config.json").read_text())
+    stored["rope_theta"] = stored["rope_parameters"]["rope_theta"]
+    assert {key: stored[key] for key in config} == config
+    ours, theirs = shape_model("moeyard-demo"), load_model_config(DEMO)
+    assert ours.attention == theirs.attention
+    assert ours.gate == theirs.gate
+
+
+@pytest.mark.parametrize("layers", [0, -1, 95])
+def test_layers_that_it_has_not(layers: int) -> None:
+    with pytest.raises(ValueError, match=f"^num_layers {layers}: Qwen3-235B-A22B has 94, give 1 to that many$"):
+        shape_model("Qwen3-235B-A22B", layers)
+
+
+def test_another_name() -> None:
+    with pytest.raises(ValueError, match=r"^shape 'GPT-5' is not one of Qwen3-30B-A3B, .*"):
+        shape_model("GPT-5")
+
+
+def test_served_model() -> None:
+    drawn = EngineConfig(model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=3)
+    assert served_model(drawn) == shape_model("moeyard-demo", 3)
+    assert served_model(EngineConfig(model_path=str(DEMO))) == load_model_config(DEMO)

@@ -1,0 +1,38 @@
+"""Faults of a rank by name. Loads no torch: a launcher reads them too.
+
+A fault is what leaves this rank's memory or device in a state that nobody may trust: its requests end with the name,
+and only a new process may go on.
+"""
+
+import re
+from collections.abc import Sequence
+
+# How torch and Triton begin what CUDA told them; what follows on other lines is advice.
+_CUDA = re.compile(r"(?:CUDA error: |Triton Error \[CUDA\]: )([^\n]+)")
+_NAMED = 4
+
+
+class RankFault(RuntimeError):
+    """This rank cannot go on; the message names it, the step and what happened."""
+
+
+def not_finite(request_ids: Sequence[str], *, step: int) -> str:
+    """What is said of requests whose rows of a step had no finite largest logit."""
+    named = ", ".join(request_ids[:_NAMED])
+    more = f" and {len(request_ids) - _NAMED} more" if len(request_ids) > _NAMED else ""
+    return f"logits of step {step} are not finite: request {named}{more}"
+
+
+def name_of(error: BaseException, *, rank: int, step: int) -> str:
+    """One line that names what ended a rank at a step."""
+    if isinstance(error, RankFault):
+        return f"rank {rank}: {error}"
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"rank {rank}: out of device memory at step {step}: {_first_line(error)}"
+    if isinstance(error, RuntimeError) and (found := _CUDA.search(str(error))) is not None:
+        return f"rank {rank}: CUDA error: {found[1].rstrip('.')} at step {step}"
+    return f"rank {rank} failed at step {step}: {type(error).__name__}: {error}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]
