@@ -110,7 +110,15 @@ class Run:
             if isinstance(reply.message, Tokens):
                 self.courses[reply.message.request_id].tokens.extend([at] * len(reply.message.token_ids))
         host = busy + time.perf_counter() - at
-        self.records.append(StepRecord(at=at, host=host, rows=step.num_tokens, prompt_rows=step.num_prefill_tokens))
+        self.records.append(
+            StepRecord(
+                at=at,
+                host=host,
+                rows=step.num_tokens,
+                prompt_rows=step.num_prefill_tokens,
+                device=launched.device_seconds,
+            )
+        )
 
     def figures(self, end: float = math.inf) -> dict[str, Any]:
         """Latencies as a client would see them, and what the steps took and were, up to `end`."""
@@ -121,5 +129,6 @@ class Run:
             "tpot_ms": milliseconds(c.per_token for c in courses),
             "itl_ms": milliseconds(gap for c in courses for gap in c.gaps()),
             "host_ms": milliseconds(record.host for record in records),
+            "device_ms": milliseconds(record.device for record in records),
             "steps": len(records),
         }

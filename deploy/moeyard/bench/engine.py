@@ -37,7 +37,8 @@ COLUMNS = (
     ("itl_ms.p50", "ITL p50"), ("itl_ms.p90", "p90"), ("itl_ms.p99", "p99"), ("itl_alone_ms.p50", "alone p50"),
     ("ttft_ms.p50", "TTFT p50"), ("ttft_ms.p90", "p90"), ("ttft_ms.p99", "p99"), ("prompt_tok_s", "prompt tok/s"),
     ("distinct_experts", "experts"), ("replay_share", "replays"), ("padding_share", "padding"),
-    ("host_ms.p50", "host p50"), ("host_ms.p99", "p99"), ("hit_rate", "hits"), ("missed_mb", "missed MB"),
+    ("host_ms.p50", "host p50"), ("host_ms.p99", "p99"), ("device_ms.p50", "device p50"),
+    ("hit_rate", "hits"), ("missed_mb", "missed MB"),
     ("link_ms", "link"), ("of_bound", "of bound"),
 )  # fmt: skip
 LEGEND = (
