@@ -145,6 +145,10 @@ class ExpertResidency(Protocol):
         """What was counted: by now, which waits for the device, or by the call before the last, which does not."""
         ...
 
+    def validate(self) -> None:
+        """Assert every invariant; waits for the device."""
+        ...
+
 
 class Backend(Protocol):
     """What layers are written in. One instance per rank and model; it remembers which plans its objects will need."""

@@ -19,7 +19,7 @@ from moeyard_kernels.door.elementwise import (
     silu_mul,
 )
 from moeyard_kernels.door.expert_cache import cache_access, gather_experts
-from moeyard_kernels.door.experts import expert_layout, grouped_gemm, moe_weighted_reduce
+from moeyard_kernels.door.experts import expert_layout, grouped_gemm, moe_reduce_add_norm, moe_weighted_reduce
 from moeyard_kernels.door.linear import head_linear, linear, linear_pair
 from moeyard_kernels.door.prefill import attn_prefill_varlen
 from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_write_mla
@@ -53,6 +53,7 @@ __all__ = [
     "linear_pair",
     "mla_decode",
     "mla_split_qkv_a_norm",
+    "moe_reduce_add_norm",
     "moe_weighted_reduce",
     "plan_prefill",
     "residual_add_scaled",

@@ -46,6 +46,7 @@ WORKER_OTHERS = (
     "moeyard_expert_cache_misses_total",
     "moeyard_expert_cache_evictions_total",
     "moeyard_expert_cache_bytes_total",
+    "moeyard_expert_copy_seconds_total",
     "moeyard_exchange_bytes_total",
     "moeyard_num_requests_running",
     "moeyard_num_requests_waiting",

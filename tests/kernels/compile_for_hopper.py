@@ -4,8 +4,9 @@ The interpreter runs no compiler, and no Gluon: a kernel that it likes may still
 on tensors without storage that say they are on a GPU; launches stop after ptxas. Of each kernel the first N builds (all
 if not given) are reported, a line of JSON each: op, shape, kernel, bytes of shared memory, bytes of stack of a thread,
 whether it is launched early, whether its weight is called static, whether it waits before it reads memory (see
-`moeyard_kernels.common.dependent`) and lets the next launch begin only behind that, and a digest of the PTX, by which
-an edit that should change no code shows that it did not. Those launched early, static or with a tail count as others.
+`moeyard_kernels.common.dependent`) and lets the next launch begin only behind that, how rows are dealt out to threads
+where they are summed, and a digest of the PTX, by which an edit that should change no code shows that it did not. Those
+launched early, static, with a tail or with rows of another width count as others.
 """
 
 import hashlib
@@ -99,6 +100,23 @@ def triggers_late(ptx: str) -> bool:
     return trigger < 0 or 0 <= ptx.find("griddepcontrol.wait") < trigger
 
 
+def row_sums(ttgir: str) -> list[list[Any]]:
+    """[columns, and of them to a thread, threads of a warp, warps] of each sum of fp32 along rows.
+
+    Kernels that sum rows of so many columns alike give the same bits: thread by thread, then across the warp, then
+    across warps (`moeyard_kernels.elementwise.rms_norm`).
+    """
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>", ttgir, re.MULTILINE))
+    sums = r'"tt\.reduce"\(%[^)]*\) <\{axis = 1.*\n.*\n.*arith\.addf.*\n.*\n.*\}\) : \(tensor<\d+x(\d+)xf32, (#\w+)>'
+    found = set()
+    for columns, layout in re.findall(sums, ttgir):
+        # Other layouts are those of products.
+        if layout not in layouts:
+            continue
+        found.add((int(columns), *(int(pair[1]) for pair in re.findall(r"\[(\d+), (\d+)\]", layouts[layout])[:3])))
+    return sorted(map(list, found))
+
+
 def digest(ptx: str) -> str:
     """Of the instructions, which name no place in our files (see `pretend`)."""
     return hashlib.sha256(ptx.encode()).hexdigest()[:16]
@@ -126,7 +144,8 @@ def main() -> None:
 
     def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         # What may happen ahead of the wait depends on these, and where the parts of a tile lie on the last.
-        kind = (self.__name__, kwargs.get("launch_pdl", False), kwargs.get("STATIC"), bool(kwargs.get("TAIL")))
+        variant = (bool(kwargs.get("TAIL")), kwargs.get("BD"))
+        kind = (self.__name__, kwargs.get("launch_pdl", False), kwargs.get("STATIC"), variant)
         if count[kind] >= most:
             return
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
@@ -143,11 +162,13 @@ def main() -> None:
                 run()
                 if case.op in ("linear", "head_linear"):
                     run(static_weight=False)
+                elif case.op == "gqa_decode":
+                    run(static_tables=False)
             for name, early, static, _, kernel in built:
                 line = {"op": case.op, "shape": case.shape, "kernel": name, "shared": kernel.metadata.shared}
                 line |= {"stack": stack_bytes(kernel.asm["cubin"]), "ptx": digest(kernel.asm["ptx"])}
                 line |= {"early": early, "static": bool(static), "waits": waits(kernel.asm["ptx"])}
-                line |= {"triggers_late": triggers_late(kernel.asm["ptx"])}
+                line |= {"triggers_late": triggers_late(kernel.asm["ptx"]), "row_sums": row_sums(kernel.asm["ttgir"])}
                 print(json.dumps(line), flush=True)
             built.clear()
 

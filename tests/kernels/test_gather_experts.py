@@ -43,6 +43,8 @@ def test_bad_arguments_are_named() -> None:
     store, table = torch.zeros(4, 12), torch.zeros(2, dtype=torch.int32)
     gate_up, down = torch.zeros(3, 4, 2), torch.zeros(3, 2, 2)
     ops.gather_experts(store, table, gate_up, down, layer=1)
+    with pytest.raises(ValueError, match=r"counts int64 \[3\], expected int64"):
+        ops.gather_experts(store, table, gate_up, down, layer=1, counts=torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"store float32 \[4, 12\] for layer 2 of 2 x 12"):
         ops.gather_experts(store, table, gate_up, down, layer=2)
     with pytest.raises(ValueError, match=r"table must be int32 \[E\]"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.kernels.decode_cases import DEVICE, Paged, assert_same, exact, paged, poison, relative, torch_chain
+from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention import gqa_decode as kernel
@@ -116,9 +117,55 @@ def test_configs_agree(count: int, heads: int, kv_heads: int, dim: int, dim_v: i
     if not GPU:
         held.caches[1].mul_(2).round_()
         q = q * 0
-    results = [attend(q, held, held.tables(lens), config=config) for config in kernel.CONFIGS]
-    for config, result in zip(kernel.CONFIGS, results, strict=True):
+    # Interpreted, a tile is all that a config changes where pages are no blocks.
+    configs = kernel.CONFIGS if GPU else kernel.CONFIGS[:6]
+    results = [attend(q, held, held.tables(lens), config=config) for config in configs]
+    for config, result in zip(configs, results, strict=True):
         assert_same(result, results[0], str(config))
+
+
+@WINDOWS
+@pytest.mark.parametrize("splits", [1, 2], ids=["one split", "two splits"])
+def test_page_ids_asked_for_at_once(splits: int, window: int | None) -> None:
+    """Blocks that are pages, from the last block of a split to its whole, some under a window; nothing past a table."""
+    lens = [1, 64, 65, SPLIT - 1, SPLIT] if splits == 1 else [3, SPLIT, SPLIT + 1, 2 * SPLIT]
+    held = paged(lens, 64, heads=2, dims=(32, 16), dtype=torch.bfloat16, slack=0, window=window)
+    tables = held.tables(torch.tensor(lens), window=window)
+    assert tables.max_splits(SPLIT) == splits
+    q = queries(len(lens), 4, 32)
+    plain = attend(q, held, tables, config=kernel.CONFIGS[0])
+    for config in kernel.configs_for(2) if GPU else kernel.CONFIGS[6:7]:
+        assert_same(attend(q, held, tables, config=config), plain, str(config))
+    assert_same(attend(q, held, tables, config=kernel.CONFIGS[6], static_tables=True), plain, "static")
+    assert_same(attend(q, held, tables), plain, "default")
+    for row, length in enumerate(lens):
+        scale = 32**-0.5
+        wanted, _ = exact(q[row], held.of(0, row, length), held.of(1, row, length), scale=scale, window=window)
+        assert relative(plain[0][row], wanted) <= 1e-2
+
+
+@pytest.mark.skipif(not GPU, reason="only GPUs launch one kernel beside another")
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("static", [False, True], ids=["any", "static"])
+def test_queries_and_keys_written_by_the_launch_ahead_are_complete(rows: int, static: bool) -> None:
+    """Each launch beside its neighbours, tables of one split, in a chain of cache write, attention and product."""
+    lens = [1 + 67 * i % 500 for i in range(rows)]
+    held = paged(lens, 64, heads=4, dims=(128, 128), dtype=torch.bfloat16, slack=0)
+    tables = held.tables(torch.tensor(lens))
+    qkv, weight = queries(rows, 40, 128), (torch.randn(2048, 4096, device=DEVICE) / 64).bfloat16()
+    position = torch.tensor(lens, device=DEVICE) - 1
+    slots = held.table[torch.arange(rows, device=DEVICE), position // 64].long() * 64 + position % 64
+    cos, sin = torch.randn(rows, 128, device=DEVICE).chunk(2, 1)
+    scale = torch.ones(rows, device=DEVICE)
+    torch.cuda.synchronize()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        q, k, v = ops.scale_rows_(qkv.flatten(1).clone(), scale).view(qkv.shape).split((32, 4, 4), 1)
+        q = ops.rope_cache_write_gqa(q, k, v, cos, sin, slots, *held.caches, interleaved=False)
+        out, lse = ops.gqa_decode(q, *held.caches, tables=tables, scale=128**-0.5, static_tables=static)
+        return out, lse, ops.linear(out.flatten(1), weight, static_weight=True)
+
+    assert_replays(step, lambda: qkv.copy_(torch.randn_like(qkv)))
 
 
 @pytest.mark.skipif(not GPU, reason="slow where interpreted; the latent kernel is tested there")

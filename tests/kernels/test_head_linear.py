@@ -72,12 +72,18 @@ def test_both_views_of_one_weight(
 
 
 @LAYOUTS
-@pytest.mark.parametrize("config", kernel.CONFIGS, ids=str)
-def test_every_config_is_right(config: kernel.HeadConfig, absorb: bool) -> None:
-    # More steps of K than are asked for at once, and fewer.
-    for rows, nope, rank, dim_v in (
-        ((17, 72, 40, 33), (5, 600, 48, 20)) if CUDA or config.AHEAD else ((17, 72, 40, 33),)
-    ):
+@pytest.mark.parametrize(
+    "config", [c for c in kernel.CONFIGS if CUDA or isinstance(c, kernel.HeadConfig)], ids=str
+)  # fmt: skip
+def test_every_config_is_right(config: kernel.HeadConfig | kernel.HopperHeads, absorb: bool) -> None:
+    # More steps of K than are asked for at once, and fewer; whole steps and slices, as Gluon's kernel wants them, and
+    # outputs that end within a slice.
+    shapes = [(17, 72, 40, 33)]
+    if isinstance(config, kernel.HopperHeads):
+        shapes += [(17, 128, 192, 128), (9, 64, 320, 192)]
+    elif CUDA or config.AHEAD:
+        shapes += [(5, 600, 48, 20)]
+    for rows, nope, rank, dim_v in shapes:
         weight = weight_of(draw(2, nope + dim_v, rank, dtype=BF16), nope, absorb)
         x = draw(rows, 2, weight.shape[2], dtype=BF16)
         y = run(x, weight, config=config)
@@ -125,6 +131,21 @@ def test_the_shape_class_rounds_rows_up() -> None:
 def test_the_default_is_among_those_worth_trying(rows: int) -> None:
     for heads in (2, 16, 128):
         assert kernel.default_config(rows, heads, 512) in kernel.configs_for(rows)
+
+
+def test_the_kernel_for_hopper_takes_what_it_can_describe() -> None:
+    kv_b, x = torch.zeros(3, 256, 512).bfloat16(), torch.zeros(2, 3, 512).bfloat16()
+    narrow, wide = kernel.HopperHeads(BM=8, BN=32), kernel.HopperHeads(BM=64, BN=128)
+    expand, absorb, q = kv_b[:, 128:], kv_b[:, :128].transpose(1, 2), x[..., :128]
+    assert kernel.suits(narrow, x, expand)
+    assert kernel.suits(wide, x, expand)
+    assert kernel.suits(wide, q, absorb)
+    # Slices of 64 bytes, more than shared memory holds, one row for all heads, half a step, heads of another stride.
+    assert not kernel.suits(narrow, q, absorb)
+    assert not kernel.suits(kernel.HopperHeads(BM=64, BN=256), x, torch.zeros(3, 256, 512).bfloat16())
+    assert not kernel.suits(wide, x[:, :1].expand(-1, 3, -1), expand)
+    assert not kernel.suits(wide, x[..., :96], expand[..., :96])
+    assert not kernel.suits(wide, x, torch.zeros(3, 520 * 129).bfloat16()[:, : 512 * 128].view(3, 128, 512))
 
 
 def test_bad_arguments_are_named() -> None:
@@ -175,8 +196,10 @@ def test_rows_written_by_the_launch_ahead_are_complete(rows: int, static: bool, 
     x = draw(rows, 16, weight.shape[2], dtype=BF16)
     torch.cuda.synchronize()
 
-    def step() -> tuple[torch.Tensor, ...]:
-        total = ops.residual_add_scaled(x.flatten(1), x.flatten(1), x.flatten(1), 0.5)
-        return total, ops.head_linear(total.view_as(x), weight, static_weight=static)
+    for config in (None, *(c for c in kernel.CONFIGS if isinstance(c, kernel.HopperHeads) and c.BN >= 64)):
 
-    assert_replays(step, lambda: x.copy_(torch.randn_like(x)))
+        def step(config: kernel.HopperHeads | None = config) -> tuple[torch.Tensor, ...]:
+            total = ops.residual_add_scaled(x.flatten(1), x.flatten(1), x.flatten(1), 0.5)
+            return total, kernel.head_linear(total.view_as(x), weight, static_weight=static, config=config)
+
+        assert_replays(step, lambda: x.copy_(torch.randn_like(x)))

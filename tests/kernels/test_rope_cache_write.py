@@ -6,8 +6,10 @@ from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention import rope_cache_write as triton_kernel
+from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.common.launch import checked
 from moeyard_kernels.common.tuning import RowConfig
+from moeyard_kernels.elementwise import rms_norm as norm_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -65,6 +67,84 @@ def test_gqa_equals_rope_and_a_copy(
     assert torch.equal(got[2], wanted[1])
     out = ops.rope_cache_write_gqa(q, k, v, cos, sin, slots, *caches, interleaved=interleaved)
     assert all(torch.equal(a, b) for a, b in zip((out, *caches), got, strict=True))
+
+
+def normed_inputs(
+    count: int, num_q: int, num_kv: int, dim: int, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """On the device: q, k, v as slices of one product's rows, of many magnitudes; angles, slots, caches; and norms."""
+    qkv = torch.randn(count, num_q + 2 * num_kv, dim) * torch.exp2(torch.randint(-9, 9, (count, 1, 1)).float())
+    rows = qkv.to(DEVICE, dtype).split((num_q, num_kv, num_kv), 1)
+    others = (*angles(count, dim // 2, torch.float32), slots_for(count, count // PAGE + 2))
+    caches = (torch.full((num_kv, count // PAGE + 2, PAGE, dim), 7.0).to(DEVICE, dtype) for _ in range(2))
+    norms = torch.randn(2, dim).to(DEVICE, dtype)
+    return [*rows, *(x.to(DEVICE) for x in others), *caches], (norms[0], norms[1])
+
+
+def written(args: list[torch.Tensor], config: RowConfig | None = None, **options: object) -> tuple[torch.Tensor, ...]:
+    """What the kernel returns and what it makes of the caches."""
+    caches = [cache.clone() for cache in args[-2:]]
+    poison(*args[0].shape)
+    out = triton_kernel.rope_cache_write_gqa(*args[:-2], *caches, config=config, **options)  # type: ignore[arg-type]
+    return out, *caches
+
+
+def norms_first(args: list[torch.Tensor], norms: tuple[torch.Tensor, torch.Tensor], **options: object):  # type: ignore[no-untyped-def]
+    """The chain: two norms, then rotation and cache write."""
+    q, k = (norm_kernel.rms_norm(x, weight, 1e-6) for x, weight in zip(args[:2], norms, strict=True))
+    return written([q, k, *args[2:]], **options)
+
+
+@DTYPES
+@LAYOUT
+@pytest.mark.parametrize(
+    ("num_q", "num_kv", "dim"),
+    [(4, 1, 10), (9, 3, 128), *([(64, 4, 128), (8, 8, 64), (5, 2, 256), (3, 1, 40)] if DEVICE == "cuda" else [])],
+    ids=lambda n: str(n),
+)
+def test_norms_of_heads_in_the_same_launch_equal_the_chain(
+    num_q: int, num_kv: int, dim: int, interleaved: bool, dtype: torch.dtype
+) -> None:
+    args, norms = normed_inputs(3 if DEVICE == "cpu" else 3000, num_q, num_kv, dim, dtype)
+    wanted = norms_first(args, norms, interleaved=interleaved)
+    named = {"q_norm": norms[0], "k_norm": norms[1], "eps": 1e-6, "interleaved": interleaved}
+    assert_bits("one launch", written(args, **named), wanted)
+    if DEVICE == "cuda":
+        for config in triton_kernel.normed_configs(dim):
+            assert_bits(str(config), written(args, config, **named), wanted)
+        alone = [x[17:18] for x in args[:-2]]
+        got = triton_kernel.rope_cache_write_gqa(*alone, *(x.clone() for x in args[-2:]), **named)  # type: ignore[arg-type]
+        assert_bits("a row alone", got, wanted[0][17:18])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("count", [1, 65])
+def test_a_graph_replays_the_launch_with_norms(count: int) -> None:
+    args, norms = normed_inputs(count, 32, 4, 128, torch.bfloat16)
+    named = {"q_norm": norms[0], "k_norm": norms[1], "eps": 1e-6, "interleaved": False}
+    assert_replays(lambda: written(args, **named), lambda: [x.normal_() for x in args[:3]])
+
+
+def test_the_oracle_normalises_as_rms_norm_does() -> None:
+    args, norms = normed_inputs(5, 4, 2, 12, torch.bfloat16)
+    args = [x.cpu() for x in args]
+    q, k = (ops.rms_norm(x, weight.cpu(), 1e-6) for x, weight in zip(args[:2], norms, strict=True))
+    wanted = [x.clone() for x in args[-2:]]
+    got = [x.clone() for x in args[-2:]]
+    out = ops.rope_cache_write_gqa(q, k, *args[2:-2], *wanted, interleaved=False)
+    options = {"q_norm": norms[0].cpu(), "k_norm": norms[1].cpu(), "eps": 1e-6}
+    assert_bits("one call", ops.rope_cache_write_gqa(*args[:-2], *got, interleaved=False, **options), out)
+    assert_bits("caches", got, wanted)
+
+
+def test_tiles_that_sum_heads_in_another_order_are_refused() -> None:
+    assert set(triton_kernel.normed_configs(128)) == set(triton_kernel.CONFIGS)
+    assert all(c.num_warps <= c.BLOCK // 4 for c in triton_kernel.normed_configs(64))
+    assert {c.num_warps for c in triton_kernel.normed_configs(256)} == {4}
+    args, norms = normed_inputs(1, 2, 1, 64, torch.float32)
+    config = RowConfig(BLOCK=8, num_warps=4)
+    with pytest.raises(ValueError, match=r"RowConfig\(.*BLOCK=8\) does not sum heads of 64 as rms_norm does"):
+        written(args, config, q_norm=norms[0], k_norm=norms[1], eps=1e-6, interleaved=False)
 
 
 def run_mla(args: list[torch.Tensor], interleaved: bool, config: RowConfig | None = None) -> list[torch.Tensor]:
@@ -183,3 +263,9 @@ def test_bad_arguments_are_named() -> None:
         ops.rope_cache_write_gqa(q, q, q, cos, cos, torch.zeros(2).long(), cache, cache, interleaved=False)
     with pytest.raises(ValueError, match=r"v float32 \[2, 2, 8\] is not like k float32 \[2, 4, 8\]"):
         ops.rope_cache_write_gqa(q, q, q[:, :2], cos, cos, torch.zeros(2).long(), cache, cache, interleaved=False)
+    cache = torch.zeros(4, 3, PAGE, 8)
+    with pytest.raises(ValueError, match="q_norm and k_norm come together, or neither"):
+        ops.rope_cache_write_gqa(q, q, q, cos, cos, args[5], cache, cache, interleaved=False, q_norm=q[0, 0])
+    norms = {"q_norm": q[0, 0], "k_norm": q[0, 0, :4]}
+    with pytest.raises(ValueError, match=r"weight float32 \[4\] does not fit x float32 \[2, 4, 8\]"):
+        ops.rope_cache_write_gqa(q, q, q, cos, cos, args[5], cache, cache, interleaved=False, **norms)

@@ -6,6 +6,15 @@ queries times the heads of the group), per split of SPLIT positions and per bloc
     s = q k^T;  s = c s;  m' = max(m, max s);  p = 2^(s - m');  a = 2^(m - m');  l = fma(l, a, p);  o = o a + bf16(p) v
 
 The caches are [Hkv, num_pages, page, D]: a block of one head is one contiguous piece of a page.
+
+Where the table holds one split (ONE), which is so up to 512 keys, what counts is how many latencies follow each other:
+the work needs no counting then, and the launch may begin early (EARLY), with lengths and pages read ahead of its wait
+if the caller says that they are old enough (`static_tables`). A launch of few programs lets the next begin at once: the
+product behind it then copies its weights meanwhile. One of many does not, whose successor's programs would settle
+unevenly (docs/kernels.md).
+
+The page ids of a split may be asked for at once (PAGES). A block's own id, read in the loop, takes stages of the
+pipeline: of num_stages=4 it leaves keys and values one buffer, of 5 two, and without it they have three and four.
 """
 
 from dataclasses import dataclass
@@ -32,10 +41,22 @@ from moeyard_kernels.attention.decode_splits import (
     work_ends,
 )
 from moeyard_kernels.common import tuning
+from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import interpreted
 from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
+
+# Programs that leave multiprocessors free.
+_FEW = tl.constexpr(128)
+
+
+@triton.jit
+def _settle():
+    """Wait for the launches before this one; the next may begin if programs are few."""
+    wait_for_previous()
+    if tl.num_programs(0) <= _FEW:
+        let_next_begin()
 
 
 @triton.jit(do_not_specialize=("B", "MAX_PAGES", "S", "NUM_PAGES"))
@@ -44,18 +65,30 @@ def _gqa_decode_kernel(
     Q: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, BB: tl.constexpr,
     BQ: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
+    ONE: tl.constexpr, PAGES: tl.constexpr, EARLY: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     """Programs take (sequence, split, key head, tile of rows) in turns. p_out: [B, S, Q H, V], p_lse: [B, S, Q H].
 
-    G query heads share a key head; row m of a tile's Q G is query m // G, head m % G of the group.
+    G query heads share a key head; row m of a tile's Q G is query m // G, head m % G of the group. ONE: S is 1. PAGES:
+    how many page ids are asked for ahead of a split, all that it has, or 0 (pages are blocks if not).
     """
     TILES: tl.constexpr = (Q * G + BM - 1) // BM
     HEADS: tl.constexpr = H // G
     AXIS: tl.constexpr = 0 if SWAP else 1
-    b_ends = work_ends(p_lens, B, Q, BB, BQ, WINDOW, SPLIT, S == 1)
+    if EARLY and not STATIC:
+        _settle()
+    num_pieces = B
+    if not ONE:
+        b_ends = work_ends(p_lens, B, Q, BB, BQ, WINDOW, SPLIT, 0)
+        num_pieces = tl.max(b_ends, 0)
     o_d, o_v = tl.arange(0, BD), tl.arange(0, BV)
-    for i_item in tl.range(tl.program_id(0), tl.max(b_ends, 0) * (HEADS * TILES), tl.num_programs(0)):
-        i_b, i_s = find_work(i_item // (HEADS * TILES), b_ends)
+    for i_item in tl.range(tl.program_id(0), num_pieces * (HEADS * TILES), tl.num_programs(0)):
+        if ONE:
+            # The interpreter's range gives plain integers here.
+            i_item = tl.cast(i_item, tl.int32)
+            i_b, i_s = i_item // (HEADS * TILES), 0
+        else:
+            i_b, i_s = find_work(i_item // (HEADS * TILES), b_ends)
         i_h = i_item // TILES % HEADS
         o_m = (i_item % TILES) * BM + tl.arange(0, BM)
         m_m = o_m < Q * G
@@ -63,6 +96,16 @@ def _gqa_decode_kernel(
             p_lens, i_b, i_s, o_m // G, m_m, Q=Q, BQ=BQ, WINDOW=WINDOW, SPLIT=SPLIT, BN=BN
         )
         p_pages = p_table + i_b.to(tl.int64) * MAX_PAGES
+        if PAGES > 0:
+            # As scalars, for a block's choice among them shall pass no shared memory.
+            b_pages = ()
+            for u in tl.static_range(PAGES):
+                i_entry = i_low // PAGE + u
+                i_page = tl.load(p_pages + i_entry, mask=i_entry < MAX_PAGES, other=0)
+                # Triton has no unpacking.
+                b_pages = b_pages + (i_page,)  # type: ignore[assignment]  # noqa: RUF005
+        if EARLY and STATIC:
+            _settle()
 
         # Rows of q and of the results: (query, head).
         o_row = o_m // G * H + i_h * G + o_m % G
@@ -86,7 +129,13 @@ def _gqa_decode_kernel(
             m_n = o_n < i_high
             if WINDOW > 0:
                 m_n = m_n & (o_n >= i_bottom)
-            o_key = cache_rows(p_pages, i_n, o_n, m_n, i_head, PAGE=PAGE, BN=BN)
+            if PAGES > 0:
+                i_page = b_pages[0]  # type: ignore[misc]
+                for u in tl.static_range(1, PAGES):
+                    i_page = tl.where((i_n - i_low) // BN == u, b_pages[u], i_page)
+                o_key = (i_head + i_page) * PAGE + tl.arange(0, BN)
+            else:
+                o_key = cache_rows(p_pages, i_n, o_n, m_n, i_head, PAGE=PAGE, BN=BN)
             m_k, m_v = m_n[:, None], m_n[:, None]
             if BD != D:
                 m_k = m_k & (o_d < D)[None, :]
@@ -118,34 +167,63 @@ def _gqa_decode_kernel(
         m_out = m_m[:, None] & (o_v < V)[None, :]
         tl.store(p_out + o_out[:, None] * V + o_v[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_out)
         tl.store(p_lse + o_out, b_lse, mask=m_m)
+    if EARLY and STATIC:
+        # A program without work too: launches complete in order.
+        wait_for_previous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedConfig(Config):
     """BM rows (queries times heads of a group) of a tile, PER_SM programs of a multiprocessor.
 
-    SWAP: keys are the rows of the products, which suits few rows.
+    SWAP: keys are the rows of the products, which suits few rows. PAGES_AHEAD, EARLY: see the module.
     """
 
     kernel: Literal["triton"] = "triton"
     BM: int
     SWAP: bool
     PER_SM: int
+    PAGES_AHEAD: bool = False
+    EARLY: bool = False
 
 
-CONFIGS = (
+_LONG = (
     GroupedConfig(BM=16, SWAP=False, PER_SM=4, num_warps=2, num_stages=4),
     GroupedConfig(BM=16, SWAP=False, PER_SM=2, num_warps=4, num_stages=5),
     GroupedConfig(BM=16, SWAP=True, PER_SM=3, num_warps=4, num_stages=4),
     GroupedConfig(BM=16, SWAP=True, PER_SM=2, num_warps=4, num_stages=5),
     GroupedConfig(BM=32, SWAP=False, PER_SM=2, num_warps=4, num_stages=4),
     GroupedConfig(BM=64, SWAP=False, PER_SM=2, num_warps=4, num_stages=3),
+    GroupedConfig(BM=16, SWAP=False, PER_SM=2, num_warps=2, num_stages=4, PAGES_AHEAD=True),
+    GroupedConfig(BM=16, SWAP=False, PER_SM=3, num_warps=2, num_stages=3, PAGES_AHEAD=True),
+    GroupedConfig(BM=16, SWAP=False, PER_SM=2, num_warps=4, num_stages=4, PAGES_AHEAD=True),
+    GroupedConfig(BM=16, SWAP=False, PER_SM=1, num_warps=4, num_stages=6, PAGES_AHEAD=True),
+    GroupedConfig(BM=32, SWAP=False, PER_SM=2, num_warps=4, num_stages=4, PAGES_AHEAD=True),
 )
 
 
-def shape_class(rows: int, dim: int, sequences: int) -> str:
-    """The class of a launch: rows per sequence and key head, width of a key, and whether sequences are few."""
-    return f"M{rows} D{dim} {'few' if sequences <= 8 else 'many'}"
+def _short(num_stages: int, num_warps: int, *, SWAP: bool = False, PER_SM: int = 1, BM: int = 16) -> GroupedConfig:
+    return GroupedConfig(
+        BM=BM, SWAP=SWAP, PER_SM=PER_SM, num_warps=num_warps, num_stages=num_stages, PAGES_AHEAD=True, EARLY=True
+    )
+
+
+# For tables of one split: deeper, and with more warps for what is computed between two blocks.
+_SHORT = (
+    _short(4, 2, PER_SM=2),
+    _short(4, 4, PER_SM=2),
+    _short(6, 4),
+    _short(6, 8),
+    _short(6, 4, SWAP=True),
+    _short(4, 4, BM=32, PER_SM=2),
+    _short(3, 4, BM=64, PER_SM=2),
+)
+CONFIGS = (*_LONG, *_SHORT)
+
+
+def shape_class(rows: int, dim: int, sequences: int, *, one_split: bool) -> str:
+    """The class of a launch: rows per sequence and key head, width of a key, whether sequences and splits are few."""
+    return f"M{rows} D{dim} {'few' if sequences <= 8 else 'many'}{' short' if one_split else ''}"
 
 
 def configs_for(rows: int) -> tuple[GroupedConfig, ...]:
@@ -153,9 +231,10 @@ def configs_for(rows: int) -> tuple[GroupedConfig, ...]:
     return fitting(CONFIGS, rows)
 
 
-def default_config(rows: int) -> GroupedConfig:
+def default_config(rows: int, *, one_split: bool) -> GroupedConfig:
     """The config for shapes that nobody tuned."""
-    return CONFIGS[0 if rows <= 16 else 4 if rows <= 32 else 5]
+    size = 0 if rows <= 16 else 1 if rows <= 32 else 2
+    return (_SHORT[1], _SHORT[5], _SHORT[6])[size] if one_split else (_LONG[0], _LONG[4], _LONG[5])[size]
 
 
 def gqa_decode(
@@ -165,6 +244,7 @@ def gqa_decode(
     *,
     tables: DecodeTables,
     scale: float,
+    static_tables: bool = False,
     split: int = GQA_SPLIT,
     config: GroupedConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,11 +256,14 @@ def gqa_decode(
     rows = queries * group
     check_tables("gqa_decode", tables, num_pages)
     if config is None:
-        name = shape_class(rows, dim, sequences)
-        config = tuning.choose("gqa_decode", name, q, (GroupedConfig,), lambda: default_config(rows))
+        name = shape_class(rows, dim, sequences, one_split=splits == 1)
+        config = tuning.choose(
+            "gqa_decode", name, q, (GroupedConfig,), lambda: default_config(rows, one_split=splits == 1)
+        )
     partial, lse = new_partials(q, tables=tables, heads=heads, dim=dim_v, split=split)
     if partial.numel():
         work = sequences * splits * kv_heads * triton.cdiv(rows, config.BM)
+        pages = triton.cdiv(split, BLOCK) if config.PAGES_AHEAD and tables.page_size == BLOCK else 0
         _gqa_decode_kernel[(num_programs(work, q, config.PER_SM),)](
             q, k_cache, v_cache, tables.page_table, tables.kv_lens, partial, lse,
             scale * LOG2E, sequences, tables.page_table.shape[1], splits, num_pages,
@@ -189,6 +272,8 @@ def gqa_decode(
             BB=triton.next_power_of_2(sequences), BQ=triton.next_power_of_2(queries),
             BD=max(16, triton.next_power_of_2(dim)), BV=max(16, triton.next_power_of_2(dim_v)),
             BM=config.BM, SWAP=config.SWAP, UPCAST=interpreted(),
+            ONE=splits == 1, PAGES=pages, EARLY=config.EARLY, STATIC=static_tables,
             num_warps=config.num_warps, num_stages=config.num_stages, **UNFUSED,
+            **(dependent(q) if config.EARLY else {}),
         )  # fmt: skip
     return combine_splits(partial, lse, dtype=q.dtype, heads=heads, tables=tables, split=split)

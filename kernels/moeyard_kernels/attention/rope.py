@@ -9,18 +9,21 @@ from moeyard_kernels.common.launch import MAX_GRID_X, finish, new_output
 from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.rows import check_rows
 from moeyard_kernels.common.tuning import RowConfig, choose
+from moeyard_kernels.elementwise.rms_norm import NUM_WARPS, row_scale, row_tile
 
 _TILES = ((4, 1), (8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4))
 CONFIGS = tuple(RowConfig(BLOCK=heads, num_warps=warps) for heads, warps in _TILES)
 
 
-def shape_class(num_tokens: int, num_heads: int, dim: int) -> str:
+def shape_class(num_tokens: int, num_heads: int, dim: int, *, normed: bool = False) -> str:
     """Decode steps want many small programs, prompts few large ones."""
-    return f"{'few' if num_tokens <= 64 else 'many'} N{num_heads} D{dim}"
+    return f"{'few' if num_tokens <= 64 else 'many'} N{num_heads} D{dim}{' normed' if normed else ''}"
 
 
-def default_config(num_heads: int, dim: int) -> RowConfig:
-    """The config of shapes that nobody tuned: 512 pairs per program, a few per thread."""
+def default_config(num_heads: int, dim: int, *, normed: bool = False) -> RowConfig:
+    """The config of shapes that nobody tuned: 512 pairs per program, a few per thread; the norm's tile if normed."""
+    if normed:
+        return RowConfig(BLOCK=row_tile(dim)[0], num_warps=NUM_WARPS)
     half = half_block(dim)
     heads = min(max(1, 512 // half), triton.next_power_of_2(num_heads))
     return RowConfig(BLOCK=heads, num_warps=max(1, min(4, heads * half // 128)))
@@ -38,30 +41,60 @@ def rotate(b_first, b_second, b_cos, b_sin, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _split_pairs(b_x, BH: tl.constexpr):
+    """The first and the second of each pair of the last dimension, which is 2 BH wide; b_x of one or two dimensions."""
+    if len(b_x.shape) == 1:
+        b_first, b_second = tl.split(tl.reshape(b_x, [BH, 2]))
+    else:
+        b_first, b_second = tl.split(tl.reshape(b_x, [b_x.shape[0], BH, 2]))
+    return b_first, b_second
+
+
+@triton.jit
 def rotated_heads(
-    p_x, stride_n, o_n, N, p_cos, p_sin, HALF, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
-):
-    """The rotated halves [BN, BH] (fp32, rounded to x's dtype) of heads o_n of one token. BH covers HALF = D / 2."""
+    p_x, stride_n, o_n, N, p_cos, p_sin, p_norm, eps, HALF,
+    INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """The rotated halves [BN, BH] (fp32, rounded to x's dtype) of heads o_n of one token. BH covers HALF = D / 2.
+
+    With BD > 0 each head is normalised first, by the weight p_norm [D]: its scale is that of rms_norm, whose sum's
+    order follows from the tile [BN, BD] (see `rope_cache_write`). The tile is read for it a second time, which is
+    cheaper than taking it apart: both reads are in flight together, and the second finds the lines of the first.
+    """
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
     o_h = tl.arange(0, BH)
     m_h = o_h < HALF
     m_n = (o_n < N)[:, None]
+    p_head = p_x + o_n.to(tl.int64)[:, None] * stride_n
+    if BD > 0:
+        o_x = tl.arange(0, BD)
+        b_whole = tl.load(p_head + o_x[None, :], mask=m_n & (o_x < 2 * HALF)[None, :], other=0.0).to(tl.float32)
     if INTERLEAVED:
         o_d = tl.arange(0, 2 * BH)
-        b_x = tl.load(
-            p_x + o_n.to(tl.int64)[:, None] * stride_n + o_d[None, :], mask=m_n & (o_d < 2 * HALF)[None, :], other=0.0
-        ).to(tl.float32)
-        b_first, b_second = tl.split(tl.reshape(b_x, [BN, BH, 2]))
+        m_d = o_d < 2 * HALF
+        b_x = tl.load(p_head + o_d[None, :], mask=m_n & m_d[None, :], other=0.0).to(tl.float32)
+        b_first, b_second = _split_pairs(b_x, BH)
+        if BD > 0:
+            b_weight = tl.load(p_norm + o_d, mask=m_d, other=0.0).to(tl.float32)
+            b_weight_first, b_weight_second = _split_pairs(b_weight, BH)
     else:
-        p_first = p_x + o_n.to(tl.int64)[:, None] * stride_n + o_h[None, :]
+        p_first = p_head + o_h[None, :]
         b_first = tl.load(p_first, mask=m_n & m_h[None, :], other=0.0).to(tl.float32)
         b_second = tl.load(p_first + HALF, mask=m_n & m_h[None, :], other=0.0).to(tl.float32)
+        if BD > 0:
+            b_weight_first = tl.load(p_norm + o_h, mask=m_h, other=0.0).to(tl.float32)
+            b_weight_second = tl.load(p_norm + HALF + o_h, mask=m_h, other=0.0).to(tl.float32)
     b_cos = tl.load(p_cos + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
     b_sin = tl.load(p_sin + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+    if BD > 0:
+        b_scale = row_scale(b_whole, 2 * HALF, eps)
+        b_first = round_to(round_to(b_first * b_scale, DTYPE) * b_weight_first[None, :], DTYPE)
+        b_second = round_to(round_to(b_second * b_scale, DTYPE) * b_weight_second[None, :], DTYPE)
     if p_cos.dtype.element_ty == tl.float32:
         b_first, b_second = rotate(b_first, b_second, b_cos, b_sin, tl.float32)
     else:
-        b_first, b_second = rotate(b_first, b_second, b_cos, b_sin, p_x.dtype.element_ty)
-    return round_to(b_first, p_x.dtype.element_ty), round_to(b_second, p_x.dtype.element_ty)
+        b_first, b_second = rotate(b_first, b_second, b_cos, b_sin, DTYPE)
+    return round_to(b_first, DTYPE), round_to(b_second, DTYPE)
 
 
 @triton.jit
@@ -88,14 +121,14 @@ def token_and_block(num_blocks):
 
 @triton.jit
 def rotate_block(
-    p_x, p_cos, p_sin, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
-    INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
+    p_x, p_cos, p_sin, p_norm, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, eps, HALF,
+    INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """Rotate heads [i_n BN, i_n BN + BN) of token i_t of x into out [T, N, D]."""
+    """Rotate heads [i_n BN, i_n BN + BN) of token i_t of x into out [T, N, D], normalised first if BD > 0."""
     o_n = i_n * BN + tl.arange(0, BN)
     b_first, b_second = rotated_heads(
-        p_x + i_t * stride_t, stride_n, o_n, N, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, HALF,
-        INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
+        p_x + i_t * stride_t, stride_n, o_n, N, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, p_norm, eps, HALF,
+        INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=BD
     )  # fmt: skip
     store_halves(p_out + i_t * N * 2 * HALF, 2 * HALF, o_n, o_n < N, b_first, b_second, HALF, BH=BH)
 
@@ -110,22 +143,21 @@ def _rope_kernel(
     let_next_begin()
     i_t, i_n = token_and_block(num_blocks)
     rotate_block(
-        p_x, p_cos, p_sin, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, HALF,
-        INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
+        p_x, p_cos, p_sin, p_x, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, 0.0, HALF,
+        INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=0
     )  # fmt: skip
 
 
 def launch_plan(
-    op: str, x: torch.Tensor, config: RowConfig | None, *, more_blocks: int = 0
+    op: str, x: torch.Tensor, config: RowConfig | None, *, more_blocks: int = 0, normed: bool = False
 ) -> tuple[RowConfig, int, torch.Tensor]:
-    """(config, blocks of heads, output) of a launch that rotates x [T, heads, D].
+    """(config, blocks of heads, output) of a launch that rotates x [T, heads, D], normalised first or not.
 
     Raises ValueError if the grid of a GPU cannot hold the tokens, or `more_blocks` blocks beside those of the heads.
     """
     num_tokens, num_heads, dim = x.shape
-    config = config or choose(
-        op, shape_class(num_tokens, num_heads, dim), x, (RowConfig,), lambda: default_config(num_heads, dim)
-    )
+    name = shape_class(num_tokens, num_heads, dim, normed=normed)
+    config = config or choose(op, name, x, (RowConfig,), lambda: default_config(num_heads, dim, normed=normed))
     num_blocks = triton.cdiv(num_heads, config.BLOCK)
     if num_tokens * (num_blocks + more_blocks) > MAX_GRID_X:
         raise ValueError(f"{op}: {list(x.shape)} exceeds the grid of a GPU")

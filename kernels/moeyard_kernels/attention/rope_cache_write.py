@@ -1,4 +1,10 @@
-"""Triton: rotate a step's queries and keys and write its keys and values into the paged cache, in one launch."""
+"""Triton: rotate a step's queries and keys and write its keys and values into the paged cache, in one launch.
+
+Queries and keys of grouped attention may be normalised head by head on the way. The bits are those of `rms_norm`, whose
+sum over a head is a tree that follows from how a tile is dealt out to threads: 16 bytes to each, neighbours along the
+head, so that a head is summed alike whatever the number of heads in the tile, as long as every thread gets 16 bytes and
+a head stays within one warp. Tiles of which that cannot be said are refused (`normed_configs`).
+"""
 
 import torch
 import triton
@@ -18,6 +24,21 @@ from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for
 from moeyard_kernels.common.launch import check_indices, finish
 from moeyard_kernels.common.rows import check_rows
 from moeyard_kernels.common.tuning import RowConfig
+from moeyard_kernels.elementwise.rms_norm import NUM_WARPS, row_tile
+
+
+def normed_configs(dim: int) -> tuple[RowConfig, ...]:
+    """Those of `CONFIGS` whose tiles sum a head of `dim` values in the order of rms_norm's: see the module."""
+    return tuple(config for config in CONFIGS if _sums_alike(config, dim))
+
+
+def _sums_alike(config: RowConfig, dim: int) -> bool:
+    rows, block = row_tile(dim)
+    same_warps = config.num_warps == NUM_WARPS
+    if same_warps and rows <= config.BLOCK:
+        return True
+    # 8 values to a thread, and at most 32 threads to a head: those of fp32, of which 16 bytes are 4.
+    return config.BLOCK * block >= 256 * config.num_warps and (same_warps or (dim % 16 == 0 and block <= 128))
 
 
 @triton.jit
@@ -30,20 +51,24 @@ def _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE: tl.constexpr):
 
 @triton.jit
 def _gqa_kernel(
-    p_q, p_k, p_v, p_cos, p_sin, p_slots, p_out, p_k_cache, p_v_cache,
-    NQ, NKV, HALF, num_q_blocks,
+    p_q, p_k, p_v, p_cos, p_sin, p_q_norm, p_k_norm, p_slots, p_out, p_k_cache, p_v_cache,
+    NQ, NKV, HALF, num_q_blocks, eps,
     stride_qt, stride_qn, stride_kt, stride_kn, stride_vt, stride_vn, stride_cos, stride_sin,
     stride_ckn, stride_ckp, stride_cke, stride_cvn, stride_cvp, stride_cve,
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BNKV: tl.constexpr, BH: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
-    """Query heads [i_n BN, i_n BN + BN) of one token, or its keys and values. Grid: T (num_q_blocks + 1)."""
+    """Query heads [i_n BN, i_n BN + BN) of one token, or its keys and values. Grid: T (num_q_blocks + 1).
+
+    BD > 0: queries and keys are normalised first, by tiles of BD columns.
+    """
     wait_for_previous()
     let_next_begin()
     i_t, i_n = token_and_block(num_q_blocks + 1)
     if i_n < num_q_blocks:
         rotate_block(
-            p_q, p_cos, p_sin, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, HALF,
-            INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
+            p_q, p_cos, p_sin, p_q_norm, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, eps, HALF,
+            INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=BD
         )  # fmt: skip
     else:
         o_kv = tl.arange(0, BNKV)
@@ -55,8 +80,8 @@ def _gqa_kernel(
         o_v = o_kv.to(tl.int64)[:, None]
         b_v = tl.load(p_v + i_t * stride_vt + o_v * stride_vn + o_d[None, :], mask=m_v, other=0.0)
         b_k_first, b_k_second = rotated_heads(
-            p_k + i_t * stride_kt, stride_kn, o_kv, NKV, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, HALF,
-            INTERLEAVED=INTERLEAVED, BN=BNKV, BH=BH
+            p_k + i_t * stride_kt, stride_kn, o_kv, NKV, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin,
+            p_k_norm, eps, HALF, INTERLEAVED=INTERLEAVED, BN=BNKV, BH=BH, BD=BD
         )  # fmt: skip
         store_halves(p_k_cache + o_k_entry, stride_ckn, o_kv, m_kv, b_k_first, b_k_second, HALF, BH=BH)
         tl.store(p_v_cache + o_v_entry + o_v * stride_cvn + o_d[None, :], b_v, mask=m_v)
@@ -75,8 +100,8 @@ def _mla_kernel(
     i_t, i_n = token_and_block(num_q_blocks + 1)
     if i_n < num_q_blocks:
         rotate_block(
-            p_q, p_cos, p_sin, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, HALF,
-            INTERLEAVED=INTERLEAVED, BN=BN, BH=BH
+            p_q, p_cos, p_sin, p_q, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, 0.0, HALF,
+            INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=0
         )  # fmt: skip
     else:
         is_written, o_entry = _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE)
@@ -85,8 +110,8 @@ def _mla_kernel(
         b_latent = tl.load(p_latent + i_t * stride_lt + o_r, mask=m_r, other=0.0)
         o_k = tl.arange(0, 1)
         b_k_first, b_k_second = rotated_heads(
-            p_k + i_t * stride_kt, 0, o_k, 1, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, HALF,
-            INTERLEAVED=INTERLEAVED, BN=1, BH=BH
+            p_k + i_t * stride_kt, 0, o_k, 1, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, p_k, 0.0, HALF,
+            INTERLEAVED=INTERLEAVED, BN=1, BH=BH, BD=0
         )  # fmt: skip
         tl.store(p_cache + o_entry + o_r, b_latent, mask=m_r)
         store_halves(p_cache + o_entry + R, 0, o_k, (o_k < 1) & is_written, b_k_first, b_k_second, HALF, BH=BH)
@@ -95,23 +120,35 @@ def _mla_kernel(
 def rope_cache_write_gqa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    *, interleaved: bool, config: RowConfig | None = None,
+    *, interleaved: bool, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 0.0,
+    config: RowConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `moeyard_kernels.ops.rope_cache_write_gqa`. Heads and cache entries are contiguous each."""
+    """See `moeyard_kernels.ops.rope_cache_write_gqa`. Heads and cache entries are contiguous each.
+
+    Raises ValueError for a `config` that would sum a head in another order than rms_norm.
+    """
     op = "rope_cache_write_gqa"
     num_tokens, num_heads, dim = q.shape
     check_rows(op, q=q, k=k, v=v, cos=cos, sin=sin, slot_mapping=slot_mapping, k_cache=k_cache, v_cache=v_cache)
+    check_rows(op, q=q, q_norm=q_norm, k_norm=k_norm)
+    normed = q_norm is not None
     num_pages, page = k_cache.shape[1], k_cache.shape[2]
     check_indices(op, low=-1, high=num_pages * page, slot_mapping=slot_mapping)
-    config, q_blocks, out = launch_plan(op, q, config, more_blocks=1)
+    config, q_blocks, out = launch_plan(op, q, config, more_blocks=1, normed=normed)
+    kv_block = triton.next_power_of_2(k.shape[1])
+    rows, block = row_tile(dim)
+    if normed:
+        if not _sums_alike(config, dim):
+            raise ValueError(f"{op}: {config} does not sum heads of {dim} as rms_norm does")
+        kv_block = max(kv_block, min(config.BLOCK, rows))
     if num_tokens:
         _gqa_kernel[(num_tokens * (q_blocks + 1),)](
-            q, k, v, cos, sin, slot_mapping, out, k_cache, v_cache,
-            num_heads, k.shape[1], dim // 2, q_blocks,
+            q, k, v, cos, sin, q if q_norm is None else q_norm, k if k_norm is None else k_norm,
+            slot_mapping, out, k_cache, v_cache, num_heads, k.shape[1], dim // 2, q_blocks, eps,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
             *k_cache.stride()[:3], *v_cache.stride()[:3],
-            PAGE=page, INTERLEAVED=interleaved, BNKV=triton.next_power_of_2(k.shape[1]),
-            BH=half_block(dim), enable_fp_fusion=False, BN=config.BLOCK, **config.options, **dependent(q),
+            PAGE=page, INTERLEAVED=interleaved, BNKV=kv_block, BH=half_block(dim), BD=block if normed else 0,
+            enable_fp_fusion=False, BN=config.BLOCK, **config.options, **dependent(q),
         )  # fmt: skip
     return finish(out, q.dtype)
 

@@ -9,7 +9,7 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.experts import cache_access, gather_experts
-from moeyard_kernels.types.expert_residency import ResidencyState, start_residency
+from moeyard_kernels.types.expert_residency import NUM_COUNTS, ResidencyState, start_residency
 
 OPS = ("cache_access", "gather_experts")
 # Name, layers, experts, experts of a token, hidden size, intermediate size of an expert.
@@ -70,9 +70,10 @@ def _access_case(shape: str, num_layers: int, num_experts: int, top_k: int, shar
 
 
 def _gather(
-    pinned: Pinned, table: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, config: gather_experts.GatherConfig
-) -> None:
-    gather_experts.gather_experts(pinned.memory, table, gate_up, down, layer=0, config=config)
+    pinned: Pinned, table: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, counts: torch.Tensor,
+    config: gather_experts.GatherConfig,
+) -> None:  # fmt: skip
+    gather_experts.gather_experts(pinned.memory, table, gate_up, down, layer=0, counts=counts, config=config)
 
 
 def _gather_case(shape: str, hidden: int, inner: int, count: int, config: gather_experts.GatherConfig) -> Case:
@@ -82,9 +83,10 @@ def _gather_case(shape: str, hidden: int, inner: int, count: int, config: gather
     table = torch.full((16,), -1, dtype=torch.int32)
     table[:count] = torch.arange(count, dtype=torch.int32) + 3
     table = table.to("cuda")
+    counts = torch.zeros(NUM_COUNTS, dtype=torch.int64, device="cuda")
 
     def prove() -> None:
-        _gather(pinned, table, gate_up.zero_(), down.zero_(), config)
+        _gather(pinned, table, gate_up.zero_(), down.zero_(), counts, config)
         for slot in range(16):
             filled = 1.5 if 3 <= slot < 3 + count else 0.0
             assert bool((gate_up[slot] == filled).all() & (down[slot] == filled).all()), (config, slot)
@@ -94,7 +96,7 @@ def _gather_case(shape: str, hidden: int, inner: int, count: int, config: gather
     return Case(
         op="gather_experts",
         shape=shape,
-        run=partial(_gather, pinned, table, gate_up, down, config),
+        run=partial(_gather, pinned, table, gate_up, down, counts, config),
         prove=prove,
         num_bytes=num_bytes,
         # 48 GB/s, or, with nothing to do, little more than a launch.

@@ -9,12 +9,13 @@ from moeyard_kernels import ops
 from moeyard_kernels.attention import gqa_decode as kernel
 from moeyard_kernels.bench.case import Case, Target
 from moeyard_kernels.bench.mla_decode import prove_rows
-from moeyard_kernels.types.decode_tables import DecodeTables
+from moeyard_kernels.types.decode_tables import GQA_SPLIT, DecodeTables
 
 OPS: tuple[str, ...] = ("gqa_decode",)
 
 _PAGE, _DIM = 64, 128
 _SCALE = _DIM**-0.5
+_MODELS = ((32, 4), (64, 4), (32, 8))
 # Query heads, key heads, sequences, queries each, context, target.
 _SHAPES = (
     (32, 4, 64, 1, 8192, Target("copy", 0.8)),
@@ -22,6 +23,8 @@ _SHAPES = (
     (32, 8, 64, 1, 8192, None),
     (32, 4, 1, 1, 65536, None),
     (32, 4, 8, 4, 8192, None),
+    # One split, whose time is latencies: Qwen3-30B-A3B, Qwen3-235B-A22B, Mixtral.
+    *((*heads, batch, 1, length, None) for heads in _MODELS for batch in (1, 8, 64) for length in (128, 256, 512)),
 )
 
 
@@ -59,7 +62,9 @@ def _case(heads: int, kv_heads: int, batch: int, queries: int, length: int, targ
         grouped = q[row].double().view(kv_heads, -1, _DIM)
         return ((grouped @ keys.transpose(1, 2) * _SCALE).softmax(-1) @ values).flatten(0, 1)
 
-    run = partial(kernel.gqa_decode, q, k, v, tables=tables, scale=_SCALE)
+    one_split = tables.max_splits(GQA_SPLIT) == 1
+    # What is timed reads tables that nobody writes.
+    run = partial(kernel.gqa_decode, q, k, v, tables=tables, scale=_SCALE, static_tables=one_split)
 
     return Case(
         op="gqa_decode",
@@ -72,5 +77,5 @@ def _case(heads: int, kv_heads: int, batch: int, queries: int, length: int, targ
         baseline=partial(_torch_chain, q, k, v, batch),
         baseline_name="torch bmm, softmax, bmm",
         variants=tuple((config, partial(run, config=config)) for config in kernel.configs_for(rows)),
-        tune_key=("gqa_decode", kernel.shape_class(rows, _DIM, batch)),
+        tune_key=("gqa_decode", kernel.shape_class(rows, _DIM, batch, one_split=one_split)),
     )

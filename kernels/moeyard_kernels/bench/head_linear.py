@@ -50,7 +50,11 @@ def _case(model: str, num_heads: int, num_rows: int, *, absorb: bool) -> Case:
         target=Target("copy", 0.8),
         baseline=partial(_bmm, x, weight),
         baseline_name="torch bmm",
-        variants=[(config, partial(run, config=config)) for config in op.configs_for(num_rows)],
+        variants=[
+            (config, partial(run, config=config))
+            for config in op.configs_for(num_rows)
+            if isinstance(config, op.HeadConfig) or op.suits(config, x, weight)
+        ],
         tune_key=(op.OP, op.shape_class(num_rows, num_heads, num_out, dim, not absorb)),
     )
 

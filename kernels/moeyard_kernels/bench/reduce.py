@@ -8,18 +8,29 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.elementwise import residual_add_scaled, scale_rows
-from moeyard_kernels.experts import moe_weighted_reduce
+from moeyard_kernels.experts import moe_reduce_add_norm, moe_weighted_reduce
 from moeyard_kernels.ref import moe_weighted_reduce as reduce_reference
 from moeyard_kernels.ref import residual_add_scaled as residual_reference
 from moeyard_kernels.ref import scale_rows as scale_reference
 
-OPS = ("moe_weighted_reduce", "scale_rows_", "residual_add_scaled")
+OPS = ("moe_weighted_reduce", "moe_reduce_add_norm", "scale_rows_", "residual_add_scaled")
+# Name, experts per token, hidden, whether there is a shared expert.
+_MODELS = (
+    ("Qwen3-30B-A3B", 8, 2048, False),
+    ("Qwen3-235B-A22B", 8, 4096, False),
+    ("Mixtral-8x7B", 2, 4096, False),
+    ("DeepSeek-V2-Lite", 6, 2048, True),
+    ("DeepSeek-V3, Kimi-K2", 8, 7168, True),
+)
 
 
 def cases() -> Iterator[Case]:
     """The issue's shapes, and decode steps beside them."""
     for num_tokens, hidden in ((4096, 2048), (4096, 7168), (64, 7168), (1, 7168)):
         yield _reduce(num_tokens, 8, hidden)
+    for num_tokens in (1, 8, 64, 512, 8192):
+        for model in _MODELS:
+            yield _reduce_norm(num_tokens, *model)
     for num_rows, hidden in ((4096, 2048), (4096, 7168), (64, 7168)):
         yield _scale(num_rows, hidden)
     for num_rows in (1, 8, 64, 4096):
@@ -64,6 +75,42 @@ def _reduce(num_tokens: int, top_k: int, hidden: int) -> Case:
         baseline_name="bmm, add",
         variants=[(config, partial(run, config=config)) for config in moe_weighted_reduce.CONFIGS],
         tune_key=("moe_weighted_reduce", moe_weighted_reduce.shape_class(num_tokens, top_k, hidden)),
+    )
+
+
+def _norm_after(
+    partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
+    norm: torch.Tensor, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return ops.add_rms_norm(ops.moe_weighted_reduce(partial, weights, shared), residual, norm, eps)
+
+
+def _reduce_norm(num_tokens: int, model: str, top_k: int, hidden: int, with_shared: bool) -> Case:
+    parts, weights = _rows(num_tokens, top_k, hidden), torch.rand(num_tokens, top_k, device="cuda")
+    shared = _rows(num_tokens, hidden) if with_shared else None
+    inputs = parts, weights, shared, _rows(num_tokens, hidden), _rows(hidden), 1e-6
+    run = partial(moe_reduce_add_norm.moe_reduce_add_norm, *inputs)
+    chain = partial(_norm_after, *inputs)
+
+    def prove() -> None:
+        whole = run()
+        wanted = chain()
+        for config in (None, *moe_reduce_add_norm.CONFIGS):
+            assert_bits(f"reduce, then norm, {config}", run(config=config), wanted)
+        last = [x if x is None else x[-1:].clone() for x in inputs[:4]]
+        assert_bits("row alone", run.func(*last, *inputs[4:]), tuple(x[-1:] for x in whole))
+
+    return Case(
+        op="moe_reduce_add_norm",
+        shape=f"{model} T{num_tokens} K{top_k} H{hidden}{' shared' if with_shared else ''}",
+        run=run,
+        prove=prove,
+        num_bytes=2 * num_tokens * hidden * (top_k + 3 + with_shared) + 4 * num_tokens * top_k + 2 * hidden,
+        target=Target("copy", 0.85) if num_tokens == 8192 else Target("speedup", 1.2),
+        baseline=chain,
+        baseline_name="moe_weighted_reduce, add_rms_norm",
+        variants=[(config, partial(run, config=config)) for config in moe_reduce_add_norm.CONFIGS],
+        tune_key=("moe_reduce_add_norm", moe_reduce_add_norm.shape_class(num_tokens, top_k, hidden)),
     )
 
 

@@ -10,7 +10,8 @@ Which kernel does what was measured (docs/kernels.md). Elementwise kernels and t
 splits too, while its programs are few. `mla_decode_hopper` waits, and lets the merge begin when its programs are at
 their last results. Other products and sampling only wait; the first product of the experts only lets the second
 begin. The rest are launched as ever: programs of `gqa_decode` that come early settle unevenly (315 us, 270 without);
-gate and layout, of few programs, took longer.
+gate and layout, of few programs, took longer. Over tables of one split `gqa_decode` does both, if its programs are few
+(not measured yet).
 """
 
 from collections.abc import Mapping

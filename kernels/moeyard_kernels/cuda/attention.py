@@ -1,5 +1,7 @@
 """The attention of layers through the door's kernels."""
 
+from typing import Any
+
 import torch
 
 from moeyard_kernels import ops
@@ -19,17 +21,24 @@ class CudaGqa:
     ) -> None:  # fmt: skip
         self._heads = (num_heads, num_kv_heads, num_kv_heads)
         self._head_dim, self._scale, self._window, self._eps = head_dim, scale, window, eps
+        # Norms of each head are part of the launch that rotates; those of all heads together are launches of their own.
         self._norms = q_norm, k_norm
+        self._by_head = q_norm is not None and q_norm.shape[0] == head_dim
         self._rope, self._interleaved = _rotation_table(rope, head_dim, k.device), interleaved
         self._k, self._v = k, v
 
     def attend(self, qkv: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
         """See `GqaAttend.attend`."""
         q, k, v = qkv.view(qkv.shape[0], -1, self._head_dim).split(self._heads, 1)
-        q, k = (self._normalised(x, weight) for x, weight in zip((q, k), self._norms, strict=True))
+        norms: dict[str, Any] = {}
+        if self._by_head:
+            norms = dict(zip(("q_norm", "k_norm"), self._norms, strict=True), eps=self._eps)
+        else:
+            q, k = (self._normalised(x, weight) for x, weight in zip((q, k), self._norms, strict=True))
         q = ops.rope_cache_write_gqa(
-            q, k, v, *plan.rotation(self._rope), plan.entries, self._k, self._v, interleaved=self._interleaved
-        )
+            q, k, v, *plan.rotation(self._rope), plan.entries, self._k, self._v,
+            interleaved=self._interleaved, **norms,
+        )  # fmt: skip
         parts = []
         if plan.num_prompt:
             paged = plan.paged[self._window]
@@ -38,16 +47,15 @@ class CudaGqa:
             )
         if plan.num_prompt < plan.num_tokens:
             tables = plan.decode[self._window]
-            parts.append(ops.gqa_decode(q[plan.num_prompt :], self._k, self._v, tables=tables, scale=self._scale)[0])
+            rows = q[plan.num_prompt :]
+            # The launch ahead is the cache write, or the prompts' attention: the tables are older.
+            out, _ = ops.gqa_decode(rows, self._k, self._v, tables=tables, scale=self._scale, static_tables=True)
+            parts.append(out)
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def _normalised(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """x [T, heads, D], each head by itself or all together, as `weight` is wide."""
-        if weight is None:
-            return x
-        if weight.shape[0] == self._head_dim:
-            return ops.rms_norm(x, weight, self._eps)
-        return ops.rms_norm(x.flatten(1), weight, self._eps).view(x.shape)
+        """x [T, heads, D], all heads together."""
+        return x if weight is None else ops.rms_norm(x.flatten(1), weight, self._eps).view(x.shape)
 
 
 class CudaMla:

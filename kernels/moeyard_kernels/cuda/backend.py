@@ -19,6 +19,10 @@ from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import GateRule, no_choice
 from moeyard_kernels.types.step import StepRows
 
+# Rows of a step up to which the reduce takes the next norm in. Beyond it nothing was measured yet; the bits are the
+# same either way.
+_ONE_LAUNCH_ROWS = 512
+
 
 class CudaGate:
     """See `Gate`.
@@ -113,4 +117,6 @@ class CudaBackend:
         """See `Backend.reduce_add_norm`."""
         if not plan.num_rows:
             return residual, residual
-        return ops.add_rms_norm(ops.moe_weighted_reduce(partial, weights, shared), residual, norm, eps)
+        if plan.num_rows > _ONE_LAUNCH_ROWS:
+            return ops.add_rms_norm(ops.moe_weighted_reduce(partial, weights, shared), residual, norm, eps)
+        return ops.moe_reduce_add_norm(partial, weights, shared, residual, norm, eps)

@@ -21,6 +21,7 @@ from moeyard_kernels.cuda.host_experts import HostExperts
 from moeyard_kernels.types.expert_residency import (
     EVICTED_PROBATION,
     EVICTED_PROTECTED,
+    GATHER_NANOSECONDS,
     HITS_PROBATION,
     HITS_PROTECTED,
     MISSES,
@@ -100,6 +101,10 @@ class CudaResidency:
             return self._totals(seen)
         return self._totals(self._counted.tolist())
 
+    def validate(self) -> None:
+        """See `ExpertResidency.validate`."""
+        self._state.validate()
+
     def _totals(self, counts: Sequence[int]) -> ResidencyCounts:
         return ResidencyCounts(
             decode_hits=(counts[HITS_PROBATION], counts[HITS_PROTECTED]),
@@ -107,6 +112,7 @@ class CudaResidency:
             evictions=(counts[EVICTED_PROBATION], counts[EVICTED_PROTECTED]),
             prompt_hits=(self._prompt_hits[0], self._prompt_hits[1]),
             prompt_misses=self._prompt_misses,
+            gather_seconds=counts[GATHER_NANOSECONDS] * 1e-9,
         )
 
     def _decode(self, layer: int, run: CudaExpertRun, ids: torch.Tensor, *, num_needed: int | None = None) -> None:
@@ -122,7 +128,9 @@ class CudaResidency:
             run.compute(table)
 
     def _gather(self, layer: int, table: torch.Tensor) -> None:
-        ops.gather_experts(self._host.blobs, table, self._slots.gate_up, self._slots.down, layer=layer)
+        ops.gather_experts(
+            self._host.blobs, table, self._slots.gate_up, self._slots.down, layer=layer, counts=self._state.counts
+        )
 
     def _look(self, layer: int, ids: torch.Tensor, decode: torch.Tensor) -> list[list[int]]:
         """For each expert of the layer: whether any row needs it, whether a decode row does, its slot, its segment."""

@@ -8,13 +8,21 @@ from moeyard_kernels.types.decode_tables import DecodeTables
 
 
 def gqa_decode(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, tables: DecodeTables, scale: float
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    tables: DecodeTables,
+    scale: float,
+    static_tables: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [B, Hq, Dk], each row over its own pages -> ([B, Hq, Dv] in q's dtype, lse [B, Hq] fp32).
 
     k_cache [Hkv, num_pages, page, Dk] and v_cache [Hkv, num_pages, page, Dv], contiguous; `tables` hold the step's
     lengths, pages and window, and positions that no query sees may hold anything. lse is ln(sum(exp(scores))). A row's
-    bits depend on the row and the keys it sees.
+    bits depend on the row and the keys it sees. static_tables: the caller knows that the launch just ahead, and any
+    other still at work, does not write the tables, as with those of a step between its layers; a GPU may then read them
+    before that launch has ended. Tables that it writes would be read half old, half new.
     """
     if q.dim() != 3 or k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(f"gqa_decode: q {show(q)}, k_cache {show(k_cache)}, v_cache {show(v_cache)} do not fit")
@@ -26,7 +34,9 @@ def gqa_decode(
             f"fp32 or bf16"
         )
     _check_tables("gqa_decode", tables, q.shape[0], k_cache.shape[2], scale, q=q, k_cache=k_cache, v_cache=v_cache)
-    return kernel("attention.gqa_decode", q).gqa_decode(q, k_cache, v_cache, tables=tables, scale=scale)
+    return kernel("attention.gqa_decode", q).gqa_decode(
+        q, k_cache, v_cache, tables=tables, scale=scale, static_tables=static_tables
+    )
 
 
 def mla_decode(

@@ -4,7 +4,7 @@ import torch
 
 from moeyard_kernels.common.checks import check_devices, show
 from moeyard_kernels.door.load import kernel
-from moeyard_kernels.types.expert_residency import ResidencyState
+from moeyard_kernels.types.expert_residency import NUM_COUNTS, ResidencyState
 
 
 def cache_access(
@@ -33,13 +33,20 @@ def cache_access(
 
 
 def gather_experts(
-    store: torch.Tensor, table: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *, layer: int
+    store: torch.Tensor,
+    table: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    layer: int,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """Copy the experts of one layer that have a slot in `table` [E] int32 (-1: none) from host memory into it.
 
     store [L E, 2 I H + H I] holds an expert per row, gate_up's values before down's; on a GPU it is pinned memory of
-    the host. gate_up [S, 2 I, H] and down [S, H, I] are the slots, in the same dtype (fp32 or bf16). No host sync: the
-    launch leaves at once where the table is empty.
+    the host. gate_up [S, 2 I, H] and down [S, H, I] are the slots, in the same dtype (fp32 or bf16). `counts`: of a
+    `ResidencyState`, to which the time that this takes is added. No host sync: the launch leaves at once where the
+    table is empty.
     """
     if gate_up.dim() != 3 or down.dim() != 3 or down.shape[0] != gate_up.shape[0]:
         raise ValueError(f"gather_experts: gate_up {show(gate_up)} and down {show(down)}, expected [S, ...] of each")
@@ -50,5 +57,7 @@ def gather_experts(
         raise ValueError(f"gather_experts: store {show(store)} for layer {layer} of {table.shape[0]} x {size}")
     if store.dtype != gate_up.dtype or down.dtype != gate_up.dtype or store.itemsize not in (2, 4):
         raise ValueError(f"gather_experts: store {store.dtype}, gate_up {gate_up.dtype}, down {down.dtype}")
-    check_devices("gather_experts", table=table, gate_up=gate_up, down=down)
-    kernel("experts.gather_experts", table).gather_experts(store, table, gate_up, down, layer=layer)
+    if counts is not None and (counts.dtype != torch.int64 or counts.shape != (NUM_COUNTS,)):
+        raise ValueError(f"gather_experts: counts {show(counts)}, expected int64 [{NUM_COUNTS}]")
+    check_devices("gather_experts", table=table, gate_up=gate_up, down=down, counts=counts)
+    kernel("experts.gather_experts", table).gather_experts(store, table, gate_up, down, layer=layer, counts=counts)

@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.common.checks import FLOATS, check_devices, show
+from moeyard_kernels.common.checks import FLOATS, check_devices, check_norm, show
 from moeyard_kernels.door.load import kernel
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs
 
@@ -90,15 +90,39 @@ def moe_weighted_reduce(
     one rounding to the dtype. With a residual, residual + that, rounded again: the bits of adding it afterwards.
     Reference and Triton kernel agree bit for bit.
     """
+    _check_reduce("moe_weighted_reduce", partial, weights, shared=shared, residual=residual)
+    return kernel("experts.moe_weighted_reduce", partial).moe_weighted_reduce(partial, weights, shared, residual)
+
+
+def moe_reduce_add_norm(
+    partial: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm(moe_weighted_reduce(partial, weights, shared), residual, norm, eps)` in one launch on a GPU.
+
+    partial [T, K, H], weights [T, K] fp32, shared (or None) and residual [T, H], norm [H] -> (normalised rows [T, H],
+    the sum of residual and experts [T, H]), bit for bit.
+    """
+    op = "moe_reduce_add_norm"
+    _check_reduce(op, partial, weights, shared=shared, residual=residual)
+    check_norm(op, residual, norm)
+    check_devices(op, partial=partial, norm=norm)
+    return kernel("experts.moe_reduce_add_norm", partial).moe_reduce_add_norm(
+        partial, weights, shared, residual, norm, eps
+    )
+
+
+def _check_reduce(op: str, partial: torch.Tensor, weights: torch.Tensor, **rows: torch.Tensor | None) -> None:
     if partial.dim() != 3 or partial.dtype not in FLOATS:
-        raise ValueError(f"moe_weighted_reduce: partial must be fp32 or bf16 [T, K, H], got {show(partial)}")
+        raise ValueError(f"{op}: partial must be fp32 or bf16 [T, K, H], got {show(partial)}")
     num_tokens, top_k, hidden = partial.shape
     if weights.shape != (num_tokens, top_k) or weights.dtype != torch.float32:
-        raise ValueError(f"moe_weighted_reduce: weights {show(weights)}, expected fp32 [{num_tokens}, {top_k}]")
-    for name, x in (("shared", shared), ("residual", residual)):
+        raise ValueError(f"{op}: weights {show(weights)}, expected fp32 [{num_tokens}, {top_k}]")
+    for name, x in rows.items():
         if x is not None and (x.shape != (num_tokens, hidden) or x.dtype != partial.dtype):
-            raise ValueError(
-                f"moe_weighted_reduce: {name} {show(x)}, expected {partial.dtype} [{num_tokens}, {hidden}]"
-            )
-    check_devices("moe_weighted_reduce", partial=partial, weights=weights, shared=shared, residual=residual)
-    return kernel("experts.moe_weighted_reduce", partial).moe_weighted_reduce(partial, weights, shared, residual)
+            raise ValueError(f"{op}: {name} {show(x)}, expected {partial.dtype} [{num_tokens}, {hidden}]")
+    check_devices(op, partial=partial, weights=weights, **rows)

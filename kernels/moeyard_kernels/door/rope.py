@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.common.checks import FLOATS, check_devices, show
+from moeyard_kernels.common.checks import FLOATS, check_devices, check_norm, show
 from moeyard_kernels.door.load import kernel
 
 
@@ -30,11 +30,16 @@ def rope_cache_write_gqa(
     v_cache: torch.Tensor,
     *,
     interleaved: bool,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     """`rope` of q [T, Hq, D] -> the same shape; `rope` of k [T, Hkv, D], and v as it is, go into the caches.
 
+    With q_norm and k_norm [D], of q's dtype, it is `rope` of `rms_norm(q, q_norm, eps)` and `rms_norm(k, k_norm, eps)`.
     k_cache, v_cache [Hkv, num_pages, page, D] of any strides whose last is one; slot_mapping [T] int64 is page number *
-    page + place in the page, all different, or -1 for a token that is not written. Bits: those of `rope` and a copy.
+    page + place in the page, all different, or -1 for a token that is not written. Bits: those of the
+    norms, of `rope` and a copy.
     """
     op = "rope_cache_write_gqa"
     _check_rope(op, "q", q, cos, sin)
@@ -49,10 +54,17 @@ def rope_cache_write_gqa(
             raise ValueError(f"{op}: {name} {show(cache)} does not fit k {show(k)}")
     if v_cache.shape != k_cache.shape:
         raise ValueError(f"{op}: v_cache {show(v_cache)} is not like k_cache {show(k_cache)}")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError(f"{op}: q_norm and k_norm come together, or neither")
+    if q_norm is not None and k_norm is not None:
+        check_norm(op, q, q_norm)
+        check_norm(op, k, k_norm)
     check_devices(op, q=q, k=k, v=v, cos=cos, sin=sin, slot_mapping=slot_mapping, k_cache=k_cache, v_cache=v_cache)
+    check_devices(op, q=q, q_norm=q_norm, k_norm=k_norm)
     return kernel("attention.rope_cache_write", q).rope_cache_write_gqa(
-        q, k, v, cos, sin, slot_mapping, k_cache, v_cache, interleaved=interleaved
-    )
+        q, k, v, cos, sin, slot_mapping, k_cache, v_cache,
+        interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
+    )  # fmt: skip
 
 
 def rope_cache_write_mla(

@@ -25,12 +25,18 @@ def row_tile(dim: int) -> tuple[int, int]:
 
 
 @triton.jit
-def normed(b_x, b_weight, D, eps, DTYPE: tl.constexpr):
-    """weight * round(x / sqrt(mean(x^2) + eps)), before its last rounding; b_x [BR, BD] fp32, zero past D."""
+def row_scale(b_x, D, eps):
+    """[BR, 1]: 1 / sqrt(mean(x^2) + eps) of rows b_x [BR, BD] fp32, zero past D."""
     b_square = tl.sum(b_x * b_x, 1)
     b_mean = tl.div_rn(b_square, tl.full([b_x.shape[0]], D, tl.float32))
     b_scale = tl.div_rn(tl.full([b_x.shape[0]], 1.0, tl.float32), tl.sqrt_rn(b_mean + eps))
-    return round_to(b_x * b_scale[:, None], DTYPE) * b_weight[None, :]
+    return b_scale[:, None]
+
+
+@triton.jit
+def normed(b_x, b_weight, D, eps, DTYPE: tl.constexpr):
+    """weight * round(x / sqrt(mean(x^2) + eps)), before its last rounding; b_x [BR, BD] fp32, zero past D."""
+    return round_to(b_x * row_scale(b_x, D, eps), DTYPE) * b_weight[None, :]
 
 
 @triton.jit

@@ -13,6 +13,9 @@ import triton.language as tl
 
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.types.expert_residency import GATHER_NANOSECONDS
+
+_NANOSECONDS = tl.constexpr(GATHER_NANOSECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +45,32 @@ def _copy(p_from, p_to, N: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["i_layer", "E"])
 def _gather_experts_kernel(
-    p_store, p_table, p_gate_up, p_down, i_layer, E, N_UP: tl.constexpr, N_DOWN: tl.constexpr, BE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    p_store, p_table, p_gate_up, p_down, p_counts, i_layer, E, N_UP: tl.constexpr, N_DOWN: tl.constexpr,
+    BE: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
-    """p_store [L E, N_UP + N_DOWN] to p_gate_up [S, N_UP] and p_down [S, N_DOWN]. Grid: (any,)."""
+    """p_store [L E, N_UP + N_DOWN] to p_gate_up [S, N_UP] and p_down [S, N_DOWN]. Grid: (any,).
+
+    If TIMED the first program adds the nanoseconds that it took to p_counts.
+    """
     o_e = tl.arange(0, BE)
     b_slot = tl.load(p_table + o_e, mask=o_e < E, other=-1)
     b_left = (b_slot >= 0).to(tl.int32)
-    for _ in range(tl.sum(b_left, 0)):
+    n_left = tl.sum(b_left, 0)
+    if n_left == 0:
+        return
+    if TIMED:
+        b_begun = tl.extra.cuda.globaltimer()
+    for _ in range(n_left):
         b_e = tl.min(tl.where(b_left > 0, o_e, BE), 0)
         b_s = tl.sum(tl.where(o_e == b_e, b_slot, 0), 0).to(tl.int64)
         p_blob = p_store + (i_layer * E + b_e).to(tl.int64) * (N_UP + N_DOWN)
         _copy(p_blob, p_gate_up + b_s * N_UP, N_UP, BLOCK)
         _copy(p_blob + N_UP, p_down + b_s * N_DOWN, N_DOWN, BLOCK)
         b_left = tl.where(o_e == b_e, 0, b_left)
+    if TIMED:  # noqa: SIM102 - the compiler wants to know first
+        if tl.program_id(0) == 0:
+            b_spent = (tl.extra.cuda.globaltimer() - b_begun).to(tl.int64)
+            tl.store(p_counts + _NANOSECONDS, tl.load(p_counts + _NANOSECONDS) + b_spent)
 
 
 def gather_experts(
@@ -65,6 +80,7 @@ def gather_experts(
     down: torch.Tensor,
     *,
     layer: int,
+    counts: torch.Tensor | None = None,
     config: GatherConfig = CONFIGS[0],
 ) -> None:
     """See `moeyard_kernels.ops.gather_experts`."""
@@ -74,7 +90,8 @@ def gather_experts(
     # As integers of their size, which no interpreter rounds.
     word = torch.int16 if store.itemsize == 2 else torch.int32
     _gather_experts_kernel[(config.PROGRAMS,)](
-        store.view(word), table, gate_up.view(word), down.view(word), layer, table.shape[0],
-        N_UP=gate_up[0].numel(), N_DOWN=down[0].numel(), BE=max(32, triton.next_power_of_2(table.shape[0])),
-        BLOCK=config.BYTES // store.itemsize, **config.options,
+        store.view(word), table, gate_up.view(word), down.view(word), table if counts is None else counts, layer,
+        table.shape[0], N_UP=gate_up[0].numel(), N_DOWN=down[0].numel(),
+        BE=max(32, triton.next_power_of_2(table.shape[0])), BLOCK=config.BYTES // store.itemsize,
+        TIMED=counts is not None and not launch.interpreted(), **config.options,
     )  # fmt: skip

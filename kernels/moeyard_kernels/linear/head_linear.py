@@ -3,7 +3,7 @@
 One fp32 accumulator per output, K ascending, as in `linear`: neither the tile nor the number of rows shows in a row's
 bits, which cuBLAS's batched product does not promise. With few rows all that counts is how soon the weights are under
 way: a program asks for AHEAD steps of its slice at once, before it needs x, and before the launch ahead has ended if
-nobody writes the weight meanwhile (`static_weight`).
+nobody writes the weight meanwhile (`static_weight`). For a Hopper GPU there is a second kernel, `head_linear_hopper`.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ import triton.language as tl
 from moeyard_kernels.common import launch, tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.rounding import product
+from moeyard_kernels.linear.head_linear_hopper import STEP, describes, descriptors, head_linear_hopper_kernel
 
 OP = "head_linear"
 
@@ -37,6 +38,19 @@ class HeadConfig(tuning.Config):
     SWAP: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperHeads(tuning.Config):
+    """`head_linear_hopper_kernel`, for few rows on Hopper: BM rows by BN outputs of a head, the whole of K at once."""
+
+    kernel: Literal["hopper"] = "hopper"
+    BM: int
+    BN: int
+
+
+KINDS: tuple[type[HeadConfig | HopperHeads], ...] = (HeadConfig, HopperHeads)
+# What a block may have on Hopper, less some for barriers.
+_SHARED_BYTES = 227 * 1024 - 1024
+_HOPPER = tuple(HopperHeads(BM=rows, BN=columns) for rows in (8, 16, 32, 64) for columns in (16, 32, 64, 128, 256))
 _FEW = tuple(
     HeadConfig(BM=rows, BN=columns, BK=64, AHEAD=8, ROWS_AHEAD=rows_ahead, num_warps=max(warps, rows // 32))
     for rows, rows_ahead in ((16, 8), (32, 4), (64, 2))
@@ -48,7 +62,7 @@ _MANY = (
 )
 # fp32 runs on the plain cores, which is slow however it is cut.
 _FP32 = HeadConfig(BM=16, BN=32, BK=32, AHEAD=0, SWAP=False, num_stages=2)
-CONFIGS: tuple[HeadConfig, ...] = (*_FEW, *_MANY, _FP32)
+CONFIGS: tuple[HeadConfig | HopperHeads, ...] = (*_FEW, *_MANY, _FP32, *_HOPPER)
 
 _ROWS = (16, 32, 64, 512, 4096)
 
@@ -59,9 +73,21 @@ def shape_class(num_rows: int, num_heads: int, num_out: int, dim: int, along_k: 
     return f"M{rows} H{num_heads} N{num_out} K{dim} {'rows' if along_k else 'columns'}"
 
 
-def configs_for(num_rows: int) -> tuple[HeadConfig, ...]:
+def configs_for(num_rows: int) -> tuple[HeadConfig | HopperHeads, ...]:
     """The configs worth trying for that many rows, in bf16."""
-    return tuple(c for c in _FEW if c.BM // 2 < max(num_rows, 16) <= c.BM) if num_rows <= 64 else _MANY
+    if num_rows > 64:
+        return _MANY
+    few = (c for c in _FEW if c.BM // 2 < max(num_rows, 16) <= c.BM)
+    return (*few, *(c for c in _HOPPER if c.BM // 2 < max(num_rows, 8) <= c.BM))
+
+
+def suits(config: HopperHeads, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernel for Hopper can take such a tile of these: if not, the default runs."""
+    num_out, dim = weight.shape[1:]
+    # A copy of a weight that is contiguous along its outputs is as wide as the swizzle, or wider.
+    columns = (16 if weight.stride(2) == 1 else STEP) <= config.BN <= max(16, triton.next_power_of_2(num_out))
+    rows = config.BM * (dim // STEP - 1) + 64
+    return columns and (config.BN * dim + rows * STEP) * 2 <= _SHARED_BYTES and describes(x, weight)
 
 
 def default_config(num_rows: int, num_heads: int, num_out: int) -> HeadConfig:
@@ -144,8 +170,25 @@ def _head_linear_kernel(
     tl.store(p_by, b_acc.to(p_y.dtype.element_ty), mask=m_m[:, None] & (o_n < N)[None, :])
 
 
+def _launch_hopper(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: HopperHeads, tiles: int, *, static_weight: bool
+) -> None:
+    num_rows, num_heads, num_out = out.shape
+    along_k = weight.stride(2) == 1
+    head_linear_hopper_kernel[(tiles,)](
+        *descriptors(x, weight, config.BM, config.BN), out, num_rows, num_heads, num_out, x.stride(1),
+        weight.stride(0) // weight.stride(1 if along_k else 2),
+        STEPS=x.shape[2] // STEP, BM=config.BM, BN=config.BN, ALONG_K=along_k, STATIC=static_weight,
+        num_warps=config.num_warps, **dependent(x),
+    )  # fmt: skip
+
+
 def head_linear(
-    x: torch.Tensor, weight: torch.Tensor, *, static_weight: bool = False, config: HeadConfig | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    static_weight: bool = False,
+    config: HeadConfig | HopperHeads | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.head_linear`. Raises ValueError for what its grid cannot hold."""
     num_rows, num_heads, dim = x.shape
@@ -157,10 +200,15 @@ def head_linear(
         config = _FP32
     if config is None:
         name = shape_class(num_rows, num_heads, num_out, dim, weight.stride(2) == 1)
-        config = tuning.choose(OP, name, x, (HeadConfig,), lambda: default_config(num_rows, num_heads, num_out))
+        config = tuning.choose(OP, name, x, KINDS, lambda: default_config(num_rows, num_heads, num_out))
+    if isinstance(config, HopperHeads) and not (launch.on_hopper(x) and suits(config, x, weight)):
+        config = default_config(num_rows, num_heads, num_out) if x.dtype == torch.bfloat16 else _FP32
     tiles = num_heads * triton.cdiv(num_out, config.BN) * triton.cdiv(num_rows, config.BM)
     if tiles > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: x {list(x.shape)} and weight {list(weight.shape)} exceed the grid of a GPU")
+    if isinstance(config, HopperHeads):
+        _launch_hopper(x, weight, out, config, tiles, static_weight=static_weight)
+        return out
     ahead = min(config.AHEAD, triton.cdiv(dim, config.BK))
     _head_linear_kernel[(tiles,)](
         x, weight, out, num_rows, num_heads, num_out, *x.stride()[:2], *weight.stride(),

@@ -13,9 +13,10 @@ def gqa_decode(
     *,
     tables: DecodeTables,
     scale: float,
+    static_tables: bool = False,
     split: int = GQA_SPLIT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `moeyard_kernels.ops.gqa_decode`."""
+    """See `moeyard_kernels.ops.gqa_decode`. On a CPU nothing is launched ahead, so static_tables says nothing."""
     check_tables("gqa_decode", tables, k_cache.shape[1])
     return attend(q, k_cache, v_cache, tables=tables, scale=scale, split=split)
 

@@ -3,14 +3,18 @@
 import torch
 
 from moeyard_kernels.common.checks import check_indices
+from moeyard_kernels.ref.rms_norm import rms_norm
 from moeyard_kernels.ref.rope import rope
 
 
 def rope_cache_write_gqa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, interleaved: bool,
+    q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """See `moeyard_kernels.ops.rope_cache_write_gqa`."""
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     tokens, page, entry = _entries("rope_cache_write_gqa", slot_mapping, *k_cache.shape[1:3])
     rotated = rope(k, cos, sin, interleaved=interleaved)
     k_cache[:, page, entry] = rotated[tokens].transpose(0, 1)

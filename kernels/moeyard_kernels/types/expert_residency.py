@@ -5,13 +5,15 @@ from typing import Literal
 
 import torch
 
-from moeyard_kernels.types.expert_ranks import SUMS, idle_rank, lru_rank, max_waves, slots_of_layers
+from moeyard_kernels.types.expert_ranks import KEY_BITS, SUMS, idle_rank, lru_rank, max_waves, slots_of_layers
 
 PolicyName = Literal["slru", "lru"]
 
-# What `ResidencyState.counts` holds: the clock of the policy, then totals of what decode rows needed.
+# What `ResidencyState.counts` holds: the clock of the policy, then totals of what decode rows needed, and how long
+# gathering took (the kernels' own time, 0 where an oracle or the interpreter runs).
 STEP, VISIT, LAYER, HITS_PROBATION, HITS_PROTECTED, MISSES, EVICTED_PROBATION, EVICTED_PROTECTED = range(8)
-NUM_COUNTS = 8
+GATHER_NANOSECONDS = 8
+NUM_COUNTS = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +44,23 @@ class ResidencyState:
         most = min(ids.numel(), self.slot_of.shape[1])
         return max_waves(most if num_needed is None else min(most, num_needed), self.num_slots)
 
+    def validate(self) -> None:
+        """Assert every invariant; waits for the device."""
+        keys, slot_of = self.keys.tolist(), self.slot_of.flatten().tolist()
+        assert len(set(keys)) == len(keys), "an expert has two slots"
+        held = {key: slot for key, slot in enumerate(slot_of) if slot >= 0}
+        assert held == {key: slot for slot, key in enumerate(keys)}, "slots and experts disagree"
+        ranks = self.ranks.tolist()
+        assert len(set(ranks)) == len(ranks), "two experts rank alike"
+        assert min(ranks) >= 0, "a rank exceeds 63 bits"
+        assert max(ranks) < 2**63 - 1, "an expert is still pinned"
+
 
 def start_residency(
     policy: PolicyName, *, num_layers: int, num_experts: int, num_slots: int, device: torch.device
 ) -> ResidencyState:
     """As a cache starts: the first experts of every layer are in slots, and nobody has needed one yet."""
+    assert num_layers * num_experts <= 1 << KEY_BITS, f"{num_layers} x {num_experts} experts exceed a rank's key"
     held = slots_of_layers(num_slots, num_layers)
     keys = [layer * num_experts + expert for layer, count in enumerate(held) for expert in range(count)]
     slot_of = torch.full((num_layers * num_experts,), -1, dtype=torch.int32)
@@ -68,10 +82,14 @@ def start_residency(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidencyCounts:
-    """Totals since the start. Hits and evictions are by segment, (probation, protected); prompts evict nothing."""
+    """Totals since the start. Hits and evictions are by segment, (probation, protected); prompts evict nothing.
+
+    `gather_seconds`: in which what decode rows missed was on its way.
+    """
 
     decode_hits: tuple[int, int]
     decode_misses: int
     evictions: tuple[int, int]
     prompt_hits: tuple[int, int]
     prompt_misses: int
+    gather_seconds: float

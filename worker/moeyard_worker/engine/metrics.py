@@ -98,6 +98,7 @@ class WorkerMetrics:
                 ("expert_cache_misses", "Needed experts copied into a slot", ("phase",)),
                 ("expert_cache_evictions", "Experts whose slot was taken", ("segment", "phase")),
                 ("expert_cache_bytes", "Bytes of expert weights moved", ("direction",)),
+                ("expert_copy_seconds", "Time in which missing experts were copied", ()),
                 ("exchange_bytes", "Bytes of activations exchanged with peers", ("direction",)),
             )
         }
@@ -190,6 +191,7 @@ class WorkerMetrics:
         for (segment, kind), count in counters.evictions.items():
             self._advance("expert_cache_evictions", count, segment, kind)
         self._advance("expert_cache_bytes", stats.bytes_copied, "to_slot")
+        self._advance("expert_copy_seconds", stats.copy_seconds)
         self._gauge("expert_cache_slots", experts.num_slots)
         _drain(stats.stall_seconds, self.expert_stall)
         if stats.load_imbalance:

@@ -30,13 +30,15 @@ class CacheStats:
     """Running totals that the metrics read.
 
     `bytes_copied` counts bytes written into slots, the start's filling included. `stall_seconds` holds, per access with
-    misses since the last drain, the wall time spent waiting for copies (where the host waits). `load_imbalance` maps a
+    misses since the last drain, the wall time spent waiting for copies (where the host waits), `copy_seconds` all of it
+    (on a GPU the time of gathering what decode rows missed, beside rows that hit). `load_imbalance` maps a
     layer to the rows of its busiest local expert over the mean of all local experts, at the layer's last access with
     rows (where the host knows them).
     """
 
     counters: Counters = field(default_factory=Counters)
     bytes_copied: int = 0
+    copy_seconds: float = 0.0
     stall_seconds: list[float] = field(default_factory=list)
     load_imbalance: dict[int, float] = field(default_factory=dict)
 
@@ -203,11 +205,14 @@ class ExpertCache:
             counters.evictions[segment, "decode"] = counts.evictions[i]
         counters.misses["decode"] = counts.decode_misses
         counters.misses["prefill"] = counts.prompt_misses
+        self.stats.copy_seconds = counts.gather_seconds
         self.stats.bytes_copied = (self.num_slots + counters.num_misses) * self._slot_bytes
 
     def validate(self) -> None:
         """Assert every invariant, of the policy too."""
         self._policy.validate()
+        if self._residency is not None:
+            self._residency.validate()
         if self.all_resident:
             assert self.stats.counters.num_misses == self.stats.counters.num_evictions == 0
 
@@ -229,6 +234,7 @@ class ExpertCache:
                 run.compute(self._table(misses))
         if stalls:
             self.stats.stall_seconds.append(sum(stalls))
+            self.stats.copy_seconds += sum(stalls)
 
     def _table(self, wave: list[Placed]) -> Any:
         """The slots of these experts, -1 for all others."""

@@ -16,7 +16,7 @@ import heapq
 from collections.abc import Sequence
 from typing import ClassVar
 
-from moeyard_kernels.types.expert_ranks import slots_of_layers, wave_limit
+from moeyard_kernels.types.expert_ranks import KEY_BITS, slots_of_layers, wave_limit
 from moeyard_worker.experts.policy import ExpertKey, Placed, Segment
 
 
@@ -30,6 +30,9 @@ class RankedPolicy:
             raise ValueError(
                 f"an expert cache needs at least 1 slot and 1 for prompts, got {num_slots} and {num_streams}"
             )
+        assert len(layers) * len(experts) <= 1 << KEY_BITS, (
+            f"{len(layers)} x {len(experts)} experts exceed a rank's key"
+        )
         self._layers, self._first, self._width = tuple(layers), experts.start, len(experts)
         self._index = {layer: i for i, layer in enumerate(layers)}
         self.num_slots = min(num_slots, len(layers) * len(experts))

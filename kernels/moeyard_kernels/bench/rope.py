@@ -1,0 +1,187 @@
+"""Bench cases of rotary embedding, alone and with what a step writes into its pages, head norms among it."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels.attention import rope, rope_cache_write
+from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.ref import rope as rope_reference
+
+OPS = ("rope", "rope_cache_write_mla", "rope_cache_write_gqa")
+_EPS = 1e-6
+_COPY = Target("copy", 0.8)
+_PAGE = 64
+
+
+def cases() -> Iterator[Case]:
+    """The issue's shapes and decode steps beside them; with head norms Qwen3-30B-A3B and Qwen3-235B-A22B."""
+    for num_tokens in (4096, 64, 1):
+        yield _rope(num_tokens, 32, 128, interleaved=False)
+        yield _rope(num_tokens, 128, 64, interleaved=True)
+        yield _write_mla(num_tokens, interleaved=True)
+        yield _write_gqa(num_tokens)
+    for num_tokens in (1, 8, 64, 4096):
+        for heads in (32, 64):
+            yield _norm_write_gqa(num_tokens, heads, 4, 128)
+
+
+def _rows(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _rope_chain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
+
+
+def _rope(num_tokens: int, heads: int, dim: int, *, interleaved: bool) -> Case:
+    x = _rows(num_tokens, heads, dim)
+    cos, sin = (torch.randn(num_tokens, dim // 2, device="cuda") for _ in range(2))
+    run = partial(rope.rope, x, cos, sin, interleaved=interleaved)
+
+    def prove() -> None:
+        whole, some = run(), slice(num_tokens // 2, num_tokens // 2 + 32)
+        wanted = rope_reference.rope(x[some].cpu(), cos[some].cpu(), sin[some].cpu(), interleaved=interleaved)
+        assert_bits("reference", whole[some].cpu(), wanted)
+        assert_bits("row alone", ops.rope(x[-1:], cos[-1:], sin[-1:], interleaved=interleaved), whole[-1:])
+
+    return Case(
+        op="rope",
+        shape=f"T{num_tokens} N{heads} D{dim}{' interleaved' if interleaved else ''}",
+        run=run,
+        prove=prove,
+        num_bytes=4 * num_tokens * heads * dim + 4 * num_tokens * dim,
+        baseline=partial(_rope_chain, x, cos, sin, interleaved=interleaved),
+        baseline_name="torch products, cat",
+        variants=[(config, partial(run, config=config)) for config in rope.CONFIGS],
+        tune_key=("rope", rope.shape_class(num_tokens, heads, dim)),
+    )
+
+
+def _unfused_mla(
+    q: torch.Tensor, kv_a: torch.Tensor, k_rope: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    slots: torch.Tensor, cache: torch.Tensor, *, interleaved: bool,
+) -> torch.Tensor:  # fmt: skip
+    rotated = ops.rope(k_rope.unsqueeze(1), cos, sin, interleaved=interleaved).squeeze(1)
+    cache.flatten(0, 1).index_copy_(0, slots, torch.cat((kv_a, rotated), 1))
+    return ops.rope(q, cos, sin, interleaved=interleaved)
+
+
+def _write_mla(num_tokens: int, *, interleaved: bool) -> Case:
+    heads, latent, dim = 128, 512, 64
+    q = _rows(num_tokens, heads, 128 + dim)[:, :, 128:]
+    kv_a, k_rope = _rows(num_tokens, latent), _rows(num_tokens, dim)
+    cos, sin = (torch.randn(num_tokens, dim // 2, device="cuda") for _ in range(2))
+    cache = torch.zeros(num_tokens // _PAGE + 16, _PAGE, latent + dim, device="cuda", dtype=torch.bfloat16)
+    slots = torch.randperm(num_tokens, device="cuda") + 5
+    other = torch.zeros_like(cache)
+    inputs = q, kv_a, k_rope, cos, sin, slots
+    run = partial(rope_cache_write.rope_cache_write_mla, *inputs, cache, interleaved=interleaved)
+    unfused = partial(_unfused_mla, *inputs, other, interleaved=interleaved)
+
+    def prove() -> None:
+        cache.zero_()
+        other.zero_()
+        assert_bits("rope", run(), unfused())
+        assert_bits("cache", cache, other)
+        assert bool(other.any())
+
+    return Case(
+        op="rope_cache_write_mla",
+        shape=f"T{num_tokens} N{heads} Dr{dim} R{latent}{' interleaved' if interleaved else ''}",
+        run=run,
+        prove=prove,
+        num_bytes=4 * num_tokens * (heads * dim + latent + dim) + num_tokens * (4 * dim + 8),
+        target=_COPY if num_tokens == 4096 else None,
+        baseline=unfused,
+        baseline_name="rope x 2, cat, index_copy",
+        variants=[(config, partial(run, config=config)) for config in rope_cache_write.CONFIGS],
+        tune_key=("rope_cache_write_mla", rope_cache_write.shape_class(num_tokens, heads, dim)),
+    )
+
+
+def _unfused_gqa(
+    qk: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor,
+    k_cache: torch.Tensor, v_cache: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    heads = qk.shape[1] - v.shape[1]
+    qk = ops.rope(qk, cos, sin, interleaved=False)
+    k_cache.flatten(1, 2).index_copy_(1, slots, qk[:, heads:].transpose(0, 1))
+    v_cache.flatten(1, 2).index_copy_(1, slots, v.transpose(0, 1))
+    return qk[:, :heads]
+
+
+def _norms_first(
+    q: torch.Tensor, k: torch.Tensor, *rest: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor
+) -> torch.Tensor:
+    q, k = ops.rms_norm(q, q_norm, _EPS), ops.rms_norm(k, k_norm, _EPS)
+    return rope_cache_write.rope_cache_write_gqa(q, k, *rest, interleaved=False)
+
+
+def _norm_write_gqa(num_tokens: int, heads: int, kv_heads: int, dim: int) -> Case:
+    q, k, v = _rows(num_tokens, heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), 1)
+    cos, sin = torch.randn(num_tokens, dim, device="cuda").chunk(2, 1)
+    shape = (2, kv_heads, num_tokens // _PAGE + 16, _PAGE, dim)
+    caches, others = (torch.zeros(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    inputs = q, k, v, cos, sin, torch.randperm(num_tokens, device="cuda") + 5
+    q_norm, k_norm = _rows(dim), _rows(dim)
+    write = rope_cache_write.rope_cache_write_gqa
+    run = partial(write, *inputs, *caches, interleaved=False, q_norm=q_norm, k_norm=k_norm, eps=_EPS)
+    chain = partial(_norms_first, *inputs, *others, q_norm=q_norm, k_norm=k_norm)
+
+    def prove() -> None:
+        others.zero_()
+        wanted = chain()
+        for config in (None, *rope_cache_write.normed_configs(dim)):
+            caches.zero_()
+            assert_bits(f"norms, then rotation, {config}", run(config=config), wanted)
+            assert_bits(f"caches, {config}", caches, others)
+
+    return Case(
+        op="rope_cache_write_gqa",
+        shape=f"T{num_tokens} N{heads}/{kv_heads} D{dim} normed",
+        run=run,
+        prove=prove,
+        num_bytes=4 * num_tokens * (heads + 2 * kv_heads) * dim + num_tokens * (4 * dim + 8),
+        target=_COPY if num_tokens == 4096 else None,
+        baseline=chain,
+        baseline_name="rms_norm x 2, rope with cache write",
+        variants=[(config, partial(run, config=config)) for config in rope_cache_write.normed_configs(dim)],
+        tune_key=("rope_cache_write_gqa", rope_cache_write.shape_class(num_tokens, heads, dim, normed=True)),
+    )
+
+
+def _write_gqa(num_tokens: int) -> Case:
+    heads, kv_heads, dim = 32, 4, 128
+    qkv = _rows(num_tokens, heads + 2 * kv_heads, dim)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    cos, sin = (torch.randn(num_tokens, dim // 2, device="cuda") for _ in range(2))
+    shape = (2, kv_heads, num_tokens // _PAGE + 16, _PAGE, dim)
+    caches, others = (torch.zeros(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    slots = torch.randperm(num_tokens, device="cuda") + 5
+    run = partial(rope_cache_write.rope_cache_write_gqa, q, k, v, cos, sin, slots, *caches, interleaved=False)
+    unfused = partial(_unfused_gqa, qkv[:, : heads + kv_heads], v, cos, sin, slots, *others)
+
+    def prove() -> None:
+        caches.zero_()
+        others.zero_()
+        assert_bits("rope", run(), unfused())
+        assert_bits("caches", caches, others)
+        assert bool(others.any())
+
+    return Case(
+        op="rope_cache_write_gqa",
+        shape=f"T{num_tokens} N{heads}/{kv_heads} D{dim}",
+        run=run,
+        prove=prove,
+        num_bytes=4 * num_tokens * (heads + 2 * kv_heads) * dim + num_tokens * (4 * dim + 8),
+        target=_COPY if num_tokens == 4096 else None,
+        baseline=unfused,
+        baseline_name="rope, index_copy x 2",
+        variants=[(config, partial(run, config=config)) for config in rope_cache_write.CONFIGS],
+        tune_key=("rope_cache_write_gqa", rope_cache_write.shape_class(num_tokens, heads, dim)),
+    )

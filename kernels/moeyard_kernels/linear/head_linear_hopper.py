@@ -1,0 +1,112 @@
+"""Gluon: `head_linear` of few rows for Hopper, bit for bit the same: all that a program needs is on the way at once.
+
+A program has one tile of one head, and K is short (128 or 512), so there is no ring of buffers: the whole slice of the
+weight is asked for in bulk copies, of a weight that no running launch writes (STATIC) before the launch ahead has
+ended, and the rows of x behind it; products follow as their steps arrive. The Triton kernel holds a slice in registers
+instead, of which each step passes through shared memory, behind a barrier, before it can be multiplied.
+
+Rows of x are the left operand, which always takes 64: BM of them are copied, and what lies behind them fills the
+others, whose results are not stored (as in `linear_skinny`).
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
+
+# What a step takes of K: 128 bytes, as far as shared memory is swizzled.
+STEP = 64
+_STEP = gl.constexpr(STEP)
+
+
+@gluon.jit(do_not_specialize=["T"])
+def head_linear_hopper_kernel(
+    d_x, d_w, p_y, T, H, N, s_xh, w_heads,
+    STEPS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ALONG_K: gl.constexpr, STATIC: gl.constexpr,
+):  # fmt: skip
+    """One tile of y [T, H, N]: BM rows and BN outputs of a head. Grid: (H ceil(N / BN) ceil(T / BM),), rows fastest.
+
+    d_x: x as a matrix [T, ...] of blocks [BM, 64], a head's columns s_xh apart. d_w: the weight as a matrix whose heads
+    are w_heads rows apart, of [outputs, K] in blocks [BN, 64] if ALONG_K, else of [K, outputs] in blocks [64, BN].
+    """
+    DT: gl.constexpr = d_x.dtype
+    L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    L_X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, _STEP], DT)
+    W_SHAPE: gl.constexpr = [BN, _STEP] if ALONG_K else [_STEP, BN]
+    # Behind the last rows there is room for a whole operand.
+    s_x = gl.allocate_shared_memory(DT, [STEPS + 64 // BM - 1, BM, _STEP], d_x.layout)
+    s_w = gl.allocate_shared_memory(DT, [STEPS, W_SHAPE[0], W_SHAPE[1]], d_w.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STEPS):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    if not STATIC:
+        wait_for_previous()
+        let_next_begin()
+    tiles_m, tiles_n = gl.cdiv(T, BM), gl.cdiv(N, BN)
+    i_m, i_slice = gl.program_id(0) % tiles_m * BM, gl.program_id(0) // tiles_m
+    i_h, i_n = i_slice // tiles_n, i_slice % tiles_n * BN
+    for i in gl.static_range(STEPS):
+        mbarrier.expect(bars.index(i), (BM + BN) * _STEP * 2)
+        if ALONG_K:
+            tma.async_copy_global_to_shared(d_w, [i_h * w_heads + i_n, i * _STEP], bars.index(i), s_w.index(i))
+        else:
+            tma.async_copy_global_to_shared(d_w, [i_h * w_heads + i * _STEP, i_n], bars.index(i), s_w.index(i))
+    if STATIC:
+        wait_for_previous()
+        let_next_begin()
+    for i in gl.static_range(STEPS):
+        tma.async_copy_global_to_shared(d_x, [i_m, i_h * s_xh + i * _STEP], bars.index(i), s_x.index(i))
+    b_acc = gl.zeros([64, BN], gl.float32, L_Y)
+    for i in gl.static_range(STEPS):
+        mbarrier.wait(bars.index(i), 0)
+        s_rows = s_x.index(i)._reinterpret(DT, [64, _STEP], L_X)
+        s_part = s_w.index(i)
+        if ALONG_K:
+            s_part = s_part.permute((1, 0))
+        b_acc = warpgroup_mma(s_rows, s_part, b_acc, is_async=True)
+    b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
+    o_r = gl.arange(0, 64, gl.SliceLayout(1, L_Y))
+    o_c = gl.arange(0, BN, gl.SliceLayout(0, L_Y))
+    p_by = p_y + ((i_m + o_r).to(gl.int64)[:, None] * H + i_h) * N + (i_n + o_c)[None, :]
+    m_y = ((o_r < BM) & (i_m + o_r < T))[:, None] & (i_n + o_c < N)[None, :]
+    gl.store(p_by, b_acc.to(p_y.dtype.element_ty), mask=m_y)
+
+
+def describes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether tensor descriptors can describe x [T, H, K] and weight [H, N, K], and K is whole steps."""
+    along = weight if weight.stride(2) == 1 else weight.transpose(1, 2)
+    heads, rows = along.stride(0), along.stride(1)
+    strides = (x.stride(0), x.stride(1), rows)
+    return (
+        x.shape[2] % STEP == 0
+        and along.stride(2) == 1
+        and rows > 0
+        and heads % rows == 0
+        and all(t.data_ptr() % 16 == 0 for t in (x, weight))
+        and all(s > 0 and s * x.element_size() % 16 == 0 for s in strides)
+    )
+
+
+def descriptors(x: torch.Tensor, weight: torch.Tensor, rows: int, columns: int) -> tuple[TensorDescriptor, ...]:
+    """What the kernel copies blocks of `rows` rows of x and `columns` outputs of the weight through."""
+    num_rows, num_heads, dim = x.shape
+    flat_x = x.as_strided((num_rows, (num_heads - 1) * x.stride(1) + dim), (x.stride(0), 1))
+    along_k = weight.stride(2) == 1
+    along = weight if along_k else weight.transpose(1, 2)
+    apart = along.stride(0) // along.stride(1)
+    flat_w = along.as_strided(((num_heads - 1) * apart + along.shape[1], along.shape[2]), (along.stride(1), 1))
+    return _descriptor(flat_x, [rows, STEP]), _descriptor(flat_w, [columns, STEP] if along_k else [STEP, columns])
+
+
+def _descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
