@@ -223,6 +223,16 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mixed-prompt", type=int, default=8192, metavar="N", help="tokens of those prompts (default %(default)s)")
     add("--mixed-prompts", type=int, default=4, metavar="N", help="how many of them (default %(default)s)")
     add("--mixed-chunk", type=int, default=2048, metavar="N", help="their rows in a step (default %(default)s)")
+    add(
+        "--residency",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="SHARE",
+        help="shares of the experts in slots, in turn",
+    )
+    add("--expert-slots", type=int, metavar="N", help="the same as a number (default: as many as fit)")
+    add("--expert-policy", choices=EXPERT_POLICIES, default=DEFAULTS["expert_policy"], help="default %(default)s")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
 
 

@@ -8,17 +8,20 @@ import pytest
 import torch
 
 from moeyard.bench import engine
-from moeyard.bench.drive import Decode, Mixed, Prefill, Run, Subject
+from moeyard.bench.drive import Run, Subject
 from moeyard.bench.figures import (
     Course,
     StepRecord,
     floor_bytes,
     full_steps,
     milliseconds,
+    missed,
+    of_bound,
     percentiles,
     shares,
     table,
 )
+from moeyard.bench.scenarios import Ceilings, Decode, Mixed, Prefill
 from moeyard.cli import build_parser
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import EngineConfig
@@ -62,6 +65,40 @@ def test_shares() -> None:
     assert shares({"num_replayed": 0, "num_eager": 0, "num_rows": 0, "num_padded_rows": 0}) == {}
     counts = {"num_replayed": 3, "num_eager": 1, "num_rows": 18, "num_padded_rows": 24}
     assert shares(counts) == {"replay_share": 0.75, "padding_share": 0.25}
+
+
+def test_misses_and_their_bound() -> None:
+    row = missed(hits=6, misses=2, expert_bytes=500_000, times=4, link=1e8)
+    assert row == {"hit_rate": 0.75, "missed_mb": 0.25, "link_ms": 2.5}
+    assert missed(hits=0, misses=0, expert_bytes=9, times=1, link=None) == {"hit_rate": 0.0, "missed_mb": 0.0}
+    assert of_bound({"took_ms": 5.0, **row}, {"took_ms": 2.0}) == 0.5
+    assert of_bound({"took_ms": 5.0, **row}, {"took_ms": 4.0}) == 0.8
+    assert of_bound({"took_ms": None, **row}, {"took_ms": 4.0}) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_residency_is_measured_in_turn(device: str) -> None:
+    args = parse(
+        *("--shape", "moeyard-demo", "--layers", "3", "--device", device, "--streams", "2", "--prompt", "9"),
+        *("--output", "10", "--prefill", "1x30", "--chunk", "32", "--residency", "1", "0.25"),
+    )
+    wanted = engine.scenarios(args)
+    result = engine.measure(
+        engine.configs_of(args, engine.engine_config(args, wanted)),
+        wanted,
+        ceilings=Ceilings(copy=1e9, link=1e8),
+        sampling=engine.sampling_of(args),
+        report=lambda _: None,
+    )
+    assert [(e["expert_slots"], e["num_experts"]) for e in result["facts"]["engines"]] == [(64, 64), (16, 64)]
+    whole, whole_prompt, quarter, quarter_prompt = result["rows"]
+    assert "hit_rate" not in whole
+    assert "hit_rate" not in whole_prompt
+    for row, full in ((quarter, whole), (quarter_prompt, whole_prompt)):
+        assert 0 <= row["hit_rate"] < 1
+        assert row["missed_mb"] > 0
+        assert row["link_ms"] == pytest.approx(row["missed_mb"] * 1e6 / 1e8 * 1e3)
+        assert row["of_bound"] == pytest.approx(max(full["took_ms"], row["link_ms"]) / row["took_ms"])
 
 
 def test_floor_of_a_shape_by_hand() -> None:
@@ -109,9 +146,14 @@ def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None
     ]
     said: list[str] = []
     result = engine.measure(
-        engine.engine_config(args, wanted), wanted, bandwidth=1e9, sampling=engine.sampling_of(args), report=said.append
+        engine.configs_of(args, engine.engine_config(args, wanted)),
+        wanted,
+        ceilings=Ceilings(copy=1e9, link=1e8),
+        sampling=engine.sampling_of(args),
+        report=said.append,
     )
-    assert len(said) == 1 + len(wanted)
+    assert len(said) == 2 + len(wanted)
+    assert [row["residency"] for row in result["rows"]] == [1.0] * len(wanted)
     assert json.loads(json.dumps(result)) == result
     short, long, prompts, mixed = result["rows"]
     model = shape_model("moeyard-demo", 2)
@@ -170,6 +212,7 @@ def test_a_run_serves_what_was_asked_for() -> None:
         (("--shape", "Kimi-K2", "--mixed", "0", "--streams", "--prefill"), "nothing to measure"),
         (("--shape", "moeyard-demo", "--device", "cpu", "--top-p", "0"), "top_p"),
         (("--shape", "Kimi-K2", "--streams", "--prefill"), "nothing to measure"),
+        (("--shape", "moeyard-demo", "--device", "cpu", "--residency", "1.5"), "--residency 1.5 is not a share"),
         (("--shape", "Kimi-K2", "--layers", "62", "--device", "cpu"), "num_layers 62: Kimi-K2 has 61"),
     ],
     ids=" ".join,

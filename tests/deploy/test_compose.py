@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("ray-head", "worker", "router")
+GPU = {"worker-gpu": "worker", "router-gpu": "router"}
+OURS = ("ray-head", "worker", "router", *GPU)
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +40,15 @@ def test_has_all_services(services: dict[str, Any]) -> None:
     assert set(services) == {*OURS, "prometheus", "grafana"}
     # --scale needs a service without a fixed name and without a published port.
     assert "container_name" not in services["worker"]
-    assert "ports" not in services["worker"]
-    assert "ports" not in services["ray-head"]
+    for name in ("worker", "worker-gpu", "ray-head"):
+        assert "ports" not in services[name]
 
 
 def test_publishes_on_the_loopback_only(services: dict[str, Any]) -> None:
     ports = [port for service in services.values() for port in service.get("ports", [])]
-    assert len(ports) == 3
+    # Of the two routers one runs.
+    assert len(ports) == 4
+    assert services["router"]["ports"] == services["router-gpu"]["ports"]
     assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
 
 
@@ -79,28 +82,61 @@ def test_starts_in_order_and_is_watched(services: dict[str, Any]) -> None:
         for other, how in service.get("depends_on", {}).items():
             assert how == {"condition": "service_healthy"}, (name, other)
     assert set(services["router"]["depends_on"]) == {"ray-head", "worker"}
-    assert set(services["worker"]["depends_on"]) == {"ray-head"}
+    assert set(services["router-gpu"]["depends_on"]) == {"ray-head", "worker-gpu"}
+    for name in ("worker", "worker-gpu"):
+        assert set(services[name]["depends_on"]) == {"ray-head"}
 
 
 def test_model_is_read_only_and_shared_memory_is_large_enough(services: dict[str, Any]) -> None:
-    for name in ("worker", "router"):
+    for name in OURS[1:]:
         assert services[name]["volumes"] == ["${MOEYARD_MODEL:-./deploy/demo}:/model:ro"]
     for name in OURS:
         assert services[name]["shm_size"] == "1gb"
-    assert "/model" in services["router"]["command"]
+    for name in ("router", "router-gpu"):
+        assert "/model" in services[name]["command"]
 
 
-def test_image_is_non_root_pinned_and_without_weights() -> None:
-    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
-    stages = re.findall(r"^FROM .*", dockerfile, re.M)
-    assert len(stages) == 2
-    final = dockerfile[dockerfile.index(stages[1], dockerfile.index(stages[0]) + 1) :]
-    assert re.search(r"^USER \d+:\d+$", final, re.M)
-    assert "HEALTHCHECK" in final
-    assert "-c deploy/constraints.txt" in dockerfile
-    for source in re.findall(r"^COPY (?!--from)(.*)", dockerfile, re.M):
+def test_gpus_are_asked_for_by_the_profile_alone(services: dict[str, Any]) -> None:
+    """`docker-compose up` needs no GPU; with the profile each worker has one of those that the container reserves."""
+    assert {name for name, service in services.items() if service.get("profiles") == ["gpu"]} == set(GPU)
+    assert {name for name, service in services.items() if "deploy" in service} == {"worker-gpu"}
+    worker, router = services["worker-gpu"], services["router-gpu"]
+    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    count = "${MOEYARD_GPUS:-1}"
+    assert device == {"driver": "nvidia", "count": count, "capabilities": ["gpu"]}
+    assert worker["environment"]["MOEYARD_WORKER_CPUS"] == count
+    assert f"--workers={count}" in router["command"]
+    assert "--device=cuda" in router["command"]
+    # Only the workers compute, so only they carry CUDA; an image of its own does not take the other's name.
+    assert (worker["build"]["target"], worker["image"]) == ("cuda", "moeyard:cuda")
+    for name in ("ray-head", "worker", "router", "router-gpu"):
+        assert (services[name]["build"]["target"], services[name]["image"]) == ("cpu", "moeyard:local")
+    assert router["networks"]["fleet"]["aliases"] == ["router"]
+
+
+def stages() -> dict[str, str]:
+    """The Dockerfile's stages by name, in order."""
+    parts = re.split(r"^(?=FROM )", (ROOT / "deploy/Dockerfile").read_text(), flags=re.M)[1:]
+    return {re.match(r"FROM \S+ AS (\S+)", part)[1]: part for part in parts}  # type: ignore[index]
+
+
+def test_images_are_non_root_pinned_and_without_weights() -> None:
+    every = stages()
+    assert list(every)[-1] == "cpu", "what is built without a target"
+    for name in ("cpu", "cuda"):
+        assert every[name].startswith("FROM runtime")
+        assert re.search(r"^USER \d+:\d+$", every[name].rstrip().splitlines()[-1])
+        assert f"COPY --from=build-{name} " in every[name]
+        assert "-c deploy/constraints.txt" in every[f"build-{name}"]
+    assert "HEALTHCHECK" in every["runtime"]
+    # torch for CPUs comes from an index of its own, for GPUs from the plain one.
+    assert "whl/cpu" in every["build-cpu"]
+    assert "INDEX_URL" not in every["build-cuda"] + every["base"]
+    # Triton builds a launcher where kernels run.
+    assert "gcc" in every["cuda"]
+    for source in re.findall(r"^COPY (?!--from)(.*)", "".join(every.values()), re.M):
         for path in source.split()[:-1]:
-            assert (ROOT / path).exists() or path == "README.md", path
+            assert (ROOT / path).exists(), path
             assert not path.startswith("deploy/demo")
     assert "deploy/demo" in (ROOT / ".dockerignore").read_text().splitlines()
 
@@ -110,9 +146,10 @@ def test_entrypoint_knows_every_role_that_compose_gives_it(services: dict[str, A
     assert os.access(script, os.X_OK)
     text = script.read_text()
     for name in OURS:
-        assert services[name]["command"][0] == name
-        assert re.search(rf"^{name}\)", text, re.M)
-        assert services[name]["healthcheck"]["test"][1:] == ["/opt/moeyard/entrypoint.sh", "check", name]
+        role = GPU.get(name, name)
+        assert services[name]["command"][0] == role
+        assert re.search(rf"^{role}\)", text, re.M)
+        assert services[name]["healthcheck"]["test"][1:] == ["/opt/moeyard/entrypoint.sh", "check", role]
     # Any other command is run as it is.
     assert subprocess.run([script, "true"]).returncode == 0
     assert subprocess.run([script, "check", "nothing"], capture_output=True).returncode == 2

@@ -1,6 +1,6 @@
 """One worker driven in process: its scheduler and its runner as the engine's loop has them, without sockets and peers.
 
-The functions here measure and return plain figures; what to measure and how to show it is `moeyard.bench.engine`.
+What to measure is in `moeyard.bench.scenarios`, how to show it in `moeyard.bench.engine`.
 """
 
 import math
@@ -8,19 +8,16 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-
 from moeyard import __version__
-from moeyard.bench.figures import Course, StepRecord, floor_bytes, full_steps, milliseconds, percentiles, shares
+from moeyard.bench.figures import Course, StepRecord, milliseconds
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import LaunchedStep
 from moeyard_worker.engine.graph_runner import GraphRunner
 from moeyard_worker.engine.worker import Worker
-from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.protocol import SamplingParams, Submit, Tokens
 from moeyard_worker.scheduling.scheduler import Scheduler
@@ -113,7 +110,15 @@ class Run:
             if isinstance(reply.message, Tokens):
                 self.courses[reply.message.request_id].tokens.extend([at] * len(reply.message.token_ids))
         host = busy + time.perf_counter() - at
-        self.records.append(StepRecord(at=at, host=host, rows=step.num_tokens, prompt_rows=step.num_prefill_tokens))
+        self.records.append(
+            StepRecord(
+                at=at,
+                host=host,
+                rows=step.num_tokens,
+                prompt_rows=step.num_prefill_tokens,
+                device=launched.device_seconds,
+            )
+        )
 
     def figures(self, end: float = math.inf) -> dict[str, Any]:
         """Latencies as a client would see them, and what the steps took and were, up to `end`."""
@@ -124,160 +129,6 @@ class Run:
             "tpot_ms": milliseconds(c.per_token for c in courses),
             "itl_ms": milliseconds(gap for c in courses for gap in c.gaps()),
             "host_ms": milliseconds(record.host for record in records),
+            "device_ms": milliseconds(record.device for record in records),
             "steps": len(records),
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decode:
-    """`streams` requests at once that answer `output` tokens each."""
-
-    streams: int
-    prompt: int
-    output: int
-
-    def requests(self, step_rows: int) -> tuple[int, int]:
-        """(sequences, positions of the longest) where a step has so many rows."""
-        return self.streams, self.prompt + self._asked(step_rows)
-
-    def _asked(self, step_rows: int) -> int:
-        # The first prompts' streams answer while the last prompts are computed, and all of them a little longer.
-        return self.output + -(-self.streams * self.prompt // step_rows) + 8
-
-    def run(self, subject: Subject, bandwidth: float) -> dict[str, Any]:
-        """Latencies; the floor is what a step must read at `bandwidth` bytes/s, half-way through."""
-        run = Run(subject, subject.scheduler())
-        asked = self._asked(subject.config.max_batch_tokens)
-        courses = [subject.submit(run, prompt=self.prompt, output=asked) for _ in range(self.streams)]
-        routing = Routing(subject, rows=self.streams)
-        ends: list[float] = []
-        before, counted = subject.counts(), dict[str, int]()
-
-        def after() -> None:
-            if not ends and min(len(c.tokens) for c in courses) >= self.output:
-                # What was asked for is measured; now a few steps more to look at, launched kernel by kernel.
-                ends.append(run.records[-1].at)
-                counted.update(subject.counts())
-                routing.watch(True)
-
-        try:
-            run.go(after)
-        finally:
-            routing.watch(False)
-        needed = floor_bytes(
-            subject.spec, distinct=routing.distinct, rows=self.streams, context=self.prompt + self.output / 2,
-            itemsize=subject.itemsize,
-        )  # fmt: skip
-        steps = [record for record in run.records if record.at <= ends[0]]
-        counts = {name: counted[name] - before[name] for name in counted}
-        return {
-            "case": f"decode {self.streams}x{self.prompt}+{self.output}",
-            "step_ms": milliseconds(full_steps(steps, self.streams)),
-            "floor_ms": needed / bandwidth * 1e3,
-            "distinct_experts": routing.distinct,
-            **run.figures(ends[0]),
-            **shares(counts),
-        }
-
-
-class Routing:
-    """Watches which experts a step asks for."""
-
-    def __init__(self, subject: Subject, *, rows: int) -> None:
-        self._subject, self._rows = subject, rows
-        self._seen: dict[int, int] = {}
-
-    @property
-    def distinct(self) -> float:
-        """Distinct experts per MoE layer in the last step of decode rows alone, as many as were to be watched."""
-        assert len(self._seen) == len(self._subject.spec.config.moe_layers), "no step decoded every stream alone"
-        return sum(self._seen.values()) / len(self._seen)
-
-    def watch(self, on: bool) -> None:
-        """Look, or stop looking. A replay runs none of the host's code, so steps are launched eagerly meanwhile."""
-        self._subject.experts.observer = self._observe if on else None
-        if isinstance(self._subject.runner, GraphRunner):
-            self._subject.runner.eager = on
-
-    def _observe(self, layer: int, dispatched: Dispatched) -> None:
-        ids = dispatched.experts
-        if dispatched.prompt is None and int((ids[:, 0] >= 0).sum()) == self._rows:
-            self._seen[layer] = int(torch.unique(ids[ids >= 0]).numel())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefill:
-    """`count` prompts of `length` at once, a token answered to each."""
-
-    count: int
-    length: int
-    rounds: int = 4
-
-    def requests(self, step_rows: int) -> tuple[int, int]:
-        """See `Decode.requests`."""
-        return self.count, self.length + 1
-
-    def run(self, subject: Subject, bandwidth: float) -> dict[str, Any]:
-        """Prompt tokens/s from the submission of all to the first token of the last; the first round warms up."""
-        rates, firsts = [], []
-        for i in range(self.rounds):
-            run = Run(subject, subject.scheduler())
-            courses = [subject.submit(run, prompt=self.length, output=1) for _ in range(self.count)]
-            run.go()
-            if i:
-                end = max(c.tokens[0] for c in courses)
-                rates.append(self.count * self.length / (end - courses[0].submitted))
-                firsts += [c.first for c in courses]
-        return {
-            "case": f"prefill {self.count}x{self.length}",
-            "prompt_tok_s": percentiles(rates)["p50"],
-            "ttft_ms": milliseconds(firsts),
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixed:
-    """`streams` decode; then `count` prompts of `length` arrive one behind the other, `chunk` rows in a step."""
-
-    streams: int
-    prompt: int
-    length: int
-    count: int
-    chunk: int
-    alone: int = 32
-
-    def requests(self, step_rows: int) -> tuple[int, int]:
-        """See `Decode.requests`."""
-        return self.streams + 1, max(self.length + 1, self.prompt + self._asked)
-
-    @property
-    def _asked(self) -> int:
-        # A prompt's step has a row for each stream; none of these may end before the last prompt has its token.
-        return 2 * self.alone + self.count * (-(-self.length // self.chunk) + 3)
-
-    def run(self, subject: Subject, bandwidth: float) -> dict[str, Any]:
-        """Latencies between the streams' tokens: alone, and from the first prompt's arrival to the last's token."""
-        run = Run(subject, subject.scheduler(self.chunk))
-        decoding = [subject.submit(run, prompt=self.prompt, output=self._asked) for _ in range(self.streams)]
-        arrived: list[Course] = []
-
-        def after() -> None:
-            settled = min(len(c.tokens) for c in decoding) >= self.alone
-            if settled and len(arrived) < self.count and (not arrived or arrived[-1].tokens):
-                arrived.append(subject.submit(run, prompt=self.length, output=1))
-
-        run.go(after)
-        begun, ended = arrived[0].submitted, arrived[-1].tokens[0]
-        assert all(c.tokens[-1] > ended for c in decoding), "a stream ended before the prompts did"
-        together = max(c.tokens[0] for c in decoding)
-        return {
-            "case": f"mixed {self.streams} + {self.count}x{self.length} by {self.chunk}",
-            "itl_ms": milliseconds(gap for c in decoding for gap in c.until(ended).gaps(begun)),
-            "itl_alone_ms": milliseconds(gap for c in decoding for gap in c.until(begun).gaps(together)),
-            "prompt_tok_s": self.count * self.length / (ended - begun),
-            "ttft_ms": milliseconds(c.first for c in arrived),
-            "host_ms": milliseconds(record.host for record in run.records),
-        }
-
-
-Scenario = Decode | Prefill | Mixed

@@ -6,38 +6,45 @@ Prompts are distinct and random; weights are a checkpoint's, or of chance on a r
 import argparse
 import dataclasses
 import datetime
+import gc
 import json
 import platform
 import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moeyard.bench.drive import Decode, Mixed, Prefill, Scenario, Subject
-from moeyard.bench.figures import table
+from moeyard.bench.drive import Subject
+from moeyard.bench.figures import of_bound, table
+from moeyard.bench.scenarios import Ceilings, Decode, Mixed, Prefill, Scenario
 from moeyard.flags import DEFAULTS
 from moeyard_kernels.bench.timing import copy_bandwidth
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EngineConfig
+from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.sampling_check import sampling_error
 
 COLUMNS = (
-    ("case", "case"), ("step_ms.p50", "step p50"), ("step_ms.p99", "p99"), ("floor_ms", "floor"),
+    ("case", "case"), ("residency", "resident"), ("step_ms.p50", "step p50"), ("step_ms.p99", "p99"),
+    ("floor_ms", "floor"),
     ("tpot_ms.p50", "TPOT p50"), ("tpot_ms.p90", "p90"), ("tpot_ms.p99", "p99"),
     ("itl_ms.p50", "ITL p50"), ("itl_ms.p90", "p90"), ("itl_ms.p99", "p99"), ("itl_alone_ms.p50", "alone p50"),
     ("ttft_ms.p50", "TTFT p50"), ("ttft_ms.p90", "p90"), ("ttft_ms.p99", "p99"), ("prompt_tok_s", "prompt tok/s"),
     ("distinct_experts", "experts"), ("replay_share", "replays"), ("padding_share", "padding"),
-    ("host_ms.p50", "host p50"), ("host_ms.p99", "p99"),
+    ("host_ms.p50", "host p50"), ("host_ms.p99", "p99"), ("device_ms.p50", "device p50"),
+    ("hit_rate", "hits"), ("missed_mb", "missed MB"),
+    ("link_ms", "link"), ("of_bound", "of bound"),
 )  # fmt: skip
 LEGEND = (
     "milliseconds; step: one that decodes every stream and no prompt; floor: the bytes that such a step must read, at "
-    "the copy bandwidth; experts: distinct ones per MoE layer; replays: share of steps; padding: share of replayed rows"
+    "the copy bandwidth; experts: distinct ones per MoE layer; replays: share of steps; padding: of replayed rows; "
+    "link: missed bytes over the link; of bound: how near to the slower of link and all experts resident"
 )
 
 
@@ -48,10 +55,8 @@ def bench_engine(args: argparse.Namespace) -> int:
     """
     wanted = scenarios(args)
     config = engine_config(args, wanted)
-    bandwidth = copy_bandwidth() if config.device != "cpu" else host_copy_bandwidth()
-    if config.device != "cpu":
-        torch.cuda.empty_cache()
-    result = measure(config, wanted, bandwidth=bandwidth, sampling=sampling_of(args), report=print)
+    ceilings = ceilings_of(config)
+    result = measure(configs_of(args, config), wanted, ceilings=ceilings, sampling=sampling_of(args), report=print)
     print(f"\n{table(result['rows'], COLUMNS)}\n{LEGEND}")
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -59,38 +64,117 @@ def bench_engine(args: argparse.Namespace) -> int:
 
 
 def measure(
-    config: EngineConfig, wanted: Sequence[Scenario], *, bandwidth: float, sampling: SamplingParams, report: Any
+    configs: Sequence[EngineConfig],
+    wanted: Sequence[Scenario],
+    *,
+    ceilings: Ceilings,
+    sampling: SamplingParams,
+    report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Load the model and run the scenarios; `report` gets a line of text as each is known. `bandwidth`: bytes/s."""
-    begun = time.perf_counter()
+    """Run the scenarios on one engine after the other; `report` gets a line of text as each figure is known."""
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": platform.machine() if configs[0].device == "cpu" else torch.cuda.get_device_name(configs[0].device),
+        "torch": torch.__version__,
+        "copy_bandwidth": ceilings.copy,
+        "link_bandwidth": ceilings.link,
+        "model": configs[0].shape or configs[0].model_path,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "engines": [],
+    }
+    link = "" if ceilings.link is None else f", from the host {ceilings.link * 1e-9:.1f} GB/s"
+    report(
+        f"{facts['device']}, torch {torch.__version__}, copy {ceilings.copy * 1e-12:.2f} TB/s{link}; {facts['model']}"
+    )
+    rows: list[dict[str, Any]] = []
+    resident: dict[str, dict[str, Any]] = {}
+    for config in configs:
+        engine, found = _measure_one(config, wanted, ceilings=ceilings, sampling=sampling, report=report)
+        facts["engines"].append(engine)
+        for row in found:
+            if engine["residency"] == 1:
+                resident[row["case"]] = row
+            elif row["case"] in resident:
+                row["of_bound"] = of_bound(row, resident[row["case"]])
+        rows += found
+        # The next engine wants the memory.
+        gc.collect()
+        if config.device != "cpu":
+            torch.cuda.empty_cache()
+    return {"facts": facts, "rows": rows}
+
+
+def _measure_one(
+    config: EngineConfig,
+    wanted: Sequence[Scenario],
+    *,
+    ceilings: Ceilings,
+    sampling: SamplingParams,
+    report: Callable[[str], None],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     model = served_model(config)
     subject = Subject(config, check_weights(config, model).spec, sampling)
     try:
-        facts = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "device": platform.machine() if config.device == "cpu" else torch.cuda.get_device_name(config.device),
-            "torch": torch.__version__,
-            "copy_bandwidth": bandwidth,
-            "model": config.shape or config.model_path,
+        slots, experts = subject.report["expert_slots"], subject.report["num_experts"]
+        engine = {
             "layers": model.num_layers,
             "dtype": subject.report["dtype"],
-            "expert_slots": [subject.report["expert_slots"], subject.report["num_experts"]],
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "seconds_to_load": time.perf_counter() - begun,
+            "expert_slots": slots,
+            "num_experts": experts,
+            "residency": slots / experts,
+            "policy": config.expert_policy,
+            "seconds_to_load": subject.seconds_to_load,
         }
         report(
-            f"{facts['device']}, torch {torch.__version__}, copy {bandwidth * 1e-12:.2f} TB/s; {facts['model']}, "
-            f"{model.num_layers} layers, {facts['dtype']}, expert slots {facts['expert_slots'][0]}/"
-            f"{facts['expert_slots'][1]}; loaded and captured in {facts['seconds_to_load']:.1f} s"
+            f"{model.num_layers} layers, {engine['dtype']}, {slots} of {experts} experts in slots; loaded and captured "
+            f"in {subject.seconds_to_load:.1f} s"
         )
         rows = []
         for scenario in wanted:
-            rows.append(scenario.run(subject, bandwidth))
+            rows.append({"residency": engine["residency"], **scenario.run(subject, ceilings)})
             report(json.dumps(rows[-1]))
-        return {"facts": facts, "rows": rows}
+        return engine, rows
     finally:
         subject.close()
+
+
+def ceilings_of(config: EngineConfig) -> Ceilings:
+    """Measured before anything is loaded: the copy takes 8 GiB."""
+    if config.device == "cpu":
+        return Ceilings(copy=host_copy_bandwidth())
+    torch.cuda.set_device(config.device if ":" in config.device else 0)
+    ceilings = Ceilings(copy=copy_bandwidth(), link=link_bandwidth(served_model(config)))
+    torch.cuda.empty_cache()
+    return ceilings
+
+
+def link_bandwidth(model: ModelConfig) -> float:
+    """Bytes/s of the copy engine for experts out of pinned memory, median of 5."""
+    store = torch.zeros(16, model.expert_bytes(2), dtype=torch.uint8).pin_memory()
+    target, seconds = torch.empty_like(store, device="cuda"), []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for slot in range(len(store)):
+            target[slot].copy_(store[slot], non_blocking=True)
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) * 1e-3)
+    return store.nbytes / statistics.median(seconds[2:])
+
+
+def configs_of(args: argparse.Namespace, config: EngineConfig) -> list[EngineConfig]:
+    """One engine per --residency, of otherwise the same kind; raises ValueError for a share that is none."""
+    if args.expert_slots is not None and args.residency:
+        raise ValueError("give --residency or --expert-slots, not both")
+    model = served_model(config)
+    experts = model.num_experts * len(model.moe_layers)
+    for share in args.residency:
+        if not 0 < share <= 1:
+            raise ValueError(f"--residency {share:g} is not a share of the experts, above 0 and up to 1")
+    sizes = [max(1, round(share * experts)) for share in args.residency] or [args.expert_slots]
+    return [dataclasses.replace(config, expert_slots=slots) for slots in sizes]
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
@@ -161,6 +245,7 @@ def engine_config(args: argparse.Namespace, wanted: Sequence[Scenario]) -> Engin
         prefix_caching=False,
         async_scheduling=usual["async_scheduling"],
         enforce_eager=args.enforce_eager,
+        expert_policy=args.expert_policy,
         # Replaced below: what a page takes is known of the model.
         kv_memory=1,
     )

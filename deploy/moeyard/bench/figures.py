@@ -98,6 +98,24 @@ def shares(counts: Mapping[str, int]) -> dict[str, float]:
     return found
 
 
+def missed(*, hits: int, misses: int, expert_bytes: int, times: int, link: float | None) -> dict[str, float]:
+    """What a cache counted over so many steps or prompts: share of hits, bytes missed by each, their time on the link.
+
+    `link`: bytes/s from the host to the device, None where there is no such link.
+    """
+    moved = misses * expert_bytes / times
+    found = {"hit_rate": hits / max(1, hits + misses), "missed_mb": moved * 1e-6}
+    return found if link is None else {**found, "link_ms": moved / link * 1e3}
+
+
+def of_bound(row: Mapping[str, Any], resident: Mapping[str, Any]) -> float | None:
+    """How near a row comes to the slower of two: the same with all experts resident, and its misses over the link."""
+    taken, least = row.get("took_ms"), resident.get("took_ms")
+    if taken is None or least is None or "link_ms" not in row:
+        return None
+    return float(max(least, row["link_ms"]) / taken)
+
+
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str]]) -> str:
     """Rows as aligned text under the heads of `columns` (key of a row, head); a key may lead into a dict: "itl_ms.p99".
 

@@ -32,6 +32,11 @@ class LaunchedStep(Protocol):
     @property
     def results(self) -> list[Accepted]: ...
     @property
+    def device_seconds(self) -> float | None:
+        """What it took on a device that has a clock of its own; waits for it as `results` does."""
+        ...
+
+    @property
     def unsound(self) -> tuple[str, ...]:
         """Ids of the requests whose logits in this step were not finite; waits for it as `results` does."""
         ...

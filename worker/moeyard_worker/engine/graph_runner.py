@@ -48,12 +48,19 @@ class _Graph:
 class GraphLaunched:
     """A step that runs. `results` waits for it, and for no step behind it."""
 
-    def __init__(self, step: Step, tokens: SampledTokens, requests: Sequence[Request], chosen: torch.Tensor) -> None:
+    def __init__(
+        self,
+        step: Step,
+        tokens: SampledTokens,
+        requests: Sequence[Request],
+        chosen: torch.Tensor,
+        begun: torch.cuda.Event,
+    ) -> None:
         self.step = step
         self._chosen = _to_host(chosen)
         self._requests = requests
         self._tokens = tokens.each(_to_host)
-        self._done = torch.cuda.Event()
+        self._begun, self._done = begun, torch.cuda.Event(enable_timing=True)
         self._done.record()
         self._results: list[Accepted] | None = None
 
@@ -65,6 +72,12 @@ class GraphLaunched:
             asked = [r.sampling.logprobs for c, r in zip(self.step.sampled, self._requests, strict=True)]
             self._results = accepted(self.step, tell(self._tokens, asked))
         return self._results
+
+    @property
+    def device_seconds(self) -> float:
+        """From the end of what was launched before this step to its own, on the device."""
+        self._done.synchronize()
+        return self._begun.elapsed_time(self._done) * 1e-3
 
     @property
     def unsound(self) -> tuple[str, ...]:
@@ -138,6 +151,8 @@ class GraphRunner:
     @torch.inference_mode()
     def launch(self, step: Step, requests: Sequence[Request], *, before: GraphLaunched | None) -> GraphLaunched:
         """See `Runner.launch`; returns before the step has run."""
+        begun = torch.cuda.Event(enable_timing=True)
+        begun.record()
         sampler, count = self._sampler, len(step.sample_rows)
         found = self._find(step)
         if found is None:
@@ -158,7 +173,7 @@ class GraphRunner:
             rows = sampled_rows(step, requests, before)
             tokens = ask(sampler.logits, rows, self._runner.config.eos_token_ids)
             sampler.last_ids[:count] = tokens.ids
-        return GraphLaunched(step, tokens, requests, chosen_logits(sampler.logits, tokens.ids))
+        return GraphLaunched(step, tokens, requests, chosen_logits(sampler.logits, tokens.ids), begun)
 
     def _find(self, step: Step) -> _Graph | None:
         """The smallest captured step that this one fits; None for what is launched kernel by kernel."""

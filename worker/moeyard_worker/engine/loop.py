@@ -196,6 +196,7 @@ class Engine:
         self._metrics.observe_step(
             num_tokens=step.num_tokens,
             seconds=seconds,
+            device_seconds=launched.device_seconds,
             scheduler=self._scheduler,
             exchange=self._exchange,
             experts=self._experts,

@@ -70,6 +70,14 @@ class WorkerMetrics:
         self.expert_stall = self._histogram(
             "expert_stall_seconds", "Wait for expert weights in one layer of a step", EXCHANGE_BUCKETS
         )
+        # Without a rank so far: absent where no device tells it.
+        self.step_device_seconds = Histogram(
+            "moeyard_step_device_seconds",
+            "One step on the device, by its own clock",
+            ("rank",),
+            buckets=STEP_BUCKETS,
+            registry=self.registry,
+        )
         self.exchange_seconds = Histogram(
             "moeyard_exchange_seconds",
             "One exchange of one layer, waiting for peers included",
@@ -134,6 +142,7 @@ class WorkerMetrics:
         *,
         num_tokens: int,
         seconds: float,
+        device_seconds: float | None,
         scheduler: Scheduler,
         exchange: Exchange,
         experts: ExpertCache,
@@ -142,6 +151,8 @@ class WorkerMetrics:
         """Record one finished step and bring every counter up to its part's running total."""
         self._advance("engine_steps", self._totals.get(("engine_steps",), 0.0) + 1)
         self.step_seconds.observe(seconds)
+        if device_seconds is not None:
+            self.step_device_seconds.labels(self._rank).observe(device_seconds)
         self.step_tokens.observe(num_tokens)
         self._observe_scheduler(scheduler)
         for phase, values in exchange.stats.seconds.items():

@@ -23,6 +23,7 @@ class Launched:
     step: Step
     results: list[Accepted]
     unsound: tuple[str, ...] = ()
+    device_seconds: float | None = None
 
 
 class Runner:

@@ -1,0 +1,42 @@
+"""What a rank's metrics say of a step."""
+
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.metrics import WorkerMetrics
+from moeyard_worker.engine.worker import Worker
+
+
+@pytest.fixture
+def parts() -> dict[str, Any]:
+    """What a step is observed with, of a worker that serves nobody."""
+    config = EngineConfig(
+        model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=2, kv_memory=1 << 20, max_model_len=64
+    )
+    worker = Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
+    worker.connect([worker.endpoints()["mesh"]])
+    worker.load(1)
+    engine = worker._engine
+    found = {
+        "scheduler": worker.scheduler, "experts": worker.experts, "exchange": engine._exchange,
+        "lockstep": engine._lockstep,
+    }  # fmt: skip
+    worker.stop()
+    return found
+
+
+def test_time_on_the_device_is_absent_where_no_device_tells_it(parts: dict[str, Any]) -> None:
+    metrics = WorkerMetrics(rank=3, version="test")
+    metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=None, **parts)
+    page = generate_latest(metrics.registry).decode()
+    assert 'moeyard_step_seconds_sum{rank="3"} 0.25' in page
+    assert "moeyard_step_device_seconds_count" not in page
+    metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=0.125, **parts)
+    page = generate_latest(metrics.registry).decode()
+    assert 'moeyard_step_device_seconds_sum{rank="3"} 0.125' in page
+    assert 'moeyard_step_device_seconds_bucket{le="0.15",rank="3"} 1.0' in page
+    assert 'moeyard_step_seconds_count{rank="3"} 2.0' in page
