@@ -56,6 +56,13 @@ def test_one_launch_equals_the_chain(
     assert_bits("a row alone", run(*last, args[4]), tuple(x[-1:] for x in got))
 
 
+@pytest.mark.parametrize("config", kernel.CONFIGS, ids=str)
+@pytest.mark.parametrize(("top_k", "hidden"), [(1, 2048), (8, 7168), (9, 320)], ids=lambda n: str(n))
+def test_every_config_gives_the_same_bits(top_k: int, hidden: int, config: kernel.ReduceConfig) -> None:
+    args = inputs(3 if hidden == 320 else 1, top_k, hidden, torch.bfloat16)
+    assert_bits(str(config), kernel.moe_reduce_add_norm(*args, EPS, config=config), chain(*args))
+
+
 @DTYPES
 def test_the_oracle_is_the_chain(dtype: torch.dtype) -> None:
     partial, weights, shared, residual, norm = (x.cpu() for x in inputs(6, 4, 24, dtype))

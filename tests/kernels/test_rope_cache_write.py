@@ -117,6 +117,14 @@ def test_norms_of_heads_in_the_same_launch_equal_the_chain(
         assert_bits("a row alone", got, wanted[0][17:18])
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("count", [1, 65])
+def test_a_graph_replays_the_launch_with_norms(count: int) -> None:
+    args, norms = normed_inputs(count, 32, 4, 128, torch.bfloat16)
+    named = {"q_norm": norms[0], "k_norm": norms[1], "eps": 1e-6, "interleaved": False}
+    assert_replays(lambda: written(args, **named), lambda: [x.normal_() for x in args[:3]])
+
+
 def test_the_oracle_normalises_as_rms_norm_does() -> None:
     args, norms = normed_inputs(5, 4, 2, 12, torch.bfloat16)
     args = [x.cpu() for x in args]

@@ -94,7 +94,9 @@ def _reduce_norm(num_tokens: int, model: str, top_k: int, hidden: int, with_shar
 
     def prove() -> None:
         whole = run()
-        assert_bits("reduce, then norm", whole, chain())
+        wanted = chain()
+        for config in (None, *moe_reduce_add_norm.CONFIGS):
+            assert_bits(f"reduce, then norm, {config}", run(config=config), wanted)
         last = [x if x is None else x[-1:].clone() for x in inputs[:4]]
         assert_bits("row alone", run.func(*last, *inputs[4:]), tuple(x[-1:] for x in whole))
 
@@ -107,6 +109,8 @@ def _reduce_norm(num_tokens: int, model: str, top_k: int, hidden: int, with_shar
         target=Target("copy", 0.85) if num_tokens == 8192 else Target("speedup", 1.2),
         baseline=chain,
         baseline_name="moe_weighted_reduce, add_rms_norm",
+        variants=[(config, partial(run, config=config)) for config in moe_reduce_add_norm.CONFIGS],
+        tune_key=("moe_reduce_add_norm", moe_reduce_add_norm.shape_class(num_tokens, top_k, hidden)),
     )
 
 

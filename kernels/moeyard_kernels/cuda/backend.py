@@ -4,7 +4,6 @@ It asks for no GPU itself: on the CPU the same calls run through the oracles, wh
 where there is none.
 """
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -39,19 +38,20 @@ class CudaGate:
         self._fp32_logits = weight.dtype == torch.float32
         rounded = weight.to(norm.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
-        self._top_k = rule.top_k
-        self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
+        self._bias, self._rule = bias, rule
+        # Of this layer alone: launches that share it must follow one another, as those of one layer do.
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=weight.device)
 
     def route(
         self, x: torch.Tensor, residual: torch.Tensor, plan: CudaPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Gate.route`."""
         if not plan.num_rows:
-            return x, residual, *no_choice(x, self._top_k)
-        x, residual = ops.add_rms_norm(x, residual, self._norm, self._eps)
-        out_dtype = torch.float32 if self._fp32_logits else None
-        logits = ops.linear(x.to(self._weight.dtype), self._weight, static_weight=True, out_dtype=out_dtype)
-        return x, residual, *ops.topk_gate(logits.float(), **self._arguments)
+            return x, residual, *no_choice(x, self._rule.top_k)
+        return ops.norm_gate(
+            x, residual, self._norm, self._weight, self._bias, self._rule, eps=self._eps, arrived=self._arrived,
+            fp32_logits=self._fp32_logits, static_weight=True,
+        )  # fmt: skip
 
 
 class CudaBackend:

@@ -2,8 +2,12 @@
 
 A program takes whole rows, by the tile of the norm, whose sum has the order of that tile (`rms_norm`): a row's bits are
 those of `moe_weighted_reduce` and `add_rms_norm` behind it. The results of several experts are asked for before the
-first is used, so that a single row takes few latencies instead of one for each expert.
+first is used, so that a single row takes few latencies instead of one for each expert: in registers, where ptxas keeps
+15 to 20 loads of a thread on the way and no more, or in shared memory, where all are.
 """
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -12,19 +16,54 @@ import triton.language as tl
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, check_layout, finish, new_output
 from moeyard_kernels.common.rounding import round_to
+from moeyard_kernels.common.tuning import Config, choose
 from moeyard_kernels.elementwise.rms_norm import NUM_WARPS, add_rms_norm, normed, row_tile
 from moeyard_kernels.experts.moe_weighted_reduce import moe_weighted_reduce
 
-# Columns of the rows that are on the way at once: 128 registers of a thread.
-_AHEAD = 32768
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceConfig(Config):
+    """How many experts' results are on the way: num_stages in shared memory, or, if that is 1, AHEAD in registers.
+
+    The warps are those of the norm's tile.
+    """
+
+    kernel: Literal["rows"] = "rows"
+    num_warps: int = NUM_WARPS
+    num_stages: int = 1
+    AHEAD: int = 1
+
+
+CONFIGS = (
+    *(ReduceConfig(AHEAD=ahead) for ahead in (4, 8)),
+    *(ReduceConfig(num_stages=stages) for stages in (3, 5, 9)),
+)
+# What a block may have on Hopper, less what the norm's sum takes.
+_SHARED_BYTES = 220 * 1024
+
+
+def shape_class(num_rows: int, top_k: int, hidden: int) -> str:
+    """Decode steps want few latencies, prompts many programs."""
+    return f"{'few' if num_rows <= 64 else 'many'} K{top_k} H{hidden}"
+
+
+def default_config(num_rows: int, hidden: int) -> ReduceConfig:
+    """The config of shapes that nobody tuned: all on the way for few rows, else what 128 registers of a thread hold."""
+    if num_rows <= 64:
+        return CONFIGS[4]
+    return CONFIGS[1 if hidden <= 4096 else 0]
 
 
 @triton.jit
 def _moe_reduce_add_norm_kernel(
     p_partial, p_weights, p_shared, p_residual, p_norm, p_out, p_total, num_rows, H, eps,
-    K: tl.constexpr, AHEAD: tl.constexpr, HAS_SHARED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+    K: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, HAS_SHARED: tl.constexpr, BR: tl.constexpr,
+    BD: tl.constexpr
 ):  # fmt: skip
-    """Rows [i BR, i BR + BR) of [num_rows, H], their experts AHEAD at a time. Grid: (ceil(num_rows / BR),)."""
+    """Rows [i BR, i BR + BR) of [num_rows, H]. Grid: (ceil(num_rows / BR),).
+
+    Their experts are a loop of STAGES stages or, if that is 1, AHEAD at a time.
+    """
     DTYPE: tl.constexpr = p_partial.dtype.element_ty
     wait_for_previous()
     let_next_begin()
@@ -38,22 +77,36 @@ def _moe_reduce_add_norm_kernel(
     if HAS_SHARED:
         b_shared = tl.load(p_shared + o_x, mask=m_x, other=0.0)
     b_acc = tl.zeros([BR, BD], dtype=tl.float32)
-    for k0 in tl.static_range(0, K, AHEAD):
-        # All loads before the first use: they are in flight together.
+    if STAGES > 1:
+        # The weights are no part of the pipeline, whose copies are of 16 bytes.
         b_ws = ()
-        b_xs = ()
-        for u in tl.static_range(AHEAD):
-            if k0 + u < K:
-                o_pair = o_r * K + (k0 + u)
-                b_w = tl.load(p_weights + o_pair, mask=m_r, other=0.0)
-                b_x = tl.load(p_partial + o_pair[:, None] * H + o_h[None, :], mask=m_x, other=0.0)
-                # Triton has no unpacking.
-                b_ws = b_ws + (b_w,)  # type: ignore[assignment]  # noqa: RUF005
-                b_xs = b_xs + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
-        for u in tl.static_range(AHEAD):
-            if k0 + u < K:
-                b_w = tl.broadcast_to(b_ws[u][:, None], [BR, BD])  # type: ignore[misc]
-                b_acc = tl.fma(b_w, b_xs[u].to(tl.float32), b_acc)  # type: ignore[misc]
+        for k in tl.static_range(K):
+            b_w = tl.load(p_weights + o_r * K + k, mask=m_r, other=0.0)
+            # Triton has no unpacking.
+            b_ws = b_ws + (b_w,)  # type: ignore[assignment]  # noqa: RUF005
+        for i_k in tl.range(0, K, num_stages=STAGES):
+            b_x = tl.load(p_partial + (o_r * K + i_k)[:, None] * H + o_h[None, :], mask=m_x, other=0.0)
+            b_w = b_ws[0]  # type: ignore[misc]
+            for k in tl.static_range(1, K):
+                b_w = tl.where(i_k == k, b_ws[k], b_w)
+            b_acc = tl.fma(tl.broadcast_to(b_w[:, None], [BR, BD]), b_x.to(tl.float32), b_acc)
+    else:
+        for k0 in tl.static_range(0, K, AHEAD):
+            # All loads before the first use: they are in flight together.
+            b_ws = ()
+            b_xs = ()
+            for u in tl.static_range(AHEAD):
+                if k0 + u < K:
+                    o_pair = o_r * K + (k0 + u)
+                    b_w = tl.load(p_weights + o_pair, mask=m_r, other=0.0)
+                    b_x = tl.load(p_partial + o_pair[:, None] * H + o_h[None, :], mask=m_x, other=0.0)
+                    # Triton has no unpacking.
+                    b_ws = b_ws + (b_w,)  # type: ignore[assignment]  # noqa: RUF005
+                    b_xs = b_xs + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
+            for u in tl.static_range(AHEAD):
+                if k0 + u < K:
+                    b_w = tl.broadcast_to(b_ws[u][:, None], [BR, BD])  # type: ignore[misc]
+                    b_acc = tl.fma(b_w, b_xs[u].to(tl.float32), b_acc)  # type: ignore[misc]
     if HAS_SHARED:
         b_acc += b_shared.to(tl.float32)
     b_total = round_to(round_to(b_acc, DTYPE) + b_residual.to(tl.float32), DTYPE)
@@ -69,6 +122,8 @@ def moe_reduce_add_norm(
     residual: torch.Tensor,
     norm: torch.Tensor,
     eps: float,
+    *,
+    config: ReduceConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.moe_reduce_add_norm`. Raises ValueError for what its grid cannot hold.
 
@@ -84,10 +139,14 @@ def moe_reduce_add_norm(
     if triton.cdiv(num_rows, rows) > MAX_GRID_X:
         raise ValueError(f"{op}: {list(partial.shape)} exceeds the grid of a GPU")
     out, total = new_output(num_rows, hidden, like=partial), new_output(num_rows, hidden, like=partial)
+    name = shape_class(num_rows, top_k, hidden)
+    config = config or choose(op, name, partial, (ReduceConfig,), lambda: default_config(num_rows, hidden))
+    # One buffer, which holds an expert's rows, less than there are stages.
+    stages = min(config.num_stages, top_k + 1, 1 + _SHARED_BYTES // (rows * block * partial.element_size()))
     if out.numel():
         _moe_reduce_add_norm_kernel[(triton.cdiv(num_rows, rows),)](
             partial, weights, partial if shared is None else shared, residual, norm, out, total, num_rows, hidden, eps,
-            K=top_k, AHEAD=max(1, min(top_k, _AHEAD // (rows * block))), HAS_SHARED=shared is not None,
+            K=top_k, AHEAD=min(config.AHEAD, top_k), STAGES=stages, HAS_SHARED=shared is not None,
             BR=rows, BD=block, num_warps=NUM_WARPS, enable_fp_fusion=False, **dependent(partial),
         )  # fmt: skip
     return finish(out, partial.dtype), finish(total, partial.dtype)

@@ -85,7 +85,7 @@ def choose_experts(
     p_row = p_logits + o_r * E
     b_x = tl.load(
         p_row[:, None, None] + o_e[None, :, :], mask=m_r[:, None, None] & m_e, other=0.0, cache_modifier=CACHE
-    )
+    ).to(tl.float32)
     b_max, b_sum = tl.zeros([BR], dtype=tl.float32), tl.full([BR], 1.0, tl.float32)
     if SOFTMAX:
         b_max = tl.max(tl.max(tl.where(m_e, b_x, float("-inf")), 2), 1)
@@ -109,7 +109,7 @@ def choose_experts(
         b_pair = tl.where(b_pair == b_top[:, None], _LEAST_PAIR, b_pair)
         b_ids = tl.where((o_k == k)[None, :], 0x7FFFFFFF - b_top.to(tl.int32)[:, None], b_ids)
     m_k = m_r[:, None] & (o_k < K)[None, :]
-    b_chosen = tl.load(p_row[:, None] + b_ids, mask=m_k, other=0.0, cache_modifier=CACHE)
+    b_chosen = tl.load(p_row[:, None] + b_ids, mask=m_k, other=0.0, cache_modifier=CACHE).to(tl.float32)
     b_weight = _scores(b_chosen, b_max[:, None], tl.broadcast_to(b_sum[:, None], [BR, BK]), SOFTMAX)
     b_weight = tl.where((o_k < K)[None, :], b_weight, 0.0)
     if RENORMALIZE:

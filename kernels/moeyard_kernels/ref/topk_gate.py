@@ -19,6 +19,7 @@ def topk_gate(
     scaling: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.topk_gate`."""
+    logits = logits.float()
     scores = torch.softmax(logits, -1) if scoring == "softmax" else _sigmoid(logits)
     choice = scores if bias is None else scores + bias
     if topk_groups < num_groups:
