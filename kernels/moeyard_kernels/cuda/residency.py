@@ -147,15 +147,8 @@ class CudaResidency:
         groups = [missing[begin : begin + self._half] for begin in range(0, len(missing), self._half)]
         halves = [(self._turn + g) % 2 for g in range(len(groups))]
         first = [self._num_slots + half * self._half for half in halves]
-        tables = self._tables(
-            [
-                resident,
-                *(
-                    dict(zip(group, range(at, at + self._half), strict=False))
-                    for group, at in zip(groups, first, strict=True)
-                ),
-            ]
-        )
+        placed = [{expert: at + i for i, expert in enumerate(group)} for group, at in zip(groups, first, strict=True)]
+        tables = self._tables([resident, *placed])
 
         def fetch(g: int) -> None:
             with self._copier.following(self._free[halves[g]]):
