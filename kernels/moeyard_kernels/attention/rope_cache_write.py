@@ -33,12 +33,14 @@ def normed_configs(dim: int) -> tuple[RowConfig, ...]:
 
 
 def _sums_alike(config: RowConfig, dim: int) -> bool:
+    if dim % 16:
+        return False
     rows, block = row_tile(dim)
     same_warps = config.num_warps == NUM_WARPS
     if same_warps and rows <= config.BLOCK:
         return True
     # 8 values to a thread, and at most 32 threads to a head: those of fp32, of which 16 bytes are 4.
-    return config.BLOCK * block >= 256 * config.num_warps and (same_warps or (dim % 16 == 0 and block <= 128))
+    return config.BLOCK * block >= 256 * config.num_warps and (same_warps or block <= 128)
 
 
 @triton.jit
@@ -125,7 +127,8 @@ def rope_cache_write_gqa(
 ) -> torch.Tensor:  # fmt: skip
     """See `moeyard_kernels.ops.rope_cache_write_gqa`. Heads and cache entries are contiguous each.
 
-    Raises ValueError for a `config` that would sum a head in another order than rms_norm.
+    Raises ValueError for a `config` that would sum a head in another order than rms_norm, as all do where 16 does not
+    divide a head's dimension.
     """
     op = "rope_cache_write_gqa"
     num_tokens, num_heads, dim = q.shape

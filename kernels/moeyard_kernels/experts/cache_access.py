@@ -84,10 +84,10 @@ def _cache_access_kernel(
     m_hit = m_needed & (b_slot >= 0)
     m_miss = m_needed & (b_slot < 0)
     n_hits = tl.sum(m_hit.to(tl.int32), 0)
-    n_left = tl.sum(m_miss.to(tl.int32), 0)
+    n_misses = tl.sum(m_miss.to(tl.int32), 0)
 
     # A layer that no decode row needs is not visited.
-    b_seen = (n_hits + n_left) > 0
+    b_seen = (n_hits + n_misses) > 0
     b_before = tl.load(p_counts + _LAYER)
     b_step = tl.load(p_counts + _STEP) + (b_seen & (i_layer <= b_before)).to(tl.int64)
     b_visit = tl.load(p_counts + _VISIT) + b_seen.to(tl.int64)
@@ -116,10 +116,10 @@ def _cache_access_kernel(
 
     b_member = m_hit.to(tl.int32)
     b_left = m_miss.to(tl.int32)
-    n_misses = n_left
     n_evicted = tl.full([], 0, tl.int32)
     for i_w in range(WAVES):
-        n_now = tl.minimum(n_left, tl.where(i_w == 0, tl.maximum(LIMIT - n_hits, 0), LIMIT))
+        # Summed anew: of a number counted down from wave to wave Triton 3.6 takes the first value in every wave.
+        n_now = tl.minimum(tl.sum(b_left, 0), tl.where(i_w == 0, tl.maximum(LIMIT - n_hits, 0), LIMIT))
         b_table = tl.full([BE], -1, tl.int32)
         for _ in range(n_now):
             b_e = tl.min(tl.where(b_left > 0, o_e, BE), 0)
@@ -142,7 +142,6 @@ def _cache_access_kernel(
         tl.debug_barrier()
         tl.store(p_ranks + b_slot, b_rank, mask=b_member > 0)
         b_member = tl.zeros([BE], dtype=tl.int32)
-        n_left -= n_now
 
     tl.store(p_counts + _STEP, b_step)
     tl.store(p_counts + _VISIT, b_visit)
