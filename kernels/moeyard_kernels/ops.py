@@ -23,7 +23,7 @@ from moeyard_kernels.door.experts import expert_layout, grouped_gemm, moe_reduce
 from moeyard_kernels.door.linear import head_linear, linear, linear_pair
 from moeyard_kernels.door.prefill import attn_prefill_varlen
 from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_write_mla
-from moeyard_kernels.door.routing import norm_gate, topk_gate
+from moeyard_kernels.door.routing import topk_gate
 from moeyard_kernels.door.sampling import sample
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
@@ -55,7 +55,6 @@ __all__ = [
     "mla_split_qkv_a_norm",
     "moe_reduce_add_norm",
     "moe_weighted_reduce",
-    "norm_gate",
     "plan_prefill",
     "residual_add_scaled",
     "rms_norm",

@@ -160,7 +160,7 @@ def main() -> None:
         for case in all_cases(sys.argv[2:]):
             for run in (case.run, *(variant for _, variant in case.variants)):
                 run()
-                if case.op in ("linear", "head_linear", "norm_gate"):
+                if case.op in ("linear", "head_linear"):
                     run(static_weight=False)
                 elif case.op == "gqa_decode":
                     run(static_tables=False)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from moeyard_kernels import ops
-from moeyard_kernels.types.gate import GateRule
 
 
 def floats(*shape: int) -> torch.Tensor:
@@ -56,13 +55,6 @@ CASES: tuple[tuple[str, Callable, dict[str, torch.Tensor], dict], ...] = (
         ops.topk_gate,
         {"logits": floats(2, 8), "bias": floats(8)},
         {"top_k": 2, "scoring": "sigmoid", "renormalize": True},
-    ),
-    (
-        "norm_gate",
-        ops.norm_gate,
-        {"x": floats(2, 8), "residual": floats(2, 8), "norm": floats(8), "weight": floats(4, 8), "bias": floats(4)}
-        | {"arrived": torch.zeros(1, dtype=torch.int32)},
-        {"rule": GateRule(top_k=2, scoring="sigmoid", renormalize=True), "eps": 1e-6},
     ),
     (
         "moe_weighted_reduce",

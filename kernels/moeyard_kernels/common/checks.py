@@ -6,8 +6,6 @@ from contextvars import ContextVar
 
 import torch
 
-from moeyard_kernels.types.gate import GateRule
-
 FLOATS = (torch.float32, torch.bfloat16)
 
 _CHECKED: ContextVar[bool] = ContextVar("moeyard_kernels_checked", default=False)
@@ -60,15 +58,14 @@ def check_norm(op: str, x: torch.Tensor, weight: torch.Tensor) -> None:
         raise ValueError(f"{op}: x {x.dtype} and weight {weight.dtype} must share a dtype, fp32 or bf16")
 
 
-def check_groups(op: str, num_experts: int, rule: GateRule) -> None:
-    top_k, num_groups, topk_groups = rule.top_k, rule.num_groups, rule.topk_groups
+def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int, group_score: str) -> None:
     if num_groups < 1 or num_experts % num_groups:
-        raise ValueError(f"{op}: {num_experts} experts in {num_groups} groups")
+        raise ValueError(f"topk_gate: {num_experts} experts in {num_groups} groups")
     if not 1 <= topk_groups <= num_groups:
-        raise ValueError(f"{op}: topk_groups {topk_groups} of {num_groups} groups")
+        raise ValueError(f"topk_gate: topk_groups {topk_groups} of {num_groups} groups")
     if top_k > num_experts // num_groups * topk_groups:
-        raise ValueError(f"{op}: top_k {top_k} exceeds {topk_groups} groups of {num_experts // num_groups}")
-    if rule.group_score not in ("max", "top2sum"):
-        raise ValueError(f"{op}: group_score {rule.group_score!r} is neither 'max' nor 'top2sum'")
-    if rule.group_score == "top2sum" and num_experts // num_groups < 2:
-        raise ValueError(f"{op}: group_score 'top2sum' of groups of {num_experts // num_groups}")
+        raise ValueError(f"topk_gate: top_k {top_k} exceeds {topk_groups} groups of {num_experts // num_groups}")
+    if group_score not in ("max", "top2sum"):
+        raise ValueError(f"topk_gate: group_score {group_score!r} is neither 'max' nor 'top2sum'")
+    if group_score == "top2sum" and num_experts // num_groups < 2:
+        raise ValueError(f"topk_gate: group_score 'top2sum' of groups of {num_experts // num_groups}")

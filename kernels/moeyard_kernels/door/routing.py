@@ -1,24 +1,11 @@
 """The door to the gate: which experts a token goes to, and in what order they are computed. See `ops`."""
 
-from dataclasses import asdict
 from typing import Literal
 
 import torch
 
-from moeyard_kernels.common.checks import FLOATS, check_devices, check_groups, check_norm, show
+from moeyard_kernels.common.checks import FLOATS, check_devices, check_groups, show
 from moeyard_kernels.door.load import kernel
-from moeyard_kernels.types.gate import GateRule
-
-
-def _check_choice(op: str, num_experts: int, bias: torch.Tensor | None, rule: GateRule) -> None:
-    if not 1 <= rule.top_k <= num_experts:
-        raise ValueError(f"{op}: top_k {rule.top_k} of {num_experts} experts")
-    if rule.scoring not in ("softmax", "sigmoid"):
-        raise ValueError(f"{op}: scoring {rule.scoring!r} is neither 'softmax' nor 'sigmoid'")
-    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (num_experts,)):
-        raise ValueError(f"{op}: bias must be fp32 [{num_experts}], got {show(bias)}")
-    if rule.num_groups != 1 or rule.topk_groups != 1:
-        check_groups(op, num_experts, rule)
 
 
 def topk_gate(
@@ -42,45 +29,24 @@ def topk_gate(
     """
     if logits.dim() != 2 or logits.dtype not in FLOATS:
         raise ValueError(f"topk_gate: logits must be fp32 or bf16 [T, E], got {show(logits)}")
-    rule = GateRule(
-        top_k=top_k, scoring=scoring, renormalize=renormalize, num_groups=num_groups, topk_groups=topk_groups,
-        group_score=group_score, scaling=scaling,
-    )  # fmt: skip
-    _check_choice("topk_gate", logits.shape[1], bias, rule)
+    num_experts = logits.shape[1]
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"topk_gate: top_k {top_k} of {num_experts} experts")
+    if scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"topk_gate: scoring {scoring!r} is neither 'softmax' nor 'sigmoid'")
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (num_experts,)):
+        raise ValueError(f"topk_gate: bias must be fp32 [{num_experts}], got {show(bias)}")
+    if num_groups != 1 or topk_groups != 1:
+        check_groups(num_experts, top_k, num_groups, topk_groups, group_score)
     check_devices("topk_gate", logits=logits, bias=bias)
-    return kernel("experts.topk_gate", logits).topk_gate(logits, bias=bias, **asdict(rule))
-
-
-def norm_gate(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    norm: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rule: GateRule,
-    *,
-    eps: float,
-    arrived: torch.Tensor,
-    fp32_logits: bool = False,
-    static_weight: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(normed, total, weights, ids) of x and residual [T, H], bit for bit what this chain gives:
-
-    normed, total = add_rms_norm(x, residual, norm [H], eps); logits = linear(normed, weight [E, H]) in the dtype, or in
-    fp32 with `fp32_logits`; weights, ids = topk_gate(logits, bias [E], rule). An fp32 weight for bf16 rows
-    multiplies fp32 copies of them. Few rows in bf16 are one launch on a GPU. arrived [1] int32 is zero, stays so, and
-    belongs to launches that follow one another: each caller has its own. static_weight: as in `linear`.
-    """
-    check_norm("norm_gate", x, norm)
-    if x.dim() != 2 or residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(f"norm_gate: residual {show(residual)} is not like x {show(x)} [T, H]")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[1] or weight.dtype not in (x.dtype, torch.float32):
-        raise ValueError(f"norm_gate: weight {show(weight)} does not fit x {show(x)}")
-    if arrived.shape != (1,) or arrived.dtype != torch.int32:
-        raise ValueError(f"norm_gate: arrived must be int32 [1], got {show(arrived)}")
-    _check_choice("norm_gate", weight.shape[0], bias, rule)
-    check_devices("norm_gate", x=x, residual=residual, norm=norm, weight=weight, bias=bias, arrived=arrived)
-    return kernel("experts.norm_gate", x).norm_gate(
-        x, residual, norm, weight, bias, rule,
-        eps=eps, arrived=arrived, fp32_logits=fp32_logits, static_weight=static_weight,
-    )  # fmt: skip
+    return kernel("experts.topk_gate", logits).topk_gate(
+        logits,
+        top_k=top_k,
+        scoring=scoring,
+        renormalize=renormalize,
+        bias=bias,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        group_score=group_score,
+        scaling=scaling,
+    )

@@ -66,15 +66,13 @@ def _rms_norm_kernel(p_x, p_weight, p_out, A, B, stride_a, stride_b, D, eps, BR:
 
 
 @triton.jit
-def add_norm_rows(
-    p_x, p_residual, p_weight, p_out, p_total, i_block, num_rows, D, eps, BR: tl.constexpr, BD: tl.constexpr,
-    KEEP_TOTAL: tl.constexpr,
-):  # fmt: skip
-    """Add and normalise rows [i_block BR, i_block BR + BR) of contiguous [num_rows, D].
-
-    The sums are stored by program 0 alone unless KEEP_TOTAL.
-    """
-    o_r = i_block.to(tl.int64) * BR + tl.arange(0, BR)
+def _add_rms_norm_kernel(
+    p_x, p_residual, p_weight, p_out, p_total, num_rows, D, eps, BR: tl.constexpr, BD: tl.constexpr
+):
+    """Rows [i_r BR, i_r BR + BR) of contiguous [num_rows, D]. Grid: (ceil(num_rows / BR),)."""
+    wait_for_previous()
+    let_next_begin()
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     m_x = (o_r < num_rows)[:, None] & m_d[None, :]
@@ -83,23 +81,9 @@ def add_norm_rows(
     b_residual = tl.load(p_residual + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_total = round_to(b_x + b_residual, p_x.dtype.element_ty)
-    m_total = m_x
-    if not KEEP_TOTAL:
-        m_total = m_x & (tl.program_id(0) == 0)
-    tl.store(p_total + o_x, b_total.to(p_total.dtype.element_ty), mask=m_total)
-    # The interpreter stores in fp32, unrounded otherwise, what another part of a kernel may read.
-    b_y = round_to(normed(b_total, b_weight, D, eps, p_x.dtype.element_ty), p_x.dtype.element_ty)
+    tl.store(p_total + o_x, b_total.to(p_total.dtype.element_ty), mask=m_x)
+    b_y = normed(b_total, b_weight, D, eps, p_x.dtype.element_ty)
     tl.store(p_out + o_x, b_y.to(p_out.dtype.element_ty), mask=m_x)
-
-
-@triton.jit
-def _add_rms_norm_kernel(
-    p_x, p_residual, p_weight, p_out, p_total, num_rows, D, eps, BR: tl.constexpr, BD: tl.constexpr
-):
-    """Rows [i_r BR, i_r BR + BR) of contiguous [num_rows, D]. Grid: (ceil(num_rows / BR),)."""
-    wait_for_previous()
-    let_next_begin()
-    add_norm_rows(p_x, p_residual, p_weight, p_out, p_total, tl.program_id(0), num_rows, D, eps, BR, BD, True)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -44,12 +44,13 @@ _SHARED_BYTES = 220 * 1024
 
 def shape_class(num_rows: int, top_k: int, hidden: int) -> str:
     """Decode steps want few latencies, prompts many programs."""
-    return f"{'few' if num_rows <= 64 else 'many'} K{top_k} H{hidden}"
+    rows = "one" if num_rows == 1 else "some" if num_rows <= 32 else "few" if num_rows <= 64 else "many"
+    return f"{rows} K{top_k} H{hidden}"
 
 
 def default_config(num_rows: int, hidden: int) -> ReduceConfig:
-    """The config of shapes that nobody tuned: all on the way for few rows, else what 128 registers of a thread hold."""
-    if num_rows <= 64:
+    """The config of shapes that nobody tuned, after an H200: all on the way, or what 128 registers of a thread hold."""
+    if num_rows == 1 or 32 < num_rows <= 64:
         return CONFIGS[4]
     return CONFIGS[1 if hidden <= 4096 else 0]
 
