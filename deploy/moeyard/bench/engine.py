@@ -228,7 +228,7 @@ def engine_config(args: argparse.Namespace, wanted: Sequence[Scenario]) -> Engin
     chunk = args.chunk or usual["prefill_chunk"]
     streams = max(count for count, _ in (each.requests(chunk) for each in wanted))
     rows = max(chunk, streams, *(each.chunk + each.streams for each in wanted if isinstance(each, Mixed)))
-    needs = [each.requests(rows) for each in wanted]
+    needs = [each.requests(min(rows, usual["mixed_prefill_tokens"] or rows)) for each in wanted]
     config = EngineConfig(
         model_path=None if args.model is None else str(Path(args.model).resolve()),
         load_format="dummy" if args.shape is not None else "auto",

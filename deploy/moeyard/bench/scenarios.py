@@ -50,7 +50,7 @@ class Decode:
     output: int
 
     def requests(self, step_rows: int) -> tuple[int, int]:
-        """(sequences, positions of the longest) where a step has so many rows."""
+        """(sequences, positions of the longest) where a step that answers has room for so many prompt rows."""
         return self.streams, self.prompt + self._asked(step_rows)
 
     def _asked(self, step_rows: int) -> int:
@@ -60,7 +60,8 @@ class Decode:
     def run(self, subject: Subject, ceilings: Ceilings) -> dict[str, Any]:
         """Latencies; the floor is what a step half-way through must read, at the copy bandwidth."""
         run = Run(subject, subject.scheduler())
-        asked = self._asked(subject.config.max_batch_tokens)
+        config = subject.config
+        asked = self._asked(min(config.max_batch_tokens, config.mixed_prefill_tokens or config.max_batch_tokens))
         courses = [subject.submit(run, prompt=self.prompt, output=asked) for _ in range(self.streams)]
         routing = Routing(subject, rows=self.streams)
         ends: list[float] = []
