@@ -41,7 +41,7 @@ ROOMS = {
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.
 KERNEL_LINES = {
     "types": 735, "common": 400, "ref": 960, "attention": 2310, "linear": 1200, "experts": 1620, "sampling": 1200,
-    "elementwise": 400, "door": 850, "cpu": 900, "cuda": 990, "bench": 2250,
+    "elementwise": 400, "door": 850, "cpu": 900, "cuda": 1010, "bench": 2250,
 }  # fmt: skip
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {

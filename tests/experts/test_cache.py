@@ -290,3 +290,27 @@ def test_a_slot_holds_its_expert_packed_and_rounded_once(dtype: torch.dtype) -> 
         gate_up = pack_weight(torch.cat([gate, up]).to(dtype))
         assert torch.equal(linear(x, slots.gate_up[slot]), linear(x, gate_up))
         assert torch.equal(linear(h, slots.down[slot]), linear(h, pack_weight(down.to(dtype))))
+
+
+@pytest.mark.parametrize("num_slots", [1, 5, TOTAL - 1])
+@pytest.mark.parametrize("backend", ["gpu", "gpu2"])
+def test_many_rows_have_the_next_layers_experts_copied_ahead(backend: str, num_slots: int) -> None:
+    """Whoever comes: prompts layer by layer, a layer left out, decode rows between that change who is resident."""
+    generator = torch.Generator().manual_seed(num_slots)
+    all_counts, none = [9] * len(EXPERTS), [0] * len(EXPERTS)
+    some = [9, 0, 9, 9, 0, 9]
+    visits = [
+        (1, all_counts, none), (2, all_counts, none), (4, all_counts, none), (1, some, none), (4, all_counts, none),
+        (2, all_counts, [1, 0, 0, 0, 1, 0]), (4, some, [0, 0, 1, 0, 0, 0]), (1, all_counts, none), (2, [1] * 6, [1] * 6),
+        (2, all_counts, none), (4, all_counts, none),
+    ]  # fmt: skip
+    source = Weights()
+    ours, wanted = (
+        make_cache(source, num_slots=slots, dtype=torch.float32, backend=backend) for slots in (num_slots, TOTAL)
+    )
+    for layer, counts, decodes in visits:
+        rows = dispatch(generator, counts=counts, decodes=decodes, dtype=torch.float32)
+        here = rows.experts >= 0
+        got, expected = (run(cache, layer, rows, backend)[here] for cache in (ours, wanted))
+        assert torch.equal(got, expected), layer
+    ours.validate()

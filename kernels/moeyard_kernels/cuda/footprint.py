@@ -6,9 +6,10 @@ from moeyard_kernels.types.footprint import Footprint
 FIXED = 1 << 30
 # Torch's caching allocator keeps blocks of other sizes.
 ALLOCATED = 1.25
-# Two halves: one is computed while one is copied, 8 experts at once, so that the host, which takes 0.3 to 0.7 ms to
-# launch that, stays ahead of the link (1.4 ms for 8 experts of 9.4 MB).
-STREAM_SLOTS = 16
+# Two halves: one is computed while one is copied, 24 experts at once. A group costs the host about as many launches
+# whatever its size, 0.3 to 0.7 ms: with groups of 8 the host was slower than the link (1.4 ms for 8 experts of 9.4 MB,
+# copied one by one, and 12 groups in a layer of Qwen3-30B-A3B at a quarter: 7.1 ms a layer, 4.8 of them the link's).
+STREAM_SLOTS = 48
 # Experts that have no slot are read from pinned memory of the host, where all are kept.
 HOST_EXPERTS = True
 

@@ -6,10 +6,11 @@ the slots, in a number of waves that shapes fix.
 
 In a step with prompt rows the host waits once per layer to learn which experts they need beside decode's. Those with a
 slot are computed at once, for all rows. The others come through two halves of a few slots of their own, copied by the
-copy engine into one half while the other is computed. Decode's slots stay as they are.
+copy engine into one half while the other is computed. Many rows will need all experts of the next layer too: those of
+it that have no slot are copied ahead, while it attends. Decode's slots stay as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
@@ -30,6 +31,9 @@ from moeyard_kernels.types.expert_residency import (
     start_residency,
 )
 
+# Pairs to an expert from which on a step is taken to need every expert of the next layer, too.
+_MANY_PAIRS = 8
+
 
 class CudaResidency:
     """The experts of L layers, E each, in the first `num_slots` of `slots`; what is beyond them is the stream's."""
@@ -37,7 +41,8 @@ class CudaResidency:
     def __init__(
         self, slots: CudaExpertSlots, *, policy: str, num_layers: int, num_experts: int, num_slots: int
     ) -> None:
-        self._slots, self._num_slots, self._num_experts = slots, num_slots, num_experts
+        self._slots, self._num_slots = slots, num_slots
+        self._num_layers, self._num_experts = num_layers, num_experts
         self._half = (slots.num_slots - num_slots) // 2
         assert self._half > 0, f"{slots.num_slots} slots, of which {num_slots} are not the stream's"
         device = slots.down.device
@@ -53,6 +58,8 @@ class CudaResidency:
         self._lane = _Lane(device)
         self._copier = _Lane(device)
         self._turn = 0
+        # The layer whose experts are copied ahead, and in turn of each half that holds some, their slots.
+        self._ahead: tuple[int, list[dict[int, int]]] = (-1, [])
         # Of each half: recorded when its last reader has been launched, and when its copies have.
         self._free, self._ready = ([self._lane.event() for _ in range(2)] for _ in range(2))
         self._prompt_hits = [0, 0]
@@ -79,15 +86,17 @@ class CudaResidency:
             self._decode(layer, run, run.experts)
             return
         decode = run.experts.masked_fill(run.prompt[:, None], -1)
-        of_all, of_decode, slots, protected = self._look(layer, run.experts, decode)
+        of_all, of_decode, slots, protected, following = self._look(layer, run.experts, decode)
         if any(of_decode):
             self._decode(layer, run, decode, num_needed=sum(of_decode))
-            _, _, slots, protected = self._look(layer, run.experts, decode)
+            _, _, slots, protected, following = self._look(layer, run.experts, decode)
         needed = [e for e in range(self._num_experts) if of_all[e] and not of_decode[e]]
         hits = [e for e in needed if slots[e] >= 0]
         for e in hits:
             self._prompt_hits[protected[e]] += 1
         self._stream(layer, run, {e: slots[e] for e in hits}, [e for e in needed if slots[e] < 0])
+        if layer + 1 < self._num_layers and run.experts.numel() >= _MANY_PAIRS * self._num_experts:
+            self._fetch_ahead(layer + 1, [e for e in range(self._num_experts) if following[e] < 0])
 
     def counts(self, *, wait: bool) -> ResidencyCounts:
         """See `ExpertResidency.counts`."""
@@ -133,41 +142,65 @@ class CudaResidency:
         )
 
     def _look(self, layer: int, ids: torch.Tensor, decode: torch.Tensor) -> list[list[int]]:
-        """For each expert of the layer: whether any row needs it, whether a decode row does, its slot, its segment."""
+        """For each expert of the layer: whether any row needs it, whether a decode row does, its slot, its segment; and
+        the slot of each of the next layer's."""
         marks = torch.zeros(2, self._num_experts + 1, dtype=torch.int32, device=ids.device)
         for mark, of in zip(marks, (ids, decode), strict=True):
             mark.index_fill_(0, (of + 1).flatten().long(), 1)
         slots = self._state.slot_of[layer]
         protected = self._state.protected[slots.clamp(min=0)]
-        found: list[list[int]] = torch.stack((*marks[:, 1:], slots, protected)).tolist()
+        following = self._state.slot_of[min(layer + 1, self._num_layers - 1)]
+        found: list[list[int]] = torch.stack((*marks[:, 1:], slots, protected, following)).tolist()
         return found
 
     def _stream(self, layer: int, run: CudaExpertRun, resident: dict[int, int], missing: Sequence[int]) -> None:
         """Compute what is resident, and behind its products what is not, half by half."""
-        groups = [missing[begin : begin + self._half] for begin in range(0, len(missing), self._half)]
-        halves = [(self._turn + g) % 2 for g in range(len(groups))]
-        first = [self._num_slots + half * self._half for half in halves]
-        placed = [{expert: at + i for i, expert in enumerate(group)} for group, at in zip(groups, first, strict=True)]
+        of_layer, ahead = self._ahead
+        wanted = set(missing)
+        # What came ahead and is not missing after all is passed over.
+        placed = [
+            {expert: slot for expert, slot in half.items() if expert in wanted}
+            for half in (ahead if of_layer == layer else ())
+        ]
+        self._ahead = (-1, [])
+        fetched = len(placed)
+        left = sorted(wanted.difference(*placed))
+        for begin in range(0, len(left), self._half):
+            placed.append(self._places(left[begin : begin + self._half], self._turn + len(placed)))
         tables = self._tables([resident, *placed])
-
-        def fetch(g: int) -> None:
-            with self._copier.following(self._free[halves[g]]):
-                for slot, expert in enumerate(groups[g], first[g]):
-                    self._copy(layer * self._num_experts + expert, slot)
-                self._ready[halves[g]].record()
-
-        for g in range(min(2, len(groups))):
-            fetch(g)
+        for g in range(fetched, min(2, len(placed))):
+            self._fetch(layer, placed[g], self._turn + g)
         if resident:
             run.compute(tables[0])
-        for g, half in enumerate(halves):
+        for g, group in enumerate(placed):
+            half = (self._turn + g) % 2
             self._ready[half].wait()
-            run.compute(tables[1 + g])
+            if group:
+                run.compute(tables[1 + g])
             self._free[half].record()
-            if g + 2 < len(groups):
-                fetch(g + 2)
-        self._turn += len(groups)
+            if g + 2 < len(placed):
+                self._fetch(layer, placed[g + 2], self._turn + g + 2)
+        self._turn += len(placed)
         self._prompt_misses += len(missing)
+
+    def _fetch_ahead(self, layer: int, missing: Sequence[int]) -> None:
+        """Copy the first experts of a layer that has not begun, as many as both halves hold."""
+        groups = [missing[: self._half], missing[self._half : 2 * self._half]]
+        placed = [self._places(group, self._turn + g) for g, group in enumerate(groups) if group]
+        for g, group in enumerate(placed):
+            self._fetch(layer, group, self._turn + g)
+        self._ahead = (layer, placed)
+
+    def _places(self, experts: Sequence[int], turn: int) -> dict[int, int]:
+        """Slots of the half whose turn it is."""
+        return {expert: self._num_slots + turn % 2 * self._half + i for i, expert in enumerate(experts)}
+
+    def _fetch(self, layer: int, group: Mapping[int, int], turn: int) -> None:
+        """Begin to copy experts into a half, once it has been read."""
+        with self._copier.following(self._free[turn % 2]):
+            for expert, slot in group.items():
+                self._copy(layer * self._num_experts + expert, slot)
+            self._ready[turn % 2].record()
 
     def _copy(self, key: int, slot: int) -> None:
         gate_up, down = self._host.parts(key)

@@ -30,6 +30,8 @@ _MIXED_ROWS = (16, 64)
 # Prompts of a captured step.
 _CHUNKS = 16
 _MAX_PROMPT = _PROMPTS[-1]
+# Prompt rows by which kernels are chosen where prompts are launched one by one.
+_WARM = (64, 256, 1024, 2048)
 # Where prompts decompress their keys: so many of them in the largest captured prompts, in multiples of
 # their rows.
 _KEYS = (1, 2, 4, 8)
@@ -101,6 +103,7 @@ class GraphRunner:
     ) -> None:  # fmt: skip
         self._runner, self._backend = runner, backend
         self._max_rows, self._max_pages, self._max_prompt = max_rows, max_pages, min(max_prompt, _MAX_PROMPT)
+        self._max_eager = max_prompt
         self._captures_prompts = captures_prompts
         self._sampler = DeviceSampler(
             max_rows=max_rows + _CHUNKS, vocab=runner.config.vocab_size, eos_token_ids=runner.config.eos_token_ids,
@@ -131,16 +134,29 @@ class GraphRunner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture all buckets, the largest first, so that the others find their memory in its pool."""
+        self._warm()
         pool, graphs = torch.cuda.graph_pool_handle(), {}
         for bucket in sorted(self.buckets(), key=lambda b: (b.rows, b.keys, b.width), reverse=True):
-            inputs = GraphInputs(
-                bucket, page_size=self._backend.page_size, windows=self._backend.windows,
-                last_ids=self._sampler.last_ids,
-            )  # fmt: skip
+            inputs = self._inputs(bucket)
             graphs[bucket] = _Graph(inputs, captured(partial(self._forward, inputs), pool)[0])
         self._sampler.capture(_below(_ROWS, self._max_rows), pool)
         # The smallest first: a step takes the first that holds it.
         self._graphs = dict(reversed(graphs.items()))
+
+    def _warm(self) -> None:
+        """Run prompts of the sizes that stay launches, so that their kernels are compiled before there is one."""
+        sizes = {self._max_eager}
+        if not self._captures_prompts:
+            sizes |= {size for size in _WARM if size < self._max_eager}
+        for size in sorted(sizes, reverse=True):
+            keys = size if self._backend.flat else 0
+            bucket = Bucket(prompt=size, keys=keys, width=self._max_pages, chunks=_CHUNKS)
+            self._forward(self._inputs(bucket))
+
+    def _inputs(self, bucket: Bucket) -> GraphInputs:
+        return GraphInputs(
+            bucket, page_size=self._backend.page_size, windows=self._backend.windows, last_ids=self._sampler.last_ids
+        )
 
     def _forward(self, inputs: GraphInputs) -> None:
         inputs.begin()
