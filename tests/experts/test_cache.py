@@ -301,8 +301,8 @@ def test_many_rows_have_the_next_layers_experts_copied_ahead(backend: str, num_s
     some = [9, 0, 9, 9, 0, 9]
     visits = [
         (1, all_counts, none), (2, all_counts, none), (4, all_counts, none), (1, some, none), (4, all_counts, none),
-        (2, all_counts, [1, 0, 0, 0, 1, 0]), (4, some, [0, 0, 1, 0, 0, 0]), (1, all_counts, none), (2, [1] * 6, [1] * 6),
-        (2, all_counts, none), (4, all_counts, none),
+        (2, all_counts, [1, 0, 0, 0, 1, 0]), (4, some, [0, 0, 1, 0, 0, 0]), (1, all_counts, none),
+        (2, [1] * 6, [1] * 6), (2, all_counts, none), (4, all_counts, none),
     ]  # fmt: skip
     source = Weights()
     ours, wanted = (
