@@ -223,7 +223,7 @@ def test_experts_without_slots_are_kept_by_the_host() -> None:
     done = plan_memory(config=config, **sizes, host_available=GIB)
     assert (done.expert_slots, done.stream_slots) == (100, cuda_footprint.STREAM_SLOTS)
     assert done.host_bytes == 256 * EXPERT_BYTES
-    assert "100 of 256 experts in slots, 174 MiB, and all in 384 MiB of pinned host memory" in done.reasons
+    assert "100 of 256 experts in slots, 222 MiB, and all in 384 MiB of pinned host memory" in done.reasons
     with pytest.raises(ValueError, match=r"100 of 256 experts .* 384 MiB of host memory, but this host has 390 MiB"):
         plan_memory(config=config, **sizes, host_available=390 * MIB)
     memory = EngineConfig(model_path="", expert_memory=(100 + cuda_footprint.STREAM_SLOTS) * EXPERT_BYTES)
