@@ -17,7 +17,7 @@ export OMP_NUM_THREADS := 1
 demo: venv
 	$(VENV)/bin/moeyard demo $(if $(filter 1 true yes,$(ONCE)),--once)
 
-# Nothing in these waits for a clock or another process, so they may share two cores.
+# Nothing in these measures time, so they may share two cores.
 COMPUTING := tests/kernels tests/models tests/scheduling tests/engine tests/experts tests/golden \
 	tests/e2e/test_one_answer.py tests/e2e/test_parity_http.py
 
