@@ -17,7 +17,7 @@ from moeyard_kernels.types.step import ChunkRows, StepRows
 _PER_ROW = ("token_ids", "positions", "entries")
 
 
-@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
     """The size of a captured step, by which smaller ones are padded.
 

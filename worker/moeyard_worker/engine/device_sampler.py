@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 MAX_BIASES = 512
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Chain:
     """Which launches a step's rows need: cuts are top-k, top-p and min-p, edits are bias and penalties."""
 
@@ -115,9 +115,11 @@ class DeviceSampler:
         slots = self._slots(chunks, requests, before)
         params = [request.sampling for request in requests]
         self._fill(params, [chunk.end for chunk in chunks], slots)
+        edits = any(slot >= 0 for slot in slots)
         chain = Chain(
-            cuts=any(slot >= 0 for slot in slots) or any(_cuts(p) for p in params),
-            edits=any(slot >= 0 for slot in slots),
+            # Edits have no chain without cuts.
+            cuts=edits or any(_cuts(p) for p in params),
+            edits=edits,
             logprobs=any(p.logprobs is not None for p in params),
         )
         graphs = self._graphs.get(chain)
@@ -150,7 +152,6 @@ class DeviceSampler:
             host[name][:count] = [getattr(p, name) for p in params]
             host[name][count:] = 0
         host["top_p"][count:] = 1
-        np.maximum(host["top_k"], 0, out=host["top_k"])
         host["seeds"][:count] = [seed_bits(p.seed) for p in params]
         host["positions"][:count] = positions
         host["penalties"][:count] = [

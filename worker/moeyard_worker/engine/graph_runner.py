@@ -145,9 +145,10 @@ class GraphRunner:
 
     def _warm(self) -> None:
         """Run prompts of the sizes that stay launches, so that their kernels are compiled before there is one."""
-        sizes = {self._max_eager}
-        if not self._captures_prompts:
-            sizes |= {size for size in _WARM if size < self._max_eager}
+        sizes = {size for size in (*_WARM, self._max_eager) if size <= self._max_eager}
+        if self._captures_prompts:
+            # What is captured runs once before it is.
+            sizes = {size for size in sizes if size > self._max_prompt}
         for size in sorted(sizes, reverse=True):
             keys = size if self._backend.flat else 0
             bucket = Bucket(prompt=size, keys=keys, width=self._max_pages, chunks=_CHUNKS)
