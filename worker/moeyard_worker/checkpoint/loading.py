@@ -49,6 +49,8 @@ class DenseLoader:
         self._dtype = dtype
         self._backend = backend
         self._progress = progress
+        # One for all parameters: a block allocated per parameter leaves holes between the parameters that are kept.
+        self._scratch: torch.Tensor | None = None
 
     def load(self, weight: Weight) -> torch.Tensor:
         """The parameter `weight` describes, in the served dtype or float32 where it says so."""
@@ -78,7 +80,9 @@ class DenseLoader:
         stored = TORCH_DTYPES[entry.dtype]
         direct = out.dtype == stored and out.device.type == "cpu"
         block = _SCRATCH_BYTES // stored.itemsize
-        scratch = None if direct else torch.empty(min(block, out.numel()), dtype=stored)
+        if self._scratch is None and not direct:
+            self._scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8)
+        scratch = None if direct or self._scratch is None else self._scratch.view(stored)
         with entry.file.open("rb", buffering=0) as stream:
             for begin in range(0, out.numel(), block):
                 target = out[begin : begin + block]
