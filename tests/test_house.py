@@ -38,6 +38,14 @@ ROOMS = {
     "checkpoint": (("config", "layers", "models"), 600),
     "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 2300),
 }
+# The same for the router; every room also has the files beside the rooms.
+ROUTER_ROOMS = {
+    "text": ((), 2400),
+    "fleet": ((), 1500),
+    "api": (("text", "fleet"), 3000),
+    "http": (("text", "fleet", "api"), 1800),
+}
+ROUTER_FILES = ("config", "errors", "metrics")
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.
 KERNEL_LINES = {
     "types": 735, "common": 400, "ref": 960, "attention": 2310, "linear": 1200, "experts": 1620, "sampling": 1200,
@@ -194,7 +202,24 @@ def test_rooms_import_along_allowed_edges() -> None:
     assert wrong == []
 
 
+def test_rooms_of_the_router_import_along_allowed_edges() -> None:
+    wrong = []
+    for module, source in MODULES.items():
+        own = room_of(module)
+        if not module.startswith("moeyard_router.") or not own:
+            continue
+        assert own in ROUTER_ROOMS or own in ROUTER_FILES, f"{module} is in no room"
+        allowed = {own, *ROUTER_FILES, *(ROUTER_ROOMS[own][0] if own in ROUTER_ROOMS else ())}
+        wrong += [
+            f"{source.where(node)}: {own} imports {name}"
+            for name, node in source.imports()
+            if name.startswith("moeyard_router.") and room_of(name) not in allowed
+        ]
+    assert wrong == []
+
+
 BUDGETS = {f"moeyard_worker.{room}": lines for room, (_, lines) in ROOMS.items()}
+BUDGETS |= {f"moeyard_router.{room}": lines for room, (_, lines) in ROUTER_ROOMS.items()}
 BUDGETS |= {f"moeyard_kernels.{folder}": lines for folder, lines in KERNEL_LINES.items()}
 
 

@@ -22,9 +22,9 @@ from moeyard.rank import Rank
 from moeyard.signals import sigterm_as_interrupt, uninterrupted
 from moeyard.supervisor import RestartBudget, Supervisor
 from moeyard_kernels.cpu import footprint
-from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.server import RouterServer, run_router
+from moeyard_router.http.server import RouterServer, run_router
+from moeyard_router.text.chat import TextCodec
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
 from moeyard_worker.engine.host_memory import available_memory

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fleet import Fleet, ProcessPool, start_fleet
 
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.server import RouterServer
+from moeyard_router.http.server import RouterServer
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.models.families import load_model_config
 

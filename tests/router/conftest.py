@@ -17,9 +17,9 @@ import uvloop
 import zmq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from moeyard_router.chat import TextCodec
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.server import RouterServer
+from moeyard_router.http.server import RouterServer
+from moeyard_router.text.chat import TextCodec
 from moeyard_worker.protocol import (
     Abort,
     Done,

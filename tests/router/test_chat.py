@@ -8,11 +8,11 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from moeyard_router.chat import ChatTemplate, TextCodec
+from moeyard_router.api.intake import Intake
+from moeyard_router.api.schema import ChatRequest
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
-from moeyard_router.intake import Intake
-from moeyard_router.schema import ChatRequest
+from moeyard_router.text.chat import ChatTemplate, TextCodec
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " <b>hi</b> "}]
 # What real templates use: trimmed blocks, loop controls, namespaces, tojson, generation blocks, strftime_now.

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from moeyard_router.choice import Choice, Delta
-from moeyard_router.detokenizer import TokenBytes
-from moeyard_router.intake import Continuation, Job, Prompt
+from moeyard_router.api.choice import Choice, Delta
+from moeyard_router.api.intake import Continuation, Job, Prompt
+from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_worker.protocol import Done, SamplingParams, TokenLogprob, Tokens
 
 LETTERS = ["a", "b", "c", "Ġ", "ð", "Ł", "Ļ", "Ĥ", "ab", "bc"]  # four of them are the bytes of one emoji

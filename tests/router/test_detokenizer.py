@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from moeyard_router.detokenizer import Detokenizer, StopMatcher, TokenBytes
+from moeyard_router.text.detokenizer import Detokenizer, StopMatcher, TokenBytes
 
 
 def byte_level():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
-from moeyard_router.fleet import Fleet
+from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Done, Rejected, SamplingParams, Snapshot, Tokens
 

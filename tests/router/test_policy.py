@@ -5,7 +5,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeyard_router.policy import RankLoad, choose_rank
+from moeyard_router.fleet.policy import RankLoad, choose_rank
 
 IDLE = RankLoad(rank=0, usable=True, reported=0, own_at_snapshot=0, own=0, own_tokens=0, kv_pages_free=100)
 

@@ -19,7 +19,7 @@ PROGRAM = """
 import socket, sys
 from pathlib import Path
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.server import RouterServer, run_router
+from moeyard_router.http.server import RouterServer, run_router
 sock = socket.socket(fileno=int(sys.argv[1]))
 config = RouterConfig(model_name="tiny", model_path=Path(sys.argv[2]), max_model_len=256, vocab_size=400,
     eos_token_ids=(1,), workers=(WorkerAddress(rank=0, endpoint=sys.argv[3]),), shutdown_grace=0.3)
@@ -86,7 +86,7 @@ def test_requests_that_fit_the_grace_are_finished(start, wait_for):
 
 def test_imports_neither_torch_nor_ray_nor_the_worker():
     code = (
-        "import sys, moeyard_router.server as s;"
+        "import sys, moeyard_router.http.server as s;"
         "bad = {'torch', 'ray', 'transformers', 'numpy', 'triton'} & set(sys.modules);"
         "bad |= {m for m in sys.modules if m.startswith('moeyard_worker.')} - {'moeyard_worker.protocol'};"
         "assert not bad, bad"

@@ -13,10 +13,10 @@ import zmq
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
-from moeyard_router.link import LinkEvents, WorkerLink
+from moeyard_router.fleet.link import LinkEvents, WorkerLink
+from moeyard_router.fleet.policy import RankLoad, choose_rank
+from moeyard_router.fleet.ticket import Lost, Ticket
 from moeyard_router.metrics import RouterMetrics
-from moeyard_router.policy import RankLoad, choose_rank
-from moeyard_router.ticket import Lost, Ticket
 from moeyard_worker.protocol import Abort, Done, Message, Rejected, SamplingParams, Snapshot, Submit, Tokens
 
 _RETRY_AFTER = 1.0  # seconds; told to clients when the queue is full

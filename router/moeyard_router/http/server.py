@@ -12,12 +12,12 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from moeyard_router.app import create_app
-from moeyard_router.chat import open_codec
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.fleet import Fleet
-from moeyard_router.health import Health
+from moeyard_router.fleet.fleet import Fleet
+from moeyard_router.fleet.health import Health
+from moeyard_router.http.app import create_app
 from moeyard_router.metrics import RouterMetrics
+from moeyard_router.text.chat import open_codec
 
 _STOPPING = "the router is shutting down"
 

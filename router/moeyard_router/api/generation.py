@@ -3,13 +3,13 @@
 import time
 from types import MappingProxyType
 
-from moeyard_router.choice import Choice, Delta
-from moeyard_router.detokenizer import TokenBytes
+from moeyard_router.api.choice import Choice, Delta
+from moeyard_router.api.intake import Job
 from moeyard_router.errors import ApiError
-from moeyard_router.fleet import Fleet
-from moeyard_router.intake import Job
+from moeyard_router.fleet.fleet import Fleet
+from moeyard_router.fleet.ticket import Event, Lost, Ticket
 from moeyard_router.metrics import RouterMetrics, Timing
-from moeyard_router.ticket import Event, Lost, Ticket
+from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_worker.protocol import Done, Rejected, Tokens
 
 _REJECT_STATUS = MappingProxyType(

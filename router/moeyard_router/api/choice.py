@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from moeyard_router.detokenizer import Detokenizer, StopMatcher, TokenBytes
-from moeyard_router.intake import Job
+from moeyard_router.api.intake import Job
+from moeyard_router.text.detokenizer import Detokenizer, StopMatcher, TokenBytes
 from moeyard_worker.protocol import Done, TokenLogprob, Tokens
 
 

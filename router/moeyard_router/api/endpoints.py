@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from moeyard_router.chat import Codec
-from moeyard_router.choice import Delta
+from moeyard_router.api.choice import Delta
+from moeyard_router.api.generation import ClientGone, Generation
+from moeyard_router.api.intake import Intake, Job
+from moeyard_router.api.replies import DONE_EVENT, ReplyWriter, error_event
+from moeyard_router.api.schema import ChatRequest, CompletionRequest, parse
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
-from moeyard_router.fleet import Fleet
-from moeyard_router.generation import ClientGone, Generation
-from moeyard_router.intake import Intake, Job
+from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.metrics import RouterMetrics
-from moeyard_router.replies import DONE_EVENT, ReplyWriter, error_event
-from moeyard_router.schema import ChatRequest, CompletionRequest, parse
+from moeyard_router.text.chat import Codec
 
 _JSON = (b"content-type", b"application/json")
 _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))

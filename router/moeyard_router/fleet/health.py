@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
-from moeyard_router.fleet import Fleet
+from moeyard_router.fleet.fleet import Fleet
 from moeyard_worker.protocol import Done, SamplingParams, Tokens
 
 _RETRY_SECONDS = 0.5

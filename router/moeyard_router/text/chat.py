@@ -13,8 +13,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from moeyard_router.detokenizer import TokenBytes
 from moeyard_router.errors import bad_request
+from moeyard_router.text.detokenizer import TokenBytes
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

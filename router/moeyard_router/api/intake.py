@@ -5,10 +5,10 @@ import dataclasses
 import secrets
 from dataclasses import dataclass
 
-from moeyard_router.chat import ChatTemplate, Codec
+from moeyard_router.api.schema import ChatRequest, CompletionRequest
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, bad_request, unknown_model
-from moeyard_router.schema import ChatRequest, CompletionRequest
+from moeyard_router.text.chat import ChatTemplate, Codec
 from moeyard_worker.protocol import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of max_tokens for /v1/completions

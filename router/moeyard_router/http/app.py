@@ -12,13 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moeyard_router.chat import Codec
+from moeyard_router.api.endpoints import GenerateEndpoint
 from moeyard_router.config import RouterConfig
-from moeyard_router.endpoints import GenerateEndpoint
 from moeyard_router.errors import ApiError, unknown_model
-from moeyard_router.fleet import Fleet
-from moeyard_router.health import Health
+from moeyard_router.fleet.fleet import Fleet
+from moeyard_router.fleet.health import Health
 from moeyard_router.metrics import METRICS_CONTENT_TYPE, RouterMetrics
+from moeyard_router.text.chat import Codec
 
 _MODELS = "/v1/models"
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import orjson
 
-from moeyard_router.choice import Choice, Delta
-from moeyard_router.detokenizer import TokenBytes
-from moeyard_router.intake import Job
+from moeyard_router.api.choice import Choice, Delta
+from moeyard_router.api.intake import Job
+from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_worker.protocol import TokenLogprob
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
