@@ -27,6 +27,7 @@ class RouterConfig:
     `step_deadline` is how long a worker may be silent on its connection before the fleet counts as lost.
     `canary_interval` is the idle time after which one tiny request proves that the fleet still decodes, and
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
+    `prefix_caching` says whether workers reuse prompts' beginnings, so that sending them to one rank pays.
     """
 
     model_name: str
@@ -45,6 +46,7 @@ class RouterConfig:
     canary_interval: float = 30.0
     canary_timeout: float = 15.0
     shutdown_grace: float = 3.0
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         """Raise `ValueError` naming the first value that cannot work."""

@@ -313,3 +313,25 @@ def test_a_choice_that_stops_is_aborted_while_others_run(service, codec, wait_fo
     assert not answers, "the other choice must still run"
     thread.join()
     assert [c["finish_reason"] for c in answers[0]["choices"]] == ["stop", "length"]
+
+
+def test_a_route_is_kept_and_named(service):
+    prompt = "Hello world. " * 12
+    first = service.post(COMPLETIONS, prompt=prompt, max_tokens=2)
+    rank = first.headers["x-moeyard-route"].split(";")[0]
+    again = service.post(COMPLETIONS, prompt=prompt, max_tokens=2, n=1).headers["x-moeyard-route"]
+    pages = len(service.submits[0].prompt_token_ids) // 16
+    assert pages > 0
+    assert again == f"{rank};reason=prefix;cached={pages * 16}"
+    with service.client.stream("POST", COMPLETIONS, json={"prompt": prompt, "max_tokens": 2, "stream": True}) as answer:
+        assert answer.headers["x-moeyard-route"] == again
+        answer.read()
+
+
+def test_a_client_keeps_its_rank(service):
+    others = [service.post(COMPLETIONS, prompt=f"{i}", max_tokens=2, user="ann") for i in range(3)]
+    assert len({answer.headers["x-moeyard-route"].split(";")[0] for answer in others}) == 1
+    named = {"x-session-id": "bob"}
+    bodies = ({"prompt": f"{i}", "max_tokens": 2, "user": f"{i}"} for i in range(3))
+    routes = [service.client.post(COMPLETIONS, json=body, headers=named).headers["x-moeyard-route"] for body in bodies]
+    assert [route.split(";")[1] for route in routes[1:]] == ["reason=client"] * 2

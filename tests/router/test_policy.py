@@ -1,71 +1,172 @@
-"""The choice of a rank: least loaded, deterministic, never an unusable one."""
+"""The choice of a rank: the score's terms one by one, its hysteresis, and traces against simpler ways."""
 
 import dataclasses
+import importlib.util
+import random
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeyard_router.fleet.placement import Placement
 from moeyard_router.fleet.policy import RankLoad, choose_rank
+from moeyard_router.fleet.prefixes import PrefixMap, page_keys
 
-IDLE = RankLoad(rank=0, usable=True, reported=0, own_at_snapshot=0, own=0, own_tokens=0, kv_pages_free=100)
+IDLE = RankLoad(rank=0, usable=True, sequences=0, pending_tokens=0, page_size=4, kv_pages=100, kv_pages_free=100)
 
 
 def ranks(*changes):
     return [dataclasses.replace(IDLE, rank=i, **change) for i, change in enumerate(changes)]
 
 
-counts = st.integers(min_value=0, max_value=5)
+def chosen(*changes, prompt_tokens=100, home=None):
+    route = choose_rank(ranks(*changes), prompt_tokens=prompt_tokens, home=home)
+    return route.rank, route.reason
+
+
+counts = st.integers(min_value=0, max_value=500)
 loads = st.lists(
     st.builds(
-        RankLoad, rank=st.just(0), usable=st.booleans(), reported=counts, own_at_snapshot=counts, own=counts,
-        own_tokens=counts, kv_pages_free=counts,
+        RankLoad, rank=st.just(0), usable=st.booleans(), sequences=counts, pending_tokens=counts, page_size=st.just(4),
+        kv_pages=st.just(600), kv_pages_free=counts, cached_tokens=counts,
     ),
     max_size=6,
 ).map(lambda found: [dataclasses.replace(load, rank=i) for i, load in enumerate(found)])  # fmt: skip
 
 
 def test_fewest_sequences():
-    assert choose_rank(ranks({"own": 2}, {"own": 1}, {"own": 3})) == 1
+    assert chosen({"sequences": 2}, {"sequences": 1}, {"sequences": 3}) == (1, "load")
 
 
-def test_sequences_sent_since_the_snapshot_count():
-    assert choose_rank(ranks({"own": 2, "reported": 0}, {"own": 1, "own_at_snapshot": 1, "reported": 1})) == 1
+def test_fewest_tokens_to_compute():
+    assert chosen({"pending_tokens": 5000}, {"sequences": 2}) == (1, "load")
 
 
-def test_sequences_of_other_routers_count():
-    assert choose_rank(ranks({"reported": 3}, {"own": 2, "own_at_snapshot": 2, "reported": 2})) == 1
+def test_a_cached_prefix_outweighs_a_few_sequences_and_not_many():
+    assert chosen({"sequences": 2}, {"sequences": 4, "cached_tokens": 4000}, prompt_tokens=4400) == (1, "prefix")
+    assert chosen({"sequences": 2}, {"sequences": 9, "cached_tokens": 4000}, prompt_tokens=4400) == (0, "load")
+
+
+def test_a_rank_without_room_is_passed_over():
+    assert chosen({"kv_pages_free": 24}, {"sequences": 3}) == (1, "load")
+    assert chosen({"kv_pages_free": 25}, {"sequences": 3}) == (0, "load")
+
+
+def test_a_client_stays_until_another_rank_is_clearly_better():
+    assert chosen({"pending_tokens": 0}, {"pending_tokens": 5}, home=1) == (1, "client")
+    assert chosen({"pending_tokens": 0}, {"pending_tokens": 6}, home=1) == (0, "load")
+    assert chosen({"pending_tokens": 5, "cached_tokens": 10}, {}, {"pending_tokens": 3}, home=2) == (0, "prefix")
 
 
 def test_ties():
-    assert choose_rank(ranks({}, {})) == 0
-    assert choose_rank(ranks({"own_tokens": 9}, {"own_tokens": 8})) == 1
-    assert choose_rank(ranks({"kv_pages_free": 1}, {"kv_pages_free": 2})) == 1
+    assert chosen({}, {}) == (0, "load")
+    assert chosen({"sequences": 1}, {"pending_tokens": 1000}) == (1, "load")
 
 
 def test_unusable_ranks_are_never_chosen():
-    assert choose_rank(ranks({"usable": False}, {"own": 9})) == 1
-    assert choose_rank(ranks({"usable": False})) is None
-    assert choose_rank([]) is None
+    assert chosen({"usable": False}, {"sequences": 9}, home=0) == (1, "only")
+    assert choose_rank(ranks({"usable": False}), prompt_tokens=1) is None
+    assert choose_rank([], prompt_tokens=1) is None
 
 
-@given(loads, st.randoms())
-def test_properties(found, random):
-    chosen = choose_rank(found)
+@given(loads, st.integers(1, 1000), st.none() | st.integers(0, 5), st.randoms())
+def test_properties(found, prompt_tokens, home, random):
+    route = choose_rank(found, prompt_tokens=prompt_tokens, home=home)
     usable = [load for load in found if load.usable]
-    assert (chosen is None) == (not usable)
-    if chosen is not None:
-        best = found[chosen]
-        assert best.usable
-        assert all(best.sequences <= load.sequences for load in usable)
+    assert (route is None) == (not usable)
+    if route is not None:
+        assert found[route.rank].usable
+        assert route.cached_tokens == found[route.rank].cached_tokens
+        assert route.reason != "client" or route.rank == home
     shuffled = list(found)
     random.shuffle(shuffled)
-    assert choose_rank(shuffled) == chosen, "the order of the list does not matter"
+    assert choose_rank(shuffled, prompt_tokens=prompt_tokens, home=home) == route, "the order of the list counts"
 
 
 @given(st.integers(min_value=1, max_value=5), st.integers(min_value=0, max_value=30))
 def test_a_burst_is_spread_evenly(size, burst):
     fleet = ranks(*[{} for _ in range(size)])
     for _ in range(burst):
-        rank = choose_rank(fleet)
-        fleet[rank] = dataclasses.replace(fleet[rank], own=fleet[rank].own + 1)
-    assert max(load.own for load in fleet) - min(load.own for load in fleet) <= 1
+        rank = choose_rank(fleet, prompt_tokens=10).rank
+        more = {"sequences": fleet[rank].sequences + 1, "pending_tokens": fleet[rank].pending_tokens + 10}
+        fleet[rank] = dataclasses.replace(fleet[rank], **more)
+    assert max(load.sequences for load in fleet) - min(load.sequences for load in fleet) <= 1
+
+
+def test_keys_are_of_full_pages_and_all_before():
+    keys = page_keys([1, 2, 3, 4, 5, 6, 7], 2)
+    assert len(keys) == 3
+    assert page_keys([1, 2, 3, 4, 9, 9], 2)[:2] == keys[:2]
+    assert page_keys([9, 2, 3, 4], 2)[1] != keys[1], "the same page behind another one is another page"
+    assert page_keys([1], 2) == page_keys([], 2) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(0, 8)), max_size=30), st.integers(1, 12))
+def test_known_prefixes_are_prefixes(prompts, capacity):
+    """Against a search page by page; a rank never holds more than it has room for, and always its latest prompt."""
+    pages = PrefixMap(2)
+    for rank, text, length in prompts:
+        keys = [hash((text, i)) for i in range(length)]
+        pages.sent(rank, keys, capacity)
+        assert pages.known(rank, keys) == min(length, capacity)
+        for other in range(4):
+            asked = [hash((other, i)) for i in range(8)]
+            held = pages._pages[rank]
+            assert len(held) <= capacity
+            assert pages.known(rank, asked) == next((i for i, key in enumerate(asked) if key not in held), len(asked))
+
+
+def test_a_conversation_stays_where_its_prefix_is():
+    placement = Placement(3, prefix_caching=True)
+    said = tuple(range(400))
+    assert placement.choose(ranks({"sequences": 1}, {}, {}), said[:200], client=None).rank == 1
+    route = placement.choose(ranks({}, {"sequences": 0}, {}), said, client=None)
+    assert (route.rank, route.reason, route.cached_tokens) == (1, "prefix", 200)
+    placement.forget()
+    assert placement.choose(ranks({}, {}, {}), said, client=None).rank == 0
+
+
+def test_without_prefix_caching_only_clients_are_remembered():
+    placement = Placement(2, prefix_caching=False)
+    said = tuple(range(400))
+    assert placement.choose(ranks({"sequences": 1}, {}), said, client="ann").rank == 1
+    assert placement.choose(ranks({}, {}), said, client="bob").rank == 0
+    assert placement.choose(ranks({}, {}), said, client="ann").reason == "client"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    """bench/policy.py, which is a script."""
+    path = Path(__file__).resolve().parents[2] / "bench" / "policy.py"
+    spec = importlib.util.spec_from_file_location("bench_policy", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_traces(bench):
+    """No worse than taking turns or the fewest sequences on any trace, and far better on all together."""
+    ratios = {"turns": [], "fewest": []}
+    for make, rate in bench.TRACES:
+        ended = {
+            policy: [
+                bench.outcome(make(random.Random(seed), 400, rate * num_ranks * 0.8), policy, num_ranks)
+                for seed, num_ranks in ((0, 2), (1, 4), (2, 4))
+            ]
+            for policy in bench.POLICIES
+        }
+        for other, found in ratios.items():
+            pairs = zip(ended["score"], ended[other], strict=True)
+            ratio = statistics.geometric_mean(mine.latency / theirs.latency for mine, theirs in pairs)
+            assert ratio < 1.03, (make.__name__, other)
+            found.append(ratio)
+    assert all(statistics.geometric_mean(found) < 0.88 for found in ratios.values()), ratios

@@ -22,6 +22,7 @@ from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import Codec
 
 _JSON = (b"content-type", b"application/json")
+_MAX_SESSION = 256  # bytes of x-session-id that tell clients apart
 _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
@@ -42,7 +43,7 @@ class GenerateEndpoint:
         try:
             body = await read_body(scope, receive, self._config.max_body_bytes)
             job = await self._job(body)
-            await self._run(job, arrived, receive, send)
+            await self._run(job, arrived, dict(scope["headers"]).get(b"x-session-id"), receive, send)
         except ClientGone:
             return
         except ApiError as error:
@@ -55,12 +56,13 @@ class GenerateEndpoint:
             return await self._intake.chat(parse(body, ChatRequest))
         return await self._intake.completion(parse(body, CompletionRequest))
 
-    async def _run(self, job: Job, arrived: float, receive: Receive, send: Send) -> None:
+    async def _run(self, job: Job, arrived: float, session: bytes | None, receive: Receive, send: Send) -> None:
         reply_id = ("chatcmpl-" if job.chat else "cmpl-") + uuid.uuid4().hex
         tokens = self._codec.token_bytes
         generation = Generation(
-            job, reply_id=reply_id, fleet=self._fleet, tokens=tokens, metrics=self._metrics, arrived=arrived
-        )
+            job, reply_id=reply_id, fleet=self._fleet, tokens=tokens, metrics=self._metrics, arrived=arrived,
+            client=job.client if session is None else session[:_MAX_SESSION].decode("latin-1"),
+        )  # fmt: skip
         writer = ReplyWriter(
             job, reply_id=reply_id, model=self._config.model_name, created=int(time.time()), tokens=tokens
         )
@@ -77,13 +79,15 @@ async def _whole(job: Job, generation: Generation, writer: ReplyWriter, send: Se
     while not generation.finished:
         for index, delta in (await generation.step()).items():
             collected[index].extend(delta)
-    await send_bytes(send, 200, writer.body(collected, generation.choices), headers=[_JSON])
+    headers = [_JSON, _route_header(generation)]
+    await send_bytes(send, 200, writer.body(collected, generation.choices), headers=headers)
 
 
 async def _stream(job: Job, generation: Generation, writer: ReplyWriter, send: Send) -> None:
     """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status."""
     deltas = await generation.step()
-    await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS]})
+    headers = [*_STREAM_HEADERS, _route_header(generation)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
         while True:
             chunks = [writer.chunk(index, delta, generation.choices) for index, delta in deltas.items()]
@@ -99,6 +103,12 @@ async def _stream(job: Job, generation: Generation, writer: ReplyWriter, send: S
     except ApiError as error:
         chunks = [error_event(error.body())]
     await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
+
+
+def _route_header(generation: Generation) -> tuple[bytes, bytes]:
+    """Per choice its rank, why that one, and the prompt tokens thought to be cached there."""
+    text = ", ".join(f"rank={r.rank};reason={r.reason};cached={r.cached_tokens}" for r in generation.routes)
+    return b"x-moeyard-route", text.encode()
 
 
 @contextlib.asynccontextmanager

@@ -7,6 +7,7 @@ from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Job
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
+from moeyard_router.fleet.policy import Route
 from moeyard_router.fleet.ticket import Event, Lost, Ticket
 from moeyard_router.metrics import RouterMetrics, Timing
 from moeyard_router.text.detokenizer import TokenBytes
@@ -28,7 +29,15 @@ class Generation:
     """
 
     def __init__(
-        self, job: Job, *, reply_id: str, fleet: Fleet, tokens: TokenBytes, metrics: RouterMetrics, arrived: float
+        self,
+        job: Job,
+        *,
+        reply_id: str,
+        fleet: Fleet,
+        tokens: TokenBytes,
+        metrics: RouterMetrics,
+        arrived: float,
+        client: str | None = None,
     ) -> None:
         self.choices = [Choice(job, index=c.index, tokens=tokens) for c in job.continuations]
         self._job = job
@@ -38,8 +47,13 @@ class Generation:
         self._error: ApiError | None = None
         self._gone = False
         self._ticket: Ticket = fleet.submit(
-            reply_id, [(job.prompts[c.prompt].token_ids, c.sampling) for c in job.continuations]
+            reply_id, [(job.prompts[c.prompt].token_ids, c.sampling) for c in job.continuations], client=client
         )
+
+    @property
+    def routes(self) -> list[Route]:
+        """Where each choice runs, and why there."""
+        return self._ticket.routes
 
     @property
     def finished(self) -> bool:

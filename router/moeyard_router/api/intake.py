@@ -51,6 +51,7 @@ class Job:
     return_token_ids: bool
     echo: bool
     logprobs: int | None
+    client: str | None = None
 
 
 class Intake:
@@ -151,6 +152,7 @@ class Intake:
             return_token_ids=not self._codec.has_text if request.return_token_ids is None else request.return_token_ids,
             echo=echo,
             logprobs=logprobs,
+            client=request.user,
         )
 
     def _sampling(

@@ -6,7 +6,7 @@ a named failure at once, new ones are refused with it.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -14,8 +14,10 @@ import zmq
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.link import LinkEvents, WorkerLink
-from moeyard_router.fleet.policy import RankLoad, choose_rank
+from moeyard_router.fleet.placement import Placement
+from moeyard_router.fleet.policy import Route
 from moeyard_router.fleet.ticket import Lost, Ticket
+from moeyard_router.fleet.worker_state import WorkerState, loads
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Abort, Done, Message, Rejected, SamplingParams, Snapshot, Submit, Tokens
 
@@ -23,28 +25,11 @@ _RETRY_AFTER = 1.0  # seconds; told to clients when the queue is full
 
 
 @dataclass(slots=True)
-class _Worker:
-    link: WorkerLink
-    connected: bool = False
-    lost: bool = False
-    snapshot: Snapshot | None = None
-    own_at_snapshot: int = 0
-    own: int = 0
-    own_tokens: int = 0
-
-    @property
-    def state(self) -> str:
-        if self.lost:
-            return "failed"
-        return self.snapshot.state if self.connected and self.snapshot is not None else "connecting"
-
-
-@dataclass(slots=True)
 class _Flight:
     """A sequence at a worker. `ticket` is None once nobody listens any more; then only its end is awaited."""
 
     rank: int
-    tokens: int
+    pending: int
     index: int
     ticket: Ticket | None
     received: int = 0
@@ -71,15 +56,16 @@ class Fleet:
         self._on_change = on_change
         self._on_failed = on_failed
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerState] = []
         self._flights: dict[str, _Flight] = {}
+        self._placement = Placement(len(config.workers), prefix_caching=config.prefix_caching)
 
     def start(self) -> None:
         """Begin to connect to every worker; raises `ValueError` for an unusable endpoint."""
         events = LinkEvents(up=self._up, messages=self._receive, lost=self._lost)
         for address in self.addresses:
             link = WorkerLink(address, context=self._context, step_deadline=self.config.step_deadline, events=events)
-            self._workers.append(_Worker(link))
+            self._workers.append(WorkerState(link))
             link.open()
         self._changed()
 
@@ -94,6 +80,7 @@ class Fleet:
             worker.link.close()
         self._workers = []
         self.addresses, self.failure = addresses, None
+        self._placement.forget()
         self.generation += 1
         self.start()
 
@@ -123,9 +110,14 @@ class Fleet:
         return None
 
     def submit(
-        self, request_id: str, sequences: list[tuple[tuple[int, ...], SamplingParams]], rank: int | None = None
+        self,
+        request_id: str,
+        sequences: list[tuple[tuple[int, ...], SamplingParams]],
+        *,
+        client: str | None = None,
+        rank: int | None = None,
     ) -> Ticket:
-        """Send sequences (prompt ids, sampling) to the least loaded ranks, or all to `rank`.
+        """Send sequences (prompt ids, sampling) to the ranks that the policy chooses for this client, or all to `rank`.
 
         Raises `ApiError` 503 if the fleet cannot run them and 429 if it is full; then none was sent.
         """
@@ -139,15 +131,17 @@ class Fleet:
             raise ApiError(429, message, reason="queue_full", retry_after=_RETRY_AFTER)
         ticket = Ticket(self.abandon)
         for index, (prompt, sampling) in enumerate(sequences):
-            chosen = choose_rank(self._loads()) if rank is None else rank
-            assert chosen is not None, "an available fleet has a usable rank"
-            worker, name = self._workers[chosen], f"{request_id}-{index}"
+            if rank is None:
+                route = self._placement.choose(loads(self._workers), prompt, client=client)
+            else:
+                route = Route(rank=rank, reason="asked")
+            worker, name = self._workers[route.rank], f"{request_id}-{index}"
             assert name not in self._flights, f"request id {name} is already in flight"
-            flight = _Flight(chosen, len(prompt) + sampling.max_tokens, index, ticket)
+            flight = _Flight(route.rank, len(prompt) - route.cached_tokens, index, ticket)
             self._flights[name] = flight
-            ticket.opened(index, name)
+            ticket.opened(index, name, route)
             worker.own += 1
-            worker.own_tokens += flight.tokens
+            worker.pending += flight.pending
             worker.link.send(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling))
         self._metrics.inflight.set(len(self._flights))
         return ticket
@@ -171,7 +165,7 @@ class Fleet:
         flights, self._flights = self._flights, {}
         for request_id, flight in flights.items():
             worker = self._workers[flight.rank]
-            worker.own = worker.own_tokens = 0
+            worker.own = worker.pending = 0
             if flight.ticket is not None:
                 worker.link.send(Abort(request_id=request_id))
                 flight.ticket.put(now, flight.index, Lost(reason))
@@ -188,19 +182,7 @@ class Fleet:
 
     def describe(self) -> dict[str, Any]:
         """State of the fleet and of each rank, for people and dashboards."""
-        ranks = []
-        for address, worker in zip(self.addresses, self._workers, strict=True):
-            s = worker.snapshot
-            entry: dict[str, Any] = {
-                "rank": address.rank,
-                "endpoint": address.endpoint,
-                "connected": worker.connected,
-                "state": worker.state,
-                "router_inflight": worker.own,
-            }
-            if s is not None:
-                entry["snapshot"] = {f.name: getattr(s, f.name) for f in fields(s) if f.name != "rank"}
-            ranks.append(entry)
+        ranks = [worker.describe() for worker in self._workers]
         return {"failure": self.failure, "stopping": self.stopping, "inflight": self.num_inflight, "workers": ranks}
 
     def validate(self) -> None:
@@ -208,25 +190,10 @@ class Fleet:
         for worker in self._workers:
             mine = [f for f in self._flights.values() if f.rank == worker.link.rank]
             assert worker.own == len(mine), f"rank {worker.link.rank} counts {worker.own} of {len(mine)} sequences"
-            assert worker.own_tokens == sum(f.tokens for f in mine)
+            assert worker.pending == sum(f.pending for f in mine)
         for name, flight in self._flights.items():
             assert flight.ticket is None or flight.ticket.runs(flight.index, name), f"{name} is nobody's"
         assert self.failure is None or not self._flights, "a failed fleet has nothing in flight"
-
-    def _loads(self) -> list[RankLoad]:
-        return [
-            RankLoad(
-                rank=w.link.rank,
-                usable=w.state == "ready",
-                reported=w.snapshot.num_running + w.snapshot.num_waiting,
-                own_at_snapshot=w.own_at_snapshot,
-                own=w.own,
-                own_tokens=w.own_tokens,
-                kv_pages_free=w.snapshot.kv_pages_free,
-            )
-            for w in self._workers
-            if w.snapshot is not None
-        ]
 
     def _changed(self) -> None:
         self._metrics.set_workers([w.state for w in self._workers])
@@ -265,8 +232,14 @@ class Fleet:
                 f"the next ones start at {message.start}"
             )
             return
+        if not flight.received:
+            self._computed(flight)
         flight.received += len(message.token_ids)
         flight.ticket.put(now, flight.index, message)
+
+    def _computed(self, flight: _Flight) -> None:
+        self._workers[flight.rank].pending -= flight.pending
+        flight.pending = 0
 
     def _end(self, now: float, rank: int, message: Done | Rejected) -> None:
         flight = self._flights.get(message.request_id)
@@ -275,7 +248,7 @@ class Fleet:
         del self._flights[message.request_id]
         worker = self._workers[rank]
         worker.own -= 1
-        worker.own_tokens -= flight.tokens
+        self._computed(flight)
         self._metrics.inflight.set(len(self._flights))
         if flight.ticket is not None:
             flight.ticket.put(now, flight.index, message)
@@ -283,7 +256,7 @@ class Fleet:
     def _snapshot(self, now: float, rank: int, message: Snapshot) -> None:
         worker = self._workers[rank]
         before = worker.snapshot
-        worker.snapshot, worker.own_at_snapshot = message, worker.own
+        worker.take(message)
         if before is not None and message.step > before.step:
             self.last_progress = now
         expected = (rank, len(self._workers), self.config.vocab_size)

@@ -88,7 +88,7 @@ class Health:
         """Run one token of prompt and two of output on `rank`; what went wrong, or None."""
         sampling = SamplingParams(max_tokens=min(2, self._config.max_model_len - 1), temperature=0.0, ignore_eos=True)
         try:
-            ticket = self._fleet.submit(f"canary-{next(self._numbers)}", [((0,), sampling)], rank)
+            ticket = self._fleet.submit(f"canary-{next(self._numbers)}", [((0,), sampling)], rank=rank)
         except ApiError as error:
             return error.message
         try:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from moeyard_router.fleet.policy import Route
 from moeyard_worker.protocol import Done, Rejected, Tokens
 
 
@@ -26,6 +27,7 @@ class Ticket:
     """
 
     _abandon: Callable[[str], None]
+    routes: list[Route] = field(default_factory=list)  # of every sequence, in order
     _open: dict[int, str] = field(default_factory=dict)  # index -> request id at the worker
     _events: list[tuple[float, int, Event]] = field(default_factory=list)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -49,9 +51,10 @@ class Ticket:
         for index in list(self._open):
             self.abort(index)
 
-    def opened(self, index: int, request_id: str) -> None:
-        """For the fleet: sequence `index` runs under this id."""
+    def opened(self, index: int, request_id: str, route: Route) -> None:
+        """For the fleet: sequence `index` (they come in order) runs under this id where `route` says."""
         self._open[index] = request_id
+        self.routes.append(route)
 
     def runs(self, index: int, request_id: str) -> bool:
         """Whether sequence `index` runs under this id."""

@@ -1,0 +1,48 @@
+"""The memory behind the choice of rank: which prompts went where, and where each client was last. Pure."""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from moeyard_router.fleet.policy import RankLoad, Route, choose_rank
+from moeyard_router.fleet.prefixes import PrefixMap, page_keys
+
+_MAX_CLIENTS = 65536
+
+
+class Placement:
+    """Chooses ranks for prompts and remembers what it chose. Without prefix caching prompts leave nothing behind."""
+
+    def __init__(self, num_ranks: int, *, prefix_caching: bool) -> None:
+        self._num_ranks = num_ranks
+        self._prefix_caching = prefix_caching
+        self.forget()
+
+    def forget(self) -> None:
+        """Other workers took the place of these: nothing is cached anywhere."""
+        self._prefixes = PrefixMap(self._num_ranks)
+        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._keys: tuple[tuple[int, ...], int, list[int]] = ((), 0, [])
+
+    def choose(self, loads: Sequence[RankLoad], prompt: tuple[int, ...], *, client: str | None) -> Route:
+        """The rank for `prompt` (token ids), of which there must be a usable one; `client` names who asks, if known."""
+        keys = self._page_keys(prompt, loads[0].page_size) if self._prefix_caching else []
+        known = [
+            dataclasses.replace(load, cached_tokens=self._prefixes.known(load.rank, keys) * load.page_size)
+            for load in loads
+        ]
+        route = choose_rank(known, prompt_tokens=len(prompt), home=None if client is None else self._homes.get(client))
+        assert route is not None, "an available fleet has a usable rank"
+        self._prefixes.sent(route.rank, keys, next(load.kv_pages for load in loads if load.rank == route.rank))
+        if client is not None:
+            self._homes[client] = route.rank
+            self._homes.move_to_end(client)
+            if len(self._homes) > _MAX_CLIENTS:
+                self._homes.popitem(last=False)
+        return route
+
+    def _page_keys(self, prompt: tuple[int, ...], page_size: int) -> list[int]:
+        """Computed once for the choices of one prompt, which come one after the other."""
+        if self._keys[0] is not prompt or self._keys[1] != page_size:
+            self._keys = (prompt, page_size, page_keys(prompt, page_size))
+        return self._keys[2]

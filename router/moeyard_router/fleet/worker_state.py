@@ -1,0 +1,68 @@
+"""What the router knows of one worker."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from moeyard_router.fleet.link import WorkerLink
+from moeyard_router.fleet.policy import RankLoad
+from moeyard_worker.protocol import Snapshot
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """Connection, latest snapshot, and what this router has sent: `own` sequences without an end yet.
+
+    `pending` counts the prompt tokens of those without an output yet that no cache was thought to hold.
+    """
+
+    link: WorkerLink
+    connected: bool = False
+    lost: bool = False
+    snapshot: Snapshot | None = None
+    own: int = 0
+    pending: int = 0
+    own_at_snapshot: int = 0
+    pending_at_snapshot: int = 0
+
+    @property
+    def state(self) -> str:
+        """connecting, ready, failed or stopping."""
+        if self.lost:
+            return "failed"
+        return self.snapshot.state if self.connected and self.snapshot is not None else "connecting"
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Keep the latest word of the worker beside what was unanswered when it came."""
+        self.snapshot, self.own_at_snapshot, self.pending_at_snapshot = snapshot, self.own, self.pending
+
+    def describe(self) -> dict[str, Any]:
+        """For people and dashboards."""
+        entry: dict[str, Any] = {
+            "rank": self.link.rank,
+            "endpoint": self.link.endpoint,
+            "connected": self.connected,
+            "state": self.state,
+            "router_inflight": self.own,
+        }
+        if self.snapshot is not None:
+            entry["snapshot"] = {f.name: getattr(self.snapshot, f.name) for f in fields(Snapshot) if f.name != "rank"}
+        return entry
+
+
+def loads(workers: Iterable[WorkerState]) -> list[RankLoad]:
+    """What the policy is told of the workers that have spoken."""
+    return [
+        RankLoad(
+            rank=worker.link.rank,
+            usable=worker.state == "ready",
+            # This router's exactly, and those of other routers as of the snapshot.
+            sequences=worker.own + max(0, s.num_running + s.num_waiting - worker.own_at_snapshot),
+            pending_tokens=worker.pending + max(0, s.num_waiting_tokens - worker.pending_at_snapshot),
+            page_size=s.page_size,
+            kv_pages=s.kv_pages_total,
+            kv_pages_free=s.kv_pages_free,
+        )
+        for worker in workers
+        if (s := worker.snapshot) is not None
+    ]
