@@ -24,11 +24,11 @@ from moeyard_worker.protocol import (
     SamplingParams,
     Snapshot,
     Submit,
+    TokenBatch,
     TokenLogprob,
     Tokens,
-    decode,
-    encode,
 )
+from moeyard_worker.wire import decode, encode
 
 CALL_SECONDS = 60.0
 
@@ -166,7 +166,8 @@ class Client:
                     message = decode(socket.recv(zmq.NOBLOCK))
                 except zmq.Again:
                     break
-                self._take(message)
+                for each in message.rows if isinstance(message, TokenBatch) else (message,):
+                    self._take(each)
         return bool(ready)
 
     def _take(self, message: Message) -> None:

@@ -20,19 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer
 from moeyard_router.text.chat import TextCodec
-from moeyard_worker.protocol import (
-    Abort,
-    Done,
-    Hello,
-    Message,
-    Rejected,
-    Snapshot,
-    Submit,
-    TokenLogprob,
-    Tokens,
-    decode,
-    encode,
-)
+from moeyard_worker.protocol import Abort, Done, Hello, Message, Rejected, Snapshot, Submit, TokenLogprob, Tokens
+from moeyard_worker.wire import decode, encode
 
 VOCAB_SIZE = 400  # a little more than the tokenizer has, as padded embeddings do
 MAX_MODEL_LEN = 256

@@ -13,14 +13,13 @@ from moeyard_worker.protocol import (
     FINISH_REASONS,
     REJECT_REASONS,
     WORKER_STATES,
-    ProtocolError,
     SamplingParams,
     Submit,
+    TokenBatch,
     TokenLogprob,
     Tokens,
-    decode,
-    encode,
 )
+from moeyard_worker.wire import ProtocolError, decode, encode
 
 ints = st.integers(min_value=-(2**63), max_value=2**64 - 1)
 floats = st.floats(allow_nan=False)
@@ -38,6 +37,16 @@ VALUES = {
 CHOICES = {"finish_reason": FINISH_REASONS, "reason": REJECT_REASONS, "state": WORKER_STATES}
 
 
+logprobs = st.builds(
+    TokenLogprob, logprob=floats, rank=ints, top=st.lists(st.tuples(ints, floats), max_size=3).map(tuple)
+)
+tokens_with_logprobs = st.lists(st.tuples(ints, logprobs), min_size=1, max_size=4).map(
+    lambda pairs: Tokens(
+        request_id="r", start=0, token_ids=tuple(i for i, _ in pairs), logprobs=tuple(lp for _, lp in pairs)
+    )
+)
+
+
 def instances(cls):
     """Any value of a message class, from its annotations."""
     kwargs = {}
@@ -48,6 +57,8 @@ def instances(cls):
             kwargs[field.name] = instances(SamplingParams)
         elif field.type == tuple[TokenLogprob, ...]:
             kwargs[field.name] = st.just(())
+        elif field.type == tuple[Tokens, ...]:
+            kwargs[field.name] = st.lists(instances(Tokens) | tokens_with_logprobs, min_size=1, max_size=4).map(tuple)
         elif field.type == tuple[tuple[int, float], ...]:
             kwargs[field.name] = st.lists(st.tuples(ints, floats), max_size=3).map(tuple)
         else:
@@ -55,11 +66,6 @@ def instances(cls):
     return st.builds(cls, **kwargs)
 
 
-tokens_with_logprobs = st.lists(st.tuples(ints, instances(TokenLogprob)), min_size=1, max_size=4).map(
-    lambda pairs: Tokens(
-        request_id="r", start=0, token_ids=tuple(i for i, _ in pairs), logprobs=tuple(lp for _, lp in pairs)
-    )
-)
 messages = st.one_of(*(instances(cls) for cls in typing.get_args(protocol.Message)), tokens_with_logprobs)
 json_like = st.recursive(
     st.none() | st.booleans() | ints | floats | st.text(max_size=5) | st.binary(max_size=5),
@@ -123,7 +129,7 @@ def test_truncated_frame(message, data):
         ({"prompt_token_ids": None}, "submit.prompt_token_ids"),
         ({"type": "order"}, "unknown message type 'order'"),
         ({"type": ["submit"]}, "unknown message type"),
-        ({"v": 2}, "protocol version 2"),
+        ({"v": 1}, "protocol version 1"),
         ({"v": True}, "protocol version True"),
         ({"sampling": {"max_tokens": 1.5}}, "submit.sampling.max_tokens"),
         ({"sampling": {}}, "max_tokens"),
@@ -135,3 +141,17 @@ def test_errors_name_the_field(change, named):
     body = {**msgpack.unpackb(encode(message), strict_map_key=False), **change}
     with pytest.raises(ProtocolError, match="(?s).*" + named.replace(".", r"\.")):
         decode(msgpack.packb(body))
+
+
+def test_a_batch_of_the_wrong_shape():
+    rows = (Tokens(request_id="a", start=0, token_ids=(1, 2)), Tokens(request_id="b", start=3, token_ids=(4,)))
+    body = msgpack.unpackb(encode(TokenBatch(rows=rows)))
+    assert decode(msgpack.packb(body)).rows == rows
+    damages = [
+        {"request_ids": ["a"]}, {"starts": [0, 1.0]}, {"starts": [0, True]}, {"token_ids": [[1], ["x"]]},
+        {"token_ids": [[1], 4]}, {"request_ids": ["a", 7]}, {"logprobs": [[]]}, {"logprobs": [[], 3]}, {"more": []},
+        {"logprobs": [[], [{"logprob": -1.0, "rank": 1}] * 2]}, {"request_ids": [], "starts": [], "token_ids": []},
+    ]  # fmt: skip
+    for damage in damages:
+        with pytest.raises(ProtocolError, match=r"token_batch"):
+            decode(msgpack.packb({**body, "rows": {**body["rows"], **damage}}))

@@ -1,21 +1,15 @@
 """The boundary between a router and a worker: what crosses it, and nothing else.
 
-A router may know this file and no other of the worker's; it never sees a tensor, a page or a rank's memory. The file is
-stdlib + msgpack only, so importing it loads no torch. Messages are msgpack maps with a version and a type; decoding is
-strict (unknown, missing or mistyped fields raise `ProtocolError`), and nothing is ever unpickled.
+A router may know this file and `wire.py`, which makes frames of these messages, and no other of the worker's; it never
+sees a tensor, a page or a rank's memory. Both are stdlib + msgpack only, so importing them loads no torch.
 
-Router to worker: `Hello`, `Submit`, `Abort`. Worker to router: `Snapshot`, `Tokens`, `Done`, `Rejected`.
+Router to worker: `Hello`, `Submit`, `Abort`. Worker to router: `Snapshot`, `Tokens`, `TokenBatch`, `Done`, `Rejected`.
 Every `Submit` is answered by exactly one `Done` or `Rejected`; `Tokens` of a request precede its `Done`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Union, get_args
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Union, get_args
 
-import msgpack
-
-PROTOCOL_VERSION = 1
 # The most alternatives that an answer lists beside a chosen token, as in the OpenAI API.
 MAX_LOGPROBS = 20
 
@@ -26,10 +20,6 @@ WorkerState = Literal["ready", "failed", "stopping"]
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 REJECT_REASONS: tuple[str, ...] = get_args(RejectReason)
 WORKER_STATES: tuple[str, ...] = get_args(WorkerState)
-
-
-class ProtocolError(ValueError):
-    """A frame that is not a message of this protocol version; says which field and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +99,17 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """The `Tokens` of several requests, as a step yields them: one frame and one check of types for all its rows.
+
+    There is at least one row.
+    """
+
+    type: ClassVar[str] = "token_batch"
+    rows: tuple[Tokens, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """The end of a request. Seconds are measured on the worker's monotonic clock.
 
@@ -164,117 +165,4 @@ class Snapshot:
     vocab_size: int
 
 
-Message = Union[Hello, Submit, Abort, Tokens, Done, Rejected, Snapshot]  # noqa: UP007 - get_args needs the union object
-_MESSAGES = MappingProxyType({cls.type: cls for cls in get_args(Message)})
-
-
-def encode(message: Message) -> bytes:
-    """Serialize a message to one frame."""
-    body = {"v": PROTOCOL_VERSION, "type": message.type}
-    for f in fields(message):
-        body[f.name] = _plain(getattr(message, f.name))
-    frame: bytes = msgpack.packb(body, use_bin_type=True)
-    return frame
-
-
-def decode(frame: bytes) -> Message:
-    """Parse one frame; raises `ProtocolError` naming what is wrong with it."""
-    try:
-        body = msgpack.unpackb(frame, raw=False, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a map or list as the key of a map
-        raise ProtocolError(f"not msgpack: {error}") from error
-    if not isinstance(body, dict):
-        raise ProtocolError(f"a message is a map, got {type(body).__name__}")
-    version, kind = body.pop("v", None), body.pop("type", None)
-    if not _is_int(version) or version != PROTOCOL_VERSION:
-        raise ProtocolError(f"protocol version {version!r}, this side speaks {PROTOCOL_VERSION}")
-    cls = _MESSAGES.get(kind) if isinstance(kind, str) else None
-    if cls is None:
-        raise ProtocolError(f"unknown message type {kind!r}")
-    message: Message = _build(cls, body, cls.type)
-    return message
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, SamplingParams | TokenLogprob):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(v) for v in value]
-    return value
-
-
-def _build(cls: Any, body: dict[Any, Any], where: str) -> Any:
-    rules = _FIELD_RULES[cls]
-    kwargs = {}
-    for name, value in body.items():
-        if name not in rules:
-            raise ProtocolError(f"{where}: unknown field {name!r}")
-        fits, form = rules[name]
-        if not fits(value):
-            kind = cls.__annotations__[name]
-            raise ProtocolError(f"{where}.{name}: expected {getattr(kind, '__name__', kind)}, got {value!r:.80}")
-        kwargs[name] = value if form is None else form(value, f"{where}.{name}")
-    try:
-        message = cls(**kwargs)
-    except TypeError as error:
-        raise ProtocolError(f"{where}: {error}") from error
-    _check_values(message, where)
-    return message
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or _is_int(value)
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _is_int(value[0]) and _is_number(value[1])
-
-
-# Per annotation used above: whether a value from msgpack fits, and how it gets its Python form (None: it has it).
-_RULES: MappingProxyType[Any, tuple[Callable[[Any], bool], Callable[[Any, str], Any] | None]] = MappingProxyType(
-    {
-        int: (_is_int, None),
-        float: (_is_number, lambda v, _: float(v)),
-        str: (lambda v: isinstance(v, str), None),
-        bool: (lambda v: isinstance(v, bool), None),
-        int | None: (lambda v: v is None or _is_int(v), None),
-        str | None: (lambda v: v is None or isinstance(v, str), None),
-        float | None: (lambda v: v is None or _is_number(v), lambda v, _: v if v is None else float(v)),
-        tuple[int, ...]: (lambda v: isinstance(v, list) and all(map(_is_int, v)), lambda v, _: tuple(v)),
-        dict[int, float]: (
-            lambda v: isinstance(v, dict) and all(_is_int(k) and _is_number(x) for k, x in v.items()),
-            lambda v, _: {k: float(x) for k, x in v.items()},
-        ),
-        tuple[tuple[int, float], ...]: (
-            lambda v: isinstance(v, list) and all(map(_is_pair, v)),
-            lambda v, _: tuple((k, float(x)) for k, x in v),
-        ),
-        SamplingParams: (lambda v: isinstance(v, dict), lambda v, where: _build(SamplingParams, v, where)),
-        tuple[TokenLogprob, ...]: (
-            lambda v: isinstance(v, list) and all(isinstance(x, dict) for x in v),
-            lambda v, where: tuple(_build(TokenLogprob, x, where) for x in v),
-        ),
-    }
-)
-_FIELD_RULES = MappingProxyType(
-    {cls: {f.name: _RULES[f.type] for f in fields(cls)} for cls in (*get_args(Message), SamplingParams, TokenLogprob)}
-)
-_CHOICES = MappingProxyType(
-    {
-        Done: ("finish_reason", FINISH_REASONS),
-        Rejected: ("reason", REJECT_REASONS),
-        Snapshot: ("state", WORKER_STATES),
-    }
-)
-
-
-def _check_values(message: Any, where: str) -> None:
-    name, values = _CHOICES.get(type(message), (None, ()))
-    if name is not None and getattr(message, name) not in values:
-        raise ProtocolError(f"{where}.{name}: {getattr(message, name)!r} is not one of {', '.join(values)}")
-    if isinstance(message, Tokens) and message.logprobs and len(message.logprobs) != len(message.token_ids):
-        raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs for {len(message.token_ids)} tokens")
+Message = Union[Hello, Submit, Abort, Tokens, TokenBatch, Done, Rejected, Snapshot]  # noqa: UP007 - get_args needs the union object

@@ -8,7 +8,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from moeyard_router.config import WorkerAddress
-from moeyard_worker.protocol import Hello, Message, ProtocolError, decode, encode
+from moeyard_worker.protocol import Hello, Message, TokenBatch
+from moeyard_worker.wire import ProtocolError, decode, encode
 
 _FRAMES_PER_TURN = 256  # then other work of the event loop gets its turn
 
@@ -110,7 +111,8 @@ class WorkerLink:
             try:
                 if frame.more:
                     raise ProtocolError("a message of several frames")
-                messages.append(decode(frame.bytes))
+                message = decode(frame.bytes)
+                messages += message.rows if isinstance(message, TokenBatch) else (message,)
             except ProtocolError as error:
                 fault = f"worker {self.rank} broke the protocol: {error}"
                 break

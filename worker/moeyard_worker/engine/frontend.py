@@ -1,16 +1,33 @@
 """The worker's socket towards routers: messages of `protocol` over one ZMQ ROUTER, nothing of the engine."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import zmq
 
-from moeyard_worker.protocol import Message, ProtocolError, decode, encode
+from moeyard_worker.protocol import Message, TokenBatch, Tokens
+from moeyard_worker.scheduling.request import Reply
+from moeyard_worker.wire import ProtocolError, decode, encode
 
 log = logging.getLogger(__name__)
 
 # How long closing waits for replies that were sent to leave; nothing waits when they have.
 CLOSE_LINGER_MS = 500
+
+
+def in_frames(replies: Iterable[Reply]) -> Iterator[tuple[bytes, Message]]:
+    """What a step says to each router, in few frames: its tokens in one, ahead of the rest, which keeps its order."""
+    tokens: dict[bytes, list[Tokens]] = {}
+    others: list[Reply] = []
+    for reply in replies:
+        if isinstance(reply.message, Tokens):
+            tokens.setdefault(reply.client, []).append(reply.message)
+        else:
+            others.append(reply)
+    for client, rows in tokens.items():
+        yield client, TokenBatch(rows=tuple(rows))
+    for reply in others:
+        yield reply.client, reply.message
 
 
 class Frontend:

@@ -17,7 +17,7 @@ import zmq
 
 from moeyard_worker.engine.device import LaunchedStep, StepRunner
 from moeyard_worker.engine.faults import RankFault, name_of, not_finite
-from moeyard_worker.engine.frontend import Frontend
+from moeyard_worker.engine.frontend import Frontend, in_frames
 from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.exchange.base import Exchange, ExchangeError
 from moeyard_worker.exchange.lockstep import Lockstep
@@ -189,8 +189,8 @@ class Engine:
             raise RankFault(not_finite(unsound, step=number))
         results = launched.results
         now = time.monotonic()
-        for reply in self._scheduler.complete(step, results, now):
-            self._send(reply.client, reply.message)
+        for client, message in in_frames(self._scheduler.complete(step, results, now)):
+            self._send(client, message)
         # Where steps overlap, one begins to count when the one before it is done.
         seconds, self._completed_at = now - max(started, self._completed_at), now
         self._metrics.observe_step(

@@ -1,0 +1,27 @@
+"""What a step says to its routers, in few frames."""
+
+from moeyard_worker.engine.frontend import in_frames
+from moeyard_worker.protocol import Done, TokenBatch, Tokens
+from moeyard_worker.scheduling.request import Reply
+
+
+def tokens(name: str) -> Tokens:
+    return Tokens(request_id=name, start=0, token_ids=(1,))
+
+
+def done(name: str) -> Done:
+    return Done(request_id=name, finish_reason="stop", prompt_tokens=1, cached_tokens=0, completion_tokens=1)
+
+
+def test_a_frame_of_tokens_per_router_then_the_ends_in_order() -> None:
+    replies = [
+        Reply(b"x", tokens("a")), Reply(b"x", done("a")), Reply(b"y", tokens("b")), Reply(b"x", tokens("c")),
+        Reply(b"y", done("b")),
+    ]  # fmt: skip
+    assert list(in_frames(replies)) == [
+        (b"x", TokenBatch(rows=(tokens("a"), tokens("c")))),
+        (b"y", TokenBatch(rows=(tokens("b"),))),
+        (b"x", done("a")),
+        (b"y", done("b")),
+    ]
+    assert list(in_frames([])) == []

@@ -1,0 +1,187 @@
+"""Messages of `protocol` as frames: msgpack maps with a version and a type.
+
+Decoding is strict (unknown, missing or mistyped fields raise `ProtocolError`), and nothing is ever unpickled. The rows
+of a `TokenBatch` are a map of columns: request_ids, starts, token_ids, and logprobs, which is empty if no row has any.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, get_args
+
+import msgpack
+
+from moeyard_worker.protocol import (
+    FINISH_REASONS,
+    REJECT_REASONS,
+    WORKER_STATES,
+    Done,
+    Message,
+    Rejected,
+    SamplingParams,
+    Snapshot,
+    TokenLogprob,
+    Tokens,
+)
+
+PROTOCOL_VERSION = 2
+
+
+class ProtocolError(ValueError):
+    """A frame that is not a message of this protocol version; says which field and why."""
+
+
+_MESSAGES = MappingProxyType({cls.type: cls for cls in get_args(Message)})
+
+
+def encode(message: Message) -> bytes:
+    """Serialize a message to one frame."""
+    body = {"v": PROTOCOL_VERSION, "type": message.type}
+    for f in fields(message):
+        body[f.name] = _plain(getattr(message, f.name))
+    frame: bytes = msgpack.packb(body, use_bin_type=True)
+    return frame
+
+
+def decode(frame: bytes) -> Message:
+    """Parse one frame; raises `ProtocolError` naming what is wrong with it."""
+    try:
+        body = msgpack.unpackb(frame, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a map or list as the key of a map
+        raise ProtocolError(f"not msgpack: {error}") from error
+    if not isinstance(body, dict):
+        raise ProtocolError(f"a message is a map, got {type(body).__name__}")
+    version, kind = body.pop("v", None), body.pop("type", None)
+    if not _is_int(version) or version != PROTOCOL_VERSION:
+        raise ProtocolError(f"protocol version {version!r}, this side speaks {PROTOCOL_VERSION}")
+    cls = _MESSAGES.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise ProtocolError(f"unknown message type {kind!r}")
+    message: Message = _build(cls, body, cls.type)
+    return message
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple) and value and isinstance(value[0], Tokens):
+        return _columns(value)
+    if isinstance(value, SamplingParams | TokenLogprob):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _columns(rows: Iterable[Tokens]) -> dict[str, list[Any]]:
+    logprobs = [_plain(row.logprobs) for row in rows]
+    return {
+        "request_ids": [row.request_id for row in rows],
+        "starts": [row.start for row in rows],
+        "token_ids": [row.token_ids for row in rows],
+        "logprobs": logprobs if any(logprobs) else [],
+    }
+
+
+def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
+    """The rows of a batch; columns are checked as a whole, because this is done for every token there is."""
+    names = ("request_ids", "starts", "token_ids", "logprobs")
+    if set(columns) != set(names) or not all(isinstance(columns[name], list) for name in names):
+        raise ProtocolError(f"{where}: expected the columns {', '.join(names)}")
+    request_ids, starts, token_ids, logprobs = (columns[name] for name in names)
+    if not request_ids or not len(request_ids) == len(starts) == len(token_ids):
+        raise ProtocolError(f"{where}: columns of {len(request_ids)}, {len(starts)} and {len(token_ids)} rows")
+    if not (
+        set(map(type, request_ids)) == {str}
+        and set(map(type, starts)) == {int}
+        and set(map(type, token_ids)) == {list}
+        and set(map(type, chain.from_iterable(token_ids))) <= {int}
+    ):
+        raise ProtocolError(f"{where}: request_ids, starts or token_ids of a wrong type")
+    if not logprobs:
+        rows = zip(request_ids, starts, token_ids, strict=True)
+        return tuple(Tokens(request_id=name, start=start, token_ids=tuple(ids)) for name, start, ids in rows)
+    if len(logprobs) != len(request_ids):
+        raise ProtocolError(f"{where}: logprobs of {len(logprobs)} rows for {len(request_ids)}")
+    with_logprobs = zip(request_ids, starts, token_ids, logprobs, strict=True)
+    return tuple(
+        _build(Tokens, {"request_id": name, "start": start, "token_ids": ids, "logprobs": found}, where)
+        for name, start, ids, found in with_logprobs
+    )
+
+
+def _build(cls: Any, body: dict[Any, Any], where: str) -> Any:
+    rules = _FIELD_RULES[cls]
+    kwargs = {}
+    for name, value in body.items():
+        if name not in rules:
+            raise ProtocolError(f"{where}: unknown field {name!r}")
+        fits, form = rules[name]
+        if not fits(value):
+            kind = cls.__annotations__[name]
+            raise ProtocolError(f"{where}.{name}: expected {getattr(kind, '__name__', kind)}, got {value!r:.80}")
+        kwargs[name] = value if form is None else form(value, f"{where}.{name}")
+    try:
+        message = cls(**kwargs)
+    except TypeError as error:
+        raise ProtocolError(f"{where}: {error}") from error
+    _check_values(message, where)
+    return message
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_int(value)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_int(value[0]) and _is_number(value[1])
+
+
+# Per annotation used above: whether a value from msgpack fits, and how it gets its Python form (None: it has it).
+_RULES: MappingProxyType[Any, tuple[Callable[[Any], bool], Callable[[Any, str], Any] | None]] = MappingProxyType(
+    {
+        int: (_is_int, None),
+        float: (_is_number, lambda v, _: float(v)),
+        str: (lambda v: isinstance(v, str), None),
+        bool: (lambda v: isinstance(v, bool), None),
+        int | None: (lambda v: v is None or _is_int(v), None),
+        str | None: (lambda v: v is None or isinstance(v, str), None),
+        float | None: (lambda v: v is None or _is_number(v), lambda v, _: v if v is None else float(v)),
+        tuple[int, ...]: (lambda v: isinstance(v, list) and all(map(_is_int, v)), lambda v, _: tuple(v)),
+        dict[int, float]: (
+            lambda v: isinstance(v, dict) and all(_is_int(k) and _is_number(x) for k, x in v.items()),
+            lambda v, _: {k: float(x) for k, x in v.items()},
+        ),
+        tuple[tuple[int, float], ...]: (
+            lambda v: isinstance(v, list) and all(map(_is_pair, v)),
+            lambda v, _: tuple((k, float(x)) for k, x in v),
+        ),
+        tuple[Tokens, ...]: (lambda v: isinstance(v, dict), _rows),
+        SamplingParams: (lambda v: isinstance(v, dict), lambda v, where: _build(SamplingParams, v, where)),
+        tuple[TokenLogprob, ...]: (
+            lambda v: isinstance(v, list) and all(isinstance(x, dict) for x in v),
+            lambda v, where: tuple(_build(TokenLogprob, x, where) for x in v),
+        ),
+    }
+)
+_FIELD_RULES = MappingProxyType(
+    {cls: {f.name: _RULES[f.type] for f in fields(cls)} for cls in (*get_args(Message), SamplingParams, TokenLogprob)}
+)
+_CHOICES = MappingProxyType(
+    {
+        Done: ("finish_reason", FINISH_REASONS),
+        Rejected: ("reason", REJECT_REASONS),
+        Snapshot: ("state", WORKER_STATES),
+    }
+)
+
+
+def _check_values(message: Any, where: str) -> None:
+    name, values = _CHOICES.get(type(message), (None, ()))
+    if name is not None and getattr(message, name) not in values:
+        raise ProtocolError(f"{where}.{name}: {getattr(message, name)!r} is not one of {', '.join(values)}")
+    if isinstance(message, Tokens) and message.logprobs and len(message.logprobs) != len(message.token_ids):
+        raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs for {len(message.token_ids)} tokens")
