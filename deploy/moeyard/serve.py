@@ -117,6 +117,7 @@ def router_config(
         port=port,
         max_inflight=config.num_workers * (config.max_num_seqs + config.max_waiting),
         step_deadline=config.step_deadline,
+        metric_aliases=tuple(args.metric_aliases),
     )
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+METRIC_ALIASES = ("vllm",)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAddress:
@@ -27,6 +29,7 @@ class RouterConfig:
     `step_deadline` is how long a worker may be silent on its connection before the fleet counts as lost.
     `canary_interval` is the idle time after which one tiny request proves that the fleet still decodes, and
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
+    `metric_aliases` adds other programs' names to /metrics: "vllm" is the only set there is.
     """
 
     model_name: str
@@ -45,6 +48,7 @@ class RouterConfig:
     canary_interval: float = 30.0
     canary_timeout: float = 15.0
     shutdown_grace: float = 3.0
+    metric_aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise `ValueError` naming the first value that cannot work."""
@@ -59,6 +63,9 @@ class RouterConfig:
         for name in ("step_deadline", "canary_interval", "canary_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")
+        for name in self.metric_aliases:
+            if name not in METRIC_ALIASES:
+                raise ValueError(f"metric_aliases: '{name}' is none of {', '.join(METRIC_ALIASES)}")
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"eos_token_ids: {token_id} is outside the vocabulary of {self.vocab_size}")

@@ -14,7 +14,9 @@ import zmq
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.link import LinkEvents, WorkerLink
+from moeyard_router.fleet.loads import LoadsReader
 from moeyard_router.fleet.policy import RankLoad, choose_rank
+from moeyard_router.fleet.recent import RecentRequests
 from moeyard_router.fleet.ticket import Lost, Ticket
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Abort, Done, Message, Rejected, SamplingParams, Snapshot, Submit, Tokens
@@ -67,6 +69,8 @@ class Fleet:
         self.failure: str | None = None
         self.stopping: str | None = None
         self.last_progress: float | None = None  # monotonic seconds of the latest sign that a step ran
+        self.recent = RecentRequests()
+        self.loads = LoadsReader(lambda: [w.link for w in self._workers if w.state == "ready"])
         self._metrics = metrics
         self._on_change = on_change
         self._on_failed = on_failed
@@ -145,7 +149,7 @@ class Fleet:
             assert name not in self._flights, f"request id {name} is already in flight"
             flight = _Flight(chosen, len(prompt) + sampling.max_tokens, index, ticket)
             self._flights[name] = flight
-            ticket.opened(index, name)
+            ticket.opened(index, name, chosen)
             worker.own += 1
             worker.own_tokens += flight.tokens
             worker.link.send(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling))
@@ -251,7 +255,7 @@ class Fleet:
                 self._end(now, rank, message)
             elif isinstance(message, Snapshot):
                 self._snapshot(now, rank, message)
-            else:
+            elif not self.loads.take(rank, message):
                 self.fail(f"worker {rank} broke the protocol: it sent a {message.type} message")
 
     def _tokens(self, now: float, rank: int, message: Tokens) -> None:

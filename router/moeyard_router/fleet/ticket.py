@@ -29,6 +29,7 @@ class Ticket:
     _open: dict[int, str] = field(default_factory=dict)  # index -> request id at the worker
     _events: list[tuple[float, int, Event]] = field(default_factory=list)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    ranks: dict[int, int] = field(default_factory=dict)  # index -> rank that runs it, or ran it
 
     async def events(self) -> list[tuple[float, int, Event]]:
         """Wait for events and take them all: (monotonic seconds, sequence index, event)."""
@@ -49,9 +50,10 @@ class Ticket:
         for index in list(self._open):
             self.abort(index)
 
-    def opened(self, index: int, request_id: str) -> None:
-        """For the fleet: sequence `index` runs under this id."""
+    def opened(self, index: int, request_id: str, rank: int) -> None:
+        """For the fleet: sequence `index` runs under this id on this rank."""
         self._open[index] = request_id
+        self.ranks[index] = rank
 
     def runs(self, index: int, request_id: str) -> bool:
         """Whether sequence `index` runs under this id."""
