@@ -130,6 +130,10 @@ class _OutputTokens(Collector):
         self._metrics = metrics
         self._model_name = model_name
 
+    def describe(self) -> Iterable[Metric]:
+        """Its name, for views of a part of the registry."""
+        return self.collect()
+
     def collect(self) -> Iterable[Metric]:
         """The one sample."""
         text = "Output tokens of clients' sequences, as they arrive."
