@@ -1,6 +1,8 @@
 """Headless Chromium over its debugging pipe: no driver, no port, no package beside the browser itself."""
 
 import base64
+import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -11,8 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-import fcntl
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 START_SECONDS = 30.0
@@ -93,19 +93,21 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{domain}.enable")
         page.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=width < 600,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.call("Emulation.setEmulatedMedia", features=[scheme])
-        page.call("Page.navigate", url=url)
+        page.navigate(url)
         return page
 
     def close(self) -> None:
         """End the browser and forget its profile."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         os.waitpid(self._pid, 0)
         os.close(self._in)
         os.close(self._out)
@@ -123,6 +125,11 @@ class Page:
     def call(self, method: str, **params: Any) -> Any:
         """A command of the DevTools protocol in this window."""
         return self._browser.call(method, session=self._session, **params)
+
+    def navigate(self, url: str) -> None:
+        """Go there, and wait until its elements exist."""
+        self.call("Page.navigate", url=url)
+        self.wait(f"location.href.startsWith({url!r}) && document.readyState !== 'loading'")
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression."""

@@ -32,7 +32,11 @@ def load(url: str, stop: threading.Event, seed: int) -> None:
     with httpx.Client(base_url=url, timeout=60) as client:
         while not stop.is_set():
             text = f"Write about {chance.choice(TOPICS)}. " * chance.randint(1, 12)
-            body = {"messages": [{"role": "user", "content": text}], "max_tokens": chance.randint(8, 160), "stream": True}
+            body = {
+                "messages": [{"role": "user", "content": text}],
+                "max_tokens": chance.randint(8, 160),
+                "stream": True,
+            }
             if chance.random() < 0.15:
                 body["stop"] = [" and"]
             with client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -43,10 +47,10 @@ def load(url: str, stop: threading.Event, seed: int) -> None:
 
 
 def reduce(path: Path) -> None:
-    """256 colours are enough for a page of few."""
+    """256 colours are enough for a page of few (method 1 keeps those that are seldom)."""
     if find_spec("PIL") is not None:
         image = import_module("PIL.Image").open(path).convert("RGB")
-        image.quantize(256, dither=0).save(path, optimize=True)
+        image.quantize(256, method=1, dither=0).save(path, optimize=True)
 
 
 def main() -> None:
@@ -83,7 +87,12 @@ def main() -> None:
             path = args.out / f"{name}.png"
             page.picture(path)
             reduce(path)
-            print(path, path.stat().st_size, page.run("[innerWidth, document.documentElement.scrollWidth]"), page.complaints())
+            print(
+                path,
+                path.stat().st_size,
+                page.run("[innerWidth, document.documentElement.scrollWidth]"),
+                page.complaints(),
+            )
     finally:
         stop.set()
         browser.close()

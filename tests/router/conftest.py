@@ -89,8 +89,8 @@ class ScriptedWorker:
     """Speaks the worker's side of protocol.py over a real socket and emits the tokens that its script names.
 
     Test knobs: `script` (Submit -> output ids), `chunk` (tokens per message), `pace` (seconds per message), `paused`
-    (accept but emit nothing), `reject` (answer every Submit with this), `loads` (what an Inspect gets; None: no answer),
-    `do` (run something in its thread).
+    (accept but emit nothing), `reject` (answer every Submit with this), `loads` (the answer to Inspect, if any), `do`
+    (run something in its thread).
     """
 
     def __init__(self, rank: int, world_size: int, script: Callable[[Submit], list[int]]) -> None:

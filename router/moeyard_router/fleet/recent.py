@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-_KEPT = 64
+_KEPT = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

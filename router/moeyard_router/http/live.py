@@ -3,7 +3,6 @@
 Every number is one of /metrics; the page makes rates and quantiles of two answers, as Prometheus does of two scrapes.
 """
 
-import dataclasses
 import time
 from typing import Any
 
@@ -69,7 +68,7 @@ class LiveView:
             "generation": self._fleet.generation,
             "totals": {name: total(workers, name) for name in _FLEET_SUMS} | {"kv_usage": kv_usage(workers)},
             **self._router_figures(),
-            "requests": [dataclasses.asdict(phases) for phases in self._fleet.recent.latest()],
+            "requests": self._fleet.recent.latest(),
         }
 
     def _router_figures(self) -> dict[str, Any]:
