@@ -100,6 +100,7 @@ export class Chat {
     const parts = [`first token after ${secondsText((told.first - told.begun) / 1000)}`];
     if (told.tokens > 1) parts.unshift(`${told.tokens} tokens`), parts.push(`${secondsText((told.last - told.first) / 1000 / (told.tokens - 1))} per token`);
     box.append(make("small", { text: parts.join(", ") }));
+    byId("talk").scrollTop = byId("talk").scrollHeight;
   }
 }
 
