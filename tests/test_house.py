@@ -30,13 +30,13 @@ MAY_IMPORT = {
 ROOMS = {
     "config": ((), 500),
     "state": (("config",), 350),
-    "scheduling": (("config", "state"), 1000),
+    "scheduling": (("config", "state"), 1100),
     "exchange": (("config",), 1800),
     "experts": (("config", "exchange"), 1150),
     "layers": (("config", "state", "exchange"), 550),
     "models": (("config", "state", "exchange", "layers"), 850),
     "checkpoint": (("config", "layers", "models"), 600),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 2320),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 2700),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {

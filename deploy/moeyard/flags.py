@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from moeyard_router.config import METRIC_ALIASES
 from moeyard_worker.config.engine_config import (
     DEVICE_DEFAULTS,
     DTYPES,
@@ -80,6 +81,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default=DEFAULTS["device"], metavar="NAME", help="cpu, cuda or cuda:N (default %(default)s)")
     add("--host", default="127.0.0.1", help="address of the API (default %(default)s)")
     add("--port", type=port, default=8000, help="port of the API, 0 picks one (default %(default)s)")
+    add(
+        "--metric-aliases",
+        choices=METRIC_ALIASES,
+        action="append",
+        default=[],
+        help="add this program's names of metrics to the router's /metrics",
+    )
     add("--served-model-name", metavar="NAME", help="model name of the API (default: name of the directory)")
     add(
         "--exchange",

@@ -118,6 +118,7 @@ def router_config(
         max_inflight=config.num_workers * (config.max_num_seqs + config.max_waiting),
         step_deadline=config.step_deadline,
         prefix_caching=config.prefix_caching,
+        metric_aliases=tuple(args.metric_aliases),
     )
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+METRIC_ALIASES = ("vllm",)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAddress:
@@ -28,6 +30,7 @@ class RouterConfig:
     `canary_interval` is the idle time after which one tiny request proves that the fleet still decodes, and
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
     `prefix_caching` says whether workers reuse prompts' beginnings, so that sending them to one rank pays.
+    `metric_aliases` adds other programs' names to /metrics: "vllm" is the only set there is.
     """
 
     model_name: str
@@ -47,6 +50,7 @@ class RouterConfig:
     canary_timeout: float = 15.0
     shutdown_grace: float = 3.0
     prefix_caching: bool = True
+    metric_aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise `ValueError` naming the first value that cannot work."""
@@ -61,6 +65,9 @@ class RouterConfig:
         for name in ("step_deadline", "canary_interval", "canary_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")
+        for name in self.metric_aliases:
+            if name not in METRIC_ALIASES:
+                raise ValueError(f"metric_aliases: '{name}' is none of {', '.join(METRIC_ALIASES)}")
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"eos_token_ids: {token_id} is outside the vocabulary of {self.vocab_size}")

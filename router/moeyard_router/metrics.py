@@ -1,9 +1,12 @@
 """The router's own Prometheus metrics, in a registry of their own; the workers export the rest."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 # Seconds. Both lists are those of docs/metrics.md, for router and workers.
 TOKEN_BUCKETS = (
@@ -14,6 +17,9 @@ REQUEST_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
     1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0,
 )  # fmt: skip
+# Tokens: 1, 2, 5 and so on up to what the longest models take, as vLLM's; choices of a request, as vLLM's too.
+LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
+CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 # As the router sees a worker, which may not have spoken yet.
 _WORKER_STATES = ("connecting", "ready", "failed", "stopping")
@@ -24,6 +30,7 @@ class RouterMetrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
+        self.aliases = CollectorRegistry()  # the same figures under other names, for those who ask for them
         label = {"model_name": model_name}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -42,12 +49,19 @@ class RouterMetrics:
         self.e2e = histogram(
             "e2e_request_latency_seconds", "From a request's arrival to the end of a choice.", REQUEST_BUCKETS
         )
+        self._prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a choice.", LENGTH_BUCKETS)
+        self._output_length = histogram("request_generation_tokens", "Output tokens of a choice.", LENGTH_BUCKETS)
+        self._max_tokens = histogram("request_params_max_tokens", "Output limit of a choice.", LENGTH_BUCKETS)
+        self.params_n = histogram("request_params_n", "Choices per prompt of a request.", CHOICE_BUCKETS)
         self.prompt_tokens = Counter(
             "moeyard_prompt_tokens",
             "Prompt tokens of requests that got a first token.",
             ["model_name"],
             registry=self.registry,
         ).labels(**label)
+        # A plain number on the way of every token; the counter reads it when somebody scrapes.
+        self.num_output_tokens = 0
+        self.registry.register(_OutputTokens(self, model_name))
         self._success = Counter(
             "moeyard_request_success",
             "Choices ended, by reason.",
@@ -58,13 +72,24 @@ class RouterMetrics:
             "moeyard_rejections", "Requests refused, by reason.", ["model_name", "reason"], registry=self.registry
         )
         self._http = Counter(
-            "moeyard_http_requests", "HTTP answers, by route and status.", ["path", "status"], registry=self.registry
+            "moeyard_http_requests",
+            "HTTP answers, by route and status.",
+            ["model_name", "path", "status"],
+            registry=self.registry,
+        )
+        self._http_seconds = Histogram(
+            "moeyard_http_request_duration_seconds",
+            "From an HTTP request's head to the last byte of its answer, streams included.",
+            ["model_name", "path"],
+            buckets=REQUEST_BUCKETS,
+            registry=self.registry,
         )
         self.inflight = Gauge(
             "moeyard_num_requests_inflight", "Sequences at the workers.", ["model_name"], registry=self.registry
         ).labels(**label)
-        self._workers = Gauge("moeyard_workers", "Workers by state.", ["state"], registry=self.registry)
+        self._workers = Gauge("moeyard_workers", "Workers by state.", ["model_name", "state"], registry=self.registry)
         self._model_name = model_name
+        ProcessCollector(registry=self.registry)
 
     def finished(self, reason: str) -> None:
         """Count a choice that ended with `reason`: stop, length, abort or error."""
@@ -76,16 +101,45 @@ class RouterMetrics:
 
     def answered(self, path: str, status: int) -> None:
         """Count an HTTP answer; `path` is a route, never the client's raw path."""
-        self._http.labels(path, str(status)).inc()
+        self._http.labels(self._model_name, path, str(status)).inc()
+
+    def http_took(self, path: str, seconds: float) -> None:
+        """An HTTP answer is over."""
+        self._http_seconds.labels(self._model_name, path).observe(seconds)
+
+    def lengths(self, *, prompt_tokens: int, output_tokens: int, max_tokens: int) -> None:
+        """Observe the lengths of a choice that ended by itself."""
+        self._prompt_length.observe(prompt_tokens)
+        self._output_length.observe(output_tokens)
+        self._max_tokens.observe(max_tokens)
 
     def set_workers(self, states: list[str]) -> None:
         """Publish how many workers are in each state."""
         for state in _WORKER_STATES:
-            self._workers.labels(state).set(states.count(state))
+            self._workers.labels(self._model_name, state).set(states.count(state))
 
     def page(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + generate_latest(self.aliases)
+
+
+class _OutputTokens(Collector):
+    """`moeyard_output_tokens_total`: tokens that clients' sequences have got so far."""
+
+    def __init__(self, metrics: RouterMetrics, model_name: str) -> None:
+        self._metrics = metrics
+        self._model_name = model_name
+
+    def describe(self) -> Iterable[Metric]:
+        """Its name, for views of a part of the registry."""
+        return self.collect()
+
+    def collect(self) -> Iterable[Metric]:
+        """The one sample."""
+        text = "Output tokens of clients' sequences, as they arrive."
+        family = CounterMetricFamily("moeyard_output_tokens", text, labels=["model_name"])
+        family.add_metric([self._model_name], self._metrics.num_output_tokens)
+        yield family
 
 
 @dataclass(slots=True)
@@ -107,12 +161,14 @@ class Timing:
             self.metrics.itl.observe(now - self.last)
         self.last = now
         self.num_tokens += count
+        self.metrics.num_output_tokens += count
 
-    def finished(self, now: float, reason: str) -> None:
+    def finished(self, now: float, reason: str, *, prompt_tokens: int, max_tokens: int) -> None:
         """The choice ended; an aborted or failed one says nothing about speed."""
         self.metrics.finished(reason)
         if reason not in ("stop", "length"):
             return
         self.metrics.e2e.observe(now - self.arrived)
+        self.metrics.lengths(prompt_tokens=prompt_tokens, output_tokens=self.num_tokens, max_tokens=max_tokens)
         if self.first is not None and self.num_tokens > 1:
             self.metrics.tpot.observe((self.last - self.first) / (self.num_tokens - 1))

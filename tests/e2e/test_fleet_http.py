@@ -3,6 +3,7 @@
 Two ranks over a tiny pool of pages and few expert slots, recording their routing all the while.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,6 +116,42 @@ def test_simulator_counts_what_the_engine_counted(recording: Path, http: HttpFle
         assert misses["decode",] == sum(evictions.values()) > 0, "slots are full, and only decode's misses take them"
     other = simulate(recording, policy="lru")
     assert other.total.num_hits != simulate(recording).total.num_hits, "the policies count alike"
+
+
+def test_router_says_of_the_ranks_what_they_say_themselves(http: HttpFleet) -> None:
+    """Also of the rank that only took part in the other one's steps."""
+    before = rows_per_layer(http)
+    http.complete(**GREEDY, max_tokens=12)
+    names = ("generation_tokens", "prefill_tokens", "prefix_cache_query_tokens", "prefix_cache_hit_tokens")
+    names += ("preemptions", "engine_steps", "expert_cache_hits", "expert_cache_misses", "expert_cache_evictions")
+
+    def alike() -> bool:
+        page = http.client.get("/metrics").text
+        return all(fleet_series(page, name) == by_rank(http, name) for name in names)
+
+    wait_for(alike, "the router's figures equal the ranks'", 6.0)
+    assert len(fleet_series(http.client.get("/metrics").text, "expert_cache_hits")) == 2
+    # 7 rows of the prompt and 11 of the tokens that were fed back, each to 2 experts of every layer.
+    grown = 2 * (len(PROMPT) + 11)
+    wait_for(lambda: rows_per_layer(http) == [rows + grown for rows in before], "the experts' rows", 6.0)
+
+
+def fleet_series(page: str, name: str) -> dict[str, float]:
+    """A counter of the router's own page by rank."""
+    found = re.findall(rf'^moeyard_fleet_{name}_total{{.*rank="(\d+)"}} (\S+)$', page, re.M)
+    return {rank: float(value) for rank, value in found}
+
+
+def by_rank(http: HttpFleet, name: str) -> dict[str, float]:
+    """The same counter of the ranks' pages, summed over its other labels."""
+    return {str(rank): sum(series.values()) for rank, series in enumerate(http.samples(f"moeyard_{name}_total"))}
+
+
+def rows_per_layer(http: HttpFleet) -> list[int]:
+    """Rows that the experts of all ranks have computed, by layer."""
+    ranks = http.client.get("/v1/fleet/experts").json()["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    return [sum(sum(rank["rows"][i]) for rank in ranks) for i in range(len(ranks[0]["layers"]))]
 
 
 def equal(one: Callable[[], list[Totals]], other: Callable[[], list[Totals]]) -> Callable[[], bool]:

@@ -40,3 +40,13 @@ def test_time_on_the_device_is_absent_where_no_device_tells_it(parts: dict[str, 
     assert 'moeyard_step_device_seconds_sum{rank="3"} 0.125' in page
     assert 'moeyard_step_device_seconds_bucket{le="0.15",rank="3"} 1.0' in page
     assert 'moeyard_step_seconds_count{rank="3"} 2.0' in page
+
+
+def test_time_per_output_token_is_of_ended_requests(parts: dict[str, Any]) -> None:
+    parts["scheduler"].stats.token_seconds += [0.012, 0.004]
+    metrics = WorkerMetrics(rank=3, version="test")
+    metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=None, **parts)
+    page = generate_latest(metrics.registry).decode()
+    assert 'moeyard_request_time_per_output_token_seconds_count{rank="3"} 2.0' in page
+    assert 'moeyard_request_time_per_output_token_seconds_bucket{le="0.005",rank="3"} 1.0' in page
+    assert parts["scheduler"].stats.token_seconds == []

@@ -20,7 +20,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer
 from moeyard_router.text.chat import TextCodec
-from moeyard_worker.protocol import Abort, Done, Hello, Message, Rejected, Snapshot, Submit, TokenLogprob, Tokens
+from moeyard_worker.protocol import (
+    Abort,
+    Done,
+    ExpertLoads,
+    Hello,
+    Inspect,
+    Message,
+    Rejected,
+    Snapshot,
+    Submit,
+    TokenLogprob,
+    Tokens,
+)
 from moeyard_worker.wire import decode, encode
 
 VOCAB_SIZE = 400  # a little more than the tokenizer has, as padded embeddings do
@@ -76,7 +88,8 @@ class ScriptedWorker:
     """Speaks the worker's side of protocol.py over a real socket and emits the tokens that its script names.
 
     Test knobs: `script` (Submit -> output ids), `chunk` (tokens per message), `pace` (seconds per message), `paused`
-    (accept but emit nothing), `reject` (answer every Submit with this), `do` (run something in its thread).
+    (accept but emit nothing), `reject` (answer every Submit with this), `loads` (the answer to Inspect, if any), `do`
+    (run something in its thread).
     """
 
     def __init__(self, rank: int, world_size: int, script: Callable[[Submit], list[int]]) -> None:
@@ -93,6 +106,7 @@ class ScriptedWorker:
         self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._peers: set[bytes] = set()
         self._running: dict[str, _Running] = {}
+        self._sampled = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -108,6 +122,7 @@ class ScriptedWorker:
         self.script = self.default_script
         self.chunk, self.pace, self.paused = 1, 0.0, False
         self.reject: Rejected | None = None
+        self.loads: ExpertLoads | None = None
         self.submits.clear()
         self.aborts.clear()
 
@@ -155,6 +170,9 @@ class ScriptedWorker:
         if isinstance(message, Hello):
             self._peers.add(peer)
             self._socket.send_multipart([peer, encode(self.snapshot)])
+        elif isinstance(message, Inspect):
+            if self.loads is not None:
+                self._socket.send_multipart([peer, encode(self.loads)])
         elif isinstance(message, Abort):
             self.aborts.append(message.request_id)
             running = self._running.pop(message.request_id, None)
@@ -173,7 +191,13 @@ class ScriptedWorker:
             self._load()
 
     def _load(self) -> None:
-        self.snapshot = dataclasses.replace(self.snapshot, num_running=len(self._running), step=self.snapshot.step + 1)
+        self.snapshot = dataclasses.replace(
+            self.snapshot,
+            num_running=len(self._running),
+            step=self.snapshot.step + 1,
+            generation_tokens=self._sampled,
+            kv_pages_free=self.snapshot.kv_pages_total - len(self._running),
+        )
         self.say(self.snapshot)
 
     def _emit(self, running: _Running) -> None:
@@ -197,6 +221,7 @@ class ScriptedWorker:
             request_id=running.submit.request_id, start=running.sent, token_ids=tuple(ids), logprobs=logprobs
         )
         running.sent += len(ids)
+        self._sampled += len(ids)
         self._socket.send_multipart([running.peer, encode(message)])
         if reason is not None:
             del self._running[running.submit.request_id]

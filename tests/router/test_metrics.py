@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moeyard_worker.protocol import Snapshot
@@ -9,11 +10,17 @@ from moeyard_worker.protocol import Snapshot
 TOKEN = [0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03]
 TOKEN += [0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5]
 REQUEST = [0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 60, 120]
+LENGTH = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 BUCKETS = {
     "moeyard_time_to_first_token_seconds": REQUEST,
     "moeyard_e2e_request_latency_seconds": REQUEST,
     "moeyard_time_per_output_token_seconds": TOKEN,
     "moeyard_inter_token_latency_seconds": TOKEN,
+    "moeyard_request_prompt_tokens": LENGTH,
+    "moeyard_request_generation_tokens": LENGTH,
+    "moeyard_request_params_max_tokens": LENGTH,
+    "moeyard_request_params_n": [1, 2, 5, 10, 20],
+    "moeyard_http_request_duration_seconds": REQUEST,
 }
 
 
@@ -23,6 +30,20 @@ def scrape(service):
     return {f.name: f for f in text_string_to_metric_families(answer.text)}
 
 
+def scrape_after(service, wait_for, answers):
+    """The metrics once the durations of so many completions are in them: they end a moment after their clients do."""
+    name, found = "moeyard_http_request_duration_seconds_count", {}
+
+    def told():
+        found.update(scrape(service))
+        labels = {"path": "/v1/completions"}
+        family = found[name.removesuffix("_count")]
+        return [s.value for s in family.samples if s.name == name and labels.items() <= s.labels.items()] == [answers]
+
+    wait_for(told, "a duration is missing")
+    return found
+
+
 def value(families, name, **labels):
     family = families[name.removesuffix("_total").removesuffix("_count").removesuffix("_sum")]
     found = [s.value for s in family.samples if s.name == name and labels.items() <= s.labels.items()]
@@ -30,7 +51,7 @@ def value(families, name, **labels):
     return found[0]
 
 
-def test_counts(start):
+def test_counts(start, wait_for):
     service = start(2)
     for worker in service.workers:
         worker.pace = 0.002
@@ -39,7 +60,7 @@ def test_counts(start):
     assert service.post("/v1/completions", prompt="").status_code == 400
     assert service.client.get("/nowhere/at/all").status_code == 404
     service.wait_idle()
-    families = scrape(service)
+    families = scrape_after(service, wait_for, 3)
     model = {"model_name": "tiny"}
     assert value(families, "moeyard_prompt_tokens_total", **model) == 4 + 2
     assert value(families, "moeyard_request_success_total", **model, finished_reason="length") == 4
@@ -58,13 +79,25 @@ def test_counts(start):
     assert 4 * 4 < tokens < 4 * 4 + 9
     assert 0.002 <= value(families, "moeyard_time_per_output_token_seconds_sum", **model) / 5 < 1
     assert value(families, "moeyard_e2e_request_latency_seconds_sum", **model) > 5 * 2 * 0.002
+    assert value(families, "moeyard_request_prompt_tokens_sum", **model) == 2 * 3 + 2 * 1 + 2
+    assert value(families, "moeyard_request_params_max_tokens_sum", **model) == 4 * 5 + 9
+    assert value(families, "moeyard_request_params_n_sum", **model) == 2 + 1
+    ended = value(families, "moeyard_request_generation_tokens_sum", **model)
+    assert 4 * 5 < ended < 4 * 5 + 9
+    assert value(families, "moeyard_output_tokens_total", **model) == ended
+    took = {"path": "/v1/completions", **model}
+    assert value(families, "moeyard_http_request_duration_seconds_count", **took) == 3
+    assert value(families, "moeyard_http_request_duration_seconds_sum", **took) > 5 * 0.002
+    assert value(families, "process_resident_memory_bytes") > 1e6
 
 
-def test_buckets(service):
+def test_buckets(start, wait_for):
+    service = start(1)
     service.complete(prompt="x", max_tokens=2)
-    families = scrape(service)
+    families = scrape_after(service, wait_for, 1)
     for name, expected in BUCKETS.items():
-        bounds = [float(s.labels["le"]) for s in families[name].samples if s.name == name + "_bucket"]
+        found = [s for s in families[name].samples if s.name == name + "_bucket"]
+        bounds = [float(s.labels["le"]) for s in found if s.labels.get("path") in (None, "/v1/completions")]
         assert bounds == [*expected, float("inf")]
 
 
@@ -99,3 +132,61 @@ def test_fleet_page(service):
     snapshot = page["workers"][0]["snapshot"]
     assert snapshot["kv_pages_total"] == 64
     assert set(snapshot) == {f.name for f in dataclasses.fields(Snapshot)} - {"rank"}
+
+
+def test_every_own_series_names_the_model(service):
+    """So that one Prometheus can watch several routers; the process is the router's own."""
+    service.complete(prompt="x", max_tokens=2)
+    nameless = {
+        sample.name
+        for family in scrape(service).values()
+        for sample in family.samples
+        if sample.labels.get("model_name") != "tiny" and not sample.name.startswith("process_")
+    }
+    assert nameless == set()
+
+
+def test_aliases_have_the_values_of_what_they_stand_for(start, wait_for):
+    service = start(2, metric_aliases=("vllm",))
+    service.complete(prompt=[[5, 6, 7], [8]], n=2, max_tokens=5)
+    service.wait_idle()
+    for worker in service.workers:
+        worker.snapshot = dataclasses.replace(
+            worker.snapshot, num_running=1, num_waiting=2 + worker.rank, kv_pages_free=16 * (1 + worker.rank)
+        )
+        worker.do(lambda worker=worker: worker.say(worker.snapshot))
+    wait_for(
+        lambda: [w["snapshot"]["num_waiting"] for w in service.client.get("/v1/fleet").json()["workers"]] == [2, 3],
+        "the router must have the snapshots",
+    )
+    families = scrape(service)
+    for family in families.values():
+        for sample in [s for s in family.samples if s.name.startswith("vllm:")]:
+            assert sample.labels["engine"] == "0", "the router stands for one engine"
+    one = {"model_name": "tiny", "engine": "0"}
+    assert value(families, "vllm:num_requests_running", **one) == 2
+    assert value(families, "vllm:num_requests_waiting", **one) == 5
+    assert value(families, "vllm:kv_cache_usage_perc", **one) == 1 - 48 / 128
+    assert value(families, "vllm:cache_config_info", block_size="16", num_gpu_blocks="128") == 1
+    assert value(families, "vllm:request_success_total", finished_reason="length", **one) == 4
+    assert value(families, "vllm:generation_tokens_total", **one) == 20
+    assert "vllm:num_preemptions" not in families, "no rank has told it"
+    for alias, name in {
+        "time_to_first_token_seconds": "time_to_first_token_seconds",
+        "inter_token_latency_seconds": "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds": "time_per_output_token_seconds",
+        "e2e_request_latency_seconds": "e2e_request_latency_seconds",
+        "request_prompt_tokens": "request_prompt_tokens",
+        "request_generation_tokens": "request_generation_tokens",
+    }.items():
+        ours = {(s.name.removeprefix("moeyard_" + name), s.labels.get("le")): s.value
+                for s in families["moeyard_" + name].samples if not s.name.endswith("_created")}  # fmt: skip
+        theirs = {(s.name.removeprefix("vllm:" + alias), s.labels.get("le")): s.value
+                  for s in families["vllm:" + alias].samples}  # fmt: skip
+        assert ours == theirs
+
+
+def test_aliases_are_for_those_who_ask(service):
+    assert [name for name in scrape(service) if name.startswith("vllm:")] == []
+    with pytest.raises(ValueError, match="metric_aliases: 'sglang' is none of vllm"):
+        dataclasses.replace(service.server._config, metric_aliases=("sglang",))

@@ -13,6 +13,7 @@ from moeyard_worker.protocol import (
     FINISH_REASONS,
     REJECT_REASONS,
     WORKER_STATES,
+    ExpertLoads,
     SamplingParams,
     Submit,
     TokenBatch,
@@ -63,6 +64,9 @@ def instances(cls):
             kwargs[field.name] = st.lists(st.tuples(ints, floats), max_size=3).map(tuple)
         else:
             kwargs[field.name] = VALUES[field.type]
+    if cls is ExpertLoads:  # rows are [layers, experts]
+        kwargs |= {"layers": st.just((1, 2)), "num_experts": st.just(2)}
+        kwargs["rows"] = st.just(()) | st.tuples(ints, ints, ints, ints)
     return st.builds(cls, **kwargs)
 
 
@@ -155,3 +159,9 @@ def test_a_batch_of_the_wrong_shape():
     for damage in damages:
         with pytest.raises(ProtocolError, match=r"token_batch"):
             decode(msgpack.packb({**body, "rows": {**body["rows"], **damage}}))
+
+
+def test_expert_loads_have_a_number_for_every_expert_or_none():
+    message = ExpertLoads(rank=0, layers=(1, 2), first_expert=0, num_experts=4, rows=(1,) * 7)
+    with pytest.raises(ProtocolError, match=r"expert_loads\.rows: 7 numbers for 2 layers of 4 experts"):
+        decode(encode(message))

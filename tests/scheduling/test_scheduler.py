@@ -327,6 +327,7 @@ def test_times_are_from_arrival_to_start_to_first_token() -> None:
     assert [(d.queue_seconds, d.prefill_seconds) for d in dones] == [(9.0, 5.0), (18.0, 15.0)]
     assert scheduler.stats.queue_seconds == [9.0, 18.0]
     assert scheduler.stats.prefill_seconds == [5.0, 15.0]
+    assert scheduler.stats.token_seconds == [10.0], "p has a single token, so no time between tokens"
     assert (scheduler.stats.prefill_tokens, scheduler.stats.generation_tokens) == (11, 3)
 
 

@@ -3,7 +3,8 @@
 A router may know this file and `wire.py`, which makes frames of these messages, and no other of the worker's; it never
 sees a tensor, a page or a rank's memory. Both are stdlib + msgpack only, so importing them loads no torch.
 
-Router to worker: `Hello`, `Submit`, `Abort`. Worker to router: `Snapshot`, `Tokens`, `TokenBatch`, `Done`, `Rejected`.
+Router to worker: `Hello`, `Submit`, `Abort`, `Inspect`. Worker to router: `Snapshot`, `Tokens`, `TokenBatch`, `Done`,
+`Rejected`, `ExpertLoads`.
 Every `Submit` is answered by exactly one `Done` or `Rejected`; `Tokens` of a request precede its `Done`.
 """
 
@@ -88,6 +89,13 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Inspect:
+    """Asks for one `ExpertLoads`. For people who look: nothing is sent while nobody does."""
+
+    type: ClassVar[str] = "inspect"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     """New output tokens of a request. `start` is the index of the first one among the request's output tokens."""
 
@@ -146,6 +154,8 @@ class Snapshot:
 
     `step` counts lockstep steps of the fleet; `failure` names what broke when `state` is "failed".
     KV pages are counted for this rank; `kv_pages_free` includes pages that only the prefix index holds.
+    From `generation_tokens` on: running totals of this rank since its start, as its own metrics have them, and its
+    expert slots. None where the rank does not know (hits of experts that a device looks up without telling the host).
     """
 
     type: ClassVar[str] = "snapshot"
@@ -163,6 +173,33 @@ class Snapshot:
     page_size: int
     max_model_len: int
     vocab_size: int
+    generation_tokens: int | None = None
+    prefill_tokens: int | None = None
+    prefix_query_tokens: int | None = None
+    prefix_hit_tokens: int | None = None
+    preemptions: int | None = None
+    expert_hits: int | None = None
+    expert_misses: int | None = None
+    expert_evictions: int | None = None
+    expert_slots: int | None = None
 
 
-Message = Union[Hello, Submit, Abort, Tokens, TokenBatch, Done, Rejected, Snapshot]  # noqa: UP007 - get_args needs the union object
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoads:
+    """Rows that each expert of a rank has computed since the start: `rows` is [layer, expert], row by row.
+
+    `layers` are the MoE layers in order, `num_experts` the rank's experts of each, whose global ids begin at
+    `first_expert`. `rows` is empty where the host does not know it: a GPU counts no rows for the host.
+    """
+
+    type: ClassVar[str] = "expert_loads"
+    rank: int
+    layers: tuple[int, ...]
+    first_expert: int
+    num_experts: int
+    rows: tuple[int, ...]
+
+
+Message = Union[  # noqa: UP007 - get_args needs the union object
+    Hello, Submit, Abort, Inspect, Tokens, TokenBatch, Done, Rejected, Snapshot, ExpertLoads
+]

@@ -17,6 +17,7 @@ from moeyard_worker.protocol import (
     REJECT_REASONS,
     WORKER_STATES,
     Done,
+    ExpertLoads,
     Message,
     Rejected,
     SamplingParams,
@@ -185,3 +186,6 @@ def _check_values(message: Any, where: str) -> None:
         raise ProtocolError(f"{where}.{name}: {getattr(message, name)!r} is not one of {', '.join(values)}")
     if isinstance(message, Tokens) and message.logprobs and len(message.logprobs) != len(message.token_ids):
         raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs for {len(message.token_ids)} tokens")
+    if isinstance(message, ExpertLoads) and len(message.rows) not in (0, len(message.layers) * message.num_experts):
+        shape = f"{len(message.layers)} layers of {message.num_experts} experts"
+        raise ProtocolError(f"{where}.rows: {len(message.rows)} numbers for {shape}")

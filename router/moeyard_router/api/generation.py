@@ -8,6 +8,7 @@ from moeyard_router.api.intake import Job
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.policy import Route
+from moeyard_router.fleet.recent import Phases
 from moeyard_router.fleet.ticket import Event, Lost, Ticket
 from moeyard_router.metrics import RouterMetrics, Timing
 from moeyard_router.text.detokenizer import TokenBytes
@@ -42,6 +43,8 @@ class Generation:
         self.choices = [Choice(job, index=c.index, tokens=tokens) for c in job.continuations]
         self._job = job
         self._metrics = metrics
+        self._id = reply_id
+        self._recent = fleet.recent
         self._timings = [Timing(metrics, arrived) for _ in job.continuations]
         self._unfinished = set(range(len(job.continuations)))
         self._error: ApiError | None = None
@@ -49,6 +52,7 @@ class Generation:
         self._ticket: Ticket = fleet.submit(
             reply_id, [(job.prompts[c.prompt].token_ids, c.sampling) for c in job.continuations], client=client
         )
+        metrics.params_n.observe(len(job.continuations) // len(job.prompts))
 
     @property
     def routes(self) -> list[Route]:
@@ -84,7 +88,7 @@ class Generation:
         self._ticket.close()
         now = time.monotonic()
         for index in self._unfinished:
-            self._timings[index].finished(now, "abort" if self._error is None else "error")
+            self._ended(now, index, "abort" if self._error is None else "error", None)
         self._unfinished = set()
 
     def _take(self, now: float, index: int, event: Event, deltas: dict[int, Delta]) -> None:
@@ -109,11 +113,35 @@ class Generation:
         if delta.finish_reason is not None:
             self._unfinished.discard(index)
             self._ticket.abort(index)  # a stop string ends a sequence that its worker would go on with
-            timing.finished(now, delta.finish_reason)
+            self._ended(now, index, delta.finish_reason, event if isinstance(event, Done) else None)
         if index in deltas:
             deltas[index].extend(delta)
         else:
             deltas[index] = delta
+
+    def _ended(self, now: float, index: int, reason: str, done: Done | None) -> None:
+        """A choice is over: observe it and keep its phases. `done` is its worker's last word, if that was heard."""
+        timing, continuation = self._timings[index], self._job.continuations[index]
+        num_prompt = len(self._job.prompts[continuation.prompt].token_ids)
+        timing.finished(now, reason, prompt_tokens=num_prompt, max_tokens=continuation.sampling.max_tokens)
+        self._recent.add(
+            Phases(
+                id=self._id,
+                index=index,
+                kind="chat" if self._job.chat else "completion",
+                rank=self._ticket.routes[index].rank,
+                ended=time.time(),
+                reason=reason,
+                prompt_tokens=num_prompt,
+                cached_tokens=None if done is None else done.cached_tokens,
+                output_tokens=timing.num_tokens,
+                queue=None if done is None else done.queue_seconds,
+                prefill=None if done is None else done.prefill_seconds,
+                ttft=None if timing.first is None else timing.first - timing.arrived,
+                decode=None if timing.first is None else timing.last - timing.first,
+                total=now - timing.arrived,
+            )
+        )
 
     def _is_first_of_prompt(self, index: int) -> bool:
         return index == 0 or self.choices[index].prompt != self.choices[index - 1].prompt

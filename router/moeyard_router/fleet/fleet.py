@@ -14,8 +14,10 @@ import zmq
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.link import LinkEvents, WorkerLink
+from moeyard_router.fleet.loads import LoadsReader
 from moeyard_router.fleet.placement import Placement
 from moeyard_router.fleet.policy import Route
+from moeyard_router.fleet.recent import RecentRequests
 from moeyard_router.fleet.ticket import Lost, Ticket
 from moeyard_router.fleet.worker_state import WorkerState, loads
 from moeyard_router.metrics import RouterMetrics
@@ -52,6 +54,8 @@ class Fleet:
         self.failure: str | None = None
         self.stopping: str | None = None
         self.last_progress: float | None = None  # monotonic seconds of the latest sign that a step ran
+        self.recent = RecentRequests()
+        self.loads = LoadsReader(lambda: [w.link for w in self._workers if w.state == "ready"])
         self._metrics = metrics
         self._on_change = on_change
         self._on_failed = on_failed
@@ -218,7 +222,7 @@ class Fleet:
                 self._end(now, rank, message)
             elif isinstance(message, Snapshot):
                 self._snapshot(now, rank, message)
-            else:
+            elif not self.loads.take(rank, message):
                 self.fail(f"worker {rank} broke the protocol: it sent a {message.type} message")
 
     def _tokens(self, now: float, rank: int, message: Tokens) -> None:

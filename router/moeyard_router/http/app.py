@@ -17,6 +17,8 @@ from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, unknown_model
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
+from moeyard_router.http.live import LiveView
+from moeyard_router.http.page import STATIC, page_routes
 from moeyard_router.metrics import METRICS_CONTENT_TYPE, RouterMetrics
 from moeyard_router.text.chat import Codec
 
@@ -28,12 +30,23 @@ def create_app(config: RouterConfig, fleet: Fleet, *, codec: Codec, metrics: Rou
     pages = _Pages(config, fleet, metrics=metrics, health=health)
     complete = GenerateEndpoint(config, chat=False, fleet=fleet, codec=codec, metrics=metrics)
     chat = GenerateEndpoint(config, chat=True, fleet=fleet, codec=codec, metrics=metrics)
+    live = LiveView(config, fleet, codec=codec, metrics=metrics, health=health)
+
+    async def live_page(request: Request) -> Response:
+        return _json(live.now())
+
+    async def experts_page(request: Request) -> Response:
+        return _json(await live.experts())
+
     routes = [
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route(_MODELS, pages.models),
         Route(f"{_MODELS}/{{id:path}}", pages.model),  # names of models have slashes
         Route("/v1/fleet", pages.fleet),
+        Route("/v1/fleet/live", live_page),
+        Route("/v1/fleet/experts", experts_page),
+        *page_routes(),
         Route("/livez", pages.livez),
         Route("/readyz", pages.readyz),
         Route("/health", pages.readyz),  # vLLM's name for it
@@ -124,9 +137,12 @@ class _CountAnswers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass everything through."""
+        begun = time.monotonic()
         path = scope.get("path", "")
         if path.startswith(f"{_MODELS}/"):
             path = f"{_MODELS}/{{id}}"
+        elif path.startswith("/static/"):
+            path = STATIC
         elif path not in self._paths:
             path = "other"
 
@@ -135,7 +151,10 @@ class _CountAnswers:
                 self._metrics.answered(path, message["status"])
             await send(message)
 
-        await self._app(scope, receive, counting)
+        try:
+            await self._app(scope, receive, counting)
+        finally:
+            self._metrics.http_took(path, time.monotonic() - begun)
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -13,6 +13,8 @@ import uvloop
 from starlette.types import ASGIApp
 
 from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.fleet.aliases import VllmAliases
+from moeyard_router.fleet.collector import FleetCollector
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
 from moeyard_router.http.app import create_app
@@ -55,6 +57,9 @@ class RouterServer:
         changed = asyncio.Event()
         fleet = self._fleet = Fleet(self._config, self._metrics, on_change=changed.set, on_failed=self._on_failed)
         health = Health(self._config, fleet)
+        self._metrics.registry.register(FleetCollector(fleet))
+        if "vllm" in self._config.metric_aliases:
+            self._metrics.aliases.register(VllmAliases(self._metrics, fleet))
         app = create_app(self._config, fleet, codec=self._codec, metrics=self._metrics, health=health)
         grace = self._config.shutdown_grace
         self._server = _Server(_uvicorn_config(app, grace), fleet, grace)

@@ -23,7 +23,7 @@ from moeyard_worker.exchange.base import Exchange, ExchangeError
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.experts.cache import ExpertCache
-from moeyard_worker.protocol import Abort, Hello, Message, Rejected, Snapshot, Submit
+from moeyard_worker.protocol import Abort, Hello, Inspect, Message, Rejected, Snapshot, Submit
 from moeyard_worker.scheduling.scheduler import Scheduler
 from moeyard_worker.scheduling.step import Step
 
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 # How long a rank stays idle before it checks its own invariants, and how often a busy one reports its load (seconds).
 IDLE_CHECK_SECONDS = 1.0
 SNAPSHOT_SECONDS = 0.02
+# How often a rank without rows of its own reports what its peers' steps have made it count.
+PEERS_SECONDS = 1.0
 
 
 class Engine:
@@ -69,6 +71,7 @@ class Engine:
         self._completed_at = 0.0
         self._clients: set[bytes] = set()
         self._reported: tuple[object, ...] = ()
+        self._reported_step = 0
         self._reported_at = 0.0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._stopping = False
@@ -124,6 +127,7 @@ class Engine:
         ready = dict(self._poller.poll(int(IDLE_CHECK_SECONDS * 1000)))
         if not ready:
             self._scheduler.validate()
+            self._report(force=self.step != self._reported_step)
             ready = dict(self._poller.poll())
         if self.failure is None and any(s in ready for s in self._peer_sockets):
             try:
@@ -142,6 +146,8 @@ class Engine:
             elif isinstance(message, Hello):
                 self._clients.add(client)
                 self._send(client, self._snapshot())
+            elif isinstance(message, Inspect):
+                self._send(client, self._experts.loads(self.rank))
             else:
                 log.warning("a router sent a %s, which only workers send", message.type)
 
@@ -227,6 +233,9 @@ class Engine:
 
     def _snapshot(self) -> Snapshot:
         scheduler = self._scheduler
+        stats, experts = scheduler.stats, self._experts.stats.counters
+        # A device that finds every expert in its slot counts nothing for the host.
+        counted = experts.num_hits + experts.num_misses > 0
         return Snapshot(
             rank=self.rank,
             world_size=self.world_size,
@@ -242,18 +251,31 @@ class Engine:
             page_size=scheduler.config.page_size,
             max_model_len=scheduler.config.max_model_len,
             vocab_size=scheduler.config.vocab_size,
+            generation_tokens=stats.generation_tokens,
+            prefill_tokens=stats.prefill_tokens,
+            prefix_query_tokens=stats.prefix_query_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens,
+            preemptions=stats.num_preemptions,
+            expert_hits=experts.num_hits if counted else None,
+            expert_misses=experts.num_misses if counted else None,
+            expert_evictions=experts.num_evictions if counted else None,
+            expert_slots=self._experts.num_slots,
         )
 
     def _report(self, *, force: bool) -> None:
-        """Send a snapshot to every router when the load changed; a busy rank also after a step, at most every 20 ms."""
+        """Send a snapshot to every router when the load changed; a busy rank also after a step, at most every 20 ms.
+
+        A rank that only takes part in its peers' steps reports what it counts once a second, and when they end.
+        """
         scheduler = self._scheduler
         step = self.step if scheduler.has_work() else None
         load = (self.failure, step, scheduler.num_running, scheduler.num_waiting, scheduler.pool.num_free)
         now = time.monotonic()
         busy = scheduler.has_work() and now - self._reported_at < SNAPSHOT_SECONDS
-        if not force and (load == self._reported or busy):
+        due = self.step != self._reported_step and now - self._reported_at >= PEERS_SECONDS
+        if not force and (busy or (load == self._reported and not due)):
             return
-        self._reported, self._reported_at = load, now
+        self._reported, self._reported_at, self._reported_step = load, now, self.step
         self._metrics.observe_load(scheduler)
         snapshot = self._snapshot()
         for client in list(self._clients):

@@ -64,6 +64,9 @@ class WorkerMetrics:
         self._server: WSGIServer | None = None
         self.queue_seconds = self._histogram("queue_seconds", "Arrival to first scheduled", REQUEST_BUCKETS)
         self.prefill_seconds = self._histogram("prefill_seconds", "First scheduled to first token", REQUEST_BUCKETS)
+        self.token_seconds = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time from token to token of an ended request", STEP_BUCKETS
+        )
         self.step_seconds = self._histogram("step_seconds", "One lockstep step of this rank", STEP_BUCKETS)
         self.step_tokens = self._histogram("step_tokens", "Rows of one step of this rank", TOKEN_BUCKETS)
         self.lockstep_wait = self._histogram("lockstep_wait_seconds", "Wait for the peers' plans", EXCHANGE_BUCKETS)
@@ -171,6 +174,7 @@ class WorkerMetrics:
         self._advance("preemptions", stats.num_preemptions)
         _drain(stats.queue_seconds, self.queue_seconds)
         _drain(stats.prefill_seconds, self.prefill_seconds)
+        _drain(stats.token_seconds, self.token_seconds)
 
     def observe_load(self, scheduler: Scheduler) -> None:
         """Bring the gauges of running and waiting requests and of KV pages up to date."""

@@ -8,6 +8,8 @@ is asked here, layer by layer. Both decide alike.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import add
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from moeyard_worker.experts.policies import start_policy
 from moeyard_worker.experts.policy import SEGMENTS, Counters, Placed
 from moeyard_worker.experts.store import HostStore
 from moeyard_worker.experts.trace import RoutingRecorder
+from moeyard_worker.protocol import ExpertLoads
 
 # Seconds between two looks at what a device has counted.
 _LOOK_SECONDS = 0.2
@@ -33,7 +36,7 @@ class CacheStats:
     misses since the last drain, the wall time spent waiting for copies (where the host waits), `copy_seconds` all of it
     (on a GPU the time of gathering what decode rows missed, beside rows that hit). `load_imbalance` maps a
     layer to the rows of its busiest local expert over the mean of all local experts, at the layer's last access with
-    rows (where the host knows them).
+    rows (where the host knows them), and `expert_rows` to the rows that each local expert has computed in all.
     """
 
     counters: Counters = field(default_factory=Counters)
@@ -41,6 +44,7 @@ class CacheStats:
     copy_seconds: float = 0.0
     stall_seconds: list[float] = field(default_factory=list)
     load_imbalance: dict[int, float] = field(default_factory=dict)
+    expert_rows: dict[int, list[int]] = field(default_factory=dict)
 
 
 class ExpertCache:
@@ -208,6 +212,17 @@ class ExpertCache:
         self.stats.copy_seconds = counts.gather_seconds
         self.stats.bytes_copied = (self.num_slots + counters.num_misses) * self._slot_bytes
 
+    def loads(self, rank: int) -> ExpertLoads:
+        """The rows that this rank's experts have computed; none where the host has not learned of any."""
+        known, nothing = self.stats.expert_rows, [0] * len(self._experts)
+        return ExpertLoads(
+            rank=rank,
+            layers=self._layers,
+            first_expert=self._experts.start,
+            num_experts=len(self._experts),
+            rows=tuple(chain.from_iterable(known.get(layer, nothing) for layer in self._layers)) if known else (),
+        )
+
     def validate(self) -> None:
         """Assert every invariant, of the policy too."""
         self._policy.validate()
@@ -247,6 +262,8 @@ class ExpertCache:
         total = sum(counts)
         if total:
             self.stats.load_imbalance[layer] = max(counts) * len(counts) / total
+            before = self.stats.expert_rows.get(layer)
+            self.stats.expert_rows[layer] = list(counts) if before is None else list(map(add, before, counts))
 
     def _global(self, local: list[int]) -> list[int]:
         first = self._experts.start

@@ -98,6 +98,8 @@ class Request:
 class SchedulerStats:
     """Running totals for the metrics; the lists of seconds are drained by their reader.
 
+    `token_seconds` has, per request that ended by itself with 2 tokens or more, the mean time from token to token.
+
     `drafts[j]` and `accepted[j]` count the drafts verified and accepted at the j-th position after a known token.
     """
 
@@ -108,5 +110,6 @@ class SchedulerStats:
     generation_tokens: int = 0
     queue_seconds: list[float] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
+    token_seconds: list[float] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)

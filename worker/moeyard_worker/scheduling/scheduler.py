@@ -282,6 +282,8 @@ class Scheduler:
         )
         replies = [Reply(request.client, tokens)]
         if reason is not None:
+            if len(request.output) > 1:
+                self.stats.token_seconds.append((now - request.first_token) / (len(request.output) - 1))
             return [*replies, Reply(request.client, self._finish(request, reason))]
         request.drafts = result.drafts
         if self.config.num_drafts and not request.in_flight:

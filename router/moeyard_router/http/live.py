@@ -1,0 +1,106 @@
+"""What the page at / shows, as JSON: the fleet now, running totals, the latest requests. Made when it is asked for.
+
+Every number is one of /metrics; the page makes rates and quantiles of two answers, as Prometheus does of two scrapes.
+"""
+
+import time
+from typing import Any
+
+from moeyard_router.config import RouterConfig
+from moeyard_router.fleet.collector import kv_usage, total
+from moeyard_router.fleet.fleet import Fleet
+from moeyard_router.fleet.health import Health
+from moeyard_router.metrics import RouterMetrics
+from moeyard_router.text.chat import Codec
+from moeyard_worker.protocol import ExpertLoads
+
+_HISTOGRAMS = (
+    "time_to_first_token_seconds",
+    "time_per_output_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+)
+_COUNTERS = ("prompt_tokens", "output_tokens", "request_success", "rejections")
+_FLEET_SUMS = (
+    "num_running",
+    "num_waiting",
+    "generation_tokens",
+    "prefill_tokens",
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+    "preemptions",
+    "expert_hits",
+    "expert_misses",
+)
+
+
+class LiveView:
+    """Answers /v1/fleet/live and /v1/fleet/experts. Keeps nothing and does nothing between two questions."""
+
+    def __init__(
+        self, config: RouterConfig, fleet: Fleet, *, codec: Codec, metrics: RouterMetrics, health: Health
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._metrics = metrics
+        self._health = health
+        self._text = codec.has_text
+        self._chat = codec.template is not None
+        names = [f"moeyard_{name}_{part}" for name in _HISTOGRAMS for part in ("bucket", "sum", "count")]
+        names += [f"moeyard_{name}_total" for name in _COUNTERS]
+        self._registry = metrics.registry.restricted_registry(names)
+
+    def now(self) -> dict[str, Any]:
+        """The fleet and the router's totals. Times are seconds; a figure that nobody knows is null or absent."""
+        fleet = self._fleet.describe()
+        workers = fleet["workers"]
+        for worker in workers:
+            worker["kv_usage"] = kv_usage([worker])
+        return {
+            "time": time.time(),
+            "monotonic": time.monotonic(),
+            "model": self._config.model_name,
+            "max_model_len": self._config.max_model_len,
+            "has_text": self._text,
+            "has_chat": self._chat,
+            "unready": self._health.unready(),
+            **fleet,
+            "generation": self._fleet.generation,
+            "totals": {name: total(workers, name) for name in _FLEET_SUMS} | {"kv_usage": kv_usage(workers)},
+            **self._router_figures(),
+            "requests": self._fleet.recent.latest(),
+        }
+
+    def _router_figures(self) -> dict[str, Any]:
+        """Counters by label, and histograms with cumulative `buckets` [upper bound or null for infinity, count]."""
+        counters: dict[str, Any] = {}
+        histograms: dict[str, Any] = {}
+        for metric in self._registry.collect():
+            name = metric.name.removeprefix("moeyard_")
+            for sample in metric.samples:
+                part = sample.name.removeprefix(metric.name)
+                if part == "_total":
+                    labels = [value for key, value in sample.labels.items() if key != "model_name"]
+                    if labels:
+                        counters.setdefault(name, {})[labels[0]] = sample.value
+                    else:
+                        counters[name] = sample.value
+                    continue
+                histogram = histograms.setdefault(name, {"buckets": []})
+                if part == "_bucket":
+                    bound = sample.labels["le"]
+                    histogram["buckets"].append([None if bound == "+Inf" else float(bound), sample.value])
+                else:
+                    histogram[part[1:]] = sample.value
+        return {"counters": counters, "histograms": histograms}
+
+    async def experts(self) -> dict[str, Any]:
+        """Rows that each expert has computed, per rank: `rows[i]` of layer `layers[i]`, by local expert."""
+        loads = await self._fleet.loads.read()
+        return {"time": time.time(), "generation": self._fleet.generation, "ranks": [_by_layer(each) for each in loads]}
+
+
+def _by_layer(loads: ExpertLoads) -> dict[str, Any]:
+    size = loads.num_experts
+    rows = [loads.rows[start : start + size] for start in range(0, len(loads.rows), size)]
+    return {"rank": loads.rank, "layers": loads.layers, "first_expert": loads.first_expert, "rows": rows}
