@@ -64,7 +64,7 @@ def demonstrate(running: Running) -> None:
     samples = read_metrics(running.metrics_urls)
     print("\n\n" + table(timing, samples))
     print(
-        f"\nAPI       {running.url}/v1\nmetrics   {running.url}/metrics\nworkers   "
+        f"\npage      {running.url}/\nAPI       {running.url}/v1\nmetrics   {running.url}/metrics\nworkers   "
         + "\n          ".join(running.metrics_urls)
     )
     print(

@@ -26,6 +26,7 @@ export class Chat {
     byId("prompt-label").textContent = what;
     if (!live.has_text) byId("chat-empty").textContent = "This server has no tokenizer: prompts and answers are token ids.";
     byId("max-tokens").max = live.max_model_len;
+    byId("max-tokens").value = Math.min(128, Math.ceil(live.max_model_len / 2));
   }
 
   clear() {
