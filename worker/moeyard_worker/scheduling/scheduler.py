@@ -69,15 +69,17 @@ class Scheduler:
 
     def add(self, submit: Submit, client: bytes, now: float) -> Rejected | None:
         """Queue a request, or say why it can never run or cannot be queued now."""
-        request_id, prompt = submit.request_id, submit.prompt_token_ids
+        request_id, prompt = submit.request_id, tuple(submit.prompt_token_ids)
         if (client, request_id) in self._roster.live:
             message = f"request {request_id!r} is already running"
             return Rejected(request_id=request_id, reason="duplicate", message=message)
         rejected = refusal(submit, self.config)
         if rejected is not None:
             return rejected
-        if len(self._roster.waiting) >= self.config.max_waiting:
-            message = f"{len(self._roster.waiting)} requests are waiting"
+        waiting = self._roster.waiting
+        # Of those that wait, the first may be about to start: the limit is for those that cannot.
+        if not self._holdings.can_start_first(waiting, 1 + len(waiting) - self.config.max_waiting, self.num_running):
+            message = f"{len(waiting)} requests are waiting"
             return Rejected(request_id=request_id, reason="queue_full", message=message, retry_after=1.0)
         request = Request(
             client=client,
@@ -97,6 +99,27 @@ class Scheduler:
         """
         request = self._roster.live.get((client, request_id))
         return None if request is None else self._finish(request, "abort")
+
+    def expire(self, now: float) -> list[Reply]:
+        """End the requests that have waited for `max_queue_seconds` and never ran; a preempted one has run."""
+        limit = self.config.max_queue_seconds
+        if limit is None:
+            return []
+        late = []
+        for request in self._roster.waiting:
+            if request.started is None:
+                if now - request.arrived < limit:
+                    break  # those behind it came later
+                late.append(request)
+        return [Reply(r.client, self._expire(r, now)) for r in late]
+
+    def _expire(self, request: Request, now: float) -> Rejected:
+        self._finish(request, "abort")
+        message = (
+            f"the request waited {now - request.arrived:.1f} s and did not start; "
+            f"the limit is {self.config.max_queue_seconds:g} s"
+        )
+        return Rejected(request_id=request.request_id, reason="queue_timeout", message=message, retry_after=1.0)
 
     def abort_client(self, client: bytes) -> None:
         """End all requests of a client that can no longer be reached."""
