@@ -23,7 +23,8 @@ class RouterConfig:
     tokenizer's. `eos_token_ids` must be the ids at which the workers end a sequence. Sizes are in sequences
     (`max_inflight`, `max_choices`) or bytes (`max_body_bytes`); times are seconds.
 
-    A sequence is admitted while fewer than `max_inflight` are at the workers; beyond that clients get a 429.
+    A sequence is admitted while fewer than `max_inflight` are at the workers, and the prompts there that have no token
+    yet have at most `max_waiting_tokens` tokens with its own (None: any number); beyond that clients get a 429.
     `step_deadline` is how long a worker may be silent on its connection before the fleet counts as lost.
     `canary_interval` is the idle time after which one tiny request proves that the fleet still decodes, and
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
@@ -38,6 +39,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     max_inflight: int = 256
+    max_waiting_tokens: int | None = None
     max_choices: int = 128
     max_logprobs: int = 20
     max_body_bytes: int = 16 * 1024 * 1024
@@ -56,6 +58,8 @@ class RouterConfig:
         for name in ("max_model_len", "vocab_size", "max_inflight", "max_choices", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:
+            raise ValueError(f"max_waiting_tokens: expected at least 1, got {self.max_waiting_tokens}")
         for name in ("step_deadline", "canary_interval", "canary_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")

@@ -5,21 +5,20 @@ a named failure at once, new ones are refused with it.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import zmq
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
+from moeyard_router.fleet.drain import DrainRate, retry_after
 from moeyard_router.fleet.link import LinkEvents, WorkerLink
 from moeyard_router.fleet.policy import RankLoad, choose_rank
 from moeyard_router.fleet.ticket import Lost, Ticket
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Abort, Done, Message, Rejected, SamplingParams, Snapshot, Submit, Tokens
-
-_RETRY_AFTER = 1.0  # seconds; told to clients when the queue is full
 
 
 @dataclass(slots=True)
@@ -41,9 +40,13 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Flight:
-    """A sequence at a worker. `ticket` is None once nobody listens any more; then only its end is awaited."""
+    """A sequence at a worker. `ticket` is None once nobody listens any more; then only its end is awaited.
+
+    `prompt` counts its prompt's tokens, and `tokens` these and the most it may answer.
+    """
 
     rank: int
+    prompt: int
     tokens: int
     index: int
     ticket: Ticket | None
@@ -73,6 +76,9 @@ class Fleet:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._workers: list[_Worker] = []
         self._flights: dict[str, _Flight] = {}
+        self._unread_tokens = 0  # of the prompts of sequences in flight that have no token yet
+        now = time.monotonic()
+        self._ends, self._reads = DrainRate(now), DrainRate(now)  # of sequences, and of prompt tokens
 
     def start(self) -> None:
         """Begin to connect to every worker; raises `ValueError` for an unusable endpoint."""
@@ -123,7 +129,7 @@ class Fleet:
         return None
 
     def submit(
-        self, request_id: str, sequences: list[tuple[tuple[int, ...], SamplingParams]], rank: int | None = None
+        self, request_id: str, sequences: list[tuple[Sequence[int], SamplingParams]], rank: int | None = None
     ) -> Ticket:
         """Send sequences (prompt ids, sampling) to the least loaded ranks, or all to `rank`.
 
@@ -133,24 +139,37 @@ class Fleet:
         if problem is not None:
             reason = "fleet_failed" if self.failure is not None else "not_ready"
             raise ApiError(503, problem, reason=reason)
-        limit = self.config.max_inflight
-        if len(self._flights) + len(sequences) > limit:
-            message = f"{len(self._flights)} of {limit} sequences are in flight, no room for {len(sequences)} more"
-            raise ApiError(429, message, reason="queue_full", retry_after=_RETRY_AFTER)
+        self._check_room(len(sequences), sum(len(prompt) for prompt, _ in sequences))
         ticket = Ticket(self.abandon)
         for index, (prompt, sampling) in enumerate(sequences):
             chosen = choose_rank(self._loads()) if rank is None else rank
             assert chosen is not None, "an available fleet has a usable rank"
             worker, name = self._workers[chosen], f"{request_id}-{index}"
             assert name not in self._flights, f"request id {name} is already in flight"
-            flight = _Flight(chosen, len(prompt) + sampling.max_tokens, index, ticket)
+            flight = _Flight(chosen, len(prompt), len(prompt) + sampling.max_tokens, index, ticket)
             self._flights[name] = flight
+            self._unread_tokens += flight.prompt
             ticket.opened(index, name)
             worker.own += 1
             worker.own_tokens += flight.tokens
             worker.link.send(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling))
         self._metrics.inflight.set(len(self._flights))
         return ticket
+
+    def _check_room(self, count: int, tokens: int) -> None:
+        """Raise `ApiError` 429 unless `count` sequences with `tokens` prompt tokens may come in."""
+        now, limit = time.monotonic(), self.config.max_inflight
+        missing = len(self._flights) + count - limit
+        if missing > 0:
+            message = f"{len(self._flights)} of {limit} sequences are in flight, no room for {count} more"
+            wait = retry_after(missing, self._ends.per_second(now))
+            raise ApiError(429, message, reason="queue_full", retry_after=wait)
+        most = self.config.max_waiting_tokens
+        # Where nothing waits a request of any size is let in, or it never would be.
+        if most is not None and self._unread_tokens and self._unread_tokens + tokens > most:
+            message = f"{self._unread_tokens} of {most} prompt tokens wait to be read, no room for {tokens} more"
+            wait = retry_after(min(self._unread_tokens + tokens - most, most), self._reads.per_second(now))
+            raise ApiError(429, message, reason="queue_full", retry_after=wait)
 
     def abandon(self, request_id: str) -> None:
         """Stop listening to a sequence and tell its worker to stop it. Unknown ids are ignored."""
@@ -169,6 +188,7 @@ class Fleet:
         """End everything in flight with a named error, and tell the workers that still listen."""
         now = time.monotonic()
         flights, self._flights = self._flights, {}
+        self._unread_tokens = 0
         for request_id, flight in flights.items():
             worker = self._workers[flight.rank]
             worker.own = worker.own_tokens = 0
@@ -209,6 +229,8 @@ class Fleet:
             mine = [f for f in self._flights.values() if f.rank == worker.link.rank]
             assert worker.own == len(mine), f"rank {worker.link.rank} counts {worker.own} of {len(mine)} sequences"
             assert worker.own_tokens == sum(f.tokens for f in mine)
+        unread = sum(f.prompt for f in self._flights.values() if not f.received)
+        assert self._unread_tokens == unread, f"{self._unread_tokens} of {unread} prompt tokens are unread"
         for name, flight in self._flights.items():
             assert flight.ticket is None or flight.ticket.runs(flight.index, name), f"{name} is nobody's"
         assert self.failure is None or not self._flights, "a failed fleet has nothing in flight"
@@ -265,6 +287,9 @@ class Fleet:
                 f"the next ones start at {message.start}"
             )
             return
+        if not flight.received:
+            self._unread_tokens -= flight.prompt
+            self._reads.left(now, flight.prompt)
         flight.received += len(message.token_ids)
         flight.ticket.put(now, flight.index, message)
 
@@ -277,6 +302,13 @@ class Fleet:
         worker.own -= 1
         worker.own_tokens -= flight.tokens
         self._metrics.inflight.set(len(self._flights))
+        if not flight.received:
+            self._unread_tokens -= flight.prompt
+        if isinstance(message, Done):
+            self._ends.left(now)
+        elif message.reason in ("queue_full", "queue_timeout"):
+            # A worker cannot know when the fleet will have room again.
+            message = replace(message, retry_after=retry_after(1, self._ends.per_second(now)))
         if flight.ticket is not None:
             flight.ticket.put(now, flight.index, message)
 
