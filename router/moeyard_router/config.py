@@ -13,6 +13,9 @@ class WorkerAddress:
     metrics_url: str | None = None
 
 
+_LEAST_ONE = ("max_body_bytes", "max_buffered_bytes", "max_header_bytes", "intake_processes")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """One router before one fleet of expert-parallel workers.
@@ -25,6 +28,8 @@ class RouterConfig:
 
     A sequence is admitted while fewer than `max_inflight` are at the workers, and the prompts there that have no token
     yet have at most `max_waiting_tokens` tokens with its own (None: any number); beyond that clients get a 429.
+    Bodies that are being read hold at most `max_buffered_bytes` together; beyond that clients get a 503. Large ones are
+    made into jobs by `intake_processes` processes beside the event loop.
     A client has `header_timeout` to send a request's headers, of at most `max_header_bytes`, and `body_timeout` for the
     body behind them; a connection without a request is kept for `keep_alive_timeout`.
     `step_deadline` is how long a worker may be silent on its connection before the fleet counts as lost.
@@ -45,6 +50,8 @@ class RouterConfig:
     max_choices: int = 128
     max_logprobs: int = 20
     max_body_bytes: int = 16 * 1024 * 1024
+    max_buffered_bytes: int = 256 * 1024 * 1024
+    intake_processes: int = 2
     max_header_bytes: int = 64 * 1024
     header_timeout: float = 10.0
     body_timeout: float = 60.0
@@ -61,7 +68,7 @@ class RouterConfig:
         ranks = [w.rank for w in self.workers]
         if ranks != list(range(len(ranks))):
             raise ValueError(f"workers: ranks must be 0..{len(ranks) - 1} in order, got {ranks}")
-        for name in ("max_model_len", "vocab_size", "max_inflight", "max_choices", "max_body_bytes", "max_header_bytes"):
+        for name in ("max_model_len", "vocab_size", "max_inflight", "max_choices", *_LEAST_ONE):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:

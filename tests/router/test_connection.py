@@ -179,7 +179,9 @@ def test_an_upgrade_with_a_chunked_body_and_a_request_behind_it(service):
     """Java's client sends its body in chunks where it does not know the length."""
     chunks = b"%x\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (5, BODY[:5], len(BODY) - 5, BODY[5:])
     with connect(service) as sock:
-        sock.sendall(head(None, b"Transfer-Encoding: chunked\r\n" + H2C) + chunks + b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        sock.sendall(
+            head(None, b"Transfer-Encoding: chunked\r\n" + H2C) + chunks + b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+        )
         status, _, body = answer(sock, whole=False)
         assert status == 200
         assert json.loads(body)["usage"]["prompt_tokens"] == 2
@@ -197,9 +199,20 @@ def test_curl_with_http2(service, tmp_path):
     big = tmp_path / "body.json"
     big.write_bytes(BODY[:-1] + b', "user": "' + b"x" * 2_000_000 + b'"}')  # above 1 MiB curl asks first: Expect
     for body in (BODY.decode(), f"@{big}"):
-        command = ["curl", "-sS", "--http2", "-H", "Content-Type: application/json", "-w", "%{http_version} %{http_code}"]
+        command = [
+            "curl",
+            "-sS",
+            "--http2",
+            "-H",
+            "Content-Type: application/json",
+            "-w",
+            "%{http_version} %{http_code}",
+        ]
         got = subprocess.run(
-            [*command, "--data-binary", body, f"{service.url}/v1/completions"], capture_output=True, text=True, timeout=20
+            [*command, "--data-binary", body, f"{service.url}/v1/completions"],
+            capture_output=True,
+            text=True,
+            timeout=20,
         )
         assert got.stderr == ""
         assert got.stdout.endswith("1.1 200"), got.stdout[-200:]

@@ -279,7 +279,14 @@ def test_full_of_prompts_that_nobody_has_read(start, wait_for):
 
 @pytest.mark.parametrize(
     ("reason", "status"),
-    [("queue_full", 429), ("queue_timeout", 429), ("prompt_too_long", 400), ("never_fits", 400), ("bad_request", 400), ("duplicate", 500)],
+    [
+        ("queue_full", 429),
+        ("queue_timeout", 429),
+        ("prompt_too_long", 400),
+        ("never_fits", 400),
+        ("bad_request", 400),
+        ("duplicate", 500),
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_rejected_by_the_worker(service, reason, status, stream):

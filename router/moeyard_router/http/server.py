@@ -13,6 +13,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from moeyard_router.api.large import Bodies
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
@@ -57,7 +58,8 @@ class RouterServer:
         changed = asyncio.Event()
         fleet = self._fleet = Fleet(self._config, self._metrics, on_change=changed.set, on_failed=self._on_failed)
         health = Health(self._config, fleet)
-        app = create_app(self._config, fleet, codec=self._codec, metrics=self._metrics, health=health)
+        bodies = Bodies(self._config)
+        app = create_app(self._config, fleet, codec=self._codec, metrics=self._metrics, health=health, bodies=bodies)
         grace = self._config.shutdown_grace
         self._server = _Server(_uvicorn_config(app, self._config, self._metrics), fleet, grace)
         try:
@@ -71,6 +73,7 @@ class RouterServer:
                 watching.cancel()
                 await asyncio.wait([watching])
         finally:
+            bodies.close()
             fleet.close()
             self._sock.close()
         if not watching.cancelled():
