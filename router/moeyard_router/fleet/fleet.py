@@ -13,9 +13,9 @@ import zmq
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
-from moeyard_router.fleet.drain import DrainRate, retry_after
 from moeyard_router.fleet.link import LinkEvents, WorkerLink
 from moeyard_router.fleet.policy import RankLoad, choose_rank
+from moeyard_router.fleet.room import Room
 from moeyard_router.fleet.ticket import Lost, Ticket
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Abort, Done, Message, Rejected, SamplingParams, Snapshot, Submit, Tokens
@@ -76,9 +76,7 @@ class Fleet:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._workers: list[_Worker] = []
         self._flights: dict[str, _Flight] = {}
-        self._unread_tokens = 0  # of the prompts of sequences in flight that have no token yet
-        now = time.monotonic()
-        self._ends, self._reads = DrainRate(now), DrainRate(now)  # of sequences, and of prompt tokens
+        self._room = Room(time.monotonic(), config.max_inflight, config.max_waiting_tokens)
 
     def start(self) -> None:
         """Begin to connect to every worker; raises `ValueError` for an unusable endpoint."""
@@ -139,7 +137,7 @@ class Fleet:
         if problem is not None:
             reason = "fleet_failed" if self.failure is not None else "not_ready"
             raise ApiError(503, problem, reason=reason)
-        self._check_room(len(sequences), sum(len(prompt) for prompt, _ in sequences))
+        self._room.check(time.monotonic(), len(sequences), sum(len(prompt) for prompt, _ in sequences))
         ticket = Ticket(self.abandon)
         for index, (prompt, sampling) in enumerate(sequences):
             chosen = choose_rank(self._loads()) if rank is None else rank
@@ -148,28 +146,13 @@ class Fleet:
             assert name not in self._flights, f"request id {name} is already in flight"
             flight = _Flight(chosen, len(prompt), len(prompt) + sampling.max_tokens, index, ticket)
             self._flights[name] = flight
-            self._unread_tokens += flight.prompt
+            self._room.entered(flight.prompt)
             ticket.opened(index, name)
             worker.own += 1
             worker.own_tokens += flight.tokens
             worker.link.send(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling))
         self._metrics.inflight.set(len(self._flights))
         return ticket
-
-    def _check_room(self, count: int, tokens: int) -> None:
-        """Raise `ApiError` 429 unless `count` sequences with `tokens` prompt tokens may come in."""
-        now, limit = time.monotonic(), self.config.max_inflight
-        missing = len(self._flights) + count - limit
-        if missing > 0:
-            message = f"{len(self._flights)} of {limit} sequences are in flight, no room for {count} more"
-            wait = retry_after(missing, self._ends.per_second(now))
-            raise ApiError(429, message, reason="queue_full", retry_after=wait)
-        most = self.config.max_waiting_tokens
-        # Where nothing waits a request of any size is let in, or it never would be.
-        if most is not None and self._unread_tokens and self._unread_tokens + tokens > most:
-            message = f"{self._unread_tokens} of {most} prompt tokens wait to be read, no room for {tokens} more"
-            wait = retry_after(min(self._unread_tokens + tokens - most, most), self._reads.per_second(now))
-            raise ApiError(429, message, reason="queue_full", retry_after=wait)
 
     def abandon(self, request_id: str) -> None:
         """Stop listening to a sequence and tell its worker to stop it. Unknown ids are ignored."""
@@ -188,7 +171,7 @@ class Fleet:
         """End everything in flight with a named error, and tell the workers that still listen."""
         now = time.monotonic()
         flights, self._flights = self._flights, {}
-        self._unread_tokens = 0
+        self._room.cleared()
         for request_id, flight in flights.items():
             worker = self._workers[flight.rank]
             worker.own = worker.own_tokens = 0
@@ -230,7 +213,7 @@ class Fleet:
             assert worker.own == len(mine), f"rank {worker.link.rank} counts {worker.own} of {len(mine)} sequences"
             assert worker.own_tokens == sum(f.tokens for f in mine)
         unread = sum(f.prompt for f in self._flights.values() if not f.received)
-        assert self._unread_tokens == unread, f"{self._unread_tokens} of {unread} prompt tokens are unread"
+        assert (self._room.sequences, self._room.unread_tokens) == (len(self._flights), unread), "room is miscounted"
         for name, flight in self._flights.items():
             assert flight.ticket is None or flight.ticket.runs(flight.index, name), f"{name} is nobody's"
         assert self.failure is None or not self._flights, "a failed fleet has nothing in flight"
@@ -288,8 +271,7 @@ class Fleet:
             )
             return
         if not flight.received:
-            self._unread_tokens -= flight.prompt
-            self._reads.left(now, flight.prompt)
+            self._room.read(now, flight.prompt)
         flight.received += len(message.token_ids)
         flight.ticket.put(now, flight.index, message)
 
@@ -302,13 +284,10 @@ class Fleet:
         worker.own -= 1
         worker.own_tokens -= flight.tokens
         self._metrics.inflight.set(len(self._flights))
-        if not flight.received:
-            self._unread_tokens -= flight.prompt
-        if isinstance(message, Done):
-            self._ends.left(now)
-        elif message.reason in ("queue_full", "queue_timeout"):
+        self._room.left(now, 0 if flight.received else flight.prompt, ran=isinstance(message, Done))
+        if isinstance(message, Rejected) and message.reason in ("queue_full", "queue_timeout"):
             # A worker cannot know when the fleet will have room again.
-            message = replace(message, retry_after=retry_after(1, self._ends.per_second(now)))
+            message = replace(message, retry_after=self._room.wait(now, 1))
         if flight.ticket is not None:
             flight.ticket.put(now, flight.index, message)
 

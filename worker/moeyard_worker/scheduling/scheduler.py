@@ -17,7 +17,7 @@ from typing import NamedTuple
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import Done, Rejected, Submit, Tokens
 from moeyard_worker.scheduling.admission import refusal
-from moeyard_worker.scheduling.completion import extend, farewell
+from moeyard_worker.scheduling.completion import expired, extend, farewell
 from moeyard_worker.scheduling.holdings import Holdings
 from moeyard_worker.scheduling.planning import Place, StepBuilder, make_chunk, next_place, num_rows
 from moeyard_worker.scheduling.request import Accepted, Reply, Request, SchedulerStats
@@ -103,23 +103,10 @@ class Scheduler:
     def expire(self, now: float) -> list[Reply]:
         """End the requests that have waited for `max_queue_seconds` and never ran; a preempted one has run."""
         limit = self.config.max_queue_seconds
-        if limit is None:
-            return []
-        late = []
-        for request in self._roster.waiting:
-            if request.started is None:
-                if now - request.arrived < limit:
-                    break  # those behind it came later
-                late.append(request)
-        return [Reply(r.client, self._expire(r, now)) for r in late]
-
-    def _expire(self, request: Request, now: float) -> Rejected:
-        self._finish(request, "abort")
-        message = (
-            f"the request waited {now - request.arrived:.1f} s and did not start; "
-            f"the limit is {self.config.max_queue_seconds:g} s"
-        )
-        return Rejected(request_id=request.request_id, reason="queue_timeout", message=message, retry_after=1.0)
+        late = [] if limit is None else self._roster.late(now - limit)
+        for request in late:
+            self._finish(request, "abort")
+        return [Reply(r.client, expired(r, now - r.arrived, limit)) for r in late]
 
     def abort_client(self, client: bytes) -> None:
         """End all requests of a client that can no longer be reached."""
