@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from moeyard.door_flags import add_door_arguments
 from moeyard_router.config import METRIC_ALIASES
 from moeyard_worker.config.engine_config import (
     DEVICE_DEFAULTS,
@@ -159,8 +160,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=DEFAULTS["max_waiting"],
         metavar="N",
-        help="queued requests of a rank before 429 (default %(default)s)",
+        help="requests of a rank that wait and cannot start yet before 429 (default %(default)s)",
     )
+    add_door_arguments(parser)
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its first token")
     add(
         "--async-scheduling",
@@ -292,6 +294,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         prefill_chunk=args.prefill_chunk or usual["prefill_chunk"],
         mixed_prefill_tokens=args.mixed_prefill_tokens or usual["mixed_prefill_tokens"],
         max_waiting=args.max_waiting,
+        max_queue_seconds=args.max_queue_seconds,
         prefix_caching=not args.no_prefix_caching,
         async_scheduling=asynchronous,
         enforce_eager=args.enforce_eager,

@@ -17,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from moeyard import ray_config
+from moeyard.door_flags import door_fields
 from moeyard.lazy import load
 from moeyard.rank import Rank
 from moeyard.signals import sigterm_as_interrupt, uninterrupted
@@ -115,10 +116,10 @@ def router_config(
         eos_token_ids=model.eos_token_ids,
         host=args.host,
         port=port,
-        max_inflight=config.num_workers * (config.max_num_seqs + config.max_waiting),
         step_deadline=config.step_deadline,
         prefix_caching=config.prefix_caching,
         metric_aliases=tuple(args.metric_aliases),
+        **door_fields(args, config),
     )
 
 

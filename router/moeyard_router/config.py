@@ -15,6 +15,9 @@ class WorkerAddress:
     metrics_url: str | None = None
 
 
+_LEAST_ONE = ("max_body_bytes", "max_buffered_bytes", "max_header_bytes", "intake_processes")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """One router before one fleet of expert-parallel workers.
@@ -25,7 +28,12 @@ class RouterConfig:
     tokenizer's. `eos_token_ids` must be the ids at which the workers end a sequence. Sizes are in sequences
     (`max_inflight`, `max_choices`) or bytes (`max_body_bytes`); times are seconds.
 
-    A sequence is admitted while fewer than `max_inflight` are at the workers; beyond that clients get a 429.
+    A sequence is admitted while fewer than `max_inflight` are at the workers, and the prompts there that have no token
+    yet have at most `max_waiting_tokens` tokens with its own (None: any number); beyond that clients get a 429.
+    Bodies that are being read hold at most `max_buffered_bytes` together; beyond that clients get a 503. Large ones are
+    made into jobs by `intake_processes` processes beside the event loop.
+    A client has `header_timeout` to send a request's headers, of at most `max_header_bytes`, and `body_timeout` for the
+    body behind them; a connection without a request is kept for `keep_alive_timeout`.
     `step_deadline` is how long a worker may be silent on its connection before the fleet counts as lost.
     `canary_interval` is the idle time after which one tiny request proves that the fleet still decodes, and
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
@@ -42,9 +50,16 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     max_inflight: int = 256
+    max_waiting_tokens: int | None = None
     max_choices: int = 128
     max_logprobs: int = 20
     max_body_bytes: int = 16 * 1024 * 1024
+    max_buffered_bytes: int = 256 * 1024 * 1024
+    intake_processes: int = 2
+    max_header_bytes: int = 64 * 1024
+    header_timeout: float = 10.0
+    body_timeout: float = 60.0
+    keep_alive_timeout: float = 75.0
     step_deadline: float = 5.0
     canary_interval: float = 30.0
     canary_timeout: float = 15.0
@@ -59,10 +74,13 @@ class RouterConfig:
         ranks = [w.rank for w in self.workers]
         if ranks != list(range(len(ranks))):
             raise ValueError(f"workers: ranks must be 0..{len(ranks) - 1} in order, got {ranks}")
-        for name in ("max_model_len", "vocab_size", "max_inflight", "max_choices", "max_body_bytes"):
+        for name in ("max_model_len", "vocab_size", "max_inflight", "max_choices", *_LEAST_ONE):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name in ("step_deadline", "canary_interval", "canary_timeout"):
+        if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:
+            raise ValueError(f"max_waiting_tokens: expected at least 1, got {self.max_waiting_tokens}")
+        times = ("step_deadline", "canary_interval", "canary_timeout")
+        for name in (*times, "header_timeout", "body_timeout", "keep_alive_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")
         for name in self.metric_aliases:

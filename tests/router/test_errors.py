@@ -244,9 +244,49 @@ def test_full_queue(start, wait_for):
     check_error(service.post(COMPLETIONS, prompt="x", n=4), 400, "n")
 
 
+def test_full_of_prompts_that_nobody_has_read(start, wait_for):
+    """Ten tokens of limit: the first request is let in whatever its size; then others until one has a token."""
+    service = start(1, max_waiting_tokens=10)
+    [worker] = service.workers
+    worker.paused = True
+    answers = []
+
+    def post():
+        answers.append(service.post(COMPLETIONS, prompt=[5] * 12, max_tokens=2))
+
+    threads = [threading.Thread(target=post)]
+    threads[0].start()
+    wait_for(lambda: len(service.submits) == 1, "the worker must have the request")
+    message = check_error(service.post(COMPLETIONS, prompt=[5]), 429, None)
+    assert message == "12 of 10 prompt tokens wait to be read, no room for 1 more"
+    worker.paused = False
+    threads[0].join(5)
+    service.wait_idle()
+    assert answers[0].status_code == 200
+    worker.paused = True
+    threads = [threading.Thread(target=lambda: service.post(COMPLETIONS, prompt=[5] * 5)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(service.submits) == 3, "two times 5 tokens fit into 10")
+    answer = service.post(COMPLETIONS, prompt=[5])
+    check_error(answer, 429, None)
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    worker.paused = False
+    for thread in threads:
+        thread.join(5)
+    service.complete(prompt=[5])
+
+
 @pytest.mark.parametrize(
     ("reason", "status"),
-    [("queue_full", 429), ("prompt_too_long", 400), ("never_fits", 400), ("bad_request", 400), ("duplicate", 500)],
+    [
+        ("queue_full", 429),
+        ("queue_timeout", 429),
+        ("prompt_too_long", 400),
+        ("never_fits", 400),
+        ("bad_request", 400),
+        ("duplicate", 500),
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_rejected_by_the_worker(service, reason, status, stream):
@@ -254,4 +294,6 @@ def test_rejected_by_the_worker(service, reason, status, stream):
         worker.reject = Rejected(request_id="", reason=reason, message="because of X", retry_after=2.5)
     answer = service.post(COMPLETIONS, prompt="x", n=2, stream=stream)
     assert check_error(answer, status, None) == "because of X"
-    assert answer.headers["retry-after"] == "3"
+    # When a queue will have room the router has measured; anything else the worker knows best.
+    waits = range(1, 61) if reason.startswith("queue") else (3,)
+    assert int(answer.headers["retry-after"]) in waits

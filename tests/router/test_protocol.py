@@ -1,6 +1,7 @@
 """The codec: what is encoded comes back equal; anything else is a ProtocolError and nothing worse."""
 
 import typing
+from collections.abc import Sequence
 from dataclasses import fields
 
 import msgpack
@@ -17,6 +18,7 @@ from moeyard_worker.protocol import (
     SamplingParams,
     Submit,
     TokenBatch,
+    TokenIds,
     TokenLogprob,
     Tokens,
 )
@@ -33,6 +35,7 @@ VALUES = {
     str | None: st.none() | st.text(),
     float | None: st.none() | floats,
     tuple[int, ...]: st.lists(ints, max_size=5).map(tuple),
+    Sequence[int]: st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple),
     dict[int, float]: st.dictionaries(ints, floats, max_size=3),
 }
 CHOICES = {"finish_reason": FINISH_REASONS, "reason": REJECT_REASONS, "state": WORKER_STATES}
@@ -83,6 +86,25 @@ def test_round_trip(message):
     assert decode(encode(message)) == message
 
 
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=9))
+def test_token_ids_are_a_sequence_of_what_they_pack(ids):
+    packed = TokenIds.of(ids)
+    assert packed == tuple(ids) == tuple(packed)
+    assert (len(packed), packed[1:], list(packed), hash(packed)) == (len(ids), tuple(ids[1:]), ids, hash(tuple(ids)))
+    assert packed == TokenIds(packed.data)
+    assert packed != [*ids, 1]
+    assert (0 in packed) == (0 in ids)
+    assert packed.data == b"".join(i.to_bytes(4, "little") for i in ids)
+    message = Submit(request_id="r", prompt_token_ids=packed, sampling=SamplingParams(max_tokens=1))
+    assert decode(encode(message)).prompt_token_ids == tuple(ids)
+
+
+@pytest.mark.parametrize("ids", [(-1,), (2**32,)])
+def test_token_ids_have_32_bits(ids):
+    with pytest.raises(OverflowError):
+        TokenIds.of(ids)
+
+
 @given(st.binary(max_size=200))
 def test_garbage_bytes(frame):
     with pytest.raises(ProtocolError):
@@ -129,7 +151,8 @@ def test_truncated_frame(message, data):
     [
         ({"extra": 1}, "unknown field 'extra'"),
         ({"request_id": 7}, "submit.request_id"),
-        ({"prompt_token_ids": [1, True]}, "submit.prompt_token_ids"),
+        ({"prompt_token_ids": [1, 2]}, "submit.prompt_token_ids"),
+        ({"prompt_token_ids": b"12345"}, "submit.prompt_token_ids"),
         ({"prompt_token_ids": None}, "submit.prompt_token_ids"),
         ({"type": "order"}, "unknown message type 'order'"),
         ({"type": ["submit"]}, "unknown message type"),

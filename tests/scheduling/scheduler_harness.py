@@ -75,9 +75,22 @@ class Harness:
             return "prompt_too_long"
         if total - (not config.num_drafts or config.max_in_flight == 1) > config.num_pages * config.page_size:
             return "never_fits"
-        if sum(1 for r in self.live.values() if r.computed is None) >= config.max_waiting:
-            return "queue_full"
-        return None
+        waiting = sorted((r for r in self.live.values() if r.computed is None), key=lambda r: r.arrival)
+        excess = len(waiting) + 1 - config.max_waiting
+        return "queue_full" if excess > 0 and not self._can_start(waiting[:excess], excess) else None
+
+    def _can_start(self, first: list[Live], count: int) -> bool:
+        """Whether `count` waiting requests, these among them, find places, slots and pages."""
+        config = self.config
+        running = sum(1 for r in self.live.values() if r.computed is not None)
+        holders = [r for r in (*self.live.values(), *self.leaving) if r.computed is not None]
+        used = {page for r in holders for page in r.pages}
+        needed = sum(-(-len(r.known) // config.page_size) for r in first)
+        return (
+            running + count <= config.max_num_seqs
+            and (not config.num_state_slots or len(holders) + count <= config.num_state_slots)
+            and needed <= config.num_pages - len(used)
+        )
 
     def submit(self, submit: Submit, client: bytes = b"a") -> Rejected | None:
         """Send a request and check the answer."""

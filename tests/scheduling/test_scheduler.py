@@ -86,14 +86,57 @@ def test_a_request_that_fits_exactly_is_run() -> None:
 
 
 def test_a_full_queue_asks_to_come_back() -> None:
-    harness = Harness(replace(CONFIG, max_waiting=2))
+    harness = Harness(replace(CONFIG, max_waiting=2, max_num_seqs=1))
+    assert harness.submit(submit("o", 5)) is None
+    harness.step()
     assert [harness.submit(submit(name, 5)) for name in "pq"] == [None, None]
     rejected = harness.submit(submit("r", 5))
     assert rejected is not None
     assert (rejected.reason, rejected.retry_after) == ("queue_full", 1.0)
     assert rejected.message == "2 requests are waiting"
-    harness.step()
+    harness.drain()
     assert harness.submit(submit("r", 5)) is None
+    harness.drain()
+
+
+def test_only_what_cannot_start_counts_as_waiting() -> None:
+    """Nobody runs: 4 places and 2 waiting are 6; with pages for 3 prompts, 3 and 2 are 5."""
+    harness = Harness(replace(CONFIG, max_waiting=2))
+    assert [harness.submit(submit(name, 5)) is None for name in "opqrstu"] == [True] * 6 + [False]
+    harness.drain()
+    harness = Harness(replace(CONFIG, max_waiting=2, num_pages=6))
+    assert [harness.submit(submit(name, 5 + i)) is None for i, name in enumerate("opqrst")] == [True] * 5 + [False]
+    harness.drain()
+
+
+def test_a_request_that_waits_too_long_ends_by_name() -> None:
+    config = replace(CONFIG, max_num_seqs=1, max_queue_seconds=10.0)
+    scheduler = Scheduler(config)
+    assert [scheduler.add(submit(name, 5), b"a", now=now) for name, now in (("p", 0.0), ("q", 1.0), ("r", 5.0))] == [
+        None,
+        None,
+        None,
+    ]
+    scheduler.schedule(now=0.0)
+    assert scheduler.expire(now=10.9) == []
+    [reply] = scheduler.expire(now=11.0)
+    assert reply.client == b"a"
+    assert isinstance(reply.message, Rejected)
+    assert (reply.message.request_id, reply.message.reason) == ("q", "queue_timeout")
+    assert reply.message.message == "the request waited 10.0 s and did not start; the limit is 10 s"
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1), "what runs is not waiting, however old"
+    scheduler.validate()
+    assert Scheduler(CONFIG).expire(now=1e9) == []
+
+
+def test_a_preempted_request_has_started_and_does_not_expire() -> None:
+    harness = Harness(replace(CONFIG, num_pages=4, max_queue_seconds=1.0))
+    for name in "pq":
+        assert harness.submit(submit(name, (1, 2, 3, 4) if name == "p" else (5, 6, 7, 8), 12)) is None
+    while not harness.scheduler.stats.num_preemptions:
+        harness.step()
+    assert harness.scheduler.num_waiting == 1
+    assert harness.scheduler.expire(now=1e9) == []
     harness.drain()
 
 

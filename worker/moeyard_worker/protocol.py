@@ -8,19 +8,54 @@ Router to worker: `Hello`, `Submit`, `Abort`, `Inspect`. Worker to router: `Snap
 Every `Submit` is answered by exactly one `Done` or `Rejected`; `Tokens` of a request precede its `Done`.
 """
 
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Union, get_args
+from typing import Any, ClassVar, Literal, Union, get_args
 
 # The most alternatives that an answer lists beside a chosen token, as in the OpenAI API.
 MAX_LOGPROBS = 20
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-RejectReason = Literal["queue_full", "prompt_too_long", "never_fits", "bad_request", "duplicate", "fleet_failed"]
+RejectReason = Literal[
+    "queue_full", "queue_timeout", "prompt_too_long", "never_fits", "bad_request", "duplicate", "fleet_failed"
+]
 WorkerState = Literal["ready", "failed", "stopping"]
 
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 REJECT_REASONS: tuple[str, ...] = get_args(RejectReason)
 WORKER_STATES: tuple[str, ...] = get_args(WorkerState)
+
+
+class TokenIds(Sequence[int]):
+    """The ids of a prompt as they are sent, packed once for all choices. `ValueError`: `data` is not whole ids."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        if len(data) % 4:
+            raise ValueError(f"{len(data)} bytes are not a number of token ids of 4 bytes each")
+        self.data = data
+
+    @classmethod
+    def of(cls, ids: Iterable[int]) -> "TokenIds":
+        """Raises `OverflowError` for an id outside [0, 2**32)."""
+        return cls(array("I", ids).tobytes())
+
+    def __len__(self) -> int:
+        return len(self.data) // 4
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(array("I", self.data))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +104,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Run one sequence. `request_id` is unique per router; `prompt_token_ids` is not empty."""
+    """Run one sequence. `request_id` is unique per router; `prompt_token_ids` is not empty, decoded it is a tuple."""
 
     type: ClassVar[str] = "submit"
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     sampling: SamplingParams
 
 

@@ -15,7 +15,14 @@ from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_worker.protocol import Done, Rejected, Tokens
 
 _REJECT_STATUS = MappingProxyType(
-    {"queue_full": 429, "prompt_too_long": 400, "never_fits": 400, "bad_request": 400, "fleet_failed": 503}
+    {
+        "queue_full": 429,
+        "queue_timeout": 429,
+        "prompt_too_long": 400,
+        "never_fits": 400,
+        "bad_request": 400,
+        "fleet_failed": 503,
+    }
 )
 
 

@@ -3,25 +3,33 @@
 import asyncio
 import dataclasses
 import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from moeyard_router.api.schema import ChatRequest, CompletionRequest
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, bad_request, unknown_model
 from moeyard_router.text.chat import ChatTemplate, Codec
-from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.protocol import SamplingParams, TokenIds
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of max_tokens for /v1/completions
-_THREAD_TEXT = 8192  # characters; shorter texts are tokenized faster than a thread is woken
+THREAD_TEXT = 2048  # characters or bytes: 2 ms of tokenizing, twenty times what waking a thread takes
+_THREADS = 2
 _MESSAGE_TEXT = 64  # characters that rendering one message counts for, however short it is
 _SEEDS = 2**63
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt: its token ids, and its text where `echo` must repeat it."""
+    """One prompt: its token ids (as `TokenIds` where they came from a client), its text where `echo` must repeat it."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     text: str = ""
 
 
@@ -60,6 +68,13 @@ class Intake:
     def __init__(self, config: RouterConfig, codec: Codec) -> None:
         self._config = config
         self._codec = codec
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="intake")
+
+    async def work(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `function` here, or in one of a few threads if it reads THREAD_TEXT characters or more."""
+        if size < THREAD_TEXT:
+            return function(*args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
 
     async def completion(self, request: CompletionRequest) -> Job:
         """A /v1/completions request; text prompts get the tokenizer's special tokens unless told otherwise."""
@@ -79,13 +94,11 @@ class Intake:
         self._check_choices(request.n or 1, 1)
         size = sum(len(m.content) + _MESSAGE_TEXT for m in request.messages)
         # What a template does with variables of its own is unknown here.
-        if size < _THREAD_TEXT and not request.chat_template_kwargs:
-            text = _render(self._codec.template, request)
-        else:
-            text = await asyncio.to_thread(_render, self._codec.template, request)
+        size = THREAD_TEXT if request.chat_template_kwargs else size
+        text = await self.work(size, _render, self._codec.template, request)
         if not text:
             raise bad_request("the chat template made an empty prompt of these messages", "messages")
-        prompt = await self._prompt(text, special=bool(request.add_special_tokens), echo=False)
+        prompt = await self._prompt(text, special=bool(request.add_special_tokens), echo=False, param="messages")
         return self._job(
             request, [prompt], logprobs=(request.top_logprobs or 0) if request.logprobs else None, echo=False
         )
@@ -101,19 +114,22 @@ class Intake:
             message = f"{what} makes {n * num_prompts} sequences, at most {limit} are allowed in one request"
             raise bad_request(message, "n" if n > 1 else "prompt")
 
-    async def _prompt(self, prompt: str | list[int], *, special: bool, echo: bool) -> Prompt:
+    async def _prompt(self, prompt: str | list[int], *, special: bool, echo: bool, param: str = "prompt") -> Prompt:
+        text = ""
         if isinstance(prompt, str):
-            if len(prompt) < _THREAD_TEXT:
-                ids = self._codec.encode(prompt, add_special_tokens=special)
-            else:
-                ids = await asyncio.to_thread(self._codec.encode, prompt, add_special_tokens=special)
-            text = prompt
+            ids = await self.work(len(prompt), self._encode, prompt, special, param)
+            text = prompt if echo else ""
         else:
+            self._check_room(len(prompt), "prompt")
             self._check_ids(prompt, "prompt")
-            ids, text = prompt, self._codec.decode(prompt) if echo else ""
+            ids, text = TokenIds.of(prompt), self._codec.decode(prompt) if echo else ""
         if not ids:
             raise bad_request("the prompt has no tokens", "prompt")
-        return Prompt(token_ids=tuple(ids), text=text)
+        return Prompt(token_ids=ids, text=text)
+
+    def _encode(self, text: str, special: bool, param: str) -> TokenIds:
+        self._codec.check_length(text, self._config.max_model_len, param)
+        return TokenIds.of(self._codec.encode(text, add_special_tokens=special))
 
     def _check_ids(self, ids: list[int], param: str) -> None:
         size = self._config.vocab_size
@@ -183,17 +199,12 @@ class Intake:
 
     def _max_tokens(self, request: CompletionRequest | ChatRequest, prompt_tokens: int) -> int:
         limit = self._config.max_model_len
-        room = limit - prompt_tokens
         asked = request.max_tokens
         field = "prompt"
         if isinstance(request, ChatRequest):
             asked = request.max_completion_tokens if asked is None else asked
             field = "messages"
-        if room < 1:
-            message = (
-                f"the prompt has {prompt_tokens} tokens, which leaves no room in the model's limit of {limit} tokens"
-            )
-            raise ApiError(400, message, param=field, reason="prompt_too_long")
+        room = self._check_room(prompt_tokens, field)
         if asked is None:
             return room if isinstance(request, ChatRequest) else min(room, DEFAULT_COMPLETION_TOKENS)
         if asked > room:
@@ -203,6 +214,16 @@ class Intake:
             )
             raise ApiError(400, message, param="max_tokens", reason="prompt_too_long")
         return asked
+
+    def _check_room(self, prompt_tokens: int, param: str) -> int:
+        """Tokens that a prompt leaves for its answer; raises `ApiError` 400 if there is none."""
+        limit = self._config.max_model_len
+        if prompt_tokens >= limit:
+            message = (
+                f"the prompt has {prompt_tokens} tokens, which leaves no room in the model's limit of {limit} tokens"
+            )
+            raise ApiError(400, message, param=param, reason="prompt_too_long")
+        return limit - prompt_tokens
 
     def _logit_bias(self, given: dict[str, float]) -> dict[int, float]:
         bias: dict[int, float] = {}

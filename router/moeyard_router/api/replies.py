@@ -55,9 +55,9 @@ class ReplyWriter:
         if job.return_token_ids:
             choice["token_ids"] = delta.token_ids
             if first and job.chat:
-                prompt_ids = job.prompts[0].token_ids
+                prompt_ids = tuple(job.prompts[0].token_ids)
             elif first:
-                choice["prompt_token_ids"] = job.prompts[job.continuations[index].prompt].token_ids
+                choice["prompt_token_ids"] = tuple(job.prompts[job.continuations[index].prompt].token_ids)
         if prompt_ids is None and not job.continuous_usage:
             return self._head + orjson.dumps(choice) + self._tail
         more: dict[str, Any] = {"prompt_token_ids": prompt_ids} if prompt_ids is not None else {}
@@ -85,11 +85,11 @@ class ReplyWriter:
             if job.return_token_ids:
                 choice["token_ids"] = delta.token_ids
                 if not job.chat:
-                    choice["prompt_token_ids"] = job.prompts[job.continuations[index].prompt].token_ids
+                    choice["prompt_token_ids"] = tuple(job.prompts[job.continuations[index].prompt].token_ids)
             out.append(choice)
         answer = {**self._base, "choices": out, "usage": self.usage(choices)}
         if job.chat and job.return_token_ids:
-            answer["prompt_token_ids"] = job.prompts[0].token_ids
+            answer["prompt_token_ids"] = tuple(job.prompts[0].token_ids)
         return orjson.dumps(answer)
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from moeyard_router.api.sizes import check_sizes
 from moeyard_router.errors import ApiError, bad_request
 from moeyard_worker.protocol import MAX_LOGPROBS
 
@@ -219,6 +220,7 @@ def parse(body: bytes, kind: type[RequestT]) -> RequestT:
         raise bad_request(f"the request body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise bad_request(f"the request body must be a JSON object, got {type(data).__name__}")
+    check_sizes(data)
     try:
         return kind.model_validate(data)
     except ValidationError as error:

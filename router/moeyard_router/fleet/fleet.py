@@ -5,8 +5,8 @@ a named failure at once, new ones are refused with it.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import zmq
@@ -18,19 +18,22 @@ from moeyard_router.fleet.loads import LoadsReader
 from moeyard_router.fleet.placement import Placement
 from moeyard_router.fleet.policy import Route
 from moeyard_router.fleet.recent import RecentRequests
+from moeyard_router.fleet.room import Room
 from moeyard_router.fleet.ticket import Lost, Ticket
 from moeyard_router.fleet.worker_state import WorkerState, loads
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Abort, Done, Message, Rejected, SamplingParams, Snapshot, Submit, Tokens
 
-_RETRY_AFTER = 1.0  # seconds; told to clients when the queue is full
-
 
 @dataclass(slots=True)
 class _Flight:
-    """A sequence at a worker. `ticket` is None once nobody listens any more; then only its end is awaited."""
+    """A sequence at a worker. `ticket` is None once nobody listens any more; then only its end is awaited.
+
+    `prompt` counts its prompt's tokens, and `pending` those that no cache was thought to hold, until it has an output.
+    """
 
     rank: int
+    prompt: int
     pending: int
     index: int
     ticket: Ticket | None
@@ -62,6 +65,7 @@ class Fleet:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._workers: list[WorkerState] = []
         self._flights: dict[str, _Flight] = {}
+        self._room = Room(time.monotonic(), config.max_inflight, config.max_waiting_tokens)
         self._placement = Placement(len(config.workers), prefix_caching=config.prefix_caching)
 
     def start(self) -> None:
@@ -116,7 +120,7 @@ class Fleet:
     def submit(
         self,
         request_id: str,
-        sequences: list[tuple[tuple[int, ...], SamplingParams]],
+        sequences: list[tuple[Sequence[int], SamplingParams]],
         *,
         client: str | None = None,
         rank: int | None = None,
@@ -129,10 +133,7 @@ class Fleet:
         if problem is not None:
             reason = "fleet_failed" if self.failure is not None else "not_ready"
             raise ApiError(503, problem, reason=reason)
-        limit = self.config.max_inflight
-        if len(self._flights) + len(sequences) > limit:
-            message = f"{len(self._flights)} of {limit} sequences are in flight, no room for {len(sequences)} more"
-            raise ApiError(429, message, reason="queue_full", retry_after=_RETRY_AFTER)
+        self._room.check(time.monotonic(), len(sequences), sum(len(prompt) for prompt, _ in sequences))
         ticket = Ticket(self.abandon)
         for index, (prompt, sampling) in enumerate(sequences):
             if rank is None:
@@ -141,8 +142,9 @@ class Fleet:
                 route = Route(rank=rank, reason="asked")
             worker, name = self._workers[route.rank], f"{request_id}-{index}"
             assert name not in self._flights, f"request id {name} is already in flight"
-            flight = _Flight(route.rank, len(prompt) - route.cached_tokens, index, ticket)
+            flight = _Flight(route.rank, len(prompt), len(prompt) - route.cached_tokens, index, ticket)
             self._flights[name] = flight
+            self._room.entered(flight.prompt)
             ticket.opened(index, name, route)
             worker.own += 1
             worker.pending += flight.pending
@@ -167,6 +169,7 @@ class Fleet:
         """End everything in flight with a named error, and tell the workers that still listen."""
         now = time.monotonic()
         flights, self._flights = self._flights, {}
+        self._room.cleared()
         for request_id, flight in flights.items():
             worker = self._workers[flight.rank]
             worker.own = worker.pending = 0
@@ -195,6 +198,8 @@ class Fleet:
             mine = [f for f in self._flights.values() if f.rank == worker.link.rank]
             assert worker.own == len(mine), f"rank {worker.link.rank} counts {worker.own} of {len(mine)} sequences"
             assert worker.pending == sum(f.pending for f in mine)
+        unread = sum(f.prompt for f in self._flights.values() if not f.received)
+        assert (self._room.sequences, self._room.unread_tokens) == (len(self._flights), unread), "room is miscounted"
         for name, flight in self._flights.items():
             assert flight.ticket is None or flight.ticket.runs(flight.index, name), f"{name} is nobody's"
         assert self.failure is None or not self._flights, "a failed fleet has nothing in flight"
@@ -238,6 +243,7 @@ class Fleet:
             return
         if not flight.received:
             self._computed(flight)
+            self._room.read(now, flight.prompt)
         flight.received += len(message.token_ids)
         flight.ticket.put(now, flight.index, message)
 
@@ -254,6 +260,10 @@ class Fleet:
         worker.own -= 1
         self._computed(flight)
         self._metrics.inflight.set(len(self._flights))
+        self._room.left(now, 0 if flight.received else flight.prompt, ran=isinstance(message, Done))
+        if isinstance(message, Rejected) and message.reason in ("queue_full", "queue_timeout"):
+            # A worker cannot know when the fleet will have room again.
+            message = replace(message, retry_after=self._room.wait(now, 1))
         if flight.ticket is not None:
             flight.ticket.put(now, flight.index, message)
 

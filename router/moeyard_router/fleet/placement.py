@@ -22,9 +22,9 @@ class Placement:
         """Other workers took the place of these: nothing is cached anywhere."""
         self._prefixes = PrefixMap(self._num_ranks)
         self._homes: OrderedDict[str, int] = OrderedDict()
-        self._keys: tuple[tuple[int, ...], int, list[int]] = ((), 0, [])
+        self._keys: tuple[Sequence[int], int, list[int]] = ((), 0, [])
 
-    def choose(self, loads: Sequence[RankLoad], prompt: tuple[int, ...], *, client: str | None) -> Route:
+    def choose(self, loads: Sequence[RankLoad], prompt: Sequence[int], *, client: str | None) -> Route:
         """The rank for `prompt` (token ids), of which there must be a usable one; `client` names who asks, if known."""
         keys = self._page_keys(prompt, loads[0].page_size) if self._prefix_caching else []
         known = [
@@ -41,7 +41,7 @@ class Placement:
                 self._homes.popitem(last=False)
         return route
 
-    def _page_keys(self, prompt: tuple[int, ...], page_size: int) -> list[int]:
+    def _page_keys(self, prompt: Sequence[int], page_size: int) -> list[int]:
         """Computed once for the choices of one prompt, which come one after the other."""
         if self._keys[0] is not prompt or self._keys[1] != page_size:
             self._keys = (prompt, page_size, page_keys(prompt, page_size))

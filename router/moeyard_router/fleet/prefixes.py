@@ -5,18 +5,19 @@ prefix index until others need their room, the least recently used first. The sa
 pages. A wrong guess costs time, never an answer, so 64-bit hashes do.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+
+from moeyard_worker.protocol import TokenIds
 
 
 def page_keys(token_ids: Sequence[int], page_size: int) -> list[int]:
     """A hash per full page of `token_ids` (ids below 2^32): of the page and all before it."""
-    raw = memoryview(array("I", token_ids)).cast("B")
-    width = page_size * array("I").itemsize
+    raw = (token_ids if isinstance(token_ids, TokenIds) else TokenIds.of(token_ids)).data
+    width = page_size * 4
     keys, before = [], 0
     for begin in range(0, len(raw) - width + 1, width):
-        before = hash((before, bytes(raw[begin : begin + width])))
+        before = hash((before, raw[begin : begin + width]))
         keys.append(before)
     return keys
 

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeyard_router.api.endpoints import GenerateEndpoint
+from moeyard_router.api.large import Bodies
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, unknown_model
 from moeyard_router.fleet.fleet import Fleet
@@ -25,11 +26,13 @@ from moeyard_router.text.chat import Codec
 _MODELS = "/v1/models"
 
 
-def create_app(config: RouterConfig, fleet: Fleet, *, codec: Codec, metrics: RouterMetrics, health: Health) -> ASGIApp:
+def create_app(
+    config: RouterConfig, fleet: Fleet, *, codec: Codec, metrics: RouterMetrics, health: Health, bodies: Bodies
+) -> ASGIApp:
     """The app before a fleet that somebody else starts and stops."""
     pages = _Pages(config, fleet, metrics=metrics, health=health)
-    complete = GenerateEndpoint(config, chat=False, fleet=fleet, codec=codec, metrics=metrics)
-    chat = GenerateEndpoint(config, chat=True, fleet=fleet, codec=codec, metrics=metrics)
+    complete = GenerateEndpoint(config, chat=False, fleet=fleet, codec=codec, metrics=metrics, bodies=bodies)
+    chat = GenerateEndpoint(config, chat=True, fleet=fleet, codec=codec, metrics=metrics, bodies=bodies)
     live = LiveView(config, fleet, codec=codec, metrics=metrics, health=health)
 
     async def live_page(request: Request) -> Response:

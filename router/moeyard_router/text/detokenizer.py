@@ -54,6 +54,11 @@ class TokenBytes:
         """The bytes of one token, special ones included."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
 
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest token, at least 1."""
+        return max(map(len, self._bytes), default=1) or 1
+
     def table(self, *, skip_special_tokens: bool) -> list[bytes]:
         """All tokens' bytes by id; special tokens are empty if they are to be skipped. Not to be modified."""
         return self._visible if skip_special_tokens else self._bytes

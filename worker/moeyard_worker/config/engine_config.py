@@ -36,8 +36,9 @@ class SchedulerConfig:
 
     max_batch_tokens: rows of one step, prompt and output together. max_num_seqs: running sequences.
     prefill_chunk: prompt rows of one sequence in one step. mixed_prefill_tokens: prompt rows of all sequences in a step
-    that has rows of output too, whose tokens wait for them; None: as many as fit. max_waiting: queued requests before
-    `queue_full`.
+    that has rows of output too, whose tokens wait for them; None: as many as fit. max_waiting: queued requests that
+    cannot start yet, before `queue_full`. max_queue_seconds: how long a request may wait for its start before
+    `queue_timeout`; None: as long as it takes.
     max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3.
     num_state_slots: sequences with state of their own beside pages, 0 when the model has none.
     chunk_alignment: what every prompt chunk but the last ends at a multiple of.
@@ -53,6 +54,7 @@ class SchedulerConfig:
     prefill_chunk: int = 512
     mixed_prefill_tokens: int | None = None
     max_waiting: int = 1024
+    max_queue_seconds: float | None = None
     prefix_caching: bool = True
     max_in_flight: int = 1
     num_drafts: int = 0
@@ -113,6 +115,7 @@ class EngineConfig:
     prefill_chunk: int = 512
     mixed_prefill_tokens: int | None = None
     max_waiting: int = 1024
+    max_queue_seconds: float | None = None
     prefix_caching: bool = True
     async_scheduling: bool = False
     enforce_eager: bool = False
@@ -141,6 +144,8 @@ class EngineConfig:
         _require_positive(self, ("mixed_prefill_tokens",))
         _require_source(self)
         _require_rows(self)
+        if self.max_queue_seconds is not None and not 0 < self.max_queue_seconds < float("inf"):
+            raise ValueError(f"max_queue_seconds must be a positive number of seconds, got {self.max_queue_seconds}")
         if not 0 < self.step_deadline < float("inf"):
             raise ValueError(f"step_deadline must be a positive number of seconds, got {self.step_deadline}")
         if self.threads > 2:

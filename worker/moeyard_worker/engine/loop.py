@@ -109,6 +109,8 @@ class Engine:
 
     def _turn(self) -> None:
         self._take_messages()
+        for reply in self._scheduler.expire(time.monotonic()):
+            self._send(reply.client, reply.message)
         try:
             if self.failure is None and (self._scheduler.has_work() or self._launched or self._peer_started()):
                 self._advance()

@@ -178,6 +178,7 @@ class Worker:
                 prefill_chunk=config.prefill_chunk,
                 mixed_prefill_tokens=config.mixed_prefill_tokens,
                 max_waiting=config.max_waiting,
+                max_queue_seconds=config.max_queue_seconds,
                 prefix_caching=config.prefix_caching and state.prefix_reusable,
                 max_in_flight=2 if config.async_scheduling else 1,
                 num_state_slots=num_state_slots,

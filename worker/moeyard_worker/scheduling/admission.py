@@ -17,8 +17,9 @@ def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
     wrong = sampling_error(params, config.vocab_size)
     if wrong is not None:
         return no("bad_request", wrong)
-    outside = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
-    if outside is not None:
+    # Two passes in C: a long prompt is read while the streams of this rank wait.
+    if min(prompt) < 0 or max(prompt) >= config.vocab_size:
+        outside = next(t for t in prompt if not 0 <= t < config.vocab_size)
         return no("bad_request", f"token id {outside} is outside the vocabulary of {config.vocab_size}")
     limit = config.max_model_len
     if len(prompt) + 1 > limit:

@@ -1,6 +1,6 @@
-"""What an accepted token means for its request: whether it ends, and how that is told. Pure."""
+"""How a request ends: whether an accepted token ends it, and what is said at the end. Pure."""
 
-from moeyard_worker.protocol import Done
+from moeyard_worker.protocol import Done, Rejected
 from moeyard_worker.scheduling.request import Request
 
 
@@ -33,3 +33,9 @@ def farewell(request: Request, reason: str, error: str | None = None) -> Done:
         queue_seconds=0.0 if started is None else started - request.arrived,
         prefill_seconds=0.0 if started is None or first is None else first - started,
     )
+
+
+def expired(request: Request, waited: float, limit: float | None) -> Rejected:
+    """The only word to a request that waited `waited` seconds, `limit` or more, and never ran."""
+    message = f"the request waited {waited:.1f} s and did not start; the limit is {limit:g} s"
+    return Rejected(request_id=request.request_id, reason="queue_timeout", message=message, retry_after=1.0)

@@ -1,6 +1,7 @@
 """What requests hold on a rank: pages and a slot each, taken, grown, found again and given back. Pure."""
 
 from collections.abc import Iterable
+from itertools import islice
 from math import lcm
 
 from moeyard_worker.config.engine_config import SchedulerConfig
@@ -16,6 +17,7 @@ class Holdings:
         self.pool = PagePool(config.num_pages)
         self.slots = SlotPool(config.num_state_slots)
         self._page_size = config.page_size
+        self._max_num_seqs = config.max_num_seqs
         # A prompt is reused up to a multiple of this many pages.
         self._reuse_unit = lcm(config.page_size, config.chunk_alignment) // config.page_size
 
@@ -35,6 +37,14 @@ class Holdings:
             return False
         needed = self.pages_for(request.length) - len(cached)
         return needed <= self.pool.num_free - self.pool.num_idle(cached)
+
+    def can_start_first(self, waiting: Iterable[Request], count: int, num_running: int) -> bool:
+        """Whether the first `count` of the queue have places, slots and pages together, whatever prefixes are known."""
+        if count <= 0:
+            return True
+        if num_running + count > self._max_num_seqs or (self.slots.num_slots and count > self.slots.num_free):
+            return False
+        return sum(self.pages_for(r.length) for r in islice(waiting, count)) <= self.pool.num_free
 
     def start(self, request: Request, cached: list[int]) -> None:
         """Give the request a slot, the `cached` pages, whose positions count as computed, and the rest for its tokens.

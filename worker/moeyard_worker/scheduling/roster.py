@@ -3,6 +3,7 @@
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
+from itertools import takewhile
 
 from moeyard_worker.scheduling.request import Request
 from moeyard_worker.scheduling.step import Chunk, RequestKey
@@ -28,6 +29,11 @@ class Roster:
         self._num_entered += 1
         self.live[request.key] = request
         self.waiting.append(request)
+
+    def late(self, arrived: float) -> list[Request]:
+        """Those that have waited since `arrived` or longer and never ran; in order of arrival."""
+        new = (r for r in self.waiting if r.started is None)
+        return list(takewhile(lambda r: r.arrived <= arrived, new))
 
     def start_first(self) -> Request:
         """The first that waits runs."""

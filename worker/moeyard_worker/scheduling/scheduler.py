@@ -17,7 +17,7 @@ from typing import NamedTuple
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import Done, Rejected, Submit, Tokens
 from moeyard_worker.scheduling.admission import refusal
-from moeyard_worker.scheduling.completion import extend, farewell
+from moeyard_worker.scheduling.completion import expired, extend, farewell
 from moeyard_worker.scheduling.holdings import Holdings
 from moeyard_worker.scheduling.planning import Place, StepBuilder, make_chunk, next_place, num_rows
 from moeyard_worker.scheduling.request import Accepted, Reply, Request, SchedulerStats
@@ -69,15 +69,17 @@ class Scheduler:
 
     def add(self, submit: Submit, client: bytes, now: float) -> Rejected | None:
         """Queue a request, or say why it can never run or cannot be queued now."""
-        request_id, prompt = submit.request_id, submit.prompt_token_ids
+        request_id, prompt = submit.request_id, tuple(submit.prompt_token_ids)
         if (client, request_id) in self._roster.live:
             message = f"request {request_id!r} is already running"
             return Rejected(request_id=request_id, reason="duplicate", message=message)
         rejected = refusal(submit, self.config)
         if rejected is not None:
             return rejected
-        if len(self._roster.waiting) >= self.config.max_waiting:
-            message = f"{len(self._roster.waiting)} requests are waiting"
+        waiting = self._roster.waiting
+        # Of those that wait, the first may be about to start: the limit is for those that cannot.
+        if not self._holdings.can_start_first(waiting, 1 + len(waiting) - self.config.max_waiting, self.num_running):
+            message = f"{len(waiting)} requests are waiting"
             return Rejected(request_id=request_id, reason="queue_full", message=message, retry_after=1.0)
         request = Request(
             client=client,
@@ -97,6 +99,14 @@ class Scheduler:
         """
         request = self._roster.live.get((client, request_id))
         return None if request is None else self._finish(request, "abort")
+
+    def expire(self, now: float) -> list[Reply]:
+        """End the requests that have waited for `max_queue_seconds` and never ran; a preempted one has run."""
+        limit = self.config.max_queue_seconds
+        late = [] if limit is None else self._roster.late(now - limit)
+        for request in late:
+            self._finish(request, "abort")
+        return [Reply(r.client, expired(r, now - r.arrived, limit)) for r in late]
 
     def abort_client(self, client: bytes) -> None:
         """End all requests of a client that can no longer be reached."""

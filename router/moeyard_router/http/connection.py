@@ -1,0 +1,211 @@
+"""A client's connection: uvicorn's protocol over httptools, with limits on what may stay unfinished.
+
+uvicorn has a time limit for idle connections only. Here a request's head has a size and a time, and its body a time, so
+that nobody holds connections or memory with requests that never become whole. And an upgrade that is offered (`Upgrade:
+h2c` of `curl --http2` and Java's client, `websocket`) is declined as RFC 9110, 7.8, wants it, by answering the request:
+llhttp, the parser, takes every upgrade for accepted and hands on no body behind it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httptools
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from moeyard_router.errors import ApiError
+
+_HOP_BY_HOP = frozenset((b"upgrade", b"http2-settings"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """`header_bytes`: request line and headers. `header_seconds`: from a connection, or a request's first byte, to the
+    end of its headers. `body_seconds`: from there to the end of its body."""
+
+    header_bytes: int
+    header_seconds: float
+    body_seconds: float
+
+
+class _TooLong(Exception):
+    """The head of a request is longer than allowed; httptools wraps it."""
+
+
+class ConnectionProtocol(HttpToolsProtocol):
+    """One connection. `refused` is told the status of every answer that no endpoint gave: 400, 408 or 431."""
+
+    def __init__(self, *, limits: ConnectionLimits, refused: Callable[[int], None], **given: Any) -> None:
+        super().__init__(**given)
+        self._limits = limits
+        self._refused = refused
+        self._in_head = True
+        self._in_body = False
+        self._head_bytes = 0  # of the chunks in which the head arrived
+        self._exact_bytes = 0  # of the names, values and URL in it
+        self._deadline: asyncio.TimerHandle | None = None
+        self._waits_for: tuple[str, int] | None = None  # what the deadline is for, and of which request
+        self._num_requests = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Headers are awaited from now on."""
+        super().connection_made(transport)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is awaited any more."""
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; what cannot become a request is answered here, and the connection closed."""
+        self._unset_keepalive_if_required()
+        if self.transport.is_closing():
+            return
+        if not self._in_body and not self._in_head:
+            self._begin_head()
+        if self._in_head:
+            self._head_bytes += len(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserCallbackError as error:
+            if not isinstance(error.__context__, _TooLong):
+                raise  # a bug of ours or uvicorn's
+            self._refuse_head()
+            return
+        except httptools.HttpParserError as error:
+            self._refuse(400, f"this is not an HTTP request: {error}")
+            return
+        # The end of the head is exact: what came behind it in the same chunk is body.
+        if self._in_head and self._head_bytes > self._limits.header_bytes:
+            self._refuse_head()
+            return
+        self._watch()
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            if self.parser.get_method() == b"CONNECT":
+                self._refuse(400, "this is not a proxy: CONNECT is not served")
+                return
+            head, rest = self._head_without_upgrade(), data[stop.args[0] :]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            self.parser.feed_data(head)
+            self._feed(rest)
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head that was parsed, once more, as a client writes it that offers no upgrade."""
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = (option.strip() for option in value.split(b","))
+                value = b", ".join(o for o in options if o.lower() not in _HOP_BY_HOP)
+            if name not in _HOP_BY_HOP and (value or name != b"connection"):
+                lines.append(name + b": " + value)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    # The parser's callbacks
+
+    def on_message_begin(self) -> None:
+        """A request's first byte."""
+        if not self._in_head:  # behind another one, in the same chunk
+            self._begin_head()
+        self._exact_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the request's target."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header field."""
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The request goes to the app, unless it comes again without its upgrade."""
+        if self.parser.should_upgrade():
+            return
+        self._in_head, self._in_body = False, True
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        if self.parser.should_upgrade():
+            return
+        self._in_body = False
+        super().on_message_complete()
+
+    def _begin_head(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        self._num_requests += 1
+
+    def _count(self, size: int) -> None:
+        self._exact_bytes += size
+        if self._exact_bytes > self._limits.header_bytes:
+            raise _TooLong
+
+    # Deadlines
+
+    def _watch(self) -> None:
+        """Let a deadline run for what is awaited of the client, and for nothing else."""
+        awaited = "headers" if self._in_head else "body" if self._in_body else None
+        if awaited is None or self.transport.is_closing():
+            self._unwatch()
+        elif self._waits_for != (awaited, self._num_requests):
+            self._unwatch()
+            self._waits_for = (awaited, self._num_requests)
+            limits = self._limits
+            seconds = limits.header_seconds if awaited == "headers" else limits.body_seconds
+            self._deadline = self.loop.call_later(seconds, self._late)
+
+    def _unwatch(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self._waits_for = None
+
+    def _late(self) -> None:
+        self._deadline = self._waits_for = None
+        if self._in_head and self.cycle is not None and not self.cycle.response_complete:
+            self._watch()  # an earlier request of this connection is still being answered
+        elif self._in_head:
+            self._refuse(408, f"the request's headers were not complete after {self._limits.header_seconds:g} s")
+        else:
+            self._refuse(408, f"the request's body was not complete after {self._limits.body_seconds:g} s")
+
+    # Answers
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the request's headers are longer than {self._limits.header_bytes} bytes")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer, unless another answer is on its way or has been given, and close."""
+        self._unwatch()
+        cycle = self.cycle
+        if self._in_body:
+            unanswered = not cycle.response_started and not self.pipeline
+        else:
+            unanswered = cycle is None or cycle.response_complete
+        if unanswered:
+            self._refused(status)
+            self.transport.write(self._answer(status, message))
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.transport.close()
+
+    def _answer(self, status: int, message: str) -> bytes:
+        body = orjson.dumps(ApiError(status, message).body())
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        return STATUS_LINE[status] + b"".join(b"%s: %s\r\n" % pair for pair in headers) + b"\r\n" + body

@@ -1,0 +1,60 @@
+"""The limits on the command line become fields of RouterConfig and EngineConfig; a bad one is a line that says so."""
+
+import pytest
+
+from moeyard.cli import build_parser
+from moeyard.door_flags import door_fields
+from moeyard.flags import engine_config
+
+
+def parse(*flags):
+    args = build_parser().parse_args(["serve", "/m", "--workers", "2", *flags])
+    return args, engine_config(args)
+
+
+def test_without_flags_the_fleet_says_how_much_it_holds():
+    args, config = parse("--max-num-seqs", "16", "--max-waiting", "4")
+    assert door_fields(args, config) == {"max_inflight": 2 * (16 + 4)}
+    assert config.max_queue_seconds is None
+
+
+def test_flags():
+    args, config = parse(
+        *(
+            "--max-inflight",
+            "7",
+            "--max-waiting-tokens",
+            "5000",
+            "--max-queue-seconds",
+            "2.5",
+            "--intake-processes",
+            "1",
+        ),
+        *("--max-body-bytes", "1MiB", "--max-buffered-bytes", "4MiB", "--max-header-bytes", "8KiB"),
+        *("--header-timeout", "3", "--body-timeout", "4.5", "--keep-alive-timeout", "6"),
+    )
+    assert door_fields(args, config) == {
+        "max_inflight": 7, "max_waiting_tokens": 5000, "max_body_bytes": 2**20, "max_buffered_bytes": 2**22,
+        "max_header_bytes": 8192, "header_timeout": 3.0, "body_timeout": 4.5, "keep_alive_timeout": 6.0,
+        "intake_processes": 1,
+    }  # fmt: skip
+    assert config.max_queue_seconds == 2.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--max-inflight", "0"), "'0' is not a whole number of at least 1"),
+        (("--max-waiting-tokens", "many"), "'many' is not a whole number"),
+        (("--header-timeout", "-1"), "'-1' is not a number of seconds above 0"),
+        (("--max-queue-seconds", "nan"), "'nan' is not a number of seconds above 0"),
+        (("--max-body-bytes", "big"), "'big' is not a size"),
+    ],
+)
+def test_bad_flags(capsys, flags, message):
+    with pytest.raises(SystemExit) as caught:
+        parse(*flags)
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1

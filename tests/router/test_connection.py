@@ -1,0 +1,218 @@
+"""What a connection may hold up: heads and bodies that never end, heads without end, upgrades that nobody wants."""
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+LIMITS = {"header_timeout": 0.6, "body_timeout": 0.9, "keep_alive_timeout": 0.5, "max_header_bytes": 2000}
+BODY = json.dumps({"prompt": [5, 6], "max_tokens": 2, "return_token_ids": True}).encode()
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+
+
+@pytest.fixture(scope="module")
+def quick(checkpoint, story) -> Iterator:
+    """A service of little patience."""
+    from tests.router.conftest import Starter
+
+    starter = Starter(checkpoint, story)
+    yield starter(1, **LIMITS)
+    starter.close()
+
+
+def connect(service):
+    host, port = service.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=5)
+
+
+def answer(sock, *, whole=True):
+    """(status, headers, body) of the next answer; with `whole`, the server must have closed behind it."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        part = sock.recv(65536)
+        if not part:
+            return None
+        data += part
+    head, _, body = data.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    while len(body) < int(headers["content-length"]):
+        body += sock.recv(65536)
+    if whole:
+        assert sock.recv(100) == b"", "the server must close"
+    return int(first.split()[1]), headers, body
+
+
+def head(body=BODY, extra=b""):
+    length = b"" if body is None else b"Content-Length: %d\r\n" % len(body)
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + length + extra + b"\r\n"
+
+
+def error_of(got):
+    status, headers, body = got
+    error = json.loads(body)["error"]
+    assert error["code"] == status
+    assert headers["connection"] == "close"
+    return error["message"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nA:"])
+def test_headers_that_never_end(quick, sent):
+    with connect(quick) as sock:
+        began = time.monotonic()
+        sock.sendall(sent)
+        got = answer(sock)
+        assert got[0] == 408
+        assert error_of(got) == "the request's headers were not complete after 0.6 s"
+        assert time.monotonic() - began >= 0.5
+
+
+def test_headers_that_trickle(quick):
+    """Every byte is progress, and the time limit is for the whole."""
+    with connect(quick) as sock:
+        sock.sendall(b"GET /livez HTTP/1.1\r\nA: ")
+        sock.settimeout(0.02)
+        began, got = time.monotonic(), b""
+        while not got and time.monotonic() - began < 5:
+            try:
+                sock.sendall(b"x")
+                got = sock.recv(100)
+            except TimeoutError:
+                continue
+        assert got.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_that_never_ends(quick):
+    with connect(quick) as sock:
+        sock.sendall(head() + BODY[:-1])
+        got = answer(sock)
+        assert got[0] == 408
+        assert error_of(got) == "the request's body was not complete after 0.9 s"
+    quick.wait_idle()
+
+
+def test_a_body_that_is_read_by_nobody(quick):
+    """404 is said at once; what the client goes on sending does not keep the connection."""
+    with connect(quick) as sock:
+        sock.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc")
+        assert answer(sock, whole=False)[0] == 404
+        assert sock.recv(100) == b""
+
+
+def test_an_idle_connection_is_closed_and_a_busy_one_is_not(quick):
+    [worker] = quick.workers
+    with connect(quick) as sock:
+        for _ in range(2):
+            sock.sendall(head() + BODY)
+            assert answer(sock, whole=False)[0] == 200
+        worker.pace = 0.6  # a token takes longer than anything above may
+        sock.sendall(head() + BODY)
+        assert answer(sock, whole=False)[0] == 200
+        worker.reset()
+        assert sock.recv(100) == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /livez HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 2000 + b"\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 2000,
+        b"GET /" + b"x" * 2000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /" + b"x" * 3000,
+        b"GET /livez HTTP/1.1\r\n" + b"a:b\r\n" * 400 + b"\r\n",
+    ],
+    ids=["one field", "a field without end", "the target", "a target without end", "many fields"],
+)
+def test_headers_that_are_too_long(quick, sent):
+    with connect(quick) as sock:
+        sock.sendall(sent)
+        got = answer(sock, whole=False)
+        assert got[0] == 431
+        assert error_of(got) == "the request's headers are longer than 2000 bytes"
+
+
+def test_a_long_body_is_no_long_head(quick):
+    """It may come in the same chunk as the head, which is counted exactly then."""
+    body = json.dumps({"prompt": [5] * 1000, "max_tokens": 1}).encode()
+    with connect(quick) as sock:
+        for _ in range(2):
+            sock.sendall(head(body) + body)
+            assert answer(sock, whole=False)[0] == 400  # the prompt is too long for the model: it was read
+
+
+def test_what_is_no_http(quick):
+    for sent in (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"CONNECT a:1 HTTP/1.1\r\n\r\n"):
+        with connect(quick) as sock:
+            sock.sendall(sent)
+            got = answer(sock, whole=False)
+            assert got[0] == 400
+            error_of(got)
+
+
+def test_refusals_are_counted(quick):
+    with connect(quick) as sock:
+        sock.sendall(b"\x00\r\n\r\n")
+        assert answer(sock, whole=False)[0] == 400
+    assert 'moeyard_http_requests_total{path="other",status="400"}' in quick.client.get("/metrics").text
+
+
+@pytest.mark.parametrize("pieces", [1, 7], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("upgrade", [H2C, b"Upgrade: websocket\r\nConnection: keep-alive, Upgrade\r\n"])
+def test_an_upgrade_that_is_offered_is_declined_and_the_request_answered(service, upgrade, pieces):
+    with connect(service) as sock:
+        for sent in (head(extra=upgrade) + BODY, head() + BODY):
+            size = -(-len(sent) // pieces)
+            for i in range(pieces):
+                sock.sendall(sent[i * size : (i + 1) * size])
+                time.sleep(0.002 if pieces > 1 else 0)  # so that most pieces come alone
+            status, headers, body = answer(sock, whole=False)
+            assert status == 200
+            assert json.loads(body)["choices"][0]["prompt_token_ids"] == [5, 6]
+            assert headers.get("connection") != "close"
+
+
+def test_an_upgrade_with_a_chunked_body_and_a_request_behind_it(service):
+    """Java's client sends its body in chunks where it does not know the length."""
+    chunks = b"%x\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (5, BODY[:5], len(BODY) - 5, BODY[5:])
+    with connect(service) as sock:
+        sock.sendall(
+            head(None, b"Transfer-Encoding: chunked\r\n" + H2C) + chunks + b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+        )
+        status, _, body = answer(sock, whole=False)
+        assert status == 200
+        assert json.loads(body)["usage"]["prompt_tokens"] == 2
+        assert answer(sock, whole=False)[2] == b'{"status":"alive"}'
+
+
+def test_connection_close_beside_an_upgrade_holds(service):
+    with connect(service) as sock:
+        sock.sendall(head(extra=H2C.replace(b"HTTP2-Settings\r\n", b"HTTP2-Settings, close\r\n", 1)) + BODY)
+        assert answer(sock)[0] == 200
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl_with_http2(service, tmp_path):
+    big = tmp_path / "body.json"
+    big.write_bytes(BODY[:-1] + b', "user": "' + b"x" * 2_000_000 + b'"}')  # above 1 MiB curl asks first: Expect
+    for body in (BODY.decode(), f"@{big}"):
+        command = [
+            "curl",
+            "-sS",
+            "--http2",
+            "-H",
+            "Content-Type: application/json",
+            "-w",
+            "%{http_version} %{http_code}",
+        ]
+        got = subprocess.run(
+            [*command, "--data-binary", body, f"{service.url}/v1/completions"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+        assert got.stderr == ""
+        assert got.stdout.endswith("1.1 200"), got.stdout[-200:]

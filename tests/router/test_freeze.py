@@ -1,0 +1,124 @@
+"""Nobody freezes the router: what it does with the largest requests never keeps its event loop for long.
+
+The loop's own stalls are measured, in a process of its own: how late a callback of every millisecond comes. On a
+machine that others use it may be late because nobody ran us, so a stall counts as the CPU time that this process used
+in it, if that is less: a lock held by a thread, and work in the loop itself, are CPU time of ours; a core that another
+had is not.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAX_MODEL_LEN = 131_072
+MOST = 0.020  # seconds; what other streams may wait
+PROGRAM = """
+import asyncio, socket, sys, time
+from pathlib import Path
+from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.http.server import RouterServer, run_router
+worst, last = 0.0, (0.0, 0.0)
+def tick():
+    global worst, last
+    now = time.perf_counter(), time.process_time()
+    worst, last = max(worst, min(now[0] - last[0], now[1] - last[1])), now
+    loop.call_later(0.001, tick)
+def ready():
+    global loop, last
+    loop, last = asyncio.get_running_loop(), (time.perf_counter(), time.process_time())
+    tick()
+    print("ready", flush=True)
+config = RouterConfig(model_name="tiny", model_path=Path(sys.argv[2]), max_model_len=131072, vocab_size=400,
+    workers=(WorkerAddress(rank=0, endpoint=sys.argv[3]),), max_body_bytes=2**25)
+run_router(RouterServer(config, socket.socket(fileno=int(sys.argv[1])), on_ready=ready))
+print(worst, flush=True)
+"""
+
+
+def legal_and_not():
+    """(path, body, status): the largest requests that are legal, and larger ones."""
+    ids = [i % 400 for i in range(MAX_MODEL_LEN - 1)]
+    text = "The quick brown fox 你好 says 🙂 to the lazy dog. " * 6000
+    turns = [{"role": ("user", "assistant")[i % 2], "content": "one two three"} for i in range(8192)]
+    completions, chat = "/v1/completions", "/v1/chat/completions"
+    return {
+        "text of 15.6 MB": (completions, {"prompt": "word " * 3_120_000}, 400),
+        "legal text of 300 kB": (completions, {"prompt": text[:110_000], "max_tokens": 1}, 200),
+        "as many ids as may be": (completions, {"prompt": ids, "max_tokens": 1}, 200),
+        "so many of them": (completions, {"prompt": [ids] * 16, "max_tokens": 1}, 200),
+        "many answers": (completions, {"prompt": ids, "max_tokens": 1, "n": 32}, 200),
+        "ids of 16 MB": (completions, {"prompt": [1] * 6_000_000, "max_tokens": 1}, 400),
+        "a long chat": (chat, {"messages": turns[:4095], "max_tokens": 1}, 200),
+        "too long a chat": (chat, {"messages": turns * 40}, 400),
+        "dense JSON": (completions, {"prompt": "x", "user": [{"a": []}] * 1_000_000}, 400),
+    }
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return {name: (path, json.dumps(body).encode(), status) for name, (path, body, status) in legal_and_not().items()}
+
+
+@contextlib.contextmanager
+def router(checkpoint, worker):
+    """(URL, a function that ends the router and says its loop's worst stall) of a router of its own process."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        path = f"{ROOT}/worker:{ROOT}/router:{os.environ.get('PYTHONPATH', '')}"
+        command = [sys.executable, "-c", PROGRAM, str(sock.fileno()), str(checkpoint), worker.endpoint]
+        with subprocess.Popen(
+            command, pass_fds=[sock.fileno()], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+        ) as process:
+            assert process.stdout.readline() == "ready\n"
+
+            def end():
+                process.terminate()
+                return float(process.communicate(timeout=10)[0])
+
+            try:
+                yield f"http://127.0.0.1:{sock.getsockname()[1]}", end
+            finally:
+                process.kill()
+
+
+def test_the_largest_requests_in_parallel_keep_nobody_waiting(checkpoint, start, requests):
+    def long(worker):
+        worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=MAX_MODEL_LEN)
+
+    worker = start(1, prepare=long, max_model_len=MAX_MODEL_LEN).workers[0]
+    worker.pace = 0.005
+    with router(checkpoint, worker) as (url, end), httpx.Client(base_url=url, timeout=60) as client:
+        streaming, stop, chunks = threading.Event(), threading.Event(), []
+
+        def stream():
+            body = {"prompt": "x", "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                for line in answer.iter_lines():
+                    chunks.append(line)
+                    streaming.set()
+                    if stop.is_set():
+                        return
+
+        thread = threading.Thread(target=stream)
+        thread.start()
+        assert streaming.wait(10)
+        with ThreadPoolExecutor(4) as pool:
+            posts = {n: pool.submit(client.post, path, content=body) for n, (path, body, _) in requests.items()}
+            found = {name: post.result().status_code for name, post in posts.items()}
+        before = len(chunks)
+        stop.set()
+        thread.join(10)
+        assert found == {name: status for name, (_, _, status) in requests.items()}
+        assert before > 20, "the stream goes on meanwhile"
+        worst = end()
+    assert worst < MOST, f"the loop stood still for {worst * 1000:.1f} ms"

@@ -1,0 +1,155 @@
+"""Large bodies: what a process makes of them is what the router itself would have made, its end nobody else's."""
+
+import asyncio
+import dataclasses
+import json
+import threading
+
+import pytest
+
+from moeyard_router.api import large
+from moeyard_router.api.intake import Intake
+from moeyard_router.api.large import LARGE_BODY, Bodies
+from moeyard_router.api.schema import ChatRequest, CompletionRequest, parse
+from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.errors import ApiError
+
+COMPLETIONS = "/v1/completions"
+TEXT = "The quick brown fox 你好 says 🙂 " * 3000
+REQUESTS = {
+    "text": {"prompt": TEXT, "echo": True, "n": 2, "seed": 3, "stop": ["END", "🙂"], "temperature": 0.1},
+    "ids": {"prompt": [i % 400 for i in range(40_000)], "logit_bias": {"7": -1.5}, "logprobs": 2, "seed": -1},
+    "several": {"prompt": [TEXT, TEXT[::-1]], "max_tokens": 7, "stop_token_ids": [3, 3, 4], "seed": 0},
+    "chat": {"messages": [{"role": "user", "content": TEXT}] * 2, "seed": 1, "top_k": 5, "ignore_eos": True},
+}
+ERRORS = {
+    "json": (b"[" * 70_000, 400, None),
+    "field": (json.dumps({"prompt": TEXT, "tempreature": 1}).encode(), 400, "tempreature"),
+    "model": (json.dumps({"prompt": TEXT, "model": "other"}).encode(), 404, "model"),
+    "length": (json.dumps({"prompt": "x" * 10_000_000}).encode(), 400, "prompt"),
+}
+
+
+@pytest.fixture(scope="module")
+def config(checkpoint):
+    return RouterConfig(
+        model_name="tiny", model_path=checkpoint, workers=(WorkerAddress(rank=0, endpoint="tcp://h:1"),),
+        max_model_len=200_000, vocab_size=400, eos_token_ids=(1,), intake_processes=1, max_buffered_bytes=1000,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bodies(config):
+    bodies = Bodies(config)
+    yield bodies
+    bodies.close()
+
+
+def make(bodies, body, *, chat=False):
+    return asyncio.run(bodies.job([body[:100], body[100:]], chat=chat))
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_same_job(bodies, config, codec, name):
+    chat, body = name == "chat", json.dumps(REQUESTS[name]).encode()
+    assert len(body) > LARGE_BODY
+    intake = Intake(config, codec)
+    request = parse(body, ChatRequest if chat else CompletionRequest)
+    assert make(bodies, body, chat=chat) == asyncio.run(intake.chat(request) if chat else intake.completion(request))
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_the_same_errors(bodies, config, codec, name):
+    body, status, param = ERRORS[name]
+    with pytest.raises(ApiError) as here:
+        asyncio.run(Intake(config, codec).completion(parse(body, CompletionRequest)))
+    with pytest.raises(ApiError) as there:
+        make(bodies, body)
+    assert vars(here.value) == vars(there.value)
+    assert (there.value.status, there.value.param) == (status, param)
+    assert len(bodies._idle) == 1, "an error of a client ends no process"
+
+
+def test_a_process_that_is_killed_costs_one_request(bodies):
+    body = json.dumps(REQUESTS["several"]).encode()
+    make(bodies, body)
+    [process] = bodies._idle
+    process._process.kill()
+    process._process.wait()
+    with pytest.raises(ApiError, match="the process that read this request has ended") as caught:
+        make(bodies, body)
+    assert (caught.value.status, caught.value.reason) == (503, "intake")
+    assert make(bodies, body).continuations
+    assert bodies._idle != [process]
+
+
+def test_a_process_that_takes_too_long_is_killed(config, monkeypatch):
+    monkeypatch.setattr(large, "_SECONDS", 0.0)
+    bodies = Bodies(config)
+    with pytest.raises(ApiError, match="has ended"):
+        make(bodies, json.dumps(REQUESTS["text"]).encode())
+    bodies.close()
+
+
+def test_a_process_that_kept_much_memory_ends_with_its_answer(config, monkeypatch):
+    """What it may keep is nothing here: every answer is a process's last, and no request is lost."""
+    start = large._START.replace("import main; main()", "import main; main.__globals__['_MOST_MEMORY'] = 0; main()")
+    monkeypatch.setattr(large, "_START", start)
+    bodies = Bodies(config)
+    for _ in range(2):
+        assert make(bodies, json.dumps(REQUESTS["several"]).encode()).continuations
+        assert bodies._idle == []
+    with pytest.raises(ApiError, match="'tempreature'"):
+        make(bodies, ERRORS["field"][0])
+    assert bodies._idle == []
+    bodies.close()
+
+
+def test_closing_ends_the_processes_and_who_waits_for_them(config):
+    bodies = Bodies(config)
+    failed = []
+
+    def ask():
+        try:
+            make(bodies, json.dumps({"prompt": TEXT * 8}).encode())
+        except (ApiError, asyncio.CancelledError) as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while not bodies._busy:
+        pass
+    [process] = bodies._busy
+    bodies.close()
+    for thread in threads:
+        thread.join(10)
+    assert len(failed) == 2
+    assert process._process.returncode is not None
+
+
+def test_bodies_that_are_read_at_once_have_a_limit(bodies):
+    with bodies.room() as first, bodies.room() as second:
+        first(600)
+        second(400)
+        with pytest.raises(ApiError, match="requests of 1000 bytes are being read, 1000 are allowed") as caught:
+            second(1)
+        assert (caught.value.status, caught.value.retry_after) == (503, 1.0)
+    with bodies.room() as take:
+        take(1000)
+
+
+def test_a_large_request_over_http(start):
+    """The whole way; the worker's script knows nothing of its prompt."""
+
+    def long(worker):
+        worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=200_000)
+
+    service = start(1, prepare=long, max_model_len=200_000)
+    answer = service.complete(prompt=[5] * 60_000, max_tokens=2, return_token_ids=True)
+    assert answer["choices"][0]["prompt_token_ids"] == [5] * 60_000
+    assert service.submits[0].prompt_token_ids == (5,) * 60_000
+    refused = service.post(COMPLETIONS, prompt="x" * 9_000_000)
+    assert refused.status_code == 400
+    assert "the model's limit is 200000 tokens" in refused.json()["error"]["message"]
+    service.wait_idle()
