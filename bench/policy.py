@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moeyard_router.fleet.policy import RankLoad, choose_rank
-from moeyard_router.fleet.prefixes import PrefixMap
+from moeyard_router.fleet.prefixes import Block, PrefixMap
 
 PAGE = 64
 STEP_SECONDS = 2.4e-3
@@ -50,6 +50,14 @@ class Running:
     left: int = 0  # prompt tokens to compute
     first: float = 0.0
     end: float = 0.0
+    blocks: list[Block] = field(default_factory=list)  # as the router sees the prompt
+
+    def __post_init__(self) -> None:
+        begin, size = 0, 1
+        while begin + size <= len(self.asked.pages):
+            self.blocks.append(Block(hash(self.asked.pages[begin : begin + size]), size, begin + size))
+            begin += size
+            size *= 1 + (begin == 64 * size)
 
 
 @dataclass(slots=True)
@@ -98,9 +106,9 @@ class Simulation:
     def _submit(self, request: Running) -> None:
         request.rank = self.choose(request)
         self.ranks[request.rank].waiting.append(request)
-        request.expected = self.map.known(request.rank, request.asked.pages) * PAGE
+        request.expected = self.map.known(request.rank, request.blocks) * PAGE
         self.pending[request.rank] += request.asked.prompt_tokens - request.expected
-        self.map.sent(request.rank, request.asked.pages, KV_PAGES)
+        self.map.sent(request.rank, request.blocks, KV_PAGES)
         self.homes[request.asked.client] = request.rank
 
     def _turns(self, request: Running) -> int:
@@ -116,7 +124,7 @@ class Simulation:
                 usable=True,
                 sequences=rank.sequences,
                 pending_tokens=self.pending[i],
-                cached_tokens=self.map.known(i, request.asked.pages) * PAGE,
+                cached_tokens=self.map.known(i, request.blocks) * PAGE,
                 page_size=PAGE,
                 kv_pages=KV_PAGES,
                 kv_pages_free=KV_PAGES - rank.used,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moeyard_router.fleet.placement import Placement
 from moeyard_router.fleet.policy import RankLoad, choose_rank
-from moeyard_router.fleet.prefixes import PrefixMap, page_keys
+from moeyard_router.fleet.prefixes import PrefixMap, blocks
 
 IDLE = RankLoad(rank=0, usable=True, sequences=0, pending_tokens=0, page_size=4, kv_pages=100, kv_pages_free=100)
 
@@ -98,27 +98,38 @@ def test_a_burst_is_spread_evenly(size, burst):
     assert max(load.sequences for load in fleet) - min(load.sequences for load in fleet) <= 1
 
 
-def test_keys_are_of_full_pages_and_all_before():
-    keys = page_keys([1, 2, 3, 4, 5, 6, 7], 2)
-    assert len(keys) == 3
-    assert page_keys([1, 2, 3, 4, 9, 9], 2)[:2] == keys[:2]
-    assert page_keys([9, 2, 3, 4], 2)[1] != keys[1], "the same page behind another one is another page"
-    assert page_keys([1], 2) == page_keys([], 2) == []
+def test_blocks_are_of_full_pages_and_know_all_before():
+    found = blocks([1, 2, 3, 4, 5, 6, 7], 2)
+    assert [(block.pages, block.end) for block in found] == [(1, 1), (1, 2), (1, 3)]
+    assert blocks([1, 2, 3, 4, 9, 9], 2)[:2] == found[:2]
+    assert blocks([9, 2, 3, 4], 2)[1].key != found[1].key, "the same page behind another one is another page"
+    assert blocks([1], 2) == blocks([], 2) == []
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(0, 8)), max_size=30), st.integers(1, 12))
+def test_blocks_grow_with_the_prompt_and_do_not_depend_on_what_follows():
+    prompt = list(range(131_072))
+    found = blocks(prompt, 16)
+    assert len(found) == 288
+    assert found[-1].end == 8192
+    assert sum(block.pages for block in found) == 8192
+    assert blocks(prompt[: 16 * 3000], 16) == [block for block in found if block.end <= 3000]
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(0, 80)), max_size=30), st.integers(1, 90))
 def test_known_prefixes_are_prefixes(prompts, capacity):
-    """Against a search page by page; a rank never holds more than it has room for, and always its latest prompt."""
+    """Against a search block by block; a rank holds what it has room for, of its latest prompt all that fits."""
     pages = PrefixMap(2)
+    texts = [blocks([text] * 80, 1) for text in range(4)]
     for rank, text, length in prompts:
-        keys = [hash((text, i)) for i in range(length)]
-        pages.sent(rank, keys, capacity)
-        assert pages.known(rank, keys) == min(length, capacity)
-        for other in range(4):
-            asked = [hash((other, i)) for i in range(8)]
-            held = pages._pages[rank]
-            assert len(held) <= capacity
-            assert pages.known(rank, asked) == next((i for i, key in enumerate(asked) if key not in held), len(asked))
+        sent = [block for block in texts[text] if block.end <= length]
+        pages.sent(rank, sent, capacity)
+        fits = [block.end for block in sent if block.end <= capacity]
+        assert pages.known(rank, sent) == max(fits, default=0)
+        held = pages._blocks[rank]
+        assert sum(held.values()) == pages._held[rank] <= capacity
+        for asked in texts:
+            unknown = next((i for i, block in enumerate(asked) if block.key not in held), len(asked))
+            assert pages.known(rank, asked) == (asked[unknown - 1].end if unknown else 0)
 
 
 def test_a_conversation_stays_where_its_prefix_is():

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from moeyard_router.fleet.policy import RankLoad, Route, choose_rank
-from moeyard_router.fleet.prefixes import PrefixMap, page_keys
+from moeyard_router.fleet.prefixes import Block, PrefixMap, blocks
 
 _MAX_CLIENTS = 65536
 
@@ -22,18 +22,18 @@ class Placement:
         """Other workers took the place of these: nothing is cached anywhere."""
         self._prefixes = PrefixMap(self._num_ranks)
         self._homes: OrderedDict[str, int] = OrderedDict()
-        self._keys: tuple[Sequence[int], int, list[int]] = ((), 0, [])
+        self._last: tuple[Sequence[int], int, list[Block]] = ((), 0, [])
 
     def choose(self, loads: Sequence[RankLoad], prompt: Sequence[int], *, client: str | None) -> Route:
         """The rank for `prompt` (token ids), of which there must be a usable one; `client` names who asks, if known."""
-        keys = self._page_keys(prompt, loads[0].page_size) if self._prefix_caching else []
+        pieces = self._blocks_of(prompt, loads[0].page_size) if self._prefix_caching else []
         known = [
-            dataclasses.replace(load, cached_tokens=self._prefixes.known(load.rank, keys) * load.page_size)
+            dataclasses.replace(load, cached_tokens=self._prefixes.known(load.rank, pieces) * load.page_size)
             for load in loads
         ]
         route = choose_rank(known, prompt_tokens=len(prompt), home=None if client is None else self._homes.get(client))
         assert route is not None, "an available fleet has a usable rank"
-        self._prefixes.sent(route.rank, keys, next(load.kv_pages for load in loads if load.rank == route.rank))
+        self._prefixes.sent(route.rank, pieces, next(load.kv_pages for load in loads if load.rank == route.rank))
         if client is not None:
             self._homes[client] = route.rank
             self._homes.move_to_end(client)
@@ -41,8 +41,8 @@ class Placement:
                 self._homes.popitem(last=False)
         return route
 
-    def _page_keys(self, prompt: Sequence[int], page_size: int) -> list[int]:
+    def _blocks_of(self, prompt: Sequence[int], page_size: int) -> list[Block]:
         """Computed once for the choices of one prompt, which come one after the other."""
-        if self._keys[0] is not prompt or self._keys[1] != page_size:
-            self._keys = (prompt, page_size, page_keys(prompt, page_size))
-        return self._keys[2]
+        if self._last[0] is not prompt or self._last[1] != page_size:
+            self._last = (prompt, page_size, blocks(prompt, page_size))
+        return self._last[2]

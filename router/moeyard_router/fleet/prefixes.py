@@ -2,52 +2,69 @@
 
 Nobody asks the ranks: a prompt that was sent to a rank is computed there, page by page, and its pages stay in the
 prefix index until others need their room, the least recently used first. The same rule is applied here to hashes of
-pages. A wrong guess costs time, never an answer, so 64-bit hashes do.
+blocks of pages. A wrong guess costs time, never an answer, so 64-bit hashes do.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from moeyard_worker.protocol import TokenIds
 
+_FINE = 32  # pages; from there on blocks grow with the prompt, so that a long one has few
 
-def page_keys(token_ids: Sequence[int], page_size: int) -> list[int]:
-    """A hash per full page of `token_ids` (ids below 2^32): of the page and all before it."""
+
+class Block(NamedTuple):
+    """A piece of a prompt: `key` is of it and all before it, `pages` counts its own, `end` those up to its end."""
+
+    key: int
+    pages: int
+    end: int
+
+
+def blocks(token_ids: Sequence[int], page_size: int) -> list[Block]:
+    """The full pages of `token_ids` (ids below 2^32) in blocks: of 1 page up to 64, of 2 up to 128, of 4 and so on.
+
+    Where blocks begin does not depend on what follows. 131,072 ids in pages of 16 are 288 blocks, and take 0.5 ms.
+    """
     raw = (token_ids if isinstance(token_ids, TokenIds) else TokenIds.of(token_ids)).data
     width = page_size * 4
-    keys, before = [], 0
-    for begin in range(0, len(raw) - width + 1, width):
-        before = hash((before, raw[begin : begin + width]))
-        keys.append(before)
-    return keys
+    found: list[Block] = []
+    key, begin, pages = 0, 0, 1
+    while (begin + pages) * width <= len(raw):
+        key = hash((key, raw[begin * width : (begin + pages) * width]))
+        begin += pages
+        found.append(Block(key, pages, begin))
+        if begin == 2 * _FINE * pages:
+            pages *= 2
+    return found
 
 
 class PrefixMap:
-    """Per rank the pages it was given lately, at most as many as it has."""
+    """Per rank the blocks it was given lately, at most as many pages as it has."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._pages: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_ranks)]
+        self._blocks: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_ranks)]  # key -> pages
+        self._held = [0] * num_ranks
 
-    def known(self, rank: int, keys: Sequence[int]) -> int:
-        """Pages at the beginning of `keys` that the rank is thought to hold.
+    def known(self, rank: int, prompt: Sequence[Block]) -> int:
+        """Pages at the beginning of a prompt that the rank is thought to hold.
 
-        A page is forgotten after those that follow it, so the known ones are a prefix: O(log n).
+        A block is forgotten after those that follow it, so the known ones are a prefix: O(log n).
         """
-        pages, low, high = self._pages[rank], 0, len(keys)
+        held, low, high = self._blocks[rank], 0, len(prompt)
         while low < high:
             middle = (low + high) // 2
-            low, high = (middle + 1, high) if keys[middle] in pages else (low, middle)
-        return low
+            low, high = (middle + 1, high) if prompt[middle].key in held else (low, middle)
+        return prompt[low - 1].end if low else 0
 
-    def sent(self, rank: int, keys: Sequence[int], capacity: int) -> None:
-        """The rank gets a prompt of these pages, and has `capacity` pages in all."""
-        pages = self._pages[rank]
-        for key in reversed(keys):
-            pages[key] = None
-            pages.move_to_end(key)
-        while len(pages) > capacity:
-            pages.popitem(last=False)
-
-    def forget(self, rank: int) -> None:
-        """The rank has lost its cache."""
-        self._pages[rank].clear()
+    def sent(self, rank: int, prompt: Sequence[Block], capacity: int) -> None:
+        """The rank gets this prompt, and has `capacity` pages in all."""
+        held = self._blocks[rank]
+        for block in reversed(prompt):
+            if block.key not in held:
+                self._held[rank] += block.pages
+            held[block.key] = block.pages
+            held.move_to_end(block.key)
+        while self._held[rank] > capacity:
+            self._held[rank] -= held.popitem(last=False)[1]
