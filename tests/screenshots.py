@@ -47,14 +47,15 @@ def load(url: str, stop: threading.Event, seed: int) -> None:
 
 
 def reduce(path: Path) -> None:
-    """The 256 most frequent colours are enough for a page of few, and keep its own as they are."""
+    """256 colours: the most frequent as they are, the others by how well they cover the rest."""
     if find_spec("PIL") is None:
         return
     pillow = import_module("PIL.Image")
     image = pillow.open(path).convert("RGB")
-    counted = sorted(image.getcolors(image.width * image.height), reverse=True)[:256]
+    counted = sorted(image.getcolors(image.width * image.height), reverse=True)[:64]
+    covering = image.quantize(192, method=1, dither=0).getpalette()
     palette = pillow.new("P", (1, 1))
-    palette.putpalette([part for _, colour in counted for part in colour])
+    palette.putpalette([part for _, colour in counted for part in colour] + covering)
     image.quantize(palette=palette, dither=0).save(path, optimize=True)
 
 
