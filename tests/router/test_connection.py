@@ -31,17 +31,17 @@ def connect(service):
 
 def answer(sock, *, whole=True):
     """(status, headers, body) of the next answer; with `whole`, the server must have closed behind it."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        part = sock.recv(65536)
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        part = sock.recv(1)  # what follows this answer is the next one's
         if not part:
             return None
-        data += part
-    head, _, body = data.partition(b"\r\n\r\n")
-    first, *lines = head.decode().split("\r\n")
+        head += part
+    first, *lines = head.decode().strip().split("\r\n")
     headers = dict(line.lower().split(": ", 1) for line in lines)
+    body = b""
     while len(body) < int(headers["content-length"]):
-        body += sock.recv(65536)
+        body += sock.recv(int(headers["content-length"]) - len(body))
     if whole:
         assert sock.recv(100) == b"", "the server must close"
     return int(first.split()[1]), headers, body
