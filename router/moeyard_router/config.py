@@ -1,6 +1,6 @@
 """What a router is told once, at start."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -11,6 +11,36 @@ class WorkerAddress:
     rank: int
     endpoint: str
     metrics_url: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorConfig:
+    """Who may come in, under which certificate, and whether it is written down (docs/security.md).
+
+    `api_key_file` and `api_keys` (plain, from the environment) add up; with neither, no key is asked for.
+    `protect_metrics` asks for one on /metrics too. `ssl_certfile` and `ssl_keyfile` are PEM files; `ssl_ca_certs` asks
+    clients for a certificate that it vouches for. `allowed_origins` are origins of web pages (`https://host[:port]`)
+    that may call from a browser, or `*`. `access_log` writes one line per request on the logger `moeyard.access`.
+    """
+
+    api_key_file: Path | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    protect_metrics: bool = False
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_ca_certs: Path | None = None
+    allowed_origins: tuple[str, ...] = ()
+    access_log: bool = False
+
+    @property
+    def asks_for_key(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self.api_keys) or self.api_key_file is not None
+
+    @property
+    def scheme(self) -> str:
+        """How clients spell the protocol."""
+        return "http" if self.ssl_certfile is None else "https"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +57,7 @@ class RouterConfig:
     `step_deadline` is how long a worker may be silent on its connection before the fleet counts as lost.
     `canary_interval` is the idle time after which one tiny request proves that the fleet still decodes, and
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
+    `version` is what /version answers.
     """
 
     model_name: str
@@ -45,6 +76,8 @@ class RouterConfig:
     canary_interval: float = 30.0
     canary_timeout: float = 15.0
     shutdown_grace: float = 3.0
+    door: DoorConfig = DoorConfig()
+    version: str = "unknown"
 
     def __post_init__(self) -> None:
         """Raise `ValueError` naming the first value that cannot work."""

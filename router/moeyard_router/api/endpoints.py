@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from moeyard_router.api.choice import Delta
 from moeyard_router.api.generation import ClientGone, Generation
 from moeyard_router.api.intake import Intake, Job
+from moeyard_router.api.record import RequestRecord, record_of
 from moeyard_router.api.replies import DONE_EVENT, ReplyWriter, error_event
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, parse
 from moeyard_router.config import RouterConfig
@@ -39,12 +40,13 @@ class GenerateEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; every way out sends exactly one reply, or none to a client that has left."""
         arrived = time.monotonic()
+        record = record_of(scope)
         try:
             body = await read_body(scope, receive, self._config.max_body_bytes)
             job = await self._job(body)
-            await self._run(job, arrived, receive, send)
+            await self._run(job, arrived, record, receive, send)
         except ClientGone:
-            return
+            record.client_left = True
         except ApiError as error:
             if error.reason:
                 self._metrics.rejected(error.reason)
@@ -55,7 +57,7 @@ class GenerateEndpoint:
             return await self._intake.chat(parse(body, ChatRequest))
         return await self._intake.completion(parse(body, CompletionRequest))
 
-    async def _run(self, job: Job, arrived: float, receive: Receive, send: Send) -> None:
+    async def _run(self, job: Job, arrived: float, record: RequestRecord, receive: Receive, send: Send) -> None:
         reply_id = ("chatcmpl-" if job.chat else "cmpl-") + uuid.uuid4().hex
         tokens = self._codec.token_bytes
         generation = Generation(
@@ -69,6 +71,8 @@ class GenerateEndpoint:
                 await (_stream if job.stream else _whole)(job, generation, writer, send)
         finally:
             generation.close()
+            record.reply_id = reply_id
+            generation.note(record)
 
 
 async def _whole(job: Job, generation: Generation, writer: ReplyWriter, send: Send) -> None:
@@ -146,6 +150,8 @@ async def send_error(send: Send, error: ApiError) -> None:
     headers = [_JSON]
     if error.retry_after is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b'Bearer realm="moeyard"'))
     if error.status == 413:
         headers.append((b"connection", b"close"))  # the rest of the body is not read
     await send_bytes(send, error.status, orjson.dumps(error.body()), headers=headers)

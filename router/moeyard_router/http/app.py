@@ -13,36 +13,53 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeyard_router.api.endpoints import GenerateEndpoint
+from moeyard_router.api.tokenize import BodyEndpoint, Tokens
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, unknown_model
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
+from moeyard_router.http.gate import Gate
+from moeyard_router.http.keys import KeyRing
+from moeyard_router.http.openapi import Documents
+from moeyard_router.http.origins import Origins
 from moeyard_router.metrics import METRICS_CONTENT_TYPE, RouterMetrics
 from moeyard_router.text.chat import Codec
 
 _MODELS = "/v1/models"
 
 
-def create_app(config: RouterConfig, fleet: Fleet, *, codec: Codec, metrics: RouterMetrics, health: Health) -> ASGIApp:
+def create_app(
+    config: RouterConfig, fleet: Fleet, *, codec: Codec, metrics: RouterMetrics, health: Health, keys: KeyRing
+) -> ASGIApp:
     """The app before a fleet that somebody else starts and stops."""
     pages = _Pages(config, fleet, metrics=metrics, health=health)
     complete = GenerateEndpoint(config, chat=False, fleet=fleet, codec=codec, metrics=metrics)
     chat = GenerateEndpoint(config, chat=True, fleet=fleet, codec=codec, metrics=metrics)
+    tokens = Tokens(config, codec)
+    documents = Documents(config)
+    origins = Origins(config.door.allowed_origins, host=config.host, keys=keys.asks)
     routes = [
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route(_MODELS, pages.models),
         Route(f"{_MODELS}/{{id:path}}", pages.model),  # names of models have slashes
+        Route("/tokenize", BodyEndpoint(config, metrics, tokens.tokenize), methods=["POST"]),
+        Route("/detokenize", BodyEndpoint(config, metrics, tokens.detokenize), methods=["POST"]),
         Route("/v1/fleet", pages.fleet),
         Route("/livez", pages.livez),
         Route("/readyz", pages.readyz),
         Route("/health", pages.readyz),  # vLLM's name for it
+        Route("/ping", pages.readyz, methods=["GET", "POST"]),  # SageMaker's
+        Route("/version", pages.version),
+        Route("/openapi.json", documents.openapi),
+        Route("/docs", documents.page),
         Route("/metrics", pages.metrics),
         Route("/metrics/targets", pages.metrics_targets),
     ]
     handlers: Any = {HTTPException: _http_error, Exception: _crash}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return _CountAnswers(app, metrics, frozenset(r.path for r in routes))
+    gate = Gate(app, config=config, keys=keys, origins=origins, metrics=metrics)
+    return _CountAnswers(gate, metrics, frozenset(r.path for r in routes))
 
 
 class _Pages:
@@ -94,6 +111,10 @@ class _Pages:
         if problem is None:
             return _json({"status": "ready"})
         return _json({"status": "unready", "reason": problem}, status=503)
+
+    async def version(self, request: Request) -> Response:
+        """The version of this program."""
+        return _json({"version": self._config.version})
 
     async def metrics(self, request: Request) -> Response:
         """The router's own metrics for Prometheus."""

@@ -16,6 +16,9 @@ from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
 from moeyard_router.http.app import create_app
+from moeyard_router.http.files import keep_fresh
+from moeyard_router.http.keys import KeyRing
+from moeyard_router.http.tls import Certificate, open_certificate
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import open_codec
 
@@ -27,7 +30,7 @@ class RouterServer:
 
     `on_ready` is called once, in the loop, when every worker has decoded; `on_failed` with the reason when the fleet is
     lost (the router then goes on to answer 503 until it gets other workers or is stopped). Neither may block. Raises
-    `ValueError` for a checkpoint directory without a usable tokenizer.
+    `ValueError` for a checkpoint directory without a usable tokenizer, and for keys or certificates that are none.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class RouterServer:
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._codec = open_codec(config.model_path)
+        self._keys = KeyRing(config.door)
+        self._certificate = open_certificate(config.door)
         self._metrics = RouterMetrics(config.model_name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requests = 0
@@ -55,24 +60,32 @@ class RouterServer:
         changed = asyncio.Event()
         fleet = self._fleet = Fleet(self._config, self._metrics, on_change=changed.set, on_failed=self._on_failed)
         health = Health(self._config, fleet)
-        app = create_app(self._config, fleet, codec=self._codec, metrics=self._metrics, health=health)
+        app = create_app(self._config, fleet, codec=self._codec, metrics=self._metrics, health=health, keys=self._keys)
         grace = self._config.shutdown_grace
-        self._server = _Server(_uvicorn_config(app, grace), fleet, grace)
+        self._server = _Server(_uvicorn_config(app, grace, self._certificate), fleet, grace)
         try:
             fleet.start()
             watching = asyncio.create_task(health.run(changed, self._on_ready))
+            freshening = asyncio.create_task(keep_fresh(self._files()))
             if self._stop_requests:
                 self._server.should_exit = True
             try:
                 await self._server.serve(sockets=[self._sock])
             finally:
                 watching.cancel()
-                await asyncio.wait([watching])
+                freshening.cancel()
+                await asyncio.wait([watching, freshening])
         finally:
             fleet.close()
             self._sock.close()
-        if not watching.cancelled():
-            watching.result()  # a bug in the watching task must not pass unseen
+        for task in (watching, freshening):
+            if not task.cancelled():
+                task.result()  # a bug in the watching task must not pass unseen
+
+    def _files(self) -> list[Callable[[], None]]:
+        """What is read again when its files change."""
+        refresh = [self._keys.refresh] if self._config.door.api_key_file is not None else []
+        return refresh if self._certificate is None else [*refresh, self._certificate.refresh]
 
     def replace_workers(self, workers: tuple[WorkerAddress, ...], then: Callable[[], None]) -> None:
         """Go on with workers that were started in the place of these, and call `then` in the loop. From any thread."""
@@ -133,8 +146,8 @@ class _Server(uvicorn.Server):
         self._fleet.end_all(_STOPPING)
 
 
-def _uvicorn_config(app: ASGIApp, grace: float) -> uvicorn.Config:
-    return uvicorn.Config(
+def _uvicorn_config(app: ASGIApp, grace: float, certificate: Certificate | None) -> uvicorn.Config:
+    config = uvicorn.Config(
         cast(Any, app),  # starlette's and uvicorn's names for the same protocol
         http="httptools",
         ws="none",
@@ -146,6 +159,10 @@ def _uvicorn_config(app: ASGIApp, grace: float) -> uvicorn.Config:
         # Streams end by themselves after the grace; this is for clients that do not read their last bytes.
         timeout_graceful_shutdown=int(grace) + 2,
     )
+    config.load()
+    # Its own way to a context takes neither one that can be renewed nor a word about an encrypted key.
+    config.ssl = None if certificate is None else certificate.context
+    return config
 
 
 def run_router(server: RouterServer) -> None:

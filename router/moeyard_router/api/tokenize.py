@@ -1,0 +1,64 @@
+"""POST /tokenize and /detokenize, as vLLM has them: what a prompt costs, and what token ids say."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from moeyard_router.api.endpoints import read_body, send_bytes, send_error
+from moeyard_router.api.generation import ClientGone
+from moeyard_router.api.intake import Intake
+from moeyard_router.api.record import record_of
+from moeyard_router.api.schema import DetokenizeRequest, TokenizeRequest, parse
+from moeyard_router.config import RouterConfig
+from moeyard_router.errors import ApiError
+from moeyard_router.metrics import RouterMetrics
+from moeyard_router.text.chat import Codec
+
+
+class BodyEndpoint:
+    """ASGI app of a POST that is answered with one JSON object; `answer` makes it of the body or raises `ApiError`."""
+
+    def __init__(
+        self, config: RouterConfig, metrics: RouterMetrics, answer: Callable[[bytes], Awaitable[dict[str, Any]]]
+    ) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; nothing to a client that has left."""
+        try:
+            answer = await self._answer(await read_body(scope, receive, self._config.max_body_bytes))
+        except ClientGone:
+            record_of(scope).client_left = True
+        except ApiError as error:
+            self._metrics.rejected(error.reason)
+            await send_error(send, error)
+        else:
+            await send_bytes(send, 200, orjson.dumps(answer), headers=[(b"content-type", b"application/json")])
+
+
+class Tokens:
+    """What both endpoints answer."""
+
+    def __init__(self, config: RouterConfig, codec: Codec) -> None:
+        self._config = config
+        self._codec = codec
+        self._intake = Intake(config, codec)
+
+    async def tokenize(self, body: bytes) -> dict[str, Any]:
+        """The ids of a prompt or chat, their number, and (`return_token_strs`) their spelling."""
+        request = parse(body, TokenizeRequest)
+        ids = await self._intake.tokens(request)
+        return {
+            "count": len(ids),
+            "max_model_len": self._config.max_model_len,
+            "tokens": ids,
+            "token_strs": self._codec.spell(ids) if request.return_token_strs else None,
+        }
+
+    async def detokenize(self, body: bytes) -> dict[str, Any]:
+        """The text of token ids."""
+        return {"prompt": self._intake.text(parse(body, DetokenizeRequest))}
