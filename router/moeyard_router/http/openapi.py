@@ -150,7 +150,11 @@ def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "object"} if op.content == _JSON else {"type": "string"}
     content = {op.content: {"schema": {"$ref": _REF + op.reply} if op.reply else schema}}
     if op.streams:
-        content[_EVENTS] = {"schema": {"type": "string", "description": "Chunks in OpenAI's shape, then [DONE]."}}
+        event = {"event": {"type": "string"}, "data": {"type": "string"}}
+        words = "The data of each event is a chunk in OpenAI's shape; after the last comes [DONE]."
+        content[_EVENTS] = {
+            "schema": {"type": "object", "description": words, "properties": event, "required": ["data"]}
+        }
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     for status in op.errors:
         if status == 401 and not guarded:
