@@ -144,13 +144,15 @@ def test_random_bodies_get_described_answers(service, document, path):
     assert {200, 400} <= seen <= {200, 400, 404}
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(SCHEMATHESIS is None, reason="schemathesis is not installed")
 def test_schemathesis_finds_nothing(service, tmp_path):
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-    command = [SCHEMATHESIS, "run", f"{service.url}/openapi.json", "--checks", checks, "--max-examples", "300"]
+    command = [SCHEMATHESIS, "run", f"{service.url}/openapi.json", "--checks", checks, "--max-examples", "200"]
     command += ["--phases", "examples,coverage,fuzzing", "--seed", "7", "--mode", "all", "--continue-on-failure"]
     command += ["--generation-database", ":memory:"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=850, check=False)
     assert done.returncode == 0, done.stdout[-6000:]
     cases = int(re.search(r"(\d+) generated", done.stdout)[1])
     assert cases >= CASES, done.stdout
+    print(done.stdout)
