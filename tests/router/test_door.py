@@ -554,6 +554,13 @@ def test_bad_tokenize(service, path, body, status, param):
     assert answer.json()["error"]["param"] == param
 
 
+def test_tokenize_reads_no_more_than_could_be_run(service):
+    most = 64 * 1024 + 32 * 256
+    for path, body in (("/tokenize", {"prompt": "x" * most}), ("/detokenize", {"tokens": [1] * most})):
+        assert service.post(path, **body).status_code == 413
+    assert service.post("/tokenize", prompt="x" * 60_000).status_code in (200, 400)  # by length, or counted
+
+
 def test_without_a_tokenizer_nothing_has_text(start):
     service = start(1, model_path=None)
     for path, body in (("/tokenize", {"prompt": "x"}), ("/tokenize", {"prompt": ""}), ("/detokenize", {"tokens": [1]})):

@@ -16,21 +16,29 @@ from moeyard_router.errors import ApiError
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import Codec
 
+# A body is read in the event loop, so it may be as large as a prompt that can be run is in practice, and no larger: so
+# much text per token of the model's length, and the JSON around it.
+_BYTES_PER_TOKEN = 32
+_BYTES_AROUND = 64 * 1024
+
 
 class BodyEndpoint:
-    """ASGI app of a POST that is answered with one JSON object; `answer` makes it of the body or raises `ApiError`."""
+    """ASGI app of a POST that is answered with one JSON object; `answer` makes it of the body or raises `ApiError`.
+
+    A body above 64 KiB and 32 bytes for each token of the model's length is a 413.
+    """
 
     def __init__(
         self, config: RouterConfig, metrics: RouterMetrics, answer: Callable[[bytes], Awaitable[dict[str, Any]]]
     ) -> None:
-        self._config = config
+        self._limit = min(config.max_body_bytes, _BYTES_AROUND + _BYTES_PER_TOKEN * config.max_model_len)
         self._metrics = metrics
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; nothing to a client that has left."""
         try:
-            answer = await self._answer(await read_body(scope, receive, self._config.max_body_bytes))
+            answer = await self._answer(await read_body(scope, receive, self._limit))
         except ClientGone:
             record_of(scope).client_left = True
         except ApiError as error:
