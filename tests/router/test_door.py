@@ -393,6 +393,9 @@ def test_what_is_an_origin():
     assert wide.is_ours(b"whatever.example:8000")
     assert wide.permits(b"http://10.0.0.1:8000", b"10.0.0.1:8000")
     assert not wide.permits(b"http://evil.example:8000", b"evil.example:8000")
+    guarded = Origins([], host="0.0.0.0", keys=True)
+    assert guarded.permits(b"https://api.example", b"api.example"), "our own page, behind a proxy"
+    assert not guarded.permits(b"https://evil.example", b"api.example")
 
 
 # Request ids and the access log

@@ -33,7 +33,8 @@ class Origins:
         names = {host.lower(), socket.gethostname().lower()}
         names |= {urlsplit(origin).hostname or "" for origin in self._allowed if origin != "*"}
         self._names = frozenset(names)
-        # Who has a key is no page that was lured here; and behind a key other names may be a proxy's.
+        # A page that has this server's key was not lured here, so behind a key any name may be a proxy's.
+        self._any_name = keys
         self._check_host = is_loopback(host) and not keys and not self._any
 
     def is_ours(self, host: bytes) -> bool:
@@ -46,9 +47,9 @@ class Origins:
         if self._any or text in self._allowed:
             return True
         authority = host.decode("latin-1").lower()
-        return (
-            bool(authority) and text in (f"http://{authority}", f"https://{authority}") and self._is_own_name(authority)
-        )
+        if not authority or text not in (f"http://{authority}", f"https://{authority}"):
+            return False
+        return self._any_name or self._is_own_name(authority)
 
     def headers(self, origin: bytes) -> Headers:
         """What lets the page of a permitted origin read an answer."""
