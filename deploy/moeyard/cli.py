@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from moeyard import __version__
+from moeyard.door_config import add_door_arguments, door_config, log_config
 from moeyard.flags import add_bench_arguments, add_engine_arguments, add_source_arguments, engine_config
 from moeyard.lazy import load
 from moeyard_worker.config.cpu_config import set_cpu_environment
@@ -31,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve a checkpoint behind an OpenAI-compatible API")
     add_source_arguments(serve)
     add_engine_arguments(serve)
+    add_door_arguments(serve)
     serve.set_defaults(run=run_serve)
 
     demo = commands.add_parser("demo", help="serve the bundled checkpoint, stream one chat completion and show figures")
@@ -63,7 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run_serve(args: argparse.Namespace) -> int:
     """`moeyard serve`."""
-    return int(load("moeyard.serve").serve(args, engine_config(args)))
+    door, log = door_config(args), log_config(args)
+    return int(load("moeyard.serve").serve(args, engine_config(args), door=door, log=log))
 
 
 def run_demo(args: argparse.Namespace) -> int:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from moeyard.logs import LogConfig
 from moeyard.serve import Running, serve
+from moeyard_router.config import DoorConfig
 from moeyard_worker.config.engine_config import EngineConfig
 
 # Addresses like this one are what the bundled model read most (deploy/demo/README.md). Sampled, because the greedy text
@@ -53,7 +55,8 @@ def demo(args: argparse.Namespace, config: EngineConfig) -> int:
         # The router answers in this thread's loop, so the client needs one of its own.
         threading.Thread(target=show, args=(running,), name="demo", daemon=True).start()
 
-    code = serve(args, config, on_ready=on_ready)
+    # Its figures are for a terminal, with nothing between them that is not wrong.
+    code = serve(args, config, door=DoorConfig(), log=LogConfig(level="warning"), on_ready=on_ready)
     return 1 if errors else code
 
 

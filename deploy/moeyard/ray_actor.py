@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from moeyard import logs
 from moeyard.lazy import load
 from moeyard_worker.config.worker_spec import WorkerSpec
 
@@ -15,7 +16,12 @@ class RankActor:
     """Methods are the worker's own, in its order: setup, connect, load, start, wait; `progress` and `stop` any time."""
 
     def setup(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Bind the rank's sockets (`host` None: the node's address); returns its endpoints and its node."""
+        """Bind the rank's sockets (`host` None: the node's address); returns its endpoints and its node.
+
+        Its log lines go to this process's stderr, which Ray keeps in a file of its session's `logs`.
+        """
+        rank = spec["rank"]
+        logs.start(spec.pop("log"), context=lambda: {"rank": rank})
         node = ray.get_runtime_context().get_node_id()
         # The address under which the cluster knows the node: `ray start --node-ip-address` may have chosen it.
         host = spec.pop("host") or next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)

@@ -21,6 +21,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeyard import __version__
+from moeyard.logs import LogConfig
 from moeyard.rank import Rank
 from moeyard.ray_actor import RankActor
 from moeyard.ray_config import uses_tls, worker_environment
@@ -45,9 +46,16 @@ class RayFleet:
     """Owns the Ray session and the actors; `stop` leaves no process behind."""
 
     def __init__(
-        self, config: EngineConfig, *, address: str | None, worker_host: str | None, metrics_port_base: int
+        self,
+        config: EngineConfig,
+        log: LogConfig,
+        *,
+        address: str | None,
+        worker_host: str | None,
+        metrics_port_base: int,
     ) -> None:
         self._config = config
+        self._log = log
         self._address = address
         self._worker_host = worker_host if worker_host or address else "127.0.0.1"
         self._metrics_port_base = metrics_port_base
@@ -158,6 +166,7 @@ class RayFleet:
     def _spec(self, rank: int, epoch: int) -> dict[str, Any]:
         return {
             "config": self._config,
+            "log": self._log,
             "rank": rank,
             "epoch": epoch,
             "host": self._worker_host,

@@ -5,6 +5,7 @@ on stderr and leaves no process behind.
 """
 
 import argparse
+import dataclasses
 import os
 import socket
 import sys
@@ -16,15 +17,20 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from moeyard import ray_config
+from moeyard import __version__, logs, ray_config
 from moeyard.door_flags import door_fields
 from moeyard.lazy import load
+from moeyard.logs import LogConfig
 from moeyard.rank import Rank
 from moeyard.signals import sigterm_as_interrupt, uninterrupted
 from moeyard.supervisor import RestartBudget, Supervisor
 from moeyard_kernels.cpu import footprint
-from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
+from moeyard_router.http.context import current_request
+from moeyard_router.http.keys import KeyRing
+from moeyard_router.http.origins import is_loopback
 from moeyard_router.http.server import RouterServer, run_router
+from moeyard_router.http.tls import open_certificate
 from moeyard_router.text.chat import TextCodec
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
@@ -49,22 +55,33 @@ class Running:
     metrics_urls: tuple[str, ...]
 
 
-def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[[Running], None] | None = None) -> int:
+def serve(
+    args: argparse.Namespace,
+    config: EngineConfig,
+    *,
+    door: DoorConfig,
+    log: LogConfig,
+    on_ready: Callable[[Running], None] | None = None,
+) -> int:
     """Run until SIGINT or SIGTERM; returns the exit code. `on_ready` is called in the router's loop, once.
 
     Raises ValueError with one line that says what to change when the fleet cannot start.
     """
     begun = time.monotonic()
+    logs.start(log, context=log_context)
+    KeyRing(door)
+    open_certificate(door)
     model = served_model(config)
     check_before_start(config, model, local=args.ray_address is None)
     sock = bind(args.host, args.port)
+    warn_if_open(door, args.host)
     if args.ray_address is None:
         ray_config.prepare_local(config.threads)
     else:
         ray_config.prepare_remote()
     # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
     fleet = load("moeyard.ray_fleet").RayFleet(
-        config, address=args.ray_address, worker_host=args.worker_host, metrics_port_base=args.metrics_port_base
+        config, log, address=args.ray_address, worker_host=args.worker_host, metrics_port_base=args.metrics_port_base
     )
     supervisor: Supervisor | None = None
     with sigterm_as_interrupt():
@@ -75,7 +92,9 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
             report_skipped(ranks[0].report["skipped"])
             if config.load_format == "dummy":
                 print(DUMMY_NOTE, file=sys.stderr)
-            router = router_config(args, config, model, ranks=ranks, port=sock.getsockname()[1])
+            router = dataclasses.replace(
+                router_config(args, config, model, ranks=ranks, port=sock.getsockname()[1]), door=door
+            )
 
             def ready() -> None:
                 running = report_ready(router, ranks, seconds=time.monotonic() - begun)
@@ -120,6 +139,7 @@ def router_config(
         prefix_caching=config.prefix_caching,
         metric_aliases=tuple(args.metric_aliases),
         **door_fields(args, config),
+        version=__version__,
     )
 
 
@@ -130,7 +150,7 @@ def model_name(config: EngineConfig) -> str:
 
 def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> Running:
     """Print the ready line."""
-    url = f"http://{router.host}:{router.port}"
+    url = f"{router.door.scheme}://{router.host}:{router.port}"
     report = ranks[0].report
     print(
         f"ready: {url}/v1 serves {router.model_name} ({report['dtype']}) on {len(ranks)} workers, expert slots "
@@ -139,6 +159,23 @@ def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> 
         flush=True,
     )
     return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
+
+
+def warn_if_open(door: DoorConfig, host: str) -> None:
+    """One line if others than this machine's users can use what is served."""
+    if not door.asks_for_key and not is_loopback(host):
+        print(
+            f"moeyard: warning: the API listens on {host} and asks for no key, so whoever reaches it can use it; "
+            "see --api-key-file",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def log_context() -> dict[str, str | int]:
+    """The request that a log line of the router belongs to."""
+    request_id = current_request.get()
+    return {} if request_id is None else {"request_id": request_id}
 
 
 def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool) -> None:

@@ -3,7 +3,7 @@
 Every rank of a larger fleet is needed by every token, and what its ranks would have to agree on is not built yet.
 """
 
-import sys
+import logging
 import threading
 import time
 from collections import deque
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from moeyard.rank import Rank
+
+log = logging.getLogger(__name__)
 
 LIMIT, WINDOW_SECONDS = 3, 600.0
 
@@ -89,24 +91,22 @@ class Supervisor:
             # What the router was told names the cause; what is seen of the process is the consequence.
             reason, self._reason = self._reason or reason, None
             self._starting = self._alone
-        _say(f"worker {rank} ended: {reason}")
+        log.warning("worker %d ended: %s", rank, reason)
         while self._alone:
             begun = self._clock()
             if not self._budget.take(begun):
                 self._give_up(reason)
                 return
-            minutes = self._budget.seconds / 60
-            _say(
-                f"starting worker {rank} again ({self._budget.used(begun)} of {self._budget.limit} in {minutes:g} min)"
-            )
+            used, limit, minutes = self._budget.used(begun), self._budget.limit, self._budget.seconds / 60
+            log.warning("starting worker %d again (%d of %d in %g min)", rank, used, limit, minutes)
             try:
                 ranks = self._fleet.restart()
             except ValueError as error:
                 reason = f"worker {rank} could not be started again: {error}"
-                _say(reason)
+                log.warning("%s", reason)
                 continue
             self._replace(ranks, self._started)
-            _say(f"worker {rank} is there again after {self._clock() - begun:.1f} s")
+            log.warning("worker %d is there again after %.1f s", rank, self._clock() - begun)
             return
 
     def _started(self) -> None:
@@ -120,8 +120,4 @@ class Supervisor:
             self.failure = reason
         # A rank that computes, or reads cold experts, beyond the deadline in one layer looks dead to its peers.
         slow = "; if it was only slow, raise --step-deadline or lower --prefill-chunk" if "silent" in reason else ""
-        _say(f"the fleet failed: {reason}{slow}; restart moeyard serve")
-
-
-def _say(text: str) -> None:
-    print(f"moeyard: {text}", file=sys.stderr, flush=True)
+        log.error("the fleet failed: %s%s; restart moeyard serve", reason, slow)

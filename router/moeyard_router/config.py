@@ -1,6 +1,6 @@
 """What a router is told once, at start."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 METRIC_ALIASES = ("vllm",)
@@ -16,6 +16,36 @@ class WorkerAddress:
 
 
 _LEAST_ONE = ("max_body_bytes", "max_buffered_bytes", "max_header_bytes", "intake_processes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorConfig:
+    """Who may come in, under which certificate, and whether it is written down (docs/security.md).
+
+    `api_key_file` and `api_keys` (plain, from the environment) add up; with neither, no key is asked for.
+    `protect_metrics` asks for one on /metrics too. `ssl_certfile` and `ssl_keyfile` are PEM files; `ssl_ca_certs` asks
+    clients for a certificate that it vouches for. `allowed_origins` are origins of web pages (`https://host[:port]`)
+    that may call from a browser, or `*`. `access_log` writes one line per request on the logger `moeyard.access`.
+    """
+
+    api_key_file: Path | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    protect_metrics: bool = False
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_ca_certs: Path | None = None
+    allowed_origins: tuple[str, ...] = ()
+    access_log: bool = False
+
+    @property
+    def asks_for_key(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self.api_keys) or self.api_key_file is not None
+
+    @property
+    def scheme(self) -> str:
+        """How clients spell the protocol."""
+        return "http" if self.ssl_certfile is None else "https"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +69,7 @@ class RouterConfig:
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
     `prefix_caching` says whether workers reuse prompts' beginnings, so that sending them to one rank pays.
     `metric_aliases` adds other programs' names to /metrics: "vllm" is the only set there is.
+    `version` is what /version answers.
     """
 
     model_name: str
@@ -66,6 +97,8 @@ class RouterConfig:
     shutdown_grace: float = 3.0
     prefix_caching: bool = True
     metric_aliases: tuple[str, ...] = ()
+    door: DoorConfig = DoorConfig()
+    version: str = "unknown"
 
     def __post_init__(self) -> None:
         """Raise `ValueError` naming the first value that cannot work."""

@@ -7,10 +7,13 @@ from typing import Any
 _TYPES = MappingProxyType(
     {
         400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_denied_error",
         404: "not_found_error",
         405: "method_not_allowed_error",
         408: "request_timeout_error",
         413: "request_too_large_error",
+        415: "unsupported_media_type_error",
         429: "rate_limit_error",
         431: "request_too_large_error",
         500: "internal_server_error",

@@ -62,26 +62,26 @@ def test_budget_counts_within_its_window() -> None:
     assert budget.used(1000.0) == 0
 
 
-def test_a_worker_that_ends_is_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_that_ends_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk()
     desk.supervisor.ended(0, "rank 0: logits of step 9 are not finite: request r1")
     assert desk.fleet.calls == ["restart"]
     assert desk.replaced == [NEW]
     assert desk.supervisor.failure is None
-    first, second, third = capsys.readouterr().err.splitlines()
-    assert first == "moeyard: worker 0 ended: rank 0: logits of step 9 are not finite: request r1"
-    assert second == "moeyard: starting worker 0 again (1 of 2 in 1 min)"
-    assert third.startswith("moeyard: worker 0 is there again after ")
+    first, second, third = caplog.messages
+    assert first == "worker 0 ended: rank 0: logits of step 9 are not finite: request r1"
+    assert second == "starting worker 0 again (1 of 2 in 1 min)"
+    assert third.startswith("worker 0 is there again after ")
 
 
-def test_a_worker_that_the_router_has_lost_is_ended_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_that_the_router_has_lost_is_ended_first(caplog: pytest.LogCaptureFixture) -> None:
     """It may be there and silent; its end is noticed and named by what the router said."""
     desk = Desk()
     desk.supervisor.failed("worker 0 at tcp://old is gone: its connection broke")
     assert desk.fleet.calls == ["kill"]
     desk.supervisor.ended(0, "The actor died unexpectedly")
     assert desk.fleet.calls == ["kill", "restart"]
-    assert "worker 0 ended: worker 0 at tcp://old is gone" in capsys.readouterr().err
+    assert "worker 0 ended: worker 0 at tcp://old is gone" in caplog.text
 
 
 def test_the_router_may_be_late() -> None:
@@ -95,7 +95,7 @@ def test_the_router_may_be_late() -> None:
     assert desk.fleet.calls == ["restart", "kill"]
 
 
-def test_too_many_restarts_leave_it_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_many_restarts_leave_it_failed(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk(limit=2)
     for number in range(3):
         desk.supervisor.ended(0, f"fault {number}")
@@ -103,11 +103,12 @@ def test_too_many_restarts_leave_it_failed(capsys: pytest.CaptureFixture[str]) -
             then()
     assert desk.fleet.calls == ["restart", "restart"]
     assert desk.supervisor.failure == "fault 2"
-    assert "moeyard: the fleet failed: fault 2; restart moeyard serve" in capsys.readouterr().err
+    assert "the fleet failed: fault 2; restart moeyard serve" in caplog.text
+    caplog.clear()
     # The router says so too; it is said once, and nothing is killed that could tell more.
     desk.supervisor.failed("worker 0 failed: fault 2")
     assert desk.fleet.calls == ["restart", "restart"]
-    assert capsys.readouterr().err == ""
+    assert caplog.messages == []
 
 
 def test_restarts_come_back_with_time() -> None:
@@ -120,22 +121,22 @@ def test_restarts_come_back_with_time() -> None:
     assert desk.supervisor.failure is None
 
 
-def test_a_start_that_fails_takes_a_restart_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_that_fails_takes_a_restart_too(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk(limit=2)
     desk.fleet.refusals = ["no memory", "still no memory"]
     desk.supervisor.ended(0, "fault")
     assert desk.fleet.calls == ["restart", "restart"]
     assert desk.supervisor.failure == "worker 0 could not be started again: still no memory"
     assert desk.replaced == []
-    assert "could not be started again: no memory" in capsys.readouterr().err
+    assert "could not be started again: no memory" in caplog.text
 
 
-def test_one_of_several_is_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_of_several_is_not_started_again(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk(num_workers=2)
     desk.supervisor.ended(1, "killed")
     desk.supervisor.failed("rank 1 silent at step 7")
     assert desk.fleet.calls == []
     assert desk.supervisor.failure == "rank 1 silent at step 7"
-    err = capsys.readouterr().err
+    err = caplog.text
     assert "worker 1 ended: killed" in err
     assert "the fleet failed: rank 1 silent at step 7; if it was only slow, raise --step-deadline" in err

@@ -49,7 +49,7 @@ def answer(sock, *, whole=True):
 
 def head(body=BODY, extra=b""):
     length = b"" if body is None else b"Content-Length: %d\r\n" % len(body)
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + length + extra + b"\r\n"
+    return b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n" + length + extra + b"\r\n"
 
 
 def error_of(got):
@@ -60,7 +60,9 @@ def error_of(got):
     return error["message"]
 
 
-@pytest.mark.parametrize("sent", [b"", b"\r\n", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nA:"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"\r\n", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nA:"]
+)
 def test_headers_that_never_end(quick, sent):
     with connect(quick) as sock:
         began = time.monotonic()
@@ -98,7 +100,7 @@ def test_a_body_that_never_ends(quick):
 def test_a_body_that_is_read_by_nobody(quick):
     """404 is said at once; what the client goes on sending does not keep the connection."""
     with connect(quick) as sock:
-        sock.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc")
+        sock.sendall(b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\nabc")
         assert answer(sock, whole=False)[0] == 404
         assert sock.recv(100) == b""
 
@@ -119,9 +121,9 @@ def test_an_idle_connection_is_closed_and_a_busy_one_is_not(quick):
 @pytest.mark.parametrize(
     "sent",
     [
-        b"GET /livez HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 2000 + b"\r\n\r\n",
-        b"GET /livez HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 2000,
-        b"GET /" + b"x" * 2000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nA: " + b"x" * 2000 + b"\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nA: " + b"x" * 2000,
+        b"GET /" + b"x" * 2000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
         b"GET /" + b"x" * 3000,
         b"GET /livez HTTP/1.1\r\n" + b"a:b\r\n" * 400 + b"\r\n",
     ],
@@ -180,7 +182,9 @@ def test_an_upgrade_with_a_chunked_body_and_a_request_behind_it(service):
     chunks = b"%x\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (5, BODY[:5], len(BODY) - 5, BODY[5:])
     with connect(service) as sock:
         sock.sendall(
-            head(None, b"Transfer-Encoding: chunked\r\n" + H2C) + chunks + b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+            head(None, b"Transfer-Encoding: chunked\r\n" + H2C)
+            + chunks
+            + b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
         )
         status, _, body = answer(sock, whole=False)
         assert status == 200

@@ -14,6 +14,7 @@ from moeyard_router.api.choice import Delta
 from moeyard_router.api.generation import ClientGone, Generation
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.large import LARGE_BODY, Bodies
+from moeyard_router.api.record import record_of
 from moeyard_router.api.replies import DONE_EVENT, ReplyWriter, error_event
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, parse
 from moeyard_router.config import RouterConfig
@@ -51,12 +52,13 @@ class GenerateEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; every way out sends exactly one reply, or none to a client that has left."""
         arrived = time.monotonic()
+        record = record_of(scope)
         try:
             with self._bodies.room() as take:
                 job = await self._job(await read_parts(scope, receive, self._config.max_body_bytes, take))
-            await self._run(job, arrived, dict(scope["headers"]).get(b"x-session-id"), receive, send)
+            await self._run(job, arrived, scope, receive, send)
         except ClientGone:
-            return
+            record.client_left = True
         except ApiError as error:
             if error.reason:
                 self._metrics.rejected(error.reason)
@@ -71,9 +73,11 @@ class GenerateEndpoint:
             return await intake.chat(await intake.work(size, parse, body, ChatRequest))
         return await intake.completion(await intake.work(size, parse, body, CompletionRequest))
 
-    async def _run(self, job: Job, arrived: float, session: bytes | None, receive: Receive, send: Send) -> None:
+    async def _run(self, job: Job, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
+        record, session = record_of(scope), dict(scope["headers"]).get(b"x-session-id")
         reply_id = ("chatcmpl-" if job.chat else "cmpl-") + uuid.uuid4().hex
         tokens = self._codec.token_bytes
+        await self._fleet.read(prompt.token_ids for prompt in job.prompts[1:])
         generation = Generation(
             job, reply_id=reply_id, fleet=self._fleet, tokens=tokens, metrics=self._metrics, arrived=arrived,
             client=job.client if session is None else session[:_MAX_SESSION].decode("latin-1"),
@@ -86,6 +90,8 @@ class GenerateEndpoint:
                 await (_stream if job.stream else _whole)(job, generation, writer, send)
         finally:
             generation.close()
+            record.reply_id = reply_id
+            generation.note(record)
 
 
 async def _whole(job: Job, generation: Generation, writer: ReplyWriter, send: Send) -> None:
@@ -180,6 +186,8 @@ async def send_error(send: Send, error: ApiError) -> None:
     headers = [_JSON]
     if error.retry_after is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b'Bearer realm="moeyard"'))
     if error.status == 413 or error.reason == "busy":
         headers.append((b"connection", b"close"))  # the rest of the body is not read
     await send_bytes(send, error.status, orjson.dumps(error.body()), headers=headers)

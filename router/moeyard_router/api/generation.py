@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Job
+from moeyard_router.api.record import RequestRecord
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.policy import Route
@@ -97,6 +98,13 @@ class Generation:
         for index in self._unfinished:
             self._ended(now, index, "abort" if self._error is None else "error", None)
         self._unfinished = set()
+
+    def note(self, record: RequestRecord) -> None:
+        """Write down what came of it, for the access log."""
+        record.prompt_tokens = sum(len(p.token_ids) for p in self._job.prompts)
+        record.output_tokens = sum(c.num_tokens for c in self.choices)
+        record.first_token = min((t.first for t in self._timings if t.first is not None), default=None)
+        record.failure = None if self._error is None else self._error.status
 
     def _take(self, now: float, index: int, event: Event, deltas: dict[int, Delta]) -> None:
         choice, timing = self.choices[index], self._timings[index]

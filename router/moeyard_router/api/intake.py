@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from moeyard_router.api.schema import ChatRequest, CompletionRequest
+from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, bad_request, unknown_model
 from moeyard_router.text.chat import ChatTemplate, Codec
@@ -89,19 +89,43 @@ class Intake:
     async def chat(self, request: ChatRequest) -> Job:
         """A /v1/chat/completions request; the template writes the special tokens, so none are added by default."""
         self._check_model(request.model)
+        self._check_choices(request.n or 1, 1)
+        prompt = await self._chat_prompt(request)
+        return self._job(
+            request, [prompt], logprobs=(request.top_logprobs or 0) if request.logprobs else None, echo=False
+        )
+
+    async def tokens(self, request: TokenizeRequest) -> Sequence[int]:
+        """The token ids that a prompt or a chat would be run with."""
+        self._check_model(request.model)
+        if request.messages is not None:
+            return (await self._chat_prompt(request.as_chat())).token_ids
+        text, special = request.prompt or "", request.add_special_tokens is not False
+        if not text:  # to run it would be an error, to count it is none
+            return tuple(self._codec.encode(text, add_special_tokens=special))
+        return (await self._prompt(text, special=special, echo=False)).token_ids
+
+    def text(self, request: DetokenizeRequest) -> str:
+        """The text of token ids, special tokens included; as many as a sequence may have."""
+        self._check_model(request.model)
+        count, limit = len(request.tokens), self._config.max_model_len
+        if count > limit:
+            raise bad_request(f"{count} tokens are above the model's limit of {limit}", "tokens")
+        self._check_ids(request.tokens, "tokens")
+        if not self._codec.has_text:
+            raise bad_request("this server has no tokenizer: token ids have no text", "tokens")
+        return self._codec.decode(request.tokens)
+
+    async def _chat_prompt(self, request: ChatRequest) -> Prompt:
         if self._codec.template is None:
             raise bad_request(f"model '{self._config.model_name}' has no chat template", "messages")
-        self._check_choices(request.n or 1, 1)
         size = sum(len(m.content) + _MESSAGE_TEXT for m in request.messages)
         # What a template does with variables of its own is unknown here.
         size = THREAD_TEXT if request.chat_template_kwargs else size
         text = await self.work(size, _render, self._codec.template, request)
         if not text:
             raise bad_request("the chat template made an empty prompt of these messages", "messages")
-        prompt = await self._prompt(text, special=bool(request.add_special_tokens), echo=False, param="messages")
-        return self._job(
-            request, [prompt], logprobs=(request.top_logprobs or 0) if request.logprobs else None, echo=False
-        )
+        return await self._prompt(text, special=bool(request.add_special_tokens), echo=False, param="messages")
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._config.model_name:

@@ -22,7 +22,7 @@ import orjson
 from pydantic import TypeAdapter
 
 from moeyard_router.api.intake import Job, Prompt
-from moeyard_router.config import RouterConfig
+from moeyard_router.config import DoorConfig, RouterConfig
 from moeyard_router.errors import ApiError
 from moeyard_worker.protocol import TokenIds
 
@@ -140,19 +140,26 @@ class _Process:
 class Bodies:
     """The request bodies that are being read: how many bytes, and the processes for the large ones. `close` ends them.
 
-    At most `config.intake_processes`, started when they are first needed and kept; bodies hold at most
+    At most `config.intake_processes`, started by `start` or when they are needed, and kept; bodies hold at most
     `config.max_buffered_bytes` from their first byte until their job is made.
     """
 
     def __init__(self, config: RouterConfig) -> None:
         self._limit = config.max_buffered_bytes
+        self._count = config.intake_processes
         self._held = 0
-        self._config = CONFIGS.dump_json(config)
+        # Those processes let nobody in: they need no keys.
+        self._config = CONFIGS.dump_json(replace(config, door=DoorConfig()))
         self._threads = ThreadPoolExecutor(config.intake_processes, thread_name_prefix="large-body")
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
         self._closed = False
+
+    def start(self) -> None:
+        """Start all processes now: to start one takes up to 30 ms, in which nothing else runs here."""
+        with self._lock:
+            self._idle += [_Process(self._config) for _ in range(self._count - len(self._idle) - len(self._busy))]
 
     @contextlib.contextmanager
     def room(self) -> Iterator[Callable[[int], None]]:

@@ -209,7 +209,38 @@ class ChatRequest(_Generation):
         return self
 
 
-RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
+class TokenizeRequest(_Strict):
+    """Body of POST /tokenize: `prompt`, or `messages` as for a chat. A prompt gets special tokens by default."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("prompt", "give either prompt or messages")
+        return self
+
+    def as_chat(self) -> ChatRequest:
+        """The chat whose prompt is asked for; raises `ApiError` 400 if it could not be sent."""
+        names = ("messages", "add_special_tokens", "add_generation_prompt", "continue_final_message")
+        return validate({n: getattr(self, n) for n in (*names, "chat_template_kwargs")}, ChatRequest)
+
+
+class DetokenizeRequest(_Strict):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 def parse(body: bytes, kind: type[RequestT]) -> RequestT:
@@ -221,6 +252,11 @@ def parse(body: bytes, kind: type[RequestT]) -> RequestT:
     if not isinstance(data, dict):
         raise bad_request(f"the request body must be a JSON object, got {type(data).__name__}")
     check_sizes(data)
+    return validate(data, kind)
+
+
+def validate(data: dict[str, Any], kind: type[RequestT]) -> RequestT:
+    """Validate a parsed body; raises `ApiError` 400 naming the first field at fault."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:

@@ -4,8 +4,9 @@ With expert parallelism every rank is needed by every token, so one lost worker 
 a named failure at once, new ones are refused with it.
 """
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,6 +117,13 @@ class Fleet:
                 what = "is not connected yet" if worker.state == "connecting" else f"is {worker.state}"
                 return f"worker {worker.link.rank} at {worker.link.endpoint} {what}"
         return None
+
+    async def read(self, prompts: Iterable[Sequence[int]]) -> None:
+        """What `submit` wants to know of prompts, one in a turn of the event loop: a long one takes half a ms."""
+        known = loads(self._workers)
+        for prompt in prompts if known and self.config.prefix_caching else ():
+            self._placement.read(prompt, known[0].page_size)
+            await asyncio.sleep(0)
 
     def submit(
         self,

@@ -8,6 +8,7 @@ from moeyard_router.fleet.policy import RankLoad, Route, choose_rank
 from moeyard_router.fleet.prefixes import Block, PrefixMap, blocks
 
 _MAX_CLIENTS = 65536
+_PROMPTS = 32  # whose blocks are kept until they are asked for again
 
 
 class Placement:
@@ -22,11 +23,11 @@ class Placement:
         """Other workers took the place of these: nothing is cached anywhere."""
         self._prefixes = PrefixMap(self._num_ranks)
         self._homes: OrderedDict[str, int] = OrderedDict()
-        self._last: tuple[Sequence[int], int, list[Block]] = ((), 0, [])
+        self._seen: OrderedDict[int, tuple[Sequence[int], int, list[Block]]] = OrderedDict()
 
     def choose(self, loads: Sequence[RankLoad], prompt: Sequence[int], *, client: str | None) -> Route:
         """The rank for `prompt` (token ids), of which there must be a usable one; `client` names who asks, if known."""
-        pieces = self._blocks_of(prompt, loads[0].page_size) if self._prefix_caching else []
+        pieces = self.read(prompt, loads[0].page_size) if self._prefix_caching else []
         known = [
             dataclasses.replace(load, cached_tokens=self._prefixes.known(load.rank, pieces) * load.page_size)
             for load in loads
@@ -41,8 +42,11 @@ class Placement:
                 self._homes.popitem(last=False)
         return route
 
-    def _blocks_of(self, prompt: Sequence[int], page_size: int) -> list[Block]:
-        """Computed once for the choices of one prompt, which come one after the other."""
-        if self._last[0] is not prompt or self._last[1] != page_size:
-            self._last = (prompt, page_size, blocks(prompt, page_size))
-        return self._last[2]
+    def read(self, prompt: Sequence[int], page_size: int) -> list[Block]:
+        """The prompt's blocks; remembered for a while, for its other choices and for who reads before it submits."""
+        seen = self._seen.get(id(prompt))  # the entry keeps the prompt, so that its id stays its own
+        if seen is None or seen[1] != page_size:
+            seen = self._seen[id(prompt)] = (prompt, page_size, blocks(prompt, page_size))
+            if len(self._seen) > _PROMPTS:
+                self._seen.popitem(last=False)
+        return seen[2]

@@ -14,11 +14,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeyard_router.api.endpoints import GenerateEndpoint
 from moeyard_router.api.large import Bodies
+from moeyard_router.api.tokenize import BodyEndpoint, Tokens
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, unknown_model
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
+from moeyard_router.http.gate import Gate
+from moeyard_router.http.keys import KeyRing
 from moeyard_router.http.live import LiveView
+from moeyard_router.http.openapi import Documents
+from moeyard_router.http.origins import Origins
 from moeyard_router.http.page import STATIC, page_routes
 from moeyard_router.metrics import METRICS_CONTENT_TYPE, RouterMetrics
 from moeyard_router.text.chat import Codec
@@ -27,12 +32,22 @@ _MODELS = "/v1/models"
 
 
 def create_app(
-    config: RouterConfig, fleet: Fleet, *, codec: Codec, metrics: RouterMetrics, health: Health, bodies: Bodies
+    config: RouterConfig,
+    fleet: Fleet,
+    *,
+    codec: Codec,
+    metrics: RouterMetrics,
+    health: Health,
+    bodies: Bodies,
+    keys: KeyRing,
 ) -> ASGIApp:
     """The app before a fleet that somebody else starts and stops."""
     pages = _Pages(config, fleet, metrics=metrics, health=health)
     complete = GenerateEndpoint(config, chat=False, fleet=fleet, codec=codec, metrics=metrics, bodies=bodies)
     chat = GenerateEndpoint(config, chat=True, fleet=fleet, codec=codec, metrics=metrics, bodies=bodies)
+    tokens = Tokens(config, codec)
+    documents = Documents(config)
+    origins = Origins(config.door.allowed_origins, host=config.host, keys=keys.asks)
     live = LiveView(config, fleet, codec=codec, metrics=metrics, health=health)
 
     async def live_page(request: Request) -> Response:
@@ -46,6 +61,8 @@ def create_app(
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route(_MODELS, pages.models),
         Route(f"{_MODELS}/{{id:path}}", pages.model),  # names of models have slashes
+        Route("/tokenize", BodyEndpoint(config, metrics, tokens.tokenize), methods=["POST"]),
+        Route("/detokenize", BodyEndpoint(config, metrics, tokens.detokenize), methods=["POST"]),
         Route("/v1/fleet", pages.fleet),
         Route("/v1/fleet/live", live_page),
         Route("/v1/fleet/experts", experts_page),
@@ -53,12 +70,17 @@ def create_app(
         Route("/livez", pages.livez),
         Route("/readyz", pages.readyz),
         Route("/health", pages.readyz),  # vLLM's name for it
+        Route("/ping", pages.readyz, methods=["GET", "POST"]),  # SageMaker's
+        Route("/version", pages.version),
+        Route("/openapi.json", documents.openapi),
+        Route("/docs", documents.page),
         Route("/metrics", pages.metrics),
         Route("/metrics/targets", pages.metrics_targets),
     ]
     handlers: Any = {HTTPException: _http_error, Exception: _crash}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return _CountAnswers(app, metrics, frozenset(r.path for r in routes))
+    gate = Gate(app, config=config, keys=keys, origins=origins, metrics=metrics)
+    return _CountAnswers(gate, metrics, frozenset(r.path for r in routes))
 
 
 class _Pages:
@@ -110,6 +132,10 @@ class _Pages:
         if problem is None:
             return _json({"status": "ready"})
         return _json({"status": "unready", "reason": problem}, status=503)
+
+    async def version(self, request: Request) -> Response:
+        """The version of this program."""
+        return _json({"version": self._config.version})
 
     async def metrics(self, request: Request) -> Response:
         """The router's own metrics for Prometheus."""

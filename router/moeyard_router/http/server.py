@@ -21,6 +21,9 @@ from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
 from moeyard_router.http.app import create_app
 from moeyard_router.http.connection import ConnectionLimits, ConnectionProtocol
+from moeyard_router.http.files import keep_fresh
+from moeyard_router.http.keys import KeyRing
+from moeyard_router.http.tls import Certificate, open_certificate
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import open_codec
 
@@ -32,7 +35,7 @@ class RouterServer:
 
     `on_ready` is called once, in the loop, when every worker has decoded; `on_failed` with the reason when the fleet is
     lost (the router then goes on to answer 503 until it gets other workers or is stopped). Neither may block. Raises
-    `ValueError` for a checkpoint directory without a usable tokenizer.
+    `ValueError` for a checkpoint directory without a usable tokenizer, and for keys or certificates that are none.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class RouterServer:
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._codec = open_codec(config.model_path)
+        self._keys = KeyRing(config.door)
+        self._certificate = open_certificate(config.door)
         self._metrics = RouterMetrics(config.model_name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requests = 0
@@ -64,25 +69,42 @@ class RouterServer:
         if "vllm" in self._config.metric_aliases:
             self._metrics.aliases.register(VllmAliases(self._metrics, fleet))
         bodies = Bodies(self._config)
-        app = create_app(self._config, fleet, codec=self._codec, metrics=self._metrics, health=health, bodies=bodies)
+        app = create_app(
+            self._config,
+            fleet,
+            codec=self._codec,
+            metrics=self._metrics,
+            health=health,
+            bodies=bodies,
+            keys=self._keys,
+        )
         grace = self._config.shutdown_grace
-        self._server = _Server(_uvicorn_config(app, self._config, self._metrics), fleet, grace)
+        self._server = _Server(_uvicorn_config(app, self._config, self._metrics, self._certificate), fleet, grace)
         try:
+            bodies.start()
             fleet.start()
             watching = asyncio.create_task(health.run(changed, self._on_ready))
+            freshening = asyncio.create_task(keep_fresh(self._files()))
             if self._stop_requests:
                 self._server.should_exit = True
             try:
                 await self._server.serve(sockets=[self._sock])
             finally:
                 watching.cancel()
-                await asyncio.wait([watching])
+                freshening.cancel()
+                await asyncio.wait([watching, freshening])
         finally:
             bodies.close()
             fleet.close()
             self._sock.close()
-        if not watching.cancelled():
-            watching.result()  # a bug in the watching task must not pass unseen
+        for task in (watching, freshening):
+            if not task.cancelled():
+                task.result()  # a bug in the watching task must not pass unseen
+
+    def _files(self) -> list[Callable[[], None]]:
+        """What is read again when its files change."""
+        refresh = [self._keys.refresh] if self._config.door.api_key_file is not None else []
+        return refresh if self._certificate is None else [*refresh, self._certificate.refresh]
 
     def replace_workers(self, workers: tuple[WorkerAddress, ...], then: Callable[[], None]) -> None:
         """Go on with workers that were started in the place of these, and call `then` in the loop. From any thread."""
@@ -143,7 +165,9 @@ class _Server(uvicorn.Server):
         self._fleet.end_all(_STOPPING)
 
 
-def _uvicorn_config(app: ASGIApp, config: RouterConfig, metrics: RouterMetrics) -> uvicorn.Config:
+def _uvicorn_config(
+    app: ASGIApp, settings: RouterConfig, metrics: RouterMetrics, certificate: Certificate | None
+) -> uvicorn.Config:
     """uvicorn with httptools and a few limits of our own (`ConnectionProtocol`).
 
     64 streams of 5 ms, CPU time per event sent (2026-11-22, two cores): uvicorn with httptools 24 to 26 us, with h11 33
@@ -151,15 +175,17 @@ def _uvicorn_config(app: ASGIApp, config: RouterConfig, metrics: RouterMetrics) 
     fleet's sockets want to live in ours; hypercorn 61 to 67. Only granian and h11 limit a head at all.
     """
     limits = ConnectionLimits(
-        header_bytes=config.max_header_bytes, header_seconds=config.header_timeout, body_seconds=config.body_timeout
+        header_bytes=settings.max_header_bytes,
+        header_seconds=settings.header_timeout,
+        body_seconds=settings.body_timeout,
     )
     protocol = functools.partial(
         ConnectionProtocol, limits=limits, refused=functools.partial(metrics.answered, "other")
     )
-    return uvicorn.Config(
+    config = uvicorn.Config(
         cast(Any, app),  # starlette's and uvicorn's names for the same protocol
         http=cast(Any, protocol),
-        timeout_keep_alive=cast(Any, config.keep_alive_timeout),  # handed to call_later, which takes fractions too
+        timeout_keep_alive=cast(Any, settings.keep_alive_timeout),  # handed to call_later, which takes fractions too
         ws="none",
         lifespan="off",
         access_log=False,
@@ -167,8 +193,12 @@ def _uvicorn_config(app: ASGIApp, config: RouterConfig, metrics: RouterMetrics) 
         log_level="warning",
         server_header=False,
         # Streams end by themselves after the grace; this is for clients that do not read their last bytes.
-        timeout_graceful_shutdown=int(config.shutdown_grace) + 2,
+        timeout_graceful_shutdown=int(settings.shutdown_grace) + 2,
     )
+    config.load()
+    # Its own way to a context takes neither one that can be renewed nor a word about an encrypted key.
+    config.ssl = None if certificate is None else certificate.context
+    return config
 
 
 def run_router(server: RouterServer) -> None:

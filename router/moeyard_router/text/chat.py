@@ -71,6 +71,10 @@ class TextCodec:
         """Text of token ids, special tokens included; ids without a token are empty."""
         return b"".join(self.token_bytes.of(i) for i in token_ids).decode("utf-8", "replace")
 
+    def spell(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary spells them (`Ġthe`); "" for ids without a token."""
+        return [self._tokenizer.id_to_token(i) or "" for i in token_ids]
+
 
 class IdCodec:
     """No tokenizer: a prompt is token ids, and so is an answer. What vLLM calls --skip-tokenizer-init."""
@@ -91,6 +95,10 @@ class IdCodec:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Ids without a token have no text."""
         return ""
+
+    def spell(self, token_ids: Sequence[int]) -> list[str]:
+        """Ids without a token have no spelling."""
+        return [""] * len(token_ids)
 
 
 Codec = TextCodec | IdCodec

@@ -1,0 +1,73 @@
+"""POST /tokenize and /detokenize, as vLLM has them: what a prompt costs, and what token ids say."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from moeyard_router.api.endpoints import read_body, send_bytes, send_error
+from moeyard_router.api.generation import ClientGone
+from moeyard_router.api.intake import Intake
+from moeyard_router.api.record import record_of
+from moeyard_router.api.schema import DetokenizeRequest, TokenizeRequest, parse
+from moeyard_router.config import RouterConfig
+from moeyard_router.errors import ApiError
+from moeyard_router.metrics import RouterMetrics
+from moeyard_router.text.chat import Codec
+
+# A body is read in the event loop, so it may be as large as a prompt that can be run is in practice, and no larger: so
+# much text per token of the model's length, and the JSON around it.
+_BYTES_PER_TOKEN = 32
+_BYTES_AROUND = 64 * 1024
+
+
+class BodyEndpoint:
+    """ASGI app of a POST that is answered with one JSON object; `answer` makes it of the body or raises `ApiError`.
+
+    A body above 64 KiB and 32 bytes for each token of the model's length is a 413.
+    """
+
+    def __init__(
+        self, config: RouterConfig, metrics: RouterMetrics, answer: Callable[[bytes], Awaitable[dict[str, Any]]]
+    ) -> None:
+        self._limit = min(config.max_body_bytes, _BYTES_AROUND + _BYTES_PER_TOKEN * config.max_model_len)
+        self._metrics = metrics
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; nothing to a client that has left."""
+        try:
+            answer = await self._answer(await read_body(scope, receive, self._limit))
+        except ClientGone:
+            record_of(scope).client_left = True
+        except ApiError as error:
+            self._metrics.rejected(error.reason)
+            await send_error(send, error)
+        else:
+            await send_bytes(send, 200, orjson.dumps(answer), headers=[(b"content-type", b"application/json")])
+
+
+class Tokens:
+    """What both endpoints answer."""
+
+    def __init__(self, config: RouterConfig, codec: Codec) -> None:
+        self._config = config
+        self._codec = codec
+        self._intake = Intake(config, codec)
+
+    async def tokenize(self, body: bytes) -> dict[str, Any]:
+        """The ids of a prompt or chat, their number, and (`return_token_strs`) their spelling."""
+        request = await self._intake.work(len(body), parse, body, TokenizeRequest)
+        ids = await self._intake.tokens(request)
+        return {
+            "count": len(ids),
+            "max_model_len": self._config.max_model_len,
+            "tokens": list(ids),
+            "token_strs": self._codec.spell(ids) if request.return_token_strs else None,
+        }
+
+    async def detokenize(self, body: bytes) -> dict[str, Any]:
+        """The text of token ids."""
+        request = await self._intake.work(len(body), parse, body, DetokenizeRequest)
+        return {"prompt": self._intake.text(request)}

@@ -1,0 +1,219 @@
+"""/openapi.json and /docs: every route with what it takes, what it answers and with which statuses.
+
+Requests are described by the models that validate them (api/schema.py), answers by documents/replies.json, which the
+tests hold against real answers.
+"""
+
+import base64
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moeyard_router.api.schema import (
+    MAX_STOP_STRINGS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from moeyard_router.config import RouterConfig
+
+_FILES = Path(__file__).parent / "documents"
+_REF = "#/components/schemas/"
+_STATUSES: Mapping[int, str] = MappingProxyType(
+    {
+        400: "The request is not valid, or asks for something that the model or its limits rule out.",
+        401: "An API key is needed and none, or none that is known here, was sent.",
+        403: "A web page of an origin that is not allowed, or (on loopback, without keys) another server's name.",
+        404: "There is no such model, or no such page.",
+        408: "The body did not come within the time for it.",
+        413: "The body is too large.",
+        415: "The body is not declared as application/json.",
+        429: "The server is full; Retry-After says in how many seconds to try again.",
+        503: "The fleet is not ready, has failed or is shutting down.",
+    }
+)
+_GUARDED = (401, 403)
+_BODY = (400, *_GUARDED, 404, 408, 413, 415)
+_GENERATE = (*_BODY, 429, 503)
+_JSON, _TEXT, _HTML, _EVENTS = "application/json", "text/plain", "text/html", "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One method of one route. `reply` names a schema of documents/replies.json (None: text), `errors` statuses."""
+
+    path: str
+    text: str
+    method: str = "get"
+    body: type[BaseModel] | None = None
+    reply: str | None = None
+    content: str = _JSON
+    streams: bool = False
+    errors: tuple[int, ...] = _GUARDED
+    needs_key: bool = True
+
+
+def _probe(path: str, text: str, method: str = "get") -> Operation:
+    return Operation(path=path, text=text, method=method, reply="State", errors=(503,), needs_key=False)
+
+
+OPERATIONS = (
+    Operation(
+        path="/v1/chat/completions", method="post", text="Answer a chat, whole or as a stream.", body=ChatRequest,
+        reply="ChatCompletion", streams=True, errors=_GENERATE,
+    ),
+    Operation(
+        path="/v1/completions", method="post", text="Continue texts or token ids, whole or as a stream.",
+        body=CompletionRequest, reply="Completion", streams=True, errors=_GENERATE,
+    ),
+    Operation(
+        path="/tokenize", method="post", text="The token ids of a prompt or a chat.", body=TokenizeRequest,
+        reply="Tokens", errors=_BODY,
+    ),
+    Operation(
+        path="/detokenize", method="post", text="The text of token ids.", body=DetokenizeRequest, reply="Text",
+        errors=_BODY,
+    ),
+    Operation(path="/v1/models", text="The model that is served.", reply="ModelList"),
+    Operation(path="/v1/models/{id}", text="A model by its name.", reply="Model", errors=(*_GUARDED, 404)),
+    Operation(path="/v1/fleet", text="State and latest snapshot of every rank.", reply="Fleet"),
+    Operation(path="/v1/fleet/live", text="What the page at / shows: fleet, totals, last requests.", reply="Live"),
+    Operation(path="/v1/fleet/experts", text="Rows that each expert has computed, per rank.", reply="Experts"),
+    Operation(path="/version", text="The version of this program.", reply="Version"),
+    Operation(path="/livez", text="200 as long as the router runs.", reply="State", errors=(), needs_key=False),
+    _probe("/readyz", "200 if a request sent now would be decoded."),
+    _probe("/health", "/readyz under vLLM's name."),
+    _probe("/ping", "/readyz under SageMaker's name."),
+    _probe("/ping", "/readyz under SageMaker's name.", method="post"),
+    Operation(path="/metrics", text="The router's metrics for Prometheus.", content=_TEXT),
+    Operation(path="/metrics/targets", text="The workers' metrics, for Prometheus' discovery.", reply="MetricsTargets"),
+    Operation(path="/openapi.json", text="This description.", errors=(403,), needs_key=False),
+    Operation(path="/docs", text="This description as a page.", content=_HTML, errors=(403,), needs_key=False),
+    Operation(path="/", text="The dashboard.", content=_HTML, errors=(403,), needs_key=False),
+    Operation(path="/dashboard", text="The dashboard.", content=_HTML, errors=(403,), needs_key=False),
+    Operation(path="/static/{name}", text="A file of it.", content=_HTML, errors=(403, 404), needs_key=False),
+)  # fmt: skip
+
+
+def _list_of(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "minItems": 1, "items": items}
+
+
+def _by_hand() -> dict[tuple[str, str], dict[str, Any]]:
+    """Fields that api/schema.py checks by hand: (model, field) and, in JSON's words, what is let in."""
+    text, ids = {"type": "string", "minLength": 1}, _list_of({"type": "integer", "minimum": 0})
+    stop = {"anyOf": [text, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": text}, {"type": "null"}]}
+    return {
+        ("CompletionRequest", "prompt"): {"anyOf": [text, ids, _list_of(text), _list_of(ids)]},
+        ("ChatMessage", "content"): {"anyOf": [{"type": "string"}, _list_of({"$ref": f"{_REF}TextPart"})]},
+        ("CompletionRequest", "stop"): stop,
+        ("ChatRequest", "stop"): stop,
+    }
+
+
+def describe(config: RouterConfig) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of a router; with API keys it says where they are needed."""
+    models = [op.body for op in OPERATIONS if op.body is not None]
+    _, generated = models_json_schema([(m, "validation") for m in models], ref_template=f"{_REF}{{model}}")
+    schemas = generated["$defs"] | json.loads((_FILES / "replies.json").read_text(encoding="utf-8"))
+    schemas = copy.deepcopy(schemas)
+    schemas.setdefault("TextPart", _text_part())
+    for (model, field), shape in _by_hand().items():
+        schemas[model]["properties"][field] = shape
+    keys = config.door.asks_for_key
+    paths: dict[str, Any] = {}
+    for op in OPERATIONS:
+        is_metrics = op.path.startswith("/metrics") and not config.door.protect_metrics
+        guarded = keys and op.needs_key and not is_metrics
+        paths.setdefault(op.path, {})[op.method] = _operation(op, guarded=guarded)
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "moeyard", "version": config.version, "description": f"Serves {config.model_name}."},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+    if keys:
+        document["components"]["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+    return document
+
+
+def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"} if op.content == _JSON else {"type": "string"}
+    content = {op.content: {"schema": {"$ref": _REF + op.reply} if op.reply else schema}}
+    if op.streams:
+        event = {"event": {"type": "string"}, "data": {"type": "string"}}
+        words = "The data of each event is a chunk in OpenAI's shape; after the last comes [DONE]."
+        content[_EVENTS] = {
+            "schema": {"type": "object", "description": words, "properties": event, "required": ["data"]}
+        }
+    responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
+    for status in op.errors:
+        if status == 401 and not guarded:
+            continue
+        # A probe's 503 says what a 200 says: the state.
+        name = op.reply if not op.needs_key and op.reply else "Error"
+        responses[str(status)] = {
+            "description": _STATUSES[status],
+            "content": {_JSON: {"schema": {"$ref": f"{_REF}{name}"}}},
+        }
+    described: dict[str, Any] = {
+        "operationId": f"{op.method}_{op.path.strip('/').replace('/', '_').replace('.', '_')}",
+        "summary": op.text,
+        "responses": responses,
+    }
+    if (name := re.search(r"\{(\w+)\}", op.path)) is not None:
+        described["parameters"] = [
+            {"name": name[1], "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        ]
+    if op.body is not None:
+        body = {"schema": {"$ref": _REF + op.body.__name__}}
+        described["requestBody"] = {"required": True, "content": {_JSON: body}}
+    if guarded:
+        described["security"] = [{"bearer": []}, {"x_api_key": []}]
+    return described
+
+
+def _text_part() -> dict[str, Any]:
+    properties = {"type": {"const": "text"}, "text": {"type": "string"}}
+    return {"type": "object", "properties": properties, "required": ["type", "text"], "additionalProperties": False}
+
+
+class Documents:
+    """The two pages, made once. They hold nothing that a stranger may not know, and nothing from other servers."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._openapi = orjson.dumps(describe(config))
+        text = (_FILES / "docs.html").read_text(encoding="utf-8")
+        script = text.partition("<script>")[2].partition("</script>")[0]
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        self._page = text.encode()
+        self._headers = {
+            "content-security-policy": f"default-src 'none'; style-src 'unsafe-inline'; connect-src 'self'; "
+            f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+            "referrer-policy": "no-referrer",
+            "x-content-type-options": "nosniff",
+        }
+
+    async def openapi(self, request: Request) -> Response:
+        """The description for programs."""
+        return Response(self._openapi, media_type=_JSON)
+
+    async def page(self, request: Request) -> Response:
+        """The description for people."""
+        return Response(self._page, media_type=_HTML, headers=self._headers)

@@ -1,0 +1,157 @@
+"""Log lines: their two spellings, what they never hold, and that whoever logs never waits."""
+
+import io
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from moeyard import logs
+from moeyard.logs import LogConfig
+
+SECRET = "words of a prompt"
+
+
+class Stuck(io.StringIO):
+    """A pipe that nobody reads."""
+
+    def write(self, text: str) -> int:
+        time.sleep(60.0)
+        return len(text)
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., io.StringIO]]:
+    """Start logging into a string; afterwards all is as before."""
+    root = logging.getLogger()
+    levels = {name: logging.getLogger(name).level for name in ("", *logs.OURS)}
+    before = list(root.handlers)
+
+    def begin(stream: io.StringIO | None = None, **fields: str) -> io.StringIO:
+        stream = stream or io.StringIO()
+        logs.start(LogConfig(**fields), context=lambda: {"request_id": "r-1"}, stream=stream)
+        return stream
+
+    yield begin
+    for handler in [h for h in root.handlers if h not in before]:
+        root.removeHandler(handler)
+        handler.close()
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def written(stream: io.StringIO) -> list[str]:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    return stream.getvalue().splitlines()
+
+
+def test_text(started: Callable[..., io.StringIO]) -> None:
+    stream = started()
+    log = logging.getLogger("moeyard.supervisor")
+    log.warning("worker %d ended: %s", 0, "a\nb\x1b[31m\u2028c")
+    log.debug("not said")
+    logging.getLogger("somebody.else").info("not said")
+    fields = {"method": "GET", "status": 200}
+    logging.getLogger("moeyard.access").info("method=GET status=200", extra={"fields": fields})
+    first, second = written(stream)
+    when = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+    assert re.fullmatch(
+        when + r" WARNING moeyard\.supervisor worker 0 ended: a\\nb\\x1b\[31m\\u2028c request_id=r-1", first
+    )
+    assert re.fullmatch(when + r" INFO    moeyard\.access method=GET status=200", second)
+
+
+def test_json(started: Callable[..., io.StringIO]) -> None:
+    stream = started(format="json")
+    logging.getLogger("moeyard_router.fleet").error("a\nb")
+    logging.getLogger("moeyard.access").info("x", extra={"fields": {"method": "GET", "status": 200}})
+    first, second = map(json.loads, written(stream))
+    assert (first["level"], first["logger"], first["message"]) == ("error", "moeyard_router.fleet", "a\nb")
+    assert first["request_id"] == second["request_id"] == "r-1"
+    assert (second["method"], second["status"]) == ("GET", 200)
+    assert "message" not in second
+
+
+@pytest.mark.parametrize("form", logs.FORMATS)
+def test_words_of_an_exception_are_for_debugging(started: Callable[..., io.StringIO], form: str) -> None:
+    for level, shown in (("info", False), ("debug", True)):
+        stream = started(format=form, level=level)
+        try:
+            raise KeyError(SECRET)
+        except KeyError:
+            logging.getLogger("uvicorn.error").exception("Exception in ASGI application\n")
+        text = "\n".join(written(stream))
+        assert "KeyError" in text
+        assert "test_logs.py" in text
+        assert (SECRET in text) is shown
+
+
+def test_levels(started: Callable[..., io.StringIO]) -> None:
+    stream = started(level="error")
+    for level in (logging.INFO, logging.WARNING, logging.ERROR):
+        logging.getLogger("moeyard.access").log(level, "one")
+    assert len(written(stream)) == 1
+
+
+def test_a_flood_is_cut_and_counted_and_errors_are_not_cut(
+    started: Callable[..., io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "LINES_PER_SECOND", 10)
+    stream = started()
+    log = logging.getLogger("moeyard.access")
+    second = [1000.0]
+
+    class Record(logging.LogRecord):
+        """Made within one second, however long it takes."""
+
+        def __init__(self, *args: object, **named: object) -> None:
+            super().__init__(*args, **named)  # type: ignore[arg-type]
+            self.created = second[0]
+
+    before = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(Record)
+    try:
+        for _ in range(30):
+            log.info("many")
+        log.error("important")
+        second[0] += 1
+        log.info("later")
+    finally:
+        logging.setLogRecordFactory(before)
+    lines = written(stream)
+    assert sum("many" in line for line in lines) == 10
+    assert sum("important" in line for line in lines) == 1
+    assert sum("20 lines left out" in line for line in lines) == 1
+    assert "later" in lines[-1]
+
+
+def test_nobody_waits_for_a_reader(started: Callable[..., io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "QUEUE_LINES", 8)
+    started(Stuck())
+    log = logging.getLogger("moeyard")
+    began = time.monotonic()
+    for _ in range(100):
+        log.warning("a line")
+    assert time.monotonic() - began < 30.0  # the first write alone takes a minute
+
+
+def test_a_closed_stream_ends_nothing(started: Callable[..., io.StringIO]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stream:
+        started(stream)
+        for _ in range(3):
+            logging.getLogger("moeyard").warning("nobody reads this")
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        again = started()
+        logging.getLogger("moeyard").warning("this somebody does")
+        assert len(written(again)) == 1
+        with pytest.raises(BrokenPipeError):
+            stream.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

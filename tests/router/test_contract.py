@@ -1,0 +1,158 @@
+"""/openapi.json is true: every route is in it, and what the server answers, to good bodies and to bad, is what it says.
+
+Two thousand cases of schemathesis, where it is installed (it is no dependency, not even for development):
+
+    pip install schemathesis && pytest tests/router/test_contract.py -k schemathesis
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+HELLO = [{"role": "user", "content": "Hello world"}]
+SCHEMATHESIS = shutil.which("schemathesis") or shutil.which("schemathesis", path=str(Path(sys.executable).parent))
+CASES = 2000
+
+
+@pytest.fixture(scope="module")
+def document(shared_service) -> dict[str, Any]:
+    answer = shared_service.client.get("/openapi.json")
+    assert answer.headers["content-type"] == "application/json"
+    return answer.json()
+
+
+def check(document, method, path, answer):
+    """An answer's status, type and body are described; of an error also its shape."""
+    described = document["paths"][path][method]["responses"]
+    status = str(answer.status_code)
+    assert status in described, f"{method} {path} answered {status}: {answer.text[:300]}"
+    kind = answer.headers["content-type"].partition(";")[0]
+    assert kind in described[status]["content"], f"{method} {path} answered {status} with {kind}"
+    if kind == "application/json":
+        schema = described[status]["content"][kind]["schema"]
+        Draft202012Validator({**schema, "components": document["components"]}).validate(answer.json())
+    return answer
+
+
+def test_schema_is_one(document):
+    for schema in document["components"]["schemas"].values():
+        Draft202012Validator.check_schema(schema)
+    text = json.dumps(document)
+    references = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', text))
+    assert references <= set(document["components"]["schemas"])
+    assert document["openapi"].startswith("3.1")
+
+
+def test_every_route_is_described(shared_service, document):
+    routes = shared_service.server._server.config.app._paths
+    assert {path.replace(":path}", "}") for path in routes} == set(document["paths"])
+
+
+@pytest.mark.parametrize("extra", [{}, {"n": 2, "logprobs": 2, "return_token_ids": True}, {"stop": ["fox"]}])
+def test_completion_is_as_described(service, document, extra):
+    body = {"prompt": "Hello", "max_tokens": 8, **extra}
+    assert check(document, "post", "/v1/completions", service.post("/v1/completions", **body)).status_code == 200
+    streamed = service.post("/v1/completions", **body, stream=True)
+    assert check(document, "post", "/v1/completions", streamed).status_code == 200
+
+
+@pytest.mark.parametrize("extra", [{}, {"n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}])
+def test_chat_is_as_described(service, document, extra):
+    answer = service.post("/v1/chat/completions", messages=HELLO, max_tokens=8, **extra)
+    assert check(document, "post", "/v1/chat/completions", answer).status_code == 200
+
+
+def test_pages_are_as_described(service, document):
+    for path, methods in document["paths"].items():
+        if "get" in methods:
+            answer = check(document, "get", path, service.client.get(path.format(id="tiny", name="index.html")))
+            assert answer.status_code == 200, path
+    assert check(document, "get", "/v1/models/{id}", service.client.get("/v1/models/other")).status_code == 404
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def values(schema: Any, schemas: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Values that a schema describes, small ones."""
+    if schema is True or not schema:
+        return ANYTHING
+    if "$ref" in schema:
+        return values(schemas[schema["$ref"].rpartition("/")[2]], schemas)
+    if "anyOf" in schema:
+        return st.one_of([values(each, schemas) for each in schema["anyOf"]])
+    if "const" in schema or "enum" in schema:
+        return st.sampled_from(schema.get("enum") or [schema["const"]])
+    kind = schema["type"]
+    if kind == "integer":
+        return st.integers(schema.get("minimum"), schema.get("maximum"))
+    if kind == "number":
+        open_low = "exclusiveMinimum" in schema
+        low = schema.get("minimum", schema.get("exclusiveMinimum"))
+        return st.floats(low, schema.get("maximum"), exclude_min=open_low, allow_nan=False, allow_infinity=False)
+    if kind == "array":
+        inner = values(schema["items"], schemas)
+        return st.lists(inner, min_size=schema.get("minItems", 0), max_size=3)
+    if kind == "object":
+        if "properties" not in schema:
+            extra = schema.get("additionalProperties", True)
+            return st.dictionaries(st.text("0123456789", max_size=3), values(extra, schemas), max_size=2)
+        known = {name: values(each, schemas) for name, each in schema["properties"].items()}
+        needed = set(schema.get("required", ()))
+        return st.fixed_dictionaries(
+            {n: s for n, s in known.items() if n in needed},
+            optional={n: s for n, s in known.items() if n not in needed},
+        )
+    return {"string": st.text(min_size=schema.get("minLength", 0), max_size=12), "boolean": st.booleans()}.get(
+        kind, st.none()
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_random_bodies_get_described_answers(service, document, path):
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    good = values(schema, document["components"]["schemas"])
+    # A good body has a few of the optional fields; in a bad one a field has a value of any kind.
+    few = st.tuples(good, st.sets(st.integers(0, 40), max_size=4)).map(
+        lambda pair: {n: v for i, (n, v) in enumerate(pair[0].items()) if i < 1 or i in pair[1]}
+    )
+    known = sorted(document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"])
+    bad = st.tuples(few, st.sampled_from(known), ANYTHING).map(lambda each: {**each[0], each[1]: each[2]})
+    seen = set()
+
+    @settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(body=st.one_of(few, bad, good))
+    def run(body):
+        answer = service.client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        check(document, "post", path, answer)
+        seen.add(answer.status_code)
+
+    run()
+    assert {200, 400} <= seen <= {200, 400, 404}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(SCHEMATHESIS is None, reason="schemathesis is not installed")
+def test_schemathesis_finds_nothing(service, tmp_path):
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    command = [SCHEMATHESIS, "run", f"{service.url}/openapi.json", "--checks", checks, "--max-examples", "260"]
+    command += ["--phases", "examples,coverage,fuzzing", "--seed", "7", "--mode", "all", "--continue-on-failure"]
+    command += ["--generation-database", ":memory:"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=850, check=False)
+    assert done.returncode == 0, done.stdout[-6000:]
+    cases = int(re.search(r"(\d+) generated", done.stdout)[1])
+    assert cases >= CASES, done.stdout
+    print(done.stdout)
