@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from moeyard_worker import protocol
 from moeyard_worker.protocol import (
     FINISH_REASONS,
+    GRAMMAR_KINDS,
     REJECT_REASONS,
     WORKER_STATES,
+    Grammar,
     ProtocolError,
     SamplingParams,
     Submit,
@@ -35,7 +37,7 @@ VALUES = {
     tuple[int, ...]: st.lists(ints, max_size=5).map(tuple),
     dict[int, float]: st.dictionaries(ints, floats, max_size=3),
 }
-CHOICES = {"finish_reason": FINISH_REASONS, "reason": REJECT_REASONS, "state": WORKER_STATES}
+CHOICES = {"finish_reason": FINISH_REASONS, "reason": REJECT_REASONS, "state": WORKER_STATES, "kind": GRAMMAR_KINDS}
 
 
 def instances(cls):
@@ -46,6 +48,8 @@ def instances(cls):
             kwargs[field.name] = st.sampled_from(CHOICES[field.name])
         elif field.type is SamplingParams:
             kwargs[field.name] = instances(SamplingParams)
+        elif field.type == Grammar | None:
+            kwargs[field.name] = st.none() | instances(Grammar)
         elif field.type == tuple[TokenLogprob, ...]:
             kwargs[field.name] = st.just(())
         elif field.type == tuple[tuple[int, float], ...]:
@@ -123,11 +127,13 @@ def test_truncated_frame(message, data):
         ({"prompt_token_ids": None}, "submit.prompt_token_ids"),
         ({"type": "order"}, "unknown message type 'order'"),
         ({"type": ["submit"]}, "unknown message type"),
-        ({"v": 2}, "protocol version 2"),
+        ({"v": 1}, "protocol version 1"),
         ({"v": True}, "protocol version True"),
         ({"sampling": {"max_tokens": 1.5}}, "submit.sampling.max_tokens"),
         ({"sampling": {}}, "max_tokens"),
         ({"sampling": {"max_tokens": 1, "top_p": True}}, "submit.sampling.top_p"),
+        ({"sampling": {"max_tokens": 1, "grammar": "{}"}}, "submit.sampling.grammar"),
+        ({"sampling": {"max_tokens": 1, "grammar": {"kind": "yacc"}}}, "submit.sampling.grammar.kind: 'yacc'"),
     ],
 )
 def test_errors_name_the_field(change, named):

@@ -15,21 +15,38 @@ from typing import Any, ClassVar, Literal, Union, get_args
 
 import msgpack
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 # The most alternatives that an answer lists beside a chosen token, as in the OpenAI API.
 MAX_LOGPROBS = 20
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal["queue_full", "prompt_too_long", "never_fits", "bad_request", "duplicate", "fleet_failed"]
 WorkerState = Literal["ready", "failed", "stopping"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 REJECT_REASONS: tuple[str, ...] = get_args(RejectReason)
 WORKER_STATES: tuple[str, ...] = get_args(WorkerState)
+GRAMMAR_KINDS: tuple[str, ...] = get_args(GrammarKind)
+# The most UTF-8 bytes of a grammar's text, a schema of a thousand lines: what a rank spends on one grows with it.
+MAX_GRAMMAR_BYTES = 65536
 
 
 class ProtocolError(ValueError):
     """A frame that is not a message of this protocol version; says which field and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an answer must look like, whole: the worker lets no token through that cannot lead there.
+
+    `kind` says what `text` is: "json_object" (any JSON object; `text` is empty), "json_schema" (a schema, as JSON),
+    "regex" (a regular expression that matches the whole answer), "choice" (a JSON list of strings, one of which is the
+    answer), "lark" (a grammar in llguidance's dialect of Lark, which may hold `%json`; GBNF is taken too).
+    """
+
+    kind: str
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +56,9 @@ class SamplingParams:
     Units and ranges: `temperature` >= 0 (0 is greedy); `top_p` in (0, 1]; `top_k` >= 0 (0 is off); `min_p` in [0, 1];
     penalties as OpenAI (presence, frequency in [-2, 2]) and CTRL (repetition > 0, 1 is off); `logprobs` None for none,
     otherwise the number of alternatives reported beside the chosen token, 0 to MAX_LOGPROBS.
+
+    With a `grammar` an end-of-sequence token is let through where the answer may end there; where nothing else may
+    follow it ends the answer, whatever `min_tokens` and `ignore_eos` say.
     """
 
     max_tokens: int
@@ -55,6 +75,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +217,7 @@ def decode(frame: bytes) -> Message:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, SamplingParams | TokenLogprob):
+    if isinstance(value, SamplingParams | TokenLogprob | Grammar):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
@@ -254,6 +275,10 @@ _RULES: MappingProxyType[Any, tuple[Callable[[Any], bool], Callable[[Any, str], 
             lambda v, _: tuple((k, float(x)) for k, x in v),
         ),
         SamplingParams: (lambda v: isinstance(v, dict), lambda v, where: _build(SamplingParams, v, where)),
+        Grammar | None: (
+            lambda v: v is None or isinstance(v, dict),
+            lambda v, where: v if v is None else _build(Grammar, v, where),
+        ),
         tuple[TokenLogprob, ...]: (
             lambda v: isinstance(v, list) and all(isinstance(x, dict) for x in v),
             lambda v, where: tuple(_build(TokenLogprob, x, where) for x in v),
@@ -261,13 +286,17 @@ _RULES: MappingProxyType[Any, tuple[Callable[[Any], bool], Callable[[Any, str], 
     }
 )
 _FIELD_RULES = MappingProxyType(
-    {cls: {f.name: _RULES[f.type] for f in fields(cls)} for cls in (*get_args(Message), SamplingParams, TokenLogprob)}
+    {
+        cls: {f.name: _RULES[f.type] for f in fields(cls)}
+        for cls in (*get_args(Message), SamplingParams, Grammar, TokenLogprob)
+    }
 )
 _CHOICES = MappingProxyType(
     {
         Done: ("finish_reason", FINISH_REASONS),
         Rejected: ("reason", REJECT_REASONS),
         Snapshot: ("state", WORKER_STATES),
+        Grammar: ("kind", GRAMMAR_KINDS),
     }
 )
 
