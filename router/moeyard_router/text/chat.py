@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from moeyard_router.errors import bad_request
 from moeyard_router.text.detokenizer import TokenBytes
+from moeyard_router.text.template_traits import template_traits
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -95,6 +96,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            self.traits = template_traits(environment, source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
@@ -121,9 +123,17 @@ class ChatTemplate:
         }
         try:
             text = self._template.render(names)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise bad_request(f"the chat template refused the messages: {error}", "messages") from error
-        return _cut_after_final(text, str(messages[-1]["content"])) if continue_final_message else text
+        return _cut_after_final(text, str(messages[-1]["content"] or "")) if continue_final_message else text
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
