@@ -182,7 +182,9 @@ def template_messages(
 def _template_message(message: ChatMessage, traits: TemplateTraits, ignored: list[str]) -> dict[str, Any]:
     role = "system" if message.role == "developer" and not traits.knows("developer") else message.role
     content = message.content
-    out: dict[str, Any] = {"role": role, "content": "" if content is None and not traits.null_content else content}
+    if content is None and not (message.tool_calls and traits.null_content):
+        content = ""  # a template that adds texts up, or prints the word "None"
+    out: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
         out["name"] = message.name
         ignored += [] if traits.knows("name") else ["name"]

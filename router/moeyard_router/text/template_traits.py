@@ -9,7 +9,7 @@ from jinja2 import Environment, meta, nodes
 class TemplateTraits:
     """`variables` are what the template takes from outside, `words` its string literals and the names of attributes.
 
-    `null_content` is whether it looks if a message's content is none; other templates would print the word "None".
+    `null_content` is whether it looks if a message's content is none.
     """
 
     variables: frozenset[str]
@@ -27,15 +27,14 @@ class TemplateTraits:
 def template_traits(environment: Environment, source: str) -> TemplateTraits:
     """Traits of a template; raises `jinja2.TemplateSyntaxError`."""
     tree = environment.parse(source)
-    literals = (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
-    attributes = (node.attr for node in tree.find_all(nodes.Getattr))
+    words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    words |= {node.attr for node in tree.find_all(nodes.Getattr)}
     tested = [node.node for node in tree.find_all(nodes.Test) if node.name == "none"]
     tested += [node.expr for node in tree.find_all(nodes.Compare) if any(_is_none(op.expr) for op in node.ops)]
-    return TemplateTraits(
-        variables=frozenset(meta.find_undeclared_variables(tree)),
-        words=frozenset((*literals, *attributes)),
-        null_content=any(_is_content(node) for node in tested),
-    )
+    null_content = any(_is_content(node) for node in tested)
+    # Last, because it folds constants within the tree.
+    variables = frozenset(meta.find_undeclared_variables(tree))
+    return TemplateTraits(variables=variables, words=frozenset(words), null_content=null_content)
 
 
 def _is_none(node: nodes.Node) -> bool:
