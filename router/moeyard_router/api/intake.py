@@ -95,8 +95,8 @@ class Intake:
         return self._job(request, [prompt], logprobs=logprobs, echo=False, unseen=unseen)
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._config.model_name:
-            raise unknown_model(name, self._config.model_name)
+        if name is not None and name not in self._config.model_names:
+            raise unknown_model(name, self._config.model_names)
 
     def _check_choices(self, n: int, num_prompts: int) -> None:
         limit = min(self._config.max_choices, self._config.max_inflight)
@@ -168,21 +168,26 @@ class Intake:
     def _sampling(
         self, request: CompletionRequest | ChatRequest, prompt_tokens: int, logprobs: int | None
     ) -> SamplingParams:
-        """Every field explicit. A request without a seed gets a random one per prompt, so equal prompts may differ."""
+        """Every field explicit: the request's, else the server's default, else neutral.
+
+        A request without a seed gets a random one per prompt, so equal prompts may differ.
+        """
         max_tokens = self._max_tokens(request, prompt_tokens)
         min_tokens = request.min_tokens or 0
         if min_tokens > max_tokens:
             raise bad_request(f"'min_tokens': {min_tokens} is above max_tokens {max_tokens}", "min_tokens")
         self._check_ids(request.stop_token_ids or [], "stop_token_ids")
+        usual = self._config.sampling_defaults
+        top_k = int(_first(request.top_k, usual.top_k, 0))
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=min(max(request.top_k or 0, 0), self._config.vocab_size),
-            min_p=request.min_p or 0.0,
+            temperature=_first(request.temperature, usual.temperature, 1.0),
+            top_p=_first(request.top_p, usual.top_p, 1.0),
+            top_k=min(max(top_k, 0), self._config.vocab_size),
+            min_p=_first(request.min_p, usual.min_p, 0.0),
             seed=secrets.randbits(63) if request.seed is None else request.seed % _SEEDS,
-            repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+            repetition_penalty=_first(request.repetition_penalty, usual.repetition_penalty, 1.0),
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(request.logit_bias or {}),
@@ -205,7 +210,8 @@ class Intake:
             )
             raise ApiError(400, message, param=field, reason="prompt_too_long")
         if asked is None:
-            return room if isinstance(request, ChatRequest) else min(room, DEFAULT_COMPLETION_TOKENS)
+            usual = self._config.sampling_defaults.max_tokens or room
+            return min(room, usual if isinstance(request, ChatRequest) else min(usual, DEFAULT_COMPLETION_TOKENS))
         if asked > room:
             message = (
                 f"the prompt's {prompt_tokens} tokens and max_tokens={asked} are {prompt_tokens + asked}, "
@@ -222,6 +228,11 @@ class Intake:
             bias[int(key)] = value
         self._check_ids(list(bias), "logit_bias")
         return bias
+
+
+def _first(asked: float | None, usual: float | None, neutral: float) -> float:
+    """The first of these that is said."""
+    return asked if asked is not None else usual if usual is not None else neutral
 
 
 def _render(template: ChatTemplate, request: ChatRequest) -> tuple[str, tuple[str, ...]]:
