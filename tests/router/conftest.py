@@ -388,11 +388,17 @@ def start(checkpoint: Path, story: Callable[[Submit], list[int]]) -> Iterator[St
 
 
 @pytest.fixture(scope="module")
-def shared_service(checkpoint: Path, story: Callable[[Submit], list[int]]) -> Iterator[Service]:
-    """One service for all tests of a module; use `service`."""
+def starter(checkpoint: Path, story: Callable[[Submit], list[int]]) -> Iterator[Starter]:
+    """Start services for all tests of a module."""
     starter = Starter(checkpoint, story)
-    yield starter()
+    yield starter
     starter.close()
+
+
+@pytest.fixture(scope="module")
+def shared_service(starter: Starter) -> Service:
+    """One service for all tests of a module; use `service`."""
+    return starter()
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from moeyard_router.text.chat import Codec
 
 _JSON = (b"content-type", b"application/json")
 _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+_IGNORED = b"x-moeyard-ignored"
 
 
 class GenerateEndpoint:
@@ -77,13 +78,13 @@ async def _whole(job: Job, generation: Generation, writer: ReplyWriter, send: Se
     while not generation.finished:
         for index, delta in (await generation.step()).items():
             collected[index].extend(delta)
-    await send_bytes(send, 200, writer.body(collected, generation.choices), headers=[_JSON])
+    await send_bytes(send, 200, writer.body(collected, generation.choices), headers=[_JSON, *reply_headers(job)])
 
 
 async def _stream(job: Job, generation: Generation, writer: ReplyWriter, send: Send) -> None:
     """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status."""
     deltas = await generation.step()
-    await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS]})
+    await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *reply_headers(job)]})
     try:
         while True:
             chunks = [writer.chunk(index, delta, generation.choices) for index, delta in deltas.items()]
@@ -99,6 +100,11 @@ async def _stream(job: Job, generation: Generation, writer: ReplyWriter, send: S
     except ApiError as error:
         chunks = [error_event(error.body())]
     await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
+
+
+def reply_headers(job: Job) -> list[tuple[bytes, bytes]]:
+    """What an answer says beside its body: which fields of its request have no effect."""
+    return [(_IGNORED, ", ".join(job.ignored).encode())] if job.ignored else []
 
 
 @contextlib.asynccontextmanager

@@ -4,17 +4,22 @@ import asyncio
 import dataclasses
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
+from moeyard_router.api.messages import template_messages
 from moeyard_router.api.schema import ChatRequest, CompletionRequest
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, bad_request, unknown_model
 from moeyard_router.text.chat import ChatTemplate, Codec
+from moeyard_router.text.template_traits import TemplateTraits
 from moeyard_worker.protocol import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of max_tokens for /v1/completions
 _THREAD_TEXT = 8192  # characters; shorter texts are tokenized faster than a thread is woken
 _MESSAGE_TEXT = 64  # characters that rendering one message counts for, however short it is
 _SEEDS = 2**63
+# What templates call it: Qwen3's and others' first, DeepSeek-V3.1's and Kimi's second.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +41,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One HTTP request, ready to run and to be answered."""
+    """One HTTP request, ready to run and to be answered. `ignored` names fields of it that have no effect."""
 
     chat: bool
     prompts: tuple[Prompt, ...]
@@ -51,6 +56,7 @@ class Job:
     return_token_ids: bool
     echo: bool
     logprobs: int | None
+    ignored: tuple[str, ...] = ()
 
 
 class Intake:
@@ -76,22 +82,21 @@ class Intake:
         if self._codec.template is None:
             raise bad_request(f"model '{self._config.model_name}' has no chat template", "messages")
         self._check_choices(request.n or 1, 1)
-        size = sum(len(m.content) + _MESSAGE_TEXT for m in request.messages)
+        size = sum(m.num_chars + _MESSAGE_TEXT for m in request.messages)
         # What a template does with variables of its own is unknown here.
         if size < _THREAD_TEXT and not request.chat_template_kwargs:
-            text = _render(self._codec.template, request)
+            text, unseen = _render(self._codec.template, request)
         else:
-            text = await asyncio.to_thread(_render, self._codec.template, request)
+            text, unseen = await asyncio.to_thread(_render, self._codec.template, request)
         if not text:
             raise bad_request("the chat template made an empty prompt of these messages", "messages")
         prompt = await self._prompt(text, special=bool(request.add_special_tokens), echo=False)
-        return self._job(
-            request, [prompt], logprobs=(request.top_logprobs or 0) if request.logprobs else None, echo=False
-        )
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        return self._job(request, [prompt], logprobs=logprobs, echo=False, unseen=unseen)
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._config.model_name:
-            raise unknown_model(name, self._config.model_name)
+        if name is not None and name not in self._config.model_names:
+            raise unknown_model(name, self._config.model_names)
 
     def _check_choices(self, n: int, num_prompts: int) -> None:
         limit = min(self._config.max_choices, self._config.max_inflight)
@@ -121,7 +126,13 @@ class Intake:
             raise bad_request(f"'{param}': token id {outside} is outside the vocabulary of {size} ids", param)
 
     def _job(
-        self, request: CompletionRequest | ChatRequest, prompts: list[Prompt], *, logprobs: int | None, echo: bool
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[Prompt],
+        *,
+        logprobs: int | None,
+        echo: bool,
+        unseen: tuple[str, ...] = (),
     ) -> Job:
         if logprobs is not None and logprobs > self._config.max_logprobs:
             field = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
@@ -151,26 +162,32 @@ class Intake:
             return_token_ids=not self._codec.has_text if request.return_token_ids is None else request.return_token_ids,
             echo=echo,
             logprobs=logprobs,
+            ignored=(*request.ignored, *unseen),
         )
 
     def _sampling(
         self, request: CompletionRequest | ChatRequest, prompt_tokens: int, logprobs: int | None
     ) -> SamplingParams:
-        """Every field explicit. A request without a seed gets a random one per prompt, so equal prompts may differ."""
+        """Every field explicit: the request's, else the server's default, else neutral.
+
+        A request without a seed gets a random one per prompt, so equal prompts may differ.
+        """
         max_tokens = self._max_tokens(request, prompt_tokens)
         min_tokens = request.min_tokens or 0
         if min_tokens > max_tokens:
             raise bad_request(f"'min_tokens': {min_tokens} is above max_tokens {max_tokens}", "min_tokens")
         self._check_ids(request.stop_token_ids or [], "stop_token_ids")
+        usual = self._config.sampling_defaults
+        top_k = int(_first(request.top_k, usual.top_k, 0))
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=min(max(request.top_k or 0, 0), self._config.vocab_size),
-            min_p=request.min_p or 0.0,
+            temperature=_first(request.temperature, usual.temperature, 1.0),
+            top_p=_first(request.top_p, usual.top_p, 1.0),
+            top_k=min(max(top_k, 0), self._config.vocab_size),
+            min_p=_first(request.min_p, usual.min_p, 0.0),
             seed=secrets.randbits(63) if request.seed is None else request.seed % _SEEDS,
-            repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+            repetition_penalty=_first(request.repetition_penalty, usual.repetition_penalty, 1.0),
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(request.logit_bias or {}),
@@ -193,7 +210,8 @@ class Intake:
             )
             raise ApiError(400, message, param=field, reason="prompt_too_long")
         if asked is None:
-            return room if isinstance(request, ChatRequest) else min(room, DEFAULT_COMPLETION_TOKENS)
+            usual = self._config.sampling_defaults.max_tokens or room
+            return min(room, usual if isinstance(request, ChatRequest) else min(usual, DEFAULT_COMPLETION_TOKENS))
         if asked > room:
             message = (
                 f"the prompt's {prompt_tokens} tokens and max_tokens={asked} are {prompt_tokens + asked}, "
@@ -212,13 +230,38 @@ class Intake:
         return bias
 
 
-def _render(template: ChatTemplate, request: ChatRequest) -> str:
-    """The prompt of a chat; unless it goes on with its last message, it asks for an answer by default."""
+def _first(asked: float | None, usual: float | None, neutral: float) -> float:
+    """The first of these that is said."""
+    return asked if asked is not None else usual if usual is not None else neutral
+
+
+def _render(template: ChatTemplate, request: ChatRequest) -> tuple[str, tuple[str, ...]]:
+    """The prompt of a chat, and what of the request the template has no use for.
+
+    Unless it goes on with its last message, it asks for an answer by default.
+    """
     going_on = bool(request.continue_final_message)
     asks = request.add_generation_prompt
-    return template.render(
-        [m.model_dump(exclude_none=True) for m in request.messages],
+    messages, unseen = template_messages(request.messages, template.traits)
+    variables, unused = template_variables(request, template.traits)
+    text = template.render(
+        messages,
         add_generation_prompt=not going_on if asks is None else asks,
         continue_final_message=going_on,
-        variables=request.chat_template_kwargs or {},
+        variables=variables,
     )
+    return text, (*unused, *unseen)
+
+
+def template_variables(request: ChatRequest, traits: TemplateTraits) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What a request tells its template beside the messages, and the fields for which it has no variable.
+
+    `reasoning_effort` is a variable of some templates; others have a switch, which is off for the effort "none" and on
+    for any other. What `chat_template_kwargs` say of either comes first.
+    """
+    effort, own = request.reasoning_effort, request.chat_template_kwargs or {}
+    if effort is None:
+        return own, ()
+    names = {"reasoning_effort": effort, **dict.fromkeys(THINKING_SWITCHES, effort != "none")}
+    found = {name: value for name, value in names.items() if name in traits.variables}
+    return {**found, **own}, () if found else ("reasoning_effort",)

@@ -27,7 +27,7 @@ class RouterServer:
 
     `on_ready` is called once, in the loop, when every worker has decoded; `on_failed` with the reason when the fleet is
     lost (the router then goes on to answer 503 until it gets other workers or is stopped). Neither may block. Raises
-    `ValueError` for a checkpoint directory without a usable tokenizer.
+    `ValueError` for a checkpoint directory without a usable tokenizer, or a chat template that cannot be used.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RouterServer:
         self._sock = sock
         self._on_ready = on_ready
         self._on_failed = on_failed
-        self._codec = open_codec(config.model_path)
+        self._codec = open_codec(config.model_path, config.chat_template)
         self._metrics = RouterMetrics(config.model_name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requests = 0
