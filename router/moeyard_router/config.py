@@ -55,7 +55,9 @@ class RouterConfig:
 
     `model_name` is what answers call the model, `model_aliases` what clients may call it too; `model_path` is the
     directory with its tokenizer and chat template; with None there is no text: prompts are token ids, and so are
-    answers. `chat_template` is a file that goes before the template of that directory.
+    answers. `chat_template` is a file that goes before the template of that directory. `tool_call_parser` and
+    `reasoning_parser` name formats of text/answer_formats.py, "auto" for what the template shows, "none" for none;
+    `enable_auto_tool_choice` None is true where a format of tool calls is known.
     `max_model_len` counts prompt and output tokens of a sequence; `vocab_size` is the model's, which may exceed the
     tokenizer's. `eos_token_ids` must be the ids at which the workers end a sequence. Sizes are in sequences
     (`max_inflight`, `max_choices`) or bytes (`max_body_bytes`); times are seconds.
@@ -74,6 +76,9 @@ class RouterConfig:
     model_aliases: tuple[str, ...] = ()
     chat_template: Path | None = None
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    enable_auto_tool_choice: bool | None = None
     eos_token_ids: tuple[int, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000

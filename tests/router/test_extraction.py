@@ -243,8 +243,8 @@ def test_arguments_come_out_as_they_were_written(value):
     for form in TOOL_FORMATS.values():
         before, middle, behind = form.written
         text = before.replace("{index}", "0") + "f" + middle.replace("{index}", "0") + arguments + behind
-        opening = form.section_begin + ("[" if form.name == "mistral" else "")
-        events = events_of(extraction(form.name), opening + text + form.section_end)
+        text = form.section_begin + form.opening + text + form.section_end
+        events = events_of(extraction(form.name), text)
         assert [e.text for e in events if isinstance(e, CallArguments)] == [arguments]
         assert isinstance(events[0], CallBegin)
         assert len(events) == 3

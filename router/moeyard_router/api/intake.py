@@ -8,9 +8,12 @@ from typing import Any
 
 from moeyard_router.api.messages import template_messages
 from moeyard_router.api.schema import ChatRequest, CompletionRequest
+from moeyard_router.api.tools import CONTENT_ONLY, Answering, ToolUse, answering, check_served
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, bad_request, unknown_model
+from moeyard_router.text.answer_formats import AnswerFormats, answer_formats
 from moeyard_router.text.chat import ChatTemplate, Codec
+from moeyard_router.text.extraction import Extraction
 from moeyard_router.text.template_traits import TemplateTraits
 from moeyard_worker.protocol import SamplingParams
 
@@ -57,6 +60,7 @@ class Job:
     echo: bool
     logprobs: int | None
     ignored: tuple[str, ...] = ()
+    extraction: Extraction | None = None
 
 
 class Intake:
@@ -65,6 +69,7 @@ class Intake:
     def __init__(self, config: RouterConfig, codec: Codec) -> None:
         self._config = config
         self._codec = codec
+        self._formats = formats_of(config, codec)
 
     async def completion(self, request: CompletionRequest) -> Job:
         """A /v1/completions request; text prompts get the tokenizer's special tokens unless told otherwise."""
@@ -82,17 +87,26 @@ class Intake:
         if self._codec.template is None:
             raise bad_request(f"model '{self._config.model_name}' has no chat template", "messages")
         self._check_choices(request.n or 1, 1)
-        size = sum(m.num_chars + _MESSAGE_TEXT for m in request.messages)
+        use = request.tool_use
+        check_served(use, self._formats, self._codec.template.traits)
+        size = sum(m.num_chars + _MESSAGE_TEXT for m in request.messages) + use.num_chars
         # What a template does with variables of its own is unknown here.
         if size < _THREAD_TEXT and not request.chat_template_kwargs:
-            text, unseen = _render(self._codec.template, request)
+            text, unseen = _render(self._codec.template, request, use)
         else:
-            text, unseen = await asyncio.to_thread(_render, self._codec.template, request)
+            text, unseen = await asyncio.to_thread(_render, self._codec.template, request, use)
         if not text:
             raise bad_request("the chat template made an empty prompt of these messages", "messages")
+        how = answering(
+            use,
+            self._formats,
+            prompt=text,
+            begun=(request.messages[-1].content or "") if request.continue_final_message else None,
+            include_reasoning=request.include_reasoning is not False,
+        )
         prompt = await self._prompt(text, special=bool(request.add_special_tokens), echo=False)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return self._job(request, [prompt], logprobs=logprobs, echo=False, unseen=unseen)
+        return self._job(request, [prompt], logprobs=logprobs, echo=False, unseen=unseen, how=how)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._config.model_names:
@@ -133,6 +147,7 @@ class Intake:
         logprobs: int | None,
         echo: bool,
         unseen: tuple[str, ...] = (),
+        how: Answering = CONTENT_ONLY,
     ) -> Job:
         if logprobs is not None and logprobs > self._config.max_logprobs:
             field = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
@@ -142,6 +157,8 @@ class Intake:
         continuations: list[Continuation] = []
         for i, prompt in enumerate(prompts):
             sampling = self._sampling(request, len(prompt.token_ids), logprobs)
+            if how.grammar is not None:
+                sampling = dataclasses.replace(sampling, grammar=how.grammar)
             for choice in range(request.n or 1):
                 seeded = dataclasses.replace(sampling, seed=(sampling.seed + choice) % _SEEDS)
                 continuations.append(Continuation(index=len(continuations), prompt=i, sampling=seeded))
@@ -163,6 +180,7 @@ class Intake:
             echo=echo,
             logprobs=logprobs,
             ignored=(*request.ignored, *unseen),
+            extraction=how.extraction,
         )
 
     def _sampling(
@@ -230,12 +248,19 @@ class Intake:
         return bias
 
 
+def formats_of(config: RouterConfig, codec: Codec) -> AnswerFormats:
+    """The formats of this router's answers; raises `ValueError` for a parser that does not exist or is missing."""
+    return answer_formats(
+        codec, tools=config.tool_call_parser, reasoning=config.reasoning_parser, auto=config.enable_auto_tool_choice
+    )
+
+
 def _first(asked: float | None, usual: float | None, neutral: float) -> float:
     """The first of these that is said."""
     return asked if asked is not None else usual if usual is not None else neutral
 
 
-def _render(template: ChatTemplate, request: ChatRequest) -> tuple[str, tuple[str, ...]]:
+def _render(template: ChatTemplate, request: ChatRequest, use: ToolUse) -> tuple[str, tuple[str, ...]]:
     """The prompt of a chat, and what of the request the template has no use for.
 
     Unless it goes on with its last message, it asks for an answer by default.
@@ -244,6 +269,8 @@ def _render(template: ChatTemplate, request: ChatRequest) -> tuple[str, tuple[st
     asks = request.add_generation_prompt
     messages, unseen = template_messages(request.messages, template.traits)
     variables, unused = template_variables(request, template.traits)
+    if use.shown is not None:
+        variables = {**variables, "tools": use.shown}
     text = template.render(
         messages,
         add_generation_prompt=not going_on if asks is None else asks,

@@ -8,11 +8,12 @@ change the answer (fields.py).
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
 from moeyard_router.api.messages import ChatMessage
+from moeyard_router.api.tools import Tool, ToolUse, check_tool_choice, check_tools, tool_use
 from moeyard_router.errors import ApiError, bad_request
 from moeyard_worker.protocol import MAX_LOGPROBS
 
@@ -145,6 +146,15 @@ class ChatRequest(_Generation):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    tools: Annotated[list[Tool], BeforeValidator(check_tools)] | None = None
+    tool_choice: Annotated[Any, BeforeValidator(check_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What is asked of tools; raises `ApiError` 400 if the three fields do not fit together."""
+        return tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     @model_validator(mode="after")
     def _combinations(self) -> "ChatRequest":

@@ -12,6 +12,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from moeyard_router.api.intake import formats_of
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
@@ -27,7 +28,8 @@ class RouterServer:
 
     `on_ready` is called once, in the loop, when every worker has decoded; `on_failed` with the reason when the fleet is
     lost (the router then goes on to answer 503 until it gets other workers or is stopped). Neither may block. Raises
-    `ValueError` for a checkpoint directory without a usable tokenizer, or a chat template that cannot be used.
+    `ValueError` for a checkpoint directory without a usable tokenizer, a chat template that cannot be used, or a
+    parser of tool calls or reasoning that does not exist.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class RouterServer:
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._codec = open_codec(config.model_path, config.chat_template)
+        formats_of(config, self._codec)  # names of parsers are checked now, not when the socket is served
         self._metrics = RouterMetrics(config.model_name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requests = 0

@@ -108,6 +108,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
 
     def render(
         self,

@@ -12,6 +12,11 @@ from moeyard_router.text.events import MAX_BLANK, Content, Reasoning, TextEvent,
 THINK, END_THINK = "<think>", "</think>"
 
 
+def closes_block(prompt: str) -> bool:
+    """Whether a prompt ends with the end of the block: the model is not to think."""
+    return prompt.rstrip().endswith(END_THINK)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
     """How a family marks its reasoning.
@@ -24,10 +29,14 @@ class ReasoningFormat:
     assumed: bool = False
     implicit_ends: tuple[str, ...] = ()
 
-    def inside_after(self, prompt: str) -> bool:
-        """Whether the output of `prompt`, as the chat template wrote it, begins within the block."""
-        end = prompt.rstrip()
-        return end.endswith(THINK) or (self.assumed and not end.endswith(END_THINK))
+    def inside_after(self, prompt: str, begun: str | None = None) -> bool:
+        """Whether the output of `prompt`, as the chat template wrote it, begins within the block.
+
+        `begun` is the assistant's message that the output goes on with, where it does.
+        """
+        if begun is not None:
+            return begun.rfind(THINK) > begun.rfind(END_THINK)
+        return prompt.rstrip().endswith(THINK) or (self.assumed and not closes_block(prompt))
 
 
 # By vLLM's names; its parsers differ in what they do with an output that has no marker.

@@ -2,8 +2,8 @@
 
 A family marks a call by strings before and after it, and most by a second pair around all calls. One machine reads
 them all; what a family is like is a `ToolFormat` (tool_formats.py). A call is announced as soon as its head is whole,
-and its arguments are passed on as they come. Until then nothing is certain: text that begins like a call and goes on otherwise
-comes out as content, to the last character. Where the text was cut into pieces makes no difference.
+and its arguments are passed on as they come. Until then nothing is certain: text that begins like a call and goes on
+otherwise comes out as content, to the last character. Where the text was cut into pieces makes no difference.
 """
 
 import re
@@ -34,8 +34,9 @@ class ToolFormat:
     `between` and `closing` are characters without a meaning that may stand around calls and behind arguments. With
     `whole`, a call is a JSON object of `name` and `arguments`, which is read in one piece if its keys come in another
     order than `head` has them. `id_length`: the family's templates take ids of so many letters and digits only.
-    `written` is how the family's own templates write a call, in three parts: before the function's name ({index} is the
-    call's number), from there to the arguments, and behind these; `joint` stands between two calls.
+    `written` is how the family's own templates write a call, in three parts: before the function's name, from there to
+    the arguments ({index} is the call's number), and behind these; `opening` stands before the first call, `joint`
+    between two.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ToolFormat:
     call_end: str
     head: re.Pattern[str]
     written: tuple[str, str, str]
+    opening: str = ""
     joint: str = ""
     inner: tuple[str, ...] = ()
     section_begin: str = ""

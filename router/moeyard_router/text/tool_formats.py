@@ -71,6 +71,7 @@ _FORMATS = (
         whole=True,
         id_length=9,
         written=('{"name": "', '", "arguments": ', "}"),
+        opening=" [",
         joint=", ",
     ),
 )
