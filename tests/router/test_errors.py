@@ -89,9 +89,9 @@ BAD_CHATS = [
 ]
 
 NOT_SERVED = [
-    "audio", "best_of", "function_call", "functions", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
+    "audio", "best_of", "function_call", "functions", "guided_decoding_backend",
     "length_penalty", "metadata", "modalities", "parallel_tool_calls", "prediction", "priority", "prompt_logprobs",
-    "reasoning_effort", "response_format", "service_tier", "store", "structured_outputs", "suffix", "tool_choice",
+    "reasoning_effort", "service_tier", "store", "structural_tag", "suffix", "tool_choice",
     "tools", "truncate_prompt_tokens", "use_beam_search", "web_search_options",
 ]  # fmt: skip
 UNKNOWN = ["extra_body", "temprature", "guided", ""]
@@ -101,10 +101,6 @@ ASKING = [
     ("store", False),
     ("suffix", ""),
     ("prompt_logprobs", 0),
-    ("response_format", {}),
-    ("response_format", "text"),
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {"type": "text", "schema": {}}),
     ("best_of", 2),
     ("best_of", True),
     ("best_of", "1"),

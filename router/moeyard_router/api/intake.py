@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass
 
 from moeyard_router.api.schema import ChatRequest, CompletionRequest
+from moeyard_router.api.structured import grammar_of
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, bad_request, unknown_model
 from moeyard_router.text.chat import ChatTemplate, Codec
@@ -128,14 +129,19 @@ class Intake:
             raise bad_request(f"'{field}': {logprobs} is above the limit of {self._config.max_logprobs}", field)
         if request.stops and not self._codec.has_text:
             raise bad_request("'stop': this server has no tokenizer to find it with; use 'stop_token_ids'", "stop")
+        grammar = grammar_of(request)
+        if grammar is not None and not self._codec.has_text:
+            raise bad_request("structured output is about text, and this server has no tokenizer", "response_format")
         continuations: list[Continuation] = []
         for i, prompt in enumerate(prompts):
             sampling = self._sampling(request, len(prompt.token_ids), logprobs)
             for choice in range(request.n or 1):
-                seeded = dataclasses.replace(sampling, seed=(sampling.seed + choice) % _SEEDS)
+                seed = (sampling.seed + choice) % _SEEDS
+                seeded = dataclasses.replace(sampling, seed=seed, grammar=grammar)
                 continuations.append(Continuation(index=len(continuations), prompt=i, sampling=seeded))
         stream_options = request.stream_options
-        eos = () if request.ignore_eos else self._config.eos_token_ids
+        # What a grammar has completed is ended by an end-of-sequence token in any case.
+        eos = () if request.ignore_eos and grammar is None else self._config.eos_token_ids
         return Job(
             chat=isinstance(request, ChatRequest),
             prompts=tuple(prompts),

@@ -11,6 +11,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from moeyard_router.api.structured import StructuredFields
 from moeyard_router.errors import ApiError, bad_request
 from moeyard_worker.protocol import MAX_LOGPROBS
 
@@ -18,12 +19,11 @@ MAX_STOP_STRINGS = 16
 # Fields of OpenAI's and vLLM's requests (of either endpoint) that ask for something this server does not do.
 NOT_SERVED = (
     *("allowed_token_ids", "audio", "bad_words", "best_of", "cache_salt", "chat_template", "documents"),
-    *("function_call", "functions", "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json"),
-    *("guided_json_object", "guided_regex", "guided_whitespace_pattern", "include_reasoning", "kv_transfer_params"),
+    *("function_call", "functions", "guided_decoding_backend", "include_reasoning", "kv_transfer_params"),
     *("length_penalty", "logits_processors", "metadata", "mm_processor_kwargs", "modalities", "parallel_tool_calls"),
     *("prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "prompt_embeds", "prompt_logprobs"),
-    *("reasoning_effort", "request_id", "response_format", "return_tokens_as_token_ids", "safety_identifier"),
-    *("service_tier", "spaces_between_special_tokens", "store", "structural_tag", "structured_outputs", "suffix"),
+    *("reasoning_effort", "request_id", "return_tokens_as_token_ids", "safety_identifier"),
+    *("service_tier", "spaces_between_special_tokens", "store", "structural_tag", "suffix"),
     *("tool_choice", "tools", "truncate_prompt_tokens", "use_beam_search", "verbosity", "vllm_xargs"),
     "web_search_options",
 )
@@ -46,7 +46,7 @@ class StreamOptions(_Strict):
     continuous_usage_stats: bool | None = None
 
 
-class _Generation(_Strict):
+class _Generation(StructuredFields, _Strict):
     """What both endpoints share."""
 
     model: str | None = None
@@ -113,8 +113,6 @@ class _Generation(_Strict):
 def _asks_nothing(name: str, data: dict[str, Any]) -> bool:
     """Whether a field of NOT_SERVED has a value under which the answer is the same as without it."""
     value = data[name]
-    if name == "response_format":
-        return value in (None, {"type": "text"})
     if name == "best_of":
         n = data.get("n")
         return value is None or (type(value) is int and value == (1 if n is None else n))

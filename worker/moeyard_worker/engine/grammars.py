@@ -24,9 +24,9 @@ from moeyard_worker.scheduling.request import Mask
 
 log = logging.getLogger(__name__)
 
-# Between the parts of a JSON text a model may write this and no more: without an end to it a model that has lost its
-# way writes spaces until it may write nothing more.
-_WHITESPACE = r"[ \t\n\r]{1,40}"
+# Between the parts of a JSON text a model may write this and no more, a few blanks or a line break with indentation: a
+# model that has lost its way writes empty lines until it may write nothing at all.
+_WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
 # Of an automaton, at 1 to 2 kB each. llguidance allows 250,000.
 _MAX_STATES = 50_000
 # An automaton that counts modulo n has n states, made before any of llguidance's limits is asked: a million took 8 s
