@@ -189,7 +189,7 @@ class ScriptedWorker:
 
     def _emit(self, running: _Running) -> None:
         sampling = running.submit.sampling
-        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {1})
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos and not sampling.grammar else {1})
         ids: list[int] = []
         reason = None
         for token_id in running.output[running.sent : running.sent + self.chunk]:

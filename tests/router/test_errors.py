@@ -105,18 +105,14 @@ BAD_CHATS = [
 
 # Values of fields that ask for something which is not done here.
 ASKING = [
-    *((name, [{}]) for name in NOT_SERVED),
-    *((name, "x") for name in ("allowed_token_ids", "cache_salt", "guided_regex", "web_search_options")),
+    *((name, [{}]) for name in NOT_SERVED if name != "tools"),
+    *((name, "x") for name in ("allowed_token_ids", "cache_salt", "web_search_options")),
     ("best_of", 2),
     ("best_of", True),
     ("best_of", "1"),
     ("length_penalty", True),
     ("modalities", ["text", "audio"]),
     ("prompt_logprobs", 0),
-    ("response_format", "text"),
-    ("response_format", {"type": "text", "schema": {}}),
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {}),
     ("suffix", " and"),
     ("tool_choice", "required"),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),

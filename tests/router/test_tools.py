@@ -272,6 +272,32 @@ def test_required_and_named_have_a_grammar(model, stream):
     assert '"weather' not in model.worker.submits[-1].sampling.grammar.text
 
 
+def test_the_form_of_an_answer_beside_tools_and_reasoning(model):
+    form = {"response_format": {"type": "json_object"}}
+
+    def grammar(says, **body):
+        model.says(says)
+        choice = model.chat(**body)
+        return model.worker.submits[-1].sampling.grammar, choice["message"]
+
+    got, message = grammar(THOUGHT + "{}", **form)
+    assert got.text.startswith("%llguidance {}\nstart: thinking (body)")
+    assert (message["content"], message["reasoning_content"]) == ("{}", "I should look. 🙂")
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert grammar("{}", **form, **off)[0].kind == "json_object"
+    got, message = grammar(CALL, tools=[WEATHER], **form, **off)
+    assert "start: (calls | body)" in got.text
+    assert bare(message["tool_calls"]) == [("weather", '{"city": "Köln"}')]
+    got, _ = grammar(CALL, tools=[WEATHER], tool_choice="required", **form, **off)
+    assert "start: (calls)" in got.text
+    own = {"structured_outputs": {"grammar": 'start: "{}"'}}
+    got, message = grammar("{}", **own)
+    assert got.text == 'start: "{}"'
+    assert message == {"role": "assistant", "content": "{}"}
+    answer = model.service.post(CHAT, messages=ASK, tools=[WEATHER], **own)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
+
+
 def test_a_grammar_that_the_worker_refuses_is_a_400(model):
     model.worker.reject = Rejected(request_id="", reason="bad_request", message="the schema is no schema")
     answer = model.service.post(CHAT, messages=ASK, tools=[WEATHER], tool_choice="required")

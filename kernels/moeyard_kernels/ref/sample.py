@@ -142,6 +142,9 @@ def sample(
             x, best = logits[b].double().numpy(), int(ids[b])
         else:
             x = edit(logits[b], edits.words[slot], edits.bias[slot], edits.penalties[b])
+            if edits.allowed is not None:
+                bits = np.unpackbits(edits.allowed[slot].numpy().view(np.uint8), bitorder="little")
+                x[bits[: x.size] == 0] = -np.inf
             best = int(x.argmax())
             ids[b] = best
         if t == 0 or not np.isfinite(x[best]):

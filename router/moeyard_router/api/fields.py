@@ -36,13 +36,7 @@ NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "echo": (False,),  # of chats; completions have it
         "function_call": ("none", "auto"),  # of `functions`, and there are none
         "functions": ([],),
-        "guided_choice": (),
         "guided_decoding_backend": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_json_object": (False,),
-        "guided_regex": (),
-        "guided_whitespace_pattern": (),
         "include_reasoning": (True,),
         "kv_transfer_params": ({},),
         "length_penalty": (1, 1.0),
@@ -52,14 +46,12 @@ NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "prompt_embeds": (),
         "prompt_logprobs": (),
         "repetition_detection": (),
-        "response_format": ({"type": "text"},),
         "return_hidden_states": (False,),
         "return_prompt_text": (False,),
         "return_tokens_as_token_ids": (False,),
         "routed_experts_prompt_start": (0,),
         "spaces_between_special_tokens": (True,),
         "structural_tag": (),
-        "structured_outputs": (),
         "suffix": ("",),
         "thinking_token_budget": (-1,),
         "tool_choice": ("none", "auto"),  # of `tools`, and there are none

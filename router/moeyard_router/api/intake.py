@@ -8,7 +8,8 @@ from typing import Any
 
 from moeyard_router.api.messages import template_messages
 from moeyard_router.api.schema import ChatRequest, CompletionRequest
-from moeyard_router.api.tools import CONTENT_ONLY, Answering, ToolUse, answering, check_served
+from moeyard_router.api.structured import grammar_of
+from moeyard_router.api.tools import Answering, ToolUse, answering, check_served
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, bad_request, unknown_model
 from moeyard_router.text.answer_formats import AnswerFormats, answer_formats
@@ -79,7 +80,8 @@ class Intake:
         self._check_choices(request.n or 1, len(request.prompts))
         special = request.add_special_tokens is not False
         prompts = [await self._prompt(p, special=special, echo=bool(request.echo)) for p in request.prompts]
-        return self._job(request, prompts, logprobs=request.logprobs, echo=bool(request.echo))
+        how = Answering(extraction=None, grammar=grammar_of(request))
+        return self._job(request, prompts, logprobs=request.logprobs, echo=bool(request.echo), how=how)
 
     async def chat(self, request: ChatRequest) -> Job:
         """A /v1/chat/completions request; the template writes the special tokens, so none are added by default."""
@@ -103,6 +105,7 @@ class Intake:
             prompt=text,
             begun=(request.messages[-1].content or "") if request.continue_final_message else None,
             include_reasoning=request.include_reasoning is not False,
+            body=grammar_of(request),
         )
         prompt = await self._prompt(text, special=bool(request.add_special_tokens), echo=False)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -146,24 +149,27 @@ class Intake:
         *,
         logprobs: int | None,
         echo: bool,
+        how: Answering,
         unseen: tuple[str, ...] = (),
-        how: Answering = CONTENT_ONLY,
     ) -> Job:
         if logprobs is not None and logprobs > self._config.max_logprobs:
             field = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
             raise bad_request(f"'{field}': {logprobs} is above the limit of {self._config.max_logprobs}", field)
         if request.stops and not self._codec.has_text:
             raise bad_request("'stop': this server has no tokenizer to find it with; use 'stop_token_ids'", "stop")
+        grammar = how.grammar
+        if grammar is not None and not self._codec.has_text:
+            raise bad_request("structured output is about text, and this server has no tokenizer", "response_format")
         continuations: list[Continuation] = []
         for i, prompt in enumerate(prompts):
             sampling = self._sampling(request, len(prompt.token_ids), logprobs)
-            if how.grammar is not None:
-                sampling = dataclasses.replace(sampling, grammar=how.grammar)
             for choice in range(request.n or 1):
-                seeded = dataclasses.replace(sampling, seed=(sampling.seed + choice) % _SEEDS)
+                seed = (sampling.seed + choice) % _SEEDS
+                seeded = dataclasses.replace(sampling, seed=seed, grammar=grammar)
                 continuations.append(Continuation(index=len(continuations), prompt=i, sampling=seeded))
         stream_options = request.stream_options
-        eos = () if request.ignore_eos else self._config.eos_token_ids
+        # What a grammar has completed is ended by an end-of-sequence token in any case.
+        eos = () if request.ignore_eos and grammar is None else self._config.eos_token_ids
         return Job(
             chat=isinstance(request, ChatRequest),
             prompts=tuple(prompts),

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
 from moeyard_router.api.messages import ChatMessage
+from moeyard_router.api.structured import StructuredFields
 from moeyard_router.api.tools import Tool, ToolUse, check_tool_choice, check_tools, tool_use
 from moeyard_router.errors import ApiError, bad_request
 from moeyard_worker.protocol import MAX_LOGPROBS
@@ -36,7 +37,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None
 
 
-class _Generation(Strict):
+class _Generation(StructuredFields, Strict):
     """What both endpoints share."""
 
     harmless = IGNORED

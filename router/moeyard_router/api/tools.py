@@ -20,11 +20,11 @@ from pydantic_core import PydanticCustomError
 
 from moeyard_router.errors import bad_request
 from moeyard_router.text.answer_formats import AnswerFormats
+from moeyard_router.text.answer_grammar import Calls, Thinking, answer_grammar, can_be_part
 from moeyard_router.text.extraction import Extraction
 from moeyard_router.text.reasoning import closes_block
 from moeyard_router.text.template_traits import TemplateTraits
 from moeyard_router.text.tool_formats import TOOL_FORMATS
-from moeyard_router.text.tool_grammar import Thinking, tool_grammar
 from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Grammar
 
 MAX_TOOLS = 128  # as OpenAI
@@ -191,46 +191,50 @@ class Answering:
     """How the answers to one prompt are taken apart (None: they are content, nothing else), and their grammar."""
 
     extraction: Extraction | None
-    grammar: Grammar | None = None
-
-
-CONTENT_ONLY = Answering(extraction=None)
+    grammar: Grammar | None
 
 
 def answering(
-    use: ToolUse, formats: AnswerFormats, *, prompt: str, begun: str | None, include_reasoning: bool
+    use: ToolUse,
+    formats: AnswerFormats,
+    *,
+    prompt: str,
+    begun: str | None,
+    include_reasoning: bool,
+    body: Grammar | None,
 ) -> Answering:
     """What tools and reasoning mean for the answers to `prompt`, which go on with `begun` if that is not None.
 
-    Raises `ApiError` 400 if the tools are too large for a grammar and a call is required.
+    `body` is the form that the request wants of the answer's content: it holds behind the reasoning, and where no tool
+    is called. Raises `ApiError` 400 if that cannot be, or if the tools are too large for a grammar.
     """
-    calls = use.choice != "none"
-    if not calls and formats.reasoning is None:
-        return CONTENT_ONLY
+    tools = None if use.choice == "none" else formats.tools
+    # A grammar in words of its own is for the whole of the answer.
+    reasoning = formats.reasoning if body is None or can_be_part(body) else None
+    if tools is None and reasoning is None:
+        return Answering(extraction=None, grammar=body)
+    if use.choice in ("required", "named"):
+        body = None  # there will be no content
+    elif tools is not None and body is not None and not can_be_part(body):
+        raise bad_request("'structured_outputs': a grammar leaves no room for calls of 'tools'", "structured_outputs")
     extraction = Extraction(
-        visible=formats.shown if calls else formats.shown_reasoning,
-        reasoning=formats.reasoning,
-        inside=formats.reasoning is not None and formats.reasoning.inside_after(prompt, begun),
-        tools=formats.tools if calls else None,
+        visible=formats.shown_reasoning if tools is None else formats.shown,
+        reasoning=reasoning,
+        inside=reasoning is not None and reasoning.inside_after(prompt, begun),
+        tools=tools,
         one_call=use.one_call,
         hide_reasoning=not include_reasoning,
         ends_as_tool_calls=use.choice != "named",
         id_seed=secrets.token_hex(8),
     )
-    if use.choice not in ("required", "named") or formats.tools is None:
-        return Answering(extraction=extraction)
     thinking: Thinking = "inside" if extraction.inside else "none"
-    if formats.reasoning is not None and thinking == "none" and begun is None and not closes_block(prompt):
+    if reasoning is not None and thinking == "none" and begun is None and not closes_block(prompt):
         thinking = "possible"
-    text = tool_grammar(
-        formats.tools,
-        use.callable_functions(),
-        one_call=use.one_call,
-        thinking=thinking,
-        token_ids=formats.token_ids,
-    )
-    size = len(text.encode())
+    must = tools is not None and (body is not None or use.choice != "auto")
+    calls = Calls(form=tools, functions=use.callable_functions(), one_call=use.one_call) if tools and must else None
+    grammar = answer_grammar(thinking=thinking, calls=calls, body=body, token_ids=formats.token_ids)
+    size = 0 if grammar is None else len(grammar.text.encode())
     if size > MAX_GRAMMAR_BYTES:
-        message = f"'tools': a required call of these makes a grammar of {size} bytes, the limit is {MAX_GRAMMAR_BYTES}"
-        raise bad_request(message, "tools")
-    return Answering(extraction=extraction, grammar=Grammar(kind="lark", text=text))
+        message = f"the form of this answer makes a grammar of {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
+        raise bad_request(f"'{'tools' if calls else 'response_format'}': {message}", "tools" if calls else None)
+    return Answering(extraction=extraction, grammar=grammar)
