@@ -17,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from moeyard import ray_config
+from moeyard.api_flags import ApiSettings, api_settings
 from moeyard.lazy import load
 from moeyard.rank import Rank
 from moeyard.signals import sigterm_as_interrupt, uninterrupted
@@ -24,7 +25,7 @@ from moeyard.supervisor import RestartBudget, Supervisor
 from moeyard_kernels.cpu import footprint
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer, run_router
-from moeyard_router.text.chat import TextCodec
+from moeyard_router.text.chat import open_codec
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
 from moeyard_worker.engine.host_memory import available_memory
@@ -55,7 +56,8 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
     """
     begun = time.monotonic()
     model = served_model(config)
-    check_before_start(config, model, local=args.ray_address is None)
+    api = api_settings(args, config)
+    check_before_start(config, model, chat_template=api.chat_template, local=args.ray_address is None)
     sock = bind(args.host, args.port)
     if args.ray_address is None:
         ray_config.prepare_local(config.threads)
@@ -74,7 +76,9 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
             report_skipped(ranks[0].report["skipped"])
             if config.load_format == "dummy":
                 print(DUMMY_NOTE, file=sys.stderr)
-            router = router_config(args, config, model, ranks=ranks, port=sock.getsockname()[1])
+            if (defaults := api.describe_defaults()) is not None:
+                print(defaults, file=sys.stderr, flush=True)
+            router = router_config(args, config, model, api=api, ranks=ranks, port=sock.getsockname()[1])
 
             def ready() -> None:
                 running = report_ready(router, ranks, seconds=time.monotonic() - begun)
@@ -103,12 +107,21 @@ def addresses(ranks: list[Rank]) -> tuple[WorkerAddress, ...]:
 
 
 def router_config(
-    args: argparse.Namespace, config: EngineConfig, model: ModelConfig, *, ranks: list[Rank], port: int
+    args: argparse.Namespace,
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    api: ApiSettings,
+    ranks: list[Rank],
+    port: int,
 ) -> RouterConfig:
     """The router before these ranks. What they decided while loading bounds the length of a sequence."""
     return RouterConfig(
-        model_name=args.served_model_name or model_name(config),
+        model_name=api.names[0],
+        model_aliases=api.names[1:],
         model_path=None if config.model_path is None else Path(config.model_path),
+        chat_template=api.chat_template,
+        sampling_defaults=api.defaults,
         workers=addresses(ranks),
         max_model_len=min(rank.report["max_model_len"] for rank in ranks),
         vocab_size=model.vocab_size,
@@ -120,17 +133,13 @@ def router_config(
     )
 
 
-def model_name(config: EngineConfig) -> str:
-    """What a model is called where nobody says: its directory, or its shape."""
-    return config.shape or Path(config.model_path or "").name
-
-
 def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> Running:
     """Print the ready line."""
     url = f"http://{router.host}:{router.port}"
     report = ranks[0].report
+    also = f", also called {', '.join(router.model_aliases)}" if router.model_aliases else ""
     print(
-        f"ready: {url}/v1 serves {router.model_name} ({report['dtype']}) on {len(ranks)} workers, expert slots "
+        f"ready: {url}/v1 serves {router.model_name}{also} ({report['dtype']}) on {len(ranks)} workers, expert slots "
         f"{report['expert_slots']}/{report['num_experts']} per worker, up to {router.max_model_len} tokens, after "
         f"{seconds:.1f} s",
         flush=True,
@@ -138,11 +147,10 @@ def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> 
     return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
 
 
-def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool) -> None:
+def check_before_start(config: EngineConfig, model: ModelConfig, *, chat_template: Path | None, local: bool) -> None:
     """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
     checkpoint = check_weights(config, model)
-    if config.model_path is not None:
-        TextCodec(Path(config.model_path))
+    open_codec(None if config.model_path is None else Path(config.model_path), chat_template)
     shards = partition(model.num_experts, config.num_workers)
     if not local:
         return

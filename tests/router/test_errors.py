@@ -87,6 +87,8 @@ BAD_CHATS = [
     ({"messages": [*HELLO, {"role": "assistant", "audio": {"id": "a"}}]}, "messages.1.audio"),
     ({"messages": [*HELLO, {"role": "assistant", "content": "a", "prefix": True}]}, "messages.1.prefix"),
     ({"messages": [{"role": "user", "content": "a", "mood": "sad"}]}, "messages.0.mood"),
+    ({"messages": [{"role": "user", "content": "a", "parts": "b"}]}, "messages.0.parts"),
+    ({"messages": [{"role": "user", "content": "a", "dropped": []}]}, "messages.0.dropped"),
     ({"messages": [{"role": "user", "content": "a", "refusal": "no"}]}, "messages.0.refusal"),
     ({"messages": [{"role": "user", "content": ["a", {"type": "image_url"}]}]}, "messages.0.content.1.type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
@@ -119,7 +121,7 @@ ASKING = [
     ("truncate_prompt_tokens", 5),
     ("use_beam_search", True),
 ]
-UNKNOWN = ["extra_body", "temprature", "guided", ""]
+UNKNOWN = ["extra_body", "temprature", "guided", "dropped", ""]
 
 
 def check_error(answer, status, param):

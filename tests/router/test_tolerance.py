@@ -1,10 +1,14 @@
 """What cannot change an answer is taken, and named: nulls, fields for others' accounts, echoed messages."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from moeyard_router.api.fields import IGNORED, NOT_SERVED
+from moeyard_router.api.messages import ChatMessage, TextPart, ToolCall
+from moeyard_router.api.schema import ChatRequest, CompletionRequest, StreamOptions
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -127,3 +131,14 @@ def test_developer_is_system_where_the_template_has_no_such_role(service):
         service.chat(messages=[{"role": role, "content": "Be kind."}, *HELLO], max_tokens=1)
     first, second = prompts(service)
     assert first == second
+
+
+def test_the_page_has_every_field():
+    """docs/api.md names all fields of the tables and of the models, and `guided_*` for those."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
+    fields = {*IGNORED, *NOT_SERVED, *ChatRequest.model_fields, *CompletionRequest.model_fields, "parallel_tool_calls"}
+    fields |= {*ChatMessage.harmless, *ChatMessage.unserved, *ChatMessage.plain, *TextPart.harmless, *ToolCall.harmless}
+    fields |= {*StreamOptions.model_fields, *StreamOptions.harmless}
+    fields -= {"dropped", "parts", "type"} | {name for name in NOT_SERVED if name.startswith("guided_")}
+    assert {name for name in fields if not re.search(rf"\b{name}\b", page)} == set()
+    assert "`guided_*`" in page

@@ -9,7 +9,8 @@ from collections.abc import Container, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 # Whatever they say, the text of the answer is the same: who asks, what is kept of it, hints for speed or for another's
@@ -69,27 +70,40 @@ _NAMED = frozenset(("modalities",))
 
 
 class Strict(BaseModel):
-    """An object of a request. A null counts as absent; what `sift` drops is remembered in `ignored`."""
+    """An object of a request. A null counts as absent; `dropped` names what `sift` took out, no client may send it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     harmless: ClassVar[frozenset[str]] = frozenset()
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
-    _ignored: tuple[str, ...] = PrivateAttr(())
+    # Names about which there is nothing to decide; most objects have no other.
+    plain: ClassVar[frozenset[str]] = frozenset()
 
-    @model_validator(mode="wrap")
+    dropped: SkipJsonSchema[tuple[str, ...]] = ()
+
     @classmethod
-    def _sift(cls, data: Any, handler: ModelWrapValidatorHandler["Strict"]) -> "Strict":
-        if not isinstance(data, dict):
-            return handler(data)
-        kept, ignored = sift(data, served=cls.model_fields, harmless=cls.harmless, unserved=cls.unserved)
-        made = handler(kept)
-        made._ignored = ignored
-        return made
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Once per class."""
+        names = (field.alias or name for name, field in cls.model_fields.items())
+        cls.plain = frozenset(names) - cls.harmless - {"dropped"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sift(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or (data.keys() <= cls.plain and None not in data.values()):
+            return data
+        kept, dropped = sift(
+            data, served=cls.plain | cls.model_fields.keys(), harmless=cls.harmless, unserved=cls.unserved
+        )
+        if "dropped" in kept:
+            raise ValidationError.from_exception_data(
+                "request", [InitErrorDetails(type="extra_forbidden", loc=("dropped",), input=kept["dropped"])]
+            )
+        return {**kept, "dropped": dropped}
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Names of the fields that were given and have no effect."""
-        return self._ignored
+        return self.dropped
 
 
 def sift(

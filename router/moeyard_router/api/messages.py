@@ -127,7 +127,7 @@ class ChatMessage(Strict):
         """As of any object, with the names below it: `content.cache_control`."""
         parts = () if self.parts is None or isinstance(self.parts, str) else self.parts
         return (
-            *self._ignored,
+            *self.dropped,
             *(f"content.{name}" for part in parts for name in part.ignored),
             *(f"tool_calls.{name}" for call in self.tool_calls or () for name in call.ignored),
         )

@@ -93,7 +93,7 @@ class _Generation(StructuredFields, Strict):
     def ignored(self) -> tuple[str, ...]:
         """Names of the fields that were given and have no effect, as paths: `stream_options.include_obfuscation`."""
         options = () if self.stream_options is None else self.stream_options.ignored
-        return (*self._ignored, *(f"stream_options.{name}" for name in options))
+        return (*self.dropped, *(f"stream_options.{name}" for name in options))
 
     @property
     def stops(self) -> tuple[str, ...]:

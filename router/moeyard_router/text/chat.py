@@ -88,7 +88,7 @@ def open_codec(directory: Path | None, chat_template: Path | None = None) -> Cod
     if directory is not None:
         return TextCodec(directory, chat_template)
     if chat_template is not None:
-        raise ValueError(f"chat_template {chat_template}: without a tokenizer there are no chats")
+        raise ValueError(f"chat template {chat_template}: without a tokenizer there are no chats")
     return IdCodec()
 
 
