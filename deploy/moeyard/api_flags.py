@@ -6,6 +6,8 @@ from pathlib import Path
 
 from moeyard.model_source import hub_id
 from moeyard_router.config import SamplingDefaults
+from moeyard_router.text.answer_formats import AUTO, REASONING_PARSERS, TOOL_PARSERS, AnswerFormats, answer_formats
+from moeyard_router.text.chat import Codec
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.fields import Fields, read_json
 
@@ -15,12 +17,18 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """`names` of the model, the first of which answers say; `defaults_from` is the file that `defaults` are from."""
+    """`names` of the model, the first of which answers say; `defaults_from` is the file that `defaults` are from.
+
+    Parsers by their names in text/answer_formats.py of the router.
+    """
 
     names: tuple[str, ...]
     chat_template: Path | None
     defaults: SamplingDefaults
     defaults_from: Path | None
+    tool_call_parser: str
+    reasoning_parser: str
+    enable_auto_tool_choice: bool | None
 
     def describe_defaults(self) -> str | None:
         """One line about the sampling defaults, or None without any."""
@@ -47,6 +55,25 @@ def add_api_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"sampling where requests do not say: auto is by the checkpoint's {GENERATION_CONFIG}, none (or vllm) is "
         "OpenAI's defaults, a directory has such a file (default %(default)s)",
     )
+    add(
+        "--tool-call-parser",
+        choices=TOOL_PARSERS,
+        default=AUTO,
+        metavar="NAME",
+        help=f"format of the model's tool calls: {', '.join(TOOL_PARSERS)} (default %(default)s: by the chat template)",
+    )
+    add(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default=AUTO,
+        metavar="NAME",
+        help=f"format of its reasoning: {', '.join(REASONING_PARSERS)} (default %(default)s: by the chat template)",
+    )
+    add(
+        "--enable-auto-tool-choice",
+        action=argparse.BooleanOptionalAction,
+        help='tools with tool_choice "auto" (default: where the format of tool calls is known)',
+    )
 
 
 def api_settings(args: argparse.Namespace, config: EngineConfig) -> ApiSettings:
@@ -60,7 +87,20 @@ def api_settings(args: argparse.Namespace, config: EngineConfig) -> ApiSettings:
         chat_template=args.chat_template,
         defaults=SamplingDefaults() if file is None else sampling_defaults(file),
         defaults_from=file,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        enable_auto_tool_choice=args.enable_auto_tool_choice,
     )
+
+
+def answer_formats_of(codec: Codec, api: ApiSettings) -> AnswerFormats:
+    """What the model's answers are read for; raises `ValueError` that names the flag where a parser is missing."""
+    try:
+        return answer_formats(
+            codec, tools=api.tool_call_parser, reasoning=api.reasoning_parser, auto=api.enable_auto_tool_choice
+        )
+    except ValueError as error:
+        raise ValueError(str(error).replace("enable_auto_tool_choice", "--enable-auto-tool-choice")) from error
 
 
 def served_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from moeyard import ray_config
-from moeyard.api_flags import ApiSettings, api_settings
+from moeyard.api_flags import ApiSettings, answer_formats_of, api_settings
 from moeyard.lazy import load
 from moeyard.rank import Rank
 from moeyard.signals import sigterm_as_interrupt, uninterrupted
@@ -25,6 +25,7 @@ from moeyard.supervisor import RestartBudget, Supervisor
 from moeyard_kernels.cpu import footprint
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer, run_router
+from moeyard_router.text.answer_formats import AnswerFormats
 from moeyard_router.text.chat import open_codec
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
@@ -57,7 +58,7 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
     begun = time.monotonic()
     model = served_model(config)
     api = api_settings(args, config)
-    check_before_start(config, model, chat_template=api.chat_template, local=args.ray_address is None)
+    formats = check_before_start(config, model, api=api, local=args.ray_address is None)
     sock = bind(args.host, args.port)
     if args.ray_address is None:
         ray_config.prepare_local(config.threads)
@@ -78,6 +79,7 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
                 print(DUMMY_NOTE, file=sys.stderr)
             if (defaults := api.describe_defaults()) is not None:
                 print(defaults, file=sys.stderr, flush=True)
+            print(formats.describe(), file=sys.stderr, flush=True)
             router = router_config(args, config, model, api=api, ranks=ranks, port=sock.getsockname()[1])
 
             def ready() -> None:
@@ -122,6 +124,9 @@ def router_config(
         model_path=None if config.model_path is None else Path(config.model_path),
         chat_template=api.chat_template,
         sampling_defaults=api.defaults,
+        tool_call_parser=api.tool_call_parser,
+        reasoning_parser=api.reasoning_parser,
+        enable_auto_tool_choice=api.enable_auto_tool_choice,
         workers=addresses(ranks),
         max_model_len=min(rank.report["max_model_len"] for rank in ranks),
         vocab_size=model.vocab_size,
@@ -147,18 +152,22 @@ def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> 
     return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
 
 
-def check_before_start(config: EngineConfig, model: ModelConfig, *, chat_template: Path | None, local: bool) -> None:
-    """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
+def check_before_start(config: EngineConfig, model: ModelConfig, *, api: ApiSettings, local: bool) -> AnswerFormats:
+    """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError.
+
+    Returns what the chat template was found to say of the model's answers.
+    """
     checkpoint = check_weights(config, model)
-    open_codec(None if config.model_path is None else Path(config.model_path), chat_template)
+    codec = open_codec(None if config.model_path is None else Path(config.model_path), api.chat_template)
+    formats = answer_formats_of(codec, api)
     shards = partition(model.num_experts, config.num_workers)
     if not local:
-        return
+        return formats
     if config.record_routing is not None and not os.access(Path(config.record_routing).parent, os.W_OK):
         raise ValueError(f"--record-routing {config.record_routing}: its directory cannot be written; name another one")
     if config.device != "cpu":
         # What a GPU holds is known where torch is: the worker plans, and says what does not fit.
-        return
+        return formats
     itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
     plan_memory(
         config=config,
@@ -169,6 +178,7 @@ def check_before_start(config: EngineConfig, model: ModelConfig, *, chat_templat
         num_local_experts=len(shards[0]) * len(model.moe_layers),
         available=available_memory() // config.num_workers,
     )
+    return formats
 
 
 def bind(host: str, port: int) -> socket.socket:

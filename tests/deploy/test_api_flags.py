@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from moeyard.api_flags import api_settings, sampling_defaults
+from moeyard.api_flags import answer_formats_of, api_settings, sampling_defaults
 from moeyard.cli import build_parser, main
 from moeyard.config_file import with_config_file
 from moeyard.flags import engine_config
 from moeyard_router.config import SamplingDefaults
+from moeyard_router.text.chat import TextCodec
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
 # What Qwen3 ships, and more.
@@ -170,3 +171,17 @@ def check_line(words: list[str], says: list[str], capsys: pytest.CaptureFixture[
     assert line.startswith("moeyard: ")
     for part in says:
         assert part in line
+
+
+def test_parsers_of_tool_calls_and_reasoning(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ tools }}<tool_call><think>")
+    plain, calling = TextCodec(DEMO), TextCodec(DEMO, template)
+    assert answer_formats_of(plain, settings(str(DEMO))).describe() == "tool calls: none, reasoning: none"
+    assert answer_formats_of(calling, settings(str(DEMO))).describe() == "tool calls: hermes, reasoning: qwen3"
+    said = settings(str(DEMO), "--tool-call-parser", "kimi_k2", "--reasoning-parser", "none")
+    assert answer_formats_of(calling, said).describe() == "tool calls: kimi_k2, reasoning: none"
+    assert answer_formats_of(plain, settings(str(DEMO), "--enable-auto-tool-choice", "--tool-call-parser", "hermes"))
+    assert not answer_formats_of(calling, settings(str(DEMO), "--no-enable-auto-tool-choice")).auto_tools
+    with pytest.raises(ValueError, match=r"^--enable-auto-tool-choice: .* name one with --tool-call-parser: hermes"):
+        answer_formats_of(plain, settings(str(DEMO), "--enable-auto-tool-choice"))

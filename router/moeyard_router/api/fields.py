@@ -123,7 +123,7 @@ def sift(
     for name, value in data.items():
         if value is None:
             continue
-        if name in harmless or (name == "parallel_tool_calls" and not data.get("tools")):
+        if name in harmless or (name == "parallel_tool_calls" and name not in served and not data.get("tools")):
             ignored.append(name)
             if name not in served:
                 continue

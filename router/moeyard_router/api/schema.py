@@ -153,6 +153,12 @@ class ChatRequest(_Generation):
     parallel_tool_calls: bool | None = None
 
     @property
+    def ignored(self) -> tuple[str, ...]:
+        """Without tools there are no calls that could be parallel."""
+        idle = self.parallel_tool_calls is not None and not self.tools
+        return (*super().ignored, "parallel_tool_calls") if idle else super().ignored
+
+    @property
     def tool_use(self) -> ToolUse:
         """What is asked of tools; raises `ApiError` 400 if the three fields do not fit together."""
         return tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
