@@ -89,6 +89,8 @@ def test_what_the_template_writes_is_allowed_and_is_read(name, special):
     assert not checker.allows(written(name, [("weather", '{"days": 3}')]))
     assert not checker.allows(written(name, [("weather", '{"city": "x", "days": 3.5}')]))
     assert not checker.allows(written(name, [("rain", "{}")]))
+    assert checker.allows(written(name, [("weather", '{"city":"x"}')]))
+    assert not checker.allows(written(name, [("weather", '{"city":  "x"}')]))
     assert not checker.allows(written(name, one) + "!")
     assert ("<[" in checker.grammar) == (special is not None), "markers by their tokens"
     single = Checker(name, special, one_call=True)

@@ -18,8 +18,9 @@ from moeyard_worker.protocol import Grammar
 
 # What comes first: the rest of a block that the prompt has opened, a block if the model wants one, or neither.
 Thinking = Literal["inside", "possible", "none"]
-# Blanks between the parts of a JSON text: without an end to them a model that lost its way writes nothing else.
-_BLANKS = r"[ \t\n\r]{1,20}"
+# Blanks between the parts of a JSON text, in llguidance's words. Arguments are written in one line everywhere. With more
+# room a model that has lost its way fills it: the demo model did, 20 to a gap, until its tokens were spent.
+_BLANKS, _BLANKS_OF_ARGUMENTS = r"[ \t\n\r]{1,20}", " "
 _BREAKS = "/\\n{0,4}/"  # between the reasoning and what follows
 
 
@@ -70,7 +71,7 @@ def _calls(calls: Calls, token_ids: Mapping[str, int]) -> list[str]:
     rules.append(f"call: {_lark(begin, token_ids)} ({names}) {_lark(end, token_ids)}")
     for i, (name, schema) in enumerate(calls.functions):
         rules.append(f"call_{i}: {_lark(name + middle, token_ids)} arguments_{i}")
-        rules.append(f"arguments_{i}: {_json(schema)}")
+        rules.append(f"arguments_{i}: {_json(schema, _BLANKS_OF_ARGUMENTS)}")
     return rules
 
 
@@ -89,8 +90,8 @@ def _body(body: Grammar) -> str:
     raise ValueError(f"a grammar of kind {body.kind} is no part of another")
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": _BLANKS}, **schema})
+def _json(schema: Mapping[str, Any], blanks: str = _BLANKS) -> str:
+    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": blanks}, **schema})
 
 
 def _thinking(token_ids: Mapping[str, int], *, inside: bool) -> list[str]:
