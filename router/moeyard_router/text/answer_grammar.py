@@ -18,8 +18,8 @@ from moeyard_worker.protocol import Grammar
 
 # What comes first: the rest of a block that the prompt has opened, a block if the model wants one, or neither.
 Thinking = Literal["inside", "possible", "none"]
-# Blanks between the parts of a JSON text, in llguidance's words. Arguments are written in one line everywhere. With more
-# room a model that has lost its way fills it: the demo model did, 20 to a gap, until its tokens were spent.
+# Blanks between the parts of a JSON text, in llguidance's words. Arguments are written in one line everywhere. A model
+# that has lost its way fills what room it has: the demo model did, 20 to a gap, until its tokens were spent.
 _BLANKS, _BLANKS_OF_ARGUMENTS = r"[ \t\n\r]{1,20}", " "
 _BREAKS = "/\\n{0,4}/"  # between the reasoning and what follows
 
