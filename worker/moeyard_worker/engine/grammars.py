@@ -202,7 +202,12 @@ def _source(grammar: Grammar) -> str:
     return LLMatcher.grammar_from_lark(any_to_lark(text))
 
 
-def _json(schema: str) -> str:
+def _json(text: str) -> str:
+    schema = json.loads(text)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError(f"no answer can satisfy {text:.20}, a schema is an object")
     return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
 
 

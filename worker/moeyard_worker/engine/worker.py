@@ -80,7 +80,7 @@ class Worker:
         self._loaded = 0
         self._total = 0
         self._engine: Engine | None = None
-        self._grammars: Grammars | None = None
+        self.grammars: Grammars | None = None
         self._recording: RoutingRecorder | None = None
         # What `load` is at, for what it says when memory runs out.
         self._doing = "loading weights"
@@ -187,7 +187,7 @@ class Worker:
             )
         )
         step_runner = self.runner = self._device.step_runner(runner, config, plan)
-        self._grammars = Grammars.of_directory(
+        self.grammars = Grammars.of_directory(
             config.model_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
         self._engine = Engine(
@@ -201,7 +201,7 @@ class Worker:
             mesh=self._mesh,
             frontend=self._frontend,
             metrics=self._metrics,
-            grammars=self._grammars,
+            grammars=self.grammars,
         )
         log.info("rank %d serves %s with %s", self._spec.rank, config.model_path or config.shape, plan)
         read = None if staging is None or not staging.read_seconds else staging.read_bytes / staging.read_seconds
@@ -290,8 +290,8 @@ class Worker:
             self._thread.join()
             self._engine.close()
             self._engine = None
-        if self._grammars is not None:
-            self._grammars.close()
+        if self.grammars is not None:
+            self.grammars.close()
         self._mesh.close()
         self._frontend.close()
         self._metrics.close()
