@@ -7,20 +7,24 @@ from pathlib import Path
 from typing import NoReturn
 
 from moeyard import __version__
+from moeyard.api_flags import add_api_arguments
 from moeyard.door_config import add_door_arguments, door_config, log_config
 from moeyard.flags import add_bench_arguments, add_engine_arguments, add_source_arguments, engine_config
 from moeyard.lazy import load
+from moeyard.model_source import add_model_argument, checkpoint
 from moeyard_worker.config.cpu_config import set_cpu_environment
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EXPERT_POLICIES
 from moeyard_worker.experts.sim import belady, format_table, simulate
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line."""
+    """argparse with errors of one line. `origin` is what to say before one: where the flags come from."""
+
+    origin = ""
 
     def error(self, message: str) -> NoReturn:
         """Print the message and where to read on, and exit with code 2."""
-        fail(f"{message}; see `{self.prog} --help`")
+        fail(f"{self.origin}{message}; see `{self.prog} --help`")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -31,17 +35,22 @@ def build_parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="serve a checkpoint behind an OpenAI-compatible API")
     add_source_arguments(serve)
+    serve.add_argument(
+        "--config", metavar="FILE", help="flags out of a YAML file, keys without dashes; the command line goes first"
+    )
     add_engine_arguments(serve)
     add_door_arguments(serve)
-    serve.set_defaults(run=run_serve)
+    add_api_arguments(serve)
+    serve.set_defaults(run=run_serve, parser=serve)
 
     demo = commands.add_parser("demo", help="serve the bundled checkpoint, stream one chat completion and show figures")
     demo.add_argument("--once", action="store_true", help="exit after the figures")
     add_engine_arguments(demo)
+    add_api_arguments(demo)
     demo.set_defaults(run=run_demo, model=None, workers=2, load_format="auto", shape=None, layers=None)
 
     verify = commands.add_parser("verify", help="compare a checkpoint's logits and greedy tokens with transformers")
-    verify.add_argument("model", help="local Hugging Face directory")
+    add_model_argument(verify, nargs=None)
     verify.add_argument(
         "--dtype", choices=tuple(DTYPE_BYTES), default="float32", help="to compute in (default %(default)s)"
     )
@@ -79,7 +88,7 @@ def run_verify(args: argparse.Namespace) -> int:
     if find_spec("transformers") is None:
         raise ValueError("verify needs transformers: pip install 'moeyard[verify]'")
     set_cpu_environment()
-    return int(load("moeyard_worker.engine.verify").verify(args.model, dtype=args.dtype))
+    return int(load("moeyard_worker.engine.verify").verify(checkpoint(args), dtype=args.dtype))
 
 
 def run_bench_engine(args: argparse.Namespace) -> int:
@@ -106,8 +115,12 @@ def fail(message: str) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script."""
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = build_parser().parse_args(words)
     try:
+        if getattr(args, "config", None) is not None:
+            # The command is the first word: before it stands nothing that lets a command run.
+            args = load("moeyard.config_file").with_config_file(args, words[1:])
         return int(args.run(args))
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))

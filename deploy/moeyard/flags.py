@@ -3,12 +3,13 @@
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from moeyard.door_flags import add_door_arguments
+from moeyard.model_source import add_model_argument, checkpoint, hub_id
 from moeyard_router.config import METRIC_ALIASES
 from moeyard_worker.config.engine_config import (
     DEVICE_DEFAULTS,
@@ -28,7 +29,6 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 FLAGS = MappingProxyType(
     {"num_workers": "--workers", "prefix_caching": "--no-prefix-caching", "num_layers": "--layers"}
 )
-DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo"
 
 
 def port(text: str) -> int:
@@ -53,7 +53,7 @@ def expert_memory(text: str) -> int | None:
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """What is served: a checkpoint, or weights of chance for a shape."""
-    parser.add_argument("model", nargs="?", help="local Hugging Face directory (default: the bundled demo)")
+    add_model_argument(parser, " (default: the bundled demo)")
     parser.add_argument(
         "--load-format",
         choices=LOAD_FORMATS,
@@ -89,7 +89,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="add this program's names of metrics to the router's /metrics",
     )
-    add("--served-model-name", metavar="NAME", help="model name of the API (default: name of the directory)")
     add(
         "--exchange",
         choices=EXCHANGES,
@@ -202,7 +201,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moeyard bench engine`."""
     add = parser.add_argument
-    add("model", nargs="?", help="local Hugging Face directory (or --shape)")
+    add_model_argument(parser, " (or --shape)")
     add_shape_arguments(parser)
     add("--device", default="cuda", metavar="NAME", help="cpu, cuda or cuda:N (default %(default)s)")
     add("--dtype", choices=DTYPES, default="auto", help="of weights and activations (default: the checkpoint's)")
@@ -252,7 +251,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         config = _engine_config(args)
         if config.shape is not None:
             shape_model(config.shape, config.num_layers)
-        return config
+        # Nothing is fetched for flags that are wrong.
+        return config if hub_id(args.model) is None else replace(config, model_path=checkpoint(args))
     except ValueError as error:
         raise ValueError(with_flags(str(error))) from error
 
@@ -273,7 +273,9 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
     rows = args.max_batch_tokens or usual["max_batch_tokens"]
     asynchronous = usual["async_scheduling"] if args.async_scheduling is None else args.async_scheduling
     return EngineConfig(
-        model_path=None if args.load_format == "dummy" and args.model is None else checkpoint_directory(args.model),
+        model_path=None
+        if args.load_format == "dummy" and args.model is None
+        else hub_id(args.model) or checkpoint(args),
         load_format=args.load_format,
         shape=args.shape,
         num_layers=args.layers,
@@ -301,15 +303,3 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         step_deadline=args.step_deadline,
         threads=args.threads,
     )
-
-
-def checkpoint_directory(model: str | None) -> str:
-    """The directory of a checkpoint that was named, or of the demo's."""
-    return str(Path(model or bundled_model()).resolve())
-
-
-def bundled_model() -> str:
-    """Directory of the demo checkpoint, which only a checkout of the project has; raises ValueError elsewhere."""
-    if not DEMO_MODEL.is_dir():
-        raise ValueError("the demo checkpoint is not part of an installed package; name a MODEL or use a checkout")
-    return str(DEMO_MODEL)

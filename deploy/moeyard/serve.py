@@ -18,6 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from moeyard import __version__, logs, ray_config
+from moeyard.api_flags import ApiSettings, answer_formats_of, api_settings
 from moeyard.door_flags import door_fields
 from moeyard.lazy import load
 from moeyard.logs import LogConfig
@@ -31,7 +32,8 @@ from moeyard_router.http.keys import KeyRing
 from moeyard_router.http.origins import is_loopback
 from moeyard_router.http.server import RouterServer, run_router
 from moeyard_router.http.tls import open_certificate
-from moeyard_router.text.chat import TextCodec
+from moeyard_router.text.answer_formats import AnswerFormats
+from moeyard_router.text.chat import open_codec
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
 from moeyard_worker.engine.host_memory import available_memory
@@ -72,7 +74,8 @@ def serve(
     KeyRing(door)
     open_certificate(door)
     model = served_model(config)
-    check_before_start(config, model, local=args.ray_address is None)
+    api = api_settings(args, config)
+    formats = check_before_start(config, model, api=api, local=args.ray_address is None)
     sock = bind(args.host, args.port)
     warn_if_open(door, args.host)
     if args.ray_address is None:
@@ -92,8 +95,11 @@ def serve(
             report_skipped(ranks[0].report["skipped"])
             if config.load_format == "dummy":
                 print(DUMMY_NOTE, file=sys.stderr)
+            if (defaults := api.describe_defaults()) is not None:
+                print(defaults, file=sys.stderr, flush=True)
+            print(formats.describe(), file=sys.stderr, flush=True)
             router = dataclasses.replace(
-                router_config(args, config, model, ranks=ranks, port=sock.getsockname()[1]), door=door
+                router_config(args, config, model, api=api, ranks=ranks, port=sock.getsockname()[1]), door=door
             )
 
             def ready() -> None:
@@ -123,12 +129,24 @@ def addresses(ranks: list[Rank]) -> tuple[WorkerAddress, ...]:
 
 
 def router_config(
-    args: argparse.Namespace, config: EngineConfig, model: ModelConfig, *, ranks: list[Rank], port: int
+    args: argparse.Namespace,
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    api: ApiSettings,
+    ranks: list[Rank],
+    port: int,
 ) -> RouterConfig:
     """The router before these ranks. What they decided while loading bounds the length of a sequence."""
     return RouterConfig(
-        model_name=args.served_model_name or model_name(config),
+        model_name=api.names[0],
+        model_aliases=api.names[1:],
         model_path=None if config.model_path is None else Path(config.model_path),
+        chat_template=api.chat_template,
+        sampling_defaults=api.defaults,
+        tool_call_parser=api.tool_call_parser,
+        reasoning_parser=api.reasoning_parser,
+        enable_auto_tool_choice=api.enable_auto_tool_choice,
         workers=addresses(ranks),
         max_model_len=min(rank.report["max_model_len"] for rank in ranks),
         vocab_size=model.vocab_size,
@@ -143,17 +161,13 @@ def router_config(
     )
 
 
-def model_name(config: EngineConfig) -> str:
-    """What a model is called where nobody says: its directory, or its shape."""
-    return config.shape or Path(config.model_path or "").name
-
-
 def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> Running:
     """Print the ready line."""
     url = f"{router.door.scheme}://{router.host}:{router.port}"
     report = ranks[0].report
+    also = f", also called {', '.join(router.model_aliases)}" if router.model_aliases else ""
     print(
-        f"ready: {url}/v1 serves {router.model_name} ({report['dtype']}) on {len(ranks)} workers, expert slots "
+        f"ready: {url}/v1 serves {router.model_name}{also} ({report['dtype']}) on {len(ranks)} workers, expert slots "
         f"{report['expert_slots']}/{report['num_experts']} per worker, up to {router.max_model_len} tokens, after "
         f"{seconds:.1f} s",
         flush=True,
@@ -178,19 +192,22 @@ def log_context() -> dict[str, str | int]:
     return {} if request_id is None else {"request_id": request_id}
 
 
-def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool) -> None:
-    """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
+def check_before_start(config: EngineConfig, model: ModelConfig, *, api: ApiSettings, local: bool) -> AnswerFormats:
+    """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError.
+
+    Returns what the chat template was found to say of the model's answers.
+    """
     checkpoint = check_weights(config, model)
-    if config.model_path is not None:
-        TextCodec(Path(config.model_path))
+    codec = open_codec(None if config.model_path is None else Path(config.model_path), api.chat_template)
+    formats = answer_formats_of(codec, api)
     shards = partition(model.num_experts, config.num_workers)
     if not local:
-        return
+        return formats
     if config.record_routing is not None and not os.access(Path(config.record_routing).parent, os.W_OK):
         raise ValueError(f"--record-routing {config.record_routing}: its directory cannot be written; name another one")
     if config.device != "cpu":
         # What a GPU holds is known where torch is: the worker plans, and says what does not fit.
-        return
+        return formats
     itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
     plan_memory(
         config=config,
@@ -201,6 +218,7 @@ def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool)
         num_local_experts=len(shards[0]) * len(model.moe_layers),
         available=available_memory() // config.num_workers,
     )
+    return formats
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -1,6 +1,7 @@
 """What a router is told once, at start."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 METRIC_ALIASES = ("vllm",)
@@ -49,11 +50,49 @@ class DoorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What holds for requests that do not say; ranges as in `SamplingParams`. None: neutral, as OpenAI's defaults are.
+
+    `max_tokens` is of chats; completions have OpenAI's 16, or this where it is less.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` naming the first value that cannot work."""
+        for name, value, low, high in (
+            ("temperature", self.temperature, 0.0, math.inf),
+            ("top_p", self.top_p, 0.0, 1.0),
+            ("top_k", self.top_k, -1, math.inf),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("repetition_penalty", self.repetition_penalty, 0.01, 100.0),
+            ("max_tokens", self.max_tokens, 1, math.inf),
+        ):
+            # Written so that NaN fails.
+            if value is not None and not (low <= value <= high and value != math.inf):
+                raise ValueError(f"{name}: expected {low:g} to {high:g}, got {value}")
+        if self.top_p == 0:
+            raise ValueError("top_p: expected more than 0")
+
+    def given(self) -> dict[str, float]:
+        """Those that are set."""
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """One router before one fleet of expert-parallel workers.
 
-    `model_name` is what clients call the model, `model_path` the directory with its tokenizer and chat template;
-    with None there is no text: prompts are token ids, and so are answers.
+    `model_name` is what answers call the model, `model_aliases` what clients may call it too; `model_path` is the
+    directory with its tokenizer and chat template; with None there is no text: prompts are token ids, and so are
+    answers. `chat_template` is a file that goes before the template of that directory. `tool_call_parser` and
+    `reasoning_parser` name formats of text/answer_formats.py, "auto" for what the template shows, "none" for none;
+    `enable_auto_tool_choice` None is true where a format of tool calls is known.
     `max_model_len` counts prompt and output tokens of a sequence; `vocab_size` is the model's, which may exceed the
     tokenizer's. `eos_token_ids` must be the ids at which the workers end a sequence. Sizes are in sequences
     (`max_inflight`, `max_choices`) or bytes (`max_body_bytes`); times are seconds.
@@ -77,6 +116,12 @@ class RouterConfig:
     workers: tuple[WorkerAddress, ...]
     max_model_len: int
     vocab_size: int
+    model_aliases: tuple[str, ...] = ()
+    chat_template: Path | None = None
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    enable_auto_tool_choice: bool | None = None
     eos_token_ids: tuple[int, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
@@ -119,6 +164,13 @@ class RouterConfig:
         for name in self.metric_aliases:
             if name not in METRIC_ALIASES:
                 raise ValueError(f"metric_aliases: '{name}' is none of {', '.join(METRIC_ALIASES)}")
+        if len(set(self.model_names)) < len(self.model_names) or not all(self.model_names):
+            raise ValueError(f"model names must differ and not be empty, got {', '.join(map(repr, self.model_names))}")
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"eos_token_ids: {token_id} is outside the vocabulary of {self.vocab_size}")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names of the model, the one that answers say first."""
+        return (self.model_name, *self.model_aliases)

@@ -1,5 +1,6 @@
 """The one error a client sees, in OpenAI's shape."""
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -50,9 +51,9 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
 
-def unknown_model(name: str, served: str) -> ApiError:
-    """A 404 for a model that is not the one served."""
-    message = f"the model '{name}' does not exist; this server has '{served}'"
+def unknown_model(name: str, served: Sequence[str]) -> ApiError:
+    """A 404 for a name that is none of the served ones."""
+    message = f"the model '{name}' does not exist; this server has {', '.join(map(repr, served))}"
     return ApiError(404, message, param="model", reason="unknown_model")
 
 

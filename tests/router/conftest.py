@@ -202,7 +202,7 @@ class ScriptedWorker:
 
     def _emit(self, running: _Running) -> None:
         sampling = running.submit.sampling
-        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {1})
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos and not sampling.grammar else {1})
         ids: list[int] = []
         reason = None
         for token_id in running.output[running.sent : running.sent + self.chunk]:
@@ -402,11 +402,17 @@ def start(checkpoint: Path, story: Callable[[Submit], list[int]]) -> Iterator[St
 
 
 @pytest.fixture(scope="module")
-def shared_service(checkpoint: Path, story: Callable[[Submit], list[int]]) -> Iterator[Service]:
-    """One service for all tests of a module; use `service`."""
+def starter(checkpoint: Path, story: Callable[[Submit], list[int]]) -> Iterator[Starter]:
+    """Start services for all tests of a module."""
     starter = Starter(checkpoint, story)
-    yield starter()
+    yield starter
     starter.close()
+
+
+@pytest.fixture(scope="module")
+def shared_service(starter: Starter) -> Service:
+    """One service for all tests of a module; use `service`."""
+    return starter()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from moeyard_router.api.fields import NOT_SERVED
 from moeyard_worker.protocol import Rejected
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -67,16 +68,32 @@ BAD_COMPLETIONS = [
     ({"prompt": "x", "max_completion_tokens": 3}, "max_completion_tokens"),
 ]
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD_CHATS = [
     ({}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "king", "content": "hi"}]}, "messages.0.role"),
     ({"messages": [*HELLO, {"role": "tool", "content": "hi"}]}, "messages.1.role"),
+    ({"messages": [*HELLO, {"role": "tool"}]}, "messages.1.content"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
-    ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages.0.tool_calls"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content.type"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+    ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [CALL]}]}, "messages.1.tool_calls"),
+    ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.1.tool_calls.0.function"),
+    ({"messages": [*HELLO, {"role": "assistant", "function_call": {"name": "f"}}]}, "messages.1.function_call"),
+    ({"messages": [*HELLO, {"role": "assistant", "audio": {"id": "a"}}]}, "messages.1.audio"),
+    ({"messages": [*HELLO, {"role": "assistant", "content": "a", "prefix": True}]}, "messages.1.prefix"),
+    ({"messages": [{"role": "user", "content": "a", "mood": "sad"}]}, "messages.0.mood"),
+    ({"messages": [{"role": "user", "content": "a", "parts": "b"}]}, "messages.0.parts"),
+    ({"messages": [{"role": "user", "content": "a", "dropped": []}]}, "messages.0.dropped"),
+    ({"messages": [{"role": "user", "content": "a", "refusal": "no"}]}, "messages.0.refusal"),
+    ({"messages": [{"role": "user", "content": ["a", {"type": "image_url"}]}]}, "messages.0.content.1.type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}, "messages.0.content.0.x"),
+    ({"messages": HELLO, "reasoning_effort": 3}, "reasoning_effort"),
     ({"messages": HELLO, "prompt": "x"}, "prompt"),
     ({"messages": HELLO, "echo": True}, "echo"),
     ({"messages": HELLO, "logprobs": 3}, "logprobs"),
@@ -88,27 +105,23 @@ BAD_CHATS = [
     ({"messages": HELLO, "n": 129}, "n"),
 ]
 
-NOT_SERVED = [
-    "audio", "best_of", "function_call", "functions", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
-    "length_penalty", "metadata", "modalities", "parallel_tool_calls", "prediction", "priority", "prompt_logprobs",
-    "reasoning_effort", "response_format", "service_tier", "store", "structured_outputs", "suffix", "tool_choice",
-    "tools", "truncate_prompt_tokens", "use_beam_search", "web_search_options",
-]  # fmt: skip
-UNKNOWN = ["extra_body", "temprature", "guided", ""]
+# Values of fields that ask for something which is not done here.
 ASKING = [
-    ("tools", []),
-    ("tool_choice", "none"),
-    ("store", False),
-    ("suffix", ""),
-    ("prompt_logprobs", 0),
-    ("response_format", {}),
-    ("response_format", "text"),
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {"type": "text", "schema": {}}),
+    *((name, [{}]) for name in NOT_SERVED if name != "tools"),
+    *((name, "x") for name in ("allowed_token_ids", "cache_salt", "web_search_options")),
     ("best_of", 2),
     ("best_of", True),
     ("best_of", "1"),
+    ("length_penalty", True),
+    ("modalities", ["text", "audio"]),
+    ("prompt_logprobs", 0),
+    ("suffix", " and"),
+    ("tool_choice", "required"),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("truncate_prompt_tokens", 5),
+    ("use_beam_search", True),
 ]
+UNKNOWN = ["extra_body", "temprature", "guided", "dropped", ""]
 
 
 def check_error(answer, status, param):
@@ -140,27 +153,18 @@ def each_endpoint(service, field, value):
         yield service.post(path, **body, max_tokens=1, **{field: value})
 
 
-@pytest.mark.parametrize(("field", "value"), [*((name, [{}]) for name in NOT_SERVED), *ASKING], ids=str)
+@pytest.mark.parametrize(("field", "value"), ASKING, ids=str)
 def test_field_that_is_not_served_is_named(service, field, value):
     for answer in each_endpoint(service, field, value):
+        if field == "echo" and answer.request.url.path == COMPLETIONS:
+            continue  # served there
         assert f"'{field}'" in check_error(answer, 400, field)
-    assert service.submits == []
 
 
-@pytest.mark.parametrize("value", [None, 1], ids=str)
 @pytest.mark.parametrize("field", UNKNOWN)
-def test_unknown_field_is_named_even_if_null(service, field, value):
-    for answer in each_endpoint(service, field, value):
+def test_unknown_field_is_named(service, field):
+    for answer in each_endpoint(service, field, 1):
         assert f"unknown or unsupported field '{field}'" in check_error(answer, 400, field)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [*((name, None) for name in NOT_SERVED), ("response_format", {"type": "text"}), ("best_of", 1)],
-    ids=str,
-)
-def test_field_that_asks_for_nothing_is_accepted(service, field, value):
-    assert [answer.status_code for answer in each_endpoint(service, field, value)] == [200, 200]
 
 
 def test_best_of_must_be_n(service):
@@ -168,9 +172,9 @@ def test_best_of_must_be_n(service):
     check_error(service.post(COMPLETIONS, prompt="x", n=2, best_of=1), 400, "best_of")
 
 
-def test_role_that_is_not_served_is_named(service):
-    message = check_error(service.post(CHAT, messages=[{"role": "tool", "content": "x"}]), 400, "messages.0.role")
-    assert "got 'tool'" in message
+def test_role_that_does_not_exist_is_named(service):
+    message = check_error(service.post(CHAT, messages=[{"role": "king", "content": "x"}]), 400, "messages.0.role")
+    assert "got 'king'" in message
 
 
 def test_messages_say_both_numbers(service):

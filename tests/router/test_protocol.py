@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from moeyard_worker import protocol
 from moeyard_worker.protocol import (
     FINISH_REASONS,
+    GRAMMAR_KINDS,
     REJECT_REASONS,
     WORKER_STATES,
     ExpertLoads,
+    Grammar,
     SamplingParams,
     Submit,
     TokenBatch,
@@ -38,7 +40,7 @@ VALUES = {
     Sequence[int]: st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple),
     dict[int, float]: st.dictionaries(ints, floats, max_size=3),
 }
-CHOICES = {"finish_reason": FINISH_REASONS, "reason": REJECT_REASONS, "state": WORKER_STATES}
+CHOICES = {"finish_reason": FINISH_REASONS, "reason": REJECT_REASONS, "state": WORKER_STATES, "kind": GRAMMAR_KINDS}
 
 
 logprobs = st.builds(
@@ -59,6 +61,8 @@ def instances(cls):
             kwargs[field.name] = st.sampled_from(CHOICES[field.name])
         elif field.type is SamplingParams:
             kwargs[field.name] = instances(SamplingParams)
+        elif field.type == Grammar | None:
+            kwargs[field.name] = st.none() | instances(Grammar)
         elif field.type == tuple[TokenLogprob, ...]:
             kwargs[field.name] = st.just(())
         elif field.type == tuple[Tokens, ...]:
@@ -161,6 +165,8 @@ def test_truncated_frame(message, data):
         ({"sampling": {"max_tokens": 1.5}}, "submit.sampling.max_tokens"),
         ({"sampling": {}}, "max_tokens"),
         ({"sampling": {"max_tokens": 1, "top_p": True}}, "submit.sampling.top_p"),
+        ({"sampling": {"max_tokens": 1, "grammar": "{}"}}, "submit.sampling.grammar"),
+        ({"sampling": {"max_tokens": 1, "grammar": {"kind": "yacc"}}}, "submit.sampling.grammar.kind: 'yacc'"),
     ],
 )
 def test_errors_name_the_field(change, named):

@@ -21,10 +21,14 @@ RejectReason = Literal[
     "queue_full", "queue_timeout", "prompt_too_long", "never_fits", "bad_request", "duplicate", "fleet_failed"
 ]
 WorkerState = Literal["ready", "failed", "stopping"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 REJECT_REASONS: tuple[str, ...] = get_args(RejectReason)
 WORKER_STATES: tuple[str, ...] = get_args(WorkerState)
+GRAMMAR_KINDS: tuple[str, ...] = get_args(GrammarKind)
+# The most UTF-8 bytes of a grammar's text, a schema of a thousand lines: what a rank spends on one grows with it.
+MAX_GRAMMAR_BYTES = 65536
 
 
 class TokenIds(Sequence[int]):
@@ -59,12 +63,28 @@ class TokenIds(Sequence[int]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an answer must look like, whole: the worker lets no token through that cannot lead there.
+
+    `kind` says what `text` is: "json_object" (any JSON object; `text` is empty), "json_schema" (a schema, as JSON),
+    "regex" (a regular expression that matches the whole answer), "choice" (a JSON list of strings, one of which is the
+    answer), "lark" (a grammar in llguidance's dialect of Lark, which may hold `%json`; GBNF is taken too).
+    """
+
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request's tokens are chosen. The router fills every field; `seed` is always explicit.
 
     Units and ranges: `temperature` >= 0 (0 is greedy); `top_p` in (0, 1]; `top_k` >= 0 (0 is off); `min_p` in [0, 1];
     penalties as OpenAI (presence, frequency in [-2, 2]) and CTRL (repetition > 0, 1 is off); `logprobs` None for none,
     otherwise the number of alternatives reported beside the chosen token, 0 to MAX_LOGPROBS.
+
+    With a `grammar` an end-of-sequence token is let through where the answer may end there; where nothing else may
+    follow it ends the answer, whatever `min_tokens` and `ignore_eos` say.
     """
 
     max_tokens: int
@@ -81,6 +101,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

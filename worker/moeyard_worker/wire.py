@@ -15,10 +15,12 @@ import msgpack
 
 from moeyard_worker.protocol import (
     FINISH_REASONS,
+    GRAMMAR_KINDS,
     REJECT_REASONS,
     WORKER_STATES,
     Done,
     ExpertLoads,
+    Grammar,
     Message,
     Rejected,
     SamplingParams,
@@ -72,7 +74,7 @@ def decode(frame: bytes) -> Message:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and value and isinstance(value[0], Tokens):
         return _columns(value)
-    if isinstance(value, SamplingParams | TokenLogprob):
+    if isinstance(value, SamplingParams | TokenLogprob | Grammar):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
@@ -169,6 +171,10 @@ _RULES: MappingProxyType[Any, tuple[Callable[[Any], bool], Callable[[Any, str], 
         tuple[Tokens, ...]: (lambda v: isinstance(v, dict), _rows),
         Sequence[int]: (lambda v: isinstance(v, bytes) and len(v) % 4 == 0, lambda v, _: tuple(TokenIds(v))),
         SamplingParams: (lambda v: isinstance(v, dict), lambda v, where: _build(SamplingParams, v, where)),
+        Grammar | None: (
+            lambda v: v is None or isinstance(v, dict),
+            lambda v, where: v if v is None else _build(Grammar, v, where),
+        ),
         tuple[TokenLogprob, ...]: (
             lambda v: isinstance(v, list) and all(isinstance(x, dict) for x in v),
             lambda v, where: tuple(_build(TokenLogprob, x, where) for x in v),
@@ -176,13 +182,17 @@ _RULES: MappingProxyType[Any, tuple[Callable[[Any], bool], Callable[[Any, str], 
     }
 )
 _FIELD_RULES = MappingProxyType(
-    {cls: {f.name: _RULES[f.type] for f in fields(cls)} for cls in (*get_args(Message), SamplingParams, TokenLogprob)}
+    {
+        cls: {f.name: _RULES[f.type] for f in fields(cls)}
+        for cls in (*get_args(Message), SamplingParams, Grammar, TokenLogprob)
+    }
 )
 _CHOICES = MappingProxyType(
     {
         Done: ("finish_reason", FINISH_REASONS),
         Rejected: ("reason", REJECT_REASONS),
         Snapshot: ("state", WORKER_STATES),
+        Grammar: ("kind", GRAMMAR_KINDS),
     }
 )
 

@@ -13,7 +13,6 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from moeyard.bench.drive import Subject
 from moeyard.bench.figures import of_bound, table
 from moeyard.bench.scenarios import Ceilings, Decode, Mixed, Prefill, Scenario
 from moeyard.flags import DEFAULTS
+from moeyard.model_source import checkpoint
 from moeyard_kernels.bench.timing import copy_bandwidth
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EngineConfig
@@ -230,7 +230,7 @@ def engine_config(args: argparse.Namespace, wanted: Sequence[Scenario]) -> Engin
     rows = max(chunk, streams, *(each.chunk + each.streams for each in wanted if isinstance(each, Mixed)))
     needs = [each.requests(min(rows, usual["mixed_prefill_tokens"] or rows)) for each in wanted]
     config = EngineConfig(
-        model_path=None if args.model is None else str(Path(args.model).resolve()),
+        model_path=None if args.model is None else checkpoint(args),
         load_format="dummy" if args.shape is not None else "auto",
         shape=args.shape,
         num_layers=args.layers,

@@ -25,9 +25,9 @@ def sample(
     logprobs: None computes nothing of the kind, n from 0 to 20 the chosen tokens' log-probabilities and ranks, and the
     n likeliest tokens (all of them, if V is less), under the unmodified logits.
 
-    Order: edits (bias, repetition, frequency and presence penalties, in fp64), temperature, min-p, top-k, top-p, then
-    the argmax of exp((x - max) / temperature) / E over what is left, E ~ Exp(1) from (seed, position, token id). All
-    ties go to the lowest id.
+    Order: edits (bias, repetition, frequency and presence penalties, in fp64; then what is not allowed is held back),
+    temperature, min-p, top-k, top-p, then the argmax of exp((x - max) / temperature) / E over what is left, E ~ Exp(1)
+    from (seed, position, token id). All ties go to the lowest id.
 
     temperature, top_p in (0, 1] (1 is off) and min_p in [0, 1] (0 is off) are fp64 [B], top_k (0 or V is off), seeds
     (64 bits) and positions int64 [B]; None is off for all rows, and saves time. Rows of temperature 0 take the largest
@@ -82,6 +82,12 @@ def _check_edits(edits: LogitEdits, logits: torch.Tensor) -> None:
         raise ValueError(f"sample: edits.bias {show(edits.bias)}, expected fp64 [{num_slots}, L]")
     if edits.bias.shape[1] > MAX_BIASES:
         raise ValueError(f"sample: edits.bias {show(edits.bias)} has more than {MAX_BIASES} entries per slot")
+    if edits.allowed is not None:
+        width = -(-vocab // 32)
+        if edits.allowed.dtype != torch.int32 or edits.allowed.shape != (num_slots, width):
+            raise ValueError(f"sample: edits.allowed {show(edits.allowed)}, expected int32 [{num_slots}, {width}]")
+        if edits.bias.shape[1] == MAX_BIASES:
+            raise ValueError(f"sample: edits.bias {show(edits.bias)} leaves no entry for what is not allowed")
     if edits.slots.shape != (num_rows,) or edits.slots.dtype != torch.int64:
         raise ValueError(f"sample: edits.slots {show(edits.slots)}, expected int64 [{num_rows}]")
     if edits.penalties.shape != (num_rows, 3) or edits.penalties.dtype != torch.float64:

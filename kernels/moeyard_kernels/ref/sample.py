@@ -103,6 +103,8 @@ def edit(row: torch.Tensor, words: torch.Tensor, bias: torch.Tensor, penalties: 
     out: Floats = row.double().numpy()
     # Most tokens have none.
     ids = np.flatnonzero(words.numpy())
+    if not ids.size:
+        return out
     x, found = out[ids], words.numpy()[ids]
     index, count = found & MAX_BIASES, found >> COUNT_SHIFT
     repetition, frequency, presence = penalties.tolist()
@@ -142,6 +144,9 @@ def sample(
             x, best = logits[b].double().numpy(), int(ids[b])
         else:
             x = edit(logits[b], edits.words[slot], edits.bias[slot], edits.penalties[b])
+            if edits.allowed is not None:
+                bits = np.unpackbits(edits.allowed[slot].numpy().view(np.uint8), bitorder="little")
+                x[bits[: x.size] == 0] = -np.inf
             best = int(x.argmax())
             ids[b] = best
         if t == 0 or not np.isfinite(x[best]):
@@ -155,6 +160,9 @@ def sample(
             top_p=1.0 if top_p is None else float(top_p[b]),
             min_p=0.0 if min_p is None else float(min_p[b]),
         )
+        if edits is not None and edits.allowed is not None:
+            # What is held back cannot win, so nobody asks for its noise.
+            kept, weights = kept[weights > 0], weights[weights > 0]
         draws.append(_Draw(row=b, seed=int(seeds[b]), position=int(positions[b]), ids=kept, weights=weights))
     _draw(draws, ids)
     return SampledTokens(ids=ids) if logprobs is None else token_logprobs(logits, ids, logprobs)

@@ -136,6 +136,7 @@ def sample(
         "sample", shape_class(num_rows, vocab), logits, (SampleConfig,), lambda: default_config(num_rows, vocab)
     )
     if edits is not None:
+        edits = edits.folded()
         check_indices("sample", low=-1, high=edits.words.shape[0], slots=edits.slots)
     rows = _largest(logits, edits, config, temperature=temperature, top_k=top_k, ids=ids)
     if temperature is not None:

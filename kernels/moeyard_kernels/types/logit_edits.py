@@ -1,4 +1,4 @@
-"""What bias and penalties need to know of every token of a request."""
+"""What bias, penalties and grammars need to know of every token of a request."""
 
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -15,12 +15,13 @@ COUNT_SHIFT = BIAS_BITS + 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitEdits:
-    """What bias and penalties need to know of every token, kept on the device from step to step, by slot.
+    """What bias, penalties and grammars need to know of every token, kept on the device from step to step, by slot.
 
     words: [S, V] int32, per token i + IN_PROMPT * (in the prompt) + ONCE * (times in the output), where i is 0 or says
     that bias[slot, i - 1] is added to the logit. bias: [S, L] fp64, L at most 4095 (0 if none has any); -inf holds a
     token back whatever the penalties say. slots: [B] int64, the slot of each row, -1 for a row without edits, whose
-    words are not read. penalties: [B, 3] fp64, repetition (1 is off), frequency and presence (0 is off).
+    words are not read. penalties: [B, 3] fp64, repetition (1 is off), frequency and presence (0 is off). allowed: None,
+    or [S, ceil(V / 32)] int32, token t at bit t % 32 of word t / 32: a token whose bit is 0 is held back.
 
     A slot costs 4 V bytes (0.66 MB for 163840 tokens) and is kept by one scatter of the prompt and one addition of ONCE
     per token chosen. A step reads as many bytes of words as of fp32 logits, of rows with a slot only.
@@ -33,7 +34,27 @@ class LogitEdits:
     bias: torch.Tensor
     slots: torch.Tensor
     penalties: torch.Tensor
+    allowed: torch.Tensor | None = None
 
     def named(self) -> dict[str, torch.Tensor]:
         """Its tensors, by the names that errors give them."""
-        return {f"edits.{field.name}": getattr(self, field.name) for field in fields(self)}
+        named = {f"edits.{field.name}": getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def folded(self) -> "LogitEdits":
+        """The same with `allowed` said by words and one more bias; itself where nothing is held back by bits.
+
+        Five launches over [S, V], for a kernel that reads words anyway.
+        """
+        if self.allowed is None:
+            return self
+        ids = torch.arange(self.words.shape[1], device=self.words.device)
+        bits = self.allowed[:, ids >> 5] >> (ids & 31).int() & 1
+        held = self.words & ~MAX_BIASES | (self.bias.shape[1] + 1)
+        never = self.bias.new_full((self.bias.shape[0], 1), float("-inf"))
+        return LogitEdits(
+            words=torch.where(bits == 1, self.words, held),
+            bias=torch.cat((self.bias, never), 1),
+            slots=self.slots,
+            penalties=self.penalties,
+        )

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from moeyard_router.api.intake import Job
 from moeyard_router.text.detokenizer import Detokenizer, StopMatcher, TokenBytes
+from moeyard_router.text.events import TextEvent, joined
+from moeyard_router.text.extraction import Extractor
 from moeyard_worker.protocol import Done, TokenLogprob, Tokens
 
 
@@ -11,7 +13,8 @@ from moeyard_worker.protocol import Done, TokenLogprob, Tokens
 class Delta:
     """What one or more messages added to a choice. `finish_reason` is set on the last one only.
 
-    `stop_reason` is the stop string or stop token id that ended it, None for an end-of-sequence token (as vLLM).
+    Of a job whose text is taken apart (`Job.extraction`), `events` are what the text turned out to be, and `text` is
+    empty. `stop_reason` is the stop string or stop token id that ended it, None for an end-of-sequence token (as vLLM).
     """
 
     text: str = ""
@@ -19,6 +22,7 @@ class Delta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    events: list[TextEvent] | None = None
 
     def extend(self, other: "Delta") -> None:
         """Append what came next."""
@@ -26,6 +30,8 @@ class Delta:
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
         self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
+        if other.events is not None:
+            self.events = joined((*(self.events or ()), *other.events))
 
 
 class Choice:
@@ -45,7 +51,13 @@ class Choice:
         self._min_tokens = job.continuations[index].sampling.min_tokens
         self._stop_ids = job.stop_ids
         self._include_stop = job.include_stop
-        self._detokenizer = Detokenizer(tokens, skip_special_tokens=job.skip_special_tokens)
+        self._extractor: Extractor | None = None
+        table = None
+        if job.extraction is not None:
+            self._extractor = Extractor(job.extraction, index)
+            self._ends_as_tool_calls = job.extraction.ends_as_tool_calls
+            table = job.extraction.visible if job.skip_special_tokens else None
+        self._detokenizer = Detokenizer(tokens, skip_special_tokens=job.skip_special_tokens, table=table)
         self._matcher = StopMatcher(job.stops, include_stop=job.include_stop) if job.stops else None
         self._waiting: list[int] = []  # at most one id: a possible stop token whose text waits
         self._searched = 0  # output tokens whose text has been made
@@ -62,6 +74,8 @@ class Choice:
         if stop is not None:
             delta.finish_reason, delta.stop_reason = "stop", stop
             self.finish_reason = "stop"
+        if self._extractor is not None:
+            _take_apart(delta, self._extractor)
         return delta
 
     def done(self, message: Done) -> Delta:
@@ -80,7 +94,19 @@ class Choice:
         elif message.stop_token_id in self._user_stop_ids:
             delta.stop_reason = message.stop_token_id
         self.finish_reason = delta.finish_reason
+        if self._extractor is not None:
+            _take_apart(delta, self._extractor)
         return delta
+
+    @property
+    def reported_reason(self) -> str | None:
+        """The finish reason as a client is told: "tool_calls" for an output that ended by itself and called tools.
+
+        A call of the one function that a request names ends with "stop" (as OpenAI and vLLM have it).
+        """
+        if self.finish_reason == "stop" and self._extractor is not None and self._extractor.called:
+            return "tool_calls" if self._ends_as_tool_calls else "stop"
+        return self.finish_reason
 
     def _text(self, ids: list[int]) -> tuple[str, str | None]:
         """Text of the next ids, and the stop string that ended it; ids after that one stay unsearched."""
@@ -109,3 +135,11 @@ class Choice:
         if matched.stop is not None:
             return matched.text, matched.stop
         return matched.text + self._matcher.finish(), None
+
+
+def _take_apart(delta: Delta, extractor: Extractor) -> None:
+    """Replace a delta's text by what it is; the last one's ends what is open."""
+    events = extractor.push(delta.text)
+    if delta.finish_reason is not None:
+        events += extractor.finish()
+    delta.text, delta.events = "", events

@@ -26,6 +26,7 @@ from moeyard_router.text.chat import Codec
 _JSON = (b"content-type", b"application/json")
 _MAX_SESSION = 256  # bytes of x-session-id that tell clients apart
 _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+_IGNORED = b"x-moeyard-ignored"
 
 
 class GenerateEndpoint:
@@ -100,14 +101,14 @@ async def _whole(job: Job, generation: Generation, writer: ReplyWriter, send: Se
     while not generation.finished:
         for index, delta in (await generation.step()).items():
             collected[index].extend(delta)
-    headers = [_JSON, _route_header(generation)]
+    headers = [_JSON, _route_header(generation), *reply_headers(job)]
     await send_bytes(send, 200, writer.body(collected, generation.choices), headers=headers)
 
 
 async def _stream(job: Job, generation: Generation, writer: ReplyWriter, send: Send) -> None:
     """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status."""
     deltas = await generation.step()
-    headers = [*_STREAM_HEADERS, _route_header(generation)]
+    headers = [*_STREAM_HEADERS, _route_header(generation), *reply_headers(job)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
         while True:
@@ -130,6 +131,11 @@ def _route_header(generation: Generation) -> tuple[bytes, bytes]:
     """Per choice its rank, why that one, and the prompt tokens thought to be cached there."""
     text = ", ".join(f"rank={r.rank};reason={r.reason};cached={r.cached_tokens}" for r in generation.routes)
     return b"x-moeyard-route", text.encode()
+
+
+def reply_headers(job: Job) -> list[tuple[bytes, bytes]]:
+    """What an answer says beside its body: which fields of its request have no effect."""
+    return [(_IGNORED, ", ".join(job.ignored).encode())] if job.ignored else []
 
 
 @contextlib.asynccontextmanager

@@ -7,12 +7,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from pydantic import InstanceOf
+
+from moeyard_router.api.messages import template_messages
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from moeyard_router.api.structured import grammar_of
+from moeyard_router.api.tools import Answering, ToolUse, answering, check_served
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, bad_request, unknown_model
+from moeyard_router.text.answer_formats import AnswerFormats, answer_formats
 from moeyard_router.text.chat import ChatTemplate, Codec
+from moeyard_router.text.extraction import Extraction
+from moeyard_router.text.template_traits import TemplateTraits
 from moeyard_worker.protocol import SamplingParams, TokenIds
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of max_tokens for /v1/completions
@@ -20,6 +28,8 @@ THREAD_TEXT = 2048  # characters or bytes: 2 ms of tokenizing, twenty times what
 _THREADS = 2
 _MESSAGE_TEXT = 64  # characters that rendering one message counts for, however short it is
 _SEEDS = 2**63
+# What templates call it: Qwen3's and others' first, DeepSeek-V3.1's and Kimi's second.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,7 +54,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One HTTP request, ready to run and to be answered."""
+    """One HTTP request, ready to run and to be answered. `ignored` names fields of it that have no effect."""
 
     chat: bool
     prompts: tuple[Prompt, ...]
@@ -60,6 +70,8 @@ class Job:
     echo: bool
     logprobs: int | None
     client: str | None = None
+    ignored: tuple[str, ...] = ()
+    extraction: InstanceOf[Extraction] | None = None  # of the router's own process: see large.py
 
 
 class Intake:
@@ -68,6 +80,7 @@ class Intake:
     def __init__(self, config: RouterConfig, codec: Codec) -> None:
         self._config = config
         self._codec = codec
+        self._formats = formats_of(config, codec)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="intake")
 
     async def work(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -84,22 +97,34 @@ class Intake:
         self._check_choices(request.n or 1, len(request.prompts))
         special = request.add_special_tokens is not False
         prompts = [await self._prompt(p, special=special, echo=bool(request.echo)) for p in request.prompts]
-        return self._job(request, prompts, logprobs=request.logprobs, echo=bool(request.echo))
+        how = Answering(extraction=None, grammar=grammar_of(request))
+        return self._job(request, prompts, logprobs=request.logprobs, echo=bool(request.echo), how=how)
 
     async def chat(self, request: ChatRequest) -> Job:
         """A /v1/chat/completions request; the template writes the special tokens, so none are added by default."""
         self._check_model(request.model)
         self._check_choices(request.n or 1, 1)
-        prompt = await self._chat_prompt(request)
-        return self._job(
-            request, [prompt], logprobs=(request.top_logprobs or 0) if request.logprobs else None, echo=False
+        text, unseen = await self._rendered(request)
+        how = answering(
+            request.tool_use,
+            self._formats,
+            prompt=text,
+            begun=(request.messages[-1].content or "") if request.continue_final_message else None,
+            include_reasoning=request.include_reasoning is not False,
+            body=grammar_of(request),
         )
+        prompt = await self._prompt(text, special=bool(request.add_special_tokens), echo=False, param="messages")
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        return self._job(request, [prompt], logprobs=logprobs, echo=False, unseen=unseen, how=how)
 
     async def tokens(self, request: TokenizeRequest) -> Sequence[int]:
         """The token ids that a prompt or a chat would be run with."""
         self._check_model(request.model)
         if request.messages is not None:
-            return (await self._chat_prompt(request.as_chat())).token_ids
+            chat = request.as_chat()
+            rendered, _ = await self._rendered(chat)
+            special = bool(chat.add_special_tokens)
+            return (await self._prompt(rendered, special=special, echo=False, param="messages")).token_ids
         text, special = request.prompt or "", request.add_special_tokens is not False
         if not text:  # to run it would be an error, to count it is none
             return tuple(self._codec.encode(text, add_special_tokens=special))
@@ -116,20 +141,23 @@ class Intake:
             raise bad_request("this server has no tokenizer: token ids have no text", "tokens")
         return self._codec.decode(request.tokens)
 
-    async def _chat_prompt(self, request: ChatRequest) -> Prompt:
+    async def _rendered(self, request: ChatRequest) -> tuple[str, tuple[str, ...]]:
+        """The prompt's text, and what of the request the template has no use for."""
         if self._codec.template is None:
             raise bad_request(f"model '{self._config.model_name}' has no chat template", "messages")
-        size = sum(len(m.content) + _MESSAGE_TEXT for m in request.messages)
+        use = request.tool_use
+        check_served(use, self._formats, self._codec.template.traits)
+        size = sum(m.num_chars + _MESSAGE_TEXT for m in request.messages) + use.num_chars
         # What a template does with variables of its own is unknown here.
-        size = THREAD_TEXT if request.chat_template_kwargs else size
-        text = await self.work(size, _render, self._codec.template, request)
+        size = max(size, THREAD_TEXT) if request.chat_template_kwargs else size
+        text, unseen = await self.work(size, _render, self._codec.template, request, use)
         if not text:
             raise bad_request("the chat template made an empty prompt of these messages", "messages")
-        return await self._prompt(text, special=bool(request.add_special_tokens), echo=False, param="messages")
+        return text, unseen
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._config.model_name:
-            raise unknown_model(name, self._config.model_name)
+        if name is not None and name not in self._config.model_names:
+            raise unknown_model(name, self._config.model_names)
 
     def _check_choices(self, n: int, num_prompts: int) -> None:
         limit = min(self._config.max_choices, self._config.max_inflight)
@@ -162,21 +190,33 @@ class Intake:
             raise bad_request(f"'{param}': token id {outside} is outside the vocabulary of {size} ids", param)
 
     def _job(
-        self, request: CompletionRequest | ChatRequest, prompts: list[Prompt], *, logprobs: int | None, echo: bool
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[Prompt],
+        *,
+        logprobs: int | None,
+        echo: bool,
+        how: Answering,
+        unseen: tuple[str, ...] = (),
     ) -> Job:
         if logprobs is not None and logprobs > self._config.max_logprobs:
             field = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
             raise bad_request(f"'{field}': {logprobs} is above the limit of {self._config.max_logprobs}", field)
         if request.stops and not self._codec.has_text:
             raise bad_request("'stop': this server has no tokenizer to find it with; use 'stop_token_ids'", "stop")
+        grammar = how.grammar
+        if grammar is not None and not self._codec.has_text:
+            raise bad_request("structured output is about text, and this server has no tokenizer", "response_format")
         continuations: list[Continuation] = []
         for i, prompt in enumerate(prompts):
             sampling = self._sampling(request, len(prompt.token_ids), logprobs)
             for choice in range(request.n or 1):
-                seeded = dataclasses.replace(sampling, seed=(sampling.seed + choice) % _SEEDS)
+                seed = (sampling.seed + choice) % _SEEDS
+                seeded = dataclasses.replace(sampling, seed=seed, grammar=grammar)
                 continuations.append(Continuation(index=len(continuations), prompt=i, sampling=seeded))
         stream_options = request.stream_options
-        eos = () if request.ignore_eos else self._config.eos_token_ids
+        # What a grammar has completed is ended by an end-of-sequence token in any case.
+        eos = () if request.ignore_eos and grammar is None else self._config.eos_token_ids
         return Job(
             chat=isinstance(request, ChatRequest),
             prompts=tuple(prompts),
@@ -193,26 +233,33 @@ class Intake:
             echo=echo,
             logprobs=logprobs,
             client=request.user,
+            ignored=(*request.ignored, *unseen),
+            extraction=how.extraction,
         )
 
     def _sampling(
         self, request: CompletionRequest | ChatRequest, prompt_tokens: int, logprobs: int | None
     ) -> SamplingParams:
-        """Every field explicit. A request without a seed gets a random one per prompt, so equal prompts may differ."""
+        """Every field explicit: the request's, else the server's default, else neutral.
+
+        A request without a seed gets a random one per prompt, so equal prompts may differ.
+        """
         max_tokens = self._max_tokens(request, prompt_tokens)
         min_tokens = request.min_tokens or 0
         if min_tokens > max_tokens:
             raise bad_request(f"'min_tokens': {min_tokens} is above max_tokens {max_tokens}", "min_tokens")
         self._check_ids(request.stop_token_ids or [], "stop_token_ids")
+        usual = self._config.sampling_defaults
+        top_k = int(_first(request.top_k, usual.top_k, 0))
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=min(max(request.top_k or 0, 0), self._config.vocab_size),
-            min_p=request.min_p or 0.0,
+            temperature=_first(request.temperature, usual.temperature, 1.0),
+            top_p=_first(request.top_p, usual.top_p, 1.0),
+            top_k=min(max(top_k, 0), self._config.vocab_size),
+            min_p=_first(request.min_p, usual.min_p, 0.0),
             seed=secrets.randbits(63) if request.seed is None else request.seed % _SEEDS,
-            repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+            repetition_penalty=_first(request.repetition_penalty, usual.repetition_penalty, 1.0),
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(request.logit_bias or {}),
@@ -230,7 +277,8 @@ class Intake:
             field = "messages"
         room = self._check_room(prompt_tokens, field)
         if asked is None:
-            return room if isinstance(request, ChatRequest) else min(room, DEFAULT_COMPLETION_TOKENS)
+            usual = self._config.sampling_defaults.max_tokens or room
+            return min(room, usual if isinstance(request, ChatRequest) else min(usual, DEFAULT_COMPLETION_TOKENS))
         if asked > room:
             message = (
                 f"the prompt's {prompt_tokens} tokens and max_tokens={asked} are {prompt_tokens + asked}, "
@@ -259,13 +307,47 @@ class Intake:
         return bias
 
 
-def _render(template: ChatTemplate, request: ChatRequest) -> str:
-    """The prompt of a chat; unless it goes on with its last message, it asks for an answer by default."""
+def formats_of(config: RouterConfig, codec: Codec) -> AnswerFormats:
+    """The formats of this router's answers; raises `ValueError` for a parser that does not exist or is missing."""
+    return answer_formats(
+        codec, tools=config.tool_call_parser, reasoning=config.reasoning_parser, auto=config.enable_auto_tool_choice
+    )
+
+
+def _first(asked: float | None, usual: float | None, neutral: float) -> float:
+    """The first of these that is said."""
+    return asked if asked is not None else usual if usual is not None else neutral
+
+
+def _render(template: ChatTemplate, request: ChatRequest, use: ToolUse) -> tuple[str, tuple[str, ...]]:
+    """The prompt of a chat, and what of the request the template has no use for.
+
+    Unless it goes on with its last message, it asks for an answer by default.
+    """
     going_on = bool(request.continue_final_message)
     asks = request.add_generation_prompt
-    return template.render(
-        [m.model_dump(exclude_none=True) for m in request.messages],
+    messages, unseen = template_messages(request.messages, template.traits)
+    variables, unused = template_variables(request, template.traits)
+    if use.shown is not None:
+        variables = {**variables, "tools": use.shown}
+    text = template.render(
+        messages,
         add_generation_prompt=not going_on if asks is None else asks,
         continue_final_message=going_on,
-        variables=request.chat_template_kwargs or {},
+        variables=variables,
     )
+    return text, (*unused, *unseen)
+
+
+def template_variables(request: ChatRequest, traits: TemplateTraits) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What a request tells its template beside the messages, and the fields for which it has no variable.
+
+    `reasoning_effort` is a variable of some templates; others have a switch, which is off for the effort "none" and on
+    for any other. What `chat_template_kwargs` say of either comes first.
+    """
+    effort, own = request.reasoning_effort, request.chat_template_kwargs or {}
+    if effort is None:
+        return own, ()
+    names = {"reasoning_effort": effort, **dict.fromkeys(THINKING_SWITCHES, effort != "none")}
+    found = {name: value for name, value in names.items() if name in traits.variables}
+    return {**found, **own}, () if found else ("reasoning_effort",)

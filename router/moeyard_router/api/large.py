@@ -24,6 +24,8 @@ from pydantic import TypeAdapter
 from moeyard_router.api.intake import Job, Prompt
 from moeyard_router.config import DoorConfig, RouterConfig
 from moeyard_router.errors import ApiError
+from moeyard_router.text.answer_formats import AnswerFormats
+from moeyard_router.text.extraction import Extraction
 from moeyard_worker.protocol import TokenIds
 
 LARGE_BODY = 64 * 1024  # bytes; what is smaller is read here, in a thread if it takes more than a millisecond or two
@@ -44,8 +46,30 @@ def pack_job(job: Job, *, last: bool) -> bytes:
         ids, text = TokenIds.of(prompt.token_ids).data, prompt.text.encode()
         blobs += [ids, text]
         sizes.append((len(ids), len(text)))
-    head = {"job": JOBS.dump_python(replace(job, prompts=()), mode="json"), "prompts": sizes, "last": last}
+    plain = JOBS.dump_python(replace(job, prompts=(), extraction=None), mode="json")
+    head = {"job": plain, "extraction": _plain_extraction(job.extraction), "prompts": sizes, "last": last}
     return _head(head) + b"".join(blobs)
+
+
+def _plain_extraction(extraction: Extraction | None) -> dict[str, Any] | None:
+    """Without what both processes have: the model's formats."""
+    if extraction is None:
+        return None
+    names = ("inside", "one_call", "hide_reasoning", "ends_as_tool_calls", "id_seed")
+    has = {"tools": extraction.tools is not None, "reasoning": extraction.reasoning is not None}
+    return {**has, **{name: getattr(extraction, name) for name in names}}
+
+
+def _extraction(plain: dict[str, Any] | None, formats: AnswerFormats) -> Extraction | None:
+    if plain is None:
+        return None
+    tools, reasoning = plain.pop("tools"), plain.pop("reasoning")
+    return Extraction(
+        visible=formats.shown if tools else formats.shown_reasoning,
+        tools=formats.tools if tools else None,
+        reasoning=formats.reasoning if reasoning else None,
+        **plain,
+    )
 
 
 def pack_error(error: ApiError, *, last: bool) -> bytes:
@@ -81,7 +105,8 @@ def read_request(source: BinaryIO) -> tuple[bool, bytes] | None:
 class _Process:
     """One process: a body in, a job or an error out. Used by one thread at a time."""
 
-    def __init__(self, config: bytes) -> None:
+    def __init__(self, config: bytes, formats: AnswerFormats) -> None:
+        self._formats = formats
         # The path is handed over, for a program that found its modules in a way of its own. In a session of its own it
         # is spared the terminal's Ctrl-C; it ends with its standard input, so with us, however we end.
         command = [sys.executable, "-c", _START, json.dumps(sys.path)]
@@ -119,7 +144,8 @@ class _Process:
             raise ApiError(given.pop("status"), given.pop("message"), **given)
         if "crash" in head:
             raise RuntimeError(head["crash"])
-        return replace(JOBS.validate_python(head["job"]), prompts=prompts)
+        extraction = _extraction(head["extraction"], self._formats)
+        return replace(JOBS.validate_python(head["job"]), prompts=prompts, extraction=extraction)
 
     def _read(self, size: int) -> bytes:
         data = self._out.read(size)
@@ -144,7 +170,8 @@ class Bodies:
     `config.max_buffered_bytes` from their first byte until their job is made.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, formats: AnswerFormats) -> None:
+        self._formats = formats
         self._limit = config.max_buffered_bytes
         self._count = config.intake_processes
         self._held = 0
@@ -159,7 +186,9 @@ class Bodies:
     def start(self) -> None:
         """Start all processes now: to start one takes up to 30 ms, in which nothing else runs here."""
         with self._lock:
-            self._idle += [_Process(self._config) for _ in range(self._count - len(self._idle) - len(self._busy))]
+            self._idle += [
+                _Process(self._config, self._formats) for _ in range(self._count - len(self._idle) - len(self._busy))
+            ]
 
     @contextlib.contextmanager
     def room(self) -> Iterator[Callable[[int], None]]:
@@ -202,7 +231,7 @@ class Bodies:
         with self._lock:
             if self._closed:
                 raise ApiError(503, "the router is shutting down", reason="not_ready")
-            process = self._idle.pop() if self._idle else _Process(self._config)
+            process = self._idle.pop() if self._idle else _Process(self._config, self._formats)
             self._busy.add(process)
         try:
             yield process

@@ -25,7 +25,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.nice(_NICENESS)
-    intake = Intake(config, open_codec(config.model_path))
+    intake = Intake(config, open_codec(config.model_path, config.chat_template))
     gc.disable()  # a body is one tree of JSON without cycles; nothing to find, and much to look through
     with asyncio.Runner() as runner:
         while (request := read_request(sys.stdin.buffer)) is not None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 
+from moeyard_router.api.chat_events import chat_deltas, chat_message
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Job
 from moeyard_router.text.detokenizer import TokenBytes
@@ -37,15 +38,23 @@ class ReplyWriter:
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
 
-    def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
-        """The event for what was added to choice `index`; empty if there is nothing to say."""
+    def chunk(
+        self, index: int, delta: Delta, choices: Sequence[Choice], message: dict[str, Any] | None = None
+    ) -> bytes:
+        """The event for what was added to choice `index`; empty if there is nothing to say.
+
+        There may be several where the text is taken apart; `message` is then one of them, in place of the text.
+        """
+        if delta.events is not None:
+            return self._event_chunks(index, delta, choices)
         job, first = self._job, not self._started[index]
-        if not (first or delta.text or delta.finish_reason or (delta.token_ids and self._says_tokens)):
+        if not (first or message or delta.text or delta.finish_reason or (delta.token_ids and self._says_tokens)):
             return b""
         self._started[index] = True
         choice: dict[str, Any] = {"index": index}
         if job.chat:
-            choice["delta"] = {"role": "assistant", "content": delta.text} if first else {"content": delta.text}
+            said = {"content": delta.text} if message is None else message
+            choice["delta"] = {"role": "assistant", "content": None, **said} if first else said
         else:
             choice["text"] = self._prefix(index) + delta.text if first else delta.text
         choice["logprobs"] = self._logprobs(index, delta) if delta.token_ids else None
@@ -65,6 +74,17 @@ class ReplyWriter:
             more["usage"] = self.usage(choices) if job.continuous_usage else None
         return self._head + orjson.dumps(choice) + b"]," + orjson.dumps(more)[1:] + b"\n\n"
 
+    def _event_chunks(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
+        """One chunk for each thing of a text that is taken apart, in order: clients expect one kind in each."""
+        messages = chat_deltas(delta.events or ()) or [{} if self._started[index] else {"content": ""}]
+        out = []
+        for i, message in enumerate(messages):
+            part = Delta(token_ids=delta.token_ids, logprobs=delta.logprobs) if i == 0 else Delta()
+            if delta.finish_reason is not None and i == len(messages) - 1:
+                part.finish_reason, part.stop_reason = choices[index].reported_reason, delta.stop_reason
+            out.append(self.chunk(index, part, choices, message))
+        return b"".join(out)
+
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """The last event of a stream with `include_usage`: no choices, all counts."""
         return self._head + b'],"usage":' + orjson.dumps(self.usage(choices)) + b"}\n\n"
@@ -76,11 +96,12 @@ class ReplyWriter:
         for index, delta in enumerate(deltas):
             choice: dict[str, Any] = {"index": index}
             if job.chat:
-                choice["message"] = {"role": "assistant", "content": delta.text}
+                plain = {"role": "assistant", "content": delta.text}
+                choice["message"] = plain if delta.events is None else chat_message(delta.events)
             else:
                 choice["text"] = self._prefix(index) + delta.text
             choice["logprobs"] = self._logprobs(index, delta)
-            choice["finish_reason"] = delta.finish_reason
+            choice["finish_reason"] = choices[index].reported_reason
             choice["stop_reason"] = delta.stop_reason
             if job.return_token_ids:
                 choice["token_ids"] = delta.token_ids

@@ -1,33 +1,25 @@
-"""The request bodies of /v1/completions and /v1/chat/completions: strict types, explicit ranges, nothing ignored.
+"""The request bodies of /v1/completions and /v1/chat/completions: strict types, explicit ranges, nothing passed over.
 
 Names, defaults and ranges are OpenAI's and, for the extensions, vLLM's. A field that is absent or null takes its
-default. A field that is unknown, or known elsewhere but not served here, is an error that names it; the latter may
-stand as null, which many clients write for what they do not use.
+default. A field that is unknown, or known elsewhere but not served here, is an error that names it, unless it cannot
+change the answer (fields.py).
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
+from moeyard_router.api.messages import ChatMessage
 from moeyard_router.api.sizes import check_sizes
+from moeyard_router.api.structured import StructuredFields
+from moeyard_router.api.tools import Tool, ToolUse, check_tool_choice, check_tools, tool_use
 from moeyard_router.errors import ApiError, bad_request
 from moeyard_worker.protocol import MAX_LOGPROBS
 
 MAX_STOP_STRINGS = 16
-# Fields of OpenAI's and vLLM's requests (of either endpoint) that ask for something this server does not do.
-NOT_SERVED = (
-    *("allowed_token_ids", "audio", "bad_words", "best_of", "cache_salt", "chat_template", "documents"),
-    *("function_call", "functions", "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json"),
-    *("guided_json_object", "guided_regex", "guided_whitespace_pattern", "include_reasoning", "kv_transfer_params"),
-    *("length_penalty", "logits_processors", "metadata", "mm_processor_kwargs", "modalities", "parallel_tool_calls"),
-    *("prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "prompt_embeds", "prompt_logprobs"),
-    *("reasoning_effort", "request_id", "response_format", "return_tokens_as_token_ids", "safety_identifier"),
-    *("service_tier", "spaces_between_special_tokens", "store", "structural_tag", "structured_outputs", "suffix"),
-    *("tool_choice", "tools", "truncate_prompt_tokens", "use_beam_search", "verbosity", "vllm_xargs"),
-    "web_search_options",
-)
 _UINT63 = 2**63 - 1
 
 Seed = Annotated[int, Field(ge=-_UINT63 - 1, le=_UINT63)]
@@ -36,19 +28,21 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """`include_usage`: a last chunk with the token counts; `continuous_usage_stats`: counts in every chunk (vLLM)."""
+
+    # OpenAI pads its events, so that their lengths tell a listener less.
+    harmless: ClassVar[frozenset[str]] = frozenset(("include_obfuscation",))
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class _Generation(_Strict):
+class _Generation(StructuredFields, Strict):
     """What both endpoints share."""
+
+    harmless = IGNORED
+    unserved = NOT_SERVED
 
     model: str | None = None
     n: Count | None = None
@@ -74,15 +68,6 @@ class _Generation(_Strict):
     add_special_tokens: bool | None = None
     user: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_not_served(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Without the fields of NOT_SERVED if they ask for nothing."""
-        for name in NOT_SERVED:
-            if name in data and not _asks_nothing(name, data):
-                raise PydanticCustomError(name, "is not served here; leave it out or null")
-        return {name: value for name, value in data.items() if name not in NOT_SERVED}
-
     @field_validator("stop", mode="after")
     @classmethod
     def _stop(cls, value: Any) -> tuple[str, ...]:
@@ -106,24 +91,21 @@ class _Generation(_Strict):
         return self
 
     @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of the fields that were given and have no effect, as paths: `stream_options.include_obfuscation`."""
+        options = () if self.stream_options is None else self.stream_options.ignored
+        return (*self.dropped, *(f"stream_options.{name}" for name in options))
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings, without repetitions; () for none."""
         return self.stop or ()
 
 
-def _asks_nothing(name: str, data: dict[str, Any]) -> bool:
-    """Whether a field of NOT_SERVED has a value under which the answer is the same as without it."""
-    value = data[name]
-    if name == "response_format":
-        return value in (None, {"type": "text"})
-    if name == "best_of":
-        n = data.get("n")
-        return value is None or (type(value) is int and value == (1 if n is None else n))
-    return value is None
-
-
 class CompletionRequest(_Generation):
     """Body of POST /v1/completions. `prompt`: text, token ids, a list of texts, or a list of token-id lists."""
+
+    harmless = IGNORED | {"reasoning_effort"}
 
     prompt: Any
     echo: bool | None = None
@@ -155,33 +137,6 @@ def _all(value: Any, kind: type) -> bool:
     return isinstance(value, list) and bool(value) and all(type(v) is kind for v in value)
 
 
-class TextPart(_Strict):
-    """One piece of a message's content; other kinds (images, audio) are not served."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Strict):
-    """One turn. `content` is a string or a list of text parts; parts are joined by newlines, as vLLM does.
-
-    Tools are not served, so nobody has the role `tool`.
-    """
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Any
-    name: str | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _content(cls, value: Any) -> str:
-        if isinstance(value, str):
-            return value
-        if isinstance(value, list) and value:
-            return "\n".join(TextPart.model_validate(part).text for part in value)
-        raise PydanticCustomError("content", "expected a string or a list of text parts")
-
-
 class ChatRequest(_Generation):
     """Body of POST /v1/chat/completions. `max_completion_tokens` is OpenAI's newer name of `max_tokens`."""
 
@@ -192,10 +147,26 @@ class ChatRequest(_Generation):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    tools: Annotated[list[Tool], BeforeValidator(check_tools)] | None = None
+    tool_choice: Annotated[Any, BeforeValidator(check_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Without tools there are no calls that could be parallel."""
+        idle = self.parallel_tool_calls is not None and not self.tools
+        return (*super().ignored, "parallel_tool_calls") if idle else super().ignored
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What is asked of tools; raises `ApiError` 400 if the three fields do not fit together."""
+        return tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     @model_validator(mode="after")
     def _combinations(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs are allowed only with logprobs=true")
         if self.continue_final_message and self.add_generation_prompt:
             raise PydanticCustomError(
@@ -209,7 +180,7 @@ class ChatRequest(_Generation):
         return self
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """Body of POST /tokenize: `prompt`, or `messages` as for a chat. A prompt gets special tokens by default."""
 
     model: str | None = None
@@ -233,7 +204,7 @@ class TokenizeRequest(_Strict):
         return validate({n: getattr(self, n) for n in (*names, "chat_template_kwargs")}, ChatRequest)
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """Body of POST /detokenize."""
 
     model: str | None = None
@@ -272,4 +243,6 @@ def _as_api_error(detail: ErrorDetails) -> ApiError:
         return bad_request(f"'{param}': {detail['msg']}, got '{detail['input']:.40}'", param)
     if detail["type"] == "missing":
         return bad_request(f"'{param}' is required", param)
+    if detail["type"] == "refused":
+        return bad_request(f"'{param}' {detail['msg']}", param)
     return bad_request(f"'{param}': {detail['msg']}", param)

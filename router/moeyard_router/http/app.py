@@ -94,22 +94,22 @@ class _Pages:
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        """The one model that is served, in OpenAI's list."""
-        return _json({"object": "list", "data": [self._card()]})
+        """The one model that is served, in OpenAI's list, once under each of its names."""
+        return _json({"object": "list", "data": [self._card(name) for name in self._config.model_names]})
 
     async def model(self, request: Request) -> Response:
-        """That model by its name; 404 for any other."""
+        """That model by one of its names; 404 for any other."""
         name = request.path_params["id"]
         if not name:  # /v1/models/ with a slash too many
             return await self.models(request)
-        if name != self._config.model_name:
-            error = unknown_model(name, self._config.model_name)
+        if name not in self._config.model_names:
+            error = unknown_model(name, self._config.model_names)
             return _json(error.body(), error.status)
-        return _json(self._card())
+        return _json(self._card(name))
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._config.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "moeyard",

@@ -177,9 +177,9 @@ def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
         "summary": op.text,
         "responses": responses,
     }
-    if (name := re.search(r"\{(\w+)\}", op.path)) is not None:
+    if (place := re.search(r"\{(\w+)\}", op.path)) is not None:
         described["parameters"] = [
-            {"name": name[1], "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            {"name": place[1], "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         ]
     if op.body is not None:
         body = {"schema": {"$ref": _REF + op.body.__name__}}

@@ -13,6 +13,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from moeyard_router.api.intake import formats_of
 from moeyard_router.api.large import Bodies
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.aliases import VllmAliases
@@ -35,7 +36,8 @@ class RouterServer:
 
     `on_ready` is called once, in the loop, when every worker has decoded; `on_failed` with the reason when the fleet is
     lost (the router then goes on to answer 503 until it gets other workers or is stopped). Neither may block. Raises
-    `ValueError` for a checkpoint directory without a usable tokenizer, and for keys or certificates that are none.
+    `ValueError` for a checkpoint directory without a usable tokenizer, a chat template that cannot be used, a parser of
+    tool calls or reasoning that does not exist, and for keys or certificates that are none.
     """
 
     def __init__(
@@ -50,9 +52,10 @@ class RouterServer:
         self._sock = sock
         self._on_ready = on_ready
         self._on_failed = on_failed
-        self._codec = open_codec(config.model_path)
         self._keys = KeyRing(config.door)
         self._certificate = open_certificate(config.door)
+        self._codec = open_codec(config.model_path, config.chat_template)
+        self._formats = formats_of(config, self._codec)
         self._metrics = RouterMetrics(config.model_name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requests = 0
@@ -68,7 +71,7 @@ class RouterServer:
         self._metrics.registry.register(FleetCollector(fleet))
         if "vllm" in self._config.metric_aliases:
             self._metrics.aliases.register(VllmAliases(self._metrics, fleet))
-        bodies = Bodies(self._config)
+        bodies = Bodies(self._config, self._formats)
         app = create_app(
             self._config,
             fleet,

@@ -16,13 +16,14 @@ from tokenizers import Encoding, Tokenizer
 from moeyard_router.errors import bad_request
 from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_router.text.length import LengthCheck, most_characters
+from moeyard_router.text.template_traits import template_traits
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SHORT_TEXT = 512  # characters; handing a shorter text to the tokenizer's threads takes longer than tokenizing it
 
 
 class TextCodec:
-    """Text to token ids and back, for one checkpoint directory.
+    """Text to token ids and back, for one checkpoint directory; `chat_template` is a file to use in place of its own.
 
     Reads tokenizer.json, tokenizer_config.json and the chat template; raises `ValueError` naming the file at fault.
     Special tokens are added where tokenizer.json's own post-processor adds them (as transformers 5 does; the
@@ -31,7 +32,7 @@ class TextCodec:
 
     has_text = True
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, chat_template: Path | None = None) -> None:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"{path}: no such file; the router needs a checkpoint with a tokenizer.json")
@@ -50,7 +51,11 @@ class TextCodec:
         path = directory / "tokenizer_config.json"
         config = _read_object(path) or {}
         self.special_tokens = _special_tokens(path, config)
-        self.template = _template(directory, config, self.special_tokens)
+        if chat_template is None:
+            found = _template_source(directory, config)
+        else:
+            found = chat_template, _read_text(chat_template)
+        self.template = _template(*found, self.special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Long texts belong in a thread, where they do not hold the interpreter lock."""
@@ -104,9 +109,13 @@ class IdCodec:
 Codec = TextCodec | IdCodec
 
 
-def open_codec(directory: Path | None) -> Codec:
-    """The codec of a checkpoint directory, or the one of a model that has none."""
-    return IdCodec() if directory is None else TextCodec(directory)
+def open_codec(directory: Path | None, chat_template: Path | None = None) -> Codec:
+    """The codec of a checkpoint directory, or the one of a model that has none; raises `ValueError`, `OSError`."""
+    if directory is not None:
+        return TextCodec(directory, chat_template)
+    if chat_template is not None:
+        raise ValueError(f"chat template {chat_template}: without a tokenizer there are no chats")
+    return IdCodec()
 
 
 class ChatTemplate:
@@ -121,9 +130,11 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            self.traits = template_traits(environment, source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
 
     def render(
         self,
@@ -147,9 +158,17 @@ class ChatTemplate:
         }
         try:
             text = self._template.render(names)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise bad_request(f"the chat template refused the messages: {error}", "messages") from error
-        return _cut_after_final(text, str(messages[-1]["content"])) if continue_final_message else text
+        return _cut_after_final(text, str(messages[-1]["content"] or "")) if continue_final_message else text
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
@@ -232,9 +251,8 @@ def _special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _template(directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-    """The chat template of a checkpoint, or None; raises `ValueError` naming its file if it cannot be used."""
-    path, source = _template_source(directory, config)
+def _template(path: Path, source: str | None, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+    """The chat template of this text, or None for none; raises `ValueError` naming its file if it cannot be used."""
     if source is None:
         return None
     try:

@@ -37,6 +37,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._bytes: list[bytes] = []
         self._visible: list[bytes] = []
+        self._added: dict[str, int] = {}
         if tokenizer is None:
             return
         spec = json.loads(tokenizer.to_str())
@@ -47,6 +48,7 @@ class TokenBytes:
             self._bytes[token_id] = to_bytes(token)
         self._visible = self._bytes.copy()
         for added in spec["added_tokens"]:
+            self._added[added["content"]] = added["id"]
             if added["special"]:
                 self._visible[added["id"]] = b""
 
@@ -58,6 +60,17 @@ class TokenBytes:
     def longest(self) -> int:
         """Bytes of the longest token, at least 1."""
         return max(map(len, self._bytes), default=1) or 1
+
+    def added(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of these texts that are tokens of their own, added to the vocabulary, with their ids."""
+        return {text: self._added[text] for text in texts if text in self._added}
+
+    def table_with(self, texts: Iterable[str]) -> list[bytes]:
+        """All tokens' bytes by id, of the special ones only these texts. A copy: make it once."""
+        table = self._visible.copy()
+        for token_id in self.added(texts).values():
+            table[token_id] = self._bytes[token_id]
+        return table
 
     def table(self, *, skip_special_tokens: bool) -> list[bytes]:
         """All tokens' bytes by id; special tokens are empty if they are to be skipped. Not to be modified."""
@@ -101,12 +114,16 @@ def _decoder_rule(decoder: dict[str, Any] | None) -> Any:
 class Detokenizer:
     """Text of a growing list of token ids. The concatenation of all results is the decoding of all ids.
 
+    `table` is a table of one's own (`TokenBytes.table_with`) in place of the one with or without special tokens.
+
     Bytes that can never become a character turn into U+FFFD, as `tokenizers` does for byte-level decoders. (Of a run of
     byte-fallback tokens that is not valid UTF-8, `tokenizers` replaces every byte; here text already sent stays.)
     """
 
-    def __init__(self, tokens: TokenBytes, *, skip_special_tokens: bool = True) -> None:
-        self._table = tokens.table(skip_special_tokens=skip_special_tokens)
+    def __init__(
+        self, tokens: TokenBytes, *, skip_special_tokens: bool = True, table: list[bytes] | None = None
+    ) -> None:
+        self._table = tokens.table(skip_special_tokens=skip_special_tokens) if table is None else table
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_ids: Iterable[int]) -> str:

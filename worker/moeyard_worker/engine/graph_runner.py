@@ -4,7 +4,7 @@ A step is launched and not waited for. Its tokens stay on the device, where the 
 not know yet (`Chunk.fed`), and are copied to the host behind it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -15,9 +15,19 @@ from moeyard_kernels import ops
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_worker.engine.constrained import choose_again, without_grammars
 from moeyard_worker.engine.device_sampler import DeviceSampler, captured
 from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.sampling import accepted, ask, chosen_logits, edits_logits, sampled_rows, tell, unsound
+from moeyard_worker.engine.sampling import (
+    accepted,
+    ask,
+    chosen_logits,
+    edits_logits,
+    errors_of,
+    sampled_rows,
+    tell,
+    unsound,
+)  # fmt: skip
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 
@@ -57,8 +67,10 @@ class GraphLaunched:
         requests: Sequence[Request],
         chosen: torch.Tensor,
         begun: torch.cuda.Event,
+        errors: Mapping[int, str],
     ) -> None:
         self.step = step
+        self._errors = errors
         self._chosen = _to_host(chosen)
         self._requests = requests
         self._tokens = tokens.each(_to_host)
@@ -72,7 +84,7 @@ class GraphLaunched:
         if self._results is None:
             self._done.synchronize()
             asked = [r.sampling.logprobs for c, r in zip(self.step.sampled, self._requests, strict=True)]
-            self._results = accepted(self.step, tell(self._tokens, asked))
+            self._results = accepted(self.step, tell(self._tokens, asked), self._errors)
         return self._results
 
     @property
@@ -180,17 +192,20 @@ class GraphRunner:
             self.num_replayed += 1
             self.num_rows += step.num_tokens
             self.num_padded_rows += found.inputs.num_rows
-        tokens = SampledTokens(ids=sampler.last_ids[:count])
-        if all(_plain(request) for request in requests):
+        tokens, eos, errors = SampledTokens(ids=sampler.last_ids[:count]), self._runner.config.eos_token_ids, {}
+        free = without_grammars(requests)
+        if all(_plain(request) for request in free):
             if found is None and count:
                 sampler.last_ids[:count] = ops.sample(sampler.logits[:count]).ids
-        elif sampler.takes(requests):
-            tokens = sampler.sample(step, requests, before)
+        elif sampler.takes(free):
+            tokens = sampler.sample(step, free, before)
         else:
             rows = sampled_rows(step, requests, before)
-            tokens = ask(sampler.logits, rows, self._runner.config.eos_token_ids)
+            tokens, errors, free = ask(sampler.logits, rows, eos), errors_of(rows), requests
             sampler.last_ids[:count] = tokens.ids
-        return GraphLaunched(step, tokens, requests, chosen_logits(sampler.logits, tokens.ids), begun)
+        if free is not requests:
+            errors = choose_again(sampler, tokens, step, requests, before=before, eos_token_ids=eos)
+        return GraphLaunched(step, tokens, requests, chosen_logits(sampler.logits, tokens.ids), begun, errors)
 
     def _find(self, step: Step) -> _Graph | None:
         """The smallest captured step that this one fits; None for what is launched kernel by kernel."""

@@ -10,6 +10,7 @@ here ends with the named error, and the rank refuses new ones until the fleet is
 
 import logging
 import os
+import threading
 import time
 from collections import deque
 
@@ -18,12 +19,16 @@ import zmq
 from moeyard_worker.engine.device import LaunchedStep, StepRunner
 from moeyard_worker.engine.faults import RankFault, name_of, not_finite
 from moeyard_worker.engine.frontend import Frontend, in_frames
+from moeyard_worker.engine.grammar_queue import GrammarQueue
+from moeyard_worker.engine.grammars import Grammars
 from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.exchange.base import Exchange, ExchangeError
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.protocol import Abort, Hello, Inspect, Message, Rejected, Snapshot, Submit
+from moeyard_worker.scheduling.admission import refusal
+from moeyard_worker.scheduling.request import Constraint
 from moeyard_worker.scheduling.scheduler import Scheduler
 from moeyard_worker.scheduling.step import Step
 
@@ -52,6 +57,7 @@ class Engine:
         mesh: Mesh,
         frontend: Frontend,
         metrics: WorkerMetrics,
+        grammars: Grammars | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -73,7 +79,10 @@ class Engine:
         self._reported: tuple[object, ...] = ()
         self._reported_step = 0
         self._reported_at = 0.0
+        self._grammars = GrammarQueue(grammars, self._wake_up)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._closing = threading.Lock()
+        self._closed = False
         self._stopping = False
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
@@ -84,11 +93,19 @@ class Engine:
     def stop(self) -> None:
         """Ask the loop to end after the step it is in. Safe from any thread, and twice."""
         self._stopping = True
-        os.eventfd_write(self._wake, 1)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        """Let a loop that blocks look again. Safe from any thread, at any time."""
+        with self._closing:
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Give back what the loop was woken with; after `run` has returned, and no `stop` follows."""
-        os.close(self._wake)
+        """Give back what the loop was woken with; after `run` has returned. Later calls of `stop` do nothing."""
+        with self._closing:
+            self._closed = True
+            os.close(self._wake)
 
     def run(self) -> None:
         """Serve until `stop`. A fault or a broken invariant ends every request by name and is raised, named."""
@@ -104,8 +121,7 @@ class Engine:
             self._refuse_unread()
             raise RankFault(named) from error
         finally:
-            for reply in self._scheduler.fail_all("the worker is stopping"):
-                self._frontend.send(reply.client, reply.message)
+            self._end_all("the worker is stopping")
 
     def _turn(self) -> None:
         self._take_messages()
@@ -130,7 +146,10 @@ class Engine:
         if not ready:
             self._scheduler.validate()
             self._report(force=self.step != self._reported_step)
-            ready = dict(self._poller.poll())
+            # A grammar may take too long, which nobody else tells.
+            ready = dict(self._poller.poll(int(IDLE_CHECK_SECONDS * 1000) if len(self._grammars) else None))
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
         if self.failure is None and any(s in ready for s in self._peer_sockets):
             try:
                 self._mesh.check_peers()
@@ -143,6 +162,7 @@ class Engine:
                 self._submit(client, message)
             elif isinstance(message, Abort):
                 done = self._scheduler.abort(client, message.request_id)
+                done = done or self._grammars.abort(client, message.request_id)
                 if done is not None:
                     self._send(client, done)
             elif isinstance(message, Hello):
@@ -152,6 +172,11 @@ class Engine:
                 self._send(client, self._experts.loads(self.rank))
             else:
                 log.warning("a router sent a %s, which only workers send", message.type)
+        for each, made in self._grammars.ready(time.monotonic()):
+            if isinstance(made, Rejected):
+                self._send(each.client, made)
+            else:
+                self._add(each.client, each.submit, each.arrived, made)
 
     def _refuse_unread(self) -> None:
         """Answer the requests that nobody will read any more."""
@@ -160,13 +185,28 @@ class Engine:
                 self._submit(client, message)
 
     def _submit(self, client: bytes, message: Submit) -> None:
-        rejected: Rejected | None
+        rejected: Rejected | None = None
+        now = time.monotonic()
         if self.failure is not None:
             rejected = Rejected(request_id=message.request_id, reason="fleet_failed", message=self.failure)
+        elif message.sampling.grammar is None:
+            self._add(client, message, now)
         else:
-            rejected = self._scheduler.add(message, client, time.monotonic())
+            # What can never run needs no grammar.
+            rejected = refusal(message, self._scheduler.config) or self._grammars.add(client, message, now)
         if rejected is not None:
             self._send(client, rejected)
+
+    def _add(self, client: bytes, message: Submit, arrived: float, constraint: Constraint | None = None) -> None:
+        rejected = self._scheduler.add(message, client, arrived, constraint)
+        if rejected is not None:
+            self._send(client, rejected)
+
+    def _end_all(self, error: str) -> None:
+        for reply in self._scheduler.fail_all(error):
+            self._frontend.send(reply.client, reply.message)
+        for client, done in self._grammars.fail_all(error):
+            self._frontend.send(client, done)
 
     def _advance(self) -> None:
         """Launch a step if there is one to run, then take the results of the oldest once no more may be in flight."""
@@ -216,6 +256,7 @@ class Engine:
         if not self._frontend.send(client, message):
             self._clients.discard(client)
             self._scheduler.abort_client(client)
+            self._grammars.abort_client(client)
 
     def _poison(self, failure: str) -> None:
         """The fleet cannot step any more: end every request by name, tell routers and peers, refuse what comes."""
@@ -229,8 +270,7 @@ class Engine:
         self.failure = self._mesh.fail(failure)
         log.error("fleet failed: %s", self.failure)
         self._launched.clear()
-        for reply in self._scheduler.fail_all(self.failure):
-            self._frontend.send(reply.client, reply.message)
+        self._end_all(self.failure)
         self._report(force=True)
 
     def _snapshot(self) -> Snapshot:
@@ -246,8 +286,8 @@ class Engine:
             state="ready" if self.failure is None else "failed",
             failure=self.failure,
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_waiting=scheduler.num_waiting + len(self._grammars),
+            num_waiting_tokens=scheduler.num_waiting_tokens + self._grammars.num_tokens,
             kv_pages_total=scheduler.config.num_pages,
             kv_pages_free=scheduler.pool.num_free,
             page_size=scheduler.config.page_size,
@@ -271,7 +311,8 @@ class Engine:
         """
         scheduler = self._scheduler
         step = self.step if scheduler.has_work() else None
-        load = (self.failure, step, scheduler.num_running, scheduler.num_waiting, scheduler.pool.num_free)
+        num_waiting = scheduler.num_waiting + len(self._grammars)
+        load = (self.failure, step, scheduler.num_running, num_waiting, scheduler.pool.num_free)
         now = time.monotonic()
         busy = scheduler.has_work() and now - self._reported_at < SNAPSHOT_SECONDS
         due = self.step != self._reported_step and now - self._reported_at >= PEERS_SECONDS

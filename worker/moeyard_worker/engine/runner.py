@@ -6,7 +6,16 @@ from dataclasses import dataclass
 import torch
 
 from moeyard_kernels.backend import Backend
-from moeyard_worker.engine.sampling import accepted, choose, chosen_logits, feed, sampled_rows, unsound
+from moeyard_worker.engine.sampling import (
+    SampledRow,
+    accepted,
+    choose,
+    chosen_logits,
+    errors_of,
+    feed,
+    sampled_rows,
+    unsound,
+)  # fmt: skip
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.moe import Experts
 from moeyard_worker.models.decoder import Decoder, Load
@@ -81,4 +90,17 @@ class Runner:
         rows = sampled_rows(fed, requests, before)
         chosen = choose(logits, rows, self.config.eos_token_ids)
         found = chosen_logits(logits, torch.tensor([token_id for token_id, _ in chosen], dtype=torch.int64))
-        return Launched(step=step, results=accepted(fed, chosen), unsound=unsound(fed, requests, found))
+        results = accepted(fed, chosen, errors_of(rows))
+        _look_ahead(fed, requests, rows, results)
+        return Launched(step=step, results=results, unsound=unsound(fed, requests, found))
+
+
+def _look_ahead(
+    step: Step, requests: Sequence[Request], rows: Sequence[SampledRow], results: Sequence[Accepted]
+) -> None:
+    """Have the next masks computed beside the next step, now that the tokens before them are known."""
+    first = 0
+    for chunk, request, result in zip(step.sampled, requests, results, strict=True):
+        if request.constraint is not None and not request.ended:
+            request.constraint.expect([*rows[first].output, *result.token_ids])
+        first += chunk.num_sampled

@@ -1,11 +1,12 @@
 """Choosing tokens from logits: what a step's requests ask for as arguments of `ops.sample`, and its answers in words.
 
-Order of the transforms, as vLLM applies them: logit bias, penalties, minimum length, temperature, min-p, top-k, top-p;
-then an exponential race with noise from the request's own counter. Every row is treated alone, so its token cannot
-depend on the batch around it; which rows use which transform is known here, so that rows without them pay for none.
+Order of the transforms, as vLLM applies them: grammar, logit bias, penalties, minimum length, temperature, min-p,
+top-k, top-p; then an exponential race with noise from the request's own counter. Every row is treated alone, so its
+token cannot depend on the batch around it; which rows use which transform is known here, so that rows without them pay
+for none.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,17 +14,21 @@ import torch
 
 from moeyard_kernels.ops import LogitEdits, SampledTokens, sample
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
-from moeyard_worker.scheduling.request import Accepted, Request, accept
+from moeyard_worker.scheduling.request import Accepted, Mask, Request, accept
 from moeyard_worker.scheduling.step import Chunk, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRow:
-    """One row whose token is wanted: `output` are the tokens chosen before it, drafts that it counts on among them."""
+    """One row whose token is wanted: `output` are the tokens chosen before it, drafts that it counts on among them.
+
+    `mask` is its grammar's, None without one.
+    """
 
     params: SamplingParams
     prompt: Sequence[int]
     output: Sequence[int]
+    mask: Mask | None = None
 
     @property
     def position(self) -> int:
@@ -34,6 +39,11 @@ class SampledRow:
     def edits(self) -> bool:
         """Whether bias or penalties change its logits."""
         return edits_logits(self.params)
+
+    @property
+    def held(self) -> bool:
+        """Whether it is too short to stop; a grammar's mask has that in it."""
+        return self.mask is None and len(self.output) < self.params.min_tokens
 
 
 def edits_logits(p: SamplingParams) -> bool:
@@ -70,7 +80,10 @@ def _fed(chunk: Chunk, results: Sequence[Accepted]) -> Chunk:
 
 
 def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None) -> list[SampledRow]:
-    """The rows of `step.sample_rows`; `requests[i]` is behind `step.sampled[i]`, `before` as in `feed`."""
+    """The rows of `step.sample_rows`; `requests[i]` is behind `step.sampled[i]`, `before` as in `feed`.
+
+    Waits for masks that are being computed, so it is called behind the forward pass.
+    """
     rows = []
     for chunk, request in zip(step.sampled, requests, strict=True):
         known: Sequence[int] = request.output
@@ -82,20 +95,29 @@ def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None
             drafts = chunk.token_ids[first + 1 : row + 1]
             output = [*known, *drafts] if drafts else known
             assert len(request.prompt) + len(output) == chunk.start + row + 1, "a row's tokens are not those before it"
-            rows.append(SampledRow(params=request.sampling, prompt=request.prompt, output=output))
+            mask = None if request.constraint is None else request.constraint.mask(output)
+            rows.append(SampledRow(params=request.sampling, prompt=request.prompt, output=output, mask=mask))
     return rows
 
 
-def accepted(step: Step, chosen: Sequence[tuple[int, TokenLogprob | None]]) -> list[Accepted]:
-    """What each of `step.sampled` yielded, of the tokens chosen for all its sampled rows."""
+def errors_of(rows: Sequence[SampledRow]) -> dict[int, str]:
+    """Why a row has no token that its grammar lets through, by its index."""
+    return {i: row.mask.error for i, row in enumerate(rows) if row.mask is not None and row.mask.error is not None}
+
+
+def accepted(
+    step: Step, chosen: Sequence[tuple[int, TokenLogprob | None]], errors: Mapping[int, str] | None = None
+) -> list[Accepted]:
+    """What each of `step.sampled` yielded, of the tokens chosen for all its sampled rows; `errors` as `errors_of`."""
     results, begin = [], 0
     for chunk in step.sampled:
         mine = chosen[begin : begin + chunk.num_sampled]
-        begin += chunk.num_sampled
+        first, begin = begin, begin + chunk.num_sampled
         drafts = chunk.token_ids[chunk.num_tokens - chunk.num_sampled + 1 :]
         mine = mine[: accept(drafts, [token_id for token_id, _ in mine])]
         logprobs = tuple(logprob for _, logprob in mine if logprob is not None)
-        results.append(Accepted(tuple(token_id for token_id, _ in mine), logprobs))
+        error = next((errors[i] for i in range(first, first + len(mine)) if i in errors), None) if errors else None
+        results.append(Accepted(tuple(token_id for token_id, _ in mine), logprobs, error=error))
     return results
 
 
@@ -185,27 +207,38 @@ def seed_bits(seed: int) -> int:
 def _edits(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> LogitEdits | None:
     """Bias, penalties and tokens held back, of the rows that have any."""
     vocab = logits.shape[1]
-    biases = [
-        bias_of(row.params, held=len(row.output) < row.params.min_tokens, eos_token_ids=eos_token_ids, vocab=vocab)
-        for row in rows
-    ]
-    edited = [i for i, row in enumerate(rows) if row.edits or biases[i]]
+    biases = [bias_of(row.params, held=row.held, eos_token_ids=eos_token_ids, vocab=vocab) for row in rows]
+    edited = [i for i, row in enumerate(rows) if row.edits or biases[i] or row.mask is not None]
     if not edited:
         return None
+    device = logits.device
     slots = torch.full((len(rows),), -1)
-    words = torch.zeros(len(edited), vocab, dtype=torch.int32)
+    words = torch.zeros(len(edited), vocab, dtype=torch.int32, device=device)
     bias = torch.zeros(len(edited), max(len(biases[i]) for i in edited), dtype=torch.float64)
     penalties = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64).repeat(len(rows), 1)
     for slot, i in enumerate(edited):
         p, slots[i] = rows[i].params, slot
-        words[slot] = edit_words(p, biases[i], rows[i].prompt, rows[i].output, vocab)
+        if rows[i].edits or biases[i]:
+            words[slot] = edit_words(p, biases[i], rows[i].prompt, rows[i].output, vocab)
         bias[slot, : len(biases[i])] = torch.tensor(list(biases[i].values()), dtype=torch.float64)
         if rows[i].edits:
             penalties[i] = torch.tensor((p.repetition_penalty, p.frequency_penalty, p.presence_penalty))
-    device = logits.device
+    allowed = _allowed([rows[i].mask for i in edited], vocab)
     return LogitEdits(
-        words=words.to(device), bias=bias.to(device), slots=slots.to(device), penalties=penalties.to(device)
-    )
+        words=words, bias=bias.to(device), slots=slots.to(device), penalties=penalties.to(device),
+        allowed=None if allowed is None else allowed.to(device),
+    )  # fmt: skip
+
+
+def _allowed(masks: Sequence[Mask | None], vocab: int) -> torch.Tensor | None:
+    """`LogitEdits.allowed` of these slots; None where no mask says anything."""
+    if all(mask is None or mask.words is None for mask in masks):
+        return None
+    allowed = torch.full((len(masks), -(-vocab // 32)), -1, dtype=torch.int32)
+    for row, mask in zip(allowed, masks, strict=True):
+        if mask is not None and mask.words is not None:
+            row.copy_(torch.frombuffer(bytearray(mask.words), dtype=torch.int32))
+    return allowed
 
 
 def edit_words(

@@ -22,6 +22,7 @@ from moeyard_worker.config.engine_config import SchedulerConfig, loading_rates
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
 from moeyard_worker.engine.frontend import Frontend
+from moeyard_worker.engine.grammars import Grammars
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.loop import Engine
 from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
@@ -79,6 +80,7 @@ class Worker:
         self._loaded = 0
         self._total = 0
         self._engine: Engine | None = None
+        self.grammars: Grammars | None = None
         self._recording: RoutingRecorder | None = None
         # What `load` is at, for what it says when memory runs out.
         self._doing = "loading weights"
@@ -186,6 +188,9 @@ class Worker:
             )
         )
         step_runner = self.runner = self._device.step_runner(runner, config, plan)
+        self.grammars = Grammars.of_directory(
+            config.model_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+        )
         self._engine = Engine(
             rank=self._spec.rank,
             world_size=config.num_workers,
@@ -197,6 +202,7 @@ class Worker:
             mesh=self._mesh,
             frontend=self._frontend,
             metrics=self._metrics,
+            grammars=self.grammars,
         )
         log.info("rank %d serves %s with %s", self._spec.rank, config.model_path or config.shape, plan)
         read = None if staging is None or not staging.read_seconds else staging.read_bytes / staging.read_seconds
@@ -285,6 +291,8 @@ class Worker:
             self._thread.join()
             self._engine.close()
             self._engine = None
+        if self.grammars is not None:
+            self.grammars.close()
         self._mesh.close()
         self._frontend.close()
         self._metrics.close()

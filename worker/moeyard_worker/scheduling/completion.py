@@ -5,13 +5,18 @@ from moeyard_worker.scheduling.request import Request
 
 
 def extend(request: Request, token_ids: tuple[int, ...], eos_token_ids: tuple[int, ...]) -> str | None:
-    """Append accepted tokens up to the one that ends the request; its finish reason, None while it goes on."""
+    """Append accepted tokens up to the one that ends the request; its finish reason, None while it goes on.
+
+    A grammar lets an end-of-sequence token through where it is meant, or where nothing else may follow: that is an end.
+    """
     params, output = request.sampling, request.output
+    ends = () if params.grammar is None else eos_token_ids
     for token_id in token_ids:
         output.append(token_id)
         # Token by token: a stop token before `min_tokens` counts for nothing, whatever was accepted with it.
-        if len(output) >= params.min_tokens and (
-            token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids)
+        if token_id in ends or (
+            len(output) >= params.min_tokens
+            and (token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids))
         ):
             return "stop"
         if len(output) >= params.max_tokens:

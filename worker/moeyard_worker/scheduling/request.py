@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from moeyard_worker.protocol import Message, SamplingParams, TokenLogprob
 from moeyard_worker.scheduling.step import Chunk, RequestKey
@@ -13,11 +14,37 @@ class Accepted:
 
     `token_ids`: the accepted tokens, at least one and at most the chunk's `num_sampled`. `logprobs`: one for each of
     them, or none at all. `drafts`: proposals for the positions after the last accepted token; none without speculation.
+    `error`: why the request ends here, by name and without these tokens; None as a rule.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     drafts: tuple[int, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mask:
+    """Which tokens a grammar lets through.
+
+    `words`: 32-bit words, little-endian, token t at bit t % 32 of word t / 32; None lets every token through. `error`:
+    why none can be said; the request ends by it.
+    """
+
+    words: bytes | None = None
+    error: str | None = None
+
+
+class Constraint(Protocol):
+    """What holds a request to its grammar: the engine's, and only carried here."""
+
+    def mask(self, output: Sequence[int]) -> Mask:
+        """What may follow the request's output tokens; drafts may be among them."""
+        ...
+
+    def expect(self, output: Sequence[int]) -> None:
+        """Begin to compute `mask(output)`, without waiting for it."""
+        ...
 
 
 def accept(drafts: Sequence[int], sampled: Sequence[int]) -> int:
@@ -58,6 +85,7 @@ class Request:
     sampling: SamplingParams
     arrived: float
     hashes: list[bytes]
+    constraint: Constraint | None = None
     serial: int = 0
     output: list[int] = field(default_factory=list)
     drafts: tuple[int, ...] = ()

@@ -3,7 +3,7 @@
 The router refuses bad ones too, but a worker must survive any router: one request may never end a step of the fleet.
 """
 
-from moeyard_worker.protocol import MAX_LOGPROBS, SamplingParams
+from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
 
 
 def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
@@ -30,4 +30,8 @@ def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
             return f"logit_bias names token id {token_id}, which is outside the vocabulary of {vocab_size}"
         if not -100 <= bias <= 100:
             return f"logit_bias of token id {token_id} must be in [-100, 100], got {bias}"
+    if params.grammar is not None:
+        size = len(params.grammar.text.encode(errors="replace"))
+        if size > MAX_GRAMMAR_BYTES:
+            return f"the grammar has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
     return None

@@ -20,7 +20,7 @@ from moeyard_worker.scheduling.admission import refusal
 from moeyard_worker.scheduling.completion import expired, extend, farewell
 from moeyard_worker.scheduling.holdings import Holdings
 from moeyard_worker.scheduling.planning import Place, StepBuilder, make_chunk, next_place, num_rows
-from moeyard_worker.scheduling.request import Accepted, Reply, Request, SchedulerStats
+from moeyard_worker.scheduling.request import Accepted, Constraint, Reply, Request, SchedulerStats
 from moeyard_worker.scheduling.roster import Roster
 from moeyard_worker.scheduling.step import Chunk, Step
 from moeyard_worker.state.pages import PagePool, page_hashes
@@ -67,8 +67,11 @@ class Scheduler:
         """Whether a request lives. With nothing in flight, the next step then computes something."""
         return bool(self._roster.running or self._roster.waiting)
 
-    def add(self, submit: Submit, client: bytes, now: float) -> Rejected | None:
-        """Queue a request, or say why it can never run or cannot be queued now."""
+    def add(self, submit: Submit, client: bytes, now: float, constraint: Constraint | None = None) -> Rejected | None:
+        """Queue a request, or say why it can never run or cannot be queued now.
+
+        `constraint` is ready, if the request has a grammar: nobody here waits for one.
+        """
         request_id, prompt = submit.request_id, tuple(submit.prompt_token_ids)
         if (client, request_id) in self._roster.live:
             message = f"request {request_id!r} is already running"
@@ -88,6 +91,7 @@ class Scheduler:
             sampling=submit.sampling,
             arrived=now,
             hashes=page_hashes(prompt, self.config.page_size) if self.config.prefix_caching else [],
+            constraint=constraint,
         )
         self._roster.enter(request)
         return None
@@ -273,6 +277,8 @@ class Scheduler:
         return [] if result is None else self._accept(request, chunk, result, now)
 
     def _accept(self, request: Request, chunk: Chunk, result: Accepted, now: float) -> list[Reply]:
+        if result.error is not None:
+            return [Reply(request.client, self._finish(request, "error", result.error))]
         for j in range(chunk.num_sampled - 1):
             self.stats.drafts[j] += 1
             self.stats.accepted[j] += j + 1 < len(result.token_ids)

@@ -1,0 +1,335 @@
+"""Structured output on the demo model: whether random JSON schemas hold, and what a grammar costs.
+
+    python bench/structured.py [--schemas 200] [--streams 1 16] [--tokens 128] [--vocabulary 151936]
+
+One worker is driven in process, as `moeyard bench engine` does. First every schema gets an answer of at most 600
+tokens, greedy and sampled in turn, sixteen at once: each that ends by itself must parse, and validate by the library
+jsonschema; those that ran out of tokens are counted. Then tokens/s with and without a grammar, and what making masks
+and compiling takes, in this vocabulary and in a made-up one of the size of Qwen3's.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from moeyard_worker.config.cpu_config import set_cpu_environment
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.worker_spec import WorkerSpec
+
+set_cpu_environment()
+
+from moeyard_worker.engine.grammars import Grammars  # noqa: E402 - after its settings
+from moeyard_worker.engine.worker import Worker  # noqa: E402
+from moeyard_worker.protocol import Done, Grammar, SamplingParams, Submit, Tokens  # noqa: E402
+from moeyard_worker.scheduling.scheduler import Scheduler  # noqa: E402
+
+DEMO = Path(__file__).resolve().parents[1] / "deploy" / "demo"
+PROMPT = "Here is what the captain wrote down of it: "
+MAX_TOKENS = 600
+# An answer to this never ends, so that every run has as many tokens as it is given.
+ENDLESS = {
+    "type": "array",
+    "minItems": 100_000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40},
+            "age": {"type": "integer"},
+            "ok": {"type": "boolean"},
+        },
+        "required": ["name", "age", "ok"],
+        "additionalProperties": False,
+    },
+}
+WORDS = ("age", "captain", "date of birth", "harbour", "id", "items", "kind", "name", "note", "price", "ship", "x-1")
+PATTERNS = ("^[A-Z][a-z]{1,8}$", "^[0-9]{3}-[0-9]{4}$", "^(red|green|blue)$", "^[a-f0-9]{8}$", r"^\d{1,3}(\.\d{2})?$")
+FORMATS = ("date", "time", "uuid", "ipv4", "email")
+
+
+def random_schema(seed: int) -> Any:
+    """A schema by chance, of what clients write: objects, arrays, enums, anyOf, patterns, ranges, references."""
+    rng = random.Random(seed)
+    schema = _object(rng, 3)
+    if rng.random() < 0.2:
+        schema["$defs"] = {"part": _schema(rng, 1)}
+        schema["properties"]["part"] = {"$ref": "#/$defs/part"}
+        schema["required"] = [*schema["required"], "part"]
+    return schema
+
+
+def _schema(rng: random.Random, depth: int) -> Any:
+    kinds = [_string, _string, _integer, _number, _boolean, _enum, _const, _nullable]
+    if depth:
+        kinds += [_object, _object, _array, _any_of]
+    return rng.choice(kinds)(rng, depth)
+
+
+def _object(rng: random.Random, depth: int) -> Any:
+    names = rng.sample(WORDS, rng.randint(1, 4))
+    schema = {
+        "type": "object",
+        "properties": {name: _schema(rng, depth - 1) for name in names},
+        "required": [name for name in names if rng.random() < 0.8],
+        "additionalProperties": False,
+    }
+    if rng.random() < 0.1:
+        schema["title"] = schema["description"] = "what the captain knew"
+    return schema
+
+
+def _array(rng: random.Random, depth: int) -> Any:
+    if rng.random() < 0.2:
+        items = [_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]
+        return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
+    least = rng.randint(0, 2)
+    return {"type": "array", "items": _schema(rng, depth - 1), "minItems": least, "maxItems": least + rng.randint(0, 3)}
+
+
+def _any_of(rng: random.Random, depth: int) -> Any:
+    return {"anyOf": [_schema(rng, depth - 1) for _ in range(rng.randint(2, 3))]}
+
+
+def _string(rng: random.Random, _: int) -> Any:
+    kind = rng.random()
+    if kind < 0.25:
+        return {"type": "string", "pattern": rng.choice(PATTERNS)}
+    if kind < 0.45:
+        return {"type": "string", "format": rng.choice(FORMATS)} if kind < 0.4 else {"type": "string", "maxLength": 0}
+    least = rng.randint(0, 8)
+    return {"type": "string", "minLength": least, "maxLength": least + rng.randint(0, 24)}
+
+
+def _integer(rng: random.Random, _: int) -> Any:
+    least = rng.randint(-1000, 1000)
+    bounds = {"minimum": least, "maximum": least + rng.randint(0, 5000)}
+    if rng.random() < 0.2:
+        bounds = {"exclusiveMinimum": least, "multipleOf": rng.choice((2, 5, 10)), "exclusiveMaximum": least + 50}
+    return {"type": "integer", **bounds}
+
+
+def _number(rng: random.Random, _: int) -> Any:
+    least = round(rng.uniform(-100, 100), 2)
+    return {"type": "number", "minimum": least, "maximum": round(least + rng.uniform(0.5, 300), 1)}
+
+
+def _boolean(rng: random.Random, _: int) -> Any:
+    return {"type": "boolean"}
+
+
+def _enum(rng: random.Random, _: int) -> Any:
+    return {"enum": rng.sample(["north", "south", 'a "quoted" one', 3, -1.5, None, True, "naïve", "line\nbreak"], 4)}
+
+
+def _const(rng: random.Random, _: int) -> Any:
+    return {"const": rng.choice(["fixed", 42, None, {"a": [1, 2]}, False])}
+
+
+def _nullable(rng: random.Random, _: int) -> Any:
+    return {"type": ["string", "null"], "maxLength": 12}
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    end: Done | None = None
+
+
+class Bench:
+    """One worker without sockets and peers, and its tokenizer."""
+
+    def __init__(self, directory: Path = DEMO, streams: int = 16) -> None:
+        config = EngineConfig(
+            model_path=str(directory), kv_memory=64 << 20, max_model_len=1024, max_num_seqs=streams,
+            prefix_caching=False,
+        )  # fmt: skip
+        self.worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="bench"))
+        self.worker.connect([self.worker.endpoints()["mesh"]])
+        self.worker.load(1)
+        assert self.worker.grammars is not None, "a loaded worker compiles grammars"
+        self.grammars: Grammars = self.worker.grammars
+        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self._steps = 0
+
+    def run(self, asked: Sequence[SamplingParams], *, deep: int = 1) -> tuple[list[Answer], float]:
+        """All answers, and the seconds that steps took."""
+        scheduler = Scheduler(replace(self.worker.scheduler.config, max_in_flight=deep, max_waiting=len(asked)))
+        prompt = tuple(self.tokenizer.encode(PROMPT).ids)
+        answers = {str(i): Answer() for i in range(len(asked))}
+        for name, params in zip(answers, asked, strict=True):
+            held = None
+            if params.grammar is not None:
+                held = self.grammars.constraint(self.grammars.compile(params.grammar).result(), params)
+            submit = Submit(request_id=name, prompt_token_ids=prompt, sampling=params)
+            rejected = scheduler.add(submit, b"bench", 0.0, held)
+            assert rejected is None, rejected
+        begun, flights = time.perf_counter(), deque()
+        while scheduler.has_work() or flights:
+            step = scheduler.schedule(0.0)
+            if step.chunks:
+                self._steps += 1
+                self.worker.experts.begin_step(self._steps)
+                before = flights[-1] if flights else None
+                flights.append(self.worker.runner.launch(step, scheduler.requests(step), before=before))
+                if len(flights) < deep:
+                    continue
+            done = flights.popleft()
+            for reply in scheduler.complete(done.step, done.results, 0.0):
+                message = reply.message
+                if isinstance(message, Tokens):
+                    answers[message.request_id].token_ids += message.token_ids
+                elif isinstance(message, Done):
+                    answers[message.request_id].end = message
+        scheduler.validate()
+        return list(answers.values()), time.perf_counter() - begun
+
+    def text(self, answer: Answer) -> str:
+        """An answer as a client reads it."""
+        return self.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+
+    def close(self) -> None:
+        """Free sockets and threads."""
+        self.worker.stop()
+
+
+def asked_for(seed: int, schema: Any) -> SamplingParams:
+    """Greedy and sampled in turn."""
+    grammar = Grammar(kind="json_schema", text=json.dumps(schema))
+    return SamplingParams(max_tokens=MAX_TOKENS, temperature=float(seed % 2), seed=seed, grammar=grammar)
+
+
+def fault(schema: Any, text: str) -> str | None:
+    """What is wrong with an answer that ended by itself."""
+    try:
+        draft = jsonschema.Draft202012Validator
+        draft(schema, format_checker=draft.FORMAT_CHECKER).validate(json.loads(text))
+    except (ValueError, jsonschema.ValidationError) as error:
+        return f"{error}"
+    return None
+
+
+def check_schemas(bench: Bench, count: int) -> int:
+    """Ask for an answer to each schema, and say how many hold; the number that do not."""
+    schemas = [random_schema(seed) for seed in range(count)]
+    answers, _ = bench.run([asked_for(seed, schema) for seed, schema in enumerate(schemas)])
+    ends: dict[str, int] = {}
+    wrong = 0
+    for seed, (schema, answer) in enumerate(zip(schemas, answers, strict=True)):
+        assert answer.end is not None, "every request ends"
+        ends[answer.end.finish_reason] = ends.get(answer.end.finish_reason, 0) + 1
+        if answer.end.finish_reason == "error":
+            wrong += 1
+            print(f"schema {seed}: {answer.end.error}\n  {json.dumps(schema)}")
+        elif answer.end.finish_reason == "stop" and (said := fault(schema, bench.text(answer))) is not None:
+            wrong += 1
+            print(f"schema {seed}: {said[:300]}\n  {bench.text(answer)[:300]}")
+    lengths = sorted(len(answer.token_ids) for answer in answers)
+    print(
+        f"{count} schemas: {ends}, {wrong} wrong; tokens per answer: median {lengths[count // 2]}, most {lengths[-1]}"
+    )
+    return wrong
+
+
+def rates(bench: Bench, streams: int, tokens: int) -> None:
+    """Tokens/s without and with a grammar, in alternation."""
+    grammar = Grammar(kind="json_schema", text=json.dumps(ENDLESS))
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(5):
+        for held in found:
+            params = SamplingParams(
+                max_tokens=tokens, temperature=1.0, ignore_eos=True, grammar=grammar if held else None
+            )
+            answers, seconds = bench.run([replace(params, seed=i) for i in range(streams)])
+            assert all(len(answer.token_ids) == tokens for answer in answers), "an answer ended"
+            found[held].append(streams * tokens / seconds)
+    free, held = (statistics.median(each) for each in found.values())
+    print(f"{streams} streams: {free:.0f} tokens/s, with a grammar {held:.0f} ({held / free - 1:+.1%})")
+
+
+def costs(grammars: Grammars, tokenizer: Tokenizer, name: str, count: int) -> None:
+    """What compiling takes, and each mask along an answer that a client might get."""
+    compiled, masks = [], []
+    for seed in range(count):
+        begun = time.perf_counter()
+        grammars.compile(Grammar(kind="json_schema", text=json.dumps(random_schema(seed)))).result()
+        compiled.append(time.perf_counter() - begun)
+    matcher = grammars.compile(Grammar(kind="json_schema", text=json.dumps(ENDLESS))).result()
+    text = '[{"name": "Arthur Gordon Pym", "age": 17, "ok": true}, {"name": "Richard Parker", "age": 30, "ok": false},'
+    output = tokenizer.encode(text + text[1:] * 3, add_special_tokens=False).ids
+    held = grammars.constraint(matcher, SamplingParams(max_tokens=1))
+    for length in range(len(output) + 1):
+        begun = time.perf_counter()
+        mask = held.mask(output[:length])
+        masks.append(time.perf_counter() - begun)
+        assert mask.words is not None, "the text follows the grammar"
+    print(
+        f"{name}: compiled in {statistics.median(compiled) * 1e3:.2f} ms (median of {count}; most "
+        f"{max(compiled) * 1e3:.1f}), {len(masks)} masks: median {statistics.median(masks) * 1e6:.0f} us, "
+        f"most {max(masks) * 1e3:.2f} ms"
+    )
+
+
+def large_tokenizer(vocabulary: int) -> str:
+    """A byte-level tokenizer.json of so many tokens, made up of pieces of ASCII words and JSON's signs."""
+    rng, alphabet = random.Random(0), sorted(ByteLevel.alphabet())
+    vocab, merges = {sign: i for i, sign in enumerate(alphabet)}, []
+    letters = [c for c in alphabet if c.isascii() and (c.isalnum() or c in '{}[]":,.-_')] + ["Ġ"]
+    pieces = list(letters)
+    while len(vocab) < vocabulary - 1:
+        pair = [rng.choice(pieces), rng.choice(letters if rng.random() < 0.5 else pieces)]
+        piece = "".join(pair)
+        if len(piece) <= 14 and piece not in vocab:
+            vocab[piece] = len(vocab)
+            merges.append(pair)
+            if len(piece) < 8:
+                pieces.append(piece)
+    made = json.loads(Tokenizer(BPE()).to_str())
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    made["model"] |= {"vocab": vocab, "merges": merges}
+    made["pre_tokenizer"] = made["decoder"] = level
+    end = {"content": "<|end|>", "special": True, "normalized": False}
+    made["added_tokens"] = [{"id": len(vocab), "single_word": False, "lstrip": False, "rstrip": False, **end}]
+    return json.dumps(made)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schemas", type=int, default=200)
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 16])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--vocabulary", type=int, default=151936, help="of the made-up tokenizer; 0 for none")
+    args = parser.parse_args()
+    bench = Bench()
+    try:
+        wrong = check_schemas(bench, args.schemas) if args.schemas else 0
+        for streams in args.streams:
+            rates(bench, streams, args.tokens)
+        costs(bench.grammars, bench.tokenizer, f"{bench.grammars.vocab_size} tokens", 50)
+    finally:
+        bench.close()
+    if args.vocabulary:
+        text = large_tokenizer(args.vocabulary)
+        begun = time.perf_counter()
+        large = Grammars(text, vocab_size=args.vocabulary, eos_token_ids=(args.vocabulary - 1,))
+        print(f"a tokenizer of {args.vocabulary} tokens: {time.perf_counter() - begun:.2f} s")
+        costs(large, Tokenizer.from_str(text), f"{args.vocabulary} tokens", 50)
+        large.close()
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

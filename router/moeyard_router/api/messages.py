@@ -1,0 +1,219 @@
+"""The messages of a chat: what clients send and echo, and what of it a chat template is given."""
+
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import orjson
+from pydantic import Field, TypeAdapter, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from moeyard_router.api.fields import Strict, refuse
+from moeyard_router.errors import bad_request
+from moeyard_router.text.template_traits import TemplateTraits
+
+
+class TextPart(Strict):
+    """One piece of a message's content; other kinds (images, audio) are not served.
+
+    `input_text` and `output_text` are what the Responses API calls the same; a refusal is text of the assistant too.
+    """
+
+    harmless: ClassVar[frozenset[str]] = frozenset(("annotations", "cache_control", "id", "provider_specific_fields"))
+
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _has_its_text(self) -> "TextPart":
+        if self.shown is None:
+            refuse("refusal" if self.type == "refusal" else "text", None, "is required")
+        return self
+
+    @property
+    def shown(self) -> str | None:
+        """The text, under whichever name the kind has it."""
+        return self.refusal if self.type == "refusal" else self.text
+
+
+class FunctionCall(Strict):
+    """Which function, and its arguments: JSON as text, as OpenAI has it, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Strict):
+    """One call of a tool by the assistant, as it was answered and is now echoed."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        ("cache_control", "extra_content", "index", "provider_specific_fields")
+    )
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Strict):
+    """One turn. `content` is a string or a list of texts and text parts; these are joined by newlines, as vLLM does.
+
+    Only the assistant's may be absent. `reasoning_content` is DeepSeek's name of `reasoning`, and vLLM's older one.
+    """
+
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("annotations", "cache_control", "id", "metadata", "provider_specific_fields", "reasoning_details"),
+            *("thinking_blocks", "weight"),
+        )
+    )
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+        {
+            "audio": (),
+            "function_call": (),
+            "images": ([],),
+            "partial": (False,),  # Kimi's and Mistral's words for continue_final_message
+            "prefix": (False,),
+            "type": ("message",),
+        }
+    )
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    parts: Any = Field(default=None, alias="content")
+    refusal: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @field_validator("parts", mode="before")
+    @classmethod
+    def _parts(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list) and value:
+            return _PARTS.validate_python([{"type": "text", "text": p} if isinstance(p, str) else p for p in value])
+        raise PydanticCustomError("content", "expected a string or a list of text parts")
+
+    @model_validator(mode="after")
+    def _by_role(self) -> "ChatMessage":
+        if self.role != "assistant":
+            if self.parts is None:
+                refuse("content", None, "is required")
+            for name in ("tool_calls", "refusal"):
+                if getattr(self, name):
+                    refuse(name, getattr(self, name), f"only the assistant has {name}, not the role '{self.role}'")
+        return self
+
+    @property
+    def content(self) -> str | None:
+        """The text of all parts; a refusal stands for the assistant's text, or behind it. None where there is none."""
+        texts = [self.parts] if isinstance(self.parts, str) else [part.shown for part in self.parts or ()]
+        if self.refusal:
+            texts = [*filter(None, texts), self.refusal]
+        return "\n".join(texts) if texts else None
+
+    @property
+    def num_chars(self) -> int:
+        """About how much text a template makes of it, in characters."""
+        calls = sum(len(c.function.name) + len(str(c.function.arguments)) for c in self.tool_calls or ())
+        return len(self.content or "") + len(self.reasoning or self.reasoning_content or "") + calls
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """As of any object, with the names below it: `content.cache_control`."""
+        parts = () if self.parts is None or isinstance(self.parts, str) else self.parts
+        return (
+            *self.dropped,
+            *(f"content.{name}" for part in parts for name in part.ignored),
+            *(f"tool_calls.{name}" for call in self.tool_calls or () for name in call.ignored),
+        )
+
+
+_PARTS = TypeAdapter(list[TextPart])
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a tool call as a template gets them: an object, and the JSON text of it where text is wanted.
+
+    transformers and vLLM hand on an object, which templates print by `tojson` or go through. Others (DeepSeek's) were
+    written for the text that OpenAI's messages have, and add it to text: that fails on a plain dict.
+    """
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def template_messages(
+    messages: Sequence[ChatMessage], traits: TemplateTraits
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """What the template is given, and the names of what has no effect: dropped before, or never asked for by it.
+
+    `developer` is `system` where the template has no such role. Raises `ApiError` 400 at a message that the template
+    would leave out or show as something else: of a tool, or with calls of tools, where it knows of none.
+    """
+    ignored: list[str] = []
+    given = []
+    for index, message in enumerate(messages):
+        if message.role == "tool" and not traits.knows("tool"):
+            where = f"messages.{index}.role"
+            raise bad_request(f"'{where}': the chat template of this model has no role 'tool'", where)
+        if message.tool_calls and not traits.knows("tool_calls"):
+            where = f"messages.{index}.tool_calls"
+            raise bad_request(f"'{where}': the chat template of this model shows no calls of tools", where)
+        ignored += message.ignored
+        given.append(_template_message(message, traits, ignored))
+    return given, tuple(f"messages.{name}" for name in dict.fromkeys(ignored))
+
+
+def _template_message(message: ChatMessage, traits: TemplateTraits, ignored: list[str]) -> dict[str, Any]:
+    role = "system" if message.role == "developer" and not traits.knows("developer") else message.role
+    content = message.content
+    if content is None and not (message.tool_calls and traits.null_content):
+        content = ""  # a template that adds texts up, or prints the word "None"
+    out: dict[str, Any] = {"role": role, "content": content}
+    if message.name is not None:
+        out["name"] = message.name
+        ignored += [] if traits.knows("name") else ["name"]
+    thoughts = message.reasoning if message.reasoning is not None else message.reasoning_content
+    if thoughts is not None:
+        # Templates have either name, clients send either: both, as in vLLM.
+        out |= {"reasoning": thoughts, "reasoning_content": thoughts}
+        if not (traits.knows("reasoning_content") or traits.knows("reasoning")):
+            ignored += [name for name in ("reasoning", "reasoning_content") if getattr(message, name) is not None]
+    if message.tool_calls:
+        out["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        out["tool_call_id"] = message.tool_call_id
+    return out
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+    head = {} if call.id is None else {"id": call.id}
+    return {**head, "type": call.type, "function": function}
+
+
+def _arguments(given: str | dict[str, Any] | None) -> Arguments | str:
+    """An object where it is one. What a model wrote may not be: then the text as it is, which most templates show."""
+    if isinstance(given, dict):
+        return Arguments(given, json.dumps(given, ensure_ascii=False))
+    text = given or "{}"
+    try:
+        values = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+    return Arguments(values, text) if isinstance(values, dict) else text

@@ -1,0 +1,172 @@
+"""Structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and the older `guided_*`, as one grammar.
+
+A request has one of them at most. What can be said against it without a compiler is said here, by the field's name; the
+worker compiles it, and what it says then comes back as a 400 too.
+"""
+
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+
+from moeyard_router.errors import bad_request
+from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Grammar
+
+# No blanks between the parts of a JSON text, in llguidance's own words.
+_COMPACT = {"whitespace_flexible": False}
+# A field's name and what it asks for.
+_Named = tuple[str, Grammar]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class JsonSchema(_Part):
+    """`response_format.json_schema`: the schema holds whatever `strict` says, name and description change nothing."""
+
+    name: str
+    description: str | None = None
+    schema_: Any = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Part):
+    """`response_format`, as OpenAI has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Part):
+    """`structured_outputs`, as vLLM has it; `json` is a schema, as JSON or as its text."""
+
+    json_: Any = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    # Of vLLM's own backends; there is one here, and it never falls back.
+    disable_fallback: bool | None = None
+
+
+class StructuredFields(BaseModel):
+    """What a request may say about the form of its answer."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+
+
+def grammar_of(request: StructuredFields) -> Grammar | None:
+    """The one constraint that is asked for; raises `ApiError` 400 for several, or for one that cannot be meant."""
+    found = [*_format(request.response_format), *_outputs(request.structured_outputs), *_guided(request)]
+    if not found:
+        return None
+    (name, grammar), *others = found
+    if others:
+        other = others[0][0]
+        raise bad_request(f"'{name}' and '{other}' are both given, one constraint at most is allowed", other)
+    size = len(grammar.text.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise bad_request(f"'{name}' has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed", name)
+    return grammar
+
+
+def _format(given: ResponseFormat | None) -> list[_Named]:
+    if given is None or given.type == "text":
+        return []
+    if given.type == "json_object":
+        return [("response_format", Grammar(kind="json_object"))]
+    name = "response_format.json_schema"
+    if given.json_schema is None or given.json_schema.schema_ is None:
+        raise bad_request(f"'{name}' with a schema is required by type json_schema", name)
+    return [_schema(f"{name}.schema", given.json_schema.schema_, {})]
+
+
+def _outputs(given: StructuredOutputs | None) -> list[_Named]:
+    if given is None:
+        return []
+    blanks = _blanks("structured_outputs.whitespace_pattern", given.whitespace_pattern, given.json_)
+    if given.disable_any_whitespace:
+        blanks = _COMPACT
+    found = _each(
+        "structured_outputs.", json=given.json_, regex=given.regex, choice=given.choice, grammar=given.grammar,
+        json_object=given.json_object, blanks=blanks,
+    )  # fmt: skip
+    if not found:
+        raise bad_request(
+            "'structured_outputs': expected one of json, regex, choice, grammar, json_object", "structured_outputs"
+        )
+    return found
+
+
+def _guided(request: StructuredFields) -> list[_Named]:
+    blanks = _blanks("guided_whitespace_pattern", request.guided_whitespace_pattern, request.guided_json)
+    return _each(
+        "guided_", json=request.guided_json, regex=request.guided_regex, choice=request.guided_choice,
+        grammar=request.guided_grammar, json_object=request.guided_json_object, blanks=blanks,
+    )  # fmt: skip
+
+
+def _blanks(name: str, pattern: str | None, schema: Any) -> dict[str, Any]:
+    """How to write blanks, in llguidance's own words; an empty pattern is none at all."""
+    if pattern is None:
+        return {}
+    if schema is None:
+        raise bad_request(f"'{name}' is allowed only with a JSON schema", name)
+    return {"whitespace_pattern": pattern} if pattern else _COMPACT
+
+
+def _each(
+    prefix: str,
+    *,
+    json: Any,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+    json_object: bool | None,
+    blanks: dict[str, Any],
+) -> list[_Named]:
+    """Those that are given, with the names of their fields."""
+    found: list[_Named] = []
+    if json is not None:
+        found.append(_schema(f"{prefix}json", json, blanks))
+    for name, kind, text in ((f"{prefix}regex", "regex", regex), (f"{prefix}grammar", "lark", grammar)):
+        if text is not None:
+            if not text.strip():
+                raise bad_request(f"'{name}' must not be empty", name)
+            found.append((name, Grammar(kind=kind, text=text)))
+    if choice is not None:
+        name = f"{prefix}choice"
+        if not choice or "" in choice:
+            raise bad_request(f"'{name}': expected a list of strings, none of them empty", name)
+        found.append((name, Grammar(kind="choice", text=orjson.dumps(list(dict.fromkeys(choice))).decode())))
+    if json_object:
+        found.append((f"{prefix}json_object", Grammar(kind="json_object")))
+    return found
+
+
+def _schema(name: str, given: Any, blanks: dict[str, Any]) -> _Named:
+    """A schema, as JSON or as its text (vLLM takes both); how to write blanks is said in it."""
+    schema = given
+    if isinstance(given, str):
+        try:
+            schema = orjson.loads(given)
+        except orjson.JSONDecodeError as error:
+            raise bad_request(f"'{name}' is not valid JSON: {error}", name) from error
+    if not isinstance(schema, dict | bool):
+        raise bad_request(f"'{name}' must be a JSON object or a boolean, got {type(schema).__name__}", name)
+    if blanks and isinstance(schema, dict):
+        schema = {**schema, "x-guidance": blanks}
+    try:
+        return name, Grammar(kind="json_schema", text=orjson.dumps(schema).decode())
+    except TypeError as error:
+        raise bad_request(f"'{name}' is nested too deeply", name) from error

@@ -1,0 +1,240 @@
+"""The tools of a chat request: what may be asked of them, and how the answer is then made and read."""
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from moeyard_router.errors import bad_request
+from moeyard_router.text.answer_formats import AnswerFormats
+from moeyard_router.text.answer_grammar import Calls, Thinking, answer_grammar, can_be_part
+from moeyard_router.text.extraction import Extraction
+from moeyard_router.text.reasoning import closes_block
+from moeyard_router.text.template_traits import TemplateTraits
+from moeyard_router.text.tool_formats import TOOL_FORMATS
+from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Grammar
+
+MAX_TOOLS = 128  # as OpenAI
+MAX_DEPTH = 64  # of nested objects and lists in a tool; a schema of people has a dozen
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+class Function(BaseModel):
+    """One function. What else its object says is for the model to read: the template is given all of it."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not _NAME.fullmatch(value):
+            raise PydanticCustomError("name", "expected 1 to 64 letters, digits, underscores and dashes")
+        return value
+
+    @field_validator("parameters")
+    @classmethod
+    def _parameters(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value and value.get("type", "object") != "object":
+            raise PydanticCustomError("parameters", "expected a JSON schema of type 'object'")
+        return value
+
+
+class Tool(BaseModel):
+    """One tool; functions are the only kind."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    type: Literal["function"]
+    function: Function
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, data: Any, handler: ModelWrapValidatorHandler["Tool"]) -> "Tool":
+        made = handler(data)
+        function = {key: value for key, value in data["function"].items() if value is not None}
+        made._given = {key: value for key, value in data.items() if value is not None} | {"function": function}
+        return made
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """As the template gets it: what the client sent, in that order, without nulls."""
+        return self._given
+
+
+class NamedFunction(BaseModel):
+    """The function of a `ToolChoice`."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    name: str
+
+
+class ToolChoice(BaseModel):
+    """The one function that must be called."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def check_tools(value: Any) -> Any:
+    """Raise `PydanticCustomError` for more tools, or deeper ones, than are taken; before they are looked at closer."""
+    if isinstance(value, list) and len(value) > MAX_TOOLS:
+        raise PydanticCustomError(
+            "tools", "{count} tools, at most {limit} are allowed", {"count": len(value), "limit": MAX_TOOLS}
+        )
+    layer, depth = [value], 0
+    while layer:
+        if depth > MAX_DEPTH + 2:  # the list and the tool's own object
+            raise PydanticCustomError("tools", "nested deeper than {limit} levels", {"limit": MAX_DEPTH})
+        nested = [v for v in layer if isinstance(v, dict | list)]
+        layer = [each for v in nested for each in (v.values() if isinstance(v, dict) else v)]
+        depth += 1
+    return value
+
+
+def check_tool_choice(value: Any) -> Any:
+    """A word, or a `ToolChoice`; raises `PydanticCustomError` for anything else."""
+    if value in ("none", "auto", "required"):
+        return value
+    try:
+        return ToolChoice.model_validate(value)
+    except ValidationError as error:
+        raise PydanticCustomError(
+            "tool_choice",
+            'expected "none", "auto", "required" or an object {{"type": "function", "function": {{"name": ...}}}}',
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """What one request asks of tools. `choice` is "none" where it has none; `name` is set for "named" only."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: Literal["none", "auto", "required", "named"] = "none"
+    name: str | None = None
+    one_call: bool = False
+
+    @property
+    def shown(self) -> list[dict[str, Any]] | None:
+        """What the chat template is given: nothing where no tool may be called, so that the model calls none."""
+        return None if self.choice == "none" else [tool.given for tool in self.tools]
+
+    @property
+    def num_chars(self) -> int:
+        """About how much text a template makes of them, in characters."""
+        return 0 if self.choice == "none" else len(orjson.dumps(self.shown))
+
+    def callable_functions(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Name and schema of the arguments of every function that may be called."""
+        found = [tool.function for tool in self.tools if self.name in (None, tool.function.name)]
+        return [(f.name, {"type": "object", **(f.parameters or {})}) for f in found]
+
+
+def tool_use(tools: list[Tool] | None, choice: str | ToolChoice | None, *, parallel: bool | None) -> ToolUse:
+    """Put the three fields of a request together; raises `ApiError` 400 if they do not fit."""
+    names = [tool.function.name for tool in tools or ()]
+    if not tools:
+        if isinstance(choice, ToolChoice) or choice == "required":
+            raise bad_request("'tool_choice' asks for a call, and there are no 'tools'", "tool_choice")
+        return ToolUse()
+    one_call = parallel is False
+    if isinstance(choice, ToolChoice):
+        name = choice.function.name
+        if name not in names:
+            raise bad_request(f"'tool_choice': no function of 'tools' is named '{name:.64}'", "tool_choice")
+        return ToolUse(tools=tuple(tools), choice="named", name=name, one_call=True)
+    if choice == "none":
+        return ToolUse(tools=tuple(tools))
+    return ToolUse(tools=tuple(tools), choice="required" if choice == "required" else "auto", one_call=one_call)
+
+
+def check_served(use: ToolUse, formats: AnswerFormats, traits: TemplateTraits) -> None:
+    """Raise `ApiError` 400 if this model's template or its parsers cannot do what is asked."""
+    if use.choice == "none":
+        return
+    if "tools" not in traits.variables:
+        raise bad_request("'tools': the chat template of this model takes no tools", "tools")
+    if formats.tools is None:
+        known = ", ".join(TOOL_FORMATS)
+        raise bad_request(
+            "'tools': the format of this model's tool calls is not known; whoever serves it names it with "
+            f"--tool-call-parser: {known}",
+            "tools",
+        )
+    if use.choice == "auto" and not formats.auto_tools:
+        raise bad_request("'tool_choice': \"auto\" needs --enable-auto-tool-choice on this server", "tool_choice")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """How the answers to one prompt are taken apart (None: they are content, nothing else), and their grammar."""
+
+    extraction: Extraction | None
+    grammar: Grammar | None
+
+
+def answering(
+    use: ToolUse,
+    formats: AnswerFormats,
+    *,
+    prompt: str,
+    begun: str | None,
+    include_reasoning: bool,
+    body: Grammar | None,
+) -> Answering:
+    """What tools and reasoning mean for the answers to `prompt`, which go on with `begun` if that is not None.
+
+    `body` is the form that the request wants of the answer's content: it holds behind the reasoning, and where no tool
+    is called. Raises `ApiError` 400 if that cannot be, or if the tools are too large for a grammar.
+    """
+    tools = None if use.choice == "none" else formats.tools
+    # A grammar in words of its own is for the whole of the answer.
+    reasoning = formats.reasoning if body is None or can_be_part(body) else None
+    if tools is None and reasoning is None:
+        return Answering(extraction=None, grammar=body)
+    if use.choice in ("required", "named"):
+        body = None  # there will be no content
+    elif tools is not None and body is not None and not can_be_part(body):
+        raise bad_request("'structured_outputs': a grammar leaves no room for calls of 'tools'", "structured_outputs")
+    extraction = Extraction(
+        visible=formats.shown_reasoning if tools is None else formats.shown,
+        reasoning=reasoning,
+        inside=reasoning is not None and reasoning.inside_after(prompt, begun),
+        tools=tools,
+        one_call=use.one_call,
+        hide_reasoning=not include_reasoning,
+        ends_as_tool_calls=use.choice != "named",
+        id_seed=secrets.token_hex(8),
+    )
+    thinking: Thinking = "inside" if extraction.inside else "none"
+    if reasoning is not None and thinking == "none" and begun is None and not closes_block(prompt):
+        thinking = "possible"
+    must = tools is not None and (body is not None or use.choice != "auto")
+    calls = Calls(form=tools, functions=use.callable_functions(), one_call=use.one_call) if tools and must else None
+    grammar = answer_grammar(thinking=thinking, calls=calls, body=body, token_ids=formats.token_ids)
+    size = 0 if grammar is None else len(grammar.text.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        message = f"the form of this answer makes a grammar of {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
+        raise bad_request(f"'{'tools' if calls else 'response_format'}': {message}", "tools" if calls else None)
+    return Answering(extraction=extraction, grammar=grammar)

@@ -1,0 +1,65 @@
+"""Which formats the answers of one model are read in: named by whoever serves it, or told by its chat template."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moeyard_router.text.chat import Codec
+from moeyard_router.text.reasoning import END_THINK, REASONING_FORMATS, THINK, ReasoningFormat
+from moeyard_router.text.tool_calls import ToolFormat
+from moeyard_router.text.tool_formats import TOOL_FORMATS, reasoning_format_of, tool_format_of
+
+AUTO, NONE = "auto", "none"
+TOOL_PARSERS = (AUTO, NONE, *TOOL_FORMATS)
+REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMATS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormats:
+    """What a model's answers may hold beside plain text.
+
+    `tools` and `reasoning` are None for a model that has no such thing, or none that is known. `auto_tools`: calls are
+    looked for where `tool_choice` is "auto". `shown` are bytes by token id in which the markers of `tools` and
+    `reasoning` can be seen, `shown_reasoning` those of `reasoning` alone; `token_ids` are the markers that are tokens.
+    """
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+    auto_tools: bool
+    shown: list[bytes]
+    shown_reasoning: list[bytes]
+    token_ids: Mapping[str, int]
+
+    def describe(self) -> str:
+        """For whoever starts the server: which parsers."""
+        tools = self.tools.name if self.tools else NONE
+        return f"tool calls: {tools}, reasoning: {self.reasoning.name if self.reasoning else NONE}"
+
+
+def answer_formats(
+    codec: Codec, *, tools: str = AUTO, reasoning: str = AUTO, auto: bool | None = None
+) -> AnswerFormats:
+    """The formats of a model by the names of parsers, or by its template for "auto"; raises `ValueError`.
+
+    `auto` true demands a parser of calls; None is as many as there are.
+    """
+    template = codec.template.source if codec.template is not None else ""
+    for what, name, known in (("tool", tools, TOOL_PARSERS), ("reasoning", reasoning, REASONING_PARSERS)):
+        if name not in known:
+            raise ValueError(f"{what} parser {name!r} is not one of {', '.join(known)}")
+    calls = tool_format_of(template) if tools == AUTO else TOOL_FORMATS.get(tools)
+    thoughts = reasoning_format_of(template) if reasoning == AUTO else REASONING_FORMATS.get(reasoning)
+    if auto and calls is None:
+        raise ValueError(
+            "enable_auto_tool_choice: the chat template shows no format of tool calls that is known here; name one "
+            f"with --tool-call-parser: {', '.join(TOOL_FORMATS)}"
+        )
+    of_reasoning = (THINK, END_THINK) if thoughts is not None else ()
+    both = (*of_reasoning, *(calls.markers if calls is not None else ()))
+    return AnswerFormats(
+        tools=calls,
+        reasoning=thoughts,
+        auto_tools=calls is not None and auto is not False,
+        shown=codec.token_bytes.table_with(both),
+        shown_reasoning=codec.token_bytes.table_with(of_reasoning),
+        token_ids=codec.token_bytes.added(both),
+    )

@@ -1,0 +1,81 @@
+"""An answer's text taken apart: what of it is reasoning, content and calls of tools."""
+
+from dataclasses import dataclass
+
+from moeyard_router.text.events import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextEvent, joined
+from moeyard_router.text.reasoning import ReasoningFormat, ReasoningParser
+from moeyard_router.text.tool_calls import ToolCallParser, ToolFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extraction:
+    """How the choices of one request are taken apart.
+
+    `visible`: bytes by token id, where the markers' own special tokens can be seen. `inside`: the prompt ends within
+    the block of `reasoning`. `id_seed`: letters and digits that make ids of calls, one request's unlike another's.
+    `one_call`: calls after a choice's first are left out. `hide_reasoning`: so is what the model thinks.
+    `ends_as_tool_calls`: whether an output with calls that ended by itself has the finish reason "tool_calls".
+    """
+
+    visible: list[bytes]
+    reasoning: ReasoningFormat | None = None
+    inside: bool = False
+    tools: ToolFormat | None = None
+    one_call: bool = False
+    hide_reasoning: bool = False
+    ends_as_tool_calls: bool = True
+    id_seed: str = ""
+
+    def call_id(self, choice: int, index: int) -> str:
+        """The id of call `index` of a choice, for families whose models write none."""
+        length = self.tools.id_length if self.tools else None
+        number = f"{choice:02x}{index:02x}"
+        return "call_" + self.id_seed + number if length is None else self.id_seed[: length - len(number)] + number
+
+
+class Extractor:
+    """Takes one choice apart, piece by piece; the events, joined, do not depend on how its text was cut.
+
+    `called`: whether a call has begun.
+    """
+
+    def __init__(self, extraction: Extraction, choice: int) -> None:
+        self.called = False
+        self._extraction = extraction
+        self._reasoning: ReasoningParser | None = None
+        self._tools: ToolCallParser | None = None
+        if extraction.reasoning is not None:
+            self._reasoning = ReasoningParser(extraction.reasoning, inside=extraction.inside)
+        if extraction.tools is not None:
+            self._tools = ToolCallParser(extraction.tools, call_id=lambda index: extraction.call_id(choice, index))
+
+    def push(self, text: str) -> list[TextEvent]:
+        """What became certain with the next piece of text."""
+        events: list[TextEvent] = [Content(text)] if self._reasoning is None else self._reasoning.push(text)
+        return self._shown(self._with_calls(events))
+
+    def finish(self) -> list[TextEvent]:
+        """What was held back, once no text follows."""
+        events = [] if self._reasoning is None else self._with_calls(self._reasoning.finish())
+        if self._tools is not None:
+            events += self._tools.finish()
+        return self._shown(events)
+
+    def _with_calls(self, events: list[TextEvent]) -> list[TextEvent]:
+        if self._tools is None:
+            return events
+        out: list[TextEvent] = []
+        for event in events:
+            out += self._tools.push(event.text) if isinstance(event, Content) else [event]
+        return out
+
+    def _shown(self, events: list[TextEvent]) -> list[TextEvent]:
+        out: list[TextEvent] = []
+        for event in events:
+            self.called = self.called or isinstance(event, CallBegin)
+            if isinstance(event, Reasoning) and self._extraction.hide_reasoning:
+                continue
+            later = isinstance(event, CallBegin | CallArguments | CallEnd) and event.index > 0
+            if not (later and self._extraction.one_call):
+                out.append(event)
+        return joined(out)

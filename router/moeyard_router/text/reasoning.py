@@ -1,0 +1,129 @@
+"""What a model thinks before it answers, told from the answer: <think>...</think> of DeepSeek, Qwen3 and Kimi-K2.
+
+A model opens the block itself, or its chat template does so at the end of the prompt. Newlines next to the markers are
+part of the format and of neither text. A <think> that does not come first in the output is content.
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from moeyard_router.text.events import MAX_BLANK, Content, Reasoning, TextEvent, held_back, joined
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+def closes_block(prompt: str) -> bool:
+    """Whether a prompt ends with the end of the block: the model is not to think."""
+    return prompt.rstrip().endswith(END_THINK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """How a family marks its reasoning.
+
+    `assumed`: an output that does not open the block is inside it all the same, unless the prompt has closed it.
+    `implicit_ends`: markers that end it without </think>; they belong to what follows.
+    """
+
+    name: str
+    assumed: bool = False
+    implicit_ends: tuple[str, ...] = ()
+
+    def inside_after(self, prompt: str, begun: str | None = None) -> bool:
+        """Whether the output of `prompt`, as the chat template wrote it, begins within the block.
+
+        `begun` is the assistant's message that the output goes on with, where it does.
+        """
+        if begun is not None:
+            return begun.rfind(THINK) > begun.rfind(END_THINK)
+        return prompt.rstrip().endswith(THINK) or (self.assumed and not closes_block(prompt))
+
+
+# By vLLM's names; its parsers differ in what they do with an output that has no marker.
+REASONING_FORMATS = MappingProxyType(
+    {
+        f.name: f
+        for f in (
+            ReasoningFormat(name="deepseek_r1", assumed=True),
+            ReasoningFormat(name="deepseek_v3"),
+            ReasoningFormat(name="qwen3"),
+            # Kimi-K2-Thinking may go from thinking to a call without a word between.
+            ReasoningFormat(name="kimi_k2", implicit_ends=("<|tool_calls_section_begin|>",)),
+        )
+    }
+)
+
+
+class ReasoningParser:
+    """Splits an output that arrives in pieces; where it was cut makes no difference."""
+
+    def __init__(self, form: ReasoningFormat, *, inside: bool) -> None:
+        self._ends = (END_THINK, *form.implicit_ends)
+        self._inside = inside
+        self._buffer = ""
+        self._step = self._at_start
+
+    def push(self, text: str) -> list[TextEvent]:
+        """What became certain with the next piece: `Reasoning` first, then `Content`, either or none."""
+        if self._step == self._after:
+            return [Content(text)]
+        self._buffer += text
+        out: list[TextEvent] = []
+        while self._step(out):
+            pass
+        return joined(out)
+
+    def finish(self) -> list[TextEvent]:
+        """What was held back, once no text follows."""
+        rest, self._buffer = self._buffer, ""
+        if self._step == self._in_block or (self._inside and self._step == self._at_start):
+            return joined([Reasoning(rest.strip("\n"))])
+        return joined([Content(rest)]) if self._step == self._at_start else []
+
+    def _at_start(self, out: list[TextEvent]) -> bool:
+        """Before the first text: a marker of its own may come, also where the prompt has opened the block."""
+        text = self._buffer.lstrip()
+        early = len(self._buffer) - len(text) <= MAX_BLANK
+        if early and text.startswith(THINK):
+            self._buffer = text[len(THINK) :]
+            self._step = self._block_begins
+            return True
+        if early and THINK.startswith(text):
+            return False
+        self._step = self._block_begins if self._inside else self._after
+        return True
+
+    def _block_begins(self, out: list[TextEvent]) -> bool:
+        self._buffer = self._buffer.lstrip("\n")
+        if not self._buffer:
+            return False
+        self._step = self._in_block
+        return True
+
+    def _in_block(self, out: list[TextEvent]) -> bool:
+        text = self._buffer
+        found = [(i, end) for end in self._ends if (i := text.find(end)) >= 0]
+        if not found:
+            keep = len(text) - held_back(text, self._ends)
+            keep = max(len(text[:keep].rstrip("\n")), keep - MAX_BLANK)
+            out.append(Reasoning(text[:keep]))
+            self._buffer = text[keep:]
+            return False
+        place, end = min(found)
+        out.append(Reasoning(text[: max(len(text[:place].rstrip("\n")), place - MAX_BLANK)]))
+        own = end == END_THINK
+        self._buffer = text[place + len(end) :] if own else text[place:]
+        self._step = self._block_ended if own else self._after
+        return True
+
+    def _block_ended(self, out: list[TextEvent]) -> bool:
+        self._buffer = self._buffer.lstrip("\n")
+        if not self._buffer:
+            return False
+        self._step = self._after
+        return True
+
+    def _after(self, out: list[TextEvent]) -> bool:
+        out.append(Content(self._buffer))
+        self._buffer = ""
+        return False

@@ -1,0 +1,98 @@
+"""How the served families write calls of tools, by vLLM's names of their parsers."""
+
+import re
+from types import MappingProxyType
+
+from moeyard_router.text.reasoning import END_THINK, REASONING_FORMATS, THINK, ReasoningFormat
+from moeyard_router.text.tool_calls import ToolFormat
+
+_DEEPSEEK_HEAD = re.compile(
+    # V3 and R1 say "function", the separator, the name and a fence; V3.1 the name and the separator.
+    r"\s*(?:function<｜tool▁sep｜>(?=[^\s{]))?(?P<name>[^\s<>`{]{1,256})\s*(?:<｜tool▁sep｜>|```(?:json)?)\s*(?=\{)"
+)
+
+
+def _deepseek(name: str, written: tuple[str, str, str], joint: str) -> ToolFormat:
+    """Both formats are read, whichever is named; the grammar of required calls is the named one's."""
+    return ToolFormat(
+        name=name,
+        section_begin="<｜tool▁calls▁begin｜>",
+        call_begin="<｜tool▁call▁begin｜>",
+        call_end="<｜tool▁call▁end｜>",
+        section_end="<｜tool▁calls▁end｜>",
+        inner=("<｜tool▁sep｜>",),
+        head=_DEEPSEEK_HEAD,
+        closing=" \t\r\n`",
+        written=written,
+        joint=joint,
+    )
+
+
+_FORMATS = (
+    # Hermes 2 and later, Qwen2.5 and Qwen3: {"name": ..., "arguments": ...} between tags.
+    ToolFormat(
+        name="hermes",
+        call_begin="<tool_call>",
+        call_end="</tool_call>",
+        head=re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\\n]{1,256})"\s*,\s*"arguments"\s*:\s*(?=[{"])'),
+        closing=" \t\r\n}",
+        whole=True,
+        written=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+        joint="\n",
+    ),
+    _deepseek(
+        "deepseek_v3",
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"),
+        "\n",
+    ),
+    _deepseek("deepseek_v31", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"), ""),
+    # The model writes the id too, and its template expects it back: functions.NAME:N, N counting over a conversation.
+    ToolFormat(
+        name="kimi_k2",
+        section_begin="<|tool_calls_section_begin|>",
+        call_begin="<|tool_call_begin|>",
+        call_end="<|tool_call_end|>",
+        section_end="<|tool_calls_section_end|>",
+        inner=("<|tool_call_argument_begin|>",),
+        head=re.compile(
+            r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<>:{]{1,256}):\d{1,6})\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+        ),
+        written=("<|tool_call_begin|>functions.", ":{index}<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+    # Mistral and Mixtral until their tokenizers' version 11: one array of objects.
+    ToolFormat(
+        name="mistral",
+        section_begin="[TOOL_CALLS]",
+        call_begin="{",
+        call_end="}",
+        section_end="]",
+        between=" \t\r\n[,",
+        head=re.compile(r'\s*"name"\s*:\s*"(?P<name>[^"\\\n]{1,256})"\s*,\s*"arguments"\s*:\s*(?=[{"])'),
+        whole=True,
+        id_length=9,
+        written=('{"name": "', '", "arguments": ', "}"),
+        opening=" [",
+        joint=", ",
+    ),
+)
+TOOL_FORMATS = MappingProxyType({f.name: f for f in _FORMATS})
+
+
+def tool_format_of(template: str) -> ToolFormat | None:
+    """The format that a chat template writes calls in, by its markers; None where it shows none that is known here."""
+    if "<｜tool▁calls▁begin｜>" in template:
+        return TOOL_FORMATS["deepseek_v3" if "```json" in template else "deepseek_v31"]
+    if "<|tool_calls_section_begin|>" in template:
+        return TOOL_FORMATS["kimi_k2"]
+    if "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML between these tags
+        return TOOL_FORMATS["hermes"]
+    return TOOL_FORMATS["mistral"] if "[TOOL_CALLS]" in template else None
+
+
+def reasoning_format_of(template: str) -> ReasoningFormat | None:
+    """The format of a model's reasoning, by the markers in its chat template; None for one that does not think."""
+    if THINK not in template and END_THINK not in template:
+        return None
+    if "<|tool_calls_section_begin|>" in template:
+        return REASONING_FORMATS["kimi_k2"]
+    return REASONING_FORMATS["deepseek_v3" if "<｜Assistant｜>" in template else "qwen3"]

@@ -1,0 +1,187 @@
+"""Flags of the API and the file that flags may stand in: what they mean, and one line for what they cannot."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeyard.api_flags import answer_formats_of, api_settings, sampling_defaults
+from moeyard.cli import build_parser, main
+from moeyard.config_file import with_config_file
+from moeyard.flags import engine_config
+from moeyard_router.config import SamplingDefaults
+from moeyard_router.text.chat import TextCodec
+
+DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
+# What Qwen3 ships, and more.
+QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "bos_token_id": 1, "eos_token_id": [1, 2]}
+
+
+def settings(*words: str) -> Any:
+    """What the command line says of the API."""
+    args = build_parser().parse_args(["serve", *words])
+    return api_settings(args, engine_config(args))
+
+
+@pytest.fixture
+def generation(tmp_path: Path) -> Path:
+    """A directory with a generation_config.json."""
+    (tmp_path / "generation_config.json").write_text(json.dumps(QWEN))
+    return tmp_path
+
+
+def test_defaults_of_a_generation_config(generation: Path) -> None:
+    said = settings("--generation-config", str(generation))
+    assert said.defaults == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
+    assert said.describe_defaults() == (
+        f"sampling defaults of {generation}/generation_config.json: temperature 0.6, top_p 0.95, top_k 20 "
+        "(--generation-config none: neutral)"
+    )
+    (generation / "generation_config.json").write_text(json.dumps({"max_new_tokens": 9, "min_p": None, "top_p": 1}))
+    assert settings("--generation-config", str(generation)).defaults == SamplingDefaults(max_tokens=9, top_p=1.0)
+
+
+def test_the_checkpoints_own_unless_told_otherwise(generation: Path) -> None:
+    """A directory without weights will do: nothing is opened but this file."""
+    assert settings(str(generation)).defaults.temperature == 0.6
+    for word in ("none", "vllm"):
+        assert settings(str(generation), "--generation-config", word).defaults == SamplingDefaults()
+    assert settings(str(generation / "..")).describe_defaults() is None
+    assert settings(str(DEMO)).describe_defaults() is None
+    dummy = settings("--load-format", "dummy", "--shape", "DeepSeek-V2-Lite")
+    assert (dummy.defaults, dummy.names) == (SamplingDefaults(), ("DeepSeek-V2-Lite",))
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"temperature": "hot"}, "temperature is 'hot', expected a number"),
+        ({"temperature": -1}, "temperature: expected 0 to inf, got -1"),
+        ({"top_k": 1.5}, "top_k is 1.5, expected an integer"),
+        ({"top_k": True}, "top_k is True"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected 1 to inf, got 0"),
+        ([], "expected a JSON object"),
+    ],
+)
+def test_a_bad_generation_config_is_named(tmp_path: Path, values: Any, says: str) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=says) as caught:
+        sampling_defaults(path)
+    assert str(path) in str(caught.value)
+
+
+def test_names() -> None:
+    assert settings().names == ("demo",)
+    assert settings("--served-model-name", "a", "org/b").names == ("a", "org/b")
+    assert settings(str(DEMO), "--served-model-name", "a", str(DEMO)).names == ("a", str(DEMO))
+
+
+def parse(tmp_path: Path, text: str, *words: str) -> Any:
+    """A command line with a config file of this text."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    words = ("--config", str(path), *words)
+    return with_config_file(build_parser().parse_args(["serve", *words]), words)
+
+
+FILE = """
+# every kind of value
+model: /some/model
+port: 8132
+served-model-name: [large, org/large]
+no-prefix-caching: true
+enforce_eager: false
+async-scheduling: false
+kv-memory: 2GiB
+step-deadline: 7.5
+expert-slots: null
+chat-template: own.jinja
+"""
+
+
+def test_a_file_is_a_command_line(tmp_path: Path) -> None:
+    args = parse(tmp_path, FILE)
+    plain = build_parser().parse_args(
+        ["serve", "/some/model", "--port", "8132", "--served-model-name", "large", "org/large", "--no-prefix-caching",
+         "--no-async-scheduling", "--kv-memory", "2GiB", "--step-deadline", "7.5", "--chat-template", "own.jinja"]
+    )  # fmt: skip
+    left, right = (
+        {k: v for k, v in vars(a).items() if k not in ("config", "parser", "command")} for a in (args, plain)
+    )
+    assert left == right
+
+
+def test_the_command_line_goes_first(tmp_path: Path) -> None:
+    args = parse(tmp_path, FILE, "/other", "--port", "1", "--served-model-name", "x", "--async-scheduling")
+    assert (args.model, args.port, args.served_model_name) == ("/other", 1, ["x"])
+    assert (args.async_scheduling, args.no_prefix_caching, args.step_deadline) == (True, True, 7.5)
+    assert parse(tmp_path, "").port == 8000
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prot: 1", ["config.yaml: 'prot' is no flag of this command"]),
+        ("por: 1", ["config.yaml: 'por' is no flag"]),  # no abbreviations
+        ("config: x", ["'config' is no flag"]),
+        ("run: x", ["'run' is no flag"]),
+        ("port: 99999", ["config.yaml: ", "--port", "99999", "65535"]),
+        ("exchange: pigeon", ["config.yaml: ", "--exchange", "pigeon"]),
+        ("port: [1, 2]", ["config.yaml: 'port' takes one value, got [1, 2]"]),
+        ("port: {a: 1}", ["config.yaml: 'port' takes a value or a list"]),
+        ("port: false", ["config.yaml: ", "--no-port"]),
+        ("- a", ["config.yaml: expected names of flags with their values, got a list"]),
+        ("a: b: c", ["config.yaml: "]),
+        ("workers: 0", ["--workers must be at least 1, got 0"]),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path: Path, text: str, says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    check_line(["--config", str(path)], says, capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--config", "/no/file.yaml"], ["/no/file.yaml: No such file"]),
+        (["--served-model-name", "a", "a"], ["--served-model-name", "'a', 'a'"]),
+        (["--served-model-name", ""], ["--served-model-name", "not be empty"]),
+        (["--served-model-name", "a", str(DEMO)], [f"'{DEMO}' is a directory", "MODEL stands before"]),
+        (["--generation-config", "/no"], ["--generation-config /no: expected auto, none or a directory"]),
+        (["--chat-template", "/no/x.jinja", "--port", "0"], ["/no/x.jinja: No such file"]),
+        (["--chat-template", str(DEMO / "model.safetensors")], ["model.safetensors: ", "utf-8"]),
+        (
+            ["--load-format", "dummy", "--shape", "DeepSeek-V2-Lite", "--layers", "2", "--chat-template", "x.jinja"],
+            ["chat template x.jinja: without a tokenizer there are no chats"],
+        ),
+    ],
+    ids=lambda value: value[0],
+)
+def test_a_bad_flag_is_one_line(words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    check_line(words, says, capsys)
+
+
+def check_line(words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", *words])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("moeyard: ")
+    for part in says:
+        assert part in line
+
+
+def test_parsers_of_tool_calls_and_reasoning(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ tools }}<tool_call><think>")
+    plain, calling = TextCodec(DEMO), TextCodec(DEMO, template)
+    assert answer_formats_of(plain, settings(str(DEMO))).describe() == "tool calls: none, reasoning: none"
+    assert answer_formats_of(calling, settings(str(DEMO))).describe() == "tool calls: hermes, reasoning: qwen3"
+    said = settings(str(DEMO), "--tool-call-parser", "kimi_k2", "--reasoning-parser", "none")
+    assert answer_formats_of(calling, said).describe() == "tool calls: kimi_k2, reasoning: none"
+    assert answer_formats_of(plain, settings(str(DEMO), "--enable-auto-tool-choice", "--tool-call-parser", "hermes"))
+    assert not answer_formats_of(calling, settings(str(DEMO), "--no-enable-auto-tool-choice")).auto_tools
+    with pytest.raises(ValueError, match=r"^--enable-auto-tool-choice: .* name one with --tool-call-parser: hermes"):
+        answer_formats_of(plain, settings(str(DEMO), "--enable-auto-tool-choice"))

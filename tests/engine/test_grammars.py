@@ -1,0 +1,358 @@
+"""Grammars on the worker: what a mask lets through, in every state and order that the engine can ask in."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bench.structured import Answer, Bench, asked_for, fault, random_schema
+from tests.checkpoints import make_checkpoint
+
+from moeyard_worker.engine.constrained import choose_again, without_grammars
+from moeyard_worker.engine.device_sampler import DeviceSampler
+from moeyard_worker.engine.grammar_queue import COMPILE_SECONDS, GrammarQueue
+from moeyard_worker.engine.grammars import Constraint, GrammarError, Grammars
+from moeyard_worker.engine.sampling import SampledRow, choose, tell
+from moeyard_worker.protocol import Done, Grammar, Rejected, SamplingParams, Submit
+from moeyard_worker.scheduling.request import Mask, Request
+from moeyard_worker.scheduling.step import Chunk, Step
+
+EOS = (1, 6)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    """The demo model's worker in process."""
+    made = Bench(streams=8)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def grammars(bench: Bench) -> Grammars:
+    return bench.grammars
+
+
+def held(grammars: Grammars, grammar: Grammar, **sampling: Any) -> Constraint:
+    params = SamplingParams(**{"max_tokens": 100, "grammar": grammar, **sampling})
+    return grammars.constraint(grammars.compile(grammar).result(), params)
+
+
+def let_through(mask: Mask) -> set[int]:
+    assert mask.words is not None, mask
+    return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask.words, np.uint8), bitorder="little")).tolist())
+
+
+def ids(bench: Bench, text: str) -> list[int]:
+    return bench.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def choice(*texts: str) -> Grammar:
+    return Grammar(kind="choice", text=json.dumps(texts))
+
+
+def test_random_schemas_hold(bench: Bench) -> None:
+    """Some of those of bench/structured.py, whose answers are short, two steps deep."""
+    schemas = {seed: random_schema(seed) for seed in (2, 5, 6, 10, 15, 19, 28, 31)}
+    answers, _ = bench.run([asked_for(seed, schema) for seed, schema in schemas.items()], deep=2)
+    said = [fault(schema, bench.text(answer)) for schema, answer in zip(schemas.values(), answers, strict=True)]
+    assert said == [None] * len(schemas), said
+    assert all(answer.end is not None and answer.end.finish_reason == "stop" for answer in answers)
+
+
+KINDS = {
+    "object": Grammar(kind="json_object"),
+    "schema": Grammar(kind="json_schema", text=json.dumps(SCHEMA)),
+    "regex": Grammar(kind="regex", text=r"[0-9]{3}-[a-z]{4}"),
+    "choice": choice("yes", "no", 'a "third"'),
+    "lark": Grammar(kind="lark", text='start: "ship " /[a-z]{3}/ " " %json {"type": "boolean"}'),
+    "gbnf": Grammar(kind="lark", text='root ::= "x" ("yz" | [0-9])+ "!"'),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """A model of chance, small, with bytes as tokens."""
+    made = Bench(make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", "qwen3_moe", tokenizer=True))
+    yield made
+    made.close()
+
+
+def test_one_answer(tiny: Bench) -> None:
+    """Alone, in a batch with requests of other kinds, and two steps deep: the same tokens; free neighbours as ever."""
+    bench = tiny
+    asked = [
+        SamplingParams(max_tokens=16, temperature=t, seed=5, grammar=grammar, logprobs=2, top_p=0.9, presence_penalty=t)
+        for t in (0.0, 0.8)
+        for grammar in (None, *KINDS.values())
+    ]
+
+    def told(answers: list[Answer]) -> list[Any]:
+        return [(a.token_ids, a.end.finish_reason if a.end else None) for a in answers]
+
+    alone = [told(bench.run([params])[0])[0] for params in asked]
+    assert told(bench.run(asked)[0]) == alone
+    assert told(bench.run(asked, deep=2)[0]) == alone
+    free = [params for params in asked if params.grammar is None]
+    assert told(bench.run(free)[0]) == [alone[0], alone[len(KINDS) + 1]]
+
+
+def test_only_an_end_follows_what_is_complete(bench: Bench, grammars: Grammars) -> None:
+    constraint = held(grammars, choice("yes", "no"))
+    start = let_through(constraint.mask([]))
+    assert not start & set(EOS)
+    assert set(ids(bench, "yes")[:1]) <= start
+    assert let_through(constraint.mask(ids(bench, "yes"))) == set(EOS)
+
+
+def test_ends_of_the_request_count_where_the_grammar_may_end(bench: Bench, grammars: Grammars) -> None:
+    (stop,) = ids(bench, "z")
+    digits = Grammar(kind="regex", text="[0-9]+")
+    one = ids(bench, "7")
+    assert not let_through(held(grammars, digits, stop_token_ids=(stop,)).mask([])) & {stop, *EOS}
+    assert {stop, *EOS} <= let_through(held(grammars, digits, stop_token_ids=(stop,)).mask(one))
+    short = let_through(held(grammars, digits, stop_token_ids=(stop,), min_tokens=2).mask(one))
+    assert short
+    assert not short & {stop, *EOS}
+    # It goes on for as long as it can, and ends where it cannot.
+    going_on = let_through(held(grammars, digits, ignore_eos=True).mask(one))
+    assert going_on
+    assert not going_on & set(EOS)
+    word = ids(bench, "yes")
+    for sampling in ({"ignore_eos": True}, {"min_tokens": 50}, {"min_tokens": 50, "stop_token_ids": (stop,)}):
+        assert let_through(held(grammars, choice("yes"), **sampling).mask(word)) == set(EOS)
+
+
+@pytest.mark.parametrize("sampling", [{"ignore_eos": True}, {"min_tokens": 9}], ids=str)
+def test_a_complete_answer_stops_whatever_was_asked(bench: Bench, sampling: dict[str, Any]) -> None:
+    ((answer,), _) = bench.run([SamplingParams(max_tokens=20, temperature=0.0, grammar=choice("yes"), **sampling)])
+    assert bench.text(answer) == "yes"
+    assert answer.end is not None
+    assert (answer.end.finish_reason, answer.end.stop_token_id in EOS) == ("stop", True)
+
+
+def test_max_tokens_cut_it(bench: Bench) -> None:
+    ((answer,), _) = bench.run([SamplingParams(max_tokens=3, temperature=0.0, grammar=KINDS["regex"])])
+    assert answer.end is not None
+    assert answer.end.finish_reason == "length"
+
+
+def test_drafts_are_taken_back(bench: Bench, grammars: Grammars) -> None:
+    constraint = held(grammars, KINDS["regex"])
+    known = ids(bench, "1")
+    wanted = held(grammars, KINDS["regex"]).mask(known)
+    letter, digit = ids(bench, "q"), ids(bench, "2")
+    assert constraint.mask(known) == wanted
+    # A draft that the grammar forbids is refused anyway: any token may stand behind it.
+    assert constraint.mask([*known, *letter]) == Mask()
+    assert constraint.mask([*known, *digit]).words is not None
+    assert constraint.mask(known) == wanted
+    # After a preemption, too, everything is asked again.
+    assert constraint.mask([]) == held(grammars, KINDS["regex"]).mask([])
+    assert constraint.mask(known) == wanted
+
+
+def test_what_is_expected_is_what_is_said(bench: Bench, grammars: Grammars) -> None:
+    constraint, other = held(grammars, KINDS["schema"]), held(grammars, KINDS["schema"])
+    output = ids(bench, '{"a": 12}')
+    for length in range(len(output) + 1):
+        constraint.expect(output[:length])
+        assert constraint.mask(output[:length]) == other.mask(output[:length])
+
+
+BAD = [
+    (Grammar(kind="json_schema", text='{"type": "strange"}'), "strange"),
+    (Grammar(kind="json_schema", text='{"$ref": "http://example.com/schema"}'), "does not fetch resources"),
+    (Grammar(kind="json_schema", text="false"), "no answer can satisfy false"),
+    (Grammar(kind="json_schema", text="[1]"), "a schema is an object"),
+    (Grammar(kind="json_schema", text="{"), "property name"),
+    (Grammar(kind="json_schema", text='{"type": "array", "uniqueItems": true}'), "uniqueItems"),
+    (Grammar(kind="json_schema", text='{"type": "integer", "multipleOf": 1000003}'), "multipleOf 1000003"),
+    (
+        Grammar(kind="json_schema", text='{"type": "number", "multiple\\u004ff": 1e-9, "multipleOf": 1.00001}'),
+        "1.00001",
+    ),
+    (Grammar(kind="lark", text='start: %json {"multipleOf": 1e9}'), "multipleOf 1e9"),
+    (Grammar(kind="regex", text="("), "unclosed group"),
+    (Grammar(kind="choice", text="[]"), "list of strings"),
+    (Grammar(kind="choice", text="{"), "property name"),
+    (Grammar(kind="lark", text="start: missing"), "missing"),
+    (Grammar(kind="lark", text="nonsense ((("), "Expected ::="),
+]
+
+
+@pytest.mark.parametrize(("grammar", "said"), BAD, ids=[grammar.text[:40] for grammar, _ in BAD])
+def test_what_cannot_be_compiled_says_why(grammars: Grammars, grammar: Grammar, said: str) -> None:
+    with pytest.raises(GrammarError, match=re.escape(said)) as refused:
+        grammars.compile(grammar).result()
+    assert len(str(refused.value)) < 600
+    assert "\n" not in str(refused.value)
+
+
+def test_one_that_grows_too_complex_ends_its_request_alone(bench: Bench) -> None:
+    """Two thousand ways at once are llguidance's limit, met at the second token."""
+    many = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1000)}}
+    grammar = Grammar(kind="json_schema", text=json.dumps({**many, "additionalProperties": False}))
+    free = SamplingParams(max_tokens=8, temperature=0.0)
+    for deep in (1, 2):
+        (spoilt, sound), _ = bench.run(
+            [SamplingParams(max_tokens=8, temperature=0.0, grammar=grammar), free], deep=deep
+        )
+        assert spoilt.end is not None
+        assert spoilt.end.finish_reason == "error"
+        assert "the grammar cannot be followed any further" in str(spoilt.end.error)
+        assert spoilt.token_ids == ids(bench, "{")
+        assert sound.end is not None
+        assert sound.end.finish_reason == "length"
+
+
+def test_who_compiles_no_grammar_says_why() -> None:
+    some = {"vocab_size": 300, "eos_token_ids": (1,)}
+    assert "no tokenizer" in str(Grammars(None, **some).refusal)
+    assert "llguidance cannot read the tokenizer" in str(Grammars("{}", **some).refusal)
+    assert "no end-of-sequence token" in str(Grammars("{}", vocab_size=300, eos_token_ids=()).refusal)
+    assert "no tokenizer" in str(Grammars.of_directory(None, **some).refusal)
+
+
+def submit(name: str, grammar: Grammar) -> Submit:
+    sampling = SamplingParams(max_tokens=4, grammar=grammar)
+    return Submit(request_id=name, prompt_token_ids=(1, 2, 3), sampling=sampling)
+
+
+def test_requests_wait_for_their_grammar(grammars: Grammars) -> None:
+    woken = threading.Semaphore(0)
+    waiting = GrammarQueue(grammars, woken.release)
+    fresh = Grammar(kind="regex", text="[a-c]{2,7}")
+    assert waiting.add(b"a", submit("good", fresh), 1.0) is None
+    assert waiting.add(b"a", submit("bad", Grammar(kind="regex", text="[")), 2.0) is None
+    again = waiting.add(b"a", submit("good", fresh), 3.0)
+    assert isinstance(again, Rejected)
+    assert again.reason == "duplicate"
+    assert (len(waiting), waiting.num_tokens) == (2, 6)
+    for _ in range(2):
+        assert woken.acquire(timeout=30)
+    (good, made), (bad, refused) = waiting.ready(4.0)
+    assert (good.submit.request_id, good.arrived, bad.submit.request_id) == ("good", 1.0, "bad")
+    assert isinstance(made, Constraint)
+    assert made.mask([]).words is not None
+    assert isinstance(refused, Rejected)
+    assert refused.reason == "bad_request"
+    assert "the grammar cannot be compiled: " in refused.message
+    assert "unclosed character class" in refused.message
+    assert len(waiting) == 0
+
+
+def test_a_wait_ends_by_abort_failure_or_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    slow, compile_one = Grammar(kind="regex", text="slow[0-9]"), grammars._compile
+
+    def compile_slowly(grammar: Grammar) -> Any:
+        assert go_on.wait(30)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", compile_slowly)
+    waiting = GrammarQueue(grammars, lambda: None)
+    try:
+        for name in ("aborted", "late", "failed"):
+            assert waiting.add(b"a", submit(name, slow), 0.0) is None
+        assert waiting.add(b"gone", submit("unreachable", slow), 0.0) is None
+        aborted = waiting.abort(b"a", "aborted")
+        assert isinstance(aborted, Done)
+        assert aborted.finish_reason == "abort"
+        assert waiting.abort(b"a", "aborted") is None
+        waiting.abort_client(b"gone")
+        assert waiting.add(b"a", submit("new", slow), COMPILE_SECONDS) is None
+        late = list(waiting.ready(COMPILE_SECONDS + 1))
+        assert [each.submit.request_id for each, _ in late] == ["late", "failed"]
+        assert all(isinstance(made, Rejected) and "within 10 s" in made.message for _, made in late)
+        ((client, done),) = waiting.fail_all("rank 1 lost")
+        assert (client, done.request_id, done.error) == (b"a", "new", "rank 1 lost")
+        assert len(waiting) == 0
+    finally:
+        go_on.set()
+    assert waiting.add(b"a", submit("later", slow), 0.0) is None
+
+
+@pytest.mark.parametrize("deep", [False, True], ids=["one deep", "two deep"])
+def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bool) -> None:
+    """Rows with a grammar beside others: the same tokens and log-probabilities as by `choose`, fed or not."""
+    vocab, eos = grammars.vocab_size, grammars.eos_token_ids
+    sampler = DeviceSampler(max_rows=8, vocab=vocab, eos_token_ids=eos, device=torch.device("cpu"))
+    kinds: dict[str, dict[str, Any]] = {
+        "free": {"temperature": 0.0},
+        "held": {"temperature": 0.0, "grammar": KINDS["regex"], "logprobs": 2},
+        "counted": {"seed": 4, "repetition_penalty": 1.3},
+        "both": {"seed": 5, "grammar": KINDS["schema"], "repetition_penalty": 1.2, "logit_bias": {7: 3.0}},
+    }
+    requests = [
+        Request(
+            client=b"c", request_id=name, prompt=(3, 4), sampling=SamplingParams(max_tokens=50, **some), arrived=0.0,
+            hashes=[], constraint=held(grammars, **some) if "grammar" in some else None,
+        )
+        for name, some in kinds.items()
+    ]  # fmt: skip
+    known: list[list[int]] = [[] for _ in requests]
+    before: Any = None
+    with torch.inference_mode():
+        for turn in range(5):
+            logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(turn))
+            fed = deep and turn > 0
+            chunks, rows = [], []
+            for i, request in enumerate(requests):
+                request.output[:] = known[i][:-1] if fed else known[i]
+                position = 1 + len(known[i])
+                chunks.append(
+                    Chunk(key=request.key, start=position, token_ids=(0,), pages=(0,), prompt=False, num_sampled=1,
+                          fed=i if fed else None)
+                )  # fmt: skip
+                mask = None
+                if request.constraint is not None:
+                    mask = held(grammars, **kinds[request.request_id]).mask(known[i])
+                rows.append(SampledRow(params=request.sampling, prompt=(3, 4), output=list(known[i]), mask=mask))
+            wanted = choose(logits, rows, eos)
+            sampler.logits[:4] = logits
+            step, free = Step(decode=tuple(chunks)), without_grammars(requests)
+            assert [r.constraint is None or not r.sampling.grammar for r in free] == [True] * 4
+            tokens = sampler.sample(step, free, before)
+            errors = choose_again(sampler, tokens, step, requests, before=before, eos_token_ids=eos)
+            asked = [r.sampling.logprobs for r in requests]
+            assert errors == {}
+            got = tell(tokens, asked)
+            assert got == [(t, p if a is not None else None) for (t, p), a in zip(wanted, asked, strict=True)]
+            assert sampler.last_ids[:4].tolist() == [t for t, _ in wanted]
+            for i, (token, _) in enumerate(wanted):
+                known[i].append(token)
+            before = type("Before", (), {"results": [type("A", (), {"token_ids": (t,)})() for t, _ in wanted]})()
+    assert bench.tokenizer.decode(known[1])[:3].isdigit()
+
+
+def test_requests_without_grammars_are_left_alone() -> None:
+    request = Request(
+        client=b"", request_id="r", prompt=(1,), sampling=SamplingParams(max_tokens=1), arrived=0.0, hashes=[]
+    )
+    some = [request]
+    assert without_grammars(some) is some
+
+
+def test_compiling_keeps_nobody_from_running(grammars: Grammars) -> None:
+    """llguidance lets go of the interpreter's lock: while a large enum is compiled others go on, many times."""
+    grammar = Grammar(kind="json_schema", text=json.dumps({"enum": [f"value {i} of many" for i in range(2000)]}))
+    compiled, turns = grammars.compile(grammar), 0
+    while not compiled.done():
+        turns += 1
+        time.sleep(0)
+    assert compiled.exception() is None
+    assert turns > 3
+
+
+def test_the_tokenizer_comes_from_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    made = Grammars.of_directory(str(tmp_path), vocab_size=10, eos_token_ids=(1,))
+    assert "cannot read the tokenizer" in str(made.refusal)

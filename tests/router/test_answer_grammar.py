@@ -1,0 +1,153 @@
+"""What an answer that must have a form may look like: the family's own parser reads its calls, and the schema holds."""
+
+import json
+
+import llguidance
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from moeyard_router.text.answer_grammar import Calls, answer_grammar
+from moeyard_router.text.events import CallArguments, CallBegin, Content, Reasoning
+from moeyard_router.text.extraction import Extraction, Extractor
+from moeyard_router.text.reasoning import REASONING_FORMATS
+from moeyard_router.text.tool_formats import TOOL_FORMATS
+from moeyard_worker.protocol import Grammar
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FUNCTIONS = [("weather", WEATHER), ("weather_now", {"type": "object"})]
+FORMS = [(name, special) for name in TOOL_FORMATS for special in (True, False, None)]
+
+
+def tokenizer_with(markers, special):
+    """Bytes as tokens, and the markers: special tokens, other added ones, or (None) none of their own."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    if special is not None:
+        tokenizer.add_tokens([AddedToken(m, special=special, normalized=False) for m in markers])
+    return tokenizer
+
+
+class Checker:
+    """Whether a text is what a grammar allows, whole."""
+
+    def __init__(self, name, special, *, thinking="none", one_call=False, calls=True, body=None):
+        form = TOOL_FORMATS[name]
+        markers = ("<think>", "</think>", *form.markers)
+        self.tokenizer = tokenizer_with(markers, special)
+        vocabulary = self.tokenizer.get_vocab()
+        grammar = answer_grammar(
+            thinking=thinking,
+            calls=Calls(form=form, functions=FUNCTIONS, one_call=one_call) if calls else None,
+            body=body,
+            token_ids={m: vocabulary[m] for m in markers if m in vocabulary},
+        )
+        assert grammar.kind == "lark"
+        self.grammar = grammar.text
+        self.llguidance = llguidance.LLTokenizer(self.tokenizer.to_str(), eos_token=[vocabulary["<eos>"]])
+        assert llguidance.LLMatcher.validate_grammar(self.grammar, self.llguidance) == ""
+
+    def allows(self, text):
+        matcher = llguidance.LLMatcher(self.llguidance, self.grammar)
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def written(name, calls):
+    """These calls as the family's templates write them."""
+    form = TOOL_FORMATS[name]
+    begin, middle, end = form.written
+    texts = [
+        begin + function + middle.replace("{index}", str(i)) + arguments + end
+        for i, (function, arguments) in enumerate(calls)
+    ]
+    return form.section_begin + form.opening + form.joint.join(texts) + form.section_end
+
+
+@pytest.mark.parametrize(("name", "special"), FORMS)
+def test_what_the_template_writes_is_allowed_and_is_read(name, special):
+    checker = Checker(name, special)
+    one = [("weather", '{"city": "Köln <b> }", "days": 3}')]
+    two = [*one, ("weather_now", json.dumps({"a": [1, {"b": None}]}))]
+    for calls in (one, two):
+        assert checker.allows(written(name, calls))
+        extractor = Extractor(Extraction(visible=[], tools=TOOL_FORMATS[name], id_seed="12345"), 0)
+        events = extractor.push(written(name, calls)) + extractor.finish()
+        names = [e.name for e in events if isinstance(e, CallBegin)]
+        arguments = [e.text for e in events if isinstance(e, CallArguments)]
+        assert list(zip(names, arguments, strict=True)) == calls
+        assert not any(isinstance(e, Content) for e in events)
+    assert not checker.allows("I would rather talk.")
+    assert not checker.allows("")
+    assert not checker.allows(written(name, [("weather", '{"days": 3}')]))
+    assert not checker.allows(written(name, [("weather", '{"city": "x", "days": 3.5}')]))
+    assert not checker.allows(written(name, [("rain", "{}")]))
+    assert checker.allows(written(name, [("weather", '{"city":"x"}')]))
+    assert not checker.allows(written(name, [("weather", '{"city":  "x"}')]))
+    assert not checker.allows(written(name, one) + "!")
+    assert ("<[" in checker.grammar) == (special is not None), "markers by their tokens"
+    single = Checker(name, special, one_call=True)
+    assert single.allows(written(name, one))
+    assert not single.allows(written(name, two))
+
+
+@pytest.mark.parametrize("special", [True, False, None])
+def test_a_model_that_thinks_may_do_so_before(special):
+    call = written("hermes", [("weather", '{"city": "x"}')])
+    free = Checker("hermes", special, thinking="possible")
+    assert free.allows(call)
+    assert free.allows("<think>\nSo <b> it is.\n</think>\n\n" + call)
+    assert not free.allows("So it is.</think>" + call)
+    opened = Checker("hermes", special, thinking="inside")
+    assert opened.allows("So it is.\n</think>\n\n" + call)
+    assert not opened.allows(call)
+    closed = Checker("hermes", special, thinking="none")
+    assert closed.allows(call)
+    assert not closed.allows("<think>\nSo.\n</think>\n\n" + call)
+    extractor = Extractor(
+        Extraction(visible=[], tools=TOOL_FORMATS["hermes"], reasoning=REASONING_FORMATS["qwen3"], inside=True), 0
+    )
+    events = extractor.push("So it is.\n</think>\n\n" + call)
+    assert events[0] == Reasoning("So it is.")
+
+
+BODIES = [
+    (Grammar(kind="json_object"), ['{"a": [1]}', "{}"], ["[]", "a", ""]),
+    (Grammar(kind="json_schema", text=json.dumps(WEATHER)), ['{"city": "x"}'], ["{}", '{"city": 3}']),
+    (Grammar(kind="json_schema", text="true"), ["3", '"x"'], ["x"]),
+    (Grammar(kind="regex", text=r"[a-c]+/\d\/\n?"), ["ab/3/", "c/9/\n"], ["ab", "d/3/"]),
+    (Grammar(kind="regex", text="x\ny|z"), ["x\ny", "z"], ["x", "y"]),
+    (Grammar(kind="choice", text='["yes", "n\\"o\\n"]'), ["yes", 'n"o\n'], ["y", "no"]),
+]
+
+
+@pytest.mark.parametrize("special", [True, None])
+@pytest.mark.parametrize(("body", "good", "bad"), BODIES, ids=[f"{i}-{b.kind}" for i, (b, _, _) in enumerate(BODIES)])
+def test_the_form_of_an_answer_holds_behind_its_reasoning_and_beside_calls(special, body, good, bad):
+    call = written("hermes", [("weather", '{"city": "x"}')])
+    opened = Checker("hermes", special, thinking="inside", calls=False, body=body)
+    free = Checker("hermes", special, thinking="possible", body=body)
+    for text in good:
+        assert opened.allows("So {it} is.</think>\n\n" + text)
+        assert not opened.allows(text)
+        assert free.allows(text)
+        assert free.allows("<think>So</think>" + text)
+        assert not free.allows(call + text)
+    for text in bad:
+        assert not opened.allows("So.</think>\n" + text)
+        assert not free.allows(text)
+    assert free.allows(call)
+    assert not opened.allows("So.</think>\n" + call)
+
+
+def test_without_reasoning_and_calls_a_grammar_is_left_as_it_is():
+    body = Grammar(kind="lark", text='start: "x"')
+    assert answer_grammar(thinking="none", calls=None, body=body, token_ids={}) is body
+    assert answer_grammar(thinking="inside", calls=None, body=None, token_ids={}) is None

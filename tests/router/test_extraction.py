@@ -1,0 +1,257 @@
+"""Reasoning and calls of tools in an answer's text, format by format; and no cut of the text changes what is found."""
+
+import json
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from moeyard_router.text.events import CallArguments, CallBegin, CallEnd, Content, Reasoning, held_back, joined
+from moeyard_router.text.extraction import Extraction, Extractor
+from moeyard_router.text.reasoning import REASONING_FORMATS
+from moeyard_router.text.tool_formats import TOOL_FORMATS, reasoning_format_of, tool_format_of
+
+WEATHER = '{"city": "Köln", "days": [1, 2], "why": "a \\"quoted\\" } brace"}'
+TWO = {
+    "hermes": (
+        f'<tool_call>\n{{"name": "weather", "arguments": {WEATHER}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    ),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n" + WEATHER + "\n```"
+        "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>"
+    ),
+    "deepseek_v31": (
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{WEATHER}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "kimi_k2": (
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{WEATHER}"
+        "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>"
+    ),
+    "mistral": (f'[TOOL_CALLS] [{{"name": "weather", "arguments": {WEATHER}}}, {{"name": "now", "arguments": {{}}}}]'),
+}
+IDS = {"kimi_k2": ("functions.weather:0", "functions.now:1"), "mistral": ("seed10300", "seed10301")}
+
+
+def extraction(tools=None, reasoning=None, **options):
+    return Extraction(
+        visible=[],
+        tools=TOOL_FORMATS[tools] if tools else None,
+        reasoning=REASONING_FORMATS[reasoning] if reasoning else None,
+        id_seed="seed1",
+        **options,
+    )
+
+
+def events_of(form, pieces):
+    extractor = Extractor(form, 3)
+    out = []
+    for piece in pieces:
+        out += extractor.push(piece)
+    return joined(out + extractor.finish())
+
+
+def call(index, call_id, name, arguments):
+    return [CallBegin(index, call_id, name), CallArguments(index, arguments), CallEnd(index)]
+
+
+def two_calls(name):
+    first, second = IDS.get(name, ("call_seed10300", "call_seed10301"))
+    return [*call(0, first, "weather", WEATHER), *call(1, second, "now", "{}")]
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_calls(name):
+    assert events_of(extraction(name), [TWO[name]]) == two_calls(name)
+    assert events_of(extraction(name), TWO[name]) == two_calls(name)  # a character at a time
+    assert events_of(extraction(name), ["Let me see.\n\n" + TWO[name] + "\n"]) == [
+        Content("Let me see."), *two_calls(name),
+    ]  # fmt: skip
+    assert events_of(extraction(name, one_call=True), [TWO[name]]) == two_calls(name)[:3]
+    assert events_of(extraction(name), ["No call here. "]) == [Content("No call here. ")]
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_arguments_stream_before_the_call_ends(name):
+    extractor = Extractor(extraction(name), 3)
+    place = TWO[name].index("Köln") + 2
+    early = extractor.push(TWO[name][:place])
+    assert isinstance(early[0], CallBegin)
+    assert early[1] == CallArguments(0, '{"city": "Kö')
+    assert extractor.push(TWO[name][place : place + 2]) == [CallArguments(0, "ln")]
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_an_output_that_was_cut_off_ends_its_call(name):
+    text = TWO[name][: TWO[name].index("days")]
+    events = events_of(extraction(name), text)
+    assert events[1:] == [CallArguments(0, WEATHER[: WEATHER.index("days")]), CallEnd(0)]
+    head = TWO[name][: TWO[name].index("weather") + 3]
+    assert events_of(extraction(name), head) == [Content(head)]
+
+
+MALFORMED = [
+    ("hermes", "Write <tool_call> around it", None),
+    ("hermes", '<tool_call>{"nom": "f"}</tool_call> hm', None),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": 3}\n</tool_call>', None),
+    ("hermes", "<tool_call>" + " " * 3000 + "no object", None),
+    ("hermes", '<tool_call>{"name": "' + "x" * 3000, None),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>and then?", None),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁call▁end｜>.", None),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|> <|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        None,
+    ),
+    ("kimi_k2", "<|tool_calls_section_begin|>" + " " * 3000 + "x", None),
+    ("mistral", "[TOOL_CALLS] none", None),
+    ("mistral", '[TOOL_CALLS] [{"nom": 3}] x', None),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "_"), MALFORMED, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(MALFORMED)])
+def test_what_only_looks_like_a_call_is_content(name, text, _):
+    assert events_of(extraction(name), [text]) == [Content(text)]
+    assert events_of(extraction(name), text) == [Content(text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments", "rest"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', '{"a": 1}', []),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', "{}", []),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', '{"a": 1}', []),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', '{"a": 1}', []),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>done', '{"a": 1}', [Content("done")]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1</tool_call>done', '{"a": [1', [Content("done")]),
+        (
+            "hermes", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
+            '{"a": "</tool_call>"}', [],
+        ),
+        (
+            "hermes", '<tool_call>{"arguments": {"a": "' + "y" * 2000 + '"}, "name": "f"}</tool_call>\n\nand more',
+            '{"a": "' + "y" * 2000 + '"}', [Content("\n\nand more")],
+        ),
+        ("mistral", '[TOOL_CALLS][{"arguments": {"a": 1}, "name": "f"}]', '{"a": 1}', []),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "{}", []),
+        ("deepseek_v3", TWO["deepseek_v31"][:20] + "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{} x", "{}", [Content("x")]),
+    ],
+)  # fmt: skip
+def test_calls_that_models_write_too(name, text, arguments, rest):
+    expected = [*call(0, "call_seed10300" if name != "mistral" else "seed10300", "f", arguments), *rest]
+    assert events_of(extraction(name), [text]) == expected
+    assert events_of(extraction(name), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "expected"),
+    [
+        ("<think>\nWell.\n</think>\n\nYes.\n", False, [Reasoning("Well."), Content("Yes.\n")]),
+        ("Well.\n\nSo <b>.\n</think>\nYes.", True, [Reasoning("Well.\n\nSo <b>."), Content("Yes.")]),
+        ("<think>\nWell.</think>", True, [Reasoning("Well.")]),
+        ("<think>\n\n</think>\n\nYes.", False, [Content("Yes.")]),
+        ("\n<think>cut off\n", False, [Reasoning("cut off")]),
+        ("cut </thin", True, [Reasoning("cut </thin")]),
+        (" Say <think> now </think>.", False, [Content(" Say <think> now </think>.")]),
+        ("<thi", False, [Content("<thi")]),
+        (" " * 100 + "<think>", False, [Content(" " * 100 + "<think>")]),
+    ],
+)
+def test_reasoning(text, inside, expected):
+    form = extraction(reasoning="qwen3", inside=inside)
+    assert events_of(form, [text]) == events_of(form, text) == expected
+
+
+def test_reasoning_may_be_hidden_and_come_before_calls():
+    text = "<think>I call <tool_call>.</think>\n\n" + TWO["hermes"]
+    assert events_of(extraction("hermes", "qwen3"), text) == [
+        Reasoning("I call <tool_call>."), *two_calls("hermes"),
+    ]  # fmt: skip
+    assert events_of(extraction("hermes", "qwen3", hide_reasoning=True), text) == two_calls("hermes")
+    implicit = "<think>Now:\n" + TWO["kimi_k2"]
+    assert events_of(extraction("kimi_k2", "kimi_k2"), implicit) == [Reasoning("Now:"), *two_calls("kimi_k2")]
+
+
+def test_where_the_prompt_has_opened_or_closed_the_block():
+    qwen, assumed = REASONING_FORMATS["qwen3"], REASONING_FORMATS["deepseek_r1"]
+    assert qwen.inside_after("<|assistant|><think>\n")
+    assert assumed.inside_after("<|assistant|>")
+    for prompt in ("<|assistant|>", "<|user|>what is <think>?<|assistant|>", "<|assistant|><think>\n\n</think>\n\n"):
+        assert not qwen.inside_after(prompt)
+    assert not assumed.inside_after("<|assistant|><think>\n\n</think>\n\n")
+
+
+def test_formats_are_told_by_the_template():
+    for name, text in TWO.items():
+        assert tool_format_of(f"{{{{ '{text}' }}}}").name == name
+    assert tool_format_of("<tool_call>\n<function=f>") is None
+    assert tool_format_of("{{ messages }}") is reasoning_format_of("{{ messages }}") is None
+    assert reasoning_format_of("<|im_start|>assistant\n<think>\n").name == "qwen3"
+    assert reasoning_format_of("<｜Assistant｜></think>").name == "deepseek_v3"
+
+
+PARTS = st.sampled_from(
+    [
+        *TWO.values(), *(m for f in TOOL_FORMATS.values() for m in f.markers), "<think>", "</think>", "\n", " ",
+        '{"name": "f", "arguments": ', '{"a": "x"}', "}", "]", "{", '"', "\\", "<", "word", "é🙂", ",", "```json\n",
+        "function", "functions.f:0", '{"arguments": {}, "name": "g"}', "\n" * 70, "[", ":",
+    ]
+)  # fmt: skip
+TEXTS = st.lists(PARTS, max_size=12).map("".join)
+
+
+def bare(text):
+    return "".join(text.replace("<think>", "").replace("</think>", "").split())
+
+
+@given(
+    TEXTS, st.sampled_from([*TWO, None]), st.sampled_from([*REASONING_FORMATS, None]), st.booleans(),
+    st.lists(st.integers(1, 9), min_size=1, max_size=40),
+)  # fmt: skip
+@example('<tool_call>{"name": "f", "arguments": "a', "hermes", None, False, [5])
+def test_no_cut_changes_what_is_found(text, tools, reasoning, inside, sizes):
+    form = extraction(tools, reasoning, inside=inside)
+    pieces, place = [], 0
+    while place < len(text):
+        size = sizes[len(pieces) % len(sizes)]
+        pieces.append(text[place : place + size])
+        place += size
+    events = events_of(form, pieces)
+    assert events == events_of(form, [text])
+    begun = [e.index for e in events if isinstance(e, CallBegin)]
+    assert begun == [e.index for e in events if isinstance(e, CallEnd)] == list(range(len(begun)))
+    order = [type(e) for e in events]
+    assert Reasoning not in order[1:], "what the model thinks comes first"
+    if not begun:  # nothing is lost but the markers of reasoning and white space beside them
+        found = "".join(e.text for e in events)
+        assert bare(found) == bare(text)
+
+
+@given(TEXTS)
+def test_plain_text_is_content_to_the_last_character(text):
+    for name, form in TOOL_FORMATS.items():
+        if not any(opener in text for opener in form.openers):
+            assert events_of(extraction(name), text) == joined([Content(text)])
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(), st.lists, max_leaves=5))
+def test_arguments_come_out_as_they_were_written(value):
+    arguments = json.dumps({"v": value, "w": {"x": value}})
+    for form in TOOL_FORMATS.values():
+        before, middle, behind = form.written
+        text = before.replace("{index}", "0") + "f" + middle.replace("{index}", "0") + arguments + behind
+        text = form.section_begin + form.opening + text + form.section_end
+        events = events_of(extraction(form.name), text)
+        assert [e.text for e in events if isinstance(e, CallArguments)] == [arguments]
+        assert isinstance(events[0], CallBegin)
+        assert len(events) == 3
+
+
+def test_only_what_may_become_a_marker_is_held_back():
+    assert held_back("a <tool", ["<tool_call>", "<think>"]) == 5
+    assert held_back("a <t", ["<tool_call>", "<think>"]) == 2
+    assert held_back("<tool_call>", ["<tool_call>"]) == 0
+    assert held_back("", ["<tool_call>"]) == 0

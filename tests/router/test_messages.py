@@ -1,0 +1,160 @@
+"""What templates get: roles, calls of tools, absent content, reasoning and its effort; transformers is the oracle."""
+
+import json
+
+import pytest
+
+from moeyard_router.api.intake import template_variables
+from moeyard_router.api.messages import Arguments, template_messages
+from moeyard_router.api.schema import ChatRequest
+from moeyard_router.errors import ApiError
+from moeyard_router.text.chat import ChatTemplate
+
+# Three ways of published templates. Objects printed as JSON, and content that is taken for "" unless it is text:
+OBJECTS = """{%- for m in messages %}
+{%- set content = m.content if m.content is string else '' %}
+{%- if m.role == 'tool' %}<tool {{ m.tool_call_id }}>{{ content }}</tool>
+{%- else %}<{{ m.role }}>{% if m.reasoning_content is string %}<think>{{ m.reasoning_content }}</think>{% endif %}
+{{- content }}
+{%- for call in m.tool_calls %}<call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments
+    if call.function.arguments is string else call.function.arguments | tojson }}}</call>{% endfor %}</{{ m.role }}>
+{%- endif %}{% endfor %}"""
+# the text of OpenAI's messages added to text, and null content told from empty content (DeepSeek-V3's way);
+TEXTS = """{% for m in messages %}{% if m['role'] == 'tool' %}{{ '<out>' + m['content'] }}{% elif m['tool_calls'] %}
+{%- for call in m['tool_calls'] %}{% if m['content'] is none %}<call>{% else %}{{ m['content'] + '<also>' }}{% endif %}
+{{- call['function']['name'] + '(' + call['function']['arguments'] + ')' }}{% endfor %}
+{%- else %}{{ '<' + m['role'] + '>' + m['content'] }}{% endif %}{% endfor %}"""
+# arguments gone through one by one.
+ITEMS = """{% for m in messages %}{% if m.role == 'tool' %}<out>{{ m.content }}{% elif m.tool_calls %}
+{%- for call in m.tool_calls %}{% for key, value in call.function.arguments.items() %}<{{ key }}>{{ value | tojson }}
+{%- endfor %}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+ARGUMENTS = {"city": "Zürich", "days": 2, "units": None}
+
+
+def call(arguments, **more):
+    return {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}, **more}
+
+
+def conversation(arguments, content=None):
+    return [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": content, "tool_calls": [call(arguments)]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Sun."},
+    ]
+
+
+def given(messages, template):
+    request = ChatRequest.model_validate({"messages": messages})
+    return template_messages(request.messages, template.traits)
+
+
+def render(messages, source):
+    template = ChatTemplate(source, {})
+    return template.render(
+        given(messages, template)[0], add_generation_prompt=False, continue_final_message=False, variables={}
+    )
+
+
+def oracle(messages, source):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, _ = render_jinja_template([messages], chat_template=source)
+    return rendered[0]
+
+
+@pytest.mark.parametrize("content", [None, "", "I look."])
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [(OBJECTS, lambda a: a), (ITEMS, lambda a: a), (TEXTS, lambda a: json.dumps(a, ensure_ascii=False))],
+    ids=["objects", "items", "texts"],
+)
+def test_calls_of_tools_render_as_in_transformers(source, form, content):
+    """OpenAI's messages have arguments as text; transformers is given what each template was written for."""
+    mine = render(conversation(json.dumps(ARGUMENTS, ensure_ascii=False), content), source)
+    assert mine == oracle(conversation(form(ARGUMENTS), content), source)
+    assert "Zürich" in mine
+    assert "Sun." in mine
+    assert render(conversation(ARGUMENTS, content), source) == mine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"), [("", "{}"), (None, "{}"), ('{"a": 1', '{"a": 1'), ("[1]", "[1]"), ('{"a" :1}', '{"a": 1}')]
+)
+def test_arguments_that_are_no_object_stay_what_the_model_wrote(arguments, shown):
+    assert f'"arguments": {shown}}}</call>' in render(conversation(arguments), OBJECTS)
+
+
+def test_arguments_are_an_object_and_a_text():
+    arguments = Arguments({"a": 1}, '{"a" : 1}')
+    assert arguments == {"a": 1}
+    assert str(arguments) == '{"a" : 1}'
+    assert "<" + arguments + ">" == '<{"a" : 1}>'
+
+
+def test_what_clients_add_to_calls_is_named():
+    messages = conversation("{}")
+    messages[1]["tool_calls"] = [call("{}", index=0, provider_specific_fields=None, extra_content={"a": 1})]
+    ignored = given(messages, ChatTemplate(OBJECTS, {}))[1]
+    assert ignored == ("messages.tool_calls.index", "messages.tool_calls.extra_content")
+
+
+@pytest.mark.parametrize(
+    ("source", "where"),
+    [("{{ messages }}", "messages.1.tool_calls"), ("{{ messages[1].tool_calls }}", "messages.2.role")],
+)
+def test_tools_that_the_template_would_leave_out_are_refused(source, where):
+    with pytest.raises(ApiError, match=where) as caught:
+        given(conversation("{}"), ChatTemplate(source, {}))
+    assert (caught.value.status, caught.value.param) == (400, where)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_reaches_a_template_that_shows_it(name):
+    messages = [{"role": "assistant", "content": "4", name: "2 and 2"}]
+    template = ChatTemplate(OBJECTS, {})
+    assert given(messages, template)[1] == ()
+    assert render(messages, OBJECTS) == "<assistant><think>2 and 2</think>4</assistant>"
+    assert render(messages, TEXTS) == "<assistant>4"
+    assert given(messages, ChatTemplate(TEXTS, {}))[1] == (f"messages.{name}",)
+
+
+@pytest.mark.parametrize(
+    ("source", "role"),
+    [
+        ("{{ messages[0].role }}", "system"),
+        ("{% if messages[0].role == 'developer' %}{{ messages[0].role }}{% endif %}", "developer"),
+        ("{% if messages[0]['role'] in ['system', 'developer'] %}{{ messages[0].role }}{% endif %}", "developer"),
+    ],
+)
+def test_developer(source, role):
+    assert render([{"role": "developer", "content": "Be kind."}], source) == role
+
+
+EFFORT = (
+    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}{{ reasoning_effort }}"
+)
+SWITCH = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "body", "text", "unused"),
+    [
+        (EFFORT, {}, "medium", ()),
+        (EFFORT, {"reasoning_effort": "high"}, "high", ()),
+        (EFFORT, {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}, "low", ()),
+        (SWITCH, {}, "False", ()),
+        (SWITCH, {"reasoning_effort": "high"}, "True", ()),
+        (SWITCH, {"reasoning_effort": "none"}, "False", ()),
+        ("{{ enable_thinking }}", {"reasoning_effort": "none"}, "False", ()),
+        ("{{ enable_thinking }}", {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": 3}}, "3", ()),
+        ("plain", {"reasoning_effort": "high"}, "plain", ("reasoning_effort",)),
+    ],
+)
+def test_reasoning_effort_is_a_variable_of_the_template(source, body, text, unused):
+    template = ChatTemplate(source, {})
+    request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **body})
+    variables, ignored = template_variables(request, template.traits)
+    assert ignored == unused
+    messages = [{"role": "user", "content": "a"}]
+    options = {"add_generation_prompt": True, "continue_final_message": False}
+    assert template.render(messages, **options, variables=variables) == text

@@ -1,0 +1,111 @@
+"""Structured output at the router: every way to ask for it becomes one grammar, and what cannot be meant is a 400."""
+
+import json
+
+import pytest
+
+from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Grammar, Rejected
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TEXT = json.dumps(SCHEMA, separators=(",", ":"))
+JSON_SCHEMA = Grammar(kind="json_schema", text=TEXT)
+COMPACT = Grammar(kind="json_schema", text=TEXT[:-1] + ',"x-guidance":{"whitespace_flexible":false}}')
+
+
+def named(**fields):
+    return {"type": "json_schema", "json_schema": {"name": "n", **fields}}
+
+
+ASKED = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, Grammar(kind="json_object")),
+    ({"response_format": named(schema=SCHEMA)}, JSON_SCHEMA),
+    ({"response_format": named(schema=SCHEMA, strict=True, description="d")}, JSON_SCHEMA),
+    ({"response_format": named(schema=SCHEMA, strict=None, description=None)}, JSON_SCHEMA),
+    ({"structured_outputs": {"json": SCHEMA}}, JSON_SCHEMA),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, JSON_SCHEMA),
+    ({"structured_outputs": {"json": True}}, Grammar(kind="json_schema", text="true")),
+    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, COMPACT),
+    ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": ""}}, COMPACT),
+    ({"structured_outputs": {"regex": "[a-z]+"}}, Grammar(kind="regex", text="[a-z]+")),
+    ({"structured_outputs": {"choice": ["a", 'b"', "a"]}}, Grammar(kind="choice", text='["a","b\\""]')),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar(kind="lark", text='start: "a"')),
+    ({"structured_outputs": {"json_object": True}}, Grammar(kind="json_object")),
+    ({"structured_outputs": None, "guided_json": None}, None),
+    ({"guided_json": SCHEMA}, JSON_SCHEMA),
+    ({"guided_json": TEXT, "guided_whitespace_pattern": ""}, COMPACT),
+    ({"guided_regex": "x|y"}, Grammar(kind="regex", text="x|y")),
+    ({"guided_choice": ["yes", "no"]}, Grammar(kind="choice", text='["yes","no"]')),
+    ({"guided_grammar": "root ::= [0-9]"}, Grammar(kind="lark", text="root ::= [0-9]")),
+    ({"guided_json_object": True}, Grammar(kind="json_object")),
+    ({"guided_json_object": False}, None),
+]
+DEEP = json.loads('{"not": ' * 300 + "{}" + "}" * 300)
+WRONG = [
+    ({"response_format": {}}, "response_format.type"),
+    ({"response_format": "text"}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": named()}, "response_format.json_schema"),
+    ({"response_format": named(schema=[1])}, "response_format.json_schema.schema"),
+    ({"response_format": named(schema=DEEP)}, "response_format.json_schema.schema"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": 3}}, "structured_outputs.json"),
+    ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice.1"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}}, "structured_outputs.regex"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ({"guided_choice": "yes"}, "guided_choice"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+]
+
+
+@pytest.mark.parametrize(("fields", "grammar"), ASKED, ids=[json.dumps(fields)[:60] for fields, _ in ASKED])
+def test_becomes_one_grammar(service, fields, grammar):
+    assert service.post(COMPLETIONS, prompt="x", max_tokens=1, n=2, **fields).status_code == 200
+    chat = [{"role": "user", "content": "Hello"}]
+    assert service.post(CHAT, messages=chat, max_tokens=1, **fields).status_code == 200
+    assert [submit.sampling.grammar for submit in service.submits] == [grammar] * 3
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG, ids=[json.dumps(fields)[:60] for fields, _ in WRONG])
+def test_what_cannot_be_meant_is_named(service, fields, param):
+    answer = service.post(COMPLETIONS, prompt="x", max_tokens=1, **fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert f"'{param}'" in error["message"]
+    assert service.submits == []
+
+
+def test_what_the_worker_says_of_a_grammar_is_a_400(service):
+    for worker in service.workers:
+        worker.reject = Rejected(request_id="", reason="bad_request", message="the grammar cannot be compiled: no")
+    answer = service.post(COMPLETIONS, prompt="x", max_tokens=1, guided_regex="(")
+    assert answer.status_code == 400
+    assert "the grammar cannot be compiled: no" in answer.json()["error"]["message"]
+
+
+def test_an_end_of_sequence_token_is_no_text_even_if_it_is_ignored(service, codec):
+    """It ends what a grammar has completed, so it is held back like any other end."""
+    for worker in service.workers:
+        worker.script = lambda submit: [*codec.encode("yes", add_special_tokens=False), 1]
+    (choice,) = service.complete(
+        prompt="x", guided_choice=["yes"], ignore_eos=True, max_tokens=9, skip_special_tokens=False
+    )["choices"]
+    assert choice["text"] == "yes"
+
+
+def test_a_server_without_a_tokenizer_says_so(start):
+    service = start(1, model_path=None, model_name="a-shape")
+    answer = service.post(COMPLETIONS, prompt=[1], max_tokens=1, response_format={"type": "json_object"})
+    assert answer.status_code == 400
+    assert "this server has no tokenizer" in answer.json()["error"]["message"]

@@ -1,0 +1,429 @@
+"""Tools and reasoning as clients see them: whole and streamed, by hand and by the openai package."""
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+
+import openai
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from moeyard_router.api.intake import formats_of
+from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.text.chat import TextCodec
+from moeyard_worker.protocol import Rejected
+
+CHAT = "/v1/chat/completions"
+# Like Qwen3's in what it knows: tools, calls, tool messages, and a block of thinking that a switch closes at once.
+TEMPLATE = (
+    "{% if tools %}<|system|>Tools:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Call: <tool_call>{"name": ..., "arguments": ...}</tool_call>{{ eos_token }}\n{% endif %}'
+    "{% for m in messages %}{% if m.role == 'tool' %}<|user|><tool_response>{{ m.content }}</tool_response>"
+    "{% else %}<|{{ m.role }}|>{% if m.content is not none %}{{ m.content }}{% endif %}{% endif %}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>{% endfor %}"
+    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+KIMI = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{# <|tool_calls_section_begin|> #}<|assistant|>"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "strict": None,
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+ASK = [{"role": "user", "content": "Wie ist das Wetter?"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+SECOND = '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+THOUGHT = "<think>\nI should look. 🙂\n</think>\n\n"
+
+
+def lengthen(worker):
+    """Before the router knows the worker: prompts with tools are long."""
+    worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=4096)
+
+
+LONG = {"max_model_len": 4096, "prepare": lengthen}
+
+
+@pytest.fixture(scope="module")
+def tool_checkpoint(checkpoint, tmp_path_factory) -> Path:
+    """The tokenizer with Qwen3's markers as added tokens and Kimi's as special ones, and a template with tools."""
+    directory = tmp_path_factory.mktemp("tools")
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer.add_tokens(
+        [AddedToken(t, normalized=False) for t in ("<tool_call>", "</tool_call>", "<think>", "</think>")]
+    )
+    kimi = ("section_begin", "section_end"), ("begin", "end", "argument_begin")
+    markers = [f"<|tool_calls_{end}|>" for end in kimi[0]] + [f"<|tool_call_{end}|>" for end in kimi[1]]
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in markers])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text((checkpoint / "tokenizer_config.json").read_text())
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    (directory / "kimi.jinja").write_text(KIMI)
+    (directory / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tool_codec(tool_checkpoint) -> TextCodec:
+    return TextCodec(tool_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def tool_service(starter, tool_checkpoint):
+    return starter(1, model_path=tool_checkpoint, **LONG)
+
+
+class Model:
+    """A service whose model answers with texts of one's choice, in turns."""
+
+    def __init__(self, service, codec):
+        self.service = service
+        self.codec = codec
+        (self.worker,) = service.workers
+
+    def says(self, *texts):
+        """The next answers; an end-of-sequence token follows each."""
+        answers = [[*self.codec.encode(text, add_special_tokens=False), 1] for text in texts]
+        self.worker.script = lambda submit: answers[min(len(self.worker.submits), len(answers)) - 1]
+
+    def prompt(self, number=-1):
+        """The prompt's text of one request."""
+        return self.codec.decode(self.worker.submits[number].prompt_token_ids)
+
+    def chat(self, **body):
+        """The only choice of an answer."""
+        (choice,) = self.service.chat(messages=ASK, **body)["choices"]
+        return choice
+
+    def streamed(self, **body):
+        """Message and finish reason put together from a stream, as clients do it, and the deltas."""
+        chunks = [e["choices"][0] for e in self.service.stream(CHAT, messages=ASK, **body)]
+        assert all(c["finish_reason"] is None for c in chunks[:-1])
+        message = {"content": "", "reasoning_content": "", "tool_calls": []}
+        for delta in (c["delta"] for c in chunks):
+            assert len(delta.keys() - {"role"} - {k for k, v in delta.items() if v is None}) <= 1
+            for key in ("content", "reasoning_content"):
+                message[key] += delta.get(key) or ""
+            for part in delta.get("tool_calls") or ():
+                if "id" in part:
+                    assert part["index"] == len(message["tool_calls"])
+                    assert part["function"]["arguments"] == ""
+                    message["tool_calls"].append({**part, "function": dict(part["function"])})
+                else:
+                    message["tool_calls"][part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+        assert chunks[0]["delta"]["role"] == "assistant"
+        assert all("role" not in c["delta"] for c in chunks[1:])
+        return message, chunks[-1]["finish_reason"], chunks
+
+
+@pytest.fixture
+def model(tool_service, tool_codec):
+    """The module's service as new."""
+    for worker in tool_service.workers:
+        worker.reset()
+    yield Model(tool_service, tool_codec)
+    tool_service.wait_idle()
+
+
+def bare(calls):
+    return [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
+
+
+def test_calls_whole_and_streamed(model):
+    model.says(THOUGHT + "One moment.\n" + CALL + SECOND)
+    choice = model.chat(tools=[WEATHER, NOW])
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["stop_reason"] is None
+    message = choice["message"]
+    assert message["reasoning_content"] == "I should look. 🙂"
+    assert message["content"] == "One moment."
+    assert bare(message["tool_calls"]) == [("weather", '{"city": "Köln"}'), ("now", "{}")]
+    assert [c["type"] for c in message["tool_calls"]] == ["function"] * 2
+    ids = [c["id"] for c in message["tool_calls"]]
+    assert len({*ids, *(c["id"] for c in model.chat(tools=[WEATHER])["message"]["tool_calls"])}) == 4
+    for chunk in (1, 4, 100):
+        model.worker.chunk = chunk
+        got, reason, _ = model.streamed(tools=[WEATHER, NOW])
+        assert reason == "tool_calls"
+        assert {k: got[k] for k in ("content", "reasoning_content")} == {
+            k: message[k] for k in ("content", "reasoning_content")
+        }
+        assert bare(got["tool_calls"]) == bare(message["tool_calls"])
+
+
+def test_the_template_gets_the_tools_as_they_were_given(model):
+    model.says("Sunny.")
+    assert model.chat(tools=[WEATHER])["message"] == {"role": "assistant", "content": "Sunny."}
+    function = {k: v for k, v in WEATHER["function"].items() if v is not None}
+    assert json.dumps({"type": "function", "function": function}) in model.prompt()
+    assert model.worker.submits[-1].sampling.grammar is None
+    model.chat(tools=[WEATHER], tool_choice="none")
+    assert "weather" not in model.prompt()
+    model.chat(tools=[], tool_choice="auto", parallel_tool_calls=True)
+    assert "Tools" not in model.prompt()
+
+
+def test_without_tools_nothing_is_a_call(model):
+    model.says(CALL)
+    for body in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        choice = model.chat(**body)
+        assert choice["message"] == {"role": "assistant", "content": CALL}
+        assert choice["finish_reason"] == "stop"
+
+
+def test_only_the_first_call_if_they_may_not_be_parallel(model):
+    model.says(CALL + SECOND)
+    choice = model.chat(tools=[WEATHER, NOW], parallel_tool_calls=False)
+    assert bare(choice["message"]["tool_calls"]) == [("weather", '{"city": "Köln"}')]
+    got, reason, _ = model.streamed(tools=[WEATHER, NOW], parallel_tool_calls=False)
+    assert (len(got["tool_calls"]), reason) == (1, "tool_calls")
+
+
+def test_reasoning_without_tools(model):
+    model.says(THOUGHT + "Yes.")
+    choice = model.chat()
+    assert choice["message"] == {"role": "assistant", "content": "Yes.", "reasoning_content": "I should look. 🙂"}
+    assert choice["finish_reason"] == "stop"
+    got, reason, _ = model.streamed()
+    assert (got["content"], got["reasoning_content"], reason) == ("Yes.", "I should look. 🙂", "stop")
+    assert model.chat(include_reasoning=False)["message"] == {"role": "assistant", "content": "Yes."}
+    got, _, _ = model.streamed(include_reasoning=False)
+    assert (got["content"], got["reasoning_content"]) == ("Yes.", "")
+    completion = model.service.complete(prompt="x", max_tokens=100)["choices"][0]
+    assert completion["text"] == THOUGHT + "Yes."
+
+
+def test_an_answer_that_is_cut_off_keeps_its_reason(model):
+    model.says(THOUGHT + CALL)
+    size = len(model.codec.encode(THOUGHT, add_special_tokens=False))
+    choice = model.chat(max_tokens=size - 5)
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] is None
+    assert choice["message"]["reasoning_content"].startswith("I should")
+    cut = THOUGHT + CALL[: CALL.index("öln")]
+    choice = model.chat(tools=[WEATHER], max_tokens=len(model.codec.encode(cut, add_special_tokens=False)))
+    assert choice["finish_reason"] == "length"
+    assert bare(choice["message"]["tool_calls"]) == [("weather", '{"city": "K')]
+
+
+def test_the_template_may_close_the_block(model):
+    model.says("No need to <think>.")
+    choice = model.chat(chat_template_kwargs={"enable_thinking": False})
+    assert model.prompt().endswith("<think>\n\n</think>\n\n")
+    assert choice["message"] == {"role": "assistant", "content": "No need to <think>."}
+
+
+def test_going_on_with_a_message(model):
+    model.says("so on.</think>\n\nYes.")
+    body = {"continue_final_message": True, "add_generation_prompt": False}
+    begun = [*ASK, {"role": "assistant", "content": "<think>\nWell, and"}]
+    message = model.service.chat(messages=begun, **body)["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "so on."}
+
+
+def test_choices_are_taken_apart_each_on_its_own(model):
+    model.says(CALL, "Sunny.", THOUGHT + CALL)
+    answer = model.service.chat(messages=ASK, tools=[WEATHER], n=3)
+    reasons = sorted(c["finish_reason"] for c in answer["choices"])
+    assert reasons == ["stop", "tool_calls", "tool_calls"]
+    ids = [c["id"] for choice in answer["choices"] for c in choice["message"].get("tool_calls", ())]
+    assert len(set(ids)) == 2
+
+
+def test_stop_strings_and_logprobs(model):
+    model.says("Let me see. " + CALL)
+    choice = model.chat(tools=[WEATHER], stop=["see"], logprobs=True, return_token_ids=True)
+    assert choice["message"]["content"] == "Let me "
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "see")
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+    _, _, chunks = model.streamed(tools=[WEATHER], logprobs=True, return_token_ids=True)
+    said = [byte for c in chunks for lp in (c["logprobs"] or {}).get("content", ()) for byte in lp["bytes"]]
+    assert bytes(said).decode() == "Let me see. " + CALL + "<|eos|>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_and_named_have_a_grammar(model, stream):
+    model.says(CALL)
+    ask = model.streamed if stream else model.chat
+
+    def reason(**body):
+        answer = ask(tools=[WEATHER, NOW], **body)
+        return answer[1] if stream else answer["finish_reason"]
+
+    assert reason(tool_choice="required") == "tool_calls"
+    grammar = model.worker.submits[-1].sampling.grammar
+    assert grammar.kind == "lark"
+    assert '"weather' in grammar.text
+    assert '"now' in grammar.text
+    assert ")*" in grammar.text
+    assert reason(tool_choice="required", parallel_tool_calls=False) == "tool_calls"
+    assert ")*" not in model.worker.submits[-1].sampling.grammar.text
+    assert reason(tool_choice={"type": "function", "function": {"name": "now"}}) == "stop"  # as OpenAI and vLLM
+    assert '"weather' not in model.worker.submits[-1].sampling.grammar.text
+
+
+def test_the_form_of_an_answer_beside_tools_and_reasoning(model):
+    form = {"response_format": {"type": "json_object"}}
+
+    def grammar(says, **body):
+        model.says(says)
+        choice = model.chat(**body)
+        return model.worker.submits[-1].sampling.grammar, choice["message"]
+
+    got, message = grammar(THOUGHT + "{}", **form)
+    assert got.text.startswith("%llguidance {}\nstart: thinking (body)")
+    assert (message["content"], message["reasoning_content"]) == ("{}", "I should look. 🙂")
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert grammar("{}", **form, **off)[0].kind == "json_object"
+    got, message = grammar(CALL, tools=[WEATHER], **form, **off)
+    assert "start: (calls | body)" in got.text
+    assert bare(message["tool_calls"]) == [("weather", '{"city": "Köln"}')]
+    got, _ = grammar(CALL, tools=[WEATHER], tool_choice="required", **form, **off)
+    assert "start: (calls)" in got.text
+    own = {"structured_outputs": {"grammar": 'start: "{}"'}}
+    got, message = grammar("{}", **own)
+    assert got.text == 'start: "{}"'
+    assert message == {"role": "assistant", "content": "{}"}
+    answer = model.service.post(CHAT, messages=ASK, tools=[WEATHER], **own)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
+
+
+def test_a_grammar_that_the_worker_refuses_is_a_400(model):
+    model.worker.reject = Rejected(request_id="", reason="bad_request", message="the schema is no schema")
+    answer = model.service.post(CHAT, messages=ASK, tools=[WEATHER], tool_choice="required")
+    assert (answer.status_code, "no schema" in answer.text) == (400, True)
+
+
+DEEP: dict = {}
+for _ in range(70):
+    DEEP = {"properties": {"x": DEEP}}
+BAD = [
+    ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools.0.type"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "no"}}]}, "tools.0.function.parameters"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        "tools.0.function.parameters",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]}, "tools"),
+    ({"tools": [NOW] * 129}, "tools"),
+    ({"tools": "weather"}, "tools"),
+    ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"title": "x" * 70000}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD, ids=[f"{i}-{p}" for i, (_, p) in enumerate(BAD)])
+def test_what_cannot_be_asked_for(model, body, param):
+    answer = model.service.post(CHAT, messages=ASK, **body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert param in error["message"]
+    assert model.worker.submits == []
+
+
+def test_a_template_without_tools_or_a_format_that_is_not_known(starter, tool_checkpoint):
+    plain = starter(1, model_path=tool_checkpoint, chat_template=tool_checkpoint / "plain.jinja")
+    error = plain.post(CHAT, messages=ASK, tools=[WEATHER]).json()["error"]
+    assert "takes no tools" in error["message"]
+    assert plain.post(CHAT, messages=ASK, tools=[WEATHER], tool_choice="none").status_code == 200
+    off = starter(1, model_path=tool_checkpoint, tool_call_parser="none", reasoning_parser="none", **LONG)
+    for choice in ("auto", "required"):
+        error = off.post(CHAT, messages=ASK, tools=[WEATHER], tool_choice=choice).json()["error"]
+        assert "--tool-call-parser" in error["message"]
+    manual = starter(1, model_path=tool_checkpoint, enable_auto_tool_choice=False, **LONG)
+    error = manual.post(CHAT, messages=ASK, tools=[WEATHER]).json()["error"]
+    assert "--enable-auto-tool-choice" in error["message"]
+    assert manual.post(CHAT, messages=ASK, tools=[WEATHER], tool_choice="required").status_code == 200
+
+
+def test_markers_that_are_special_tokens_are_seen(starter, tool_checkpoint, tool_codec):
+    kimi = starter(1, model_path=tool_checkpoint, chat_template=tool_checkpoint / "kimi.jinja", **LONG)
+    model = Model(kimi, tool_codec)
+    begin, end = "<|tool_call_begin|>functions.now:7<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    model.says(f"So<|user|>.<|tool_calls_section_begin|>{begin}{{}}{end}<|tool_calls_section_end|>")
+    choice = model.chat(tools=[NOW])
+    assert choice["message"]["content"] == "So.", "other special tokens stay out of the text"
+    (call,) = choice["message"]["tool_calls"]
+    assert call == {"id": "functions.now:7", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    assert model.chat()["message"]["content"] == "So.functions.now:7{}"
+
+
+def test_parsers_are_named_or_told_by_the_template(tool_checkpoint, tool_codec):
+    def formats(codec=tool_codec, **options):
+        config = RouterConfig(
+            model_name="m", model_path=tool_checkpoint, workers=(WorkerAddress(rank=0, endpoint="tcp://x"),),
+            max_model_len=9, vocab_size=9, **options,
+        )  # fmt: skip
+        return formats_of(config, codec)
+
+    assert formats().describe() == "tool calls: hermes, reasoning: qwen3"
+    kimi = TextCodec(tool_checkpoint, tool_checkpoint / "kimi.jinja")
+    assert formats(kimi).describe() == "tool calls: kimi_k2, reasoning: none"
+    plain = TextCodec(tool_checkpoint, tool_checkpoint / "plain.jinja")
+    assert formats(plain).describe() == "tool calls: none, reasoning: none"
+    assert formats(plain, tool_call_parser="mistral").auto_tools
+    assert formats(reasoning_parser="deepseek_r1").reasoning.assumed
+    with pytest.raises(ValueError, match="--tool-call-parser"):
+        formats(plain, enable_auto_tool_choice=True)
+    with pytest.raises(ValueError, match="'pythonic' is not one of auto, none, hermes"):
+        formats(tool_call_parser="pythonic")
+
+
+def test_openai_client_calls_a_tool_and_goes_on(model):
+    model.says(THOUGHT + CALL, "It is sunny in Köln.")
+    with openai.OpenAI(base_url=f"{model.service.url}/v1", api_key="none", max_retries=0) as client:
+        first = client.chat.completions.create(model="tiny", messages=ASK, tools=[WEATHER])
+        (choice,) = first.choices
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls
+        assert json.loads(call.function.arguments) == {"city": "Köln"}
+        messages = [*ASK, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+        second = client.chat.completions.create(model="tiny", messages=messages, tools=[WEATHER])
+        assert second.choices[0].message.content == "It is sunny in Köln."
+        assert second.choices[0].message.tool_calls is None
+    assert f"<|assistant|>{CALL}<|eos|>\n<|user|><tool_response>sunny</tool_response>" in model.prompt()
+
+
+def test_openai_client_streams_a_call(model):
+    model.says(THOUGHT + CALL + SECOND)
+
+    async def run():
+        async with openai.AsyncOpenAI(base_url=f"{model.service.url}/v1", api_key="none", max_retries=0) as client:
+            options = {"model": "tiny", "messages": ASK, "tools": [WEATHER, NOW]}
+            async with client.chat.completions.stream(**options) as stream:
+                kinds = [event.type async for event in stream]
+                return kinds, await stream.get_final_completion()
+
+    kinds, final = asyncio.run(run())
+    (choice,) = final.choices
+    assert [(c.function.name, c.function.arguments) for c in choice.message.tool_calls] == [
+        ("weather", '{"city": "Köln"}'), ("now", "{}"),
+    ]  # fmt: skip
+    assert choice.finish_reason == "tool_calls"
+    assert kinds.count("tool_calls.function.arguments.done") == 2
+    assert kinds.count("tool_calls.function.arguments.delta") > 3

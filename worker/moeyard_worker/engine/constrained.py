@@ -1,0 +1,64 @@
+"""Rows with grammars in a GPU's steps: chosen once more, by masks that the host computes while the step runs.
+
+A mask needs the token before it on the host. With two steps in flight that token is there when the step before is done,
+which is when this step begins on the device: the host has as long as the forward pass takes. Nothing is held back for
+it, neither a row with a grammar nor its neighbours, which are sampled on the device as ever.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_worker.engine.device_sampler import DeviceSampler
+from moeyard_worker.engine.sampling import Yielded, ask, errors_of, sampled_rows
+from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.scheduling.request import Request
+from moeyard_worker.scheduling.step import Chunk, Step
+
+
+def without_grammars(requests: Sequence[Request]) -> Sequence[Request]:
+    """The same requests, if none has a grammar; else those that have one ask for nothing that costs."""
+    if all(request.constraint is None for request in requests):
+        return requests
+    return [r if r.constraint is None else replace(r, sampling=_least(r.sampling)) for r in requests]
+
+
+def _least(p: SamplingParams) -> SamplingParams:
+    # Its alternatives are those of the logits, whatever is chosen.
+    return SamplingParams(max_tokens=p.max_tokens, temperature=0.0, logprobs=p.logprobs)
+
+
+def choose_again(
+    sampler: DeviceSampler,
+    tokens: SampledTokens,
+    step: Step,
+    requests: Sequence[Request],
+    *,
+    before: Yielded | None,
+    eos_token_ids: tuple[int, ...],
+) -> dict[int, str]:
+    """Put what grammars let through into `tokens`, which were chosen for `without_grammars(requests)`.
+
+    Waits for the results of `before`. Returns `errors_of` the step's rows.
+    """
+    assert all(chunk.num_sampled == 1 for chunk in step.sampled), "drafts are proposed by nobody yet"
+    places = [i for i, request in enumerate(requests) if request.constraint is not None]
+    named = {id(step.sampled[i]) for i in places}
+
+    def some(chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+        return tuple(chunk for chunk in chunks if id(chunk) in named)
+
+    rows = sampled_rows(
+        Step(prefill=some(step.prefill), decode=some(step.decode)), [requests[i] for i in places], before
+    )
+    where = torch.tensor(places).to(sampler.logits.device)
+    chosen = ask(sampler.logits[where], rows, eos_token_ids)
+    tokens.ids[where] = sampler.last_ids[where] = chosen.ids
+    if chosen.logprobs is not None:
+        assert tokens.logprobs is not None, "they were asked for there too"
+        assert tokens.ranks is not None, "they were asked for there too"
+        assert chosen.ranks is not None, "they come together"
+        tokens.logprobs[where], tokens.ranks[where] = chosen.logprobs, chosen.ranks
+    return {places[i]: error for i, error in errors_of(rows).items()}
