@@ -80,7 +80,9 @@ KINDS = {
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """A model of chance, small, with bytes as tokens."""
-    made = Bench(make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", "qwen3_moe", tokenizer=True))
+    made = Bench(
+        make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", "qwen3_moe", tokenizer=True), max_model_len=256
+    )
     yield made
     made.close()
 

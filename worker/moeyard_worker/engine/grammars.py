@@ -90,7 +90,7 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
             source = _source(grammar)
-        except (ValueError, RecursionError) as error:
+        except Exception as error:  # boundary: of any kind, and told to the one who sent the grammar
             raise GrammarError(_cut(str(error))) from error
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         # The first mask fills the tables that copies share.
