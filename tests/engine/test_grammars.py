@@ -114,6 +114,24 @@ def test_only_an_end_follows_what_is_complete(bench: Bench, grammars: Grammars) 
     assert let_through(constraint.mask(ids(bench, "yes"))) == set(EOS)
 
 
+@pytest.mark.parametrize(
+    ("own", "spaces", "breaks"),
+    [({}, True, True), ({"whitespace_flexible": False}, False, False), ({"whitespace_pattern": " "}, True, False)],
+    ids=["as a rule", "none", "own"],
+)
+def test_blanks_in_json(bench: Bench, grammars: Grammars, own: dict[str, Any], spaces: bool, breaks: bool) -> None:
+    grammar = Grammar(kind="json_schema", text=json.dumps({**SCHEMA, "x-guidance": own}))
+
+    def fits(text: str) -> bool:
+        return held(grammars, grammar).mask(ids(bench, text)).words is not None
+
+    assert fits('{"a":1}')
+    assert fits('{"a": 1}') is spaces
+    assert fits('{\n  "a":1}') is breaks
+    assert not fits('{"a":\n\n1}')
+    assert not fits('{"a":' + " " * 9 + "1}")
+
+
 def test_ends_of_the_request_count_where_the_grammar_may_end(bench: Bench, grammars: Grammars) -> None:
     (stop,) = ids(bench, "z")
     digits = Grammar(kind="regex", text="[0-9]+")
