@@ -23,6 +23,7 @@ GRAMMARS = {
     "choice": Grammar(kind="choice", text='["yes", "no", "perhaps"]'),
     "schema": Grammar(kind="json_schema", text=json.dumps(SCHEMA)),
     "regex": Grammar(kind="regex", text="[a-f]{3}-[0-9]{5}"),
+    "digits": Grammar(kind="regex", text="[0-9]{20}"),
 }
 CASES = {"2ranks": {"num_workers": 2}, "2deep-scarce": {"async_scheduling": True, "scarce": True}}
 
@@ -37,7 +38,7 @@ def config(model: Path, *, scarce: bool = False, **options: Any) -> EngineConfig
 def submit(fleet: Fleet, label: str, name: str) -> None:
     rank = len(label) % len(fleet.endpoints)
     sampling = {"max_tokens": 24, "temperature": 0.8, "seed": 3, "logprobs": 1, "grammar": GRAMMARS[name]}
-    fleet.client.submit(rank, f"{label}-{name}", [5, 9, 40, len(name)], **sampling)
+    fleet.client.submit(rank, f"{label}-{name}", [5, 9, 40, len(name)] * 3 + [7], **sampling)
 
 
 def told(answer: Answer) -> Any:
@@ -61,7 +62,7 @@ def test_answers_hold(alone: dict[str, Any]) -> None:
     texts = {name: "".join(chr(33 + i) for i in ids if i < 94) for name, (ids, _, _) in alone.items()}
     ends = {name: (end, ids[-1] == EOS_ID) for name, (ids, _, end) in alone.items()}
     assert {name: ends[name] for name in GRAMMARS if name != "free"} == dict.fromkeys(
-        ("choice", "schema", "regex"), ("stop", True)
+        ("choice", "schema", "regex", "digits"), ("stop", True)
     )
     assert texts["choice"] in ("yes", "no", "perhaps")
     assert json.loads(texts["schema"]).keys() == {"ok", "n"}
