@@ -80,7 +80,9 @@ KINDS = {
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """A model of chance, small, with bytes as tokens."""
-    made = Bench(make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", "qwen3_moe", tokenizer=True))
+    made = Bench(
+        make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", "qwen3_moe", tokenizer=True), max_model_len=256
+    )
     yield made
     made.close()
 
@@ -110,6 +112,24 @@ def test_only_an_end_follows_what_is_complete(bench: Bench, grammars: Grammars) 
     assert not start & set(EOS)
     assert set(ids(bench, "yes")[:1]) <= start
     assert let_through(constraint.mask(ids(bench, "yes"))) == set(EOS)
+
+
+@pytest.mark.parametrize(
+    ("own", "spaces", "breaks"),
+    [({}, True, True), ({"whitespace_flexible": False}, False, False), ({"whitespace_pattern": " "}, True, False)],
+    ids=["as a rule", "none", "own"],
+)
+def test_blanks_in_json(bench: Bench, grammars: Grammars, own: dict[str, Any], spaces: bool, breaks: bool) -> None:
+    grammar = Grammar(kind="json_schema", text=json.dumps({**SCHEMA, "x-guidance": own}))
+
+    def fits(text: str) -> bool:
+        return held(grammars, grammar).mask(ids(bench, text)).words is not None
+
+    assert fits('{"a":1}')
+    assert fits('{"a": 1}') is spaces
+    assert fits('{\n  "a":1}') is breaks
+    assert not fits('{"a":\n\n1}')
+    assert not fits('{"a":' + " " * 9 + "1}")
 
 
 def test_ends_of_the_request_count_where_the_grammar_may_end(bench: Bench, grammars: Grammars) -> None:

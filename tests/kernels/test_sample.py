@@ -81,7 +81,7 @@ def arguments(sequences: Seq[Request], vocab: int, *, edits: bool = True) -> dic
 
 def to_device(x: Any) -> Any:
     if isinstance(x, LogitEdits):
-        return LogitEdits(**{name: getattr(x, name).to(DEVICE) for name in ("words", "bias", "slots", "penalties")})
+        return LogitEdits(**{name.removeprefix("edits."): tensor.to(DEVICE) for name, tensor in x.named().items()})
     return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
 
 
@@ -478,3 +478,48 @@ def test_what_is_on_another_device_is_named() -> None:
         for run in (ops.sample, triton_kernel.sample):
             with pytest.raises(ValueError, match=rf"sample: {name} is on meta, logits on cpu"):
                 run(logits, **options)
+
+
+def held_back(edits: LogitEdits, allowed: torch.Tensor) -> LogitEdits:
+    """`edits` with bits for bool [S, V]; the bits past V are ones."""
+    num_slots, vocab = allowed.shape
+    padded = np.ones((num_slots, -(-vocab // 32) * 32), dtype=bool)
+    padded[:, :vocab] = allowed.numpy()
+    words = torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32).copy())
+    return LogitEdits(
+        words=edits.words, bias=edits.bias, slots=edits.slots, penalties=edits.penalties, allowed=words
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("run", [ops.sample, run_kernel], ids=["reference", "kernel"])
+@pytest.mark.parametrize("vocab", [7, 999, *LARGE[:1]], ids=lambda v: f"V{v}")
+def test_what_is_not_allowed_is_never_chosen(vocab: int, run: Any) -> None:
+    """As if those logits were minus infinity, but for the log-probabilities, which are of the logits as they are."""
+    logits, sequences = mixed_rows(vocab, MANY, edits=True)
+    given = arguments(sequences, vocab)
+    given["edits"] = edits_of(sequences, vocab)
+    # Every row has a slot of its own.
+    given["edits"].slots[:] = torch.arange(MANY).flip(0)
+    given["edits"].penalties[:] = given["edits"].penalties.nan_to_num(1.0)
+    given["edits"].bias[:] = given["edits"].bias.nan_to_num(0.0)
+    allowed = torch.rand(given["edits"].words.shape) < 0.3
+    allowed[:, vocab // 2] = True
+    edits = held_back(given["edits"], allowed)
+    got = run(logits, logprobs=2, **{**given, "edits": edits})
+    rows = allowed[edits.slots]
+    assert rows.gather(1, got.ids.cpu()[:, None]).all()
+    masked = logits.masked_fill(~rows, -math.inf)
+    assert torch.equal(got.ids.cpu(), ops.sample(masked, **given).ids)
+    free = run(logits, logprobs=2, **given)
+    assert_same(SampledTokens(ids=got.top_ids[:, 0]), SampledTokens(ids=free.top_ids[:, 0]), "the likeliest")
+
+
+def test_bits_that_do_not_fit_are_named() -> None:
+    logits, sequences = mixed_rows(40, 2, edits=True)
+    edits = edits_of(sequences, 40)
+    wrong = LogitEdits(
+        words=edits.words, bias=edits.bias, slots=edits.slots, penalties=edits.penalties,
+        allowed=torch.zeros(3, 1, dtype=torch.int32),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"edits.allowed .*expected int32 \[3, 2\]"):
+        ops.sample(logits, edits=wrong)

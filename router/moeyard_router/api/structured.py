@@ -13,7 +13,7 @@ from moeyard_router.errors import bad_request
 from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Grammar
 
 # No blanks between the parts of a JSON text, in llguidance's own words.
-_COMPACT = {"whitespace_flexible": False}
+_COMPACT = (("whitespace_flexible", False),)
 # A field's name and what it asks for.
 _Named = tuple[str, Grammar]
 
@@ -96,7 +96,7 @@ def _outputs(given: StructuredOutputs | None) -> list[_Named]:
         return []
     blanks = _blanks("structured_outputs.whitespace_pattern", given.whitespace_pattern, given.json_)
     if given.disable_any_whitespace:
-        blanks = _COMPACT
+        blanks = dict(_COMPACT)
     found = _each(
         "structured_outputs.", json=given.json_, regex=given.regex, choice=given.choice, grammar=given.grammar,
         json_object=given.json_object, blanks=blanks,
@@ -122,7 +122,7 @@ def _blanks(name: str, pattern: str | None, schema: Any) -> dict[str, Any]:
         return {}
     if schema is None:
         raise bad_request(f"'{name}' is allowed only with a JSON schema", name)
-    return {"whitespace_pattern": pattern} if pattern else _COMPACT
+    return {"whitespace_pattern": pattern} if pattern else dict(_COMPACT)
 
 
 def _each(

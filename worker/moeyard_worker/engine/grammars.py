@@ -90,7 +90,7 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
             source = _source(grammar)
-        except (ValueError, RecursionError) as error:
+        except Exception as error:  # boundary: of any kind, and told to the one who sent the grammar
             raise GrammarError(_cut(str(error))) from error
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         # The first mask fills the tables that copies share.
@@ -208,7 +208,10 @@ def _json(text: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError(f"no answer can satisfy {text:.20}, a schema is an object")
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
+    own = schema.get("x-guidance")
+    # A default pattern would win over "whitespace_flexible": false.
+    chosen = isinstance(own, dict) and any(name.startswith("whitespace_") for name in own)
+    return LLMatcher.grammar_from_json_schema(schema, defaults=None if chosen else {"whitespace_pattern": _WHITESPACE})
 
 
 def _check_multiples(text: str) -> None:
