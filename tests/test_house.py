@@ -57,6 +57,7 @@ KERNEL_DOORS = {
     "moeyard.bench.engine": ("moeyard_kernels.bench.timing",),
     "moeyard_worker.engine.local": ("moeyard_kernels.cpu.backend",),
     "moeyard_worker.engine.sampling": ("moeyard_kernels.ops",),
+    "moeyard_worker.engine.scoring": ("moeyard_kernels.ops",),
     "moeyard_worker.engine.graph_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
     "moeyard_worker.engine.device_sampler": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
 }

@@ -4,8 +4,9 @@ A router may know this file and no other of the worker's; it never sees a tensor
 stdlib + msgpack only, so importing it loads no torch. Messages are msgpack maps with a version and a type; decoding is
 strict (unknown, missing or mistyped fields raise `ProtocolError`), and nothing is ever unpickled.
 
-Router to worker: `Hello`, `Submit`, `Abort`. Worker to router: `Snapshot`, `Tokens`, `Done`, `Rejected`.
-Every `Submit` is answered by exactly one `Done` or `Rejected`; `Tokens` of a request precede its `Done`.
+Router to worker: `Hello`, `Submit`, `Abort`. Worker to router: `Snapshot`, `PromptLogprobs`, `Tokens`, `Done`,
+`Rejected`. Every `Submit` is answered by exactly one `Done` or `Rejected`; `PromptLogprobs` of a request precede its
+`Tokens`, and these its `Done`.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,8 @@ import msgpack
 PROTOCOL_VERSION = 1
 # The most alternatives that an answer lists beside a chosen token, as in the OpenAI API.
 MAX_LOGPROBS = 20
+# The most tokens that one `PromptLogprobs` tells of: what a router decodes at once stays below a millisecond or two.
+MAX_PROMPT_LOGPROBS = 128
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal["queue_full", "prompt_too_long", "never_fits", "bad_request", "duplicate", "fleet_failed"]
@@ -38,7 +41,8 @@ class SamplingParams:
 
     Units and ranges: `temperature` >= 0 (0 is greedy); `top_p` in (0, 1]; `top_k` >= 0 (0 is off); `min_p` in [0, 1];
     penalties as OpenAI (presence, frequency in [-2, 2]) and CTRL (repetition > 0, 1 is off); `logprobs` None for none,
-    otherwise the number of alternatives reported beside the chosen token, 0 to MAX_LOGPROBS.
+    otherwise the number of alternatives reported beside the chosen token, 0 to MAX_LOGPROBS. `prompt_logprobs` is the
+    same for every prompt token but the first. `max_tokens` 0 computes the prompt and ends.
     """
 
     max_tokens: int
@@ -55,11 +59,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Log-probability (natural log, of the unmodified distribution) of a chosen token and of the `top` likeliest ones.
+    """Log-probability (natural log, of the unmodified distribution) of a token and of the `top` likeliest ones.
 
     `rank` is 1 for the likeliest token. `top` is sorted by falling log-probability, ties by lower id.
     """
@@ -95,6 +100,20 @@ class Abort:
 
     type: ClassVar[str] = "abort"
     request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens `start`, `start + 1` and so on, each under the tokens before it.
+
+    Sent as the prompt is computed, at most MAX_PROMPT_LOGPROBS at once, each token once and in order. The first has no
+    tokens before it, so `start` is at least 1.
+    """
+
+    type: ClassVar[str] = "prompt_logprobs"
+    request_id: str
+    start: int
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +183,7 @@ class Snapshot:
     vocab_size: int
 
 
-Message = Union[Hello, Submit, Abort, Tokens, Done, Rejected, Snapshot]  # noqa: UP007 - get_args needs the union object
+Message = Union[Hello, Submit, Abort, PromptLogprobs, Tokens, Done, Rejected, Snapshot]  # noqa: UP007 - for get_args
 _MESSAGES = MappingProxyType({cls.type: cls for cls in get_args(Message)})
 
 
@@ -276,5 +295,7 @@ def _check_values(message: Any, where: str) -> None:
     name, values = _CHOICES.get(type(message), (None, ()))
     if name is not None and getattr(message, name) not in values:
         raise ProtocolError(f"{where}.{name}: {getattr(message, name)!r} is not one of {', '.join(values)}")
+    if isinstance(message, PromptLogprobs) and len(message.logprobs) > MAX_PROMPT_LOGPROBS:
+        raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs, at most {MAX_PROMPT_LOGPROBS} at once")
     if isinstance(message, Tokens) and message.logprobs and len(message.logprobs) != len(message.token_ids):
         raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs for {len(message.token_ids)} tokens")
