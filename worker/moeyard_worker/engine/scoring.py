@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from moeyard_kernels.ops import SampledTokens, token_logprobs
+from moeyard_kernels.types.sampled_tokens import MAX_TOP
 from moeyard_worker.engine.memory import SCORED_ROWS
 from moeyard_worker.engine.sampling import tell
 from moeyard_worker.protocol import TokenLogprob
@@ -24,12 +25,12 @@ def score(
 ) -> list[SampledTokens]:
     """Score the targets of `step.scored` under head(rows of hidden [num_rows, H]); without waiting for a device.
 
-    `whole`: every block has SCORED_ROWS rows, the last ones repeated, so that kernels see one size only.
+    `whole`: every block has SCORED_ROWS rows, some repeated, and MAX_TOP alternatives, so that kernels see one size.
     """
     rows, targets, num_top = _wanted(step)
     count = len(targets)
     if whole:
-        missing = -count % SCORED_ROWS
+        num_top, missing = MAX_TOP, -count % SCORED_ROWS
         rows, targets = rows + rows[:1] * missing, targets + targets[:1] * missing
     where, ids = torch.tensor([rows, targets]).to(hidden.device, non_blocking=True)
     blocks = []
