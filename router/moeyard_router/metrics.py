@@ -44,7 +44,7 @@ class RouterMetrics:
         )
         self.prompt_tokens = Counter(
             "moeyard_prompt_tokens",
-            "Prompt tokens of requests that got a first token.",
+            "Prompt tokens of requests that got a first token, or were to get none.",
             ["model_name"],
             registry=self.registry,
         ).labels(**label)

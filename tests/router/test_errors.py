@@ -26,7 +26,10 @@ BAD_COMPLETIONS = [
     ({"prompt": [5] * 256}, "prompt"),
     ({"prompt": ["a"] * 200}, "prompt"),
     ({"prompt": "x", "model": 3}, "model"),
-    ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt": "x", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
     ({"prompt": "x", "max_tokens": "7"}, "max_tokens"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens"),
     ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
@@ -59,7 +62,6 @@ BAD_COMPLETIONS = [
     ({"prompt": "x", "logprobs": 21}, "logprobs"),
     ({"prompt": "x", "logprobs": -1}, "logprobs"),
     ({"prompt": "x", "logprobs": True}, "logprobs"),
-    ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
     ({"prompt": "x", "stream": "yes"}, "stream"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
@@ -90,7 +92,7 @@ BAD_CHATS = [
 
 NOT_SERVED = [
     "audio", "best_of", "function_call", "functions", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
-    "length_penalty", "metadata", "modalities", "parallel_tool_calls", "prediction", "priority", "prompt_logprobs",
+    "length_penalty", "metadata", "modalities", "parallel_tool_calls", "prediction", "priority",
     "reasoning_effort", "response_format", "service_tier", "store", "structured_outputs", "suffix", "tool_choice",
     "tools", "truncate_prompt_tokens", "use_beam_search", "web_search_options",
 ]  # fmt: skip
@@ -100,7 +102,6 @@ ASKING = [
     ("tool_choice", "none"),
     ("store", False),
     ("suffix", ""),
-    ("prompt_logprobs", 0),
     ("response_format", {}),
     ("response_format", "text"),
     ("response_format", {"type": "json_object"}),

@@ -21,6 +21,7 @@ from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import Codec
 
+_THREAD_SCORES = 512  # logprobs of prompts; fewer are written faster than a thread is woken
 _JSON = (b"content-type", b"application/json")
 _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
@@ -77,16 +78,25 @@ async def _whole(job: Job, generation: Generation, writer: ReplyWriter, send: Se
     while not generation.finished:
         for index, delta in (await generation.step()).items():
             collected[index].extend(delta)
-    await send_bytes(send, 200, writer.body(collected, generation.choices), headers=[_JSON])
+    if job.num_scores < _THREAD_SCORES:
+        body = writer.body(collected, generation.choices)
+    else:
+        body = await asyncio.to_thread(writer.body, collected, generation.choices)
+    await send_bytes(send, 200, body, headers=[_JSON])
 
 
 async def _stream(job: Job, generation: Generation, writer: ReplyWriter, send: Send) -> None:
     """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status."""
     deltas = await generation.step()
+
+    def write(deltas: dict[int, Delta]) -> list[bytes]:
+        return [writer.chunk(index, delta, generation.choices) for index, delta in deltas.items()]
+
+    apart = job.num_scores >= _THREAD_SCORES
     await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS]})
     try:
         while True:
-            chunks = [writer.chunk(index, delta, generation.choices) for index, delta in deltas.items()]
+            chunks = await asyncio.to_thread(write, deltas) if apart else write(deltas)
             if generation.finished:
                 break
             data = b"".join(chunks)

@@ -15,6 +15,8 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of max_tokens for 
 _THREAD_TEXT = 8192  # characters; shorter texts are tokenized faster than a thread is woken
 _MESSAGE_TEXT = 64  # characters that rendering one message counts for, however short it is
 _SEEDS = 2**63
+# Log-probabilities of prompts that one request may ask for, alternatives counted: about 60 MB of JSON.
+_MAX_SCORES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,13 @@ class Job:
     return_token_ids: bool
     echo: bool
     logprobs: int | None
+    prompt_logprobs: int | None = None
+
+    @property
+    def num_scores(self) -> int:
+        """Log-probabilities of prompt tokens that the workers are asked for, alternatives counted."""
+        asked = ((c.sampling.prompt_logprobs, self.prompts[c.prompt].token_ids) for c in self.continuations)
+        return sum(len(ids) * (count + 1) for count, ids in asked if count is not None)
 
 
 class Intake:
@@ -63,8 +72,6 @@ class Intake:
     async def completion(self, request: CompletionRequest) -> Job:
         """A /v1/completions request; text prompts get the tokenizer's special tokens unless told otherwise."""
         self._check_model(request.model)
-        if request.echo and request.logprobs is not None:
-            raise bad_request("'echo' with logprobs is not supported: prompt tokens have no logprobs here", "echo")
         self._check_choices(request.n or 1, len(request.prompts))
         special = request.add_special_tokens is not False
         prompts = [await self._prompt(p, special=special, echo=bool(request.echo)) for p in request.prompts]
@@ -126,17 +133,23 @@ class Intake:
         if logprobs is not None and logprobs > self._config.max_logprobs:
             field = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
             raise bad_request(f"'{field}': {logprobs} is above the limit of {self._config.max_logprobs}", field)
+        if request.prompt_logprobs is not None and request.prompt_logprobs > self._config.max_logprobs:
+            message = f"'prompt_logprobs': {request.prompt_logprobs} is above the limit of {self._config.max_logprobs}"
+            raise bad_request(message, "prompt_logprobs")
         if request.stops and not self._codec.has_text:
             raise bad_request("'stop': this server has no tokenizer to find it with; use 'stop_token_ids'", "stop")
         continuations: list[Continuation] = []
         for i, prompt in enumerate(prompts):
-            sampling = self._sampling(request, len(prompt.token_ids), logprobs)
+            sampling = self._sampling(request, len(prompt.token_ids), logprobs, echo=echo)
             for choice in range(request.n or 1):
                 seeded = dataclasses.replace(sampling, seed=(sampling.seed + choice) % _SEEDS)
+                if choice and not request.stream:
+                    # The first one's are theirs; a stream would have to wait for it.
+                    seeded = dataclasses.replace(seeded, prompt_logprobs=None)
                 continuations.append(Continuation(index=len(continuations), prompt=i, sampling=seeded))
         stream_options = request.stream_options
         eos = () if request.ignore_eos else self._config.eos_token_ids
-        return Job(
+        job = Job(
             chat=isinstance(request, ChatRequest),
             prompts=tuple(prompts),
             continuations=tuple(continuations),
@@ -151,12 +164,18 @@ class Intake:
             return_token_ids=not self._codec.has_text if request.return_token_ids is None else request.return_token_ids,
             echo=echo,
             logprobs=logprobs,
+            prompt_logprobs=request.prompt_logprobs,
         )
+        if job.num_scores > _MAX_SCORES:
+            message = f"{job.num_scores} logprobs of prompt tokens, at most {_MAX_SCORES} are given in one answer"
+            raise bad_request(message, "logprobs" if request.prompt_logprobs is None else "prompt_logprobs")
+        return job
 
     def _sampling(
-        self, request: CompletionRequest | ChatRequest, prompt_tokens: int, logprobs: int | None
+        self, request: CompletionRequest | ChatRequest, prompt_tokens: int, logprobs: int | None, *, echo: bool
     ) -> SamplingParams:
         """Every field explicit. A request without a seed gets a random one per prompt, so equal prompts may differ."""
+        scores = [count for count in (request.prompt_logprobs, logprobs if echo else None) if count is not None]
         max_tokens = self._max_tokens(request, prompt_tokens)
         min_tokens = request.min_tokens or 0
         if min_tokens > max_tokens:
@@ -177,6 +196,7 @@ class Intake:
             stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
             ignore_eos=bool(request.ignore_eos),
             logprobs=logprobs,
+            prompt_logprobs=max(scores, default=None),
         )
 
     def _max_tokens(self, request: CompletionRequest | ChatRequest, prompt_tokens: int) -> int:
@@ -187,7 +207,7 @@ class Intake:
         if isinstance(request, ChatRequest):
             asked = request.max_completion_tokens if asked is None else asked
             field = "messages"
-        if room < 1:
+        if room < (0 if asked == 0 else 1):
             message = (
                 f"the prompt has {prompt_tokens} tokens, which leaves no room in the model's limit of {limit} tokens"
             )

@@ -21,7 +21,7 @@ NOT_SERVED = (
     *("function_call", "functions", "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json"),
     *("guided_json_object", "guided_regex", "guided_whitespace_pattern", "include_reasoning", "kv_transfer_params"),
     *("length_penalty", "logits_processors", "metadata", "mm_processor_kwargs", "modalities", "parallel_tool_calls"),
-    *("prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "prompt_embeds", "prompt_logprobs"),
+    *("prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "prompt_embeds"),
     *("reasoning_effort", "request_id", "response_format", "return_tokens_as_token_ids", "safety_identifier"),
     *("service_tier", "spaces_between_special_tokens", "store", "structural_tag", "structured_outputs", "suffix"),
     *("tool_choice", "tools", "truncate_prompt_tokens", "use_beam_search", "verbosity", "vllm_xargs"),
@@ -66,6 +66,7 @@ class _Generation(_Strict):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     logit_bias: dict[str, Bias] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -99,9 +100,11 @@ class _Generation(_Strict):
         return tuple(dict.fromkeys(stops))
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> "_Generation":
+    def _streamed_or_not(self) -> "_Generation":
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options are allowed only with stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError("prompt_logprobs", "prompt_logprobs are not available with stream=true")
         return self
 
     @property
@@ -122,9 +125,13 @@ def _asks_nothing(name: str, data: dict[str, Any]) -> bool:
 
 
 class CompletionRequest(_Generation):
-    """Body of POST /v1/completions. `prompt`: text, token ids, a list of texts, or a list of token-id lists."""
+    """Body of POST /v1/completions. `prompt`: text, token ids, a list of texts, or a list of token-id lists.
+
+    `max_tokens` 0 is for what is said of the prompt (`echo`, `prompt_logprobs`), or to have it in the workers' pages.
+    """
 
     prompt: Any
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

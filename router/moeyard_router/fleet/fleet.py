@@ -13,11 +13,11 @@ import zmq
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
-from moeyard_router.fleet.link import LinkEvents, WorkerLink
+from moeyard_router.fleet.link import LinkEvents, Message, WorkerLink
 from moeyard_router.fleet.policy import RankLoad, choose_rank
 from moeyard_router.fleet.ticket import Lost, Ticket
 from moeyard_router.metrics import RouterMetrics
-from moeyard_worker.protocol import Abort, Done, Message, Rejected, SamplingParams, Snapshot, Submit, Tokens
+from moeyard_worker.protocol import Abort, Done, PromptLogprobs, Rejected, SamplingParams, Snapshot, Submit, Tokens
 
 _RETRY_AFTER = 1.0  # seconds; told to clients when the queue is full
 
@@ -249,6 +249,8 @@ class Fleet:
                 self._tokens(now, rank, message)
             elif isinstance(message, Done | Rejected):
                 self._end(now, rank, message)
+            elif isinstance(message, PromptLogprobs):
+                self._scores(now, rank, message)
             elif isinstance(message, Snapshot):
                 self._snapshot(now, rank, message)
             else:
@@ -267,6 +269,12 @@ class Fleet:
             return
         flight.received += len(message.token_ids)
         flight.ticket.put(now, flight.index, message)
+
+    def _scores(self, now: float, rank: int, message: PromptLogprobs) -> None:
+        self.last_progress = now
+        flight = self._flights.get(message.request_id)
+        if flight is not None and flight.rank == rank and flight.ticket is not None:
+            flight.ticket.put(now, flight.index, message)
 
     def _end(self, now: float, rank: int, message: Done | Rejected) -> None:
         flight = self._flights.get(message.request_id)

@@ -54,6 +54,10 @@ class TokenBytes:
         """The bytes of one token, special ones included."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is one that `skip_special_tokens` leaves out."""
+        return bool(self.of(token_id)) and not self._visible[token_id]
+
     def table(self, *, skip_special_tokens: bool) -> list[bytes]:
         """All tokens' bytes by id; special tokens are empty if they are to be skipped. Not to be modified."""
         return self._visible if skip_special_tokens else self._bytes
