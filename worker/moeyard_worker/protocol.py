@@ -215,7 +215,10 @@ def decode(frame: bytes) -> Message:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, SamplingParams | TokenLogprob):
+    if isinstance(value, TokenLogprob):
+        # There are many of them; msgpack takes tuples as they are.
+        return {"logprob": value.logprob, "rank": value.rank, "top": value.top}
+    if isinstance(value, SamplingParams):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
@@ -250,7 +253,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _is_int(value[0]) and _is_number(value[1])
+    # The usual pair by its exact types: this runs for every alternative of every token.
+    if type(value) is not list or len(value) != 2:
+        return False
+    token_id, number = value
+    return (type(token_id) is int and type(number) is float) or (_is_int(token_id) and _is_number(number))
 
 
 # Per annotation used above: whether a value from msgpack fits, and how it gets its Python form (None: it has it).
