@@ -15,8 +15,9 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of max_tokens for 
 _THREAD_TEXT = 8192  # characters; shorter texts are tokenized faster than a thread is woken
 _MESSAGE_TEXT = 64  # characters that rendering one message counts for, however short it is
 _SEEDS = 2**63
-# Log-probabilities of prompts that one request may ask for, alternatives counted: about 60 MB of JSON.
-_MAX_SCORES = 2**20
+# Log-probabilities of prompts that one request may ask for, alternatives counted: about 10 MB of JSON, and one
+# alternative for each of 131072 tokens.
+_MAX_SCORES = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
