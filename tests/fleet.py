@@ -20,6 +20,7 @@ from moeyard_worker.protocol import (
     Done,
     Hello,
     Message,
+    PromptLogprobs,
     Rejected,
     SamplingParams,
     Snapshot,
@@ -123,6 +124,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     end: Done | Rejected | None = None
 
 
@@ -174,13 +176,17 @@ class Client:
         if isinstance(message, Snapshot):
             self.snapshots[message.rank] = message
             return
-        assert isinstance(message, Tokens | Done | Rejected), message
+        assert isinstance(message, PromptLogprobs | Tokens | Done | Rejected), message
         answer = self.answers[message.request_id]
         assert answer.end is None, f"{message.request_id} was answered after its end: {message}"
         if isinstance(message, Tokens):
             assert message.start == len(answer.token_ids), "tokens out of order"
             answer.token_ids += message.token_ids
             answer.logprobs += message.logprobs
+        elif isinstance(message, PromptLogprobs):
+            assert message.start == len(answer.prompt_logprobs) + 1, "prompt tokens out of order, or told of twice"
+            assert not answer.token_ids, "output before the prompt"
+            answer.prompt_logprobs += message.logprobs
         else:
             answer.end = message
 

@@ -34,9 +34,9 @@ ROOMS = {
     "exchange": (("config",), 1800),
     "experts": (("config", "exchange"), 1150),
     "layers": (("config", "state", "exchange"), 550),
-    "models": (("config", "state", "exchange", "layers"), 850),
+    "models": (("config", "state", "exchange", "layers"), 900),
     "checkpoint": (("config", "layers", "models"), 600),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 2700),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 3000),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
@@ -48,7 +48,7 @@ ROUTER_ROOMS = {
 ROUTER_FILES = ("config", "errors", "metrics")
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.
 KERNEL_LINES = {
-    "types": 735, "common": 400, "ref": 960, "attention": 2310, "linear": 1200, "experts": 1620, "sampling": 1200,
+    "types": 735, "common": 400, "ref": 960, "attention": 2310, "linear": 1200, "experts": 1620, "sampling": 1260,
     "elementwise": 400, "door": 850, "cpu": 900, "cuda": 1010, "bench": 2250,
 }  # fmt: skip
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
@@ -57,6 +57,7 @@ KERNEL_DOORS = {
     "moeyard.bench.engine": ("moeyard_kernels.bench.timing",),
     "moeyard_worker.engine.local": ("moeyard_kernels.cpu.backend",),
     "moeyard_worker.engine.sampling": ("moeyard_kernels.ops",),
+    "moeyard_worker.engine.scoring": ("moeyard_kernels.ops",),
     "moeyard_worker.engine.graph_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
     "moeyard_worker.engine.device_sampler": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
 }

@@ -24,7 +24,7 @@ from moeyard_kernels.door.linear import head_linear, linear, linear_pair
 from moeyard_kernels.door.prefill import attn_prefill_varlen
 from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_write_mla
 from moeyard_kernels.door.routing import topk_gate
-from moeyard_kernels.door.sampling import sample
+from moeyard_kernels.door.sampling import sample, token_logprobs
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.types.logit_edits import LogitEdits
@@ -64,5 +64,6 @@ __all__ = [
     "sample",
     "scale_rows_",
     "silu_mul",
+    "token_logprobs",
     "topk_gate",
 ]

@@ -55,7 +55,7 @@ class RouterMetrics:
         self.params_n = histogram("request_params_n", "Choices per prompt of a request.", CHOICE_BUCKETS)
         self.prompt_tokens = Counter(
             "moeyard_prompt_tokens",
-            "Prompt tokens of requests that got a first token.",
+            "Prompt tokens of requests that got a first token, or were to get none.",
             ["model_name"],
             registry=self.registry,
         ).labels(**label)

@@ -48,10 +48,10 @@ def cases() -> list[Case]:
 
 
 def requests() -> dict[str, tuple[list[int], dict[str, Any]]]:
-    """Prompts from shorter than a page to longer than two chunks of 64; greedy and seeded."""
+    """Prompts from shorter than a page to longer than two chunks of 64; greedy and seeded, one of them scored."""
     rng = random.Random(7)
     greedy = {"temperature": 0.0, "logprobs": 3}
-    seeded = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 11, "logprobs": 2}
+    seeded = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 11, "logprobs": 2, "prompt_logprobs": 3}
     penalised = {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "presence_penalty": 0.3, "logprobs": 0}
     sizes = (("a", 5, greedy), ("b", 37, seeded), ("c", 90, penalised), ("d", 130, greedy))
     return {
@@ -83,7 +83,7 @@ def config(case: Case, model: Path) -> EngineConfig:
 def bits(answer: Answer) -> tuple[Any, ...]:
     """Everything that must not change: ids, and log-probabilities compared as floats without tolerance."""
     assert getattr(answer.end, "finish_reason", None) == "length", answer.end
-    return tuple(answer.token_ids), tuple(answer.logprobs)
+    return tuple(answer.token_ids), tuple(answer.logprobs), tuple(answer.prompt_logprobs)
 
 
 def run_mixed(fleet: Fleet, label: str, ranks: dict[str, int]) -> dict[str, tuple[Any, ...]]:

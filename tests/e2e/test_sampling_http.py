@@ -250,3 +250,42 @@ def expected_greedy(
         assert best - second > 1e-4, "a near-tie: choose another seed for the checkpoint"
         output.append(int(np.argmax(logits)))
     return output
+
+
+def test_loglikelihood_as_lm_eval_asks(bench: Bench, http: HttpFleet) -> None:
+    """Four prompts at once, echoed with one alternative and one token more; lm-eval sums what lies between."""
+    prompts = [[(17 * i + 5 * j * j) % VOCAB_SIZE for j in range(size)] for i, size in enumerate((2, 30, 61, 140))]
+    wanted = {"max_tokens": 1, "temperature": 0, "seed": 1234, "echo": True, "logprobs": 1}
+    choices = http.complete(prompt=prompts, **wanted)["choices"]
+    for ids, choice in zip(prompts, sorted(choices, key=lambda c: c["index"]), strict=True):
+        of_model = log_softmax(bench.logits(ids))[np.arange(len(ids) - 1), ids[1:]]
+        told = choice["logprobs"]
+        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+        assert told["token_logprobs"][1 : len(ids)] == pytest.approx(of_model, abs=1e-4)
+        likeliest = log_softmax(bench.logits(ids)).max(1)
+        tops = [max(top.values()) for top in told["top_logprobs"][1 : len(ids)]]
+        assert tops == pytest.approx(likeliest[:-1], abs=1e-4), "lm-eval takes the largest for the greedy token"
+        # Nothing of it depends on the token more, on what ran beside, or on a prompt that the pages hold by now.
+        for body in ({"max_tokens": 0}, {"max_tokens": 3, "seed": 4}):
+            again = http.choice(prompt=ids, **{**wanted, **body})["logprobs"]
+            for name in told:
+                assert again[name][: len(ids)] == told[name][: len(ids)]
+            assert len(again["tokens"]) == len(ids) + body["max_tokens"]
+
+
+def test_prompt_logprobs_rank_and_order(bench: Bench, http: HttpFleet) -> None:
+    answer = http.complete(prompt=PROMPT, max_tokens=0, prompt_logprobs=4)
+    (choice,) = answer["choices"]
+    assert (choice["token_ids"], choice["finish_reason"], answer["usage"]["completion_tokens"]) == ([], "length", 0)
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    first, *rest = choice["prompt_logprobs"]
+    assert first is None
+    for row, target, entry in zip(log_softmax(bench.logits(PROMPT)), PROMPT[1:], rest, strict=False):
+        order = np.argsort(-row, kind="stable")
+        rank = int((row > row[target]).sum()) + 1
+        assert next(iter(entry)) == str(target)
+        assert entry[str(target)]["rank"] == rank
+        assert {int(t) for t in entry} == {target, *order[:4].tolist()}
+        for token_id, told in entry.items():
+            assert told["logprob"] == pytest.approx(row[int(token_id)], abs=1e-4)
+    assert len(rest) == len(PROMPT) - 1

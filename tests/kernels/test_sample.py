@@ -15,6 +15,7 @@ from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.common.launch import checked
 from moeyard_kernels.ref import sample as reference
 from moeyard_kernels.sampling import sample as triton_kernel
+from moeyard_kernels.sampling import token_logprobs as triton_kernel_of_given
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.protocol import SamplingParams
@@ -379,6 +380,41 @@ def test_logprobs_and_ranks_are_numpys(vocab: int, num_top: int, dtype: torch.dt
             assert tokens.top_ids[i].tolist() == [token for token, _ in wanted.top]
             of_numpy = [logprob for _, logprob in wanted.top]
             assert tokens.top_logprobs[i].tolist() == pytest.approx(of_numpy, rel=2e-7, abs=1e-7)
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_given_tokens_are_told_of_as_chosen_ones(num_top: int) -> None:
+    """`token_logprobs` of what `sample` chose, kernels and reference; and of tokens that nothing would choose."""
+    logits, sequences = mixed_rows(1000, 3, edits=True)
+    options = arguments(sequences, 1000)
+    chosen = run_kernel(logits, logprobs=num_top, **options)
+    again = triton_kernel_of_given.token_logprobs(logits.to(DEVICE), chosen.ids.to(DEVICE), num_top, config=USUAL)
+    assert_same(again.each(lambda x: x.cpu()), chosen, "kernel")
+    whole = ops.sample(logits, logprobs=num_top, **options)
+    assert_same(ops.token_logprobs(logits, whole.ids, num_top), whole, "reference")
+    least = logits[:2].argmin(1)
+    got = triton_kernel_of_given.token_logprobs(logits[:2].to(DEVICE), least.to(DEVICE), num_top, config=USUAL)
+    assert got.logprobs is not None
+    assert got.ranks is not None
+    for i in range(2):
+        wanted = numpy_sampler.token_logprob(logits[i].numpy(), int(least[i]), num_top)
+        assert int(got.ranks[i]) == wanted.rank
+        assert float(got.logprobs[i]) == pytest.approx(wanted.logprob, rel=2e-7, abs=1e-7)
+    logits[0, 5] = math.nan
+    bad = triton_kernel_of_given.token_logprobs(logits[:2].to(DEVICE), least.to(DEVICE), num_top, config=USUAL)
+    for tokens in (bad, ops.token_logprobs(logits[:2], least, num_top)):
+        assert tokens.logprobs is not None
+        assert tokens.logprobs.isnan().tolist() == [True, False]
+
+
+def test_given_tokens_must_fit() -> None:
+    logits, ids = torch.randn(2, 50), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"token_logprobs: logits must be fp32 or bf16"):
+        ops.token_logprobs(logits.half(), ids, 0)
+    with pytest.raises(ValueError, match=r"token_logprobs: ids .* expected int64 \[2\]"):
+        ops.token_logprobs(logits, ids[:1], 0)
+    with pytest.raises(ValueError, match=r"token_logprobs: num_top 21, expected 0 to 20"):
+        ops.token_logprobs(logits, ids, 21)
 
 
 def test_nothing_is_computed_that_nobody_asked_for() -> None:

@@ -18,8 +18,9 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_worker.engine.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.scoring import score, told
 from moeyard_worker.models.families import load_model_config
-from moeyard_worker.scheduling.step import Chunk, Step
+from moeyard_worker.scheduling.step import Chunk, Scoring, Step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -92,6 +93,29 @@ def test_prompts_beside_decode_rows(runners: tuple[Runner, Runner]) -> None:
         )
         results.append(runner.forward(mixed)[:4])
     assert relative(*results) < 1e-4
+
+
+def test_scores_of_a_prompt(runners: tuple[Runner, Runner]) -> None:
+    """In blocks of one size, as a GPU's steps have them, beside a prompt that nobody asks about."""
+    ids, other = prompt(90), prompt(20, 6)
+    scoring = Scoring(first=3, targets=tuple(ids[4:]), num_top=2)
+    pages = (tuple(range(6)), tuple(range(10, 12)))
+    options = {"start": 0, "prompt": True, "num_sampled": 0}
+    step = Step(
+        prefill=(
+            Chunk(key=(b"", "a"), token_ids=tuple(other), pages=pages[1], **options),
+            Chunk(key=(b"", "b"), token_ids=tuple(ids), pages=pages[0], scoring=scoring, **options),
+        )
+    )
+    found = []
+    with torch.inference_mode():
+        for runner, whole in zip(runners, (True, False), strict=True):
+            hidden = runner.model.hidden(runner.backend.plan(step))
+            found.append(told(step, score(runner.model.head, hidden, step, whole=whole))[0])
+    ours, theirs = (torch.tensor([entry.logprob for entry in scores]) for scores in found)
+    assert len(ours) == 86
+    assert relative(ours, theirs) < 1e-4
+    assert all(len(entry.top) == 2 for scores in found for entry in scores)
 
 
 def test_an_empty_step(runners: tuple[Runner, Runner]) -> None:

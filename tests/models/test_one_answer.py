@@ -1,14 +1,19 @@
 """One answer: the bits of a position's logits, however its step was put together."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
-from moeyard_worker.engine.local import greedy_tokens, local_runner
+from moeyard_kernels.ops import token_logprobs
+from moeyard_worker.engine.local import greedy_tokens, local_runner, prompt_logits
 from moeyard_worker.engine.runner import Runner
-from moeyard_worker.scheduling.step import Chunk, Step
+from moeyard_worker.engine.sampling import tell
+from moeyard_worker.engine.scoring import Scores, score, told
+from moeyard_worker.protocol import TokenLogprob
+from moeyard_worker.scheduling.step import Chunk, Scoring, Step
 
 OPTIONS = {
     "deepseek_v3": {"num_hidden_layers": 2},
@@ -127,6 +132,40 @@ def test_only_sampled_rows_are_returned(runner: Runner, prompts: list[list[int]]
     assert logits.shape[1] == VOCAB_SIZE
     assert logits.dtype == torch.float32
     assert torch.equal(logits[0], alone[1][1])
+
+
+def scores_of(runner: Runner, *prefill: Chunk, whole: bool = False) -> Scores:
+    step = Step(prefill=prefill)
+    with torch.inference_mode():
+        return told(step, score(runner.model.head, runner.model.hidden(runner.backend.plan(step)), step, whole=whole))
+
+
+def scored_chunk(ids: list[int], start: int, size: int, *, first_page: int = 0, first: int = 0) -> Chunk:
+    targets = tuple(ids[start + first + 1 : start + size + 1])
+    scoring = Scoring(first=first, targets=targets, num_top=3) if targets else None
+    chunk = make_chunk(ids, start, size, prompt=True, first_page=first_page)
+    return replace(chunk, num_sampled=0, scoring=scoring)
+
+
+def test_scores_of_a_prompt(runner: Runner, prompts: list[list[int]]) -> None:
+    """Log-probability bits: whatever the chunks, the blocks that the head sees, and the prompts beside."""
+    ids, other = prompts[0], prompts[2]
+    (alone,) = scores_of(runner, scored_chunk(ids, 0, PROMPT_LENGTH))
+    assert len(alone) == PROMPT_LENGTH - 1
+    assert scores_of(runner, scored_chunk(ids, 0, PROMPT_LENGTH), whole=True) == [alone]
+    for size in (7, 64):
+        found: list[TokenLogprob] = []
+        for start in range(0, PROMPT_LENGTH, size):
+            beside = scored_chunk(other, 0, 5 + start % 60, first_page=PAGES)
+            mine = scored_chunk(ids, start, min(size, PROMPT_LENGTH - start), first_page=2 * PAGES)
+            found += [entry for scores in scores_of(runner, beside, mine)[1:] for entry in scores]
+        assert tuple(found) == alone, size
+    (late,) = scores_of(runner, scored_chunk(ids, 0, PROMPT_LENGTH, first=100))
+    assert late == alone[100:]
+    # The logits are those from which a token would be sampled, row by row.
+    sampled = prompt_logits(runner, ids, range(PAGES), chunk_size=1)[:-1]
+    expected = tell(token_logprobs(sampled, torch.tensor(ids[1:]), 3), [3] * len(sampled))
+    assert alone == tuple(entry for _, entry in expected)
 
 
 def test_idle_step_takes_part_in_every_exchange(tmp_path: Path) -> None:

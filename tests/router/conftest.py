@@ -27,6 +27,7 @@ from moeyard_worker.protocol import (
     Hello,
     Inspect,
     Message,
+    PromptLogprobs,
     Rejected,
     Snapshot,
     Submit,
@@ -87,7 +88,8 @@ class _Running:
 class ScriptedWorker:
     """Speaks the worker's side of protocol.py over a real socket and emits the tokens that its script names.
 
-    Test knobs: `script` (Submit -> output ids), `chunk` (tokens per message), `pace` (seconds per message), `paused`
+    Test knobs: `script` (Submit -> output ids), `chunk` (tokens per message), `score_chunk` (prompt tokens per message
+    of their logprobs), `pace` (seconds per message), `paused`
     (accept but emit nothing), `reject` (answer every Submit with this), `loads` (the answer to Inspect, if any), `do`
     (run something in its thread).
     """
@@ -121,6 +123,7 @@ class ScriptedWorker:
         """Back to the defaults, records forgotten."""
         self.script = self.default_script
         self.chunk, self.pace, self.paused = 1, 0.0, False
+        self.score_chunk = 4
         self.reject: Rejected | None = None
         self.loads: ExpertLoads | None = None
         self.submits.clear()
@@ -202,6 +205,12 @@ class ScriptedWorker:
 
     def _emit(self, running: _Running) -> None:
         sampling = running.submit.sampling
+        if not running.sent and sampling.prompt_logprobs is not None:
+            self._score(running)
+        if not sampling.max_tokens:
+            del self._running[running.submit.request_id]
+            self._end(running, "length")
+            return
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos and not sampling.grammar else {1})
         ids: list[int] = []
         reason = None
@@ -226,6 +235,14 @@ class ScriptedWorker:
         if reason is not None:
             del self._running[running.submit.request_id]
             self._end(running, reason, ids[-1] if reason == "stop" else None)
+
+    def _score(self, running: _Running) -> None:
+        """Log-probabilities of the prompt, in messages of `score_chunk` tokens."""
+        top, ids = running.submit.sampling.prompt_logprobs or 0, running.submit.prompt_token_ids
+        for start in range(1, len(ids), self.score_chunk):
+            some = tuple(scripted_logprob(i, top) for i in ids[start : start + self.score_chunk])
+            message = PromptLogprobs(request_id=running.submit.request_id, start=start, logprobs=some)
+            self._socket.send_multipart([running.peer, encode(message)])
 
     def _end(self, running: _Running, reason: str, stop_token_id: int | None = None) -> None:
         done = Done(

@@ -11,7 +11,7 @@ It feeds the rows whose tokens the host does not know, and proposes drafts: true
 from functools import lru_cache
 
 from moeyard_worker.config.engine_config import SchedulerConfig
-from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.protocol import SamplingParams, TokenLogprob
 from moeyard_worker.scheduling.request import Accepted, accept
 from moeyard_worker.scheduling.step import Chunk, Step
 
@@ -38,7 +38,7 @@ def tokens_alone(config: SchedulerConfig, prompt: tuple[int, ...], params: Sampl
     """Output tokens and finish reason of a request that nothing else touches."""
     states = states_alone(prompt, config.vocab_size, config.max_model_len)
     output: list[int] = []
-    for state in states[len(prompt) - 1 :]:
+    for state in states[len(prompt) - 1 :] if params.max_tokens else ():
         assert state is not None
         token_id = state % config.vocab_size
         output.append(token_id)
@@ -48,6 +48,13 @@ def tokens_alone(config: SchedulerConfig, prompt: tuple[int, ...], params: Sampl
         if len(output) == params.max_tokens:
             break
     return output, "length"
+
+
+def score_alone(config: SchedulerConfig, prompt: tuple[int, ...], position: int, num_top: int) -> TokenLogprob:
+    """The fake score of the prompt token at `position`, from the state before it."""
+    state = states_alone(prompt, config.vocab_size, config.max_model_len)[position - 1]
+    assert state is not None
+    return TokenLogprob(logprob=-float(state % 997), rank=1 + prompt[position], top=((state % 7, -0.5),) * num_top)
 
 
 class Device:

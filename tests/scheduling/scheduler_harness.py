@@ -7,13 +7,21 @@ tokens are compared with those of the request alone.
 from collections import deque
 from dataclasses import dataclass, field
 
-from tests.scheduling.fake_device import Device, states_alone, tokens_alone
+from tests.scheduling.fake_device import Device, score_alone, states_alone, tokens_alone
 
 from moeyard_worker.config.engine_config import SchedulerConfig
-from moeyard_worker.protocol import Done, Rejected, Submit, Tokens
+from moeyard_worker.protocol import (
+    MAX_PROMPT_LOGPROBS,
+    Done,
+    PromptLogprobs,
+    Rejected,
+    Submit,
+    TokenLogprob,
+    Tokens,
+)
 from moeyard_worker.scheduling.request import Accepted, Reply
 from moeyard_worker.scheduling.scheduler import Scheduler
-from moeyard_worker.scheduling.step import Chunk, Step
+from moeyard_worker.scheduling.step import Chunk, Scoring, Step
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +32,7 @@ class Live:
     arrival: int
     output: list[int] = field(default_factory=list)
     computed: int | None = None  # positions with a state; None while it holds none
+    scored: int = 0  # prompt tokens of which a log-probability was told
     pages: tuple[int, ...] = ()
     first_start: int | None = None
     in_flight: list[Chunk] = field(default_factory=list)
@@ -73,7 +82,8 @@ class Harness:
             return "bad_request"
         if total > config.max_model_len:
             return "prompt_too_long"
-        if total - (not config.num_drafts or config.max_in_flight == 1) > config.num_pages * config.page_size:
+        positions = max(total - (not config.num_drafts or config.max_in_flight == 1), len(prompt))
+        if positions > config.num_pages * config.page_size:
             return "never_fits"
         waiting = sorted((r for r in self.live.values() if r.computed is None), key=lambda r: r.arrival)
         excess = len(waiting) + 1 - config.max_waiting
@@ -181,7 +191,7 @@ class Harness:
     def _check_chunk(self, chunk: Chunk, request: Live, *, prompt: bool) -> list[int]:
         """Check one planned chunk by what is known; returns the pages that it is the first to name."""
         config, size, num_prompt = self.config, self.config.page_size, len(request.prompt)
-        limit = num_prompt + request.submit.sampling.max_tokens - 1
+        limit = num_prompt + max(request.submit.sampling.max_tokens, 1) - 1
         num_old = len(request.pages)
         if request.computed is None:
             num_old = self._check_start(chunk, request)
@@ -197,7 +207,8 @@ class Harness:
             known = request.known[chunk.start : chunk.end]
             num_drafts = chunk.num_tokens - len(known)
             assert chunk.token_ids[: len(known)] == known
-            assert chunk.num_sampled == (num_drafts + 1 if chunk.end >= len(request.known) else 0)
+            sampled = chunk.end >= len(request.known) and request.submit.sampling.max_tokens
+            assert chunk.num_sampled == (num_drafts + 1 if sampled else 0)
             assert 0 <= num_drafts <= config.num_drafts
             assert num_drafts == 0 or len(known) == 1, "drafts are verified behind the last token"
             assert 0 < len(known) <= config.prefill_chunk
@@ -205,11 +216,42 @@ class Harness:
         if prompt:
             assert chunk.end <= num_prompt, "a prompt chunk crosses the end of the prompt"
             assert chunk.end == num_prompt or chunk.end % config.chunk_alignment == 0
+        assert chunk.scoring == self._expected_scoring(chunk, request)
         assert len(chunk.pages) * size >= chunk.max_start + chunk.num_tokens
         fresh = list(chunk.pages[num_old:])
         request.pages = chunk.pages
         request.in_flight.append(chunk)
         return fresh
+
+    def _expected_scoring(self, chunk: Chunk, request: Live) -> Scoring | None:
+        """Every prompt token but the first is told of once, whatever is computed again."""
+        num_top = request.submit.sampling.prompt_logprobs
+        first = max(chunk.start, request.scored)
+        targets = request.prompt[first + 1 : chunk.end + 1] if chunk.prompt else ()
+        if num_top is None or not targets:
+            return None
+        return Scoring(first=first - chunk.start, targets=targets, num_top=num_top)
+
+    def _scores(self, planned: Planned) -> list[list[TokenLogprob]]:
+        found = []
+        for chunk, request in zip(planned.step.chunks, planned.requests, strict=True):
+            if chunk.scoring is not None:
+                start, s = chunk.start + 1 + chunk.scoring.first, chunk.scoring
+                found.append(
+                    [score_alone(self.config, request.prompt, start + i, s.num_top) for i in range(len(s.targets))]
+                )
+        return found
+
+    def _check_scores(self, message: PromptLogprobs, request: Live) -> None:
+        """In order, each token once, before all output."""
+        num_top = request.submit.sampling.prompt_logprobs
+        assert num_top is not None
+        assert not request.output
+        assert 1 <= len(message.logprobs) <= MAX_PROMPT_LOGPROBS
+        assert message.start == request.scored + 1
+        for i, found in enumerate(message.logprobs, start=message.start):
+            assert found == score_alone(self.config, request.prompt, i, num_top)
+        request.scored += len(message.logprobs)
 
     def _check_start(self, chunk: Chunk, request: Live) -> int:
         """A new one begins behind whole reused pages, and at least its last prompt position is computed."""
@@ -217,6 +259,7 @@ class Harness:
         assert chunk.start % size == chunk.start % self.config.chunk_alignment == 0
         assert chunk.start < len(request.prompt)
         assert chunk.start == 0 or self.config.prefix_caching
+        assert request.submit.sampling.prompt_logprobs is None or chunk.start <= request.scored
         reused = [cell for page in chunk.pages[: chunk.start // size] for cell in self.device.cells[page]]
         assert reused == states_alone(request.prompt, self.config.vocab_size, chunk.start), (
             "a prefix hit on other tokens"
@@ -265,7 +308,7 @@ class Harness:
         if planned.results is None:
             self._run(planned)
         assert planned.results is not None
-        replies = self.scheduler.complete(step, planned.results, now=float(self.num_steps))
+        replies = self.scheduler.complete(step, planned.results, float(self.num_steps), self._scores(planned))
         expected, results = [], iter(planned.results)
         for chunk, request in zip(step.chunks, planned.requests, strict=True):
             request.in_flight.pop(0)
@@ -295,7 +338,9 @@ class Harness:
         """One `Tokens` per request that goes on living, in order of rows, each followed by its end if it ends."""
         for reply in replies:
             message = reply.message
-            if isinstance(message, Tokens):
+            if isinstance(message, PromptLogprobs):
+                self._check_scores(message, self.live[reply.client, message.request_id])
+            elif isinstance(message, Tokens):
                 request = self.live[reply.client, message.request_id]
                 wanted, accepted = expected.pop(0)
                 assert request is wanted
@@ -310,12 +355,15 @@ class Harness:
                 request = self.live[reply.client, message.request_id]
                 alone, reason = tokens_alone(self.config, request.prompt, request.submit.sampling)
                 assert (request.output, message.finish_reason) == (alone, reason)
+                asked = request.submit.sampling.prompt_logprobs is not None
+                assert request.scored == (len(request.prompt) - 1 if asked else 0), "prompt tokens without a score"
                 assert message.stop_token_id == (alone[-1] if reason == "stop" else None)
                 self._end(reply.client, message)
         assert expected == [], "tokens are withheld"
         for request in self.live.values():
             alone, _ = tokens_alone(self.config, request.prompt, request.submit.sampling)
-            assert len(request.output) < len(alone), "a request has all its tokens and was not ended"
+            done = request.computed == len(request.prompt) if not alone else len(request.output) == len(alone)
+            assert not done, "a request has all its tokens and was not ended"
 
     def drain(self) -> None:
         """Run until all requests ended, within a number of steps that only starvation would exceed."""

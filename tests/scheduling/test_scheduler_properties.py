@@ -46,12 +46,13 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
 def submits(draw: st.DrawFn) -> Submit:
     text = draw(st.sampled_from(TEXTS))
     tail = draw(st.lists(st.integers(0, VOCAB - 1), max_size=3) | st.just([VOCAB]))
-    max_tokens = draw(st.integers(1, 16))
+    max_tokens = draw(st.integers(0, 16))
     sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, max_tokens)),
         stop_token_ids=draw(st.sampled_from(((), (3,)))),
         ignore_eos=draw(st.booleans()),
+        prompt_logprobs=draw(st.sampled_from((None, None, 0, 2))),
     )
     prompt = (*text[: draw(st.integers(0, 20))], *tail)
     return Submit(request_id=draw(st.sampled_from("pqrstuvw")), prompt_token_ids=prompt, sampling=sampling)
@@ -122,7 +123,7 @@ def random_life(rng: random.Random, *, max_in_flight: int, num_drafts: int) -> H
     harness = Harness(config, eager=rng.random() < 0.5)
     for i in range(12):
         prompt = rng.choice(TEXTS)[: rng.randint(1, 20)]
-        sampling = SamplingParams(max_tokens=rng.randint(5, 20))
+        sampling = SamplingParams(max_tokens=rng.randint(5, 20), prompt_logprobs=rng.choice((None, None, 1)))
         harness.submit(Submit(request_id=f"r{i}", prompt_token_ids=prompt, sampling=sampling))
         for _ in range(rng.randint(0, 4)):
             harness.step()

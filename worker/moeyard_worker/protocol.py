@@ -3,9 +3,9 @@
 A router may know this file and `wire.py`, which makes frames of these messages, and no other of the worker's; it never
 sees a tensor, a page or a rank's memory. Both are stdlib + msgpack only, so importing them loads no torch.
 
-Router to worker: `Hello`, `Submit`, `Abort`, `Inspect`. Worker to router: `Snapshot`, `Tokens`, `TokenBatch`, `Done`,
-`Rejected`, `ExpertLoads`.
-Every `Submit` is answered by exactly one `Done` or `Rejected`; `Tokens` of a request precede its `Done`.
+Router to worker: `Hello`, `Submit`, `Abort`, `Inspect`. Worker to router: `Snapshot`, `PromptLogprobs`, `Tokens`,
+`TokenBatch`, `Done`, `Rejected`, `ExpertLoads`. Every `Submit` is answered by exactly one `Done` or `Rejected`;
+`PromptLogprobs` of a request precede its `Tokens`, and these its `Done`.
 """
 
 from array import array
@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal, Union, get_args
 
 # The most alternatives that an answer lists beside a chosen token, as in the OpenAI API.
 MAX_LOGPROBS = 20
+# The most tokens that one `PromptLogprobs` tells of: what a router decodes at once stays below a millisecond or two.
+MAX_PROMPT_LOGPROBS = 128
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal[
@@ -81,7 +83,8 @@ class SamplingParams:
 
     Units and ranges: `temperature` >= 0 (0 is greedy); `top_p` in (0, 1]; `top_k` >= 0 (0 is off); `min_p` in [0, 1];
     penalties as OpenAI (presence, frequency in [-2, 2]) and CTRL (repetition > 0, 1 is off); `logprobs` None for none,
-    otherwise the number of alternatives reported beside the chosen token, 0 to MAX_LOGPROBS.
+    otherwise the number of alternatives reported beside the chosen token, 0 to MAX_LOGPROBS. `prompt_logprobs` is the
+    same for every prompt token but the first. `max_tokens` 0 computes the prompt and ends.
 
     With a `grammar` an end-of-sequence token is let through where the answer may end there; where nothing else may
     follow it ends the answer, whatever `min_tokens` and `ignore_eos` say.
@@ -101,12 +104,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Log-probability (natural log, of the unmodified distribution) of a chosen token and of the `top` likeliest ones.
+    """Log-probability (natural log, of the unmodified distribution) of a token and of the `top` likeliest ones.
 
     `rank` is 1 for the likeliest token. `top` is sorted by falling log-probability, ties by lower id.
     """
@@ -149,6 +153,20 @@ class Inspect:
     """Asks for one `ExpertLoads`. For people who look: nothing is sent while nobody does."""
 
     type: ClassVar[str] = "inspect"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens `start`, `start + 1` and so on, each under the tokens before it.
+
+    Sent as the prompt is computed, at most MAX_PROMPT_LOGPROBS at once, each token once and in order. The first has no
+    tokens before it, so `start` is at least 1.
+    """
+
+    type: ClassVar[str] = "prompt_logprobs"
+    request_id: str
+    start: int
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,5 +275,5 @@ class ExpertLoads:
 
 
 Message = Union[  # noqa: UP007 - get_args needs the union object
-    Hello, Submit, Abort, Inspect, Tokens, TokenBatch, Done, Rejected, Snapshot, ExpertLoads
+    Hello, Submit, Abort, Inspect, PromptLogprobs, Tokens, TokenBatch, Done, Rejected, Snapshot, ExpertLoads
 ]

@@ -16,12 +16,14 @@ import msgpack
 from moeyard_worker.protocol import (
     FINISH_REASONS,
     GRAMMAR_KINDS,
+    MAX_PROMPT_LOGPROBS,
     REJECT_REASONS,
     WORKER_STATES,
     Done,
     ExpertLoads,
     Grammar,
     Message,
+    PromptLogprobs,
     Rejected,
     SamplingParams,
     Snapshot,
@@ -74,7 +76,10 @@ def decode(frame: bytes) -> Message:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and value and isinstance(value[0], Tokens):
         return _columns(value)
-    if isinstance(value, SamplingParams | TokenLogprob | Grammar):
+    if isinstance(value, TokenLogprob):
+        # There are many of them; msgpack takes tuples as they are.
+        return {"logprob": value.logprob, "rank": value.rank, "top": value.top}
+    if isinstance(value, SamplingParams | Grammar):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
@@ -146,7 +151,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _is_int(value[0]) and _is_number(value[1])
+    # The usual pair by its exact types: this runs for every alternative of every token.
+    if type(value) is not list or len(value) != 2:
+        return False
+    token_id, number = value
+    return (type(token_id) is int and type(number) is float) or (_is_int(token_id) and _is_number(number))
 
 
 # Per annotation used above: whether a value from msgpack fits, and how it gets its Python form (None: it has it).
@@ -201,6 +210,8 @@ def _check_values(message: Any, where: str) -> None:
     name, values = _CHOICES.get(type(message), (None, ()))
     if name is not None and getattr(message, name) not in values:
         raise ProtocolError(f"{where}.{name}: {getattr(message, name)!r} is not one of {', '.join(values)}")
+    if isinstance(message, PromptLogprobs) and len(message.logprobs) > MAX_PROMPT_LOGPROBS:
+        raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs, at most {MAX_PROMPT_LOGPROBS} at once")
     if isinstance(message, Tokens) and message.logprobs and len(message.logprobs) != len(message.token_ids):
         raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs for {len(message.token_ids)} tokens")
     if isinstance(message, ExpertLoads) and len(message.rows) not in (0, len(message.layers) * message.num_experts):

@@ -1,4 +1,4 @@
-"""The door to the sampler: one token per row of logits. See `ops`."""
+"""The door to the sampler: one token per row of logits, or what is to be said of a given one. See `ops`."""
 
 import torch
 
@@ -71,6 +71,22 @@ def sample(
         edits=edits,
         logprobs=logprobs,
     )
+
+
+def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> SampledTokens:
+    """Log-probability and rank of token ids[b] under each row of logits [B, V], and the num_top likeliest (0 to 20).
+
+    logits are fp32 or bf16, ids int64 [B] in [0, V), which is the caller's to see to. As `sample` says of tokens that
+    it chose, bit for bit: see `SampledTokens`.
+    """
+    if logits.dim() != 2 or logits.dtype not in FLOATS or not logits.shape[1]:
+        raise ValueError(f"token_logprobs: logits must be fp32 or bf16 [B, V], got {show(logits)}")
+    if ids.shape != logits.shape[:1] or ids.dtype != torch.int64:
+        raise ValueError(f"token_logprobs: ids {show(ids)}, expected int64 [{logits.shape[0]}]")
+    if not 0 <= num_top <= MAX_TOP:
+        raise ValueError(f"token_logprobs: num_top {num_top}, expected 0 to {MAX_TOP}")
+    check_devices("token_logprobs", logits=logits, ids=ids)
+    return kernel("sampling.token_logprobs", logits).token_logprobs(logits, ids, num_top)
 
 
 def _check_edits(edits: LogitEdits, logits: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from moeyard_kernels.common.dependent import dependent, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_Y, check_indices, check_layout
 from moeyard_kernels.sampling.sample_blocks import NO_ID, from_key, to_key, values
 from moeyard_kernels.sampling.sample_configs import CONFIGS as CONFIGS
-from moeyard_kernels.sampling.sample_configs import SampleConfig, default_config
+from moeyard_kernels.sampling.sample_configs import SampleConfig, default_config, mass_bits
 from moeyard_kernels.sampling.sample_configs import shape_class as shape_class
 from moeyard_kernels.sampling.sample_cut import cut_kernel, gather_kernel, group_bound
 from moeyard_kernels.sampling.sample_logprob import token_logprobs
@@ -201,7 +201,7 @@ def _largest(
         open=logits.new_empty(num_rows, dtype=torch.int32),
         bound=logits.new_empty(num_rows, dtype=keys),
         count=logits.new_empty(num_rows, dtype=torch.int32),
-        bits=min(51, 62 - (vocab - 1).bit_length()),
+        bits=mass_bits(vocab),
     )
     _max_kernel[num_parts, num_rows](
         *inputs, key, part_id, groups, vocab, width,

@@ -42,3 +42,8 @@ def shape_class(num_rows: int, vocab: int) -> str:
 def default_config(num_rows: int, vocab: int) -> SampleConfig:
     """Small parts where few rows must fill the machine."""
     return CONFIGS[0] if num_rows * vocab > 2**21 else CONFIGS[1]
+
+
+def mass_bits(vocab: int) -> int:
+    """Bits of a mass, so that the mass of a row is below 2^62."""
+    return min(51, 62 - (vocab - 1).bit_length())

@@ -6,7 +6,7 @@ from moeyard_router.api.intake import Job
 from moeyard_router.text.detokenizer import Detokenizer, StopMatcher, TokenBytes
 from moeyard_router.text.events import TextEvent, joined
 from moeyard_router.text.extraction import Extractor
-from moeyard_worker.protocol import Done, TokenLogprob, Tokens
+from moeyard_worker.protocol import Done, PromptLogprobs, TokenLogprob, Tokens
 
 
 @dataclass(slots=True)
@@ -45,6 +45,10 @@ class Choice:
         self.index = index
         self.prompt = job.continuations[index].prompt
         self.num_tokens = 0
+        # Of the prompt's tokens but the first, if this choice was to ask for them.
+        self.prompt_scores: list[TokenLogprob] = []
+        asks = job.continuations[index].sampling.prompt_logprobs is not None
+        self._num_scores = len(job.prompts[self.prompt].token_ids) - 1 if asks else 0
         self.cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self._user_stop_ids = frozenset(job.continuations[index].sampling.stop_token_ids)
@@ -61,6 +65,18 @@ class Choice:
         self._matcher = StopMatcher(job.stops, include_stop=job.include_stop) if job.stops else None
         self._waiting: list[int] = []  # at most one id: a possible stop token whose text waits
         self._searched = 0  # output tokens whose text has been made
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether the log-probabilities of the prompt that this choice was to ask for are all here."""
+        return len(self.prompt_scores) == self._num_scores
+
+    def scores(self, message: PromptLogprobs) -> bool:
+        """Take log-probabilities of the prompt; False if they are not the next ones."""
+        if message.start != len(self.prompt_scores) + 1:
+            return False
+        self.prompt_scores += message.logprobs
+        return True
 
     def tokens(self, message: Tokens) -> Delta:
         """Take new output tokens, at least one. Those after the end of a stop string do not count."""

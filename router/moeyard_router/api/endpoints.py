@@ -23,6 +23,7 @@ from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import Codec
 
+_THREAD_SCORES = 512  # logprobs of prompts; fewer are written faster than a thread is woken
 _JSON = (b"content-type", b"application/json")
 _MAX_SESSION = 256  # bytes of x-session-id that tell clients apart
 _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -101,18 +102,27 @@ async def _whole(job: Job, generation: Generation, writer: ReplyWriter, send: Se
     while not generation.finished:
         for index, delta in (await generation.step()).items():
             collected[index].extend(delta)
+    if job.num_scores < _THREAD_SCORES:
+        body = writer.body(collected, generation.choices)
+    else:
+        body = await asyncio.to_thread(writer.body, collected, generation.choices)
     headers = [_JSON, _route_header(generation), *reply_headers(job)]
-    await send_bytes(send, 200, writer.body(collected, generation.choices), headers=headers)
+    await send_bytes(send, 200, body, headers=headers)
 
 
 async def _stream(job: Job, generation: Generation, writer: ReplyWriter, send: Send) -> None:
     """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status."""
     deltas = await generation.step()
+
+    def write(deltas: dict[int, Delta]) -> list[bytes]:
+        return [writer.chunk(index, delta, generation.choices) for index, delta in deltas.items()]
+
+    apart = job.num_scores >= _THREAD_SCORES
     headers = [*_STREAM_HEADERS, _route_header(generation), *reply_headers(job)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
         while True:
-            chunks = [writer.chunk(index, delta, generation.choices) for index, delta in deltas.items()]
+            chunks = await asyncio.to_thread(write, deltas) if apart else write(deltas)
             if generation.finished:
                 break
             data = b"".join(chunks)

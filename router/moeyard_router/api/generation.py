@@ -13,7 +13,7 @@ from moeyard_router.fleet.recent import Phases
 from moeyard_router.fleet.ticket import Event, Lost, Ticket
 from moeyard_router.metrics import RouterMetrics, Timing
 from moeyard_router.text.detokenizer import TokenBytes
-from moeyard_worker.protocol import Done, Rejected, Tokens
+from moeyard_worker.protocol import Done, PromptLogprobs, Rejected, Tokens
 
 _REJECT_STATUS = MappingProxyType(
     {
@@ -110,15 +110,19 @@ class Generation:
         choice, timing = self.choices[index], self._timings[index]
         if isinstance(event, Tokens):
             if self._job.logprobs is not None and not event.logprobs:
-                self._error = ApiError(
-                    500, "the worker sent tokens without the logprobs that were asked for", reason=""
-                )
+                self._error = _missing_logprobs()
                 return
-            if timing.first is None and self._is_first_of_prompt(index):
-                self._metrics.prompt_tokens.inc(len(self._job.prompts[choice.prompt].token_ids))
+            if timing.first is None and not self._prompt_is_done(index):
+                return
             delta = choice.tokens(event)
             timing.tokens(now, len(event.token_ids))
+        elif isinstance(event, PromptLogprobs):
+            if not choice.scores(event):
+                self._error = _missing_logprobs()
+            return
         elif isinstance(event, Done) and event.finish_reason in ("stop", "length"):
+            if timing.first is None and not self._prompt_is_done(index):
+                return
             delta = choice.done(event)
         else:
             self._error = _as_error(event)
@@ -158,8 +162,19 @@ class Generation:
             )
         )
 
-    def _is_first_of_prompt(self, index: int) -> bool:
-        return index == 0 or self.choices[index].prompt != self.choices[index - 1].prompt
+    def _prompt_is_done(self, index: int) -> bool:
+        """Count the prompt of a choice, each once; False, with an error, if less is known of it than was asked for."""
+        choice = self.choices[index]
+        if not choice.has_scores:
+            self._error = _missing_logprobs()
+            return False
+        if index == 0 or choice.prompt != self.choices[index - 1].prompt:
+            self._metrics.prompt_tokens.inc(len(self._job.prompts[choice.prompt].token_ids))
+        return True
+
+
+def _missing_logprobs() -> ApiError:
+    return ApiError(500, "the worker did not send the logprobs that were asked for", reason="")
 
 
 def _as_error(event: Done | Rejected | Lost) -> ApiError:

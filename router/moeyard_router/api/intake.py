@@ -33,6 +33,9 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 P = ParamSpec("P")
 T = TypeVar("T")
+# Log-probabilities of prompts that one request may ask for, alternatives counted: about 10 MB of JSON, and one
+# alternative for each of 131072 tokens.
+_MAX_SCORES = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,13 @@ class Job:
     client: str | None = None
     ignored: tuple[str, ...] = ()
     extraction: InstanceOf[Extraction] | None = None  # of the router's own process: see large.py
+    prompt_logprobs: int | None = None
+
+    @property
+    def num_scores(self) -> int:
+        """Log-probabilities of prompt tokens that the workers are asked for, alternatives counted."""
+        asked = ((c.sampling.prompt_logprobs, self.prompts[c.prompt].token_ids) for c in self.continuations)
+        return sum(len(ids) * (count + 1) for count, ids in asked if count is not None)
 
 
 class Intake:
@@ -92,8 +102,6 @@ class Intake:
     async def completion(self, request: CompletionRequest) -> Job:
         """A /v1/completions request; text prompts get the tokenizer's special tokens unless told otherwise."""
         self._check_model(request.model)
-        if request.echo and request.logprobs is not None:
-            raise bad_request("'echo' with logprobs is not supported: prompt tokens have no logprobs here", "echo")
         self._check_choices(request.n or 1, len(request.prompts))
         special = request.add_special_tokens is not False
         prompts = [await self._prompt(p, special=special, echo=bool(request.echo)) for p in request.prompts]
@@ -172,7 +180,7 @@ class Intake:
             ids = await self.work(len(prompt), self._encode, prompt, special, param)
             text = prompt if echo else ""
         else:
-            self._check_room(len(prompt), "prompt")
+            self._check_room(len(prompt), "prompt", least=0)
             self._check_ids(prompt, "prompt")
             ids, text = TokenIds.of(prompt), self._codec.decode(prompt) if echo else ""
         if not ids:
@@ -202,6 +210,9 @@ class Intake:
         if logprobs is not None and logprobs > self._config.max_logprobs:
             field = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
             raise bad_request(f"'{field}': {logprobs} is above the limit of {self._config.max_logprobs}", field)
+        if request.prompt_logprobs is not None and request.prompt_logprobs > self._config.max_logprobs:
+            message = f"'prompt_logprobs': {request.prompt_logprobs} is above the limit of {self._config.max_logprobs}"
+            raise bad_request(message, "prompt_logprobs")
         if request.stops and not self._codec.has_text:
             raise bad_request("'stop': this server has no tokenizer to find it with; use 'stop_token_ids'", "stop")
         grammar = how.grammar
@@ -209,15 +220,18 @@ class Intake:
             raise bad_request("structured output is about text, and this server has no tokenizer", "response_format")
         continuations: list[Continuation] = []
         for i, prompt in enumerate(prompts):
-            sampling = self._sampling(request, len(prompt.token_ids), logprobs)
+            sampling = self._sampling(request, len(prompt.token_ids), logprobs, echo=echo)
             for choice in range(request.n or 1):
                 seed = (sampling.seed + choice) % _SEEDS
                 seeded = dataclasses.replace(sampling, seed=seed, grammar=grammar)
+                if choice and not request.stream:
+                    # The first one's are theirs; a stream would have to wait for it.
+                    seeded = dataclasses.replace(seeded, prompt_logprobs=None)
                 continuations.append(Continuation(index=len(continuations), prompt=i, sampling=seeded))
         stream_options = request.stream_options
         # What a grammar has completed is ended by an end-of-sequence token in any case.
         eos = () if request.ignore_eos and grammar is None else self._config.eos_token_ids
-        return Job(
+        job = Job(
             chat=isinstance(request, ChatRequest),
             prompts=tuple(prompts),
             continuations=tuple(continuations),
@@ -235,15 +249,21 @@ class Intake:
             client=request.user,
             ignored=(*request.ignored, *unseen),
             extraction=how.extraction,
+            prompt_logprobs=request.prompt_logprobs,
         )
+        if job.num_scores > _MAX_SCORES:
+            message = f"{job.num_scores} logprobs of prompt tokens, at most {_MAX_SCORES} are given in one answer"
+            raise bad_request(message, "logprobs" if request.prompt_logprobs is None else "prompt_logprobs")
+        return job
 
     def _sampling(
-        self, request: CompletionRequest | ChatRequest, prompt_tokens: int, logprobs: int | None
+        self, request: CompletionRequest | ChatRequest, prompt_tokens: int, logprobs: int | None, *, echo: bool
     ) -> SamplingParams:
         """Every field explicit: the request's, else the server's default, else neutral.
 
         A request without a seed gets a random one per prompt, so equal prompts may differ.
         """
+        scores = [count for count in (request.prompt_logprobs, logprobs if echo else None) if count is not None]
         max_tokens = self._max_tokens(request, prompt_tokens)
         min_tokens = request.min_tokens or 0
         if min_tokens > max_tokens:
@@ -266,6 +286,7 @@ class Intake:
             stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
             ignore_eos=bool(request.ignore_eos),
             logprobs=logprobs,
+            prompt_logprobs=max(scores, default=None),
         )
 
     def _max_tokens(self, request: CompletionRequest | ChatRequest, prompt_tokens: int) -> int:
@@ -275,7 +296,7 @@ class Intake:
         if isinstance(request, ChatRequest):
             asked = request.max_completion_tokens if asked is None else asked
             field = "messages"
-        room = self._check_room(prompt_tokens, field)
+        room = self._check_room(prompt_tokens, field, least=0 if asked == 0 else 1)
         if asked is None:
             usual = self._config.sampling_defaults.max_tokens or room
             return min(room, usual if isinstance(request, ChatRequest) else min(usual, DEFAULT_COMPLETION_TOKENS))
@@ -287,10 +308,10 @@ class Intake:
             raise ApiError(400, message, param="max_tokens", reason="prompt_too_long")
         return asked
 
-    def _check_room(self, prompt_tokens: int, param: str) -> int:
-        """Tokens that a prompt leaves for its answer; raises `ApiError` 400 if there is none."""
+    def _check_room(self, prompt_tokens: int, param: str, *, least: int) -> int:
+        """Tokens that a prompt leaves for its answer; raises `ApiError` 400 if these are fewer than `least`."""
         limit = self._config.max_model_len
-        if prompt_tokens >= limit:
+        if limit - prompt_tokens < least:
             message = (
                 f"the prompt has {prompt_tokens} tokens, which leaves no room in the model's limit of {limit} tokens"
             )

@@ -9,6 +9,7 @@ from moeyard_router.api.chat_events import chat_deltas, chat_message
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Job
 from moeyard_router.text.detokenizer import TokenBytes
+from moeyard_router.text.offsets import TextOffsets, prompt_offsets
 from moeyard_worker.protocol import TokenLogprob
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
@@ -24,13 +25,17 @@ class ReplyWriter:
     """Writes the answer to one job. Chunks share a prebuilt head, so that a token costs one small JSON object.
 
     `prompt_token_ids` (if `return_token_ids`) stand where vLLM has them: in each choice of a completion, at the top of
-    a chat answer; in streams in a choice's first chunk.
+    a chat answer; in streams in a choice's first chunk. So do `prompt_logprobs`, which are not streamed. What `echo`
+    repeats comes with its log-probabilities, of which the first token has none.
     """
 
     def __init__(self, job: Job, *, reply_id: str, model: str, created: int, tokens: TokenBytes) -> None:
         self._job = job
         self._tokens = tokens
-        self._offsets = [0] * len(job.continuations)
+        self._offsets = [
+            TextOffsets(tokens, skip_special_tokens=job.skip_special_tokens, start=len(self._prefix(c.index)))
+            for c in job.continuations
+        ]
         self._started = [False] * len(job.continuations)
         whole, part = ("chat.completion", "chat.completion.chunk") if job.chat else ("text_completion",) * 2
         self._base = {"id": reply_id, "object": whole, "created": created, "model": model}
@@ -57,7 +62,8 @@ class ReplyWriter:
             choice["delta"] = {"role": "assistant", "content": None, **said} if first else said
         else:
             choice["text"] = self._prefix(index) + delta.text if first else delta.text
-        choice["logprobs"] = self._logprobs(index, delta) if delta.token_ids else None
+        echoed = self._echoed(index, choices) if first and job.echo else None
+        choice["logprobs"] = self._logprobs(index, delta, echoed) if delta.token_ids or echoed else None
         choice["finish_reason"] = delta.finish_reason
         choice["stop_reason"] = delta.stop_reason
         prompt_ids: tuple[int, ...] | None = None
@@ -100,9 +106,11 @@ class ReplyWriter:
                 choice["message"] = plain if delta.events is None else chat_message(delta.events)
             else:
                 choice["text"] = self._prefix(index) + delta.text
-            choice["logprobs"] = self._logprobs(index, delta)
+            choice["logprobs"] = self._logprobs(index, delta, self._echoed(index, choices) if job.echo else None)
             choice["finish_reason"] = choices[index].reported_reason
             choice["stop_reason"] = delta.stop_reason
+            if job.prompt_logprobs is not None and not job.chat:
+                choice["prompt_logprobs"] = self._prompt_logprobs(index, choices)
             if job.return_token_ids:
                 choice["token_ids"] = delta.token_ids
                 if not job.chat:
@@ -111,6 +119,8 @@ class ReplyWriter:
         answer = {**self._base, "choices": out, "usage": self.usage(choices)}
         if job.chat and job.return_token_ids:
             answer["prompt_token_ids"] = tuple(job.prompts[0].token_ids)
+        if job.chat and job.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._prompt_logprobs(0, choices)
         return orjson.dumps(answer)
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -135,27 +145,57 @@ class ReplyWriter:
     def _prefix(self, index: int) -> str:
         return self._job.prompts[self._job.continuations[index].prompt].text if self._job.echo else ""
 
-    def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
+    def _scores(self, index: int, choices: Sequence[Choice]) -> list[tuple[int, TokenLogprob]]:
+        """The prompt's tokens but the first, with what this choice knows of them, or else the prompt's first one."""
+        per_prompt = len(choices) // len(self._job.prompts)
+        scores = choices[index].prompt_scores or choices[index - index % per_prompt].prompt_scores
+        ids = self._job.prompts[choices[index].prompt].token_ids
+        return list(zip(ids[1:], scores, strict=True))
+
+    def _prompt_logprobs(self, index: int, choices: Sequence[Choice]) -> list[dict[str, Any] | None]:
+        """As vLLM has it: of each token a map from ids, its own first; null for the first token."""
+        count, out = self._job.prompt_logprobs, list[dict[str, Any] | None]((None,))
+        for token_id, entry in self._scores(index, choices):
+            ranked = [(token_id, entry.logprob, entry.rank)]
+            ranked += ((t, value, rank) for rank, (t, value) in enumerate(entry.top[:count], 1) if t != token_id)
+            out.append({str(t): self._ranked(t, value, rank) for t, value, rank in ranked})
+        return out
+
+    def _ranked(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = self._tokens.of(token_id).decode("utf-8", "replace")
+        return {"logprob": max(logprob, _LOWEST_LOGPROB), "rank": rank, "decoded_token": text}
+
+    def _echoed(self, index: int, choices: Sequence[Choice]) -> dict[str, list[Any]] | None:
+        """Log-probabilities of the prompt that is repeated, in the form of a completion's; None if nobody asked."""
+        if self._job.logprobs is None:
+            return None
+        scores, prompt = self._scores(index, choices), self._job.prompts[choices[index].prompt]
+        return {
+            "text_offset": prompt_offsets(self._tokens, prompt.token_ids, prompt.text),
+            "token_logprobs": [None, *(max(entry.logprob, _LOWEST_LOGPROB) for _, entry in scores)],
+            "tokens": [self._spell(i) for i in prompt.token_ids],
+            "top_logprobs": [None, *(self._top(i, entry) for i, entry in scores)],
+        }
+
+    def _logprobs(self, index: int, delta: Delta, echoed: dict[str, list[Any]] | None = None) -> dict[str, Any] | None:
+        """Of the delta's tokens, behind those that are echoed."""
         if self._job.logprobs is None:
             return None
         pairs = list(zip(delta.token_ids, delta.logprobs, strict=True))
         if self._job.chat:
             return {"content": [self._chat_logprob(i, lp) for i, lp in pairs]}
-        spellings = [self._spell(i) for i, _ in pairs]
-        offsets = []
-        for spelling in spellings:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(spelling)
-        return {
-            "text_offset": offsets,
+        found: dict[str, list[Any]] = {
+            "text_offset": self._offsets[index].of(delta.token_ids),
             "token_logprobs": [max(lp.logprob, _LOWEST_LOGPROB) for _, lp in pairs],
-            "tokens": spellings,
+            "tokens": [self._spell(i) for i, _ in pairs],
             "top_logprobs": [self._top(i, lp) for i, lp in pairs],
         }
+        return found if echoed is None else {name: echoed[name] + values for name, values in found.items()}
 
     def _top(self, token_id: int, entry: TokenLogprob) -> dict[str, float]:
         """The likeliest tokens and always the chosen one, so up to one more than was asked for (as OpenAI)."""
-        top = {self._spell(t): max(value, _LOWEST_LOGPROB) for t, value in entry.top}
+        # Of a prompt more may be known than is asked for here.
+        top = {self._spell(t): max(value, _LOWEST_LOGPROB) for t, value in entry.top[: self._job.logprobs]}
         return {**top, self._spell(token_id): max(entry.logprob, _LOWEST_LOGPROB)}
 
     def _chat_logprob(self, token_id: int, entry: TokenLogprob) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class _Generation(StructuredFields, Strict):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     logit_bias: dict[str, Bias] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -85,9 +86,11 @@ class _Generation(StructuredFields, Strict):
         return tuple(dict.fromkeys(stops))
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> "_Generation":
+    def _streamed_or_not(self) -> "_Generation":
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options are allowed only with stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError("prompt_logprobs", "prompt_logprobs are not available with stream=true")
         return self
 
     @property
@@ -103,11 +106,15 @@ class _Generation(StructuredFields, Strict):
 
 
 class CompletionRequest(_Generation):
-    """Body of POST /v1/completions. `prompt`: text, token ids, a list of texts, or a list of token-id lists."""
+    """Body of POST /v1/completions. `prompt`: text, token ids, a list of texts, or a list of token-id lists.
+
+    `max_tokens` 0 is for what is said of the prompt (`echo`, `prompt_logprobs`), or to have it in the workers' pages.
+    """
 
     harmless = IGNORED | {"reasoning_effort"}
 
     prompt: Any
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

@@ -14,7 +14,7 @@ import zmq
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
-from moeyard_router.fleet.link import LinkEvents, WorkerLink
+from moeyard_router.fleet.link import LinkEvents, Message, WorkerLink
 from moeyard_router.fleet.loads import LoadsReader
 from moeyard_router.fleet.placement import Placement
 from moeyard_router.fleet.policy import Route
@@ -23,7 +23,7 @@ from moeyard_router.fleet.room import Room
 from moeyard_router.fleet.ticket import Lost, Ticket
 from moeyard_router.fleet.worker_state import WorkerState, loads
 from moeyard_router.metrics import RouterMetrics
-from moeyard_worker.protocol import Abort, Done, Message, Rejected, SamplingParams, Snapshot, Submit, Tokens
+from moeyard_worker.protocol import Abort, Done, PromptLogprobs, Rejected, SamplingParams, Snapshot, Submit, Tokens
 
 
 @dataclass(slots=True)
@@ -233,6 +233,8 @@ class Fleet:
                 self._tokens(now, rank, message)
             elif isinstance(message, Done | Rejected):
                 self._end(now, rank, message)
+            elif isinstance(message, PromptLogprobs):
+                self._scores(now, rank, message)
             elif isinstance(message, Snapshot):
                 self._snapshot(now, rank, message)
             elif not self.loads.take(rank, message):
@@ -258,6 +260,12 @@ class Fleet:
     def _computed(self, flight: _Flight) -> None:
         self._workers[flight.rank].pending -= flight.pending
         flight.pending = 0
+
+    def _scores(self, now: float, rank: int, message: PromptLogprobs) -> None:
+        self.last_progress = now
+        flight = self._flights.get(message.request_id)
+        if flight is not None and flight.rank == rank and flight.ticket is not None:
+            flight.ticket.put(now, flight.index, message)
 
     def _end(self, now: float, rank: int, message: Done | Rejected) -> None:
         flight = self._flights.get(message.request_id)

@@ -12,8 +12,10 @@ from moeyard_router.config import WorkerAddress
 from moeyard_worker.protocol import Hello, Message, Submit, TokenBatch
 from moeyard_worker.wire import ProtocolError, decode, encode
 
-_FRAMES_PER_TURN = 256  # then other work of the event loop gets its turn
 _LONG_PROMPT = 8192  # tokens; to encode and to send 131,072 of them takes 1.4 ms
+# Then other work of the event loop gets its turn: so many frames, or bytes of them (prompts' logprobs are large).
+_FRAMES_PER_TURN = 256
+_BYTES_PER_TURN = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +129,11 @@ class WorkerLink:
             return
         messages: list[Message] = []
         fault: str | None = None
+        size = 0
         for _ in range(_FRAMES_PER_TURN):
+            if size > _BYTES_PER_TURN:
+                self._read_on()
+                break
             try:
                 frame = sock.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -135,18 +141,23 @@ class WorkerLink:
             try:
                 if frame.more:
                     raise ProtocolError("a message of several frames")
-                message = decode(frame.bytes)
+                data = frame.bytes
+                size += len(data)
+                message = decode(data)
                 messages += message.rows if isinstance(message, TokenBatch) else (message,)
             except ProtocolError as error:
                 fault = f"worker {self.rank} broke the protocol: {error}"
                 break
         else:
-            self._scheduled = True
-            self._schedule(self._read)
+            self._read_on()
         if messages:
             self._events.messages(self.rank, messages)
         if fault is not None:
             self._events.lost(self.rank, fault)
+
+    def _read_on(self) -> None:
+        self._scheduled = True
+        self._schedule(self._read)
 
     def _read_monitor(self) -> None:
         while self._monitor is not None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moeyard_router.fleet.policy import Route
-from moeyard_worker.protocol import Done, Rejected, Tokens
+from moeyard_worker.protocol import Done, PromptLogprobs, Rejected, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Lost:
     reason: str
 
 
-Event = Tokens | Done | Rejected | Lost
+Event = PromptLogprobs | Tokens | Done | Rejected | Lost
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Ticket:
     """The sequences of one request and the mailbox of their events, in order of arrival.
 
     Every sequence gets exactly one terminal event (`Done`, `Rejected` or `Lost`) unless it is aborted first.
-    The mailbox is bounded by the request's own max_tokens.
+    The mailbox is bounded by the request's own prompt and max_tokens.
     """
 
     _abandon: Callable[[str], None]
@@ -66,7 +66,7 @@ class Ticket:
 
     def put(self, now: float, index: int, event: Event) -> None:
         """For the fleet: deliver an event."""
-        if not isinstance(event, Tokens):
+        if not isinstance(event, Tokens | PromptLogprobs):
             self._open.pop(index, None)
         self._events.append((now, index, event))
         self._arrived.set()

@@ -72,6 +72,10 @@ class TokenBytes:
             table[token_id] = self._bytes[token_id]
         return table
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is one that `skip_special_tokens` leaves out."""
+        return bool(self.of(token_id)) and not self._visible[token_id]
+
     def table(self, *, skip_special_tokens: bool) -> list[bytes]:
         """All tokens' bytes by id; special tokens are empty if they are to be skipped. Not to be modified."""
         return self._visible if skip_special_tokens else self._bytes

@@ -17,6 +17,7 @@ from moeyard_worker.engine.graph_runner import GraphRunner
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.memory import MemoryPlan
 from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.scoring import Scores
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 
@@ -31,6 +32,11 @@ class LaunchedStep(Protocol):
     def step(self) -> Step: ...
     @property
     def results(self) -> list[Accepted]: ...
+    @property
+    def scores(self) -> Scores:
+        """`scores[i]` of `step.scored[i]`; waits for the step as `results` does."""
+        ...
+
     @property
     def device_seconds(self) -> float | None:
         """What it took on a device that has a clock of its own; waits for it as `results` does."""

@@ -14,9 +14,10 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
-from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
 from moeyard_worker.engine.constrained import choose_again, without_grammars
 from moeyard_worker.engine.device_sampler import DeviceSampler, captured
+from moeyard_worker.engine.memory import SCORED_ROWS
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sampling import (
     accepted,
@@ -28,6 +29,7 @@ from moeyard_worker.engine.sampling import (
     tell,
     unsound,
 )  # fmt: skip
+from moeyard_worker.engine.scoring import Scores, score, told, unsound_scores
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 
@@ -68,15 +70,18 @@ class GraphLaunched:
         chosen: torch.Tensor,
         begun: torch.cuda.Event,
         errors: Mapping[int, str],
+        scores: Sequence[SampledTokens] = (),
     ) -> None:
         self.step = step
         self._errors = errors
+        self._blocks = [block.each(_to_host) for block in scores]
         self._chosen = _to_host(chosen)
         self._requests = requests
         self._tokens = tokens.each(_to_host)
         self._begun, self._done = begun, torch.cuda.Event(enable_timing=True)
         self._done.record()
         self._results: list[Accepted] | None = None
+        self._scores: Scores | None = None
 
     @property
     def results(self) -> list[Accepted]:
@@ -88,6 +93,14 @@ class GraphLaunched:
         return self._results
 
     @property
+    def scores(self) -> Scores:
+        """`scores[i]` of `step.scored[i]`."""
+        if self._scores is None:
+            self._done.synchronize()
+            self._scores = told(self.step, self._blocks) if self._blocks else []
+        return self._scores
+
+    @property
     def device_seconds(self) -> float:
         """From the end of what was launched before this step to its own, on the device."""
         self._done.synchronize()
@@ -97,7 +110,8 @@ class GraphLaunched:
     def unsound(self) -> tuple[str, ...]:
         """See `LaunchedStep.unsound`."""
         self._done.synchronize()
-        return unsound(self.step, self._requests, self._chosen)
+        bad = unsound(self.step, self._requests, self._chosen) + unsound_scores(self.step, self.scores)
+        return tuple(dict.fromkeys(bad))
 
 
 class GraphRunner:
@@ -165,6 +179,10 @@ class GraphRunner:
             keys = size if self._backend.flat else 0
             bucket = Bucket(prompt=size, keys=keys, width=self._max_pages, chunks=_CHUNKS)
             self._forward(self._inputs(bucket))
+        config = self._runner.config
+        rows = torch.zeros(SCORED_ROWS, config.hidden_size, dtype=self._runner.dtype, device=self._backend.device)
+        ids = torch.zeros(SCORED_ROWS, dtype=torch.int64, device=self._backend.device)
+        ops.token_logprobs(self._runner.model.head(rows).float(), ids, MAX_TOP)
 
     def _inputs(self, bucket: Bucket) -> GraphInputs:
         return GraphInputs(
@@ -183,9 +201,9 @@ class GraphRunner:
         begun = torch.cuda.Event(enable_timing=True)
         begun.record()
         sampler, count = self._sampler, len(step.sample_rows)
-        found = self._find(step)
+        found, scores = self._find(step), list[SampledTokens]()
         if found is None:
-            self._eager(step)
+            scores = self._eager(step)
         else:
             found.inputs.fill(step, [-1 if c.fed is None else c.fed for c in step.decode])
             found.graph.replay()
@@ -205,20 +223,21 @@ class GraphRunner:
             sampler.last_ids[:count] = tokens.ids
         if free is not requests:
             errors = choose_again(sampler, tokens, step, requests, before=before, eos_token_ids=eos)
-        return GraphLaunched(step, tokens, requests, chosen_logits(sampler.logits, tokens.ids), begun, errors)
+        return GraphLaunched(step, tokens, requests, chosen_logits(sampler.logits, tokens.ids), begun, errors, scores)
 
     def _find(self, step: Step) -> _Graph | None:
         """The smallest captured step that this one fits; None for what is launched kernel by kernel."""
-        size = None if self.eager else Bucket.of(step)
+        # A graph keeps the logits of sampled rows only.
+        size = None if self.eager or step.scored else Bucket.of(step)
         if size is None:
             return None
         return next((graph for bucket, graph in self._graphs.items() if bucket.holds(size)), None)
 
-    def _eager(self, step: Step) -> None:
-        """Logits of the sampled rows; tokens that the host does not know come from the step before."""
+    def _eager(self, step: Step) -> list[SampledTokens]:
+        """Logits of the sampled rows, and what `score` finds; tokens unknown to the host come from the step before."""
         if not step.chunks:
             self._runner.forward(step)
-            return
+            return []
         self.num_eager += 1
         plan = self._backend.plan(step)
         row, rows, feed = step.num_prefill_tokens, [], []
@@ -231,7 +250,10 @@ class GraphRunner:
         if rows:
             index = torch.tensor([rows, feed]).to(self._backend.device, non_blocking=True)
             plan.token_ids[index[0]] = self._sampler.last_ids[index[1]]
-        self._runner.model.forward(plan, out=self._sampler.logits[: plan.num_sampled])
+        model = self._runner.model
+        hidden = model.hidden(plan)
+        model.sampled(hidden, plan, out=self._sampler.logits[: plan.num_sampled])
+        return score(model.head, hidden, step, whole=True) if step.scored else []
 
 
 def _below(sizes: Sequence[int], most: int) -> list[int]:

@@ -237,7 +237,7 @@ class Engine:
             raise RankFault(not_finite(unsound, step=number))
         results = launched.results
         now = time.monotonic()
-        for client, message in in_frames(self._scheduler.complete(step, results, now)):
+        for client, message in in_frames(self._scheduler.complete(step, results, now, launched.scores)):
             self._send(client, message)
         # Where steps overlap, one begins to count when the one before it is done.
         seconds, self._completed_at = now - max(started, self._completed_at), now

@@ -16,6 +16,9 @@ AUTO_KV_SHARE = 0.25
 LEAST_KV_SHARE = 1 / 16
 # Share of the available memory that nothing is planned into: the allocator's rounding, Python's objects, sockets.
 MARGIN_SHARE = 0.05
+# Rows whose logits exist at once where prompts are scored (engine/scoring.py). Enough that a CPU is busy with their
+# products and not with reading the head's weight.
+SCORED_ROWS = 64
 # The kernels compute in this many bytes per value, whatever dtype is served.
 _FP32 = 4
 
@@ -85,7 +88,7 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     Values per row, in fp32: the residual, its norm, a block's input and output (4 H) beside the larger of attention
     (`Footprint.per_row`) and MLP: gate, up, activation and product (4 I), the experts' outputs sorted and back in place
     (2 K H), and with peers the rows gathered from all of them, in a buffer that grows by doubling, and frames both ways
-    (4 W H). Then the logits of every sequence, twice, and one row of the sampler's fp64 scratch.
+    (4 W H). Then the logits of every sequence and of SCORED_ROWS, twice, and one row of the sampler's fp64 scratch.
     tests/engine/test_memory.py measures the peak against it.
     """
     hidden, peers = model.hidden_size, config.num_workers
@@ -93,7 +96,7 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     wide = max(model.intermediate_size, model.shared_intermediate_size, model.moe_intermediate_size)
     moved = 2 * model.top_k * hidden + (4 * peers * hidden if peers > 1 else 0)
     row = 4 * hidden + max(attention, 4 * wide + moved)
-    logits = model.vocab_size * (2 * _FP32 * config.max_num_seqs + 64)
+    logits = model.vocab_size * (2 * _FP32 * (config.max_num_seqs + SCORED_ROWS) + 64)
     return int((config.max_batch_tokens * row * _FP32 + logits + footprints.FIXED) * footprints.ALLOCATED)
 
 

@@ -1,7 +1,7 @@
 """Runs steps on one rank: a `Step` in, what its sampled chunks yielded out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +16,7 @@ from moeyard_worker.engine.sampling import (
     sampled_rows,
     unsound,
 )  # fmt: skip
+from moeyard_worker.engine.scoring import Scores, score, told, unsound_scores
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.moe import Experts
 from moeyard_worker.models.decoder import Decoder, Load
@@ -27,10 +28,14 @@ from moeyard_worker.state.pools import allocate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A step that runs, or has run: `results[i]` of `step.sampled[i]`. `unsound`: requests with logits not finite."""
+    """A step that runs, or has run: `results[i]` of `step.sampled[i]`, `scores[i]` of `step.scored[i]`.
+
+    `unsound`: requests with logits not finite.
+    """
 
     step: Step
     results: list[Accepted]
+    scores: Scores = field(default_factory=list)
     unsound: tuple[str, ...] = ()
     device_seconds: float | None = None
 
@@ -56,6 +61,7 @@ class Runner:
         self.config = config = spec.config
         self.page_size = page_size = backend.page_size
         self.backend = backend
+        self.dtype = dtype
 
         def arrays(layer: int) -> dict[str, torch.Tensor]:
             state = config.attention[layer].state()
@@ -79,6 +85,7 @@ class Runner:
         """
         return self.model.forward(self.backend.plan(step))
 
+    @torch.inference_mode()
     def launch(self, step: Step, requests: Sequence[Request], *, before: Launched | None) -> Launched:
         """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon.
 
@@ -86,13 +93,17 @@ class Runner:
         results before. Raises ExchangeError when a peer is lost.
         """
         fed = feed(step, before)
-        logits = self.forward(fed)
+        plan = self.backend.plan(fed)
+        hidden = self.model.hidden(plan)
+        logits = self.model.sampled(hidden, plan)
         rows = sampled_rows(fed, requests, before)
         chosen = choose(logits, rows, self.config.eos_token_ids)
         found = chosen_logits(logits, torch.tensor([token_id for token_id, _ in chosen], dtype=torch.int64))
         results = accepted(fed, chosen, errors_of(rows))
         _look_ahead(fed, requests, rows, results)
-        return Launched(step=step, results=results, unsound=unsound(fed, requests, found))
+        scores = told(step, score(self.model.head, hidden, step)) if step.scored else []
+        bad = unsound(fed, requests, found) + unsound_scores(step, scores)
+        return Launched(step=step, results=results, scores=scores, unsound=tuple(dict.fromkeys(bad)))
 
 
 def _look_ahead(

@@ -86,6 +86,10 @@ class Decoder:
 
         Into `out` [num_sampled, V] if given, where a backend has no more rows than that.
         """
+        return self.sampled(self.hidden(plan), plan, out)
+
+    def hidden(self, plan: StepPlan) -> torch.Tensor:
+        """[num_rows, H]: what the head reads, of every row of the step."""
         if not plan.num_tokens:
             return self._idle(plan)
         residual = self._embed.index_select(0, plan.token_ids)
@@ -93,11 +97,19 @@ class Decoder:
         for layer, following in zip(self._layers, self._following, strict=True):
             x = layer.attention.forward(x, plan)
             x, residual = layer.transform(x, residual, following, plan)
+        return x
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits [M, V] of rows x [M, H] of `hidden`, in their dtype; a row's bits do not depend on the others."""
+        return self._backend.linear(x, self._lm_head)
+
+    def sampled(self, x: torch.Tensor, plan: StepPlan, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits of `forward`, of its `hidden` rows x."""
         if not plan.num_sampled:
             return x.new_empty(0, self._lm_head.shape[0], dtype=torch.float32)
         if plan.sample_rows is not None:
             x = x.index_select(0, plan.sample_rows)
-        logits = self._backend.linear(x, self._lm_head)
+        logits = self.head(x)
         return logits.float() if out is None else out.copy_(logits)
 
     def _idle(self, plan: StepPlan) -> torch.Tensor:
@@ -106,4 +118,4 @@ class Decoder:
         for layer, following in zip(self._layers, self._following, strict=True):
             if layer.moe is not None:
                 layer.moe.forward(x, x, following, plan)
-        return x.new_empty(0, self._lm_head.shape[0], dtype=torch.float32)
+        return x

@@ -22,7 +22,7 @@ def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
         outside = next(t for t in prompt if not 0 <= t < config.vocab_size)
         return no("bad_request", f"token id {outside} is outside the vocabulary of {config.vocab_size}")
     limit = config.max_model_len
-    if len(prompt) + 1 > limit:
+    if len(prompt) + min(params.max_tokens, 1) > limit:
         return no(
             "prompt_too_long",
             f"the prompt has {len(prompt)} tokens, which leaves no room for output within the limit of {limit}",
@@ -35,7 +35,7 @@ def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
             "prompt_too_long",
             f"{len(prompt)} prompt tokens + max_tokens {params.max_tokens} exceed the limit of {limit}",
         )
-    pages = -(-num_positions(total, config) // config.page_size)
+    pages = -(-max(num_positions(total, config), len(prompt)) // config.page_size)
     if pages > config.num_pages:
         return no("never_fits", f"the request needs {pages} KV pages, this worker has {config.num_pages}")
     return None

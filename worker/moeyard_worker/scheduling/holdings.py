@@ -28,7 +28,11 @@ class Holdings:
     def known_prefix(self, request: Request) -> list[int]:
         """Pages of other requests that hold the beginning of this one's prompt."""
         # At least the last prompt position is computed, because its logits choose the first output token.
-        pages = self.pool.match(request.hashes[: (len(request.prompt) - 1) // self._page_size])
+        reusable = len(request.prompt) - 1
+        if request.sampling.prompt_logprobs is not None:
+            # Pages hold no logits: a position whose next token is still to be scored is computed here.
+            reusable = min(reusable, request.num_scored)
+        pages = self.pool.match(request.hashes[: reusable // self._page_size])
         return pages[: len(pages) - len(pages) % self._reuse_unit]
 
     def can_start(self, request: Request, cached: list[int]) -> bool:

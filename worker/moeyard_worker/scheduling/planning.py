@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.scheduling.request import Request
+from moeyard_worker.scheduling.scoring import rows_to_score
 from moeyard_worker.scheduling.step import Chunk, Step
 
 
@@ -85,7 +86,7 @@ def make_chunk(request: Request, place: Place, rows: int) -> Chunk:
         token_ids, num_sampled = (0,) * rows, rows
     else:
         num_drafts = start + rows - request.length
-        if num_drafts >= 0:
+        if num_drafts >= 0 and request.sampling.max_tokens:
             num_sampled = 1 + num_drafts
         token_ids = request.tokens(start, start + rows)
         if num_drafts > 0:
@@ -100,4 +101,5 @@ def make_chunk(request: Request, place: Place, rows: int) -> Chunk:
         num_sampled=num_sampled,
         fed=place.fed,
         slack=place.max_start - start,
+        scoring=rows_to_score(request, start, start + rows),
     )

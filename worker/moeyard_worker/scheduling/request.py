@@ -76,7 +76,8 @@ class Request:
     `serial` is its place in the order of arrival. `num_computed` positions have their state in `pages` (and in slot
     `state_slot`), as of the last completed step: a refused draft is undone by not counting it. `drafts` are proposed
     for the positions after the last token. `in_flight` are its chunks in planned steps that are not completed, oldest
-    first; `sample_index` is the place of the newest one among the sampled chunks of its step.
+    first; `sample_index` is the place of the newest one among the sampled chunks of its step. `num_scored`: positions
+    whose next token's log-probability has been sent, counted if `prompt_logprobs` are asked for.
     """
 
     client: bytes
@@ -95,6 +96,7 @@ class Request:
     ended: bool = False
     num_computed: int = 0
     num_registered: int = 0
+    num_scored: int = 0
     cached_tokens: int = 0
     in_flight: list[Chunk] = field(default_factory=list)
     sample_index: int = 0
@@ -113,8 +115,8 @@ class Request:
 
     @property
     def limit(self) -> int:
-        """Positions that are ever computed: the last output token is never fed back."""
-        return len(self.prompt) + self.sampling.max_tokens - 1
+        """Positions that are ever computed: the whole prompt, and all output but the last token, never fed back."""
+        return len(self.prompt) + max(self.sampling.max_tokens, 1) - 1
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Token ids at positions [start, end), as far as known; they do not cross the end of the prompt."""
@@ -141,3 +143,9 @@ class SchedulerStats:
     token_seconds: list[float] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+
+    def prefilled(self, request: Request, now: float) -> None:
+        """A request's prompt is computed."""
+        assert request.started is not None, f"{request.key} was computed before it started"
+        request.first_token = now
+        self.prefill_seconds.append(now - request.started)

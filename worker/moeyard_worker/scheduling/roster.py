@@ -75,7 +75,7 @@ class Roster:
             assert not r.ended, f"{r.key} runs after its end"
             assert r.pages, f"running {r.key} holds no page"
             assert r.num_computed < r.length, f"running {r.key} has nothing to compute"
-            assert len(r.output) < r.sampling.max_tokens, f"{r.key} has all its tokens and did not end"
+            assert len(r.output) < max(r.sampling.max_tokens, 1), f"{r.key} has all its tokens and did not end"
         for r in self.leaving:
             assert r.ended, f"{r.key} leaves before its end"
             assert r.in_flight, f"{r.key} has left and still holds pages"

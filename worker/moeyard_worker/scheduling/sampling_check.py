@@ -9,9 +9,13 @@ from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingPar
 def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
     """What is wrong with `params`, by the ranges that `SamplingParams` states; None when nothing is."""
     infinity = float("inf")
+
+    def in_range(count: int | None) -> bool:
+        return count is None or 0 <= count <= MAX_LOGPROBS
+
     # Written so that NaN, which compares false with everything, fails.
     checks = (
-        ("max_tokens", params.max_tokens >= 1, "at least 1"),
+        ("max_tokens", params.max_tokens >= 0, "at least 0"),
         ("min_tokens", 0 <= params.min_tokens <= params.max_tokens, f"in [0, max_tokens {params.max_tokens}]"),
         ("temperature", 0 <= params.temperature < infinity, "at least 0 and finite"),
         ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
@@ -20,7 +24,8 @@ def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
         ("repetition_penalty", 0.01 <= params.repetition_penalty <= 100, "in [0.01, 100]"),
         ("presence_penalty", -2 <= params.presence_penalty <= 2, "in [-2, 2]"),
         ("frequency_penalty", -2 <= params.frequency_penalty <= 2, "in [-2, 2]"),
-        ("logprobs", params.logprobs is None or 0 <= params.logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
+        ("logprobs", in_range(params.logprobs), f"in [0, {MAX_LOGPROBS}]"),
+        ("prompt_logprobs", in_range(params.prompt_logprobs), f"in [0, {MAX_LOGPROBS}]"),
     )
     for name, ok, allowed in checks:
         if not ok:

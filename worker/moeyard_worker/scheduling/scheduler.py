@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from moeyard_worker.config.engine_config import SchedulerConfig
-from moeyard_worker.protocol import Done, Rejected, Submit, Tokens
+from moeyard_worker.protocol import Done, Rejected, Submit, TokenLogprob, Tokens
 from moeyard_worker.scheduling.admission import refusal
 from moeyard_worker.scheduling.completion import expired, extend, farewell
 from moeyard_worker.scheduling.holdings import Holdings
 from moeyard_worker.scheduling.planning import Place, StepBuilder, make_chunk, next_place, num_rows
 from moeyard_worker.scheduling.request import Accepted, Constraint, Reply, Request, SchedulerStats
 from moeyard_worker.scheduling.roster import Roster
+from moeyard_worker.scheduling.scoring import tell_scores
 from moeyard_worker.scheduling.step import Chunk, Step
 from moeyard_worker.state.pages import PagePool, page_hashes
 
@@ -244,20 +245,28 @@ class Scheduler:
         flight = next(f for f in self._flights if f.step is step) if step.chunks else _Flight(step, ())
         return [r for c, r in zip(step.chunks, flight.requests, strict=True) if c.num_sampled]
 
-    def complete(self, step: Step, results: Sequence[Accepted], now: float) -> list[Reply]:
-        """Take the results of the oldest step in flight, `results[i]` of `step.sampled[i]`; replies in order."""
+    def complete(
+        self, step: Step, results: Sequence[Accepted], now: float, scores: Sequence[Sequence[TokenLogprob]] = ()
+    ) -> list[Reply]:
+        """Take the results of the oldest step in flight; replies in order.
+
+        `results[i]` is of `step.sampled[i]`, `scores[i]` of `step.scored[i]`.
+        """
         assert len(results) == len(step.sampled), f"{len(results)} results for {len(step.sampled)} sampled chunks"
+        assert len(scores) == len(step.scored), f"{len(scores)} scores for {len(step.scored)} scored chunks"
         if not step.chunks:
             return []
         assert self._flights, "no step is in flight"
         assert self._flights[0].step is step, "another step was planned before this one"
         flight = self._flights.popleft()
-        remaining = iter(results)
+        remaining, told = iter(results), iter(scores)
         replies: list[Reply] = []
         for chunk, request in zip(step.chunks, flight.requests, strict=True):
             request.in_flight.pop(0)
             result = next(remaining) if chunk.num_sampled else None
+            scored = next(told) if chunk.scoring is not None else ()
             if not request.ended:
+                replies += tell_scores(request, chunk, scored) if scored else ()
                 replies += self._advance(request, chunk, result, now)
             elif not request.in_flight:
                 self._roster.leaving.remove(request)
@@ -274,7 +283,13 @@ class Scheduler:
         if chunk.prompt:
             self.stats.prefill_tokens += chunk.num_tokens
             self._holdings.register(request)
-        return [] if result is None else self._accept(request, chunk, result, now)
+        if result is not None:
+            return self._accept(request, chunk, result, now)
+        if request.sampling.max_tokens or request.num_computed < len(request.prompt):
+            return []
+        # A request for no tokens ends with its prompt.
+        self.stats.prefilled(request, now)
+        return [Reply(request.client, self._finish(request, "length"))]
 
     def _accept(self, request: Request, chunk: Chunk, result: Accepted, now: float) -> list[Reply]:
         if result.error is not None:
@@ -287,9 +302,7 @@ class Scheduler:
         count = len(request.output) - start
         self.stats.generation_tokens += count
         if request.first_token is None:
-            assert request.started is not None
-            request.first_token = now
-            self.stats.prefill_seconds.append(now - request.started)
+            self.stats.prefilled(request, now)
         tokens = Tokens(
             request_id=request.request_id,
             start=start,
@@ -298,7 +311,7 @@ class Scheduler:
         )
         replies = [Reply(request.client, tokens)]
         if reason is not None:
-            if len(request.output) > 1:
+            if len(request.output) > 1 and request.first_token is not None:
                 self.stats.token_seconds.append((now - request.first_token) / (len(request.output) - 1))
             return [*replies, Reply(request.client, self._finish(request, reason))]
         request.drafts = result.drafts

@@ -6,6 +6,18 @@ RequestKey = tuple[bytes, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """Rows of a prompt chunk whose next tokens are known and to be scored: `targets[i]` follows row `first` + i.
+
+    `num_top` likeliest tokens are wanted beside each.
+    """
+
+    first: int
+    targets: tuple[int, ...]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Consecutive rows of one request that one step computes.
 
@@ -23,6 +35,8 @@ class Chunk:
     The device takes the last accepted token, the drafts behind it and the exact start from there; `token_ids` are
     zeros, and the start is any of [start, max_start], at most `slack` later (0 without drafts). All rows of a fed chunk
     are sampled; a row that no draft is proposed for may hold any token.
+
+    `scoring` is None unless log-probabilities of the prompt are asked for.
     """
 
     key: RequestKey
@@ -34,6 +48,7 @@ class Chunk:
     num_sampled: int
     fed: int | None = None
     slack: int = 0
+    scoring: Scoring | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +101,11 @@ class Step:
     def sampled(self) -> tuple[Chunk, ...]:
         """The chunks of which rows are sampled, in row order."""
         return tuple(c for c in self.chunks if c.num_sampled)
+
+    @property
+    def scored(self) -> tuple[Chunk, ...]:
+        """The chunks of which rows are scored, in row order."""
+        return tuple(c for c in self.prefill if c.scoring is not None)
 
     @property
     def sample_rows(self) -> tuple[int, ...]:

@@ -1,0 +1,73 @@
+"""Log-probabilities of prompts, and requests for no tokens: what is scored, what is told, what pages spare."""
+
+from tests.scheduling.scheduler_harness import Harness
+
+from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.protocol import MAX_PROMPT_LOGPROBS, Done, PromptLogprobs, SamplingParams, Submit, Tokens
+from moeyard_worker.scheduling.request import Reply
+from moeyard_worker.scheduling.step import Scoring
+
+CONFIG = SchedulerConfig(
+    num_pages=128, page_size=4, max_model_len=400, vocab_size=100, max_batch_tokens=300, max_num_seqs=4,
+    prefill_chunk=300,
+)  # fmt: skip
+
+
+def submit(request_id: str, length: int, max_tokens: int, prompt_logprobs: int | None = 2) -> Submit:
+    sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+    return Submit(request_id=request_id, prompt_token_ids=tuple(i * 7 % 100 for i in range(length)), sampling=sampling)
+
+
+def run(harness: Harness) -> list[object]:
+    """Plan and finish one step; its messages."""
+    replies: list[Reply] = harness.finish(harness.plan())
+    return [reply.message for reply in replies]
+
+
+def test_scores_come_in_messages_of_bounded_size_before_the_first_token() -> None:
+    harness = Harness(CONFIG)
+    harness.submit(submit("r", 270, 1))
+    *scores, tokens, done = run(harness)
+    assert all(isinstance(m, PromptLogprobs) for m in scores)
+    sizes = [(m.start, len(m.logprobs)) for m in scores if isinstance(m, PromptLogprobs)]
+    assert sizes == [(1, MAX_PROMPT_LOGPROBS), (129, MAX_PROMPT_LOGPROBS), (257, 13)]
+    assert isinstance(tokens, Tokens)
+    assert isinstance(done, Done)
+
+
+def test_no_tokens_are_asked_for() -> None:
+    """The prompt is computed whole, may be as long as the model, and ends its request."""
+    harness = Harness(CONFIG)
+    harness.submit(submit("r", 400, 0))
+    first = harness.plan()
+    assert (first.prefill[0].num_tokens, first.sampled, len(harness.finish(first))) == (300, (), 3)
+    step = harness.plan()
+    assert step.prefill[0].scoring == Scoring(first=0, targets=tuple(i * 7 % 100 for i in range(301, 400)), num_top=2)
+    assert step.sampled == ()
+    *_, done = (reply.message for reply in harness.finish(step))
+    assert isinstance(done, Done)
+    assert (done.finish_reason, done.prompt_tokens, done.completion_tokens) == ("length", 400, 0)
+    # Where nothing is to be told either, the prompt is in the pages for others to use.
+    harness.submit(submit("warm", 41, 0, None))
+    assert [type(m) for m in run(harness)] == [Done]
+    harness.submit(submit("one", 1, 0))
+    assert [type(m) for m in run(harness)] == [Done], "the first token has no log-probability"
+
+
+def test_pages_spare_only_what_was_told() -> None:
+    """A scored prompt is found by others and finds nothing itself, until it had to yield what it had told of."""
+    harness = Harness(CONFIG)
+    harness.submit(submit("first", 41, 1, None))
+    harness.step()
+    harness.submit(submit("scored", 41, 8))
+    assert harness.plan().prefill[0].start == 0
+    harness.finish_oldest()
+    (request,) = harness.scheduler._roster.running
+    assert request.num_scored == 40
+    harness.scheduler._preempt(request)
+    live = harness.live[b"a", "scored"]
+    live.computed, live.pages = None, ()
+    step = harness.plan()
+    assert (step.prefill[0].start, step.prefill[0].scoring) == (40, None)
+    harness.finish(step)
+    harness.drain()
