@@ -44,6 +44,17 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def seconds(text: str) -> float:
+    """argparse type of a time that may be 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds; expected 0 or more")
+    return value
+
+
 def expert_memory(text: str) -> int | None:
     """argparse type of --expert-memory: a size, or auto for as much as fits."""
     return None if text == "auto" else size(text)
@@ -173,6 +184,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULTS["threads"],
         metavar="N",
         help="OpenMP threads of a worker, 1 or 2 (default %(default)s)",
+    )
+    add(
+        "--shutdown-timeout",
+        type=seconds,
+        default=3.0,
+        metavar="S",
+        help="seconds for open answers on SIGTERM or Ctrl-C; a second signal ends them at once (default %(default)g)",
     )
     add("--ray-address", metavar="HOST:PORT", help="a running Ray cluster; without it a private one is started here")
     add(

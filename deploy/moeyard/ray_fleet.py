@@ -60,12 +60,14 @@ class RayFleet:
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
 
-    def start(self, progress: Progress) -> list[Rank]:
-        """Start Ray and all ranks; `progress(done, total)` gets the bytes loaded over all ranks.
+    def start(self, progress: Progress, stage: Callable[[str], None]) -> list[Rank]:
+        """Start Ray and all ranks; `progress(done, total)` gets the bytes loaded over all ranks, `stage` what begins.
 
         Raises FleetError when Ray, the placement or a worker cannot start.
         """
+        stage("starting Ray" if self._address is None else f"joining Ray at {self._address}")
         self._connect()
+        stage(f"starting {self._config.num_workers} worker{'s' if self._config.num_workers > 1 else ''}")
         self._place()
         self._actors = [self._actor(rank) for rank in range(self._config.num_workers)]
         return self._launch(progress)

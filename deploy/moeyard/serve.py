@@ -6,20 +6,18 @@ on stderr and leaves no process behind.
 
 import argparse
 import os
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from moeyard import ray_config
 from moeyard.lazy import load
+from moeyard.listen import bind, outside_url, reachable_url
 from moeyard.rank import Rank
 from moeyard.signals import sigterm_as_interrupt, uninterrupted
+from moeyard.startup import startup
 from moeyard.supervisor import RestartBudget, Supervisor
 from moeyard_kernels.cpu import footprint
 from moeyard_router.config import RouterConfig, WorkerAddress
@@ -28,8 +26,9 @@ from moeyard_router.text.chat import TextCodec
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
 from moeyard_worker.engine.host_memory import available_memory
-from moeyard_worker.engine.memory import plan_memory
+from moeyard_worker.engine.memory import MemoryPlan, plan_memory
 from moeyard_worker.experts.placement import partition
+from moeyard_worker.experts.trace import rank_path
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 
@@ -68,8 +67,8 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
     supervisor: Supervisor | None = None
     with sigterm_as_interrupt():
         try:
-            with progress_bar() as progress:
-                ranks = fleet.start(progress)
+            with startup(captures=config.device != "cpu" and not config.enforce_eager) as told:
+                ranks = fleet.start(told.loading, told.stage)
             report_loaded(ranks)
             report_skipped(ranks[0].report["skipped"])
             if config.load_format == "dummy":
@@ -117,6 +116,7 @@ def router_config(
         port=port,
         max_inflight=config.num_workers * (config.max_num_seqs + config.max_waiting),
         step_deadline=config.step_deadline,
+        shutdown_grace=args.shutdown_timeout,
     )
 
 
@@ -127,32 +127,35 @@ def model_name(config: EngineConfig) -> str:
 
 def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> Running:
     """Print the ready line."""
-    url = f"http://{router.host}:{router.port}"
+    url = reachable_url(router.host, router.port)
+    outside = outside_url(router.host, router.port)
     report = ranks[0].report
     print(
         f"ready: {url}/v1 serves {router.model_name} ({report['dtype']}) on {len(ranks)} workers, expert slots "
         f"{report['expert_slots']}/{report['num_experts']} per worker, up to {router.max_model_len} tokens, after "
-        f"{seconds:.1f} s",
+        f"{seconds:.1f} s" + (f"; on all addresses, from other machines as {outside}/v1" if outside else ""),
         flush=True,
     )
     return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
 
 
-def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool) -> None:
-    """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
+def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool) -> MemoryPlan | None:
+    """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError.
+
+    Returns a worker's plan, None where only a worker can make it.
+    """
     checkpoint = check_weights(config, model)
     if config.model_path is not None:
         TextCodec(Path(config.model_path))
     shards = partition(model.num_experts, config.num_workers)
     if not local:
-        return
-    if config.record_routing is not None and not os.access(Path(config.record_routing).parent, os.W_OK):
-        raise ValueError(f"--record-routing {config.record_routing}: its directory cannot be written; name another one")
+        return None
+    check_trace(config)
     if config.device != "cpu":
         # What a GPU holds is known where torch is: the worker plans, and says what does not fit.
-        return
+        return None
     itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
-    plan_memory(
+    return plan_memory(
         config=config,
         model=model,
         itemsize=itemsize,
@@ -163,18 +166,17 @@ def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool)
     )
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket for the API; raises ValueError when the address cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        # Listening at once makes a second server on this port fail now and not when it gets its first request.
-        sock.listen(1024)
-    except OSError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from error
-    return sock
+def check_trace(config: EngineConfig) -> None:
+    """Raise ValueError when a rank could not write what --record-routing asks for."""
+    if config.record_routing is None:
+        return
+    for rank in range(config.num_workers):
+        path = rank_path(Path(config.record_routing), rank=rank, world_size=config.num_workers)
+        if path.is_dir():
+            raise ValueError(f"--record-routing {path} is a directory; name a file")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            what = "it" if path.exists() else "its directory"
+            raise ValueError(f"--record-routing {path}: {what} cannot be written; name another one")
 
 
 def report_loaded(ranks: list[Rank]) -> None:
@@ -194,20 +196,3 @@ def report_skipped(skipped: dict[str, str]) -> None:
     for reason in sorted(set(skipped.values())):
         keys = [key for key, value in skipped.items() if value == reason]
         print(f"skipped {len(keys)} tensors ({reason}), {keys[0]} first", file=sys.stderr)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes loaded over all ranks, on stderr if that is a terminal."""
-    loaded = 0
-    with tqdm(
-        desc="loading weights", unit="B", unit_scale=True, unit_divisor=1024, total=0, leave=False, disable=None
-    ) as bar:
-
-        def progress(done: int, total: int) -> None:
-            nonlocal loaded
-            bar.total = total
-            bar.update(done - loaded)
-            loaded = done
-
-        yield progress
