@@ -19,7 +19,8 @@ HELP = """\
 /system [TEXT]      set the system message, or drop it
 /set [NAME=VALUE]   a field of the requests, such as temperature=0.7 or max_tokens=200; no value: the server's
 /quit               leave, as Ctrl-D does
-Ctrl-C stops an answer. A line that ends with \\ goes on in the next one; lines between two of \"\"\" are one message."""
+Ctrl-C stops an answer.
+A line that ends with \\ goes on in the next one; lines between two of \"\"\" are one message."""
 
 
 @dataclass(slots=True)

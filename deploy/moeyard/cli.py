@@ -10,8 +10,9 @@ from typing import NoReturn
 import shtab
 
 from moeyard import __version__
+from moeyard.bench.engine_flags import add_bench_arguments
 from moeyard.bench.server.flags import add_server_arguments
-from moeyard.flags import add_bench_arguments, add_engine_arguments, add_source_arguments, engine_config
+from moeyard.flags import add_engine_arguments, add_source_arguments, engine_config
 from moeyard.lazy import load
 from moeyard.target import add_target_arguments
 from moeyard_worker.config.cpu_config import set_cpu_environment

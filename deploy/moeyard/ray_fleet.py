@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -56,17 +57,22 @@ class RayFleet:
         self._ends: list[Any] = []
         self._stopping = threading.Event()
         self._remote_class: Any = None
+        self._check: Callable[[], None] = lambda: None
         # Actors are made and ended under it.
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
 
-    def start(self, progress: Progress, stage: Callable[[str], None]) -> list[Rank]:
+    def start(self, progress: Progress, *, stage: Callable[[str], None], check: Callable[[], None]) -> list[Rank]:
         """Start Ray and all ranks; `progress(done, total)` gets the bytes loaded over all ranks, `stage` what begins.
+
+        `check` is called often, between calls of Ray; what it raises ends the start.
 
         Raises FleetError when Ray, the placement or a worker cannot start.
         """
+        self._check = check
         stage("starting Ray" if self._address is None else f"joining Ray at {self._address}")
         self._connect()
+        check()
         stage(f"starting {self._config.num_workers} worker{'s' if self._config.num_workers > 1 else ''}")
         self._place()
         self._actors = [self._actor(rank) for rank in range(self._config.num_workers)]
@@ -89,6 +95,7 @@ class RayFleet:
             for actor in self._actors:
                 ray.kill(actor)
             self._actors = [self._actor(rank) for rank in range(self._config.num_workers)]
+        self._check = lambda: None
         try:
             return self._launch(lambda done, total: None)
         except RayError as error:
@@ -143,11 +150,20 @@ class RayFleet:
         if (found := ray.cluster_resources().get("GPU", 0)) < gpus * count:
             raise FleetError(f"{count} workers need one GPU each, Ray found {found:g}; see --device")
         self._group = placement_group([{"CPU": 1, "GPU": gpus}] * count, strategy="PACK")
-        if not self._group.wait(timeout_seconds=PLACEMENT_SECONDS):
+        if not self._placed():
             raise FleetError(
                 f"{count} of the Ray cluster's {cpus:g} CPUs did not become free; stop what else runs there"
             )
         self._remote_class = ray.remote(max_concurrency=4, num_cpus=1, num_gpus=gpus)(RankActor)
+
+    def _placed(self) -> bool:
+        """Wait until the group has its CPUs; False if it does not get them in time."""
+        deadline = time.monotonic() + PLACEMENT_SECONDS
+        while not self._group.wait(timeout_seconds=PROGRESS_SECONDS):
+            self._check()
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def _actor(self, rank: int) -> Any:
         """A process for a rank, at its place."""
@@ -171,7 +187,8 @@ class RayFleet:
         """Results of one call per rank, or FleetError with the first rank's own message."""
         pending = list(refs)
         while pending:
-            done, pending = ray.wait(pending, num_returns=1)
+            done, pending = ray.wait(pending, num_returns=1, timeout=PROGRESS_SECONDS)
+            self._check()
             try:
                 ray.get(done)
             except RayTaskError as error:
@@ -187,6 +204,7 @@ class RayFleet:
         """Report progress until every load has ended, well or badly."""
         while True:
             _, pending = ray.wait(loads, num_returns=len(loads), timeout=PROGRESS_SECONDS)
+            self._check()
             try:
                 parts = ray.get([actor.progress.remote() for actor in self._actors], timeout=STOP_SECONDS)
                 progress(sum(done for done, _ in parts), sum(total for _, total in parts))

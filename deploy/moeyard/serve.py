@@ -16,7 +16,7 @@ from moeyard import ray_config
 from moeyard.lazy import load
 from moeyard.listen import bind, outside_url, reachable_url
 from moeyard.rank import Rank
-from moeyard.signals import sigterm_as_interrupt, uninterrupted
+from moeyard.signals import noted
 from moeyard.startup import startup
 from moeyard.supervisor import RestartBudget, Supervisor
 from moeyard_kernels.cpu import footprint
@@ -60,15 +60,16 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
         ray_config.prepare_local(config.threads)
     else:
         ray_config.prepare_remote()
-    # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
-    fleet = load("moeyard.ray_fleet").RayFleet(
-        config, address=args.ray_address, worker_host=args.worker_host, metrics_port_base=args.metrics_port_base
-    )
     supervisor: Supervisor | None = None
-    with sigterm_as_interrupt():
+    with noted() as interrupts:
+        # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
+        fleet = load("moeyard.ray_fleet").RayFleet(
+            config, address=args.ray_address, worker_host=args.worker_host, metrics_port_base=args.metrics_port_base
+        )
         try:
+            interrupts.check()
             with startup(captures=config.device != "cpu" and not config.enforce_eager) as told:
-                ranks = fleet.start(told.loading, told.stage)
+                ranks = fleet.start(told.loading, stage=told.stage, check=interrupts.check)
             report_loaded(ranks)
             report_skipped(ranks[0].report["skipped"])
             if config.load_format == "dummy":
@@ -76,6 +77,10 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
             router = router_config(args, config, model, ranks=ranks, port=sock.getsockname()[1])
 
             def ready() -> None:
+                if interrupts.count:
+                    # It came before the router had handlers of its own.
+                    server.stop()
+                    return
                 running = report_ready(router, ranks, seconds=time.monotonic() - begun)
                 if on_ready is not None:
                     on_ready(running)
@@ -88,11 +93,15 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
             )
             server = RouterServer(router, sock, on_ready=ready, on_failed=supervisor.failed)
             fleet.watch(supervisor.ended)
+            interrupts.check()
             run_router(server)
+        except Exception:
+            # Ctrl-C in a terminal reaches Ray's processes too: what then fails here is not what happened.
+            interrupts.check()
+            raise
         finally:
-            with uninterrupted():
-                fleet.stop()
-                sock.close()
+            fleet.stop()
+            sock.close()
     return 1 if supervisor is not None and supervisor.failure is not None else 0
 
 

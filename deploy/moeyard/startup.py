@@ -1,4 +1,4 @@
-"""What a start is at, said on stderr: stages as lines; weights as a bar on a terminal, elsewhere a line now and then."""
+"""What a start is at, said on stderr: stages as lines, weights as a bar or, in a log, a line now and then."""
 
 import sys
 import time
@@ -56,9 +56,15 @@ class Startup:
     def _draw(self, done: int, total: int) -> None:
         if self._bar is None:
             self._bar = tqdm(
-                desc="loading weights", unit="B", unit_scale=True, unit_divisor=1024, leave=False, file=self._out
+                desc="loading weights",
+                total=total,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                leave=False,
+                file=self._out,
             )
-        self._bar.total = total
+        self._bar.total = total  # ranks learn theirs one after the other
         self._bar.update(done - self._bar.n)
 
     def close_bar(self) -> None:

@@ -138,7 +138,7 @@ def body(
 
 
 def fit(points: list[tuple[int, int]]) -> Yardstick:
-    """The yardstick of (words, prompt tokens) pairs: the least-squares line, or the mean ratio where it makes no sense."""
+    """The yardstick of (words, prompt tokens) pairs: the least-squares line, or the mean ratio where that falls."""
     slope, intercept = statistics.linear_regression([w for w, _ in points], [t for _, t in points])
     if slope <= 0:
         return Yardstick(per_word=sum(t for _, t in points) / sum(w for w, _ in points))
