@@ -7,8 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-import shtab
-
 from moeyard import __version__
 from moeyard.bench.engine_flags import add_bench_arguments
 from moeyard.bench.server.flags import add_server_arguments
@@ -144,7 +142,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def run_completion(args: argparse.Namespace) -> int:
     """`moeyard completion`."""
-    print(shtab.complete(build_parser(), shell=args.shell))
+    print(load("shtab").complete(build_parser(), shell=args.shell))
     return 0
 
 
@@ -185,6 +183,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         fail(str(error))
     except KeyboardInterrupt:
+        # Whoever pressed it twice would otherwise end what is ending already, by the system's default.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         return 130
 
 

@@ -25,7 +25,7 @@ from moeyard import __version__
 from moeyard.rank import Rank
 from moeyard.ray_actor import RankActor
 from moeyard.ray_config import uses_tls, worker_environment
-from moeyard.signals import own_sigterm
+from moeyard.signals import Interrupts, own_sigterm
 from moeyard_worker.config.engine_config import EngineConfig
 
 Progress = Callable[[int, int], None]
@@ -62,17 +62,18 @@ class RayFleet:
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
 
-    def start(self, progress: Progress, *, stage: Callable[[str], None], check: Callable[[], None]) -> list[Rank]:
+    def start(self, progress: Progress, *, stage: Callable[[str], None], interrupts: Interrupts) -> list[Rank]:
         """Start Ray and all ranks; `progress(done, total)` gets the bytes loaded over all ranks, `stage` what begins.
 
-        `check` is called often, between calls of Ray; what it raises ends the start.
+        `interrupts` are looked at between calls of Ray, and end the start by KeyboardInterrupt.
 
         Raises FleetError when Ray, the placement or a worker cannot start.
         """
-        self._check = check
+        self._check = interrupts.check
         stage("starting Ray" if self._address is None else f"joining Ray at {self._address}")
-        self._connect()
-        check()
+        with interrupts.at_once():
+            self._connect()
+        self._check()
         stage(f"starting {self._config.num_workers} worker{'s' if self._config.num_workers > 1 else ''}")
         self._place()
         self._actors = [self._actor(rank) for rank in range(self._config.num_workers)]

@@ -69,7 +69,7 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
         try:
             interrupts.check()
             with startup(captures=config.device != "cpu" and not config.enforce_eager) as told:
-                ranks = fleet.start(told.loading, stage=told.stage, check=interrupts.check)
+                ranks = fleet.start(told.loading, stage=told.stage, interrupts=interrupts)
             report_loaded(ranks)
             report_skipped(ranks[0].report["skipped"])
             if config.load_format == "dummy":

@@ -12,6 +12,8 @@ from types import FrameType
 import psutil
 
 PATIENCE_SECONDS = 10.0
+# What a shell says of a command that Ctrl-C ended.
+INTERRUPTED = 130
 
 
 def _is_main_thread() -> bool:
@@ -30,6 +32,7 @@ class Interrupts:
         self._patience = patience
         self._clock = clock
         self._first = 0.0
+        self._at_once = False
         self.count = 0
 
     def note(self, signum: int, frame: FrameType | None) -> None:
@@ -39,20 +42,35 @@ class Interrupts:
             self._first = self._clock()
             # Not print: a handler may run while the same stream is being written to.
             os.write(2, b"stopping\n")
-        elif self.count >= 3 and self._clock() - self._first > self._patience:
-            end_now(128 + signum)
+        if self._at_once or (self.count >= 3 and self._clock() - self._first > self._patience):
+            end_now(INTERRUPTED)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if there was a signal."""
         if self.count:
             raise KeyboardInterrupt
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """A block that can neither be unwound nor waited for, before there is anything to put in order: ray.init.
+
+        A terminal's Ctrl-C ends Ray's daemons too, and ray.init then looks for them for a quarter of a minute.
+        """
+        self.check()
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
 
 def end_now(code: int) -> None:
     """End this process and all that descend from it, without another line of Python."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # boundary: it ended by itself
-            process.kill()
+    # Stopped first, so that none starts another between the look and the end.
+    for act in (psutil.Process.suspend, psutil.Process.suspend, psutil.Process.kill):
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # boundary: it ended by itself
+                act(process)
     os._exit(code)
 
 

@@ -10,7 +10,8 @@ from moeyard.bench.server.answer import Answer, EventStream
 from moeyard.bench.server.drive import Course
 from moeyard.bench.server.figures import errors, figures, is_good, latencies, parse_slo, per_second, summary
 from moeyard.bench.server.report import compare, describe
-from moeyard.bench.server.workload import Lengths, Workload, Yardstick, arrivals, fit, parse_lengths
+from moeyard.bench.server.run import fit
+from moeyard.bench.server.workload import Lengths, Workload, Yardstick, arrivals, parse_lengths
 from moeyard.target import parse_target
 
 

@@ -126,15 +126,30 @@ def test_who_insists_gets_out_of_a_start_that_hangs() -> None:
     for step, expected in (("0", 3), ("2", 130)):
         done = subprocess.run([sys.executable, "-c", code, step], capture_output=True, text=True, env=env, timeout=30)
         assert done.returncode == expected, done.stderr
-        child = int(done.stdout)
-        # Who reaps orphans may take its time.
-        assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+        check_gone(int(done.stdout))
 
 
-def test_a_first_signal_is_no_reason_to_insist() -> None:
-    interrupts = Interrupts(patience=0.0)
-    assert interrupts.count == 0
-    interrupts.check()
+def check_gone(child: int) -> None:
+    """A process that was killed; who reaps orphans may take its time."""
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_cannot_be_unwound_ends_at_once() -> None:
+    """And a block that a signal came before is not begun."""
+    code = (
+        "import signal, subprocess, sys; from moeyard.signals import Interrupts; interrupts = Interrupts();"
+        "child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True);"
+        "signal.signal(signal.SIGINT, interrupts.note); block = interrupts.at_once(); block.__enter__();"
+        "signal.raise_signal(signal.SIGINT); sys.exit(3)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "deploy")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=30)
+    assert (done.returncode, done.stderr) == (130, "stopping\n")
+    check_gone(int(done.stdout))
+    interrupts = Interrupts()
+    interrupts.count = 1
+    with pytest.raises(KeyboardInterrupt), interrupts.at_once():
+        pytest.fail("begun")
 
 
 def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

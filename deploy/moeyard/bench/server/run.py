@@ -8,6 +8,7 @@ import platform
 import random
 import secrets
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from moeyard.bench.server.figures import errors, figures, parse_slo, request_row
 from moeyard.bench.server.report import compare, describe
 from moeyard.bench.server.wire import Client
 from moeyard.bench.server.words import WORDS
-from moeyard.bench.server.workload import Workload, Yardstick, body, fit
+from moeyard.bench.server.workload import Workload, Yardstick, body
 from moeyard.lazy import load
 from moeyard.server_info import first_model
 from moeyard.target import Target, parse_target
@@ -50,13 +51,13 @@ def bench_server(args: argparse.Namespace) -> int:
         print(compare(stored[0], stored[1], (str(args.compare[0]), str(args.compare[1]))))
         return 0
     result = measure(args, slo)
-    print(describe(result))
-    if stored:
-        print("\n" + compare(stored[0], result, (str(args.compare[0]), "this run")))
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     if args.png is not None:
         load("moeyard.bench.server.chart").draw(result, args.png)
+    print(describe(result))
+    if stored:
+        print("\n" + compare(stored[0], result, (str(args.compare[0]), "this run")))
     if result["facts"]["interrupted"]:
         return 130
     return 0 if result["figures"]["completed"] else 1
@@ -230,6 +231,14 @@ async def _yardstick(client: Client, plan: Plan, args: argparse.Namespace) -> Ya
             raise _refused(answer)
         points.append((words, answer.prompt_tokens))
     return fit(points)
+
+
+def fit(points: list[tuple[int, int]]) -> Yardstick:
+    """The yardstick of (words, prompt tokens) pairs: the least-squares line, or the mean ratio where that falls."""
+    slope, intercept = statistics.linear_regression([w for w, _ in points], [t for _, t in points])
+    if slope <= 0:
+        return Yardstick(per_word=sum(t for _, t in points) / sum(w for w, _ in points))
+    return Yardstick(base=max(0.0, intercept), per_word=slope)
 
 
 def _refused(answer: Answer) -> ValueError:

@@ -1,7 +1,6 @@
 """What is asked of a server, drawn from a seed: lengths, words or token ids, turns and arrivals. Pure."""
 
 import random
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -135,11 +134,3 @@ def body(
         "stream_options": {"include_usage": True},
         **extra,
     }
-
-
-def fit(points: list[tuple[int, int]]) -> Yardstick:
-    """The yardstick of (words, prompt tokens) pairs: the least-squares line, or the mean ratio where that falls."""
-    slope, intercept = statistics.linear_regression([w for w, _ in points], [t for _, t in points])
-    if slope <= 0:
-        return Yardstick(per_word=sum(t for _, t in points) / sum(w for w, _ in points))
-    return Yardstick(base=max(0.0, intercept), per_word=slope)
