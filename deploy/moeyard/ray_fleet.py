@@ -70,6 +70,8 @@ class RayFleet:
         Raises FleetError when Ray, the placement or a worker cannot start.
         """
         self._check = interrupts.check
+        if self._address is not None:
+            check_reachable(self._address)
         stage("starting Ray" if self._address is None else f"joining Ray at {self._address}")
         with interrupts.at_once():
             self._connect()
@@ -134,7 +136,6 @@ class RayFleet:
                     **quiet,
                 )
             return
-        check_reachable(self._address)
         try:
             with own_sigterm():
                 ray.init(address=self._address, **quiet)
