@@ -23,9 +23,11 @@ def _is_main_thread() -> bool:
 class Interrupts:
     """SIGINT and SIGTERM are noted, and acted upon where it is safe: at `check`, never in the middle of Ray's code.
 
-    An exception thrown into Ray while it starts or stops its native threads ended the process by SIGSEGV or SIGABRT
-    (drilled with three Ctrl-C at random times). Whoever has waited `patience` seconds since the first and then signals
-    at least for the third time wants out whatever it costs: the process ends at once, and takes its children with it.
+    An exception thrown into Ray while it starts or stops its native threads is the likely cause of starts that ended by
+    SIGSEGV or SIGABRT when they were interrupted three times (docs/architecture.md has the drill).
+
+    Whoever has waited `patience` seconds since the first and then signals at least for the third time wants out
+    whatever it costs: the process ends at once, and takes its children with it.
     """
 
     def __init__(self, *, patience: float = PATIENCE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
