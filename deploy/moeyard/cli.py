@@ -1,6 +1,7 @@
-"""Command line: `moeyard serve | demo | verify | bench | cache-sim`. Errors of use: one line on stderr, exit code 2."""
+"""Command line: `moeyard serve | chat | bench | doctor | ...`. Errors of use: one line on stderr, exit code 2."""
 
 import argparse
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,13 +9,19 @@ from typing import NoReturn
 
 from moeyard import __version__
 from moeyard.api_flags import add_api_arguments
+from moeyard.bench.engine_flags import add_bench_arguments
+from moeyard.bench.server.flags import add_server_arguments
 from moeyard.door_config import add_door_arguments, door_config, log_config
-from moeyard.flags import add_bench_arguments, add_engine_arguments, add_source_arguments, engine_config
+from moeyard.flags import add_engine_arguments, add_source_arguments, engine_config
 from moeyard.lazy import load
 from moeyard.model_source import add_model_argument, checkpoint
+from moeyard.target import add_target_arguments
 from moeyard_worker.config.cpu_config import set_cpu_environment
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EXPERT_POLICIES
 from moeyard_worker.experts.sim import belady, format_table, simulate
+
+BENCH_SUBJECTS = ("server", "engine")
+SHELLS = ("bash", "zsh", "fish")
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,11 +63,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     verify.set_defaults(run=run_verify)
 
-    bench = commands.add_parser("bench", help="measure; `moeyard bench engine` measures one worker's engine in process")
+    bench = commands.add_parser(
+        "bench", help="measure a running server (`moeyard bench URL`) or one engine (`moeyard bench engine`)"
+    )
     subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+    server = subjects.add_parser(
+        "server", help="any OpenAI-compatible server, over HTTP; `moeyard bench URL` is short for `bench server URL`"
+    )
+    add_server_arguments(server)
+    server.set_defaults(run=run_bench_server)
     engine = subjects.add_parser("engine", help="latencies and rates of one engine, without router, sockets and peers")
     add_bench_arguments(engine)
     engine.set_defaults(run=run_bench_engine)
+
+    add_people_commands(commands)
 
     sim = commands.add_parser("cache-sim", help="replay recorded routing through an expert-cache policy")
     sim.add_argument("file", help="what --record-routing wrote")
@@ -70,6 +86,30 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sim.set_defaults(run=run_cache_sim)
     return parser
+
+
+def add_people_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """What people use beside a server."""
+    chat = commands.add_parser("chat", help="talk with a running server; in a pipe: answer what comes in")
+    add_target_arguments(chat)
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    chat.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the requests, e.g. temperature=0.7"
+    )
+    chat.set_defaults(run=run_chat)
+
+    doctor = commands.add_parser(
+        "doctor", help="what this machine has, and what `serve` with these flags would fail at"
+    )
+    add_source_arguments(doctor)
+    add_engine_arguments(doctor)
+    add_api_arguments(doctor)
+    doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    doctor.set_defaults(run=run_doctor)
+
+    completion = commands.add_parser("completion", help="print what makes a shell complete these commands")
+    completion.add_argument("shell", choices=SHELLS, help='e.g. eval "$(moeyard completion bash)" in ~/.bashrc')
+    completion.set_defaults(run=run_completion)
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -91,10 +131,32 @@ def run_verify(args: argparse.Namespace) -> int:
     return int(load("moeyard_worker.engine.verify").verify(checkpoint(args), dtype=args.dtype))
 
 
+def run_bench_server(args: argparse.Namespace) -> int:
+    """`moeyard bench URL`."""
+    return int(load("moeyard.bench.server.run").bench_server(args))
+
+
 def run_bench_engine(args: argparse.Namespace) -> int:
     """`moeyard bench engine`."""
     set_cpu_environment()
     return int(load("moeyard.bench.engine").bench_engine(args))
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    """`moeyard chat`."""
+    return int(load("moeyard.chat").chat(args))
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """`moeyard doctor`."""
+    set_cpu_environment()
+    return int(load("moeyard.doctor.run").doctor(args, lambda: engine_config(args)))
+
+
+def run_completion(args: argparse.Namespace) -> int:
+    """`moeyard completion`."""
+    print(load("shtab").complete(build_parser(), shell=args.shell))
+    return 0
 
 
 def run_cache_sim(args: argparse.Namespace) -> int:
@@ -107,6 +169,13 @@ def run_cache_sim(args: argparse.Namespace) -> int:
     return 0
 
 
+def with_subject(argv: list[str]) -> list[str]:
+    """`bench URL` as `bench server URL`: whatever follows `bench` and is neither a subject nor a cry for help."""
+    if argv[:1] == ["bench"] and len(argv) > 1 and argv[1] not in (*BENCH_SUBJECTS, "-h", "--help"):
+        return ["bench", "server", *argv[1:]]
+    return argv
+
+
 def fail(message: str) -> NoReturn:
     """Print one line on stderr and exit with code 2."""
     print(f"moeyard: {' '.join(message.split())}", file=sys.stderr)
@@ -115,18 +184,24 @@ def fail(message: str) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script."""
-    words = sys.argv[1:] if argv is None else argv
+    words = with_subject(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(words)
     try:
         if getattr(args, "config", None) is not None:
             # The command is the first word: before it stands nothing that lets a command run.
             args = load("moeyard.config_file").with_config_file(args, words[1:])
         return int(args.run(args))
+    except BrokenPipeError:
+        # Who reads what is printed has left, as `head` does; Python would complain once more when it flushes.
+        sys.stdout = None
+        return 128 + signal.SIGPIPE
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except ValueError as error:
         fail(str(error))
     except KeyboardInterrupt:
+        # Whoever pressed it twice would otherwise end what is ending already, by the system's default.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         return 130
 
 

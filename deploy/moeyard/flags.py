@@ -46,6 +46,17 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def seconds(text: str) -> float:
+    """argparse type of a time that may be 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds; expected 0 or more")
+    return value
+
+
 def expert_memory(text: str) -> int | None:
     """argparse type of --expert-memory: a size, or auto for as much as fits."""
     return None if text == "auto" else size(text)
@@ -183,6 +194,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="OpenMP threads of a worker, 1 or 2 (default %(default)s)",
     )
+    add(
+        "--shutdown-timeout",
+        type=seconds,
+        default=3.0,
+        metavar="S",
+        help="seconds for open answers on SIGTERM or Ctrl-C; a second signal ends them at once (default %(default)g)",
+    )
     add("--ray-address", metavar="HOST:PORT", help="a running Ray cluster; without it a private one is started here")
     add(
         "--worker-host",
@@ -196,53 +214,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="worker r exports metrics at P + r (default: any free port each)",
     )
-
-
-def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `moeyard bench engine`."""
-    add = parser.add_argument
-    add_model_argument(parser, " (or --shape)")
-    add_shape_arguments(parser)
-    add("--device", default="cuda", metavar="NAME", help="cpu, cuda or cuda:N (default %(default)s)")
-    add("--dtype", choices=DTYPES, default="auto", help="of weights and activations (default: the checkpoint's)")
-    add("--enforce-eager", action="store_true", help="capture no step in a CUDA graph")
-    add("--streams", type=int, nargs="*", default=[1, 8, 64], metavar="N", help="requests at once (default 1 8 64)")
-    add("--prompt", type=int, default=128, metavar="N", help="tokens of their prompts (default %(default)s)")
-    add("--output", type=int, default=128, metavar="N", help="tokens answered to each (default %(default)s)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy; otherwise each its own seed")
-    add("--top-p", type=float, default=1.0, metavar="P", help="where tokens are sampled (default %(default)s)")
-    add("--context", nargs="*", default=[], metavar="CxN", help="C streams whose prompts have N tokens, e.g. 8x32768")
-    add(
-        "--prefill",
-        nargs="*",
-        default=["1x256", "1x1024", "1x8192", "4x4096"],
-        metavar="CxN",
-        help="C prompts of N tokens at once, a token answered to each (default 1x256 1x1024 1x8192 4x4096)",
-    )
-    add("--chunk", type=int, metavar="N", help=f"rows of a step (default {both('max_batch_tokens')})")
-    add(
-        "--mixed",
-        type=int,
-        nargs="?",
-        const=16,
-        default=0,
-        metavar="STREAMS",
-        help="latencies of so many streams (16) while prompts arrive one behind the other",
-    )
-    add("--mixed-prompt", type=int, default=8192, metavar="N", help="tokens of those prompts (default %(default)s)")
-    add("--mixed-prompts", type=int, default=4, metavar="N", help="how many of them (default %(default)s)")
-    add("--mixed-chunk", type=int, default=2048, metavar="N", help="their rows in a step (default %(default)s)")
-    add(
-        "--residency",
-        type=float,
-        nargs="+",
-        default=[],
-        metavar="SHARE",
-        help="shares of the experts in slots, in turn",
-    )
-    add("--expert-slots", type=int, metavar="N", help="the same as a number (default: as many as fit)")
-    add("--expert-policy", choices=EXPERT_POLICIES, default=DEFAULTS["expert_policy"], help="default %(default)s")
-    add("--json", type=Path, metavar="FILE", help="write all figures there")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

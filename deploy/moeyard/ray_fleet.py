@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ from moeyard.logs import LogConfig
 from moeyard.rank import Rank
 from moeyard.ray_actor import RankActor
 from moeyard.ray_config import uses_tls, worker_environment
-from moeyard.signals import own_sigterm
+from moeyard.signals import Interrupts, own_sigterm
 from moeyard_worker.config.engine_config import EngineConfig
 
 Progress = Callable[[int, int], None]
@@ -64,16 +65,26 @@ class RayFleet:
         self._ends: list[Any] = []
         self._stopping = threading.Event()
         self._remote_class: Any = None
+        self._check: Callable[[], None] = lambda: None
         # Actors are made and ended under it.
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
 
-    def start(self, progress: Progress) -> list[Rank]:
-        """Start Ray and all ranks; `progress(done, total)` gets the bytes loaded over all ranks.
+    def start(self, progress: Progress, *, stage: Callable[[str], None], interrupts: Interrupts) -> list[Rank]:
+        """Start Ray and all ranks; `progress(done, total)` gets the bytes loaded over all ranks, `stage` what begins.
+
+        `interrupts` are looked at between calls of Ray, and end the start by KeyboardInterrupt.
 
         Raises FleetError when Ray, the placement or a worker cannot start.
         """
-        self._connect()
+        self._check = interrupts.check
+        if self._address is not None:
+            check_reachable(self._address)
+        stage("starting Ray" if self._address is None else f"joining Ray at {self._address}")
+        with interrupts.at_once():
+            self._connect()
+        self._check()
+        stage(f"starting {self._config.num_workers} worker{'s' if self._config.num_workers > 1 else ''}")
         self._place()
         self._actors = [self._actor(rank) for rank in range(self._config.num_workers)]
         return self._launch(progress)
@@ -95,6 +106,7 @@ class RayFleet:
             for actor in self._actors:
                 ray.kill(actor)
             self._actors = [self._actor(rank) for rank in range(self._config.num_workers)]
+        self._check = lambda: None
         try:
             return self._launch(lambda done, total: None)
         except RayError as error:
@@ -132,7 +144,6 @@ class RayFleet:
                     **quiet,
                 )
             return
-        check_reachable(self._address)
         try:
             with own_sigterm():
                 ray.init(address=self._address, **quiet)
@@ -149,11 +160,20 @@ class RayFleet:
         if (found := ray.cluster_resources().get("GPU", 0)) < gpus * count:
             raise FleetError(f"{count} workers need one GPU each, Ray found {found:g}; see --device")
         self._group = placement_group([{"CPU": 1, "GPU": gpus}] * count, strategy="PACK")
-        if not self._group.wait(timeout_seconds=PLACEMENT_SECONDS):
+        if not self._placed():
             raise FleetError(
                 f"{count} of the Ray cluster's {cpus:g} CPUs did not become free; stop what else runs there"
             )
         self._remote_class = ray.remote(max_concurrency=4, num_cpus=1, num_gpus=gpus)(RankActor)
+
+    def _placed(self) -> bool:
+        """Wait until the group has its CPUs; False if it does not get them in time."""
+        deadline = time.monotonic() + PLACEMENT_SECONDS
+        while not self._group.wait(timeout_seconds=PROGRESS_SECONDS):
+            self._check()
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def _actor(self, rank: int) -> Any:
         """A process for a rank, at its place."""
@@ -178,7 +198,8 @@ class RayFleet:
         """Results of one call per rank, or FleetError with the first rank's own message."""
         pending = list(refs)
         while pending:
-            done, pending = ray.wait(pending, num_returns=1)
+            done, pending = ray.wait(pending, num_returns=1, timeout=PROGRESS_SECONDS)
+            self._check()
             try:
                 ray.get(done)
             except RayTaskError as error:
@@ -194,6 +215,7 @@ class RayFleet:
         """Report progress until every load has ended, well or badly."""
         while True:
             _, pending = ray.wait(loads, num_returns=len(loads), timeout=PROGRESS_SECONDS)
+            self._check()
             try:
                 parts = ray.get([actor.progress.remote() for actor in self._actors], timeout=STOP_SECONDS)
                 progress(sum(done for done, _ in parts), sum(total for _, total in parts))

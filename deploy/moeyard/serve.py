@@ -7,23 +7,21 @@ on stderr and leaves no process behind.
 import argparse
 import dataclasses
 import os
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-from tqdm import tqdm
 
 from moeyard import __version__, logs, ray_config
 from moeyard.api_flags import ApiSettings, answer_formats_of, api_settings
 from moeyard.door_flags import door_fields
 from moeyard.lazy import load
+from moeyard.listen import bind, outside_url, reachable_url
 from moeyard.logs import LogConfig
 from moeyard.rank import Rank
-from moeyard.signals import sigterm_as_interrupt, uninterrupted
+from moeyard.signals import noted
+from moeyard.startup import startup
 from moeyard.supervisor import RestartBudget, Supervisor
 from moeyard_kernels.cpu import footprint
 from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
@@ -37,8 +35,9 @@ from moeyard_router.text.chat import open_codec
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
 from moeyard_worker.engine.host_memory import available_memory
-from moeyard_worker.engine.memory import plan_memory
+from moeyard_worker.engine.memory import MemoryPlan, plan_memory
 from moeyard_worker.experts.placement import partition
+from moeyard_worker.experts.trace import rank_path
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 
@@ -75,22 +74,27 @@ def serve(
     open_certificate(door)
     model = served_model(config)
     api = api_settings(args, config)
-    formats = check_before_start(config, model, api=api, local=args.ray_address is None)
+    formats = check_before_start(config, model, api=api, local=args.ray_address is None).formats
     sock = bind(args.host, args.port)
     warn_if_open(door, args.host)
     if args.ray_address is None:
         ray_config.prepare_local(config.threads)
     else:
         ray_config.prepare_remote()
-    # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
-    fleet = load("moeyard.ray_fleet").RayFleet(
-        config, log, address=args.ray_address, worker_host=args.worker_host, metrics_port_base=args.metrics_port_base
-    )
     supervisor: Supervisor | None = None
-    with sigterm_as_interrupt():
+    with noted() as interrupts:
+        # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
+        fleet = load("moeyard.ray_fleet").RayFleet(
+            config,
+            log,
+            address=args.ray_address,
+            worker_host=args.worker_host,
+            metrics_port_base=args.metrics_port_base,
+        )
         try:
-            with progress_bar() as progress:
-                ranks = fleet.start(progress)
+            interrupts.check()
+            with startup(captures=config.device != "cpu" and not config.enforce_eager) as told:
+                ranks = fleet.start(told.loading, stage=told.stage, interrupts=interrupts)
             report_loaded(ranks)
             report_skipped(ranks[0].report["skipped"])
             if config.load_format == "dummy":
@@ -103,6 +107,10 @@ def serve(
             )
 
             def ready() -> None:
+                if interrupts.count:
+                    # It came before the router had handlers of its own.
+                    server.stop()
+                    return
                 running = report_ready(router, ranks, seconds=time.monotonic() - begun)
                 if on_ready is not None:
                     on_ready(running)
@@ -115,11 +123,15 @@ def serve(
             )
             server = RouterServer(router, sock, on_ready=ready, on_failed=supervisor.failed)
             fleet.watch(supervisor.ended)
+            interrupts.check()
             run_router(server)
+        except Exception:
+            # Ctrl-C in a terminal reaches Ray's processes too: what then fails here is not what happened.
+            interrupts.check()
+            raise
         finally:
-            with uninterrupted():
-                fleet.stop()
-                sock.close()
+            fleet.stop()
+            sock.close()
     return 1 if supervisor is not None and supervisor.failure is not None else 0
 
 
@@ -158,18 +170,21 @@ def router_config(
         metric_aliases=tuple(args.metric_aliases),
         **door_fields(args, config),
         version=__version__,
+        shutdown_grace=args.shutdown_timeout,
     )
 
 
 def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> Running:
     """Print the ready line."""
-    url = f"{router.door.scheme}://{router.host}:{router.port}"
+    scheme = router.door.scheme
+    url = reachable_url(router.host, router.port, scheme)
+    outside = outside_url(router.host, router.port, scheme)
     report = ranks[0].report
     also = f", also called {', '.join(router.model_aliases)}" if router.model_aliases else ""
     print(
         f"ready: {url}/v1 serves {router.model_name}{also} ({report['dtype']}) on {len(ranks)} workers, expert slots "
         f"{report['expert_slots']}/{report['num_experts']} per worker, up to {router.max_model_len} tokens, after "
-        f"{seconds:.1f} s",
+        f"{seconds:.1f} s" + (f"; on all addresses, from other machines as {outside}/v1" if outside else ""),
         flush=True,
     )
     return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
@@ -192,24 +207,27 @@ def log_context() -> dict[str, str | int]:
     return {} if request_id is None else {"request_id": request_id}
 
 
-def check_before_start(config: EngineConfig, model: ModelConfig, *, api: ApiSettings, local: bool) -> AnswerFormats:
-    """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What is known before anything is started: how answers are read, and a worker's plan (None: only it can tell)."""
 
-    Returns what the chat template was found to say of the model's answers.
-    """
+    formats: AnswerFormats
+    plan: MemoryPlan | None
+
+
+def check_before_start(config: EngineConfig, model: ModelConfig, *, api: ApiSettings, local: bool) -> Checked:
+    """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
     checkpoint = check_weights(config, model)
     codec = open_codec(None if config.model_path is None else Path(config.model_path), api.chat_template)
     formats = answer_formats_of(codec, api)
     shards = partition(model.num_experts, config.num_workers)
-    if not local:
-        return formats
-    if config.record_routing is not None and not os.access(Path(config.record_routing).parent, os.W_OK):
-        raise ValueError(f"--record-routing {config.record_routing}: its directory cannot be written; name another one")
-    if config.device != "cpu":
+    if local:
+        check_trace(config)
+    if not local or config.device != "cpu":
         # What a GPU holds is known where torch is: the worker plans, and says what does not fit.
-        return formats
+        return Checked(formats=formats, plan=None)
     itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
-    plan_memory(
+    plan = plan_memory(
         config=config,
         model=model,
         itemsize=itemsize,
@@ -218,21 +236,20 @@ def check_before_start(config: EngineConfig, model: ModelConfig, *, api: ApiSett
         num_local_experts=len(shards[0]) * len(model.moe_layers),
         available=available_memory() // config.num_workers,
     )
-    return formats
+    return Checked(formats=formats, plan=plan)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket for the API; raises ValueError when the address cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        # Listening at once makes a second server on this port fail now and not when it gets its first request.
-        sock.listen(1024)
-    except OSError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from error
-    return sock
+def check_trace(config: EngineConfig) -> None:
+    """Raise ValueError when a rank could not write what --record-routing asks for."""
+    if config.record_routing is None:
+        return
+    for rank in range(config.num_workers):
+        path = rank_path(Path(config.record_routing), rank=rank, world_size=config.num_workers)
+        if path.is_dir():
+            raise ValueError(f"--record-routing {path} is a directory; name a file")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            what = "it" if path.exists() else "its directory"
+            raise ValueError(f"--record-routing {path}: {what} cannot be written; name another one")
 
 
 def report_loaded(ranks: list[Rank]) -> None:
@@ -252,20 +269,3 @@ def report_skipped(skipped: dict[str, str]) -> None:
     for reason in sorted(set(skipped.values())):
         keys = [key for key, value in skipped.items() if value == reason]
         print(f"skipped {len(keys)} tensors ({reason}), {keys[0]} first", file=sys.stderr)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes loaded over all ranks, on stderr if that is a terminal."""
-    loaded = 0
-    with tqdm(
-        desc="loading weights", unit="B", unit_scale=True, unit_divisor=1024, total=0, leave=False, disable=None
-    ) as bar:
-
-        def progress(done: int, total: int) -> None:
-            nonlocal loaded
-            bar.total = total
-            bar.update(done - loaded)
-            loaded = done
-
-        yield progress

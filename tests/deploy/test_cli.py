@@ -164,7 +164,15 @@ def test_dead_ray_address() -> None:
         (["serve", "--kv-memory", "12XB"], ["--kv-memory", "'12XB'", "2GiB"]),
         (["serve", "--max-model-len", "9999999"], ["--max-model-len 9999999", "1024"]),
         (["serve", "--port", "99999"], ["--port", "99999", "65535"]),
-        (["serve", "--host", "203.0.113.7"], ["203.0.113.7", "choose another"]),
+        (["serve", "--host", "203.0.113.7"], ["203.0.113.7", "choose another --host"]),
+        (["serve", "--host", "no.such.host.invalid"], ["--host", "no.such.host.invalid", "unknown"]),
+        (["serve", "--record-routing", str(DEMO)], ["--record-routing", "is a directory; name a file"]),
+        (["serve", "--shutdown-timeout", "-1"], ["--shutdown-timeout", "'-1'", "0 or more"]),
+        (["bench", "http://127.0.0.1:9"], ["no server answers at http://127.0.0.1:9"]),
+        (["bench", "--prompt-tokens", "some"], ["--prompt-tokens", "'some'", "lognormal"]),
+        (["bench", "--compare", "/no/such/result"], ["/no/such/result"]),
+        (["chat", "ftp://host"], ["'ftp://host'", "no address of a server"]),
+        (["completion", "cmd"], ["'cmd'", "fish"]),
         (["serve", "--record-routing", "/no/such/folder/trace"], ["--record-routing", "/no/such/folder/trace"]),
         (["serve", "--ray-address", "nonsense"], ["--ray-address", "'nonsense'", "HOST:PORT"]),
         (["serve", "--exchange", "pigeon"], ["--exchange", "pigeon", "zmq-tcp"]),
@@ -207,7 +215,8 @@ def test_serve_without_a_gpu() -> None:
     outcome = moeyard("serve", "--device", "cuda", "--port", "0")
     # Not checked for its time: it starts Ray first.
     assert outcome.code == 2, outcome
-    (line,) = outcome.err.splitlines()
+    *stages, line = outcome.err.splitlines()
+    assert stages == ["starting Ray", "starting 1 worker"]
     assert re.fullmatch(r"moeyard: --device cuda: torch \S+ sees no CUDA GPU here", line)
 
 

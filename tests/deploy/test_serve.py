@@ -166,8 +166,9 @@ def test_one_ready_line(service: Command) -> None:
     """Scripts wait for it, so stdout has nothing else; stderr has words for people and no bars."""
     assert READY.fullmatch(service.out.read_text())
     skipped = r"skipped \d+ tensors \(multi-token prediction layer\), [\w.]+ first\n"
+    stages = r"starting Ray\nstarting 2 workers\n(loading weights: .*\n)*weights are there; preparing to step\n"
     assert re.fullmatch(
-        rf"loaded [\d.]+ MiB of weights in [\d.]+ s \([\d.]+ GB/s\)\n{skipped}", service.err.read_text()
+        rf"{stages}loaded [\d.]+ MiB of weights in [\d.]+ s \([\d.]+ GB/s\)\n{skipped}", service.err.read_text()
     )
 
 
@@ -344,6 +345,19 @@ def test_serves_a_shape_without_a_checkpoint(command: Callable[..., Command]) ->
     assert httpx.post(f"{served.url}/v1/completions", json={"prompt": "text"}, timeout=30).status_code == 400
     served.process.send_signal(signal.SIGINT)
     served.check_end(0)
+
+
+@pytest.mark.parametrize("after", ["starting Ray", "starting 1 worker", "weights are there"])
+def test_three_interrupts_while_starting(command: Callable[..., Command], after: str) -> None:
+    """In a terminal they reach Ray's processes too; whatever was being started, it ends in good order and at once."""
+    started = command("serve", DEMO, "--workers", "1", "--port", "0")
+    started.wait_for(lambda: after in started.err.read_text(), 60)
+    for pause in (0.2, 0.05, 0.0):
+        os.killpg(started.process.pid, signal.SIGINT)
+        time.sleep(pause)  # as fingers do: all of it while Ray starts or is stopped
+    started.check_end(130)
+    assert started.out.read_text() == ""
+    assert started.err.read_text().splitlines()[-1] == "stopping"
 
 
 def test_sigterm_while_starting(command: Callable[..., Command]) -> None:

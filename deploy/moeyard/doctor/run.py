@@ -1,0 +1,84 @@
+"""`moeyard doctor`: what this machine has, and what `moeyard serve` with the same flags would trip over."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+
+from moeyard.api_flags import ApiSettings, api_settings
+from moeyard.doctor.finding import OK, PROBLEM, WARNING, Finding, ok, problem
+from moeyard.doctor.machine import (
+    check_clock,
+    check_leftovers,
+    check_limits,
+    check_memory,
+    check_port,
+    check_processor,
+)
+from moeyard.doctor.software import check_software
+from moeyard.lazy import load
+from moeyard.serve import check_before_start
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.models.shapes import served_model
+
+
+def doctor(args: argparse.Namespace, engine: Callable[[], EngineConfig]) -> int:
+    """Print a line per finding, or one JSON object; 1 if there is a problem. `engine`: what the flags describe."""
+    findings: list[Finding] = []
+    for finding in examine(args, engine):
+        findings.append(finding)
+        if not args.json:
+            print(finding, flush=True)
+    counts = {level: sum(f.level == level for f in findings) for level in (PROBLEM, WARNING, OK)}
+    if args.json:
+        print(json.dumps({"findings": [f.as_json() for f in findings], **counts}, indent=1))
+    else:
+        print(f"\n{counts[PROBLEM]} problems, {counts[WARNING]} warnings")
+    return 1 if counts[PROBLEM] else 0
+
+
+def examine(args: argparse.Namespace, engine: Callable[[], EngineConfig]) -> Iterator[Finding]:
+    """All findings, the quick ones first."""
+    yield from check_software()
+    yield from check_processor(args.workers, on_cpu=args.device == "cpu")
+    yield from check_memory()
+    yield from check_limits()
+    yield check_port(args.host, args.port)
+    yield check_clock()
+    yield check_leftovers()
+    yield from check_torch(args.device)
+    if args.model is not None or args.load_format == "dummy":
+        yield from check_model(engine, lambda config: api_settings(args, config), local=args.ray_address is None)
+
+
+def check_torch(device: str) -> Iterator[Finding]:
+    """torch, if it can be loaded at all, and the GPUs that it sees."""
+    try:
+        gpus = load("moeyard.doctor.gpus")
+    except (ImportError, OSError) as error:
+        first = str(error).splitlines()[0]
+        yield problem("torch", f"cannot be loaded: {first}", "install it again, for this Python and this machine")
+        return
+    yield from gpus.check_gpus(device)
+
+
+def check_model(
+    engine: Callable[[], EngineConfig], settings: Callable[[EngineConfig], ApiSettings], *, local: bool
+) -> Iterator[Finding]:
+    """What `serve` checks before it starts anything: the family, the files, the tokenizer, and whether it fits."""
+    try:
+        config = engine()
+        model, api = served_model(config), settings(config)
+        yield ok(
+            "model",
+            f"{api.names[0]}: {model.num_layers} layers, {model.num_experts} experts (top {model.top_k}), "
+            f"up to {model.max_position} tokens",
+        )
+        plan = check_before_start(config, model, api=api, local=local).plan
+    except ValueError as error:
+        text, _, advice = str(error).rpartition("; ")
+        yield problem("model", text or advice, advice if text else "see README.md for the families")
+        return
+    if plan is None:
+        yield ok("fit", "the files are whole; whether they fit is known where the workers run")
+    else:
+        yield ok("fit", f"{config.num_workers} workers, each: {plan}")

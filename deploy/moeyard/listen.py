@@ -1,0 +1,76 @@
+"""The API's own socket: bound before anything is started, and the addresses under which it is found."""
+
+import errno
+import ipaddress
+import socket
+from types import MappingProxyType
+
+# Documentation's own address (RFC 5737): a UDP socket "connected" there sends nothing, and knows where it would from.
+SOMEWHERE = MappingProxyType({socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"})
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket for the API; raises ValueError that says which of --host and --port is wrong, and how.
+
+    "::" takes IPv4 too, as an operator expects of "all addresses".
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "no name of a host"
+        raise ValueError(
+            f"--host {host!r} is unknown: {reason}; give an address of this machine, such as 127.0.0.1, or 0.0.0.0 "
+            "for all"
+        ) from error
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not _is_wildcard(str(address[0])))
+        sock.bind(address)
+        # Listening at once makes a second server on this port fail now and not when it gets its first request.
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        advice = {
+            errno.EADDRINUSE: "stop what listens there, or choose another --port",
+            errno.EACCES: "ports below 1024 want the rights for it; choose another --port",
+            errno.EADDRNOTAVAIL: "it is no address of this machine; choose another --host, or 0.0.0.0 for all of them",
+        }.get(error.errno or 0, "choose another --host or --port")
+        where = base_url(host, port).removeprefix("http://")
+        raise ValueError(f"cannot listen on {where}: {error.strerror or error}; {advice}") from error
+    return sock
+
+
+def base_url(host: str, port: int, scheme: str = "http") -> str:
+    """scheme://host:port, an IPv6 address in brackets (RFC 3986, 3.2.2)."""
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def reachable_url(host: str, port: int, scheme: str = "http") -> str:
+    """A URL that a client on this machine can use: of all addresses, loopback's."""
+    if _is_wildcard(host):
+        host = "::1" if ":" in host else "127.0.0.1"
+    return base_url(host, port, scheme)
+
+
+def outside_url(host: str, port: int, scheme: str = "http") -> str | None:
+    """Where other machines find what listens on all addresses: by the address of the default route. Else None."""
+    if not _is_wildcard(host):
+        return None
+    for family in (socket.AF_INET, socket.AF_INET6) if ":" in host else (socket.AF_INET,):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((SOMEWHERE[family], 9))
+                return base_url(probe.getsockname()[0], port, scheme)
+        except OSError:
+            continue  # no such route
+    return None
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return not host

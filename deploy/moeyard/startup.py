@@ -1,0 +1,84 @@
+"""What a start is at, said on stderr: stages as lines, weights as a bar or, in a log, a line now and then."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from tqdm import tqdm
+
+from moeyard_worker.config.engine_config import format_size
+
+# A log gets a line of progress so often.
+INTERVAL_SECONDS = 5.0
+
+
+class Startup:
+    """`stage` and `loading` may be called at any rate; what nobody needs to read twice is not written twice."""
+
+    def __init__(
+        self,
+        *,
+        captures: bool,
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        interval: float = INTERVAL_SECONDS,
+    ) -> None:
+        """`captures`: whether steps are captured in CUDA graphs once the weights are there, which takes its time."""
+        self._captures = captures
+        self._out = sys.stderr if out is None else out
+        self._clock = clock
+        self._interval = interval
+        self._next = float("-inf")
+        self._bar: tqdm[None] | None = None
+        self._whole = False
+
+    def stage(self, text: str) -> None:
+        """A stage begins."""
+        self.close_bar()
+        print(text, file=self._out, flush=True)
+
+    def loading(self, done: int, total: int) -> None:
+        """So many bytes of the weights are there, over all ranks. 0 of 0 is not known yet."""
+        if not total or self._whole:
+            return
+        if done >= total:
+            self._whole = True
+            self.stage("weights are there; " + ("capturing CUDA graphs" if self._captures else "preparing to step"))
+        elif self._out.isatty():
+            self._draw(done, total)
+        elif self._clock() >= self._next:
+            self._next = self._clock() + self._interval
+            share = f"{100 * done / total:.0f} %"
+            print(f"loading weights: {format_size(done)} of {format_size(total)} ({share})", file=self._out, flush=True)
+
+    def _draw(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = tqdm(
+                desc="loading weights",
+                total=total,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                leave=False,
+                file=self._out,
+            )
+        self._bar.total = total  # ranks learn theirs one after the other
+        self._bar.update(done - self._bar.n)
+
+    def close_bar(self) -> None:
+        """Take the bar off the terminal, if there is one."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+@contextmanager
+def startup(*, captures: bool) -> Iterator[Startup]:
+    """One of them, whose bar is gone however the start ends."""
+    found = Startup(captures=captures)
+    try:
+        yield found
+    finally:
+        found.close_bar()

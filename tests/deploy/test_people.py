@@ -1,0 +1,257 @@
+"""Where the API listens, what a start says, what interrupts do, what the doctor finds, what shells complete."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moeyard.chat_terminal import read_message
+from moeyard.cli import main, with_subject
+from moeyard.doctor.machine import check_files, check_instructions, check_port, check_shared, usable_cores
+from moeyard.doctor.software import check_packages, check_python
+from moeyard.listen import bind, outside_url, reachable_url
+from moeyard.signals import Interrupts, noted
+from moeyard.startup import Startup
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8132"),
+        ("localhost", "http://localhost:8132"),
+        ("::1", "http://[::1]:8132"),
+        ("::", "http://[::1]:8132"),
+        ("0.0.0.0", "http://127.0.0.1:8132"),
+    ],
+)
+def test_a_url_that_can_be_clicked(host: str, url: str) -> None:
+    assert reachable_url(host, 8132) == url
+    outside = outside_url(host, 8132)
+    assert (outside is None) or (host in ("::", "0.0.0.0") and outside.endswith(":8132"))
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_all_addresses_take_both_families() -> None:
+    with bind("::", 0) as sock:
+        port = sock.getsockname()[1]
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port), timeout=5).close()
+
+
+def test_what_is_wrong_with_an_address() -> None:
+    with pytest.raises(
+        ValueError, match=r"--host 'no\.such\.host\.invalid' is unknown: .*; give an address"
+    ) as refused:
+        bind("no.such.host.invalid", 8000)
+    assert "port" not in str(refused.value)
+    with pytest.raises(ValueError, match="no address of this machine; choose another --host"):
+        bind("203.0.113.7", 8000)
+    with (
+        bind("127.0.0.1", 0) as taken,
+        pytest.raises(ValueError, match="stop what listens there, or choose another --port"),
+    ):
+        bind("127.0.0.1", taken.getsockname()[1])
+
+
+def told(captures: bool, *, tty: bool = False) -> tuple[Startup, io.StringIO, list[float]]:
+    """A start that writes to a string and has this clock."""
+    out, now = io.StringIO(), [0.0]
+    out.isatty = lambda: tty  # type: ignore[method-assign]
+    return Startup(captures=captures, out=out, clock=lambda: now[0], interval=5.0), out, now
+
+
+def test_a_log_gets_a_line_of_progress_now_and_then() -> None:
+    start, out, now = told(captures=True)
+    start.stage("starting Ray")
+    start.loading(0, 0)
+    for second in range(12):
+        now[0] = second
+        start.loading(second << 28, 12 << 28)
+    for _ in range(3):
+        start.loading(12 << 28, 12 << 28)
+    assert out.getvalue().splitlines() == [
+        "starting Ray",
+        "loading weights: 0 B of 3 GiB (0 %)",
+        "loading weights: 1.25 GiB of 3 GiB (42 %)",
+        "loading weights: 2.5 GiB of 3 GiB (83 %)",
+        "weights are there; capturing CUDA graphs",
+    ]
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    start, out, _ = told(captures=False, tty=True)
+    start.loading(1 << 20, 4 << 20)
+    start.loading(4 << 20, 4 << 20)
+    assert "loading weights:   0%|" in out.getvalue()
+    assert out.getvalue().endswith("weights are there; preparing to step\n")
+
+
+def test_signals_are_noted_and_raise_where_it_is_safe(capfd: pytest.CaptureFixture[str]) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with noted() as interrupts:
+            interrupts.check()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)  # nothing is raised here
+            assert interrupts.count == 3
+            with pytest.raises(KeyboardInterrupt):
+                interrupts.check()
+        assert [signal.getsignal(number) for number in before] == [signal.SIG_IGN] * 2
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert capfd.readouterr().err == "stopping\n"
+
+
+def test_who_insists_gets_out_of_a_start_that_hangs() -> None:
+    """A process whose clock stands still is patient; one whose clock runs ends with its child at the third signal."""
+    code = (
+        "import itertools, signal, subprocess, sys; from moeyard.signals import Interrupts;"
+        "child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True);"
+        "interrupts = Interrupts(patience=1.0, clock=itertools.count(step=float(sys.argv[1])).__next__);"
+        "signal.signal(signal.SIGINT, interrupts.note);"
+        "[signal.raise_signal(signal.SIGINT) for _ in range(3)]; child.kill(); child.wait(); sys.exit(3)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "deploy")}
+    for step, expected in (("0", 3), ("2", 130)):
+        done = subprocess.run([sys.executable, "-c", code, step], capture_output=True, text=True, env=env, timeout=30)
+        assert done.returncode == expected, done.stderr
+        check_gone(int(done.stdout))
+
+
+def check_gone(child: int) -> None:
+    """A process that was killed; who reaps orphans may take its time."""
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_cannot_be_unwound_ends_at_once() -> None:
+    """And a block that a signal came before is not begun."""
+    code = (
+        "import signal, subprocess, sys; from moeyard.signals import Interrupts; interrupts = Interrupts();"
+        "child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True);"
+        "signal.signal(signal.SIGINT, interrupts.note); block = interrupts.at_once(); block.__enter__();"
+        "signal.raise_signal(signal.SIGINT); sys.exit(3)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "deploy")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=30)
+    assert (done.returncode, done.stderr) == (130, "stopping\n")
+    check_gone(int(done.stdout))
+    interrupts = Interrupts()
+    interrupts.count = 1
+    with pytest.raises(KeyboardInterrupt), interrupts.at_once():
+        pytest.fail("begun")
+
+
+def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """As JSON and as lines, with the demo's checkpoint, and with a port and a checkpoint that are not to be had."""
+    demo = str(ROOT / "deploy" / "demo")
+    main(["doctor", demo, "--port", "0", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    found = {each["subject"]: each for each in result["findings"]}
+    assert {"python", "torch", "ray", "cores", "memory", "shm", "files", "port", "clock", "gpus", "fit"} <= set(found)
+    assert found["model"]["text"].startswith("demo: 6 layers, 32 experts")
+    assert found["fit"]["level"] == "ok"
+    assert result["problem"] == sum(each["level"] == "problem" for each in result["findings"])
+    with bind("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["doctor", "/no/such/checkpoint", "--port", port]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("problem port") and "choose another --port" in line for line in lines)
+    assert any(line.startswith("problem model") and "/no/such/checkpoint" in line for line in lines)
+    assert all(line.split()[0] in ("ok", "warning", "problem") for line in lines[:-2])
+
+
+def test_what_the_doctor_minds() -> None:
+    assert check_python("3.13.1", ">=3.11,<3.13").level == "problem"
+    assert check_python("3.12.4", ">=3.11,<3.13").level == "ok"
+    versions = {"ray": "2.40", "torch": "2.11"}
+    requires = ["ray>=2.50,<3", "torch>=2.11", "zmq", "winloop; platform_system == 'Windows'", "ruff; extra == 'dev'"]
+    levels = [(f.subject, f.level) for f in check_packages(requires, versions.get)]
+    assert levels == [("ray", "problem"), ("torch", "ok"), ("zmq", "problem"), ("packages", "ok")]
+    assert check_files(256, 4096).level == "problem"
+    assert check_files(1024, 4096).level == "warning"
+    assert check_files(65536, 65536).level == "ok"
+    assert check_shared(64 << 20).level == "problem"
+    assert check_shared(1 << 30).level == "ok"
+    assert usable_cores(8, "150000 100000\n") == 1.5
+    assert usable_cores(8, "max 100000\n") == 8
+    assert usable_cores(8, "") == 8
+    cpu = "processor : 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n"
+    assert "AMX" in check_instructions("x86_64", cpu, on_cpu=True).text
+    assert check_instructions("x86_64", "flags : avx2", on_cpu=True).level == "warning"
+    assert check_instructions("x86_64", "flags : avx2", on_cpu=False).level == "ok"
+    assert check_port("127.0.0.1", 0).level == "ok"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("serve", "doctor", "expert-slots", "prompt-tokens"):
+        assert word in script
+    if shutil.which(shell) is not None:
+        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=30)
+
+
+def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "bash"])
+    script = capsys.readouterr().out
+    ask = (
+        "COMP_WORDS=(moeyard bench server --con); COMP_CWORD=3; COMP_LINE='moeyard bench server --con';"
+        'COMP_POINT=${#COMP_LINE}; _shtab_moeyard; echo "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout.split() == ["--concurrency"]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["bench", "http://host:1"], ["bench", "server", "http://host:1"]),
+        (["bench", "--rate", "3"], ["bench", "server", "--rate", "3"]),
+        (["bench", "engine", "--json"], ["bench", "engine", "--json"]),
+        (["bench", "server"], ["bench", "server"]),
+        (["bench", "--help"], ["bench", "--help"]),
+        (["bench"], ["bench"]),
+        (["serve", "bench"], ["serve", "bench"]),
+    ],
+)
+def test_bench_needs_no_subject(given: list[str], meant: list[str]) -> None:
+    assert with_subject(given) == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["one"], "one"),
+        (["one\\", "two\\", "three"], "one\ntwo\nthree"),
+        (['"""', "def f():", "    pass", '"""'], "def f():\n    pass"),
+        (['"""one', 'two"""'], "one\ntwo"),
+        ([EOFError()], None),
+        ([KeyboardInterrupt()], ""),
+    ],
+)
+def test_messages_of_several_lines(
+    typed: list[str | BaseException], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(typed)
+
+    def read(prompt: str) -> str:
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    assert read_message() == message
+    assert list(lines) == []
