@@ -19,6 +19,7 @@ from tqdm import tqdm
 from moeyard import ray_config
 from moeyard.lazy import load
 from moeyard.rank import Rank
+from moeyard.routers import RouterProcesses, reserve
 from moeyard.signals import sigterm_as_interrupt, uninterrupted
 from moeyard.supervisor import RestartBudget, Supervisor
 from moeyard_kernels.cpu import footprint
@@ -56,7 +57,7 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
     begun = time.monotonic()
     model = served_model(config)
     check_before_start(config, model, local=args.ray_address is None)
-    sock = bind(args.host, args.port)
+    sock = bind(args.host, args.port, shared=args.routers > 1)
     if args.ray_address is None:
         ray_config.prepare_local(config.threads)
     else:
@@ -66,6 +67,7 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
         config, address=args.ray_address, worker_host=args.worker_host, metrics_port_base=args.metrics_port_base
     )
     supervisor: Supervisor | None = None
+    failure: str | None = None
     with sigterm_as_interrupt():
         try:
             with progress_bar() as progress:
@@ -87,14 +89,22 @@ def serve(args: argparse.Namespace, config: EngineConfig, *, on_ready: Callable[
                 replace=lambda ranks, then: server.replace_workers(addresses(ranks), then),
                 budget=RestartBudget(),
             )
-            server = RouterServer(router, sock, on_ready=ready, on_failed=supervisor.failed)
+            server: RouterServer | RouterProcesses
+            if args.routers == 1:
+                server = RouterServer(router, sock, on_ready=ready, on_failed=supervisor.failed)
+            else:
+                server = RouterProcesses(router, sock, count=args.routers, on_ready=ready, on_failed=supervisor.failed)
             fleet.watch(supervisor.ended)
-            run_router(server)
+            if isinstance(server, RouterServer):
+                run_router(server)
+            else:
+                server.run()
+                failure = server.failure
         finally:
             with uninterrupted():
                 fleet.stop()
                 sock.close()
-    return 1 if supervisor is not None and supervisor.failure is not None else 0
+    return 1 if failure or (supervisor is not None and supervisor.failure is not None) else 0
 
 
 def addresses(ranks: list[Rank]) -> tuple[WorkerAddress, ...]:
@@ -164,9 +174,11 @@ def check_before_start(config: EngineConfig, model: ModelConfig, *, local: bool)
     )
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket for the API; raises ValueError when the address cannot be had."""
+def bind(host: str, port: int, *, shared: bool) -> socket.socket:
+    """A bound TCP socket for the API, or for several routers to share; ValueError when the address cannot be had."""
     try:
+        if shared:
+            return reserve(host, port)
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

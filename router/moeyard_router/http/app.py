@@ -17,15 +17,26 @@ from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, unknown_model
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
+from moeyard_router.http.siblings import Siblings
+from moeyard_router.http.summing import summed
 from moeyard_router.metrics import METRICS_CONTENT_TYPE, RouterMetrics
 from moeyard_router.text.chat import Codec
 
+METRICS_PAGE = "metrics"  # what siblings are asked for
 _MODELS = "/v1/models"
 
 
-def create_app(config: RouterConfig, fleet: Fleet, *, codec: Codec, metrics: RouterMetrics, health: Health) -> ASGIApp:
+def create_app(
+    config: RouterConfig,
+    fleet: Fleet,
+    *,
+    codec: Codec,
+    metrics: RouterMetrics,
+    health: Health,
+    siblings: Siblings | None = None,
+) -> ASGIApp:
     """The app before a fleet that somebody else starts and stops."""
-    pages = _Pages(config, fleet, metrics=metrics, health=health)
+    pages = _Pages(config, fleet, metrics=metrics, health=health, siblings=siblings)
     complete = GenerateEndpoint(config, chat=False, fleet=fleet, codec=codec, metrics=metrics)
     chat = GenerateEndpoint(config, chat=True, fleet=fleet, codec=codec, metrics=metrics)
     routes = [
@@ -48,7 +59,10 @@ def create_app(config: RouterConfig, fleet: Fleet, *, codec: Codec, metrics: Rou
 class _Pages:
     """The endpoints that only look."""
 
-    def __init__(self, config: RouterConfig, fleet: Fleet, *, metrics: RouterMetrics, health: Health) -> None:
+    def __init__(
+        self, config: RouterConfig, fleet: Fleet, *, metrics: RouterMetrics, health: Health, siblings: Siblings | None
+    ) -> None:
+        self._siblings = siblings
         self._config = config
         self._fleet = fleet
         self._metrics = metrics
@@ -96,8 +110,11 @@ class _Pages:
         return _json({"status": "unready", "reason": problem}, status=503)
 
     async def metrics(self, request: Request) -> Response:
-        """The router's own metrics for Prometheus."""
-        return Response(self._metrics.page(), headers={"content-type": METRICS_CONTENT_TYPE})
+        """The router's own metrics for Prometheus; of several routers on a port, the sum."""
+        page = self._metrics.page()
+        if self._siblings is not None:
+            page = summed([page, *await self._siblings.ask(METRICS_PAGE)])
+        return Response(page, headers={"content-type": METRICS_CONTENT_TYPE})
 
     async def metrics_targets(self, request: Request) -> Response:
         """Where the workers' metrics are, for Prometheus' HTTP service discovery."""

@@ -15,7 +15,8 @@ from starlette.types import ASGIApp
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
-from moeyard_router.http.app import create_app
+from moeyard_router.http.app import METRICS_PAGE, create_app
+from moeyard_router.http.siblings import Siblings
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import open_codec
 
@@ -26,7 +27,8 @@ class RouterServer:
     """One router. `serve` runs it in the current event loop until `stop`, which any thread may call.
 
     `on_ready` is called once, in the loop, when every worker has decoded; `on_failed` with the reason when the fleet is
-    lost (the router then goes on to answer 503 until it gets other workers or is stopped). Neither may block. Raises
+    lost (the router then goes on to answer 503 until it gets other workers or is stopped). Neither may block.
+    `siblings`: the other routers on the port, whose metrics are added to this one's. Raises
     `ValueError` for a checkpoint directory without a usable tokenizer.
     """
 
@@ -37,7 +39,9 @@ class RouterServer:
         *,
         on_ready: Callable[[], None],
         on_failed: Callable[[str], None] = lambda _: None,
+        siblings: Siblings | None = None,
     ) -> None:
+        self._siblings = siblings
         self._config = config
         self._sock = sock
         self._on_ready = on_ready
@@ -55,10 +59,14 @@ class RouterServer:
         changed = asyncio.Event()
         fleet = self._fleet = Fleet(self._config, self._metrics, on_change=changed.set, on_failed=self._on_failed)
         health = Health(self._config, fleet)
-        app = create_app(self._config, fleet, codec=self._codec, metrics=self._metrics, health=health)
+        app = create_app(
+            self._config, fleet, codec=self._codec, metrics=self._metrics, health=health, siblings=self._siblings
+        )
         grace = self._config.shutdown_grace
         self._server = _Server(_uvicorn_config(app, grace), fleet, grace)
         try:
+            if self._siblings is not None:
+                await self._siblings.start({METRICS_PAGE: self._metrics.page})
             fleet.start()
             watching = asyncio.create_task(health.run(changed, self._on_ready))
             if self._stop_requests:
@@ -71,6 +79,8 @@ class RouterServer:
         finally:
             fleet.close()
             self._sock.close()
+            if self._siblings is not None:
+                self._siblings.close()
         if not watching.cancelled():
             watching.result()  # a bug in the watching task must not pass unseen
 
