@@ -1,4 +1,4 @@
-"""What the router costs per token: `python bench/router.py [--streams 64] [--workers 1]`.
+"""What the router costs per token: `python bench/router.py [--streams 64] [--workers 1] [--routers 1]`.
 
 Scripted engines speak the workers' protocol from a process of their own and emit a token for every sequence each
 --step milliseconds; a client with bare sockets reads the streams. Printed are the router's CPU time per token (user and
@@ -22,6 +22,8 @@ from pathlib import Path
 import psutil
 import zmq
 
+from moeyard.listen import bind
+from moeyard.routers import RouterProcesses
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer, run_router
 from moeyard_worker.protocol import Abort, Done, Hello, Message, Snapshot, Submit, TokenBatch, Tokens
@@ -111,15 +113,18 @@ def run_engine(rank: int, world_size: int, step_seconds: float, pipe: Connection
     engine.run()
 
 
-def run_one_router(endpoints: list[str], port: int, pipe: Connection) -> None:
-    """Process of the router; says when it is ready."""
+def run_routers(endpoints: list[str], sock: socket.socket, count: int, pipe: Connection) -> None:
+    """Process of the router, or of the one that starts several; says when they are ready."""
     workers = tuple(WorkerAddress(rank=i, endpoint=endpoint) for i, endpoint in enumerate(endpoints))
     config = RouterConfig(
         model_name="stub", model_path=MODEL, workers=workers, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE,
-        max_inflight=4096, port=port,
+        max_inflight=4096, port=sock.getsockname()[1],
     )  # fmt: skip
-    sock = socket.create_server(("127.0.0.1", port), backlog=1024)
-    run_router(RouterServer(config, sock, on_ready=lambda: pipe.send("ready")))
+    if count == 1:
+        sock.listen(1024)
+        run_router(RouterServer(config, sock, on_ready=lambda: pipe.send("ready")))
+    else:
+        RouterProcesses(config, sock, count=count, on_ready=lambda: pipe.send("ready"), on_failed=print).run()
 
 
 class Stream(asyncio.Protocol):
@@ -147,6 +152,12 @@ class Stream(asyncio.Protocol):
         self.arrivals += [time.monotonic()] * events
 
 
+def cpu_seconds(process: psutil.Process) -> tuple[float, float]:
+    """User and system time of a process and those it started."""
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(t.user for t in times), sum(t.system for t in times)
+
+
 async def read_streams(port: int, count: int, seconds: float, router: psutil.Process) -> None:
     """Measure and print."""
     loop = asyncio.get_running_loop()
@@ -154,16 +165,16 @@ async def read_streams(port: int, count: int, seconds: float, router: psutil.Pro
     for stream in streams:
         await loop.create_connection(lambda stream=stream: stream, "127.0.0.1", port)
     await asyncio.sleep(WARM_UP_SECONDS)
-    before, cpu, began = sum(s.events for s in streams), router.cpu_times(), time.monotonic()
+    before, cpu, began = sum(s.events for s in streams), cpu_seconds(router), time.monotonic()
     await asyncio.sleep(seconds)
-    events, after, ended = sum(s.events for s in streams) - before, router.cpu_times(), time.monotonic()
+    events, after, ended = sum(s.events for s in streams) - before, cpu_seconds(router), time.monotonic()
     assert all(s.status == b"HTTP/1.1 200" for s in streams), {s.status for s in streams}
-    used = after.user + after.system - cpu.user - cpu.system
+    user, system = after[0] - cpu[0], after[1] - cpu[1]
     gaps = sorted(gap for s in streams for gap in between(s.arrivals, began, ended))
     print(
-        f"{count} streams: {used / events * 1e6:.1f} us of the router's CPU per token "
-        f"({(after.user - cpu.user) / events * 1e6:.1f} user), {events / (ended - began):.0f} tokens/s, "
-        f"{used / (ended - began):.0%} of a core; between tokens {statistics.median(gaps) * 1e3:.1f} ms, "
+        f"{count} streams: {(user + system) / events * 1e6:.1f} us of the router's CPU per token "
+        f"({user / events * 1e6:.1f} user), {events / (ended - began):.0f} tokens/s, "
+        f"{(user + system) / (ended - began):.0%} of a core; between tokens {statistics.median(gaps) * 1e3:.1f} ms, "
         f"p99 {gaps[int(0.99 * len(gaps))] * 1e3:.1f} ms"
     )
 
@@ -179,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[64])
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--routers", type=int, default=1, help="processes that share a port")
     parser.add_argument("--step", type=float, default=15.0, metavar="MS")
     parser.add_argument("--seconds", type=float, default=8.0)
     args = parser.parse_args()
@@ -192,14 +204,13 @@ def main() -> None:
             )
             processes[-1].start()
             endpoints.append(mine.recv())
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        sock = bind("127.0.0.1", 0, shared=True)
         mine, theirs = spawn.Pipe()
-        processes.append(spawn.Process(target=run_one_router, args=(endpoints, port, theirs), daemon=True))
+        processes.append(spawn.Process(target=run_routers, args=(endpoints, sock, args.routers, theirs)))
         processes[-1].start()
         assert mine.recv() == "ready"
         try:
-            asyncio.run(read_streams(port, count, args.seconds, psutil.Process(processes[-1].pid)))
+            asyncio.run(read_streams(sock.getsockname()[1], count, args.seconds, psutil.Process(processes[-1].pid)))
         finally:
             for process in processes:
                 process.terminate()

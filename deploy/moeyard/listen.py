@@ -5,14 +5,17 @@ import ipaddress
 import socket
 from types import MappingProxyType
 
+from moeyard_router.http.process import SharedAddress
+
 # Documentation's own address (RFC 5737): a UDP socket "connected" there sends nothing, and knows where it would from.
 SOMEWHERE = MappingProxyType({socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"})
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A bound TCP socket for the API; raises ValueError that says which of --host and --port is wrong, and how.
 
-    "::" takes IPv4 too, as an operator expects of "all addresses".
+    One that is `shared` does not listen: it keeps the port for several that do (`routers.py`). "::" takes IPv4 too, as
+    an operator expects of "all addresses".
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -31,6 +34,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind(address)
         # Listening at once makes a second server on this port fail now and not when it gets its first request.
         sock.listen(1024)
+        return reserved(sock) if shared else sock
     except OSError as error:
         sock.close()
         advice = {
@@ -40,7 +44,13 @@ def bind(host: str, port: int) -> socket.socket:
         }.get(error.errno or 0, "choose another --host or --port")
         where = base_url(host, port).removeprefix("http://")
         raise ValueError(f"cannot listen on {where}: {error.strerror or error}; {advice}") from error
-    return sock
+
+
+def reserved(sock: socket.socket) -> socket.socket:
+    """In the place of a socket that listens, and so has the port alone, one that shares it and only keeps it."""
+    address = SharedAddress.of(sock)
+    sock.close()
+    return address.bound()
 
 
 def base_url(host: str, port: int, scheme: str = "http") -> str:

@@ -20,12 +20,13 @@ from moeyard.lazy import load
 from moeyard.listen import bind, outside_url, reachable_url
 from moeyard.logs import LogConfig
 from moeyard.rank import Rank
+from moeyard.routers import RouterProcesses
 from moeyard.signals import noted
 from moeyard.startup import startup
 from moeyard.supervisor import RestartBudget, Supervisor
 from moeyard_kernels.cpu import footprint
 from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
-from moeyard_router.http.context import current_request
+from moeyard_router.http.context import log_context
 from moeyard_router.http.keys import KeyRing
 from moeyard_router.http.origins import is_loopback
 from moeyard_router.http.server import RouterServer, run_router
@@ -75,13 +76,14 @@ def serve(
     model = served_model(config)
     api = api_settings(args, config)
     formats = check_before_start(config, model, api=api, local=args.ray_address is None).formats
-    sock = bind(args.host, args.port)
+    sock = bind(args.host, args.port, shared=args.routers > 1)
     warn_if_open(door, args.host)
     if args.ray_address is None:
         ray_config.prepare_local(config.threads)
     else:
         ray_config.prepare_remote()
     supervisor: Supervisor | None = None
+    failure: str | None = None
     with noted() as interrupts:
         # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
         fleet = load("moeyard.ray_fleet").RayFleet(
@@ -121,10 +123,20 @@ def serve(
                 replace=lambda ranks, then: server.replace_workers(addresses(ranks), then),
                 budget=RestartBudget(),
             )
-            server = RouterServer(router, sock, on_ready=ready, on_failed=supervisor.failed)
+            server: RouterServer | RouterProcesses
+            if args.routers == 1:
+                server = RouterServer(router, sock, on_ready=ready, on_failed=supervisor.failed)
+            else:
+                server = RouterProcesses(
+                    router, sock, count=args.routers, on_ready=ready, on_failed=supervisor.failed, log=log
+                )
             fleet.watch(supervisor.ended)
             interrupts.check()
-            run_router(server)
+            if isinstance(server, RouterServer):
+                run_router(server)
+            else:
+                server.run()
+                failure = server.failure
         except Exception:
             # Ctrl-C in a terminal reaches Ray's processes too: what then fails here is not what happened.
             interrupts.check()
@@ -132,7 +144,7 @@ def serve(
         finally:
             fleet.stop()
             sock.close()
-    return 1 if supervisor is not None and supervisor.failure is not None else 0
+    return 1 if failure or (supervisor is not None and supervisor.failure is not None) else 0
 
 
 def addresses(ranks: list[Rank]) -> tuple[WorkerAddress, ...]:
@@ -199,12 +211,6 @@ def warn_if_open(door: DoorConfig, host: str) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def log_context() -> dict[str, str | int]:
-    """The request that a log line of the router belongs to."""
-    request_id = current_request.get()
-    return {} if request_id is None else {"request_id": request_id}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

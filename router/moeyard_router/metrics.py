@@ -31,6 +31,7 @@ class RouterMetrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.aliases = CollectorRegistry()  # the same figures under other names, for those who ask for them
+        self.fleet = CollectorRegistry()  # what is the fleet's, and the same for every router before it
         label = {"model_name": model_name}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -87,7 +88,7 @@ class RouterMetrics:
         self.inflight = Gauge(
             "moeyard_num_requests_inflight", "Sequences at the workers.", ["model_name"], registry=self.registry
         ).labels(**label)
-        self._workers = Gauge("moeyard_workers", "Workers by state.", ["model_name", "state"], registry=self.registry)
+        self._workers = Gauge("moeyard_workers", "Workers by state.", ["model_name", "state"], registry=self.fleet)
         self._model_name = model_name
         ProcessCollector(registry=self.registry)
 
@@ -118,9 +119,13 @@ class RouterMetrics:
         for state in _WORKER_STATES:
             self._workers.labels(self._model_name, state).set(states.count(state))
 
-    def page(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+    def own_page(self) -> bytes:
+        """What this router counted, in Prometheus' text format: of several routers it adds up."""
         return generate_latest(self.registry) + generate_latest(self.aliases)
+
+    def fleet_page(self) -> bytes:
+        """What any router says of the fleet."""
+        return generate_latest(self.fleet)
 
 
 class _OutputTokens(Collector):

@@ -17,6 +17,8 @@ import uvloop
 import zmq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from moeyard.listen import bind
+from moeyard.routers import RouterProcesses
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer
 from moeyard_router.text.chat import TextCodec
@@ -270,7 +272,7 @@ class Service:
     url: str
     client: httpx.Client
     workers: list[ScriptedWorker]
-    server: RouterServer
+    server: RouterServer | RouterProcesses
     failures: list[str]
 
     def post(self, path: str, **body: Any) -> httpx.Response:
@@ -344,11 +346,13 @@ class Starter:
         ready: bool = True,
         through: Callable[[str], str] = lambda endpoint: endpoint,
         prepare: Callable[[ScriptedWorker], None] = lambda worker: None,
+        num_routers: int = 1,
         **overrides: Any,
     ) -> Service:
         """A router with `num_workers` scripted workers; `overrides` are fields of RouterConfig.
 
-        `prepare` sets up each worker before the router knows it; `through` reroutes endpoints.
+        `prepare` sets up each worker before the router knows it; `through` reroutes endpoints. Several routers are
+        processes of their own.
         """
         workers = [ScriptedWorker(rank, num_workers, self._script) for rank in range(num_workers)]
         for worker in workers:
@@ -370,12 +374,20 @@ class Starter:
             "step_deadline": 2.0,
         }
         config = RouterConfig(**{**options, **overrides})
-        sock = socket.create_server(("127.0.0.1", 0))
+        sock = socket.create_server(("127.0.0.1", 0)) if num_routers == 1 else bind("127.0.0.1", 0, shared=True)
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         is_ready, failures = threading.Event(), []
-        server = RouterServer(config, sock, on_ready=is_ready.set, on_failed=failures.append)
+        callbacks = {"on_ready": is_ready.set, "on_failed": failures.append}
+        server: RouterServer | RouterProcesses
+        if num_routers == 1:
+            server = RouterServer(config, sock, **callbacks)
+        else:
+            server = RouterProcesses(config, sock, count=num_routers, **callbacks)
 
         def run() -> None:
+            if isinstance(server, RouterProcesses):
+                server.run()
+                return
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(server.serve())
 
@@ -385,7 +397,7 @@ class Starter:
         service = Service(url, client, workers, server, failures)
         self._started.append((service, thread))
         if ready:
-            assert is_ready.wait(5), client.get("/readyz").text
+            assert is_ready.wait(5 if num_routers == 1 else 30), client.get("/readyz").text
         return service
 
     def close(self) -> None:

@@ -51,18 +51,27 @@ _ENGINE = "0"
 
 
 class VllmAliases(Collector):
-    """Reads the router's registry and the snapshots when it is scraped; it keeps nothing. For a registry of its own."""
+    """Those of what the router counts; reads its registry when it is scraped and keeps nothing."""
 
-    def __init__(self, metrics: RouterMetrics, fleet: Fleet) -> None:
+    def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
-        self._fleet = fleet
-        self._model_name = fleet.config.model_name
 
     def collect(self) -> Iterable[Metric]:
         """All aliases."""
         for metric in self._metrics.registry.collect():
             for alias in _SAME.get(metric.name.removeprefix("moeyard_"), ()):
                 yield _renamed(metric, f"vllm:{alias}")
+
+
+class VllmFleetAliases(Collector):
+    """Those of what the ranks say; reads the snapshots when it is scraped and keeps nothing."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._model_name = fleet.config.model_name
+
+    def collect(self) -> Iterable[Metric]:
+        """All aliases."""
         workers = self._fleet.describe()["workers"]
         labels = (self._model_name, _ENGINE)
         for name, (field, text) in _GAUGES.items():

@@ -25,9 +25,12 @@ from moeyard_router.http.live import LiveView
 from moeyard_router.http.openapi import Documents
 from moeyard_router.http.origins import Origins
 from moeyard_router.http.page import STATIC, page_routes
+from moeyard_router.http.siblings import Siblings
+from moeyard_router.http.summing import summed
 from moeyard_router.metrics import METRICS_CONTENT_TYPE, RouterMetrics
 from moeyard_router.text.chat import Codec
 
+METRICS_PAGE = "metrics"  # what siblings are asked for
 _MODELS = "/v1/models"
 
 
@@ -40,9 +43,10 @@ def create_app(
     health: Health,
     bodies: Bodies,
     keys: KeyRing,
+    siblings: Siblings | None = None,
 ) -> ASGIApp:
     """The app before a fleet that somebody else starts and stops."""
-    pages = _Pages(config, fleet, metrics=metrics, health=health)
+    pages = _Pages(config, fleet, metrics=metrics, health=health, siblings=siblings)
     complete = GenerateEndpoint(config, chat=False, fleet=fleet, codec=codec, metrics=metrics, bodies=bodies)
     chat = GenerateEndpoint(config, chat=True, fleet=fleet, codec=codec, metrics=metrics, bodies=bodies)
     tokens = Tokens(config, codec)
@@ -86,7 +90,10 @@ def create_app(
 class _Pages:
     """The endpoints that only look."""
 
-    def __init__(self, config: RouterConfig, fleet: Fleet, *, metrics: RouterMetrics, health: Health) -> None:
+    def __init__(
+        self, config: RouterConfig, fleet: Fleet, *, metrics: RouterMetrics, health: Health, siblings: Siblings | None
+    ) -> None:
+        self._siblings = siblings
         self._config = config
         self._fleet = fleet
         self._metrics = metrics
@@ -138,8 +145,11 @@ class _Pages:
         return _json({"version": self._config.version})
 
     async def metrics(self, request: Request) -> Response:
-        """The router's own metrics for Prometheus."""
-        return Response(self._metrics.page(), headers={"content-type": METRICS_CONTENT_TYPE})
+        """The router's own metrics for Prometheus; of several routers on a port, the sum."""
+        own = self._metrics.own_page()
+        if self._siblings is not None:
+            own = summed([own, *await self._siblings.ask(METRICS_PAGE)])
+        return Response(own + self._metrics.fleet_page(), headers={"content-type": METRICS_CONTENT_TYPE})
 
     async def metrics_targets(self, request: Request) -> Response:
         """Where the workers' metrics are, for Prometheus' HTTP service discovery."""

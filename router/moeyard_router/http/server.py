@@ -16,14 +16,15 @@ from starlette.types import ASGIApp
 from moeyard_router.api.intake import formats_of
 from moeyard_router.api.large import Bodies
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.fleet.aliases import VllmAliases
+from moeyard_router.fleet.aliases import VllmAliases, VllmFleetAliases
 from moeyard_router.fleet.collector import FleetCollector
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
-from moeyard_router.http.app import create_app
+from moeyard_router.http.app import METRICS_PAGE, create_app
 from moeyard_router.http.connection import ConnectionLimits, ConnectionProtocol
 from moeyard_router.http.files import keep_fresh
 from moeyard_router.http.keys import KeyRing
+from moeyard_router.http.siblings import Siblings
 from moeyard_router.http.tls import Certificate, open_certificate
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import open_codec
@@ -35,7 +36,8 @@ class RouterServer:
     """One router. `serve` runs it in the current event loop until `stop`, which any thread may call.
 
     `on_ready` is called once, in the loop, when every worker has decoded; `on_failed` with the reason when the fleet is
-    lost (the router then goes on to answer 503 until it gets other workers or is stopped). Neither may block. Raises
+    lost (the router then goes on to answer 503 until it gets other workers or is stopped). Neither may block.
+    `siblings`: the other routers on the port, whose counts are added to this one's on /metrics. Raises
     `ValueError` for a checkpoint directory without a usable tokenizer, a chat template that cannot be used, a parser of
     tool calls or reasoning that does not exist, and for keys or certificates that are none.
     """
@@ -47,7 +49,9 @@ class RouterServer:
         *,
         on_ready: Callable[[], None],
         on_failed: Callable[[str], None] = lambda _: None,
+        siblings: Siblings | None = None,
     ) -> None:
+        self._siblings = siblings
         self._config = config
         self._sock = sock
         self._on_ready = on_ready
@@ -68,9 +72,10 @@ class RouterServer:
         changed = asyncio.Event()
         fleet = self._fleet = Fleet(self._config, self._metrics, on_change=changed.set, on_failed=self._on_failed)
         health = Health(self._config, fleet)
-        self._metrics.registry.register(FleetCollector(fleet))
+        self._metrics.fleet.register(FleetCollector(fleet))
         if "vllm" in self._config.metric_aliases:
-            self._metrics.aliases.register(VllmAliases(self._metrics, fleet))
+            self._metrics.aliases.register(VllmAliases(self._metrics))
+            self._metrics.fleet.register(VllmFleetAliases(fleet))
         bodies = Bodies(self._config, self._formats)
         app = create_app(
             self._config,
@@ -80,10 +85,13 @@ class RouterServer:
             health=health,
             bodies=bodies,
             keys=self._keys,
+            siblings=self._siblings,
         )
         grace = self._config.shutdown_grace
         self._server = _Server(_uvicorn_config(app, self._config, self._metrics, self._certificate), fleet, grace)
         try:
+            if self._siblings is not None:
+                await self._siblings.start({METRICS_PAGE: self._metrics.own_page})
             bodies.start()
             fleet.start()
             watching = asyncio.create_task(health.run(changed, self._on_ready))
@@ -100,6 +108,8 @@ class RouterServer:
             bodies.close()
             fleet.close()
             self._sock.close()
+            if self._siblings is not None:
+                self._siblings.close()
         for task in (watching, freshening):
             if not task.cancelled():
                 task.result()  # a bug in the watching task must not pass unseen

@@ -1,0 +1,205 @@
+"""Several routers before one fleet: a process each, one port, one end."""
+
+import dataclasses
+import logging
+import multiprocessing
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from moeyard import logs
+from moeyard.logs import LogConfig
+from moeyard.supervisor import RestartBudget
+from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.http.context import log_context
+from moeyard_router.http.process import (
+    FleetFailed,
+    Ready,
+    Replace,
+    Replaced,
+    Seat,
+    SharedAddress,
+    Stop,
+    run_router_process,
+)
+
+# A router that ends by itself is started again: three times a minute, then it is no accident.
+_LIMIT, _WINDOW_SECONDS = 3, 60.0
+_log = logging.getLogger(__name__)
+
+
+def run_logged(config: RouterConfig, seat: Seat, pipe: Connection, log: LogConfig | None) -> None:
+    """The life of a process: its log lines are as the others'."""
+    if log is not None:
+        logs.start(log, context=log_context)
+    run_router_process(config, seat, pipe)
+
+
+class _Router:
+    """One process, the pipe to it, and what it has said."""
+
+    def __init__(self, config: RouterConfig, seat: Seat, log: LogConfig | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.seat = seat
+        self.ready = False
+        self.replacing = False
+        self.process: BaseProcess = context.Process(
+            target=run_logged, args=(config, seat, theirs, log), name=f"router-{seat.index}", daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def say(self, message: Replace | Stop) -> None:
+        """Nothing is heard by a process that has ended; `RouterProcesses` notices that by itself."""
+        try:
+            self.pipe.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            self.replacing = False
+
+
+class RouterProcesses:
+    """`count` routers of one config, which stand in `RouterServer`'s place: same callbacks, `run` instead of `serve`.
+
+    Every router has its own connections to the workers, sees the whole fleet, and admits by what the workers say; a
+    request lives and dies with the router that took it. `sock` is bound to the port, does not listen, and keeps it.
+    `failure` is set when routers ended by themselves more often than they are started again.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        sock: socket.socket,
+        *,
+        count: int,
+        on_ready: Callable[[], None],
+        on_failed: Callable[[str], None],
+        log: LogConfig | None = None,
+    ) -> None:
+        self._log = log
+        self.failure: str | None = None
+        self._config = config
+        self._sock = sock
+        self._count = count
+        self._on_ready: Callable[[], None] | None = on_ready
+        self._on_failed = on_failed
+        self._budget = RestartBudget(_LIMIT, _WINDOW_SECONDS)
+        self._routers: list[_Router] = []
+        self._heard, self._tell = multiprocessing.Pipe(duplex=False)
+        self._then: Callable[[], None] | None = None
+        self._stopping = False
+
+    def replace_workers(self, workers: tuple[WorkerAddress, ...], then: Callable[[], None]) -> None:
+        """Go on with these workers, and call `then` when all routers have them. From any thread."""
+        self._then = then
+        self._tell.send(Replace(workers))
+
+    def stop(self) -> None:
+        """Begin an orderly end; a second call ends open streams at once. From any thread."""
+        self._tell.send(Stop())
+
+    def run(self) -> None:
+        """Until `stop`, SIGINT or SIGTERM (which only the main thread hears), then to an orderly end."""
+
+        def heard(signum: int, frame: FrameType | None) -> None:
+            self.stop()
+
+        mine = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGINT, signal.SIGTERM) if mine else ()
+        before = {number: signal.signal(number, heard) for number in signals}
+        with tempfile.TemporaryDirectory(prefix="moeyard-routers-") as directory:
+            try:
+                self._routers = [
+                    _Router(self._config, self._seat(i, Path(directory)), self._log) for i in range(self._count)
+                ]
+                while self._routers:
+                    self._turn()
+            finally:
+                for router in self._routers:
+                    router.process.kill()
+                    router.process.join()
+                self._sock.close()
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _seat(self, index: int, directory: Path) -> Seat:
+        return Seat(
+            index=index,
+            count=self._count,
+            address=SharedAddress.of(self._sock),
+            directory=directory,
+        )
+
+    def _turn(self) -> None:
+        """Take whatever happens next."""
+        sources: dict[Any, _Router | None] = {self._heard: None}
+        sources |= {router.pipe: router for router in self._routers}
+        sources |= {router.process.sentinel: router for router in self._routers}
+        for source in wait(list(sources)):
+            router = sources[source]
+            if router is None:
+                self._told(self._heard.recv())
+            elif router not in self._routers:
+                continue  # its end was noticed in this turn
+            elif isinstance(source, Connection):
+                self._take(router)
+            else:
+                self._ended(router)
+
+    def _told(self, message: Replace | Stop) -> None:
+        if isinstance(message, Stop):
+            self._stopping = True
+        else:
+            self._config = dataclasses.replace(self._config, workers=message.workers)
+        for router in self._routers:
+            router.replacing = isinstance(message, Replace)
+            router.say(message)
+
+    def _take(self, router: _Router) -> None:
+        try:
+            message = router.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._ended(router)
+            return
+        if isinstance(message, Ready):
+            router.ready = True
+            if self._on_ready is not None and all(each.ready for each in self._routers):
+                on_ready, self._on_ready = self._on_ready, None
+                on_ready()
+        elif isinstance(message, FleetFailed):
+            self._on_failed(message.reason)
+        elif isinstance(message, Replaced):
+            router.replacing = False
+            self._replaced()
+
+    def _replaced(self) -> None:
+        if self._then is not None and not any(router.replacing for router in self._routers):
+            then, self._then = self._then, None
+            then()
+
+    def _ended(self, router: _Router) -> None:
+        router.process.join()
+        self._routers.remove(router)
+        router.pipe.close()
+        self._replaced()
+        if self._stopping:
+            return
+        _log.error(
+            "router %d ended by itself (exit code %s); its requests are lost",
+            router.seat.index,
+            router.process.exitcode,
+        )
+        if self._budget.take(time.monotonic()):
+            self._routers.append(_Router(self._config, router.seat, self._log))
+            return
+        self.failure = f"routers ended {_LIMIT + 1} times in {_WINDOW_SECONDS:g} s"
+        _log.error("%s; restart moeyard serve", self.failure)
+        self._told(Stop())

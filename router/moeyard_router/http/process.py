@@ -1,0 +1,122 @@
+"""One of several router processes that share a port, and what it says to the process that started it.
+
+It sends `Ready` once every worker has decoded, `FleetFailed` when the fleet is lost, `Replaced` when it has taken other
+workers, and takes `Replace` and `Stop`. When whoever started it is gone, it stops.
+"""
+
+import asyncio
+import signal
+import socket
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.http.server import RouterServer
+from moeyard_router.http.siblings import Siblings
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Every worker has decoded for this router."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFailed:
+    """This router has lost the fleet, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """The workers of the last `Replace` are the ones in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Go on with these workers."""
+
+    workers: tuple[WorkerAddress, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Begin an orderly end; a second one ends open streams at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedAddress:
+    """What several sockets of several processes can be bound to. `only_ipv6` is of an IPv6 address alone."""
+
+    family: int
+    address: tuple[Any, ...]
+    only_ipv6: bool
+
+    @classmethod
+    def of(cls, sock: socket.socket) -> "SharedAddress":
+        """That of a bound socket."""
+        is_ipv6 = sock.family == socket.AF_INET6
+        only = is_ipv6 and bool(sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY))
+        return cls(family=sock.family, address=sock.getsockname(), only_ipv6=only)
+
+    def bound(self) -> socket.socket:
+        """One more socket on it, which does not listen yet. Raises OSError."""
+        sock = socket.socket(self.family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if self.family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, self.only_ipv6)
+        sock.bind(self.address)
+        return sock
+
+
+def _listening(address: SharedAddress) -> socket.socket:
+    sock = address.bound()
+    sock.listen(1024)
+    return sock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """The place of one process: `index` of `count`, the address that all listen on, the directory of their sockets."""
+
+    index: int
+    count: int
+    address: SharedAddress
+    directory: Path
+
+
+def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> None:
+    """The whole life of such a process. Ctrl-C reaches it through whoever started it, who hears it too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = RouterServer(
+        config,
+        _listening(seat.address),
+        on_ready=lambda: pipe.send(Ready()),
+        on_failed=lambda reason: pipe.send(FleetFailed(reason)),
+        siblings=Siblings(seat.directory, index=seat.index, count=seat.count),
+    )
+
+    def told() -> None:
+        try:
+            message = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            asyncio.get_running_loop().remove_reader(pipe.fileno())
+            message = Stop()
+        if isinstance(message, Replace):
+            server.replace_workers(message.workers, lambda: pipe.send(Replaced()))
+        elif isinstance(message, Stop):
+            server.stop()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(pipe.fileno(), told)
+        loop.add_signal_handler(signal.SIGTERM, server.stop)
+        await server.serve()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

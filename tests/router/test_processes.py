@@ -1,0 +1,61 @@
+"""Several routers on one port: each request ends, what they count is added up, and one that dies is replaced."""
+
+import multiprocessing
+import re
+
+import httpx
+import pytest
+
+from moeyard.listen import bind
+
+
+def ask(service, **body):
+    """On a connection of its own, which the kernel gives to either router."""
+    with httpx.Client(base_url=service.url, timeout=10) as client:
+        return client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4, **body})
+
+
+def ended(service):
+    """Choices that ended by their limit, over all routers."""
+    page = service.client.get("/metrics").text
+    found = re.search(r'moeyard_request_success_total\{[^}]*finished_reason="length"[^}]*\} (\S+)', page)
+    return float(found[1]) if found else 0.0
+
+
+def routers():
+    return {p.pid: p for p in multiprocessing.active_children() if p.name.startswith("router-")}
+
+
+def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog):
+    service = start(num_workers=2, num_routers=2)
+    with pytest.raises(ValueError, match="in use"):
+        bind("127.0.0.1", int(service.url.rpartition(":")[2]), shared=True)
+    pids = set(routers())
+    assert len(pids) == 2
+    assert {ask(service).status_code for _ in range(12)} == {200}
+    wait_for(lambda: ended(service) == 12, "a count went missing")
+    page = service.client.get("/metrics").text
+    assert page.count("moeyard_workers{") == 4, "what is the fleet's is said once"
+    assert re.search(r'moeyard_workers\{[^}]*state="ready"[^}]*\} 2\.0', page)
+
+    routers()[min(pids)].kill()
+    wait_for(lambda: len(set(routers()) - {min(pids)}) == 2, "no router took the place", seconds=10)
+
+    def serves():
+        try:
+            return all(ask(service).status_code == 200 for _ in range(8))
+        except httpx.TransportError:
+            return False
+
+    wait_for(serves, "the routers do not serve", seconds=20)
+    assert "ended by itself (exit code -9)" in caplog.text
+
+
+def test_a_lost_worker_is_told_once_per_router_and_named(start, wait_for):
+    service = start(num_workers=1, num_routers=2)
+    service.workers[0].die()
+    wait_for(lambda: len(service.failures) == 2, "the routers did not say that they lost the worker")
+    assert all("worker 0" in failure and "is gone" in failure for failure in service.failures)
+    answer = ask(service)
+    assert answer.status_code == 503
+    assert "is gone" in answer.json()["error"]["message"]
