@@ -1,12 +1,15 @@
 """The router's own Prometheus metrics, in a registry of their own; the workers export the rest."""
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 # Seconds. Both lists are those of docs/metrics.md, for router and workers.
 TOKEN_BUCKETS = (
@@ -46,7 +49,8 @@ class RouterMetrics:
             "Per choice: time from first to last token over the number of tokens less one.",
             TOKEN_BUCKETS,
         )
-        self.itl = histogram("inter_token_latency_seconds", "Time between token messages of a choice.", TOKEN_BUCKETS)
+        self.itl = _TokenGaps(model_name)
+        self.registry.register(self.itl)
         self.e2e = histogram(
             "e2e_request_latency_seconds", "From a request's arrival to the end of a choice.", REQUEST_BUCKETS
         )
@@ -126,6 +130,36 @@ class RouterMetrics:
     def fleet_page(self) -> bytes:
         """What any router says of the fleet."""
         return generate_latest(self.fleet)
+
+
+class _TokenGaps(Collector):
+    """`moeyard_inter_token_latency_seconds`, in plain numbers of one event loop: every token is observed.
+
+    0.3 us where prometheus_client's histogram, which locks, takes 2 to 3.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._counts = [0] * (len(TOKEN_BUCKETS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(TOKEN_BUCKETS, seconds)] += 1
+        self._sum += seconds
+
+    def describe(self) -> Iterable[Metric]:
+        """Its name, for views of a part of the registry."""
+        return self.collect()
+
+    def collect(self) -> Iterable[Metric]:
+        """The one histogram."""
+        text = "Time between token messages of a choice."
+        family = HistogramMetricFamily("moeyard_inter_token_latency_seconds", text, labels=["model_name"])
+        bounds = [*map(floatToGoString, TOKEN_BUCKETS), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        family.add_metric([self._model_name], buckets, self._sum)
+        yield family
 
 
 class _OutputTokens(Collector):

@@ -30,12 +30,16 @@ class Ticket:
     routes: list[Route] = field(default_factory=list)  # of every sequence, in order
     _open: dict[int, str] = field(default_factory=dict)  # index -> request id at the worker
     _events: list[tuple[float, int, Event]] = field(default_factory=list)
-    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiting: asyncio.Future[None] | None = None  # of whoever waits, who is one
+    _woken: bool = False
 
     async def events(self) -> list[tuple[float, int, Event]]:
         """Wait for events and take them all: (monotonic seconds, sequence index, event)."""
-        await self._arrived.wait()
-        self._arrived.clear()
+        if not self._events and not self._woken:
+            # A future is what asyncio.Event would make for every wait, without its queue of others who wait.
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        self._woken = False
         taken, self._events = self._events, []
         return taken
 
@@ -62,11 +66,17 @@ class Ticket:
 
     def wake(self) -> None:
         """Let a waiting `events` return, if only with an empty list."""
-        self._arrived.set()
+        self._woken = True
+        self._resume()
 
     def put(self, now: float, index: int, event: Event) -> None:
         """For the fleet: deliver an event."""
         if not isinstance(event, Tokens | PromptLogprobs):
             self._open.pop(index, None)
         self._events.append((now, index, event))
-        self._arrived.set()
+        self._resume()
+
+    def _resume(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)

@@ -1,6 +1,7 @@
 """The router's HTTP surface as an ASGI app."""
 
 import time
+from collections.abc import Awaitable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -185,10 +186,10 @@ class _CountAnswers:
         elif path not in self._paths:
             path = "other"
 
-        async def counting(message: Message) -> None:
+        def counting(message: Message) -> Awaitable[None]:  # no coroutine of its own: a stream passes here per token
             if message["type"] == "http.response.start":
                 self._metrics.answered(path, message["status"])
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, counting)
