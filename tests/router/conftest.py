@@ -15,7 +15,7 @@ import httpx
 import pytest
 import uvloop
 import zmq
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer
@@ -42,6 +42,21 @@ STORY = "The quick brown fox 你好 says 🙂 to the lazy dog, again and again. 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# Like Qwen3's in what it knows: tools, calls, tool messages, and a block of thinking that a switch closes at once.
+TOOL_TEMPLATE = (
+    "{% if tools %}<|system|>Tools:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Call: <tool_call>{"name": ..., "arguments": ...}</tool_call>{{ eos_token }}\n{% endif %}'
+    "{% for m in messages %}{% if m.role == 'tool' %}<|user|><tool_response>{{ m.content }}</tool_response>"
+    "{% else %}<|{{ m.role }}|>{% if m.content is not none %}{{ m.content }}{% endif %}{% endif %}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>{% endfor %}"
+    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+KIMI_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{# <|tool_calls_section_begin|> #}<|assistant|>"
 )
 
 
@@ -75,6 +90,31 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def codec(checkpoint: Path) -> TextCodec:
     """The router's view of that tokenizer."""
     return TextCodec(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def tool_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokenizer with Qwen3's markers as added tokens and Kimi's as special ones, and a template with tools."""
+    directory = tmp_path_factory.mktemp("tools")
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer.add_tokens(
+        [AddedToken(t, normalized=False) for t in ("<tool_call>", "</tool_call>", "<think>", "</think>")]
+    )
+    kimi = ("section_begin", "section_end"), ("begin", "end", "argument_begin")
+    markers = [f"<|tool_calls_{end}|>" for end in kimi[0]] + [f"<|tool_call_{end}|>" for end in kimi[1]]
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in markers])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text((checkpoint / "tokenizer_config.json").read_text())
+    (directory / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    (directory / "kimi.jinja").write_text(KIMI_TEMPLATE)
+    (directory / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tool_codec(tool_checkpoint: Path) -> TextCodec:
+    """The router's view of it."""
+    return TextCodec(tool_checkpoint)
 
 
 @dataclasses.dataclass

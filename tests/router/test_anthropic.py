@@ -5,9 +5,8 @@ import json
 
 import anthropic
 import pytest
-from tests.router.tool_model import CALL, LONG, SECOND, THOUGHT, Model, make_tool_checkpoint
+from tests.router.tool_model import CALL, LONG, SECOND, THOUGHT, Model
 
-from moeyard_router.text.chat import TextCodec
 from moeyard_worker.protocol import Rejected
 
 PATH = "/v1/messages"
@@ -23,9 +22,8 @@ BODY = {"model": "tiny", "max_tokens": 500, "messages": ASK}
 
 
 @pytest.fixture(scope="module")
-def world(starter, checkpoint, tmp_path_factory):
-    directory = make_tool_checkpoint(checkpoint, tmp_path_factory.mktemp("tools"))
-    return starter(1, model_path=directory, **LONG), TextCodec(directory)
+def world(starter, tool_checkpoint, tool_codec):
+    return starter(1, model_path=tool_checkpoint, **LONG), tool_codec
 
 
 @pytest.fixture
@@ -292,8 +290,8 @@ def test_errors_are_in_anthropics_shape_wherever_they_come_from(model, client):
         assert (answer.status_code >= 400, answer.json()["type"]) == (True, "error"), answer.text
 
 
-def test_a_stream_that_fails(start, world):
-    service = start(1, model_path=world[0].server._config.model_path, **LONG)
+def test_a_stream_that_fails(start, tool_checkpoint):
+    service = start(1, model_path=tool_checkpoint, **LONG)
     service.workers[0].pace = 0.01
     with (
         anthropic.Anthropic(base_url=service.url, api_key="none", max_retries=0) as client,

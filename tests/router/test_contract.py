@@ -5,6 +5,7 @@ Two thousand cases of schemathesis, where it is installed (it is no dependency, 
     pip install schemathesis && pytest tests/router/test_contract.py -k schemathesis
 """
 
+import dataclasses
 import json
 import re
 import shutil
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 HELLO = [{"role": "user", "content": "Hello world"}]
+CHAT = "/v1/chat/completions"
 SCHEMATHESIS = shutil.which("schemathesis") or shutil.which("schemathesis", path=str(Path(sys.executable).parent))
 CASES = 2000
 
@@ -57,15 +59,27 @@ def test_every_route_is_described(shared_service, document):
     assert {path.replace(":path}", "}") for path in routes} == set(document["paths"])
 
 
-@pytest.mark.parametrize("extra", [{}, {"n": 2, "logprobs": 2, "return_token_ids": True}, {"stop": ["fox"]}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"n": 2, "logprobs": 2, "return_token_ids": True},
+        {"stop": ["fox"]},
+        {"echo": True, "logprobs": 1, "max_tokens": 0},
+        {"prompt_logprobs": 1, "stream": False},
+    ],
+)
 def test_completion_is_as_described(service, document, extra):
     body = {"prompt": "Hello", "max_tokens": 8, **extra}
     assert check(document, "post", "/v1/completions", service.post("/v1/completions", **body)).status_code == 200
-    streamed = service.post("/v1/completions", **body, stream=True)
+    streamed = service.post("/v1/completions", **{"stream": True, **body})
     assert check(document, "post", "/v1/completions", streamed).status_code == 200
 
 
-@pytest.mark.parametrize("extra", [{}, {"n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "prompt_logprobs": 0}],
+)
 def test_chat_is_as_described(service, document, extra):
     answer = service.post("/v1/chat/completions", messages=HELLO, max_tokens=8, **extra)
     assert check(document, "post", "/v1/chat/completions", answer).status_code == 200
@@ -85,6 +99,21 @@ def test_message_is_as_described(service, document, extra):
     assert check(document, "post", count, service.post(count, messages=HELLO)).status_code == 200
 
 
+def test_calls_and_reasoning_are_as_described(starter, tool_checkpoint, tool_codec):
+    def long(worker):
+        worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=4096)
+
+    service = starter(1, model_path=tool_checkpoint, max_model_len=4096, prepare=long)
+    text = '<think>\nWell.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    says = [*tool_codec.encode(text, add_special_tokens=False), 1]
+    service.workers[0].script = lambda submit: says
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    document = service.client.get("/openapi.json").json()
+    answer = check(document, "post", CHAT, service.post(CHAT, messages=HELLO, tools=tools)).json()
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    assert {"content", "reasoning_content", "tool_calls"} < set(answer["choices"][0]["message"])
+
+
 def test_pages_are_as_described(service, document):
     for path, methods in document["paths"].items():
         if "get" in methods:
@@ -102,7 +131,7 @@ ANYTHING = st.recursive(
 
 def values(schema: Any, schemas: dict[str, Any]) -> st.SearchStrategy[Any]:
     """Values that a schema describes, small ones."""
-    if schema is True or not schema:
+    if schema is True:
         return ANYTHING
     if "$ref" in schema:
         return values(schemas[schema["$ref"].rpartition("/")[2]], schemas)
@@ -110,6 +139,8 @@ def values(schema: Any, schemas: dict[str, Any]) -> st.SearchStrategy[Any]:
         return st.one_of([values(each, schemas) for each in schema["anyOf"]])
     if "const" in schema or "enum" in schema:
         return st.sampled_from(schema.get("enum") or [schema["const"]])
+    if "type" not in schema:
+        return ANYTHING
     kind = schema["type"]
     if kind == "integer":
         return st.integers(schema.get("minimum"), schema.get("maximum"))

@@ -1,11 +1,13 @@
 """Who comes in: keys, certificates, web pages; and what is written down of it. Over real sockets, with real clients."""
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import socket
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -296,6 +298,44 @@ def test_half_a_renewal_changes_nothing(authority, tmp_path, caplog):
     assert "read again" in caplog.messages[-1]
 
 
+def handshake(server, client, name):
+    """The serial number of the certificate that `client` is shown; both ends in memory."""
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    shown = None
+    ends = [client.wrap_bio(back, there, server_hostname=name), server.wrap_bio(there, back, server_side=True)]
+    while ends:
+        for end in tuple(ends):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+                ends.remove(end)
+                shown = shown if end.server_side else end.getpeercert()["serialNumber"]
+    return shown
+
+
+def test_handshakes_during_renewals_succeed(authority, tmp_path):
+    """OpenSSL is given certificate and key one after the other; no connection may come in between."""
+    files = write_certificate(authority, tmp_path)
+    certificate = open_certificate(DoorConfig(**files))
+    context, nameless = trusting(authority), trusting(authority)
+    nameless.check_hostname = False
+    renewed = [handshake(certificate.context, context, "localhost")]
+
+    def renew():
+        for _ in range(40):
+            write_certificate(authority, tmp_path)
+            certificate.refresh()
+
+    with ThreadPoolExecutor(1) as pool:
+        renewing = pool.submit(renew)
+        while not renewing.done():
+            renewed.append(handshake(certificate.context, context, "localhost"))
+        renewing.result()
+    assert len(set(renewed)) > 2
+    newest = handshake(certificate.context, context, "localhost")
+    assert newest == handshake(certificate.context, nameless, None), "a client that names no server sees it too"
+    assert newest != renewed[0]
+
+
 # Web pages
 
 
@@ -451,7 +491,7 @@ def test_access_log(start, key_file, lines, wait_for, caplog):
     assert written(3)["path"] == ("/a%0Ab/" + "x" * 500)[:100]
     service.client.get("/v1/models", headers={"x-forwarded-for": "1.2.3.4 status=200"})
     assert " " not in written(4)["client"]
-    service.post(COMPLETIONS, prompt=prompt, max_tokens=0)
+    service.post(COMPLETIONS, prompt=prompt, max_tokens=-1)
     assert written(5)["status"] == 400
     for secret in (prompt, KEY, "wrong-key", "in-the-query"):
         assert secret not in caplog.text

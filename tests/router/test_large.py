@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from moeyard_router.api import large
-from moeyard_router.api.intake import Intake
+from moeyard_router.api.intake import Intake, formats_of
 from moeyard_router.api.large import LARGE_BODY, Bodies
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, parse
 from moeyard_router.config import RouterConfig, WorkerAddress
@@ -22,6 +22,8 @@ REQUESTS = {
     "several": {"prompt": [TEXT, TEXT[::-1]], "max_tokens": 7, "stop_token_ids": [3, 3, 4], "seed": 0},
     "chat": {"messages": [{"role": "user", "content": TEXT}] * 2, "seed": 1, "top_k": 5, "ignore_eos": True},
 }
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+THINKING = {"role": "assistant", "content": "<think>\nWell, "}
 ERRORS = {
     "json": (b"[" * 70_000, 400, None),
     "field": (json.dumps({"prompt": TEXT, "tempreature": 1}).encode(), 400, "tempreature"),
@@ -39,8 +41,25 @@ def config(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def bodies(config):
-    bodies = Bodies(config)
+def formats(config, codec):
+    return formats_of(config, codec)
+
+
+@pytest.fixture(scope="module")
+def bodies(config, formats):
+    bodies = Bodies(config, formats)
+    yield bodies
+    bodies.close()
+
+
+@pytest.fixture(scope="module")
+def tool_config(config, tool_checkpoint):
+    return dataclasses.replace(config, model_path=tool_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def tool_bodies(tool_config, tool_codec):
+    bodies = Bodies(tool_config, formats_of(tool_config, tool_codec))
     yield bodies
     bodies.close()
 
@@ -56,6 +75,30 @@ def test_the_same_job(bodies, config, codec, name):
     intake = Intake(config, codec)
     request = parse(body, ChatRequest if chat else CompletionRequest)
     assert make(bodies, body, chat=chat) == asyncio.run(intake.chat(request) if chat else intake.completion(request))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tools": [WEATHER]},
+        {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "include_reasoning": False},
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}, "stream": True},
+        {"response_format": {"type": "json_object"}},
+        {"messages": [{"role": "user", "content": TEXT}, THINKING], "continue_final_message": True},
+        {"chat_template_kwargs": {"enable_thinking": False}, "prompt_logprobs": 1},
+    ],
+    ids=["auto", "required", "named", "json", "thinking", "not thinking"],
+)
+def test_the_same_tools_and_reasoning(tool_config, tool_bodies, tool_codec, extra):
+    """How an answer is taken apart comes back whole; the seed of its calls' ids is random."""
+    body = json.dumps({"messages": [{"role": "user", "content": TEXT}], "seed": 1, **extra}).encode()
+    there = make(tool_bodies, body, chat=True)
+    here = asyncio.run(Intake(tool_config, tool_codec).chat(parse(body, ChatRequest)))
+    assert there.extraction.id_seed
+    assert dataclasses.replace(there.extraction, id_seed="") == dataclasses.replace(here.extraction, id_seed="")
+    assert dataclasses.replace(there, extraction=None) == dataclasses.replace(here, extraction=None)
+    assert (there.extraction.tools is not None) == ("tools" in extra)
+    assert there.extraction.inside == ("messages" in extra)
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -83,19 +126,19 @@ def test_a_process_that_is_killed_costs_one_request(bodies):
     assert bodies._idle != [process]
 
 
-def test_a_process_that_takes_too_long_is_killed(config, monkeypatch):
+def test_a_process_that_takes_too_long_is_killed(config, formats, monkeypatch):
     monkeypatch.setattr(large, "_SECONDS", 0.0)
-    bodies = Bodies(config)
+    bodies = Bodies(config, formats)
     with pytest.raises(ApiError, match="has ended"):
         make(bodies, json.dumps(REQUESTS["text"]).encode())
     bodies.close()
 
 
-def test_a_process_that_kept_much_memory_ends_with_its_answer(config, monkeypatch):
+def test_a_process_that_kept_much_memory_ends_with_its_answer(config, formats, monkeypatch):
     """What it may keep is nothing here: every answer is a process's last, and no request is lost."""
     start = large._START.replace("import main; main()", "import main; main.__globals__['_MOST_MEMORY'] = 0; main()")
     monkeypatch.setattr(large, "_START", start)
-    bodies = Bodies(config)
+    bodies = Bodies(config, formats)
     for _ in range(2):
         assert make(bodies, json.dumps(REQUESTS["several"]).encode()).continuations
         assert bodies._idle == []
@@ -105,8 +148,8 @@ def test_a_process_that_kept_much_memory_ends_with_its_answer(config, monkeypatc
     bodies.close()
 
 
-def test_closing_ends_the_processes_and_who_waits_for_them(config):
-    bodies = Bodies(config)
+def test_closing_ends_the_processes_and_who_waits_for_them(config, formats):
+    bodies = Bodies(config, formats)
     failed = []
 
     def ask():

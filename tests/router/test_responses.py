@@ -6,9 +6,8 @@ import json
 import openai
 import pytest
 from pydantic import BaseModel
-from tests.router.tool_model import CALL, LONG, SECOND, THOUGHT, Model, make_tool_checkpoint
+from tests.router.tool_model import CALL, LONG, SECOND, THOUGHT, Model
 
-from moeyard_router.text.chat import TextCodec
 from moeyard_worker.protocol import Rejected
 
 PATH = "/v1/responses"
@@ -23,9 +22,8 @@ NOW = {"type": "function", "name": "now"}
 
 
 @pytest.fixture(scope="module")
-def world(starter, checkpoint, tmp_path_factory):
-    directory = make_tool_checkpoint(checkpoint, tmp_path_factory.mktemp("tools"))
-    return starter(1, model_path=directory, **LONG), TextCodec(directory)
+def world(starter, tool_checkpoint, tool_codec):
+    return starter(1, model_path=tool_checkpoint, **LONG), tool_codec
 
 
 @pytest.fixture
@@ -213,8 +211,8 @@ def test_an_answer_without_text_is_an_empty_message(model, client):
     assert kinds[-1] == "completed"
 
 
-def test_a_stream_that_fails(start, world):
-    service = start(1, model_path=world[0].server._config.model_path, **LONG)
+def test_a_stream_that_fails(start, tool_checkpoint):
+    service = start(1, model_path=tool_checkpoint, **LONG)
     service.workers[0].pace = 0.01
     body = {"input": "Hi", "stream": True, "max_output_tokens": 4000}
     with service.client.stream("POST", PATH, json=body) as answer:

@@ -2,26 +2,15 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import openai
 import pytest
-from tests.router.tool_model import ASK, CALL, CHAT, LONG, NOW, SECOND, THOUGHT, WEATHER, Model, make_tool_checkpoint
+from tests.router.tool_model import ASK, CALL, CHAT, LONG, NOW, SECOND, THOUGHT, WEATHER, Model
 
 from moeyard_router.api.intake import formats_of
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.text.chat import TextCodec
 from moeyard_worker.protocol import Rejected
-
-
-@pytest.fixture(scope="module")
-def tool_checkpoint(checkpoint, tmp_path_factory) -> Path:
-    return make_tool_checkpoint(checkpoint, tmp_path_factory.mktemp("tools"))
-
-
-@pytest.fixture(scope="module")
-def tool_codec(tool_checkpoint) -> TextCodec:
-    return TextCodec(tool_checkpoint)
 
 
 @pytest.fixture(scope="module")

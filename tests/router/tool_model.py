@@ -1,26 +1,8 @@
 """A model with tools and reasoning, and a service whose model says what a test wants."""
 
 import dataclasses
-from pathlib import Path
-
-from tokenizers import AddedToken, Tokenizer
 
 CHAT = "/v1/chat/completions"
-# Like Qwen3's in what it knows: tools, calls, tool messages, and a block of thinking that a switch closes at once.
-TEMPLATE = (
-    "{% if tools %}<|system|>Tools:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-    'Call: <tool_call>{"name": ..., "arguments": ...}</tool_call>{{ eos_token }}\n{% endif %}'
-    "{% for m in messages %}{% if m.role == 'tool' %}<|user|><tool_response>{{ m.content }}</tool_response>"
-    "{% else %}<|{{ m.role }}|>{% if m.content is not none %}{{ m.content }}{% endif %}{% endif %}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n"
-    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>{% endfor %}"
-    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-KIMI = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    "{# <|tool_calls_section_begin|> #}<|assistant|>"
-)
 WEATHER = {
     "type": "function",
     "function": {
@@ -43,23 +25,6 @@ def lengthen(worker):
 
 
 LONG = {"max_model_len": 4096, "prepare": lengthen}
-
-
-def make_tool_checkpoint(checkpoint: Path, directory: Path) -> Path:
-    """The tokenizer with Qwen3's markers as added tokens and Kimi's as special ones, and a template with tools."""
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    tokenizer.add_tokens(
-        [AddedToken(t, normalized=False) for t in ("<tool_call>", "</tool_call>", "<think>", "</think>")]
-    )
-    kimi = ("section_begin", "section_end"), ("begin", "end", "argument_begin")
-    markers = [f"<|tool_calls_{end}|>" for end in kimi[0]] + [f"<|tool_call_{end}|>" for end in kimi[1]]
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in markers])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text((checkpoint / "tokenizer_config.json").read_text())
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    (directory / "kimi.jinja").write_text(KIMI)
-    (directory / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    return directory
 
 
 class Model:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from moeyard_router.api.anthropic_blocks import Message, TextBlock, Texts, ThinkingBlock, ToolResultBlock, ToolUseBlock
+from moeyard_router.api.anthropic_blocks import TextBlock, Texts, ThinkingBlock, ToolResultBlock, ToolUseBlock, Turn
 from moeyard_router.api.fields import Strict, refuse
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.schema import Count, parse
@@ -28,7 +28,7 @@ _NAMES = MappingProxyType(
 _KEPT_THOUGHTS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
 
-class Tool(Strict):
+class ClientTool(Strict):
     """A tool of the client's."""
 
     harmless: ClassVar[frozenset[str]] = frozenset(("cache_control", "eager_input_streaming", "strict"))
@@ -42,7 +42,7 @@ class Tool(Strict):
     input_schema: dict[str, Any]
 
 
-class ToolChoice(Strict):
+class ToolUseChoice(Strict):
     """Whether tools are called, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -50,7 +50,7 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
-    def _named(self) -> "ToolChoice":
+    def _named(self) -> "ToolUseChoice":
         if (self.type == "tool") != (self.name is not None):
             refuse("name", self.name, "is for type tool, which needs it")
         return self
@@ -93,15 +93,16 @@ class CountTokensRequest(Strict):
     )
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Turn], Field(min_length=1)]
     system: Texts | None = None
     tools: (
         Annotated[
-            list[Annotated[Tool, one_of(MappingProxyType({"custom": Tool}), "custom")]], BeforeValidator(check_tools)
+            list[Annotated[ClientTool, one_of(MappingProxyType({"custom": ClientTool}), "custom")]],
+            BeforeValidator(check_tools),
         ]
         | None
     ) = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolUseChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
@@ -180,7 +181,7 @@ def translated(request: CountTokensRequest) -> Translation:
     return Translation(chat=chat, origins=tuple(origins), names=_NAMES, ignored=request.ignored)
 
 
-def _assistant(message: Message) -> list[dict[str, Any]]:
+def _assistant(message: Turn) -> list[dict[str, Any]]:
     """What the assistant thought, said and called, as one message."""
     texts = [b for b in message.blocks if isinstance(b, TextBlock)]
     thoughts = [b.thinking for b in message.blocks if isinstance(b, ThinkingBlock)]
@@ -199,7 +200,7 @@ def _assistant(message: Message) -> list[dict[str, Any]]:
     return [made]
 
 
-def _others(message: Message) -> list[dict[str, Any]]:
+def _others(message: Turn) -> list[dict[str, Any]]:
     """A turn of the user or the system; every result of a tool is a message of its own."""
     made: list[dict[str, Any]] = []
     texts: list[TextBlock] = []

@@ -77,14 +77,14 @@ _CONTENT = TypeAdapter(list[Annotated[Block, one_of(_BLOCKS)]])
 _ASSISTANTS = (ThinkingBlock, RedactedThinkingBlock, ToolUseBlock)
 
 
-class Message(Strict):
+class Turn(Strict):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[str | list[Block], text_or(_CONTENT)]
 
     @model_validator(mode="after")
-    def _by_role(self) -> "Message":
+    def _by_role(self) -> "Turn":
         for block in self.blocks:
             wrong = self.role != "user" if isinstance(block, ToolResultBlock) else self.role != "assistant"
             if wrong and isinstance(block, (ToolResultBlock, *_ASSISTANTS)):

@@ -1,8 +1,7 @@
-"""From a validated request to the continuations that the fleet will run: tokens, limits, explicit sampling."""
+"""From a validated request to the continuations that the fleet will run: tokens, within the limits of limits.py."""
 
 import asyncio
 import dataclasses
-import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,23 +10,22 @@ from typing import Any, ParamSpec, TypeVar
 
 from pydantic import InstanceOf
 
+from moeyard_router.api.limits import SEEDS, Limits
 from moeyard_router.api.messages import template_messages
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from moeyard_router.api.structured import grammar_of
 from moeyard_router.api.tools import Answering, ToolUse, answering, check_served
 from moeyard_router.config import RouterConfig
-from moeyard_router.errors import ApiError, bad_request, unknown_model
+from moeyard_router.errors import bad_request, unknown_model
 from moeyard_router.text.answer_formats import AnswerFormats, answer_formats
 from moeyard_router.text.chat import ChatTemplate, Codec
 from moeyard_router.text.extraction import Extraction
 from moeyard_router.text.template_traits import TemplateTraits
 from moeyard_worker.protocol import SamplingParams, TokenIds
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of max_tokens for /v1/completions
 THREAD_TEXT = 2048  # characters or bytes: 2 ms of tokenizing, twenty times what waking a thread takes
 _THREADS = 2
 _MESSAGE_TEXT = 64  # characters that rendering one message counts for, however short it is
-_SEEDS = 2**63
 # What templates call it: Qwen3's and others' first, DeepSeek-V3.1's and Kimi's second.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 
@@ -95,6 +93,7 @@ class Intake:
         self._config = config
         self._codec = codec
         self._formats = formats_of(config, codec)
+        self._limits = Limits(config)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="intake")
 
     async def work(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -106,7 +105,7 @@ class Intake:
     async def completion(self, request: CompletionRequest) -> Job:
         """A /v1/completions request; text prompts get the tokenizer's special tokens unless told otherwise."""
         self._check_model(request.model)
-        self._check_choices(request.n or 1, len(request.prompts))
+        self._limits.check_choices(request.n or 1, len(request.prompts))
         special = request.add_special_tokens is not False
         prompts = [await self._prompt(p, special=special, echo=bool(request.echo)) for p in request.prompts]
         how = Answering(extraction=None, grammar=grammar_of(request))
@@ -115,7 +114,7 @@ class Intake:
     async def chat(self, request: ChatRequest) -> Job:
         """A /v1/chat/completions request; the template writes the special tokens, so none are added by default."""
         self._check_model(request.model)
-        self._check_choices(request.n or 1, 1)
+        self._limits.check_choices(request.n or 1, 1)
         text, unseen = await self._rendered(request)
         how = answering(
             request.tool_use,
@@ -148,7 +147,7 @@ class Intake:
         count, limit = len(request.tokens), self._config.max_model_len
         if count > limit:
             raise bad_request(f"{count} tokens are above the model's limit of {limit}", "tokens")
-        self._check_ids(request.tokens, "tokens")
+        self._limits.check_ids(request.tokens, "tokens")
         if not self._codec.has_text:
             raise bad_request("this server has no tokenizer: token ids have no text", "tokens")
         return self._codec.decode(request.tokens)
@@ -171,21 +170,14 @@ class Intake:
         if name is not None and name not in self._config.model_names:
             raise unknown_model(name, self._config.model_names)
 
-    def _check_choices(self, n: int, num_prompts: int) -> None:
-        limit = min(self._config.max_choices, self._config.max_inflight)
-        if n * num_prompts > limit:
-            what = f"n={n}" if num_prompts == 1 else f"{num_prompts} prompts with n={n}"
-            message = f"{what} makes {n * num_prompts} sequences, at most {limit} are allowed in one request"
-            raise bad_request(message, "n" if n > 1 else "prompt")
-
     async def _prompt(self, prompt: str | list[int], *, special: bool, echo: bool, param: str = "prompt") -> Prompt:
         text = ""
         if isinstance(prompt, str):
             ids = await self.work(len(prompt), self._encode, prompt, special, param)
             text = prompt if echo else ""
         else:
-            self._check_room(len(prompt), "prompt", least=0)
-            self._check_ids(prompt, "prompt")
+            self._limits.check_room(len(prompt), "prompt", least=0)
+            self._limits.check_ids(prompt, "prompt")
             ids, text = TokenIds.of(prompt), self._codec.decode(prompt) if echo else ""
         if not ids:
             raise bad_request("the prompt has no tokens", "prompt")
@@ -194,12 +186,6 @@ class Intake:
     def _encode(self, text: str, special: bool, param: str) -> TokenIds:
         self._codec.check_length(text, self._config.max_model_len, param)
         return TokenIds.of(self._codec.encode(text, add_special_tokens=special))
-
-    def _check_ids(self, ids: list[int], param: str) -> None:
-        size = self._config.vocab_size
-        if ids and not (min(ids) >= 0 and max(ids) < size):
-            outside = next(i for i in ids if not 0 <= i < size)
-            raise bad_request(f"'{param}': token id {outside} is outside the vocabulary of {size} ids", param)
 
     def _job(
         self,
@@ -211,12 +197,7 @@ class Intake:
         how: Answering,
         unseen: tuple[str, ...] = (),
     ) -> Job:
-        if logprobs is not None and logprobs > self._config.max_logprobs:
-            field = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
-            raise bad_request(f"'{field}': {logprobs} is above the limit of {self._config.max_logprobs}", field)
-        if request.prompt_logprobs is not None and request.prompt_logprobs > self._config.max_logprobs:
-            message = f"'prompt_logprobs': {request.prompt_logprobs} is above the limit of {self._config.max_logprobs}"
-            raise bad_request(message, "prompt_logprobs")
+        self._limits.check_logprobs(request, logprobs)
         if request.stops and not self._codec.has_text:
             raise bad_request("'stop': this server has no tokenizer to find it with; use 'stop_token_ids'", "stop")
         grammar = how.grammar
@@ -224,9 +205,9 @@ class Intake:
             raise bad_request("structured output is about text, and this server has no tokenizer", "response_format")
         continuations: list[Continuation] = []
         for i, prompt in enumerate(prompts):
-            sampling = self._sampling(request, len(prompt.token_ids), logprobs, echo=echo)
+            sampling = self._limits.sampling(request, len(prompt.token_ids), logprobs, echo=echo)
             for choice in range(request.n or 1):
-                seed = (sampling.seed + choice) % _SEEDS
+                seed = (sampling.seed + choice) % SEEDS
                 seeded = dataclasses.replace(sampling, seed=seed, grammar=grammar)
                 if choice and not request.stream:
                     # The first one's are theirs; a stream would have to wait for it.
@@ -260,88 +241,12 @@ class Intake:
             raise bad_request(message, "logprobs" if request.prompt_logprobs is None else "prompt_logprobs")
         return job
 
-    def _sampling(
-        self, request: CompletionRequest | ChatRequest, prompt_tokens: int, logprobs: int | None, *, echo: bool
-    ) -> SamplingParams:
-        """Every field explicit: the request's, else the server's default, else neutral.
-
-        A request without a seed gets a random one per prompt, so equal prompts may differ.
-        """
-        scores = [count for count in (request.prompt_logprobs, logprobs if echo else None) if count is not None]
-        max_tokens = self._max_tokens(request, prompt_tokens)
-        min_tokens = request.min_tokens or 0
-        if min_tokens > max_tokens:
-            raise bad_request(f"'min_tokens': {min_tokens} is above max_tokens {max_tokens}", "min_tokens")
-        self._check_ids(request.stop_token_ids or [], "stop_token_ids")
-        usual = self._config.sampling_defaults
-        top_k = int(_first(request.top_k, usual.top_k, 0))
-        return SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            temperature=_first(request.temperature, usual.temperature, 1.0),
-            top_p=_first(request.top_p, usual.top_p, 1.0),
-            top_k=min(max(top_k, 0), self._config.vocab_size),
-            min_p=_first(request.min_p, usual.min_p, 0.0),
-            seed=secrets.randbits(63) if request.seed is None else request.seed % _SEEDS,
-            repetition_penalty=_first(request.repetition_penalty, usual.repetition_penalty, 1.0),
-            presence_penalty=request.presence_penalty or 0.0,
-            frequency_penalty=request.frequency_penalty or 0.0,
-            logit_bias=self._logit_bias(request.logit_bias or {}),
-            stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
-            ignore_eos=bool(request.ignore_eos),
-            logprobs=logprobs,
-            prompt_logprobs=max(scores, default=None),
-        )
-
-    def _max_tokens(self, request: CompletionRequest | ChatRequest, prompt_tokens: int) -> int:
-        limit = self._config.max_model_len
-        asked = request.max_tokens
-        field = "prompt"
-        if isinstance(request, ChatRequest):
-            asked = request.max_completion_tokens if asked is None else asked
-            field = "messages"
-        room = self._check_room(prompt_tokens, field, least=0 if asked == 0 else 1)
-        if asked is None:
-            usual = self._config.sampling_defaults.max_tokens or room
-            return min(room, usual if isinstance(request, ChatRequest) else min(usual, DEFAULT_COMPLETION_TOKENS))
-        if asked > room:
-            message = (
-                f"the prompt's {prompt_tokens} tokens and max_tokens={asked} are {prompt_tokens + asked}, "
-                f"above the model's limit of {limit} tokens"
-            )
-            raise ApiError(400, message, param="max_tokens", reason="prompt_too_long")
-        return asked
-
-    def _check_room(self, prompt_tokens: int, param: str, *, least: int) -> int:
-        """Tokens that a prompt leaves for its answer; raises `ApiError` 400 if these are fewer than `least`."""
-        limit = self._config.max_model_len
-        if limit - prompt_tokens < least:
-            message = (
-                f"the prompt has {prompt_tokens} tokens, which leaves no room in the model's limit of {limit} tokens"
-            )
-            raise ApiError(400, message, param=param, reason="prompt_too_long")
-        return limit - prompt_tokens
-
-    def _logit_bias(self, given: dict[str, float]) -> dict[int, float]:
-        bias: dict[int, float] = {}
-        for key, value in given.items():
-            if not (key.isascii() and key.isdigit() and len(key) < 20):
-                raise bad_request(f"'logit_bias': '{key:.40}' is not a token id", "logit_bias")
-            bias[int(key)] = value
-        self._check_ids(list(bias), "logit_bias")
-        return bias
-
 
 def formats_of(config: RouterConfig, codec: Codec) -> AnswerFormats:
     """The formats of this router's answers; raises `ValueError` for a parser that does not exist or is missing."""
     return answer_formats(
         codec, tools=config.tool_call_parser, reasoning=config.reasoning_parser, auto=config.enable_auto_tool_choice
     )
-
-
-def _first(asked: float | None, usual: float | None, neutral: float) -> float:
-    """The first of these that is said."""
-    return asked if asked is not None else usual if usual is not None else neutral
 
 
 def _render(template: ChatTemplate, request: ChatRequest, use: ToolUse) -> tuple[str, tuple[str, ...]]:

@@ -45,12 +45,13 @@ _STATUSES: Mapping[int, str] = MappingProxyType(
         413: "The body is too large.",
         415: "The body is not declared as application/json.",
         429: "The server is full; Retry-After says in how many seconds to try again.",
+        500: "A mistake of this server or of a worker; the server's log has it.",
         503: "The fleet is not ready, has failed or is shutting down.",
     }
 )
 _GUARDED = (401, 403)
 _BODY = (400, *_GUARDED, 404, 408, 413, 415)
-_GENERATE = (*_BODY, 429, 503)
+_GENERATE = (*_BODY, 429, 500, 503)
 _JSON, _TEXT, _HTML, _EVENTS = "application/json", "text/plain", "text/html", "text/event-stream"
 
 
@@ -127,13 +128,20 @@ def _list_of(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "minItems": 1, "items": items}
 
 
+def _closed(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
 def _by_hand() -> dict[tuple[str, str], dict[str, Any]]:
     """Fields that api/schema.py checks by hand: (model, field) and, in JSON's words, what is let in."""
     text, ids = {"type": "string", "minLength": 1}, _list_of({"type": "integer", "minimum": 0})
-    stop = {"anyOf": [text, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": text}, {"type": "null"}]}
+    null = {"type": "null"}
+    stop = {"anyOf": [text, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": text}, null]}
+    named = {"type": {"const": "function"}, "function": _closed({"name": {"type": "string"}})}
     return {
         ("CompletionRequest", "prompt"): {"anyOf": [text, ids, _list_of(text), _list_of(ids)]},
-        ("ChatMessage", "content"): {"anyOf": [{"type": "string"}, _list_of({"$ref": f"{_REF}TextPart"})]},
+        ("ChatMessage", "content"): {"anyOf": [{"type": "string"}, _list_of({"$ref": f"{_REF}TextPart"}), null]},
+        ("ChatRequest", "tool_choice"): {"anyOf": [{"enum": ["none", "auto", "required"]}, _closed(named), null]},
         ("CompletionRequest", "stop"): stop,
         ("ChatRequest", "stop"): stop,
     }
@@ -210,8 +218,7 @@ def _error(path: str) -> str:
 
 
 def _text_part() -> dict[str, Any]:
-    properties = {"type": {"const": "text"}, "text": {"type": "string"}}
-    return {"type": "object", "properties": properties, "required": ["type", "text"], "additionalProperties": False}
+    return _closed({"type": {"const": "text"}, "text": {"type": "string"}})
 
 
 class Documents:

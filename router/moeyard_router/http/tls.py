@@ -20,19 +20,14 @@ class Certificate:
     def __init__(self, door: DoorConfig) -> None:
         assert door.ssl_certfile is not None
         self._keyfile = door.ssl_keyfile
+        self._ca_certs = door.ssl_ca_certs
         self._files = (door.ssl_certfile, *([] if door.ssl_keyfile is None else [door.ssl_keyfile]))
         self._lock = threading.Lock()
         self._signature = self._sign()
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.context.set_alpn_protocols(["http/1.1"])
-        self._load(self.context)
-        if door.ssl_ca_certs is not None:
-            try:
-                self.context.load_verify_locations(cafile=door.ssl_ca_certs)
-            except OSError as error:  # ssl.SSLError among them
-                raise ValueError(f"{door.ssl_ca_certs}: {_reason(error)}; PEM certificates are expected") from error
-            self.context.verify_mode = ssl.CERT_REQUIRED
+        self._newest = self.context = self._open()
+        # OpenSSL takes certificate and key one after the other; a handshake in between would fail. So a context that is
+        # in use is never loaded again: every handshake is given the newest one.
+        self.context.sni_callback = self._choose
 
     def refresh(self) -> None:
         """Take the files again if they have changed; connections that are open keep what they have. From any thread.
@@ -46,14 +41,21 @@ class Certificate:
                 if signature == self._signature:
                     return
                 self._signature = signature
-                self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # half a renewal must not reach the one in use
-                self._load(self.context)
+                self._newest = self._open()
             except ValueError as error:
                 log.error("%s; the certificate stays as it was", error)
                 return
             log.warning("%s: read again", self._files[0])
 
-    def _load(self, context: ssl.SSLContext) -> None:
+    def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """Called for every handshake, with a name or without one."""
+        connection.context = self._newest
+
+    def _open(self) -> ssl.SSLContext:
+        """A context of the files as they are now."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
         for path in self._files:  # OpenSSL does not say which one it could not open
             try:
                 path.open("rb").close()
@@ -63,6 +65,13 @@ class Certificate:
             context.load_cert_chain(self._files[0], self._keyfile, password=_no_password)
         except OSError as error:
             raise ValueError(f"{' with key '.join(map(str, self._files))}: {_reason(error)}") from error
+        if self._ca_certs is not None:
+            try:
+                context.load_verify_locations(cafile=self._ca_certs)
+            except OSError as error:  # ssl.SSLError among them
+                raise ValueError(f"{self._ca_certs}: {_reason(error)}; PEM certificates are expected") from error
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
     def _sign(self) -> tuple[FileStamp, ...]:
         return tuple(stamp(path) for path in self._files)

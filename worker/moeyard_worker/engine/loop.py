@@ -22,6 +22,7 @@ from moeyard_worker.engine.frontend import Frontend, in_frames
 from moeyard_worker.engine.grammar_queue import GrammarQueue
 from moeyard_worker.engine.grammars import Grammars
 from moeyard_worker.engine.metrics import WorkerMetrics
+from moeyard_worker.engine.reporting import Reporter
 from moeyard_worker.exchange.base import Exchange, ExchangeError
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
@@ -34,11 +35,7 @@ from moeyard_worker.scheduling.step import Step
 
 log = logging.getLogger(__name__)
 
-# How long a rank stays idle before it checks its own invariants, and how often a busy one reports its load (seconds).
-IDLE_CHECK_SECONDS = 1.0
-SNAPSHOT_SECONDS = 0.02
-# How often a rank without rows of its own reports what its peers' steps have made it count.
-PEERS_SECONDS = 1.0
+IDLE_CHECK_SECONDS = 1.0  # how long a rank stays idle before it checks its own invariants
 
 
 class Engine:
@@ -76,10 +73,16 @@ class Engine:
         self._launched: deque[tuple[LaunchedStep, int, float]] = deque()
         self._completed_at = 0.0
         self._clients: set[bytes] = set()
-        self._reported: tuple[object, ...] = ()
-        self._reported_step = 0
-        self._reported_at = 0.0
         self._grammars = GrammarQueue(grammars, self._wake_up)
+        self._reporter = Reporter(
+            rank=rank,
+            world_size=world_size,
+            epoch=epoch,
+            scheduler=scheduler,
+            grammars=self._grammars,
+            experts=experts,
+            metrics=metrics,
+        )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._closing = threading.Lock()
         self._closed = False
@@ -145,7 +148,7 @@ class Engine:
         ready = dict(self._poller.poll(int(IDLE_CHECK_SECONDS * 1000)))
         if not ready:
             self._scheduler.validate()
-            self._report(force=self.step != self._reported_step)
+            self._report(force=self.step != self._reporter.step)
             # A grammar may take too long, which nobody else tells.
             ready = dict(self._poller.poll(int(IDLE_CHECK_SECONDS * 1000) if len(self._grammars) else None))
         if self._wake in ready:
@@ -274,52 +277,11 @@ class Engine:
         self._report(force=True)
 
     def _snapshot(self) -> Snapshot:
-        scheduler = self._scheduler
-        stats, experts = scheduler.stats, self._experts.stats.counters
-        # A device that finds every expert in its slot counts nothing for the host.
-        counted = experts.num_hits + experts.num_misses > 0
-        return Snapshot(
-            rank=self.rank,
-            world_size=self.world_size,
-            epoch=self.epoch,
-            step=self.step,
-            state="ready" if self.failure is None else "failed",
-            failure=self.failure,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + len(self._grammars),
-            num_waiting_tokens=scheduler.num_waiting_tokens + self._grammars.num_tokens,
-            kv_pages_total=scheduler.config.num_pages,
-            kv_pages_free=scheduler.pool.num_free,
-            page_size=scheduler.config.page_size,
-            max_model_len=scheduler.config.max_model_len,
-            vocab_size=scheduler.config.vocab_size,
-            generation_tokens=stats.generation_tokens,
-            prefill_tokens=stats.prefill_tokens,
-            prefix_query_tokens=stats.prefix_query_tokens,
-            prefix_hit_tokens=stats.prefix_hit_tokens,
-            preemptions=stats.num_preemptions,
-            expert_hits=experts.num_hits if counted else None,
-            expert_misses=experts.num_misses if counted else None,
-            expert_evictions=experts.num_evictions if counted else None,
-            expert_slots=self._experts.num_slots,
-        )
+        return self._reporter.snapshot(self.step, self.failure)
 
     def _report(self, *, force: bool) -> None:
-        """Send a snapshot to every router when the load changed; a busy rank also after a step, at most every 20 ms.
-
-        A rank that only takes part in its peers' steps reports what it counts once a second, and when they end.
-        """
-        scheduler = self._scheduler
-        step = self.step if scheduler.has_work() else None
-        num_waiting = scheduler.num_waiting + len(self._grammars)
-        load = (self.failure, step, scheduler.num_running, num_waiting, scheduler.pool.num_free)
-        now = time.monotonic()
-        busy = scheduler.has_work() and now - self._reported_at < SNAPSHOT_SECONDS
-        due = self.step != self._reported_step and now - self._reported_at >= PEERS_SECONDS
-        if not force and (busy or (load == self._reported and not due)):
-            return
-        self._reported, self._reported_at, self._reported_step = load, now, self.step
-        self._metrics.observe_load(scheduler)
-        snapshot = self._snapshot()
-        for client in list(self._clients):
-            self._send(client, snapshot)
+        """Tell every router how this rank is, if it is time to."""
+        snapshot = self._reporter.due(self.step, self.failure, force=force)
+        if snapshot is not None:
+            for client in list(self._clients):
+                self._send(client, snapshot)

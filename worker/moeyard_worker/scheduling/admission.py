@@ -1,4 +1,4 @@
-"""Which requests can never run on a rank, whatever else it does. Pure."""
+"""Which requests can never run on a rank, whatever else it does; and what is said to those that cannot now. Pure."""
 
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import Rejected, Submit
@@ -39,6 +39,18 @@ def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
     if pages > config.num_pages:
         return no("never_fits", f"the request needs {pages} KV pages, this worker has {config.num_pages}")
     return None
+
+
+def duplicate(request_id: str) -> Rejected:
+    """The answer to a request whose client has one of that name."""
+    message = f"request {request_id!r} is already running"
+    return Rejected(request_id=request_id, reason="duplicate", message=message)
+
+
+def queue_full(request_id: str, num_waiting: int) -> Rejected:
+    """The answer to a request behind as many as may wait."""
+    message = f"{num_waiting} requests are waiting"
+    return Rejected(request_id=request_id, reason="queue_full", message=message, retry_after=1.0)
 
 
 def num_positions(total: int, config: SchedulerConfig) -> int:

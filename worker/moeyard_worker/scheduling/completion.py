@@ -1,10 +1,44 @@
-"""How a request ends: whether an accepted token ends it, and what is said at the end. Pure."""
+"""What becomes of the tokens that a step yielded: which one ends its request, and what is said of both. Pure."""
 
-from moeyard_worker.protocol import Done, Rejected
-from moeyard_worker.scheduling.request import Request
+from moeyard_worker.protocol import Done, Rejected, Tokens
+from moeyard_worker.scheduling.request import Accepted, Request, SchedulerStats
+from moeyard_worker.scheduling.step import Chunk
 
 
-def extend(request: Request, token_ids: tuple[int, ...], eos_token_ids: tuple[int, ...]) -> str | None:
+def take_tokens(
+    request: Request,
+    chunk: Chunk,
+    result: Accepted,
+    *,
+    eos_token_ids: tuple[int, ...],
+    stats: SchedulerStats,
+    now: float,
+) -> tuple[Tokens, str | None]:
+    """Append the tokens of a completed chunk to its request and count them; the message about them.
+
+    With it the finish reason, if one of them ends the request: what was accepted behind that one is dropped.
+    """
+    for j in range(chunk.num_sampled - 1):
+        stats.drafts[j] += 1
+        stats.accepted[j] += j + 1 < len(result.token_ids)
+    start = len(request.output)
+    reason = _extend(request, result.token_ids, eos_token_ids)
+    count = len(request.output) - start
+    stats.generation_tokens += count
+    if request.first_token is None:
+        stats.prefilled(request, now)
+    if reason is not None and len(request.output) > 1 and request.first_token is not None:
+        stats.token_seconds.append((now - request.first_token) / (len(request.output) - 1))
+    tokens = Tokens(
+        request_id=request.request_id,
+        start=start,
+        token_ids=result.token_ids[:count],
+        logprobs=result.logprobs[:count],
+    )
+    return tokens, reason
+
+
+def _extend(request: Request, token_ids: tuple[int, ...], eos_token_ids: tuple[int, ...]) -> str | None:
     """Append accepted tokens up to the one that ends the request; its finish reason, None while it goes on.
 
     A grammar lets an end-of-sequence token through where it is meant, or where nothing else may follow: that is an end.

@@ -1,5 +1,6 @@
-"""The arithmetic of a request's next chunk: where it begins, how many rows it gets, what it says. Pure."""
+"""The arithmetic of a request's next chunk: whose turn it is, where it begins, its rows, what it says. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,6 +58,23 @@ def next_place(request: Request) -> Place:
         return Place(end, end, None)
     # One of its sampled tokens is accepted at least, all of them at most.
     return Place(end - chunk.num_sampled + 1, end, request.sample_index)
+
+
+def by_urgency(running: Iterable[Request]) -> tuple[list[tuple[Request, Place]], list[tuple[Request, Place]]]:
+    """Those whose next chunk is of their output and those whose is of their prompt; each by age, with the places.
+
+    Next tokens come first: a long recompute must not take the step away from the others.
+    """
+    single: list[tuple[Request, Place]] = []
+    several: list[tuple[Request, Place]] = []
+    prompts: list[tuple[Request, Place]] = []
+    for request in running:
+        place = next_place(request)
+        if place.start < len(request.prompt):
+            prompts.append((request, place))
+        else:
+            (several if request.length - place.start > 1 else single).append((request, place))
+    return single + several, prompts
 
 
 def num_rows(request: Request, place: Place, *, budget: int, config: SchedulerConfig) -> int:

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from moeyard_worker.config.engine_config import SchedulerConfig
-from moeyard_worker.protocol import Done, Rejected, Submit, TokenLogprob, Tokens
-from moeyard_worker.scheduling.admission import refusal
-from moeyard_worker.scheduling.completion import expired, extend, farewell
+from moeyard_worker.protocol import Done, Rejected, Submit, TokenLogprob
+from moeyard_worker.scheduling.admission import duplicate, queue_full, refusal
+from moeyard_worker.scheduling.completion import expired, farewell, take_tokens
 from moeyard_worker.scheduling.holdings import Holdings
-from moeyard_worker.scheduling.planning import Place, StepBuilder, make_chunk, next_place, num_rows
+from moeyard_worker.scheduling.planning import Place, StepBuilder, by_urgency, make_chunk, num_rows
 from moeyard_worker.scheduling.request import Accepted, Constraint, Reply, Request, SchedulerStats
 from moeyard_worker.scheduling.roster import Roster
 from moeyard_worker.scheduling.scoring import tell_scores
@@ -75,16 +75,14 @@ class Scheduler:
         """
         request_id, prompt = submit.request_id, tuple(submit.prompt_token_ids)
         if (client, request_id) in self._roster.live:
-            message = f"request {request_id!r} is already running"
-            return Rejected(request_id=request_id, reason="duplicate", message=message)
+            return duplicate(request_id)
         rejected = refusal(submit, self.config)
         if rejected is not None:
             return rejected
         waiting = self._roster.waiting
         # Of those that wait, the first may be about to start: the limit is for those that cannot.
         if not self._holdings.can_start_first(waiting, 1 + len(waiting) - self.config.max_waiting, self.num_running):
-            message = f"{len(waiting)} requests are waiting"
-            return Rejected(request_id=request_id, reason="queue_full", message=message, retry_after=1.0)
+            return queue_full(request_id, len(waiting))
         request = Request(
             client=client,
             request_id=request_id,
@@ -135,18 +133,9 @@ class Scheduler:
         """Plan the next step. It must be completed by `complete`, in order of planning; an empty one need not be."""
         assert len(self._flights) < self.config.max_in_flight, "the previous step was not completed"
         builder = StepBuilder(self.config.max_batch_tokens)
-        single: list[tuple[Request, Place]] = []
-        several: list[tuple[Request, Place]] = []
-        prompts: list[tuple[Request, Place]] = []
-        for request in self._roster.running:
-            place = next_place(request)
-            if place.start < len(request.prompt):
-                prompts.append((request, place))
-            else:
-                (several if request.length - place.start > 1 else single).append((request, place))
+        outputs, prompts = by_urgency(self._roster.running)
         num_preemptions = self.stats.num_preemptions
-        # Next tokens first: a long recompute must not take the step away from the others.
-        for request, place in single + several:
+        for request, place in outputs:
             self._plan(request, place, builder)
         if builder.decode and self.config.mixed_prefill_tokens is not None:
             builder.budget = min(builder.budget, self.config.mixed_prefill_tokens)
@@ -294,25 +283,11 @@ class Scheduler:
     def _accept(self, request: Request, chunk: Chunk, result: Accepted, now: float) -> list[Reply]:
         if result.error is not None:
             return [Reply(request.client, self._finish(request, "error", result.error))]
-        for j in range(chunk.num_sampled - 1):
-            self.stats.drafts[j] += 1
-            self.stats.accepted[j] += j + 1 < len(result.token_ids)
-        start = len(request.output)
-        reason = extend(request, result.token_ids, self.config.eos_token_ids)
-        count = len(request.output) - start
-        self.stats.generation_tokens += count
-        if request.first_token is None:
-            self.stats.prefilled(request, now)
-        tokens = Tokens(
-            request_id=request.request_id,
-            start=start,
-            token_ids=result.token_ids[:count],
-            logprobs=result.logprobs[:count],
+        tokens, reason = take_tokens(
+            request, chunk, result, eos_token_ids=self.config.eos_token_ids, stats=self.stats, now=now
         )
         replies = [Reply(request.client, tokens)]
         if reason is not None:
-            if len(request.output) > 1 and request.first_token is not None:
-                self.stats.token_seconds.append((now - request.first_token) / (len(request.output) - 1))
             return [*replies, Reply(request.client, self._finish(request, reason))]
         request.drafts = result.drafts
         if self.config.num_drafts and not request.in_flight:

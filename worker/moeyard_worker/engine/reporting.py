@@ -1,0 +1,88 @@
+"""What a rank tells its routers of itself, and when."""
+
+import time
+
+from moeyard_worker.engine.grammar_queue import GrammarQueue
+from moeyard_worker.engine.metrics import WorkerMetrics
+from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.protocol import Snapshot
+from moeyard_worker.scheduling.scheduler import Scheduler
+
+SNAPSHOT_SECONDS = 0.02  # how often a busy rank reports its load
+# How often a rank without rows of its own reports what its peers' steps have made it count.
+PEERS_SECONDS = 1.0
+
+
+class Reporter:
+    """Makes the snapshots of one rank. `step` is that of the last one that was due."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        epoch: int,
+        scheduler: Scheduler,
+        grammars: GrammarQueue,
+        experts: ExpertCache,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self.step = 0
+        self._identity = (rank, world_size, epoch)
+        self._scheduler = scheduler
+        self._grammars = grammars
+        self._experts = experts
+        self._metrics = metrics
+        self._load: tuple[object, ...] = ()
+        self._reported_at = 0.0
+
+    def due(self, step: int, failure: str | None, *, force: bool) -> Snapshot | None:
+        """A snapshot when the load changed; of a busy rank also after a step, at most every 20 ms.
+
+        A rank that only takes part in its peers' steps reports what it counts once a second, and when they end.
+        """
+        scheduler = self._scheduler
+        own_step = step if scheduler.has_work() else None
+        num_waiting = scheduler.num_waiting + len(self._grammars)
+        load = (failure, own_step, scheduler.num_running, num_waiting, scheduler.pool.num_free)
+        now = time.monotonic()
+        busy = scheduler.has_work() and now - self._reported_at < SNAPSHOT_SECONDS
+        due = step != self.step and now - self._reported_at >= PEERS_SECONDS
+        if not force and (busy or (load == self._load and not due)):
+            return None
+        self._load, self._reported_at, self.step = load, now, step
+        self._metrics.observe_load(scheduler)
+        return self.snapshot(step, failure)
+
+    def snapshot(self, step: int, failure: str | None) -> Snapshot:
+        """How the rank is now, in step `step`; `failure` is why it steps no more."""
+        rank, world_size, epoch = self._identity
+        scheduler = self._scheduler
+        stats, experts = scheduler.stats, self._experts.stats.counters
+        # A device that finds every expert in its slot counts nothing for the host.
+        counted = experts.num_hits + experts.num_misses > 0
+        return Snapshot(
+            rank=rank,
+            world_size=world_size,
+            epoch=epoch,
+            step=step,
+            state="ready" if failure is None else "failed",
+            failure=failure,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + len(self._grammars),
+            num_waiting_tokens=scheduler.num_waiting_tokens + self._grammars.num_tokens,
+            kv_pages_total=scheduler.config.num_pages,
+            kv_pages_free=scheduler.pool.num_free,
+            page_size=scheduler.config.page_size,
+            max_model_len=scheduler.config.max_model_len,
+            vocab_size=scheduler.config.vocab_size,
+            generation_tokens=stats.generation_tokens,
+            prefill_tokens=stats.prefill_tokens,
+            prefix_query_tokens=stats.prefix_query_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens,
+            preemptions=stats.num_preemptions,
+            expert_hits=experts.num_hits if counted else None,
+            expert_misses=experts.num_misses if counted else None,
+            expert_evictions=experts.num_evictions if counted else None,
+            expert_slots=self._experts.num_slots,
+        )
