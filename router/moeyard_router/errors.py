@@ -1,4 +1,4 @@
-"""The one error a client sees, in OpenAI's shape."""
+"""The one error a client sees, in OpenAI's shape; in Anthropic's where its API is asked."""
 
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -21,6 +21,11 @@ _TYPES = MappingProxyType(
         503: "service_unavailable_error",
     }
 )
+# Anthropic's words; what is not here has the same as above.
+_ANTHROPIC_TYPES = MappingProxyType(
+    {403: "permission_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+)
+ANTHROPIC_PATH = "/v1/messages"
 
 
 class ApiError(Exception):
@@ -49,6 +54,15 @@ class ApiError(Exception):
         """The JSON body: `{"error": {"message", "type", "param", "code"}}`, `code` being the status as in vLLM."""
         kind = _TYPES.get(self.status, "error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """The JSON body in Anthropic's shape: `{"type": "error", "error": {"type", "message"}}`."""
+        kind = _ANTHROPIC_TYPES.get(self.status) or _TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def body_at(self, path: str) -> dict[str, Any]:
+        """The JSON body in the shape that clients of a path expect."""
+        return self.anthropic_body() if path.startswith(ANTHROPIC_PATH) else self.body()
 
 
 def unknown_model(name: str, served: Sequence[str]) -> ApiError:

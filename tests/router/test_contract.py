@@ -85,6 +85,20 @@ def test_chat_is_as_described(service, document, extra):
     assert check(document, "post", "/v1/chat/completions", answer).status_code == 200
 
 
+@pytest.mark.parametrize("extra", [{}, {"stream": True}, {"metadata": {"a": "b"}, "instructions": "x", "user": "u"}])
+def test_response_is_as_described(service, document, extra):
+    answer = service.post("/v1/responses", input="Hello", max_output_tokens=8, **extra)
+    assert check(document, "post", "/v1/responses", answer).status_code == 200
+
+
+@pytest.mark.parametrize("extra", [{}, {"stream": True}, {"stop_sequences": ["fox"]}])
+def test_message_is_as_described(service, document, extra):
+    answer = service.post("/v1/messages", messages=HELLO, max_tokens=8, **extra)
+    assert check(document, "post", "/v1/messages", answer).status_code == 200
+    count = "/v1/messages/count_tokens"
+    assert check(document, "post", count, service.post(count, messages=HELLO)).status_code == 200
+
+
 def test_calls_and_reasoning_are_as_described(starter, tool_checkpoint, tool_codec):
     def long(worker):
         worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=4096)
@@ -152,7 +166,10 @@ def values(schema: Any, schemas: dict[str, Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+BODIES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
+
+
+@pytest.mark.parametrize("path", BODIES)
 def test_random_bodies_get_described_answers(service, document, path):
     schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     good = values(schema, document["components"]["schemas"])

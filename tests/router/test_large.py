@@ -65,7 +65,7 @@ def tool_bodies(tool_config, tool_codec):
 
 
 def make(bodies, body, *, chat=False):
-    return asyncio.run(bodies.job([body[:100], body[100:]], chat=chat))
+    return asyncio.run(bodies.job([body[:100], body[100:]], api="chat" if chat else "completion"))
 
 
 @pytest.mark.parametrize("name", REQUESTS)

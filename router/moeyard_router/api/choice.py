@@ -49,6 +49,8 @@ class Choice:
         self.prompt_scores: list[TokenLogprob] = []
         asks = job.continuations[index].sampling.prompt_logprobs is not None
         self._num_scores = len(job.prompts[self.prompt].token_ids) - 1 if asks else 0
+        # Those of messages that lie in the block of reasoning, wholly or in part, its markers included.
+        self.reasoning_tokens = 0
         self.cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self._user_stop_ids = frozenset(job.continuations[index].sampling.stop_token_ids)
@@ -91,7 +93,10 @@ class Choice:
             delta.finish_reason, delta.stop_reason = "stop", stop
             self.finish_reason = "stop"
         if self._extractor is not None:
+            thought = self._extractor.thinks
             _take_apart(delta, self._extractor)
+            if thought or self._extractor.thinks:
+                self.reasoning_tokens += len(new_ids)
         return delta
 
     def done(self, message: Done) -> Delta:

@@ -1,4 +1,4 @@
-"""The two endpoints that generate: read, validate, run, and answer whole or as a stream."""
+"""The endpoints that generate: read, validate, run, and answer whole or as a stream."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,7 @@ from moeyard_router.api.generation import ClientGone, Generation
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.large import LARGE_BODY, Bodies
 from moeyard_router.api.record import record_of
-from moeyard_router.api.replies import DONE_EVENT, ReplyWriter, error_event
-from moeyard_router.api.schema import ChatRequest, CompletionRequest, parse
+from moeyard_router.api.surfaces import SURFACES, Writer
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
@@ -31,13 +30,13 @@ _IGNORED = b"x-moeyard-ignored"
 
 
 class GenerateEndpoint:
-    """ASGI app of POST /v1/completions (`chat` false) or /v1/chat/completions."""
+    """ASGI app of a POST that generates. `api` is its name in `SURFACES`."""
 
     def __init__(
         self,
         config: RouterConfig,
         *,
-        chat: bool,
+        api: str,
         fleet: Fleet,
         codec: Codec,
         metrics: RouterMetrics,
@@ -45,7 +44,8 @@ class GenerateEndpoint:
     ) -> None:
         self._config = config
         self._bodies = bodies
-        self._chat = chat
+        self._api = api
+        self._surface = SURFACES[api]
         self._fleet = fleet
         self._codec = codec
         self._metrics = metrics
@@ -64,27 +64,24 @@ class GenerateEndpoint:
         except ApiError as error:
             if error.reason:
                 self._metrics.rejected(error.reason)
-            await send_error(send, error)
+            await send_error(send, error, scope["path"])
 
     async def _job(self, parts: list[bytes]) -> Job:
         size = sum(map(len, parts))
         if size > LARGE_BODY:
-            return await self._bodies.job(parts, chat=self._chat)
-        intake, body = self._intake, b"".join(parts)
-        if self._chat:
-            return await intake.chat(await intake.work(size, parse, body, ChatRequest))
-        return await intake.completion(await intake.work(size, parse, body, CompletionRequest))
+            return await self._bodies.job(parts, api=self._api)
+        return await self._surface.read(self._intake, b"".join(parts))
 
     async def _run(self, job: Job, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
         record, session = record_of(scope), dict(scope["headers"]).get(b"x-session-id")
-        reply_id = ("chatcmpl-" if job.chat else "cmpl-") + uuid.uuid4().hex
+        reply_id = self._surface.prefix + uuid.uuid4().hex
         tokens = self._codec.token_bytes
         await self._fleet.read(prompt.token_ids for prompt in job.prompts[1:])
         generation = Generation(
             job, reply_id=reply_id, fleet=self._fleet, tokens=tokens, metrics=self._metrics, arrived=arrived,
             client=job.client if session is None else session[:_MAX_SESSION].decode("latin-1"),
         )  # fmt: skip
-        writer = ReplyWriter(
+        writer = self._surface.writer(
             job, reply_id=reply_id, model=self._config.model_name, created=int(time.time()), tokens=tokens
         )
         try:
@@ -96,7 +93,7 @@ class GenerateEndpoint:
             generation.note(record)
 
 
-async def _whole(job: Job, generation: Generation, writer: ReplyWriter, send: Send) -> None:
+async def _whole(job: Job, generation: Generation, writer: Writer, send: Send) -> None:
     """Wait for all choices and send them as one JSON object."""
     collected = [Delta() for _ in job.continuations]
     while not generation.finished:
@@ -110,7 +107,7 @@ async def _whole(job: Job, generation: Generation, writer: ReplyWriter, send: Se
     await send_bytes(send, 200, body, headers=headers)
 
 
-async def _stream(job: Job, generation: Generation, writer: ReplyWriter, send: Send) -> None:
+async def _stream(job: Job, generation: Generation, writer: Writer, send: Send) -> None:
     """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status."""
     deltas = await generation.step()
 
@@ -129,11 +126,9 @@ async def _stream(job: Job, generation: Generation, writer: ReplyWriter, send: S
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             deltas = await generation.step()
-        if job.include_usage:
-            chunks.append(writer.usage_chunk(generation.choices))
-        chunks.append(DONE_EVENT)
+        chunks.append(writer.end(generation.choices))
     except ApiError as error:
-        chunks = [error_event(error.body())]
+        chunks = [writer.failed(error, generation.choices)]
     await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
 
 
@@ -197,8 +192,8 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the request body is larger than {limit} bytes", reason="too_large")
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    """Send an error as JSON, with Retry-After where trying again may help."""
+async def send_error(send: Send, error: ApiError, path: str) -> None:
+    """Send an error as JSON, as clients of `path` expect it, with Retry-After where trying again may help."""
     headers = [_JSON]
     if error.retry_after is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
@@ -206,7 +201,7 @@ async def send_error(send: Send, error: ApiError) -> None:
         headers.append((b"www-authenticate", b'Bearer realm="moeyard"'))
     if error.status == 413 or error.reason == "busy":
         headers.append((b"connection", b"close"))  # the rest of the body is not read
-    await send_bytes(send, error.status, orjson.dumps(error.body()), headers=headers)
+    await send_bytes(send, error.status, orjson.dumps(error.body_at(path)), headers=headers)
 
 
 async def send_bytes(send: Send, status: int, body: bytes, *, headers: list[tuple[bytes, bytes]]) -> None:

@@ -55,7 +55,10 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One HTTP request, ready to run and to be answered. `ignored` names fields of it that have no effect."""
+    """One HTTP request, ready to run and to be answered. `ignored` names fields of it that have no effect.
+
+    `asked` is what the answer repeats of it, in JSON's words, where its API does so.
+    """
 
     chat: bool
     prompts: tuple[Prompt, ...]
@@ -74,6 +77,7 @@ class Job:
     ignored: tuple[str, ...] = ()
     extraction: InstanceOf[Extraction] | None = None  # of the router's own process: see large.py
     prompt_logprobs: int | None = None
+    asked: dict[str, Any] | None = None
 
     @property
     def num_scores(self) -> int:

@@ -33,7 +33,7 @@ _SECONDS = 120.0  # then the process is killed
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from moeyard_router.api.large_process import main; main()"
 )
-_REQUEST = struct.Struct("<?Q")  # whether it is a chat, bytes of the body that follows
+_REQUEST = struct.Struct("<16pQ")  # the API's name in `SURFACES`, bytes of the body that follows
 _ANSWER = struct.Struct("<Q")  # bytes of the JSON object that follows, which says what follows it
 JOBS: TypeAdapter[Job] = TypeAdapter(Job)
 CONFIGS: TypeAdapter[RouterConfig] = TypeAdapter(RouterConfig)
@@ -93,13 +93,13 @@ def read_config(source: BinaryIO) -> RouterConfig:
     return CONFIGS.validate_json(source.read(_ANSWER.unpack(source.read(_ANSWER.size))[0]))
 
 
-def read_request(source: BinaryIO) -> tuple[bool, bytes] | None:
-    """(whether it is a chat, the body) of the next request, None at the end."""
+def read_request(source: BinaryIO) -> tuple[str, bytes] | None:
+    """(the API, the body) of the next request, None at the end."""
     head = source.read(_REQUEST.size)
     if len(head) < _REQUEST.size:
         return None
-    chat, size = _REQUEST.unpack(head)
-    return chat, source.read(size)
+    api, size = _REQUEST.unpack(head)
+    return api.decode(), source.read(size)
 
 
 class _Process:
@@ -117,13 +117,13 @@ class _Process:
         self._unsaid = _ANSWER.pack(len(config)) + config
         self.usable = True
 
-    def ask(self, parts: Sequence[bytes], *, chat: bool) -> Job:
+    def ask(self, parts: Sequence[bytes], *, api: str) -> Job:
         """The job of a body in pieces; raises `ApiError`, also a 503 where the process ends before it answers."""
         timer = threading.Timer(_SECONDS, self._process.kill)
         timer.start()
         answered = False
         try:
-            self._in.write(self._unsaid + _REQUEST.pack(chat, sum(map(len, parts))))
+            self._in.write(self._unsaid + _REQUEST.pack(api.encode(), sum(map(len, parts))))
             self._unsaid = b""
             for part in parts:
                 self._in.write(part)
@@ -208,9 +208,9 @@ class Bodies:
         finally:
             self._held -= mine
 
-    async def job(self, parts: Sequence[bytes], *, chat: bool) -> Job:
-        """The job of a request body that came in these pieces; raises `ApiError`. First come, first served."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, parts, chat)
+    async def job(self, parts: Sequence[bytes], *, api: str) -> Job:
+        """The job of an API's request body that came in these pieces; raises `ApiError`. First come, first served."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, parts, api)
 
     def close(self) -> None:
         """End all processes; whoever still waits gets a 503."""
@@ -222,9 +222,9 @@ class Bodies:
         for process in processes:
             process.close()
 
-    def _ask(self, parts: Sequence[bytes], chat: bool) -> Job:
+    def _ask(self, parts: Sequence[bytes], api: str) -> Job:
         with self._process() as process:
-            return process.ask(parts, chat=chat)
+            return process.ask(parts, api=api)
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[_Process]:

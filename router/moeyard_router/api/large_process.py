@@ -10,7 +10,7 @@ import psutil
 
 from moeyard_router.api.intake import Intake
 from moeyard_router.api.large import pack_crash, pack_error, pack_job, read_config, read_request
-from moeyard_router.api.schema import ChatRequest, CompletionRequest, parse
+from moeyard_router.api.surfaces import SURFACES
 from moeyard_router.errors import ApiError
 from moeyard_router.text.chat import open_codec
 
@@ -41,13 +41,10 @@ def main() -> None:
             gc.collect()
 
 
-async def _answer(intake: Intake, chat: bool, body: bytes) -> tuple[bytes, bool]:
+async def _answer(intake: Intake, api: str, body: bytes) -> tuple[bytes, bool]:
     """The answer, and whether it is the last of this process."""
     try:
-        if chat:
-            job = await intake.chat(parse(body, ChatRequest))
-        else:
-            job = await intake.completion(parse(body, CompletionRequest))
+        job = await SURFACES[api].read(intake, body)
         last = _has_grown()
         return pack_job(job, last=last), last
     except ApiError as error:

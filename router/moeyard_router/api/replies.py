@@ -8,17 +8,13 @@ import orjson
 from moeyard_router.api.chat_events import chat_deltas, chat_message
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Job
+from moeyard_router.errors import ApiError
 from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_router.text.offsets import TextOffsets, prompt_offsets
 from moeyard_worker.protocol import TokenLogprob
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
-DONE_EVENT = b"data: [DONE]\n\n"
-
-
-def error_event(body: dict[str, Any]) -> bytes:
-    """The event that ends a stream that failed; no [DONE] follows it."""
-    return b"data: " + orjson.dumps(body) + b"\n\n"
+_DONE_EVENT = b"data: [DONE]\n\n"
 
 
 class ReplyWriter:
@@ -91,9 +87,15 @@ class ReplyWriter:
             out.append(self.chunk(index, part, choices, message))
         return b"".join(out)
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
-        """The last event of a stream with `include_usage`: no choices, all counts."""
-        return self._head + b'],"usage":' + orjson.dumps(self.usage(choices)) + b"}\n\n"
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        """The last events of a stream; with `include_usage` one of no choices and all counts is the first of them."""
+        if not self._job.include_usage:
+            return _DONE_EVENT
+        return self._head + b'],"usage":' + orjson.dumps(self.usage(choices)) + b"}\n\n" + _DONE_EVENT
+
+    def failed(self, error: ApiError, choices: Sequence[Choice]) -> bytes:
+        """The event that ends a stream that failed; no [DONE] follows it."""
+        return b"data: " + orjson.dumps(error.body()) + b"\n\n"
 
     def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> bytes:
         """The whole answer of a request that was not streamed; `deltas[i]` is everything of choice i."""

@@ -13,18 +13,20 @@ MAX_BIASES = 1024  # OpenAI allows 300; each sequence of a request carries them
 
 def check_sizes(data: Mapping[str, Any]) -> None:
     """Raise `ApiError` 400 naming the field that has too many. Knows no types: what is no list is judged later."""
-    messages = data.get("messages")
-    if isinstance(messages, list):
-        _check("messages", len(messages), "messages", MAX_MESSAGES)
-        parts = 0
-        for message in messages:
-            content = message.get("content") if isinstance(message, dict) else None
-            parts += len(content) if isinstance(content, list) else 0
-        _check("messages", parts, "parts of content", MAX_MESSAGES)
-    stop = data.get("stop")
-    for text in stop[:MAX_STOP_TOKENS] if isinstance(stop, list) else [stop]:
-        if isinstance(text, str):
-            _check("stop", len(text), "characters in a stop string", MAX_STOP_CHARACTERS)
+    for name in ("messages", "input"):  # of chats and Anthropic's messages; of responses
+        messages = data.get(name)
+        if isinstance(messages, list):
+            _check(name, len(messages), "messages", MAX_MESSAGES)
+            parts = 0
+            for message in messages:
+                content = message.get("content") if isinstance(message, dict) else None
+                parts += len(content) if isinstance(content, list) else 0
+            _check(name, parts, "parts of content", MAX_MESSAGES)
+    for name in ("stop", "stop_sequences"):
+        stop = data.get(name)
+        for text in stop[:MAX_STOP_TOKENS] if isinstance(stop, list) else [stop]:
+            if isinstance(text, str):
+                _check(name, len(text), "characters in a stop string", MAX_STOP_CHARACTERS)
     ids = data.get("stop_token_ids")
     if isinstance(ids, list):
         _check("stop_token_ids", len(ids), "ids", MAX_STOP_TOKENS)

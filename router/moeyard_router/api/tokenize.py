@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them: what a prompt costs, and what token ids say."""
+"""POST /tokenize and /detokenize, as vLLM has them, and Anthropic's count_tokens: what a prompt costs, what ids say."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
+from moeyard_router.api.anthropic import count_tokens
 from moeyard_router.api.endpoints import read_body, send_bytes, send_error
 from moeyard_router.api.generation import ClientGone
 from moeyard_router.api.intake import Intake
@@ -43,13 +44,13 @@ class BodyEndpoint:
             record_of(scope).client_left = True
         except ApiError as error:
             self._metrics.rejected(error.reason)
-            await send_error(send, error)
+            await send_error(send, error, scope["path"])
         else:
             await send_bytes(send, 200, orjson.dumps(answer), headers=[(b"content-type", b"application/json")])
 
 
 class Tokens:
-    """What both endpoints answer."""
+    """What these endpoints answer."""
 
     def __init__(self, config: RouterConfig, codec: Codec) -> None:
         self._config = config
@@ -66,6 +67,10 @@ class Tokens:
             "tokens": list(ids),
             "token_strs": self._codec.spell(ids) if request.return_token_strs else None,
         }
+
+    async def count(self, body: bytes) -> dict[str, Any]:
+        """The size of the prompt that a request of Anthropic's API makes."""
+        return await count_tokens(self._intake, body)
 
     async def detokenize(self, body: bytes) -> dict[str, Any]:
         """The text of token ids."""

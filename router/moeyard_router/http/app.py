@@ -48,8 +48,10 @@ def create_app(
 ) -> ASGIApp:
     """The app before a fleet that somebody else starts and stops."""
     pages = _Pages(config, fleet, metrics=metrics, health=health, siblings=siblings)
-    complete = GenerateEndpoint(config, chat=False, fleet=fleet, codec=codec, metrics=metrics, bodies=bodies)
-    chat = GenerateEndpoint(config, chat=True, fleet=fleet, codec=codec, metrics=metrics, bodies=bodies)
+
+    def generate(api: str) -> GenerateEndpoint:
+        return GenerateEndpoint(config, api=api, fleet=fleet, codec=codec, metrics=metrics, bodies=bodies)
+
     tokens = Tokens(config, codec)
     documents = Documents(config)
     origins = Origins(config.door.allowed_origins, host=config.host, keys=keys.asks)
@@ -62,8 +64,11 @@ def create_app(
         return _json(await live.experts())
 
     routes = [
-        Route("/v1/completions", complete, methods=["POST"]),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", generate("completion"), methods=["POST"]),
+        Route("/v1/chat/completions", generate("chat"), methods=["POST"]),
+        Route("/v1/responses", generate("response"), methods=["POST"]),
+        Route("/v1/messages", generate("message"), methods=["POST"]),
+        Route("/v1/messages/count_tokens", BodyEndpoint(config, metrics, tokens.count), methods=["POST"]),
         Route(_MODELS, pages.models),
         Route(f"{_MODELS}/{{id:path}}", pages.model),  # names of models have slashes
         Route("/tokenize", BodyEndpoint(config, metrics, tokens.tokenize), methods=["POST"]),
@@ -204,10 +209,12 @@ def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """No such route, or a method that the route does not have."""
     what = f"{request.method} {request.url.path}: {error.detail}"
-    return _json(ApiError(error.status_code, what).body(), error.status_code, dict(error.headers or {}))
+    return _json(
+        ApiError(error.status_code, what).body_at(request.url.path), error.status_code, dict(error.headers or {})
+    )
 
 
 async def _crash(request: Request, error: Exception) -> Response:
     """A bug of this program; the server logs it with its traceback."""
     message = f"internal error: {type(error).__name__}"
-    return _json(ApiError(500, message).body(), 500)
+    return _json(ApiError(500, message).body_at(request.url.path), 500)

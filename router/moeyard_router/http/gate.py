@@ -85,7 +85,7 @@ class Gate:
             await self._app(scope, receive, sending)
         except ApiError as error:  # of the checks above; the app answers its own
             self._metrics.rejected(error.reason)
-            await send_error(sending, error)
+            await send_error(sending, error, scope["path"])
         finally:
             if self._log:
                 self._write(scope, record, status)

@@ -21,6 +21,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moeyard_router.api.anthropic import CountTokensRequest, MessagesRequest
+from moeyard_router.api.responses import ResponsesRequest
 from moeyard_router.api.schema import (
     MAX_STOP_STRINGS,
     ChatRequest,
@@ -29,6 +31,7 @@ from moeyard_router.api.schema import (
     TokenizeRequest,
 )
 from moeyard_router.config import RouterConfig
+from moeyard_router.errors import ANTHROPIC_PATH
 
 _FILES = Path(__file__).parent / "documents"
 _REF = "#/components/schemas/"
@@ -79,6 +82,18 @@ OPERATIONS = (
     Operation(
         path="/v1/completions", method="post", text="Continue texts or token ids, whole or as a stream.",
         body=CompletionRequest, reply="Completion", streams=True, errors=_GENERATE,
+    ),
+    Operation(
+        path="/v1/responses", method="post", text="Answer items of OpenAI's Responses API, whole or as a stream.",
+        body=ResponsesRequest, reply="Response", streams=True, errors=_GENERATE,
+    ),
+    Operation(
+        path="/v1/messages", method="post", text="Answer messages of Anthropic's API, whole or as a stream.",
+        body=MessagesRequest, reply="Message", streams=True, errors=_GENERATE,
+    ),
+    Operation(
+        path="/v1/messages/count_tokens", method="post", text="The size of the prompt of such messages.",
+        body=CountTokensRequest, reply="TokenCount", errors=_BODY,
     ),
     Operation(
         path="/tokenize", method="post", text="The token ids of a prompt or a chat.", body=TokenizeRequest,
@@ -166,7 +181,7 @@ def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
     content = {op.content: {"schema": {"$ref": _REF + op.reply} if op.reply else schema}}
     if op.streams:
         event = {"event": {"type": "string"}, "data": {"type": "string"}}
-        words = "The data of each event is a chunk in OpenAI's shape; after the last comes [DONE]."
+        words = "The data of each event is JSON in the shape of the API; docs/api.md says which events there are."
         content[_EVENTS] = {
             "schema": {"type": "object", "description": words, "properties": event, "required": ["data"]}
         }
@@ -175,7 +190,7 @@ def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
         if status == 401 and not guarded:
             continue
         # A probe's 503 says what a 200 says: the state.
-        name = op.reply if not op.needs_key and op.reply else "Error"
+        name = op.reply if not op.needs_key and op.reply else _error(op.path)
         responses[str(status)] = {
             "description": _STATUSES[status],
             "content": {_JSON: {"schema": {"$ref": f"{_REF}{name}"}}},
@@ -195,6 +210,11 @@ def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
     if guarded:
         described["security"] = [{"bearer": []}, {"x_api_key": []}]
     return described
+
+
+def _error(path: str) -> str:
+    """The schema of what a path says of an error."""
+    return "AnthropicError" if path.startswith(ANTHROPIC_PATH) else "Error"
 
 
 def _text_part() -> dict[str, Any]:

@@ -49,6 +49,11 @@ class Extractor:
         if extraction.tools is not None:
             self._tools = ToolCallParser(extraction.tools, call_id=lambda index: extraction.call_id(choice, index))
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the text has come into the block of reasoning, and not out of it."""
+        return self._reasoning is not None and self._reasoning.in_block
+
     def push(self, text: str) -> list[TextEvent]:
         """What became certain with the next piece of text."""
         events: list[TextEvent] = [Content(text)] if self._reasoning is None else self._reasoning.push(text)

@@ -63,6 +63,11 @@ class ReasoningParser:
         self._buffer = ""
         self._step = self._at_start
 
+    @property
+    def in_block(self) -> bool:
+        """Whether the text has come into the block, and not out of it."""
+        return self._step in (self._block_begins, self._in_block)
+
     def push(self, text: str) -> list[TextEvent]:
         """What became certain with the next piece: `Reasoning` first, then `Content`, either or none."""
         if self._step == self._after:

@@ -1,0 +1,155 @@
+"""Answers that are lists of blocks (the Responses API's items, Anthropic's content blocks), made of a text's events."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from moeyard_router.api.choice import Choice, Delta
+from moeyard_router.api.intake import Job
+from moeyard_router.errors import ApiError
+from moeyard_router.text.detokenizer import TokenBytes
+from moeyard_router.text.events import CallBegin, CallEnd, Content, Reasoning, TextEvent
+
+BlockKind = Literal["reasoning", "content", "call"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Block:
+    """One block, number `index` of an answer. `id` and `name` are a call's, `pieces` its arguments or the text.
+
+    `cut`: the limit of tokens ended it.
+    """
+
+    kind: BlockKind
+    index: int
+    id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    cut: bool = False
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self.pieces)
+
+
+def sse(kind: str, data: dict[str, Any]) -> bytes:
+    """A server-sent event with its name, as both APIs have it."""
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+
+
+class BlockWriter(ABC):
+    """Writes the answer to a job of one choice. One block is open at most; a piece of another kind closes it.
+
+    A stream and a whole answer come of the same blocks; subclasses say what is written as one opens, grows and closes.
+    """
+
+    def __init__(self, job: Job, *, reply_id: str, model: str, created: int, tokens: TokenBytes) -> None:
+        self.job = job
+        self.reply_id = reply_id
+        self.model = model
+        self.created = created
+        self.blocks: list[Block] = []
+        # Of the end, once it is known: whether the limit of tokens cut it off, and the stop string.
+        self.cut = False
+        self.stop_string: str | None = None
+        self._open: Block | None = None
+        self._begun = False
+
+    def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
+        """The events of what was added."""
+        out = [] if self._begun else [self.begin(choices)]
+        self._begun = True
+        self._take(delta, out)
+        return b"".join(out)
+
+    def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> bytes:
+        """The whole answer as JSON."""
+        self._take(deltas[0], [])
+        return orjson.dumps(self.whole(choices))
+
+    def _take(self, delta: Delta, out: list[bytes]) -> None:
+        if delta.finish_reason is not None:
+            self.cut = delta.finish_reason == "length"
+            self.stop_string = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+        if delta.events is not None:
+            self._feed(delta.events, out)
+        elif delta.text:
+            self._feed((Content(delta.text),), out)
+        if delta.finish_reason is not None:
+            self._close(out, cut=self.cut)
+
+    def _feed(self, events: Sequence[TextEvent], out: list[bytes]) -> None:
+        last = events[-1] if events else None
+        for event in events:
+            if isinstance(event, CallBegin):
+                self._begin_block("call", out, id=event.id, name=event.name)
+                continue
+            if isinstance(event, CallEnd):
+                # One that the limit cut off ends here too, with arguments that are no whole JSON.
+                self._close(out, cut=self.cut and event is last and not self._is_whole())
+                continue
+            kind: BlockKind = (
+                "content" if isinstance(event, Content) else "reasoning" if isinstance(event, Reasoning) else "call"
+            )
+            if self._open is None or self._open.kind != kind:
+                self._begin_block(kind, out)
+            assert self._open is not None
+            self._open.pieces.append(event.text)
+            out.append(self.added(self._open, event.text))
+
+    def _begin_block(self, kind: BlockKind, out: list[bytes], *, id: str = "", name: str = "") -> None:
+        self._close(out)
+        self._open = Block(kind=kind, index=len(self.blocks), id=id, name=name)
+        self.blocks.append(self._open)
+        out.append(self.opened(self._open))
+
+    def _close(self, out: list[bytes], *, cut: bool = False) -> None:
+        block, self._open = self._open, None
+        if block is not None:
+            block.cut = cut
+            out.append(self.closed(block))
+
+    def _is_whole(self) -> bool:
+        """Whether the open call's arguments are JSON."""
+        try:
+            orjson.loads("" if self._open is None else self._open.text)
+        except orjson.JSONDecodeError:
+            return False
+        return True
+
+    @property
+    def open_block(self) -> Block | None:
+        """The block that is being written."""
+        return self._open
+
+    @abstractmethod
+    def begin(self, choices: Sequence[Choice]) -> bytes:
+        """The events before the first block."""
+
+    @abstractmethod
+    def opened(self, block: Block) -> bytes:
+        """The events with which a block begins."""
+
+    @abstractmethod
+    def added(self, block: Block, text: str) -> bytes:
+        """The event of a block's next piece."""
+
+    @abstractmethod
+    def closed(self, block: Block) -> bytes:
+        """The events with which a block ends."""
+
+    @abstractmethod
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        """The events behind the last block."""
+
+    @abstractmethod
+    def failed(self, error: ApiError, choices: Sequence[Choice]) -> bytes:
+        """The event that ends a stream that failed."""
+
+    @abstractmethod
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The answer as one object."""

@@ -1,0 +1,64 @@
+"""The APIs that generate, each by how its bodies become jobs and how its answers are written."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+from moeyard_router.api.anthropic import message_job
+from moeyard_router.api.anthropic_events import MessageWriter
+from moeyard_router.api.choice import Choice, Delta
+from moeyard_router.api.intake import Intake, Job
+from moeyard_router.api.replies import ReplyWriter
+from moeyard_router.api.responses import response_job
+from moeyard_router.api.responses_events import ResponseWriter
+from moeyard_router.api.schema import ChatRequest, CompletionRequest, parse
+from moeyard_router.errors import ApiError
+from moeyard_router.text.detokenizer import TokenBytes
+
+
+class Writer(Protocol):
+    """Makes the bytes of one answer: `body`, or `chunk`s and then `end` or `failed`."""
+
+    def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
+        """What was added to choice `index`, as events; empty if there is nothing to say."""
+
+    def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> bytes:
+        """The whole answer; `deltas[i]` is everything of choice i."""
+
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        """What a stream says behind its last chunk."""
+
+    def failed(self, error: ApiError, choices: Sequence[Choice]) -> bytes:
+        """What a stream that failed says instead."""
+
+
+class _WriterOf(Protocol):
+    def __call__(self, job: Job, *, reply_id: str, model: str, created: int, tokens: TokenBytes) -> Writer: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surface:
+    """One API. `read` makes a job of a body or raises `ApiError`; `prefix` begins the ids of its answers."""
+
+    prefix: str
+    read: Callable[[Intake, bytes], Awaitable[Job]]
+    writer: _WriterOf
+
+
+async def _completion(intake: Intake, body: bytes) -> Job:
+    return await intake.completion(await intake.work(len(body), parse, body, CompletionRequest))
+
+
+async def _chat(intake: Intake, body: bytes) -> Job:
+    return await intake.chat(await intake.work(len(body), parse, body, ChatRequest))
+
+
+SURFACES = MappingProxyType(
+    {
+        "completion": Surface(prefix="cmpl-", read=_completion, writer=ReplyWriter),
+        "chat": Surface(prefix="chatcmpl-", read=_chat, writer=ReplyWriter),
+        "response": Surface(prefix="resp_", read=response_job, writer=ResponseWriter),
+        "message": Surface(prefix="msg_", read=message_job, writer=MessageWriter),
+    }
+)
