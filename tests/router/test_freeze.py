@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 MAX_MODEL_LEN = 131_072
 MOST = 0.020  # seconds; what other streams may wait
 PROGRAM = """
-import asyncio, socket, sys, time
+import asyncio, gc, socket, sys, time
 from pathlib import Path
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer, run_router
@@ -38,6 +38,7 @@ def ready():
     global loop, last
     loop, last = asyncio.get_running_loop(), (time.perf_counter(), time.process_time())
     tick()
+    loop.call_later(1.0, gc.collect)  # a full collection comes when it likes
     print("ready", flush=True)
 config = RouterConfig(model_name="tiny", model_path=Path(sys.argv[2]), max_model_len=131072, vocab_size=400,
     workers=(WorkerAddress(rank=0, endpoint=sys.argv[3]),), max_body_bytes=2**25)

@@ -5,6 +5,7 @@ prefix index until others need their room, the least recently used first. The sa
 blocks of pages. A wrong guess costs time, never an answer, so 64-bit hashes do.
 """
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -66,6 +67,8 @@ class PrefixMap:
     def sent(self, rank: int, prompt: Sequence[Block], capacity: int) -> None:
         """The rank gets this prompt, and has `capacity` pages in all."""
         held = self._blocks[rank]
+        if prompt and prompt[-1].end > capacity:  # of which what comes last is forgotten first
+            prompt = prompt[: bisect_right(prompt, capacity, key=_end)]
         if prompt and next(reversed(held), None) == prompt[0].key and self.known(rank, prompt) == prompt[-1].end:
             return  # the latest prompt once more
         for block in reversed(prompt):
@@ -75,3 +78,7 @@ class PrefixMap:
             held.move_to_end(block.key)
         while self._held[rank] > capacity:
             self._held[rank] -= held.popitem(last=False)[1]
+
+
+def _end(block: Block) -> int:
+    return block.end
