@@ -60,6 +60,11 @@ class FunctionTool(Strict):
     strict: bool | None = None
 
 
+_Tools = Annotated[
+    list[Annotated[FunctionTool, one_of(MappingProxyType({"function": FunctionTool}))]], BeforeValidator(check_tools)
+]
+
+
 class ChosenFunction(Strict):
     """The one function that must be called."""
 
@@ -130,13 +135,7 @@ class ResponsesRequest(Strict):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: (
-        Annotated[
-            list[Annotated[FunctionTool, one_of(MappingProxyType({"function": FunctionTool}))]],
-            BeforeValidator(check_tools),
-        ]
-        | None
-    ) = None
+    tools: _Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
