@@ -23,7 +23,7 @@ from moeyard_router.api.response_items import (
     ResponsePart,
 )
 from moeyard_router.api.schema import Count, Penalty, Seed, parse
-from moeyard_router.api.tools import check_tools
+from moeyard_router.api.tools import check_depth, check_tools
 from moeyard_router.api.translation import Translation, below, given, one_of, text_or, text_parts
 from moeyard_router.errors import bad_request
 
@@ -78,7 +78,8 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    # The answer repeats it, and what writes JSON has its own limit.
+    schema_: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
