@@ -249,6 +249,9 @@ def test_what_has_no_effect_is_named(model):
     assert answer.json()["store"] is False
 
 
+DEEP: dict = {}
+for _ in range(245):
+    DEEP = {"not": DEEP}
 IMAGE = {"type": "input_image", "image_url": "http://x"}
 BAD = [
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
@@ -272,6 +275,7 @@ BAD = [
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": DEEP}}}, "text.format.schema"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"max_output_tokens": 100_000}, "max_output_tokens"),
     ({"max_tokens": 5}, "max_tokens"),

@@ -25,7 +25,6 @@ _NAMES = MappingProxyType(
         r"stop": "stop_sequences",
     }
 )
-_KEPT_THOUGHTS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
 
 class ClientTool(Strict):
@@ -40,6 +39,12 @@ class ClientTool(Strict):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
+
+
+_Tools = Annotated[
+    list[Annotated[ClientTool, one_of(MappingProxyType({"custom": ClientTool}), "custom")]],
+    BeforeValidator(check_tools),
+]
 
 
 class ToolUseChoice(Strict):
@@ -89,19 +94,21 @@ class CountTokensRequest(Strict):
         )
     )
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
-        {"container": (), "context_management": ({}, {"edits": []}, _KEPT_THOUGHTS), "mcp_servers": ([],)}
+        {
+            "container": (),
+            "context_management": (
+                {},
+                {"edits": []},
+                {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            ),
+            "mcp_servers": ([],),
+        }
     )
 
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1)]
     system: Texts | None = None
-    tools: (
-        Annotated[
-            list[Annotated[ClientTool, one_of(MappingProxyType({"custom": ClientTool}), "custom")]],
-            BeforeValidator(check_tools),
-        ]
-        | None
-    ) = None
+    tools: _Tools | None = None
     tool_choice: ToolUseChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -23,7 +23,7 @@ from moeyard_router.api.response_items import (
     ResponsePart,
 )
 from moeyard_router.api.schema import Count, Penalty, Seed, parse
-from moeyard_router.api.tools import check_tools
+from moeyard_router.api.tools import check_depth, check_tools
 from moeyard_router.api.translation import Translation, below, given, one_of, text_or, text_parts
 from moeyard_router.errors import bad_request
 
@@ -60,6 +60,11 @@ class FunctionTool(Strict):
     strict: bool | None = None
 
 
+_Tools = Annotated[
+    list[Annotated[FunctionTool, one_of(MappingProxyType({"function": FunctionTool}))]], BeforeValidator(check_tools)
+]
+
+
 class ChosenFunction(Strict):
     """The one function that must be called."""
 
@@ -73,7 +78,8 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    # The answer repeats it, and what writes JSON has its own limit.
+    schema_: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -130,13 +136,7 @@ class ResponsesRequest(Strict):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: (
-        Annotated[
-            list[Annotated[FunctionTool, one_of(MappingProxyType({"function": FunctionTool}))]],
-            BeforeValidator(check_tools),
-        ]
-        | None
-    ) = None
+    tools: _Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

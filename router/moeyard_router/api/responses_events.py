@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
+import orjson
+
 from moeyard_router.api.blocks import Block, BlockWriter, sse
 from moeyard_router.api.choice import Choice
 from moeyard_router.errors import ApiError
@@ -27,6 +29,7 @@ class ResponseWriter(BlockWriter):
     """
 
     _sequence = 0
+    _head = _middle = _tail = b""
 
     def begin(self, choices: Sequence[Choice]) -> bytes:
         """The response as it begins, twice, as OpenAI has it."""
@@ -42,9 +45,14 @@ class ResponseWriter(BlockWriter):
         return added + self._event("content_part.added", **self._place(block), part=_part(block))
 
     def added(self, block: Block, text: str) -> bytes:
-        """A piece of its text or arguments."""
-        more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
-        return self._named(f"{_PIECES[block.kind]}.delta", **self._place(block), delta=text, **more)
+        """A piece of its text or arguments. There is one for every token: what all of a block have is made once."""
+        if len(block.pieces) == 1:
+            kind = f"{_PIECES[block.kind]}.delta"
+            self._head = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":'.encode()
+            self._middle = b"," + orjson.dumps(self._place(block))[1:-1] + b',"delta":'
+            self._tail = b',"logprobs":[]}\n\n' if block.kind == "content" else b"}\n\n"
+        number, self._sequence = self._sequence, self._sequence + 1
+        return b"%b%d%b%b%b" % (self._head, number, self._middle, orjson.dumps(text), self._tail)
 
     def closed(self, block: Block) -> bytes:
         """All of it once more: the text, its part, its item."""

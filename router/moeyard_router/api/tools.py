@@ -103,6 +103,11 @@ def check_tools(value: Any) -> Any:
         raise PydanticCustomError(
             "tools", "{count} tools, at most {limit} are allowed", {"count": len(value), "limit": MAX_TOOLS}
         )
+    return check_depth(value)
+
+
+def check_depth(value: Any) -> Any:
+    """Raise `PydanticCustomError` for JSON that is nested deeper than tools may be."""
     layer, depth = [value], 0
     while layer:
         if depth > MAX_DEPTH + 2:  # the list and the tool's own object

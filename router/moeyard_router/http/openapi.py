@@ -190,7 +190,7 @@ def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
         if status == 401 and not guarded:
             continue
         # A probe's 503 says what a 200 says: the state.
-        name = op.reply if not op.needs_key and op.reply else _error(op.path)
+        name = op.reply if not op.needs_key and op.reply else _error(op.path, status)
         responses[str(status)] = {
             "description": _STATUSES[status],
             "content": {_JSON: {"schema": {"$ref": f"{_REF}{name}"}}},
@@ -212,9 +212,9 @@ def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
     return described
 
 
-def _error(path: str) -> str:
-    """The schema of what a path says of an error."""
-    return "AnthropicError" if path.startswith(ANTHROPIC_PATH) else "Error"
+def _error(path: str, status: int) -> str:
+    """The schema of what a path says of an error. A 408 comes of the connection, which knows no paths."""
+    return "AnthropicError" if path.startswith(ANTHROPIC_PATH) and status != 408 else "Error"
 
 
 def _text_part() -> dict[str, Any]:
