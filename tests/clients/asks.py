@@ -35,6 +35,15 @@ def hold(name: str, arguments: Any) -> None:
     jsonschema.validate(arguments, SCHEMAS[name])
 
 
+def refused(kind: type[Exception], ask: Callable[[], object]) -> Any:
+    """The exception of this kind that `ask` raises; there must be one."""
+    try:
+        ask()
+    except kind as refusal:
+        return refusal
+    raise AssertionError(f"no {kind.__name__}")
+
+
 def run(title: str, checks: Sequence[Callable[[], None]]) -> None:
     """Run each check, say how it went, and end the process with 1 if one failed."""
     failed = 0

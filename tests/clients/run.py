@@ -44,7 +44,8 @@ SUITES = {
         command=(
             *("aiperf", "profile", "--model", "demo", "--url", "{url}", "--endpoint-type", "chat", "--streaming"),
             *("--tokenizer", "{root}/deploy/demo", "--concurrency", "8", "--request-count", str(AIPERF_REQUESTS)),
-            *("--synthetic-input-tokens-mean", "100", "--output-tokens-mean", "32", "--extra-inputs", "ignore_eos:true"),
+            *("--synthetic-input-tokens-mean", "100", "--output-tokens-mean", "32"),
+            *("--extra-inputs", "ignore_eos:true"),
             *("--artifact-dir", "{out}", "--use-server-token-count", "--ui", "none"),
         ),
     ),

@@ -50,13 +50,15 @@ def model(**more: Any) -> ChatOpenAI:
 def invoke_and_stream() -> None:
     """A stream says what the whole answer says, with its usage."""
     whole = model().invoke(TALK)
-    assert whole.content and whole.usage_metadata
+    assert whole.content
+    assert whole.usage_metadata
     chunks = list(model(stream_usage=True).stream(TALK))
     total = chunks[0]
     for chunk in chunks[1:]:
         total = total + chunk
     assert total.content == whole.content
-    assert total.usage_metadata and total.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"]
+    assert total.usage_metadata
+    assert total.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"]
 
 
 def batch_and_async() -> None:
@@ -76,7 +78,8 @@ def bind_tools() -> None:
     answer = bound.invoke(TALK)
     assert isinstance(answer, AIMessage)
     (call,) = answer.tool_calls
-    assert call["name"] == "depth" and call["args"]["place"] in ("north", "south")
+    assert call["name"] == "depth"
+    assert call["args"]["place"] in ("north", "south")
     chunks = list(bound.stream(TALK))
     total = chunks[0]
     for chunk in chunks[1:]:
