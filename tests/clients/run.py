@@ -1,0 +1,135 @@
+"""Real clients against a live fleet: `python tests/clients/run.py [openai litellm ...] [--url URL]`.
+
+Starts `moeyard serve` of the demo with two workers and a template that takes tools, once, and runs each suite in a
+virtual environment of its own (made on the first run, below --venvs; needs a package index). Prints each check, and at
+the end which suites hold; ends with 1 if one does not. Not part of `make test`: it needs these clients.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+START_SECONDS = 180.0
+AIPERF_REQUESTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """What one environment has, and what runs in it: a program beside this file, or a command of the package."""
+
+    packages: tuple[str, ...]
+    program: str | None = None
+    command: tuple[str, ...] = ()
+
+
+SUITES = {
+    "openai": Suite(("openai",), "with_openai.py"),
+    "litellm": Suite(("litellm",), "with_litellm.py"),
+    "langchain": Suite(("langchain-openai",), "with_langchain.py"),
+    "pydantic_ai": Suite(("pydantic-ai-slim[openai]",), "with_pydantic_ai.py"),
+    "aiperf": Suite(
+        ("aiperf",),
+        command=(
+            *("aiperf", "profile", "--model", "demo", "--url", "{url}", "--endpoint-type", "chat", "--streaming"),
+            *("--tokenizer", "{root}/deploy/demo", "--concurrency", "8", "--request-count", str(AIPERF_REQUESTS)),
+            *("--synthetic-input-tokens-mean", "100", "--output-tokens-mean", "32"),
+            *("--extra-inputs", "ignore_eos:true"),
+            *("--artifact-dir", "{out}", "--use-server-token-count", "--ui", "none"),
+        ),
+    ),
+}  # fmt: skip
+
+
+def environment(directory: Path, suite: Suite) -> Path:
+    """The virtual environment with the suite's packages; its `bin`."""
+    home = directory / "-".join(re.sub(r"\W+", "_", p) for p in suite.packages)
+    if not (home / "ready").exists():
+        venv.create(home, with_pip=True)
+        packages = [*suite.packages, "jsonschema"]
+        subprocess.run([home / "bin" / "pip", "install", "-q", *packages], check=True)
+        (home / "ready").touch()
+    return home / "bin"
+
+
+@contextlib.contextmanager
+def fleet(log: Path) -> Iterator[str]:
+    """The demo on two workers; its address."""
+    paths = os.pathsep.join(str(ROOT / part) for part in ("kernels", "worker", "router", "deploy"))
+    command = [
+        *(sys.executable, "-m", "moeyard", "serve", "--workers", "2", "--port", "0", "--served-model-name", "demo"),
+        *("--chat-template", str(HERE / "tools.jinja"), "--tool-call-parser", "hermes"),
+    ]
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        )
+        try:
+            yield _address(server, log)
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(60)
+
+
+def _address(server: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        found = re.search(r"ready: (http://\S+)/v1 ", log.read_text())
+        if found:
+            return found[1]
+        if server.poll() is not None:
+            break
+        time.sleep(0.2)
+    raise SystemExit(f"the fleet did not start:\n{log.read_text()}")
+
+
+def run_suite(name: str, bin_directory: Path, url: str, out: Path) -> bool:
+    """Whether the suite holds."""
+    suite = SUITES[name]
+    if suite.program:
+        return subprocess.run([bin_directory / "python", suite.program, url], cwd=HERE).returncode == 0
+    words = [word.format(url=url, root=ROOT, out=out / name) for word in suite.command]
+    with (out / f"{name}.log").open("w") as log:
+        code = subprocess.run([bin_directory / words[0], *words[1:]], cwd=out, stdout=log, stderr=log).returncode
+    return code == 0 and saw_no_error(out / name)
+
+
+def saw_no_error(directory: Path) -> bool:
+    """aiperf ends with 0 whatever the server answered; its export says. Prints the figures that docs/clients.md has."""
+    seen = json.loads((directory / "profile_export_aiperf.json").read_text())
+    print(f"aiperf {seen['aiperf_version']}: {seen['request_count']['avg']:.0f} requests", end="")
+    for key in ("output_token_throughput", "time_to_first_token", "inter_token_latency"):
+        print(f", {key} {seen[key]['avg']:.1f} {seen[key]['unit']}", end="")
+    print(flush=True)
+    return seen["request_count"]["avg"] == AIPERF_REQUESTS and not seen["error_summary"]
+
+
+def main() -> None:
+    """Run them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suites", nargs="*", choices=SUITES, help="default: all")
+    parser.add_argument("--url", help="a fleet that runs already, started with the flags in docs/clients.md")
+    parser.add_argument("--venvs", type=Path, default=Path("/tmp/moeyard-clients"))
+    args = parser.parse_args()
+    names = args.suites or list(SUITES)
+    bins = {name: environment(args.venvs, SUITES[name]) for name in names}
+    with contextlib.nullcontext(args.url) if args.url else fleet(args.venvs / "fleet.log") as url:
+        held = {name: run_suite(name, bins[name], url, args.venvs) for name in names}
+    for name, good in held.items():
+        print(f"{name:12} {'holds' if good else 'DOES NOT HOLD'}")
+    sys.exit(not all(held.values()))
+
+
+if __name__ == "__main__":
+    main()
