@@ -3,6 +3,7 @@
 import os
 import zlib
 
+import hypothesis
 import pytest
 
 from moeyard_worker.config.cpu_config import set_cpu_environment
@@ -11,6 +12,10 @@ from moeyard_worker.config.cpu_config import set_cpu_environment
 set_cpu_environment()
 
 import torch  # noqa: E402 - after its settings
+
+# Other processes of a machine may take its cores for a while; what a property says does not depend on that.
+hypothesis.settings.register_profile("shared machine", deadline=None)
+hypothesis.settings.load_profile("shared machine")
 
 if not torch.cuda.is_available():
     # Triton reads it when its own library is decorated, so before anything imports triton.

@@ -30,20 +30,20 @@ MAY_IMPORT = {
 ROOMS = {
     "config": ((), 500),
     "state": (("config",), 350),
-    "scheduling": (("config", "state"), 1100),
+    "scheduling": (("config", "state"), 1150),
     "exchange": (("config",), 1800),
     "experts": (("config", "exchange"), 1150),
     "layers": (("config", "state", "exchange"), 550),
     "models": (("config", "state", "exchange", "layers"), 900),
     "checkpoint": (("config", "layers", "models"), 600),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 3000),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 3100),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
-    "text": ((), 2400),
-    "fleet": ((), 1500),
-    "api": (("text", "fleet"), 3000),
-    "http": (("text", "fleet", "api"), 1800),
+    "text": ((), 1600),
+    "fleet": ((), 1400),
+    "api": (("text", "fleet"), 4150),
+    "http": (("text", "fleet", "api"), 1950),
 }
 ROUTER_FILES = ("config", "errors", "metrics")
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.
