@@ -1,7 +1,7 @@
 """What a step says to its routers, in few frames."""
 
 from moeyard_worker.engine.frontend import in_frames
-from moeyard_worker.protocol import Done, TokenBatch, Tokens
+from moeyard_worker.protocol import Done, PromptLogprobs, TokenBatch, TokenLogprob, Tokens
 from moeyard_worker.scheduling.request import Reply
 
 
@@ -25,3 +25,11 @@ def test_a_frame_of_tokens_per_router_then_the_ends_in_order() -> None:
         (b"y", done("b")),
     ]
     assert list(in_frames([])) == []
+
+
+def test_what_is_said_of_a_prompt_comes_before_its_first_token() -> None:
+    scores = [
+        PromptLogprobs(request_id="a", start=start, logprobs=(TokenLogprob(logprob=-1.0, rank=1),)) for start in (1, 2)
+    ]
+    replies = [Reply(b"x", scores[0]), Reply(b"x", scores[1]), Reply(b"x", tokens("a")), Reply(b"x", done("a"))]
+    assert [message for _, message in in_frames(replies)] == [*scores, TokenBatch(rows=(tokens("a"),)), done("a")]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import zmq
 
-from moeyard_worker.protocol import Message, TokenBatch, Tokens
+from moeyard_worker.protocol import Message, PromptLogprobs, TokenBatch, Tokens
 from moeyard_worker.scheduling.request import Reply
 from moeyard_worker.wire import ProtocolError, decode, encode
 
@@ -16,12 +16,17 @@ CLOSE_LINGER_MS = 500
 
 
 def in_frames(replies: Iterable[Reply]) -> Iterator[tuple[bytes, Message]]:
-    """What a step says to each router, in few frames: its tokens in one, ahead of the rest, which keeps its order."""
+    """What a step says to each router, in few frames: all its tokens in one, behind what is said of prompts.
+
+    The rest, ends of requests among it, follows in its order.
+    """
     tokens: dict[bytes, list[Tokens]] = {}
     others: list[Reply] = []
     for reply in replies:
         if isinstance(reply.message, Tokens):
             tokens.setdefault(reply.client, []).append(reply.message)
+        elif isinstance(reply.message, PromptLogprobs):
+            yield reply.client, reply.message
         else:
             others.append(reply)
     for client, rows in tokens.items():
