@@ -3,9 +3,10 @@
 litellm's proxy and vllm-router (each in a virtual environment below --venvs, made on the first run) stand before an
 engine that speaks OpenAI's API and streams a token to every request each --step milliseconds; ours stands before the
 scripted engine of `bench/router.py`, with the same step. One client with bare sockets reads the streams of each in
-turn, --rounds times, and of the HTTP engine without a router, which shows what engine and client cost. Printed are
-medians of the rounds: tokens/s that arrived, how long after its step a token came, and CPU time per token of the
-router (all its processes). Every token is four characters long, so that one event with two tokens counts as two.
+turn, --rounds times (of litellm behind the others), and of the HTTP engine without a router, which shows what engine
+and client cost. Printed are medians of the rounds: tokens/s that arrived, how long after its step a token came, and
+CPU time per token of the router (all its processes). Every token is four characters long, so that one event with two
+tokens counts as two.
 """
 
 import argparse
@@ -17,9 +18,11 @@ import multiprocessing
 import os
 import re
 import secrets
+import signal
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -32,14 +35,15 @@ from typing import Any, cast
 import numpy as np
 import psutil
 import uvloop
-from router import MODEL, Engine, run_one_router
+from router import MODEL, Engine, run_routers
 from tokenizers import Tokenizer
 
 from moeyard_worker.protocol import TokenBatch, Tokens
 
 WIDTH = 4
 WARM_UP_SECONDS = 2.0
-START_SECONDS = 60.0
+START_SECONDS = 120.0
+BEGIN_SECONDS = 20.0
 # A stream is known to both ends by its `max_tokens`, which every router passes on.
 FIRST_LIMIT = 50_000
 # litellm does not start without one; nobody else looks at it. It is checked once a request.
@@ -136,13 +140,16 @@ async def serve_http_engine(step_seconds: float, path: Path, pipe: Connection) -
     running: dict[asyncio.Transport, int] = {}
     server = await loop.create_server(lambda: HttpEngine(running), "127.0.0.1", 0, backlog=1024)
     pipe.send(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    event = b"data: " + json.dumps(CHUNK, separators=(",", ":")).encode() + b"\n\n"
-    chunk = b"%x\r\n%s\r\n" % (len(event), event)
+    whole = b"data: " + json.dumps(CHUNK, separators=(",", ":")).encode() + b"\n\n"
+    # litellm ends a stream that says the same a hundred times.
+    events = [whole.replace(b" sea", b" %03d" % i) for i in range(500)]
+    chunks = [b"%x\r\n%s\r\n" % (len(event), event) for event in events]
     due = time.monotonic()
     while True:
         due = max(due + step_seconds, time.monotonic())
         await asyncio.sleep(due - time.monotonic())
         step = clock.tick()
+        chunk = chunks[step % len(chunks)]
         for transport, limit in running.items():
             if limit < 0:
                 clock.begun[-limit - FIRST_LIMIT] = step
@@ -212,8 +219,9 @@ class Stream(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One round: tokens per second, and milliseconds and microseconds per token."""
+    """One round: streams that had a token, tokens per second, and milliseconds and microseconds per token."""
 
+    begun: int
     rate: float
     median: float
     p99: float
@@ -226,7 +234,7 @@ async def read_streams(target: Target, count: int, seconds: float, numbers: "ite
     streams = [Stream(target.port, next(numbers)) for _ in range(count)]
     for stream in streams:
         await loop.create_connection(lambda stream=stream: stream, "127.0.0.1", target.port)
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + BEGIN_SECONDS
     while not all(s.arrivals for s in streams) and time.monotonic() < deadline:
         await asyncio.sleep(0.1)  # litellm's first answers take it seconds
     await asyncio.sleep(WARM_UP_SECONDS)
@@ -235,19 +243,22 @@ async def read_streams(target: Target, count: int, seconds: float, numbers: "ite
     used, ended = target.cpu_seconds() - cpu, time.monotonic()
     for stream in streams:
         stream.transport.abort()
-    assert all(s.status == b"HTTP/1.1 200" for s in streams), (target.name, {s.status for s in streams})
+    begun = [s for s in streams if s.arrivals]
+    assert all(s.status == b"HTTP/1.1 200" for s in begun), (target.name, {s.status for s in streams})
     late: list[float] = []
-    for stream in streams:
+    for stream in begun:
         first = int(target.clock.begun[stream.limit - FIRST_LIMIT])
         assert first, f"{target.name}: a stream never began"
         steps = target.clock.times[first : first + len(stream.arrivals)]
         late += [a - s for a, s in zip(stream.arrivals, steps, strict=True) if began <= a <= ended]
-    assert min(late) >= 0, f"{target.name}: a token came before its step"
     late.sort()
+    assert late, f"{target.name}: no token came within {seconds} s"
+    assert late[0] >= 0, f"{target.name}: a token came before its step"
     return Seen(
+        begun=len(begun),
         rate=len(late) / (ended - began),
-        median=statistics.median(late) * 1e3,
-        p99=late[int(0.99 * len(late))] * 1e3,
+        median=float(statistics.median(late)) * 1e3,
+        p99=float(late[int(0.99 * len(late))]) * 1e3,
         cpu=used / len(late) * 1e6,
     )
 
@@ -309,6 +320,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--venvs", type=Path, default=Path("/tmp/moeyard-clients"))
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the peers end with this process
     spawn, processes, peers = multiprocessing.get_context("spawn"), [], []
 
     def process(target: Any, *more: Any) -> tuple[Any, int]:
@@ -325,8 +337,10 @@ def main() -> None:
         try:
             url, _ = process(run_http_engine, step, http_clock)
             endpoint, _ = process(run_timed_engine, step, our_clock)
-            port = free_port()
-            _, pid = process(run_one_router, [endpoint], port)
+            sock = socket.socket()
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+            _, pid = process(run_routers, [endpoint], sock, 1)
             http, ours = Clock(http_clock), Clock(our_clock)
             targets = [
                 Target("no router, HTTP engine", int(url.rpartition(":")[2]), http),
@@ -351,7 +365,7 @@ def main() -> None:
                 measure(targets, count, args, numbers)
         finally:
             for peer in peers:
-                peer.terminate()
+                peer.kill()  # asked to end, litellm waits for its streams
                 peer.wait()
             for one in processes:
                 one.terminate()
@@ -362,17 +376,19 @@ def measure(targets: list[Target], count: int, args: argparse.Namespace, numbers
     """The rounds of one number of streams, the targets in turn, and the table."""
     seen: dict[str, list[Seen]] = {target.name: [] for target in targets}
     loads = []
-    for _ in range(args.rounds):
-        for target in targets:
-            seen[target.name].append(uvloop.run(read_streams(target, count, args.seconds, numbers)))
-            loads.append(os.getloadavg()[0])
-            time.sleep(0.5)
+    # litellm works on what it could not follow for minutes after its clients have left: nobody is measured beside it.
+    turns = [t for _ in range(args.rounds) for t in targets if "litellm" not in t.name]
+    for target in turns + [t for t in targets if "litellm" in t.name] * args.rounds:
+        seen[target.name].append(uvloop.run(read_streams(target, count, args.seconds, numbers)))
+        loads.append(os.getloadavg()[0])
+        print(f"  {target.name}: {seen[target.name][-1]}", file=sys.stderr, flush=True)
+        time.sleep(0.5)
     print(f"{count} streams, a token each {args.step:g} ms: {count / args.step * 1e3:.0f} tokens/s asked for; "
           f"medians of {args.rounds}, load {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores")  # fmt: skip
-    print(f"{'':28}{'tokens/s':>10}{'late ms':>10}{'p99 ms':>10}{'CPU us/token':>14}")
+    print(f"{'':28}{'streams':>9}{'tokens/s':>10}{'late ms':>10}{'p99 ms':>10}{'CPU us/token':>14}")
     for name, rounds in seen.items():
-        rate, median, p99, cpu = (statistics.median(getattr(s, k) for s in rounds) for k in Seen.__slots__)
-        print(f"{name:28}{rate:10.0f}{median:10.2f}{p99:10.2f}{cpu:14.1f}", flush=True)
+        begun, rate, median, p99, cpu = (statistics.median(getattr(s, k) for s in rounds) for k in Seen.__slots__)
+        print(f"{name:28}{begun:9.0f}{rate:10.0f}{median:10.2f}{p99:10.2f}{cpu:14.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ class Suite:
 
 SUITES = {
     "openai": Suite(("openai",), "with_openai.py"),
+    "responses": Suite(("openai",), "with_responses.py"),
+    "anthropic": Suite(("anthropic",), "with_anthropic.py"),
     "litellm": Suite(("litellm",), "with_litellm.py"),
     "langchain": Suite(("langchain-openai",), "with_langchain.py"),
     "pydantic_ai": Suite(("pydantic-ai-slim[openai]",), "with_pydantic_ai.py"),
@@ -122,6 +124,7 @@ def main() -> None:
     parser.add_argument("--url", help="a fleet that runs already, started with the flags in docs/clients.md")
     parser.add_argument("--venvs", type=Path, default=Path("/tmp/moeyard-clients"))
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the fleet ends with this process
     names = args.suites or list(SUITES)
     bins = {name: environment(args.venvs, SUITES[name]) for name in names}
     with contextlib.nullcontext(args.url) if args.url else fleet(args.venvs / "fleet.log") as url:
