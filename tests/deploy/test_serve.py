@@ -167,9 +167,9 @@ def test_one_ready_line(service: Command) -> None:
     assert READY.fullmatch(service.out.read_text())
     skipped = r"skipped \d+ tensors \(multi-token prediction layer\), [\w.]+ first\n"
     stages = r"starting Ray\nstarting 2 workers\n(loading weights: .*\n)*weights are there; preparing to step\n"
-    assert re.fullmatch(
-        rf"{stages}loaded [\d.]+ MiB of weights in [\d.]+ s \([\d.]+ GB/s\)\n{skipped}", service.err.read_text()
-    )
+    loaded = r"loaded [\d.]+ MiB of weights in [\d.]+ s \([\d.]+ GB/s\)\n"
+    formats = r"tool calls: none, reasoning: none\n"
+    assert re.fullmatch(stages + loaded + skipped + formats, service.err.read_text())
 
 
 def test_requests(service: Command) -> None:
