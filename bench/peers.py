@@ -27,6 +27,7 @@ import tempfile
 import time
 import urllib.request
 import venv
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -177,6 +178,7 @@ class Target:
     port: int
     clock: Clock
     process: psutil.Process | None = None
+    renew: Callable[[], int] | None = None  # kills the process and starts another; its id
 
     def cpu_seconds(self) -> float:
         """User and system time of all processes of the router."""
@@ -305,6 +307,13 @@ def start(command: list[Any], port: int, path: str, log: Path) -> "subprocess.Po
     raise SystemExit(f"{command[0]} did not start:\n{log.read_text()}")
 
 
+def end(peers: "list[subprocess.Popen[bytes]]") -> None:
+    """Kill them: asked to end, litellm waits for its streams."""
+    for peer in peers:
+        peer.kill()
+        peer.wait()
+
+
 def litellm_config(engine: str) -> str:
     """One model behind one address; nothing is looked up, written or retried."""
     params = {"model": "openai/stub", "api_base": f"{engine}/v1", "api_key": "none"}
@@ -355,18 +364,20 @@ def main() -> None:
             bin_directory, version = environment(args.venvs, "litellm[proxy]")
             port = free_port()
             (Path(scratch) / "litellm.yaml").write_text(litellm_config(url))
-            command = [bin_directory / "litellm", "--config", f"{scratch}/litellm.yaml", "--port", port]
-            peers.append(
-                start([*command, "--host", "127.0.0.1"], port, "/health/liveliness", args.venvs / "litellm.log")
-            )
-            targets.append(Target(f"litellm proxy {version}", port, http, psutil.Process(peers[-1].pid)))
+            litellm = [bin_directory / "litellm", "--config", f"{scratch}/litellm.yaml", "--port", port]
+            litellm += ["--host", "127.0.0.1"]
+
+            def renew() -> int:
+                end(peers[1:])
+                peers[1:] = [start(litellm, port, "/health/liveliness", args.venvs / "litellm.log")]
+                return int(peers[1].pid)
+
+            targets.append(Target(f"litellm proxy {version}", port, http, renew=renew))
             numbers = itertools.count(FIRST_LIMIT + 1)
             for count in args.streams:
                 measure(targets, count, args, numbers)
         finally:
-            for peer in peers:
-                peer.kill()  # asked to end, litellm waits for its streams
-                peer.wait()
+            end(peers)
             for one in processes:
                 one.terminate()
                 one.join()
@@ -376,9 +387,12 @@ def measure(targets: list[Target], count: int, args: argparse.Namespace, numbers
     """The rounds of one number of streams, the targets in turn, and the table."""
     seen: dict[str, list[Seen]] = {target.name: [] for target in targets}
     loads = []
-    # litellm works on what it could not follow for minutes after its clients have left: nobody is measured beside it.
-    turns = [t for _ in range(args.rounds) for t in targets if "litellm" not in t.name]
-    for target in turns + [t for t in targets if "litellm" in t.name] * args.rounds:
+    # A litellm that could not follow works on what it has for minutes after its clients have left: it is started anew
+    # for each round, and nobody is measured beside it.
+    turns = [t for _ in range(args.rounds) for t in targets if t.renew is None]
+    for target in turns + [t for t in targets if t.renew is not None] * args.rounds:
+        if target.renew is not None:
+            target.process = psutil.Process(target.renew())
         seen[target.name].append(uvloop.run(read_streams(target, count, args.seconds, numbers)))
         loads.append(os.getloadavg()[0])
         print(f"  {target.name}: {seen[target.name][-1]}", file=sys.stderr, flush=True)

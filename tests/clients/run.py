@@ -120,12 +120,14 @@ def saw_no_error(directory: Path) -> bool:
 def main() -> None:
     """Run them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suites", nargs="*", choices=SUITES, help="default: all")
+    parser.add_argument("suites", nargs="*", help=f"of {', '.join(SUITES)} (default: all)")
     parser.add_argument("--url", help="a fleet that runs already, started with the flags in docs/clients.md")
     parser.add_argument("--venvs", type=Path, default=Path("/tmp/moeyard-clients"))
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the fleet ends with this process
     names = args.suites or list(SUITES)
+    if unknown := set(names) - set(SUITES):
+        parser.error(f"no suite {', '.join(sorted(unknown))}")
     bins = {name: environment(args.venvs, SUITES[name]) for name in names}
     with contextlib.nullcontext(args.url) if args.url else fleet(args.venvs / "fleet.log") as url:
         held = {name: run_suite(name, bins[name], url, args.venvs) for name in names}
