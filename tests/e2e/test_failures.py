@@ -203,6 +203,114 @@ def test_logits_that_are_not_finite_end_requests_by_name(model: Path, deep: int,
         for i in range(3):
             client.submit(0, f"r{i}", (1, 2, 3 + i), **{**LONG, "temperature": temperature, "seed": i})
         client.wait_for(lambda: all(len(a.token_ids) > 3 for a in client.answers.values()))
+        launch, sampled, steps = worker.runner.launch, worker.runner.model.sampled, []
+
+        def seen(step: Any, *args: Any, **kwargs: Any) -> Any:
+            steps.append(step)
+            return launch(step, *args, **kwargs)
+
+        def broken(*args: Any) -> Any:
+            logits = sampled(*args).clone()
+            if steps:
+                row = next(i for i, chunk in enumerate(steps[-1].sampled) if chunk.key[1] == "r1")
+                logits[row, 11] = float("nan")
+            return logits
+
+        worker.runner.launch, worker.runner.model.sampled = seen, broken
+        (error,) = {error_of(answer) for answer in answers}
+        assert re.fullmatch(rf"rank 2 lost at {PLACE}", error)
+        for rank in (0, 1):
+            assert refusal_of(fleet.client, rank, f"late-{rank}") == error
+        fleet.client.wait_for(lambda: {fleet.client.snapshots[r].state for r in (0, 1)} == {"failed"})
+        assert {fleet.client.snapshots[r].failure for r in (0, 1)} == {error}
+        assert not fleet.client.pump(0.1), "words after the end"
+
+
+def test_stopped_rank_is_named_at_the_deadline(processes: ProcessPool, model: Path) -> None:
+    """A rank that is there and silent; when it comes back it learns that it was given up."""
+    with start_fleet(processes, engine_config(model, num_workers=2, step_deadline=DEADLINE)) as fleet:
+        names = submit_everywhere(fleet)
+        with stopped(fleet.ranks[1]):
+            begun = time.monotonic()
+            answers = fleet.client.wait(*names[0], timeout=DEADLINE + SLACK)
+            took = time.monotonic() - begun
+            (error,) = {error_of(answer) for answer in answers}
+            assert re.fullmatch(rf"rank 1 silent at {PLACE} \({DEADLINE} s\)", error)
+            assert took > 0.8 * DEADLINE, f"given up after {took:.2f} s"
+            assert refusal_of(fleet.client, 0, "late-0") == error
+        assert {error_of(answer) for answer in fleet.client.wait(*names[1], timeout=SLACK)} == {error}
+        assert refusal_of(fleet.client, 1, "late-1") == error
+
+
+def test_rank_killed_while_idle(processes: ProcessPool, model: Path) -> None:
+    """Nobody was stepping: the others notice at once and refuse what comes."""
+    with start_fleet(processes, engine_config(model, num_workers=2, step_deadline=DEADLINE)) as fleet:
+        client = fleet.client
+        client.hello()
+        client.wait_for(lambda: len(client.snapshots) == 2)
+        kill(fleet.ranks[0])
+        client.wait_for(lambda: client.snapshots[1].state == "failed", timeout=DEADLINE + SLACK)
+        assert client.snapshots[1].failure == "rank 0 lost after step 0"
+        assert refusal_of(client, 1, "late") == "rank 0 lost after step 0"
+
+
+@contextlib.contextmanager
+def worker_here(config: Any, others: list[RankProcess]) -> Iterator[tuple[Worker, Client]]:
+    """Rank 0 in this process, where a test can break it, and the other ranks in theirs."""
+    specs = [
+        {"config": config, "rank": rank, "epoch": 3, "host": "127.0.0.1", "version": "test"}
+        for rank in range(config.num_workers)
+    ]
+    worker = Worker(WorkerSpec(**specs[0]))
+    endpoints = [worker.endpoints(), *call_all(others, "setup", [(spec,) for spec in specs[1:]])]
+    mesh = [e["mesh"] for e in endpoints]
+    for rank in others:
+        rank.send("connect", mesh)
+    worker.connect(mesh)
+    for rank in others:
+        rank.result()
+    worker.load(config.num_workers)
+    call_all(others, "load", [(config.num_workers,)] * len(others))
+    worker.start()
+    call_all(others, "start", [()] * len(others))
+    client = Client([e["frontend"] for e in endpoints])
+    try:
+        yield worker, client
+    finally:
+        client.close()
+        worker.stop()
+        call_all(others, "stop", [()] * len(others))
+
+
+def test_broken_invariant_ends_requests_by_name(processes: ProcessPool, model: Path) -> None:
+    """A bug in one rank: its requests and the others' end with its words, then the rank itself ends."""
+    config = engine_config(model, num_workers=2, step_deadline=DEADLINE)
+    with worker_here(config, processes.take(1)) as (worker, client):
+        fleet_names = [f"r{rank}-{i}" for rank in (0, 1) for i in range(PER_RANK)]
+        for name in fleet_names:
+            client.submit(int(name[1]), name, (1, 2, 3), **LONG)
+        client.wait_for(lambda: all(a.token_ids for a in client.answers.values()))
+
+        def broken(*_: Any) -> Any:
+            raise AssertionError("page 7 is owned twice")
+
+        worker.scheduler.complete = broken  # type: ignore[method-assign]
+        (error,) = {error_of(answer) for answer in client.wait(*fleet_names, timeout=DEADLINE + SLACK)}
+        assert re.fullmatch(r"rank 0 failed at step \d+: AssertionError: page 7 is owned twice", error)
+        assert refusal_of(client, 1, "late") == error
+        with pytest.raises(RankFault, match="AssertionError: page 7 is owned twice"):
+            worker.wait()
+
+
+@pytest.mark.parametrize("deep", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_requests_by_name(model: Path, deep: int, temperature: float) -> None:
+    """The pages hold what made them, so the rank ends; the name says whose they were first."""
+    config = engine_config(model, num_workers=1, async_scheduling=deep == 2)
+    with worker_here(config, []) as (worker, client):
+        for i in range(3):
+            client.submit(0, f"r{i}", (1, 2, 3 + i), **{**LONG, "temperature": temperature, "seed": i})
+        client.wait_for(lambda: all(len(a.token_ids) > 3 for a in client.answers.values()))
         forward = worker.runner.forward
 
         def broken(step: Any) -> Any:
