@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -64,8 +63,7 @@ class Fleet:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for process in self.processes:
-            if process.pid is not None and process.exitcode is None:
-                os.kill(process.pid, signal.SIGKILL)
+            process.kill()  # also where the fork server has seen its end, and this process not yet
             process.join()
         for pipe in self.pipes:
             pipe.close()
