@@ -11,7 +11,7 @@ ASK: dict[str, Any] = {
     "model": MODEL,
     "max_tokens": 32,
     "messages": [{"role": "user", "content": "Tell me of the captain."}],
-    "temperature": 0,
+    "extra_body": {"temperature": 0},  # the package has no argument for it any more
 }
 TOOLS: list[Any] = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
 CHOICE: Any = {"type": "any", "disable_parallel_tool_use": True}
