@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moeyard.door_flags import add_door_arguments, count
+from moeyard.door_flags import add_door_arguments, byte_size, count
 from moeyard.model_source import add_model_argument, checkpoint, hub_id
 from moeyard_router.config import METRIC_ALIASES
 from moeyard_worker.config.engine_config import (
@@ -18,7 +18,6 @@ from moeyard_worker.config.engine_config import (
     EXPERT_POLICIES,
     LOAD_FORMATS,
     EngineConfig,
-    parse_size,
 )
 from moeyard_worker.models.shapes import SHAPES, shape_model
 
@@ -38,14 +37,6 @@ def port(text: str) -> int:
     return int(text)
 
 
-def size(text: str) -> int:
-    """argparse type of a size in bytes."""
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def seconds(text: str) -> float:
     """argparse type of a time that may be 0."""
     try:
@@ -59,7 +50,7 @@ def seconds(text: str) -> float:
 
 def expert_memory(text: str) -> int | None:
     """argparse type of --expert-memory: a size, or auto for as much as fits."""
-    return None if text == "auto" else size(text)
+    return None if text == "auto" else byte_size(text)
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +126,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--record-routing", metavar="FILE", help="record the experts each step needs, for cache-sim")
     add(
         "--kv-memory",
-        type=size,
+        type=byte_size,
         metavar="SIZE",
         help="KV pages of each rank, e.g. 1GiB (default: from the limits below and free memory)",
     )

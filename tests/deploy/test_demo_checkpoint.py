@@ -4,7 +4,6 @@
 bounds, and evaluation.json must be of these very weights.
 """
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from tests.scripts import loaded
 
 from demo.evaluate import MAX_BITS_PER_BYTE, MIN_ACCEPTANCE, make_runner
 from demo.measure import DemoModel, Document, measure_heldout, read_documents, spread
@@ -34,15 +34,13 @@ def documents(model: DemoModel) -> list[Document]:
 
 
 def test_is_small_and_of_the_shape_that_train_py_makes() -> None:
-    spec = importlib.util.spec_from_file_location("demo_train", DEMO / "train.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    with loaded(DEMO / "train.py") as script:
+        wanted = script.model_config(tiny=False)
+        names = set(script.DemoModel(wanted).checkpoint())
     stored = transformers.AutoConfig.from_pretrained(DEMO)
-    wanted = script.model_config(tiny=False)
     unlike = {key for key, value in wanted.to_dict().items() if stored.to_dict().get(key) != value}
     assert unlike <= {"_name_or_path", "transformers_version"}
     assert (DEMO / "model.safetensors").stat().st_size <= MAX_BYTES
-    names = set(script.DemoModel(wanted).checkpoint())
     with safe_open(DEMO / "model.safetensors", framework="pt") as file:
         assert set(file.keys()) == names
         dtypes = {file.get_slice(name).get_dtype() for name in names if "e_score" not in name}

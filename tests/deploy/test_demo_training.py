@@ -1,7 +1,7 @@
 """deploy/demo/train.py in miniature: it learns, resumes, and its model is the DeepSeek-V3 of transformers."""
 
-import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tests.scripts import loaded
 from transformers.modeling_layers import MtpModel
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
@@ -16,11 +17,9 @@ STEPS, LENGTH = 24, 32
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_train", DEMO / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> Iterator[ModuleType]:
+    with loaded(DEMO / "train.py") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,17 @@
 """The way in: pins that fit the project's ranges, a stamp that follows them, one command for the CI."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tests.scripts import loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,13 +23,9 @@ def pins() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def bootstrap() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bootstrap", ROOT / "deploy/tools/bootstrap.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def bootstrap() -> Iterator[ModuleType]:
+    with loaded(ROOT / "deploy/tools/bootstrap.py") as module:
+        yield module
 
 
 def test_every_dependency_is_pinned_within_its_range(pins: dict[str, str]) -> None:

@@ -6,10 +6,8 @@ what that engine counted. `python bench/cache.py --keep-trace tests/experts/data
 """
 
 import hashlib
-import importlib.util
 import itertools
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from types import ModuleType
 
 import pytest
 from tests.fleet import Client
+from tests.scripts import loaded
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
@@ -42,14 +41,8 @@ Replays = dict[tuple[str, int], Counters]
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
     """bench/cache.py, which is a script."""
-    spec = importlib.util.spec_from_file_location("bench_cache", ROOT / "bench" / "cache.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with loaded(ROOT / "bench" / "cache.py") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,8 @@
 """The choice of a rank: the score's terms one by one, its hysteresis, and traces against simpler ways."""
 
 import dataclasses
-import importlib.util
 import random
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +10,7 @@ from types import ModuleType
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.scripts import loaded
 
 from moeyard_router.fleet.placement import Placement
 from moeyard_router.fleet.policy import RankLoad, choose_rank
@@ -153,15 +152,8 @@ def test_without_prefix_caching_only_clients_are_remembered():
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
     """bench/policy.py, which is a script."""
-    path = Path(__file__).resolve().parents[2] / "bench" / "policy.py"
-    spec = importlib.util.spec_from_file_location("bench_policy", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with loaded(Path(__file__).resolve().parents[2] / "bench" / "policy.py") as module:
+        yield module
 
 
 def test_traces(bench):
