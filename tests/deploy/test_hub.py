@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,6 +38,10 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("HF_HUB_CACHE", str(tmp_path / "hub")), ("HF_HUB_OFFLINE", False)):
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     use_hub(monkeypatch, f"http://127.0.0.1:{closed}")
+    # transformers' oracle, loaded by other tests, switches the bars off for its whole process; a machine may for all.
+    bars = sys.modules["huggingface_hub.utils.tqdm"]  # by attribute this name is the class in it
+    monkeypatch.setattr(bars, "HF_HUB_DISABLE_PROGRESS_BARS", None)
+    monkeypatch.setattr(bars, "progress_bar_states", {})
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
