@@ -22,7 +22,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal[
     "queue_full", "queue_timeout", "prompt_too_long", "never_fits", "bad_request", "duplicate", "fleet_failed"
 ]
-WorkerState = Literal["ready", "failed", "stopping"]
+WorkerState = Literal["ready", "recovering", "failed", "stopping"]
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
@@ -129,12 +129,18 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Run one sequence. `request_id` is unique per router; `prompt_token_ids` is not empty, decoded it is a tuple."""
+    """Run one sequence. `request_id` is unique per router; `prompt_token_ids` is not empty, decoded it is a tuple.
+
+    A sequence whose worker was lost goes on elsewhere: `output_token_ids` are those of its output that have been told,
+    and `num_scored` counts the prompt tokens whose log-probabilities have. The next words about it begin behind these.
+    """
 
     type: ClassVar[str] = "submit"
     request_id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
+    output_token_ids: Sequence[int] = ()
+    num_scored: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +232,8 @@ class Rejected:
 class Snapshot:
     """A worker's load and state, for the router's choice of rank.
 
-    `step` counts lockstep steps of the fleet; `failure` names what broke when `state` is "failed".
+    `step` counts lockstep steps of the fleet; `failure` names what broke when `state` is "failed" or "recovering": then
+    a peer was lost, the rank keeps what it has and takes requests, and goes on when the fleet is whole again.
     KV pages are counted for this rank; `kv_pages_free` includes pages that only the prefix index holds.
     From `generation_tokens` on: running totals of this rank since its start, as its own metrics have them, and its
     expert slots. None where the rank does not know (hits of experts that a device looks up without telling the host).

@@ -2,7 +2,8 @@
 
 Decoding is strict (unknown, missing or mistyped fields raise `ProtocolError`), and nothing is ever unpickled. The rows
 of a `TokenBatch` are a map of columns: request_ids, starts, token_ids, and logprobs, which is empty if no row has any.
-The ids of a prompt are bytes, 4 each (of the little-endian machines that there are): a list of 131,072 took 12 ms.
+The ids of a prompt, and of an output that goes on, are bytes, 4 each (of the little-endian machines that there are): a
+list of 131,072 took 12 ms.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +34,7 @@ from moeyard_worker.protocol import (
     Tokens,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class ProtocolError(ValueError):
@@ -49,8 +50,9 @@ def encode(message: Message) -> bytes:
     for f in fields(message):
         body[f.name] = _plain(getattr(message, f.name))
     if isinstance(message, Submit):
-        ids = message.prompt_token_ids
-        body["prompt_token_ids"] = (ids if isinstance(ids, TokenIds) else TokenIds.of(ids)).data
+        for name in ("prompt_token_ids", "output_token_ids"):
+            ids = getattr(message, name)
+            body[name] = (ids if isinstance(ids, TokenIds) else TokenIds.of(ids)).data
     frame: bytes = msgpack.packb(body, use_bin_type=True)
     return frame
 

@@ -201,9 +201,9 @@ class Engine:
             self._send(client, rejected)
 
     def _add(self, client: bytes, message: Submit, arrived: float, constraint: Constraint | None = None) -> None:
-        rejected = self._scheduler.add(message, client, arrived, constraint)
-        if rejected is not None:
-            self._send(client, rejected)
+        reply = self._scheduler.add(message, client, arrived, constraint)
+        if reply is not None:
+            self._send(client, reply)
 
     def _end_all(self, error: str) -> None:
         for reply in self._scheduler.fail_all(error):
