@@ -74,6 +74,7 @@ class Drill:
         self._known, self._rng, self._patience, self._poison = known, rng, patience, poison
         self._moments = Moments(load, rng)
         self._charged: set[Exchange] = set()
+        self._lost_at = float("inf")  # since when there is no fleet
         self._recovery = 4.0  # what the last one took, for a fault in the middle of the next
 
     async def inflict(self, number: int, fault: Fault) -> Outcome:
@@ -112,6 +113,8 @@ class Drill:
             await poisoned
             outcome.note = f"the request at fault: {exchange.answer.error or 'answered, though it is at fault'}"
             outcome.failed += exchange.answer.error is None
+        if outcome.ready_seconds is None:
+            self._lost_at = first
         await self._judge(outcome, met)
         self._time(outcome, first=first, last=last, met=met)
         incidents = await self._watch.incidents()
@@ -224,5 +227,5 @@ class Drill:
             e.answer.error is not None
             or (e.ask.name in self._known and bool(compare(self._known[e.ask.name].answer, e.answer)))
             for e in self._load.history
-            if e.ended is not None and e not in self._charged
+            if e.ended is not None and e.ended < self._lost_at and e not in self._charged
         )

@@ -91,9 +91,11 @@ def usual_ttft(history: Sequence[Exchange]) -> float:
 
 
 def usual_step(history: Sequence[Exchange]) -> float:
-    """Median seconds between two tokens of one of the latest streams: one step each."""
-    gaps = [b - a for e in history[-50:] for a, b in itertools.pairwise(e.arrivals) if b - a < 1.0]
-    return statistics.median(gaps) if gaps else GUESSED_STEP
+    """Median seconds per token of the latest streams of one sequence: one step each."""
+    # Of each the mean: a client that is late reads several tokens at once.
+    streams = [e for e in history[-100:] if len(e.arrivals) > 4 and e.ask.body.get("n", 1) == 1]
+    means = [(e.arrivals[-1] - e.arrivals[0]) / (len(e.arrivals) - 1) for e in streams]
+    return statistics.median(means) if means else GUESSED_STEP
 
 
 def count_arrivals(exchanges: Iterable[Exchange]) -> int:

@@ -176,10 +176,10 @@ def with_subject(argv: list[str]) -> list[str]:
     return argv
 
 
-def fail(message: str) -> NoReturn:
-    """Print one line on stderr and exit with code 2."""
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Print one line on stderr and exit with `code`: 2 for what another attempt does not change."""
     print(f"moeyard: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except ValueError as error:
-        fail(str(error))
+        fail(str(error), getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         # Whoever pressed it twice would otherwise end what is ending already, by the system's default.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

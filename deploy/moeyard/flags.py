@@ -201,6 +201,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--ray-address", metavar="HOST:PORT", help="a running Ray cluster; without it a private one is started here")
     add(
+        "--wait-for-cluster",
+        type=seconds,
+        default=0.0,
+        metavar="S",
+        help="seconds for a Ray cluster to have as many CPUs (and GPUs) as there are workers (default %(default)g)",
+    )
+    add(
         "--worker-host",
         metavar="ADDR",
         help="address workers bind (default: 127.0.0.1, or each node's own in a cluster)",

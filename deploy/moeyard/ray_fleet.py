@@ -43,6 +43,12 @@ class FleetError(ValueError):
     """The fleet cannot start; one line that says what and what to do."""
 
 
+class FleetLost(FleetError):
+    """The same, where another attempt may find it better: a node or a worker went away meanwhile."""
+
+    exit_code = 1
+
+
 class RayFleet:
     """Owns the Ray session and the actors; `stop` leaves no process behind."""
 
@@ -54,12 +60,14 @@ class RayFleet:
         address: str | None,
         worker_host: str | None,
         metrics_port_base: int,
+        cluster_wait: float = 0.0,
     ) -> None:
         self._config = config
         self._log = log
         self._address = address
         self._worker_host = worker_host if worker_host or address else "127.0.0.1"
         self._metrics_port_base = metrics_port_base
+        self._cluster_wait = cluster_wait
         self._actors: list[Any] = []
         self._group: Any = None
         self._ends: list[Any] = []
@@ -85,7 +93,7 @@ class RayFleet:
             self._connect()
         self._check()
         stage(f"starting {self._config.num_workers} worker{'s' if self._config.num_workers > 1 else ''}")
-        self._place()
+        self._place(stage)
         self._actors = [self._actor(rank) for rank in range(self._config.num_workers)]
         return self._launch(progress)
 
@@ -148,20 +156,25 @@ class RayFleet:
             with own_sigterm():
                 ray.init(address=self._address, **quiet)
         except (ConnectionError, RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
-            raise FleetError(f"cannot join Ray at {self._address}: {first_line(error)}") from error
+            raise FleetLost(f"cannot join Ray at {self._address}: {first_line(error)}") from error
 
-    def _place(self) -> None:
+    def _place(self, stage: Callable[[str], None]) -> None:
         count = self._config.num_workers
-        cpus = ray.cluster_resources().get("CPU", 0)
-        if cpus < count:
-            raise FleetError(f"{count} workers need one CPU each, the Ray cluster has {cpus:g}; use fewer --workers")
         # A private Ray hands out no GPUs and hides none: --device says which. A cluster's gives each worker one.
         gpus = 0 if self._config.device == "cpu" or self._address is None else 1
-        if (found := ray.cluster_resources().get("GPU", 0)) < gpus * count:
-            raise FleetError(f"{count} workers need one GPU each, Ray found {found:g}; see --device")
+        deadline, told = time.monotonic() + (self._cluster_wait if self._address is not None else 0.0), ""
+        while (problem := too_small(ray.cluster_resources(), count, gpus=gpus)) is not None:
+            if time.monotonic() >= deadline:
+                raise FleetError(problem)
+            if problem != told:
+                stage(f"waiting for the cluster: {problem}")
+                told = problem
+            self._check()
+            time.sleep(PROGRESS_SECONDS)
+        cpus = ray.cluster_resources().get("CPU", 0)
         self._group = placement_group([{"CPU": 1, "GPU": gpus}] * count, strategy="PACK")
         if not self._placed():
-            raise FleetError(
+            raise FleetLost(
                 f"{count} of the Ray cluster's {cpus:g} CPUs did not become free; stop what else runs there"
             )
         self._remote_class = ray.remote(max_concurrency=4, num_cpus=1, num_gpus=gpus)(RankActor)
@@ -206,9 +219,9 @@ class RayFleet:
                 raise FleetError(first_line(error.cause or error)) from error
             except RayActorError as error:
                 rank = refs.index(done[0])
-                raise FleetError(f"worker {rank} died while starting: {first_line(error)}") from error
+                raise FleetLost(f"worker {rank} died while starting: {first_line(error)}") from error
             except RayError as error:
-                raise FleetError(f"Ray could not run worker {refs.index(done[0])}: {first_line(error)}") from error
+                raise FleetLost(f"Ray could not run worker {refs.index(done[0])}: {first_line(error)}") from error
         return list(ray.get(refs))
 
     def _follow(self, loads: list[Any], progress: Progress) -> None:
@@ -273,6 +286,15 @@ class RayFleet:
         if self._group is not None and self._address is not None:
             remove_placement_group(self._group)
         self._actors = []
+
+
+def too_small(resources: dict[str, float], workers: int, *, gpus: int) -> str | None:
+    """What a cluster lacks for so many workers of one CPU and `gpus` GPUs each, or None."""
+    if (cpus := resources.get("CPU", 0)) < workers:
+        return f"{workers} workers need one CPU each, the Ray cluster has {cpus:g}; use fewer --workers"
+    if (found := resources.get("GPU", 0)) < gpus * workers:
+        return f"{workers} workers need one GPU each, Ray found {found:g}; see --device"
+    return None
 
 
 def end_reason(ref: Any) -> str:

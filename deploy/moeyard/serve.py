@@ -92,6 +92,7 @@ def serve(
             address=args.ray_address,
             worker_host=args.worker_host,
             metrics_port_base=args.metrics_port_base,
+            cluster_wait=args.wait_for_cluster,
         )
         try:
             interrupts.check()
