@@ -204,10 +204,13 @@ class Drill:
         self._server.process.wait()
         await self._load.pause(END_SECONDS)
         outcome.affected = outcome.failed = len(cut)
+        ranks_ended: float | None = None
         while (left := self._server.processes()) and time.monotonic() - first < ORPHAN_SECONDS:
+            if ranks_ended is None and not self._server.rank_processes():
+                ranks_ended = time.monotonic() - first
             await asyncio.sleep(0.2)
         workers = len(self._server.rank_processes())
-        outcome.note = f"nothing left after {time.monotonic() - first:.1f} s"
+        outcome.note = f"nothing left after {time.monotonic() - first:.1f} s, ranks after {ranks_ended or 0.0:.1f} s"
         if left or self._server.shared_left():
             outcome.note = f"left: {len(left)} processes, {workers} of them ranks; {self._server.shared_left()}"
         self._server.kill()

@@ -70,8 +70,11 @@ def watch(node: "subprocess.Popen[str]", serve: "subprocess.Popen[bytes]") -> in
     while node.poll() is None:
         code = serve.poll()
         if code == BAD_CONFIGURATION:
-            say("moeyard serve cannot run with these settings (see above) and is not started again; mend them, then "
-                "run `docker compose up -d`", 0)
+            say(
+                "moeyard serve cannot run with these settings (see above) and is not started again; mend them, then "
+                "run `docker compose up -d`",
+                0,
+            )
             while node.poll() is None:
                 time.sleep(POLL_SECONDS)
             break
