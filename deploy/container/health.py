@@ -12,7 +12,7 @@ import socket
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -25,7 +25,7 @@ DEAD = frozenset((psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, psutil.STATUS_STOPPE
 
 def main(arguments: Sequence[str]) -> int:
     """Command line; returns the exit code."""
-    checks = {"ray-head": ray_head, "worker": worker, "router": router}
+    checks: dict[str, Callable[..., str | None]] = {"ray-head": ray_head, "worker": worker, "router": router}
     wrong = checks[arguments[0]](*arguments[1:])
     if wrong is not None:
         print(wrong)

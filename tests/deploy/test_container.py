@@ -15,6 +15,8 @@ from types import ModuleType
 import pytest
 from tests.scripts import loaded
 
+from moeyard.ray_fleet import FleetError, FleetLost, too_small
+
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINER = ROOT / "deploy" / "container"
 # A Ray node as router.py sees it: it says that it has joined, and stays.
@@ -154,6 +156,15 @@ def test_router_container_ends_with_any_of_its_processes(node: str, serve: str, 
     out, err = process.communicate(timeout=30)
     assert process.returncode == code, (out, err)
     assert says in err
+
+
+def test_a_cluster_that_is_too_small_is_named() -> None:
+    assert too_small({"CPU": 2.0}, 2, gpus=0) is None
+    assert "has 1" in str(too_small({"CPU": 1.0, "GPU": 2.0}, 2, gpus=1))
+    assert "GPU" in str(too_small({"CPU": 2.0, "GPU": 1.0}, 2, gpus=1))
+    # Code 2 of `moeyard serve` is final for a router's container; what another attempt may mend has another.
+    assert FleetLost("worker 1 died while starting").exit_code == 1
+    assert not hasattr(FleetError("use fewer --workers"), "exit_code")
 
 
 def test_router_container_does_not_loop_over_bad_settings() -> None:
