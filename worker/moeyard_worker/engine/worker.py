@@ -110,9 +110,9 @@ class Worker:
         self._mesh = self._bind(epoch)
         return self.endpoints()
 
-    def connect(self, mesh: list[dict[str, Any]]) -> None:
-        """Meet the peers: their endpoints in rank order."""
-        self._mesh.connect([MeshEndpoint(**fields) for fields in mesh], timeout=MEET_SECONDS)
+    def connect(self, mesh: list[dict[str, Any]], timeout: float = MEET_SECONDS) -> None:
+        """Meet the peers within `timeout` seconds: their endpoints in rank order."""
+        self._mesh.connect([MeshEndpoint(**fields) for fields in mesh], timeout=timeout)
         if self._available is None:
             # No rank loads before all have met: in `load` peers of this host would already be taking what is measured.
             self._available = self._device.available()
