@@ -28,6 +28,14 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """A fleet in a new epoch: all its ranks, and what those that survived had told of the loss."""
+
+    ranks: tuple[Rank, ...]
+    losses: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """Rank `rank` has ended, for `reason`; or it lives and has lost peers: then `loss` has the fields of its `Loss`."""
 

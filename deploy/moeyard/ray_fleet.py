@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeyard import __version__
 from moeyard.logs import LogConfig
-from moeyard.rank import Event, FleetError, Rank, RanksLost
+from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered
 from moeyard.ray_actor import RankActor
 from moeyard.ray_config import uses_tls, worker_environment
 from moeyard.ray_errors import first_line
@@ -92,7 +92,7 @@ class RayFleet:
         with self._lock:
             return self._ranks.events(timeout)
 
-    def recover(self, dead: Collection[int]) -> list[Rank]:
+    def recover(self, dead: Collection[int]) -> Recovered:
         """Replace ranks and go on in another epoch (`RayRanks.recover`).
 
         Raises RanksLost for those to be replaced next, and FleetError when `stop` was called.

@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from moeyard.rank import Event, Rank, RanksLost
+from moeyard.rank import Event, Rank, RanksLost, Recovered
 from moeyard.ray_errors import first_line
 from moeyard_worker.config.engine_config import EngineConfig
 
@@ -69,6 +69,7 @@ class RayRanks:
         self._spec = spec
         self._members: list[_Member] = []
         self._reports: list[dict[str, Any]] = []  # of the first start
+        self._losses: dict[int, dict[str, Any]] = {}  # what was told of the epoch before, by rank
 
     def launch(self, progress: Progress) -> list[Rank]:
         """Make all actors and take them up to their first step. Raises RanksLost naming the first rank at fault."""
@@ -93,18 +94,22 @@ class RayRanks:
             member.loss = ray.get(ref)
         except RayTaskError as error:
             return Event(rank=rank, reason=first_line(error.cause or error))
+        except RayActorError:
+            return Event(rank=rank, reason=f"the process of rank {rank} has ended")
         except RayError as error:
             return Event(rank=rank, reason=first_line(error))
         if member.loss is None:
             return Event(rank=rank, reason="it stopped")
         return Event(rank=rank, reason=member.loss["reason"], loss=member.loss)
 
-    def recover(self, dead: Collection[int]) -> list[Rank]:
+    def recover(self, dead: Collection[int]) -> Recovered:
         """New actors for `dead`, whatever these do, and another epoch for all. Raises RanksLost: call it again."""
         for rank in dead:
             self.fence(rank)
             self._members[rank] = _Member(self._make(rank))
-        return self._begin_epoch(lambda done, total: None, meet=REMEET_SECONDS)
+        self._losses = {}
+        ranks = self._begin_epoch(lambda done, total: None, meet=REMEET_SECONDS)
+        return Recovered(ranks=tuple(ranks), losses=tuple(self._losses.values()))
 
     def fence(self, rank: int) -> None:
         """End a rank's process, also one that is stopped and hears nothing: when it wakes it must harm nobody."""
@@ -175,6 +180,7 @@ class RayRanks:
             self.check()
             if time.monotonic() > limit:
                 raise RanksLost(silent, f"worker {min(silent)} does not notice that the others have lost a peer")
+        self._losses = {rank: m.loss for rank, m in enumerate(self._members) if m.loss is not None}
         for member in self._members:
             # Whoever was named and stands there still, started, is fenced before anybody meets it again.
             named = {r for r in (member.loss or {}).get("ranks", ()) if self._members[r].started}

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,7 +150,7 @@ def serve(
     return 1 if failure or (supervisor is not None and supervisor.failure is not None) else 0
 
 
-def addresses(ranks: list[Rank]) -> tuple[WorkerAddress, ...]:
+def addresses(ranks: Sequence[Rank]) -> tuple[WorkerAddress, ...]:
     """Where a router finds these ranks."""
     return tuple(WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url) for r in ranks)
 

@@ -9,11 +9,11 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from moeyard.rank import Event, FleetError, Rank, RanksLost
+from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Recoverable(Protocol):
         """What ranks have told within so many seconds."""
         ...
 
-    def recover(self, dead: Collection[int]) -> list[Rank]:
+    def recover(self, dead: Collection[int]) -> Recovered:
         """Replace ranks and go on; raises RanksLost for those to be replaced next, FleetError when it is stopped."""
         ...
 
@@ -78,15 +78,16 @@ class Incident:
 class Supervisor:
     """Replaces lost ranks. Life: construct, `start`, `stop`; `lost` from any thread.
 
-    `replace(ranks, incident)` hands the router the ranks of a new epoch. `give_up(reason)` is called once, when rank
-    losses exceed `limit` - 1 within `window` seconds: the same rank was lost `limit` times. Then `failure` is set.
+    `replace(ranks, incident)` hands the router the ranks of a new epoch, and what is to be shown of the loss.
+    `give_up(reason)` is called once, when the same rank was lost `limit` times within `window` seconds; then `failure`
+    is set.
     """
 
     def __init__(
         self,
         fleet: Recoverable,
         *,
-        replace: Callable[[list[Rank], dict[str, Any]], None],
+        replace: Callable[[Sequence[Rank], dict[str, Any]], None],
         give_up: Callable[[str], None],
         limit: int = LIMIT,
         window: float = WINDOW_SECONDS,
@@ -148,7 +149,7 @@ class Supervisor:
                     return
             log.warning("lost %s: %s; replacing", _named(dead), incident.reason)
             try:
-                ranks = self._fleet.recover(dead)
+                recovered = self._fleet.recover(dead)
             except RanksLost as error:
                 dead = error.ranks
                 incident.lost |= dict.fromkeys(dead, str(error))
@@ -159,8 +160,9 @@ class Supervisor:
             while not self._said.empty():
                 self._said.get()
             seconds = self._clock() - incident.began
-            self._replace(ranks, incident.facts(seconds))
-            log.warning("the fleet is whole again after %.1f s", seconds)
+            incident.reports = list(recovered.losses)
+            self._replace(recovered.ranks, incident.facts(seconds))
+            log.warning("the fleet is whole again %.1f s after %s", seconds, incident.reason)
             return
 
     def _may_replace(self, rank: int) -> bool:
