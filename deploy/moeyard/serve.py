@@ -123,13 +123,16 @@ def serve(
                 replace=lambda ranks, then: server.replace_workers(addresses(ranks), then),
                 budget=RestartBudget(),
             )
+            failed = supervisor.failed
+
+            def lost(rank: int, reason: str) -> None:
+                failed(reason)
+
             server: RouterServer | RouterProcesses
             if args.routers == 1:
-                server = RouterServer(router, sock, on_ready=ready, on_failed=supervisor.failed)
+                server = RouterServer(router, sock, on_ready=ready, on_lost=lost)
             else:
-                server = RouterProcesses(
-                    router, sock, count=args.routers, on_ready=ready, on_failed=supervisor.failed, log=log
-                )
+                server = RouterProcesses(router, sock, count=args.routers, on_ready=ready, on_lost=lost, log=log)
             fleet.watch(supervisor.ended)
             interrupts.check()
             if isinstance(server, RouterServer):

@@ -50,8 +50,8 @@ async def play(operations, fails):
     try:
         fleet.start()
         for rank in range(RANKS):
-            fleet._up(rank)
-            fleet._receive(rank, [Snapshot(rank=rank, **SNAPSHOT)])
+            fleet._members._up(rank)
+            fleet._replies.take(rank, [Snapshot(rank=rank, **SNAPSHOT)])
         for number, (operation, pick) in enumerate(operations):
             names = sorted(running)
             name = names[pick % len(names)] if names else None
@@ -62,22 +62,22 @@ async def play(operations, fails):
                     ticket = fleet.submit(f"r{number}", [((1, 2), SamplingParams(max_tokens=9))] * count)
                 except ApiError as error:
                     assert error.status == 429  # noqa: PT017 - both outcomes are fine
-                    unread = 2 * sum(1 for f in fleet._flights.values() if not f.received)
+                    unread = 2 * sum(1 for f in fleet._flights.by_name.values() if not f.output)
                     assert fleet.num_inflight + count > 5 or 0 < unread > 8 - 2 * count
                     continue
                 client = Client(ticket, f"r{number}", count)
                 clients.append(client)
-                running.update({n: (fleet._flights[n].rank, 0) for n in client.names})
+                running.update({n: (fleet._flights.by_name[n].rank, 0) for n in client.names})
             elif operation == "take":
                 for client in clients:
                     await client.take()
             elif name is None:
                 continue
             elif operation == "tokens":
-                fleet._receive(rank, [Tokens(request_id=name, start=sent, token_ids=(3,))])
+                fleet._replies.take(rank, [Tokens(request_id=name, start=sent, token_ids=(3,))])
                 running[name] = (rank, sent + 1)
             elif operation in ("done", "reject"):
-                fleet._receive(rank, [done(name) if operation == "done" else rejected(name)])
+                fleet._replies.take(rank, [done(name) if operation == "done" else rejected(name)])
                 del running[name]
                 ended.append((rank, name))
             elif operation in ("abort", "close"):
@@ -87,11 +87,13 @@ async def play(operations, fails):
                 client.ticket.close() if operation == "close" else client.ticket.abort(indexes[0])
             elif operation == "late" and ended:
                 old_rank, old = ended[pick % len(ended)]
-                fleet._receive(old_rank, [Tokens(request_id=old, start=0, token_ids=(3,)), done(old), rejected(old)])
+                fleet._replies.take(
+                    old_rank, [Tokens(request_id=old, start=0, token_ids=(3,)), done(old), rejected(old)]
+                )
             elif operation == "other rank":
-                fleet._receive(1 - rank, [Tokens(request_id=name, start=7, token_ids=(3,)), done(name)])
+                fleet._replies.take(1 - rank, [Tokens(request_id=name, start=7, token_ids=(3,)), done(name)])
             elif operation == "unknown":
-                fleet._receive(rank, [done("nobody")])
+                fleet._replies.take(rank, [done("nobody")])
             fleet.validate()
         if fails:
             fleet.fail("rank 1 is lost")
