@@ -199,6 +199,20 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds for open answers on SIGTERM or Ctrl-C; a second signal ends them at once (default %(default)g)",
     )
+    add(
+        "--restart-limit",
+        type=count,
+        default=3,
+        metavar="N",
+        help="a worker that is lost so often within the window ends the fleet, with exit code 1 (default %(default)s)",
+    )
+    add(
+        "--restart-window",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds within which lost workers are counted (default %(default)g)",
+    )
     add("--ray-address", metavar="HOST:PORT", help="a running Ray cluster; without it a private one is started here")
     add(
         "--wait-for-cluster",

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from moeyard.rank import Rank
 from moeyard.routers import RouterProcesses
 from moeyard.signals import noted
 from moeyard.startup import startup
-from moeyard.supervisor import RestartBudget, Supervisor
+from moeyard.supervisor import Supervisor
 from moeyard_kernels.cpu import footprint
 from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
 from moeyard_router.http.context import log_context
@@ -120,18 +120,19 @@ def serve(
 
             supervisor = Supervisor(
                 fleet,
-                num_workers=config.num_workers,
-                replace=lambda ranks, then: server.replace_workers(addresses(ranks), then),
-                budget=RestartBudget(),
+                replace=lambda ranks, incident: server.replace_workers(addresses(ranks), lambda: None, incident),
+                give_up=lambda reason: server.give_up(reason),
+                limit=args.restart_limit,
+                window=args.restart_window,
             )
             server: RouterServer | RouterProcesses
             if args.routers == 1:
-                server = RouterServer(router, sock, on_ready=ready, on_failed=supervisor.failed)
+                server = RouterServer(router, sock, on_ready=ready, on_lost=supervisor.lost)
             else:
                 server = RouterProcesses(
-                    router, sock, count=args.routers, on_ready=ready, on_failed=supervisor.failed, log=log
+                    router, sock, count=args.routers, on_ready=ready, on_lost=supervisor.lost, log=log
                 )
-            fleet.watch(supervisor.ended)
+            supervisor.start()
             interrupts.check()
             if isinstance(server, RouterServer):
                 run_router(server)
@@ -143,12 +144,14 @@ def serve(
             interrupts.check()
             raise
         finally:
+            if supervisor is not None:
+                supervisor.stop()
             fleet.stop()
             sock.close()
     return 1 if failure or (supervisor is not None and supervisor.failure is not None) else 0
 
 
-def addresses(ranks: list[Rank]) -> tuple[WorkerAddress, ...]:
+def addresses(ranks: Sequence[Rank]) -> tuple[WorkerAddress, ...]:
     """Where a router finds these ranks."""
     return tuple(WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url) for r in ranks)
 

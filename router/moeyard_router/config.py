@@ -103,7 +103,9 @@ class RouterConfig:
     made into jobs by `intake_processes` processes beside the event loop.
     A client has `header_timeout` to send a request's headers, of at most `max_header_bytes`, and `body_timeout` for the
     body behind them; a connection without a request is kept for `keep_alive_timeout`.
-    `step_deadline` is how long a worker may be silent on its connection before the fleet counts as lost.
+    `step_deadline` is how long a worker may be silent on its connection before that counts as broken, and how long a
+    worker whose connection broke has to answer on another before it counts as lost. `recovery_timeout` is how long
+    requests wait for a fleet that is not whole; with 0 a lost worker ends all of them, and the fleet, at once.
     `canary_interval` is the idle time after which one tiny request proves that the fleet still decodes, and
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
     `prefix_caching` says whether workers reuse prompts' beginnings, so that sending them to one rank pays.
@@ -137,6 +139,7 @@ class RouterConfig:
     body_timeout: float = 60.0
     keep_alive_timeout: float = 75.0
     step_deadline: float = 5.0
+    recovery_timeout: float = 300.0
     canary_interval: float = 30.0
     canary_timeout: float = 15.0
     shutdown_grace: float = 3.0
@@ -161,6 +164,8 @@ class RouterConfig:
         for name in (*times, "header_timeout", "body_timeout", "keep_alive_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")
+        if not 0 <= self.recovery_timeout < math.inf:
+            raise ValueError(f"recovery_timeout: expected 0 seconds or more, got {self.recovery_timeout}")
         for name in self.metric_aliases:
             if name not in METRIC_ALIASES:
                 raise ValueError(f"metric_aliases: '{name}' is none of {', '.join(METRIC_ALIASES)}")

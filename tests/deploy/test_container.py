@@ -15,7 +15,8 @@ from types import ModuleType
 import pytest
 from tests.scripts import loaded
 
-from moeyard.ray_fleet import FleetError, FleetLost, too_small
+from moeyard.rank import FleetError, FleetLost, RanksLost
+from moeyard.ray_fleet import too_small
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINER = ROOT / "deploy" / "container"
@@ -163,7 +164,7 @@ def test_a_cluster_that_is_too_small_is_named() -> None:
     assert "has 1" in str(too_small({"CPU": 1.0, "GPU": 2.0}, 2, gpus=1))
     assert "GPU" in str(too_small({"CPU": 2.0, "GPU": 1.0}, 2, gpus=1))
     # Code 2 of `moeyard serve` is final for a router's container; what another attempt may mend has another.
-    assert FleetLost("worker 1 died while starting").exit_code == 1
+    assert FleetLost("cannot join Ray").exit_code == RanksLost([1], "worker 1 died while starting").exit_code == 1
     assert not hasattr(FleetError("use fewer --workers"), "exit_code")
 
 

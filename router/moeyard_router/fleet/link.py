@@ -20,15 +20,19 @@ _BYTES_PER_TURN = 32 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEvents:
-    """Where a link reports: it is up, messages came (in order), or it is lost for good and why. Called in the loop."""
+    """Where a link reports, in the loop: it is up, messages came (in order).
+
+    Or it ended, and why: the connection broke (`broke`), or the peer is no worker that can be talked to (`lost`).
+    """
 
     up: Callable[[int], None]
     messages: Callable[[int, list[Message]], None]
+    broke: Callable[[int, str], None]
     lost: Callable[[int, str], None]
 
 
 class WorkerLink:
-    """Connects, says `Hello`, and stays until it is closed or lost; it never reconnects silently.
+    """Connects, says `Hello`, and stays until it is closed or ends; it never connects again silently.
 
     A peer whose connection breaks is noticed at once. One that is only silent (stopped process, cut cable) is noticed
     when a ZMTP heartbeat stays unanswered: within 0.8 `step_deadline` seconds.
@@ -51,6 +55,7 @@ class WorkerLink:
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._scheduled = False
+        self._is_up = False
         self._outbox: deque[Message] = deque()
 
     def open(self) -> None:
@@ -152,7 +157,7 @@ class WorkerLink:
             self._read_on()
         if messages:
             self._events.messages(self.rank, messages)
-        if fault is not None:
+        if fault is not None and self._socket is sock:
             self._events.lost(self.rank, fault)
 
     def _read_on(self) -> None:
@@ -166,11 +171,14 @@ class WorkerLink:
             except zmq.Again:
                 return
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_up = True
                 self.send(Hello())
                 self._events.up(self.rank)
-            elif event["event"] == zmq.EVENT_DISCONNECTED:
+            elif self._is_up:  # one that ends before there was a word is tried again by ZMQ, like one that is refused
                 self._read()  # what the worker said before it left still counts
-                self._events.lost(self.rank, f"worker {self.rank} at {self.endpoint} is gone: its connection broke")
+                if self._socket is not None:
+                    reason = f"worker {self.rank} at {self.endpoint} is gone: its connection broke"
+                    self._events.broke(self.rank, reason)
 
 
 def _is_long(message: Message) -> bool:

@@ -60,6 +60,10 @@ class Ticket:
         self._open[index] = request_id
         self.routes.append(route)
 
+    def moved(self, index: int, route: Route) -> None:
+        """For the fleet: sequence `index` goes on where `route` says."""
+        self.routes[index] = route
+
     def runs(self, index: int, request_id: str) -> bool:
         """Whether sequence `index` runs under this id."""
         return self._open.get(index) == request_id

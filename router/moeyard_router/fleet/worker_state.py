@@ -1,9 +1,11 @@
 """What the router knows of one worker."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from moeyard_router.fleet.flights import Held
 from moeyard_router.fleet.link import WorkerLink
 from moeyard_router.fleet.policy import RankLoad
 from moeyard_worker.protocol import Snapshot
@@ -11,30 +13,42 @@ from moeyard_worker.protocol import Snapshot
 
 @dataclass(slots=True)
 class WorkerState:
-    """Connection, latest snapshot, and what this router has sent: `own` sequences without an end yet.
+    """Connection, latest snapshot, and what this router has sent there (`held`).
 
-    `pending` counts the prompt tokens of those without an output yet that no cache was thought to hold.
+    `lost` is one that is not coming back. One whose connection broke, and may, is a new one: `broke` is when (monotonic
+    seconds), `epoch` what it must answer with, `stopped` whether it was about to end anyway.
     """
 
     link: WorkerLink
+    held: Held
     connected: bool = False
     lost: bool = False
     snapshot: Snapshot | None = None
-    own: int = 0
-    pending: int = 0
     own_at_snapshot: int = 0
     pending_at_snapshot: int = 0
+    broke: float = -math.inf
+    epoch: int | None = None
+    stopped: bool = False
 
     @property
     def state(self) -> str:
-        """connecting, ready, failed or stopping."""
+        """connecting, ready, recovering, failed or stopping."""
         if self.lost:
             return "failed"
         return self.snapshot.state if self.connected and self.snapshot is not None else "connecting"
 
+    @property
+    def usable(self) -> bool:
+        """Whether it takes requests; while it recovers they wait there."""
+        return self.state in ("ready", "recovering")
+
     def take(self, snapshot: Snapshot) -> None:
         """Keep the latest word of the worker beside what was unanswered when it came."""
-        self.snapshot, self.own_at_snapshot, self.pending_at_snapshot = snapshot, self.own, self.pending
+        self.snapshot, self.own_at_snapshot, self.pending_at_snapshot = (
+            snapshot,
+            self.held.sequences,
+            self.held.pending,
+        )
 
     def describe(self) -> dict[str, Any]:
         """For people and dashboards."""
@@ -43,7 +57,7 @@ class WorkerState:
             "endpoint": self.link.endpoint,
             "connected": self.connected,
             "state": self.state,
-            "router_inflight": self.own,
+            "router_inflight": self.held.sequences,
         }
         if self.snapshot is not None:
             entry["snapshot"] = {f.name: getattr(self.snapshot, f.name) for f in fields(Snapshot) if f.name != "rank"}
@@ -55,10 +69,10 @@ def loads(workers: Iterable[WorkerState]) -> list[RankLoad]:
     return [
         RankLoad(
             rank=worker.link.rank,
-            usable=worker.state == "ready",
+            usable=worker.usable,
             # This router's exactly, and those of other routers as of the snapshot.
-            sequences=worker.own + max(0, s.num_running + s.num_waiting - worker.own_at_snapshot),
-            pending_tokens=worker.pending + max(0, s.num_waiting_tokens - worker.pending_at_snapshot),
+            sequences=worker.held.sequences + max(0, s.num_running + s.num_waiting - worker.own_at_snapshot),
+            pending_tokens=worker.held.pending + max(0, s.num_waiting_tokens - worker.pending_at_snapshot),
             page_size=s.page_size,
             kv_pages=s.kv_pages_total,
             kv_pages_free=s.kv_pages_free,

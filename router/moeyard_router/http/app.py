@@ -63,6 +63,9 @@ def create_app(
     async def experts_page(request: Request) -> Response:
         return _json(await live.experts())
 
+    async def incidents_page(request: Request) -> Response:
+        return _json({"time": time.time(), "incidents": fleet.incidents.latest()})
+
     routes = [
         Route("/v1/completions", generate("completion"), methods=["POST"]),
         Route("/v1/chat/completions", generate("chat"), methods=["POST"]),
@@ -76,6 +79,7 @@ def create_app(
         Route("/v1/fleet", pages.fleet),
         Route("/v1/fleet/live", live_page),
         Route("/v1/fleet/experts", experts_page),
+        Route("/v1/fleet/incidents", incidents_page),
         *page_routes(),
         Route("/livez", pages.livez),
         Route("/readyz", pages.readyz),
@@ -136,7 +140,9 @@ class _Pages:
         return _json({**self._fleet.describe(), "unready": self._health.unready()})
 
     async def livez(self, request: Request) -> Response:
-        """200 as long as the router itself runs."""
+        """200 as long as the router runs and the fleet may come back; 503 with the reason once it is given up."""
+        if self._fleet.given_up:
+            return _json({"status": "dead", "reason": self._fleet.failure}, status=503)
         return _json({"status": "alive"})
 
     async def readyz(self, request: Request) -> Response:

@@ -49,7 +49,7 @@ class Mesh:
     `connect` returns. `host_id` overrides what tells hosts apart. A mesh of one rank opens nothing.
 
     step: the lockstep step in progress, set by the owner, part of every tag.
-    failure: the reason this mesh is poisoned, or None.
+    failure: the reason this mesh is poisoned, or None; finding: with it the ranks and the place, once all agreed on it.
     peer_slabs: the mapped memory of each peer of this host; own_slab: this rank's, or None.
     """
 
@@ -76,6 +76,7 @@ class Mesh:
         self.slab_bytes = slab_bytes
         self.step = 0
         self.failure: str | None = None
+        self.finding: Finding | None = None
         self.peer_slabs: dict[int, SharedFile] = {}
         self.own_slab: SharedFile | None = None
         self._own_directory: str | None = None
@@ -276,7 +277,7 @@ class Mesh:
                 finding = agree_on_finding(self._wires, tag, finding, patience=PATIENCE_SHARE * self.deadline)
             elif self._wires is not None:
                 tell_settled(self._wires, tag, finding)
-            self.failure = finding.reason
+            self.finding, self.failure = finding, finding.reason
         return self.failure
 
     def _raise(self, place: int, ranks: Iterable[int], reason: str, *, step: int | None = None) -> NoReturn:

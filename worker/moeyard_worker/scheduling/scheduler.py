@@ -11,7 +11,7 @@ where it is until that step is completed.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from moeyard_worker.config.engine_config import SchedulerConfig
@@ -116,11 +116,14 @@ class Scheduler:
         for request in [r for r in self._roster.live.values() if r.client == client]:
             self._finish(request, "abort")
 
-    def fail_all(self, error: str) -> list[Reply]:
-        """End every request with a named error and give up the steps in flight (`roll_back`)."""
-        replies = [Reply(r.client, self._finish(r, "error", error)) for r in list(self._roster.live.values())]
-        self.roll_back()
-        return replies
+    def fail(self, request_ids: Collection[str], error: str) -> list[Reply]:
+        """End the requests of these names with a named error."""
+        named = [r for r in self._roster.live.values() if r.request_id in request_ids]
+        return [Reply(r.client, self._finish(r, "error", error)) for r in named]
+
+    def running(self) -> list[str]:
+        """The names of the requests that take part in steps, by age."""
+        return [r.request_id for r in self._roster.running]
 
     def roll_back(self) -> None:
         """Give up the steps in flight: requests are as the last completed one left them, and none of these may be.
