@@ -30,6 +30,8 @@ from moeyard_router.http.tls import Certificate, open_certificate
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import open_codec
 
+# What ends a router; SIGHUP is a terminal that was closed.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOPPING = "the router is shutting down"
 
 
@@ -216,13 +218,15 @@ def _uvicorn_config(
 
 
 def run_router(server: RouterServer) -> None:
-    """Run a router until SIGINT or SIGTERM; blocks. Returns after an orderly end.
+    """Run a router until SIGINT, SIGTERM or SIGHUP; blocks. Returns after an orderly end.
 
-    In the main thread it handles both signals for its duration (a second one ends open streams at once); elsewhere it
+    In the main thread it handles these signals for its duration (a second one ends open streams at once); elsewhere it
     runs until the process ends.
     """
     mine = threading.current_thread() is threading.main_thread()
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)} if mine else {}
+    before = {s: signal.getsignal(s) for s in ENDING} if mine else {}
+    # `nohup` has SIGHUP ignored, and means it.
+    before = {s: handler for s, handler in before.items() if handler is not signal.SIG_IGN}
 
     # What is there now stays: a full collection that looked through it, 30 ms, would hold all streams up.
     gc.collect()

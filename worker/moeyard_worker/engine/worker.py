@@ -67,15 +67,12 @@ class Worker:
             host=spec.host,
             deadline=config.step_deadline,
         )
-        self._frontend = Frontend(spec.host)
-        self._metrics = WorkerMetrics(rank=spec.rank, version=spec.version)
         try:
-            self._metrics_port = self._metrics.serve(spec.host, spec.metrics_port)
-        except OSError as error:
-            raise ValueError(
-                f"metrics of worker {spec.rank} cannot listen on {spec.host}:{spec.metrics_port}: {error.strerror}; "
-                "choose another --metrics-port-base"
-            ) from error
+            self._bind(spec)
+        except BaseException:
+            # Nobody has this object yet, so nobody else takes the names out of /dev/shm and the temporary directory.
+            self._mesh.close()
+            raise
         self._available: int | None = None
         self._loaded = 0
         self._total = 0
@@ -87,6 +84,18 @@ class Worker:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
+
+    def _bind(self, spec: WorkerSpec) -> None:
+        """Listen for routers and Prometheus."""
+        self._metrics = WorkerMetrics(rank=spec.rank, version=spec.version)
+        try:
+            self._metrics_port = self._metrics.serve(spec.host, spec.metrics_port)
+        except OSError as error:
+            raise ValueError(
+                f"metrics of worker {spec.rank} cannot listen on {spec.host}:{spec.metrics_port}: {error.strerror}; "
+                "choose another --metrics-port-base"
+            ) from error
+        self._frontend = Frontend(spec.host)
 
     def endpoints(self) -> dict[str, Any]:
         """`frontend` for routers, `metrics_url` for Prometheus, `mesh` (fields of a MeshEndpoint) for the peers."""
