@@ -21,7 +21,7 @@ from moeyard_router.fleet.aliases import VllmAliases, VllmFleetAliases
 from moeyard_router.fleet.collector import FleetCollector
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
-from moeyard_router.http.app import METRICS_PAGE, create_app
+from moeyard_router.http.app import create_app
 from moeyard_router.http.connection import ConnectionLimits, ConnectionProtocol
 from moeyard_router.http.files import keep_fresh
 from moeyard_router.http.keys import KeyRing
@@ -40,7 +40,7 @@ class RouterServer:
 
     `on_ready` is called once, in the loop, when every worker has decoded; `on_failed` with the reason when the fleet is
     lost (the router then goes on to answer 503 until it gets other workers or is stopped). Neither may block.
-    `siblings`: the other routers on the port, whose counts are added to this one's on /metrics. Raises
+    `siblings`: the other routers on the port, whose counts are added to this one's wherever it tells of them. Raises
     `ValueError` for a checkpoint directory without a usable tokenizer, a chat template that cannot be used, a parser of
     tool calls or reasoning that does not exist, and for keys or certificates that are none.
     """
@@ -94,7 +94,7 @@ class RouterServer:
         self._server = _Server(_uvicorn_config(app, self._config, self._metrics, self._certificate), fleet, grace)
         try:
             if self._siblings is not None:
-                await self._siblings.start({METRICS_PAGE: self._metrics.own_page})
+                await self._siblings.start()
             bodies.start()
             fleet.start()
             watching = asyncio.create_task(health.run(changed, self._on_ready))
