@@ -6,6 +6,7 @@ import functools
 import gc
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -32,6 +33,8 @@ from moeyard_router.text.chat import open_codec
 
 # What ends a router; SIGHUP is a terminal that was closed.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Python gives a thread that computes 5 ms before the event loop gets its turn, at every turn of the loop again.
+_SWITCH_SECONDS = 0.001
 _STOPPING = "the router is shutting down"
 
 
@@ -184,11 +187,8 @@ class _Server(uvicorn.Server):
 def _uvicorn_config(
     app: ASGIApp, settings: RouterConfig, metrics: RouterMetrics, certificate: Certificate | None
 ) -> uvicorn.Config:
-    """uvicorn with httptools and a few limits of our own (`ConnectionProtocol`).
-
-    64 streams of 5 ms, CPU time per event sent (2026-11-22, two cores): uvicorn with httptools 24 to 26 us, with h11 33
-    to 41, with zttp (0.0.35, weeks old) 18 to 23; granian 20, which brings processes and loops of its own where the
-    fleet's sockets want to live in ours; hypercorn 61 to 67. Only granian and h11 limit a head at all.
+    """uvicorn with httptools, in the event loop in which the fleet's sockets live, and limits of our own
+    (`ConnectionProtocol`): httptools has none for a request's head.
     """
     limits = ConnectionLimits(
         header_bytes=settings.max_header_bytes,
@@ -231,6 +231,8 @@ def run_router(server: RouterServer) -> None:
     # What is there now stays: a full collection that looked through it, 30 ms, would hold all streams up.
     gc.collect()
     gc.freeze()
+
+    sys.setswitchinterval(_SWITCH_SECONDS)
 
     async def main() -> None:
         for signum in before:
