@@ -12,6 +12,7 @@ from moeyard.api_flags import add_api_arguments
 from moeyard.bench.engine_flags import add_bench_arguments
 from moeyard.bench.server.flags import add_server_arguments
 from moeyard.door_config import add_door_arguments, door_config, log_config
+from moeyard.entry import INTERRUPTED, leave
 from moeyard.flags import add_engine_arguments, add_source_arguments, engine_config
 from moeyard.lazy import load
 from moeyard.model_source import add_model_argument, checkpoint
@@ -184,9 +185,12 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script."""
-    words = with_subject(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(words)
     try:
+        if signal.getsignal(signal.SIGINT) is leave:
+            # From here on it is an exception, which puts in order what has been begun.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        words = with_subject(sys.argv[1:] if argv is None else argv)
+        args = build_parser().parse_args(words)
         if getattr(args, "config", None) is not None:
             # The command is the first word: before it stands nothing that lets a command run.
             args = load("moeyard.config_file").with_config_file(args, words[1:])
@@ -202,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         # Whoever pressed it twice would otherwise end what is ending already, by the system's default.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        return 130
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -19,13 +19,14 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeyard import __version__
+from moeyard.listen import check_ports
 from moeyard.logs import LogConfig
 from moeyard.rank import Event, FleetError, FleetLost, Rank, RanksLost, Recovered
 from moeyard.ray_actor import RankActor
 from moeyard.ray_config import uses_tls, worker_environment
 from moeyard.ray_errors import first_line
 from moeyard.ray_ranks import PROGRESS_SECONDS, STOP_SECONDS, Progress, RayRanks
-from moeyard.signals import Interrupts, own_sigterm
+from moeyard.signals import Interrupts, run_apart
 from moeyard_worker.config.engine_config import EngineConfig
 
 CONNECT_SECONDS = 3.0
@@ -107,24 +108,19 @@ class RayFleet:
                 raise RanksLost(dead, first_line(error)) from error
 
     def _connect(self) -> None:
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
         if self._address is None:
+            check_ports("127.0.0.1", num_workers=self._config.num_workers)
             # The object store carries nothing but call arguments: its smallest size.
-            with own_sigterm():
-                ray.init(
-                    address="local",
-                    num_cpus=self._config.num_workers,
-                    num_gpus=0,
-                    include_dashboard=False,
-                    object_store_memory=80 * 1024**2,
-                    **quiet,
-                )
-            return
+            options |= {"num_cpus": self._config.num_workers, "num_gpus": 0, "include_dashboard": False}
+            options["object_store_memory"] = 80 * 1024**2
+        # Not to be told that it runs apart; `configure_logging` leaves its loggers as they are.
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        failed = "Ray cannot start" if self._address is None else f"cannot join Ray at {self._address}"
         try:
-            with own_sigterm():
-                ray.init(address=self._address, **quiet)
-        except (ConnectionError, RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
-            raise FleetLost(f"cannot join Ray at {self._address}: {first_line(error)}") from error
+            run_apart(lambda: ray.init(address=self._address or "local", **options))
+        except (ConnectionError, RuntimeError, TimeoutError, RayError) as error:
+            raise FleetLost(f"{failed}: {first_line(error)}") from error
 
     def _place(self, stage: Callable[[str], None]) -> None:
         count = self._config.num_workers

@@ -6,7 +6,6 @@ import multiprocessing
 import signal
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
@@ -17,6 +16,7 @@ from typing import Any
 
 from moeyard import logs
 from moeyard.logs import LogConfig
+from moeyard.signals import ending_signals
 from moeyard.supervisor import RestartBudget
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.context import log_context
@@ -119,14 +119,12 @@ class RouterProcesses:
         self._tell.send(Stop())
 
     def run(self) -> None:
-        """Until `stop`, SIGINT or SIGTERM (which only the main thread hears), then to an orderly end."""
+        """Until `stop`, SIGINT, SIGTERM or SIGHUP (which only the main thread hears), then to an orderly end."""
 
         def heard(signum: int, frame: FrameType | None) -> None:
             self.stop()
 
-        mine = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM) if mine else ()
-        before = {number: signal.signal(number, heard) for number in signals}
+        before = {number: signal.signal(number, heard) for number in ending_signals()}
         with tempfile.TemporaryDirectory(prefix="moeyard-routers-") as directory:
             try:
                 self._routers = [

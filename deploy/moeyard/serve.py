@@ -65,7 +65,7 @@ def serve(
     log: LogConfig,
     on_ready: Callable[[Running], None] | None = None,
 ) -> int:
-    """Run until SIGINT or SIGTERM; returns the exit code. `on_ready` is called in the router's loop, once.
+    """Run until SIGINT, SIGTERM or SIGHUP; returns the exit code. `on_ready` is called in the router's loop, once.
 
     Raises ValueError with one line that says what to change when the fleet cannot start.
     """

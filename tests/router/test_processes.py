@@ -26,6 +26,51 @@ def routers():
     return {p.pid: p for p in multiprocessing.active_children() if p.name.startswith("router-")}
 
 
+def check_page(service, page):
+    """The page at / is told of all routers' requests, whichever answers: what /metrics has."""
+    for _ in range(4):
+        with httpx.Client(base_url=service.url, timeout=10) as client:
+            live, fleet = client.get("/v1/fleet/live").json(), client.get("/v1/fleet").json()
+        assert len({request["id"] for request in live["requests"]}) == 12
+        times = [request["ended"] for request in live["requests"]]
+        assert times == sorted(times, reverse=True)
+        for name in ("prompt_tokens", "output_tokens"):
+            assert live["counters"][name] == value_of(page, f"{name}_total")
+        assert live["counters"]["request_success"] == {"length": 12}
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+            told = live["histograms"][name]
+            assert told["count"] == value_of(page, f"{name}_count") == 12
+            assert told["sum"] == pytest.approx(value_of(page, f"{name}_sum"))
+            buckets = re.findall(rf'moeyard_{name}_bucket\{{le="([^"]+)"[^}}]*\}} (\S+)', page)
+            assert told["buckets"] == [[None if le == "+Inf" else float(le), float(count)] for le, count in buckets]
+        assert live["inflight"] == fleet["inflight"] == value_of(page, "num_requests_inflight") == 0
+        assert [worker["router_inflight"] for worker in fleet["workers"]] == [0, 0]
+
+
+def value_of(page, name):
+    found = re.findall(rf"(?m)^moeyard_{name}\{{[^}}]*\}} (\S+)$", page)
+    assert len(found) == 1
+    return float(found[0])
+
+
+def test_what_runs_at_one_router_is_seen_at_all(start, wait_for):
+    service = start(num_workers=1, num_routers=2)
+    (worker,) = service.workers
+    worker.pace = 0.05
+    body = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=10) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        next(lines)
+        worker.paused = True
+        for _ in range(6):
+            with httpx.Client(base_url=service.url, timeout=10) as client:
+                live, fleet = client.get("/v1/fleet/live").json(), client.get("/v1/fleet").json()
+            assert (live["inflight"], fleet["inflight"]) == (1, 1)
+            assert live["workers"][0]["router_inflight"] == fleet["workers"][0]["router_inflight"] == 1
+            assert live["requests"] == []
+
+
 def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog):
     service = start(num_workers=2, num_routers=2)
     with pytest.raises(ValueError, match="in use"):
@@ -37,6 +82,7 @@ def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog):
     page = service.client.get("/metrics").text
     assert page.count("moeyard_workers{") == 5, "what is the fleet's is said once"
     assert re.search(r'moeyard_workers\{[^}]*state="ready"[^}]*\} 2\.0', page)
+    check_page(service, page)
 
     routers()[min(pids)].kill()
     wait_for(lambda: len(set(routers()) - {min(pids)}) == 2, "no router took the place", seconds=10)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Union, get_args
 # The most alternatives that an answer lists beside a chosen token, as in the OpenAI API.
 MAX_LOGPROBS = 20
 # The most tokens that one `PromptLogprobs` tells of: what a router decodes at once stays below a millisecond or two.
-MAX_PROMPT_LOGPROBS = 128
+MAX_PROMPT_LOGPROBS = 32
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal[

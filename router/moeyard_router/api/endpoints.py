@@ -22,7 +22,7 @@ from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import Codec
 
-_THREAD_SCORES = 512  # logprobs of prompts; fewer are written faster than a thread is woken
+_APART_SCORES = 512  # logprobs of prompts; fewer are written faster than a thread is woken
 _JSON = (b"content-type", b"application/json")
 _MAX_SESSION = 256  # bytes of x-session-id that tell clients apart
 _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -86,40 +86,50 @@ class GenerateEndpoint:
         )
         try:
             async with _watching(receive, generation):
-                await (_stream if job.stream else _whole)(job, generation, writer, send)
+                await (_stream if job.stream else _whole)(job, generation, writer, send, self._bodies)
         finally:
             generation.close()
             record.reply_id = reply_id
             generation.note(record)
 
 
-async def _whole(job: Job, generation: Generation, writer: Writer, send: Send) -> None:
+async def _whole(job: Job, generation: Generation, writer: Writer, send: Send, bodies: Bodies) -> None:
     """Wait for all choices and send them as one JSON object."""
     collected = [Delta() for _ in job.continuations]
     while not generation.finished:
         for index, delta in (await generation.step()).items():
             collected[index].extend(delta)
-    if job.num_scores < _THREAD_SCORES:
-        body = writer.body(collected, generation.choices)
-    else:
-        body = await asyncio.to_thread(writer.body, collected, generation.choices)
-    headers = [_JSON, _route_header(generation), *reply_headers(job)]
-    await send_bytes(send, 200, body, headers=headers)
+
+    def write() -> list[bytes]:
+        return writer.pieces(writer.body(collected, generation.choices))
+
+    pieces = write() if job.num_scores < _APART_SCORES else await bodies.write(write)
+    length = (b"content-length", str(sum(map(len, pieces))).encode())
+    headers = [_JSON, _route_header(generation), *reply_headers(job), length]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await _send_pieces(send, pieces, more=False)
 
 
-async def _stream(job: Job, generation: Generation, writer: Writer, send: Send) -> None:
+async def _stream(job: Job, generation: Generation, writer: Writer, send: Send, bodies: Bodies) -> None:
     """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status."""
     deltas = await generation.step()
 
     def write(deltas: dict[int, Delta]) -> list[bytes]:
         return [writer.chunk(index, delta, generation.choices) for index, delta in deltas.items()]
 
-    apart = job.num_scores >= _THREAD_SCORES
+    def write_scores(deltas: dict[int, Delta]) -> list[bytes]:
+        return [piece for chunk in write(deltas) for piece in writer.pieces(chunk)]
+
     headers = [*_STREAM_HEADERS, _route_header(generation), *reply_headers(job)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
         while True:
-            chunks = await asyncio.to_thread(write, deltas) if apart else write(deltas)
+            if job.num_scores:
+                chunks = await bodies.write(write_scores, deltas)
+                await _send_pieces(send, chunks, more=True)
+                chunks = []
+            else:
+                chunks = write(deltas)
             if generation.finished:
                 break
             data = b"".join(chunks)
@@ -130,6 +140,15 @@ async def _stream(job: Job, generation: Generation, writer: Writer, send: Send) 
     except ApiError as error:
         chunks = [writer.failed(error, generation.choices)]
     await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
+
+
+async def _send_pieces(send: Send, pieces: list[bytes], *, more: bool) -> None:
+    """A long body bit by bit, as its reader takes it; each is copied on its way."""
+    last = len(pieces) - 1
+    for index, piece in enumerate(pieces):
+        if piece or (index == last and not more):
+            await send({"type": "http.response.body", "body": piece, "more_body": more or index < last})
+            await asyncio.sleep(0)  # a reader that keeps up would let nobody else have a turn
 
 
 def _route_header(generation: Generation) -> tuple[bytes, bytes]:

@@ -178,6 +178,7 @@ class Bodies:
         # Those processes let nobody in: they need no keys.
         self._config = CONFIGS.dump_json(replace(config, door=DoorConfig()))
         self._threads = ThreadPoolExecutor(config.intake_processes, thread_name_prefix="large-body")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="long-answer")
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
@@ -208,6 +209,12 @@ class Bodies:
         finally:
             self._held -= mine
 
+    async def write(self, write: Callable[..., list[bytes]], *given: Any) -> list[bytes]:
+        """What a call gives that takes long, from the one thread there is for such: several would keep the event loop
+        waiting for each in turn.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._writing, write, *given)
+
     async def job(self, parts: Sequence[bytes], *, api: str) -> Job:
         """The job of an API's request body that came in these pieces; raises `ApiError`. First come, first served."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, parts, api)
@@ -219,6 +226,7 @@ class Bodies:
             processes = [*self._idle, *self._busy]
             self._idle.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._writing.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.close()
 

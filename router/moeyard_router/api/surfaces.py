@@ -26,6 +26,9 @@ class Writer(Protocol):
     def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> bytes:
         """The whole answer; `deltas[i]` is everything of choice i."""
 
+    def pieces(self, data: bytes) -> list[bytes]:
+        """What `body` or `chunk` gave, with the long lists in it that they left out."""
+
     def end(self, choices: Sequence[Choice]) -> bytes:
         """What a stream says behind its last chunk."""
 

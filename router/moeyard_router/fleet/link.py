@@ -15,7 +15,7 @@ from moeyard_worker.wire import ProtocolError, decode, encode
 _LONG_PROMPT = 8192  # tokens; to encode and to send 131,072 of them takes 1.4 ms
 # Then other work of the event loop gets its turn: so many frames, or bytes of them (prompts' logprobs are large).
 _FRAMES_PER_TURN = 256
-_BYTES_PER_TURN = 32 * 1024
+_BYTES_PER_TURN = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

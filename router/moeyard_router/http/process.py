@@ -102,8 +102,9 @@ class Seat:
 
 
 def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> None:
-    """The whole life of such a process. Ctrl-C reaches it through whoever started it, who hears it too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The whole life of such a process. Ctrl-C, and the end of a terminal, reach it through whoever started it."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     server = RouterServer(
         config,
         _listening(seat.address),

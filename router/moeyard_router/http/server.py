@@ -6,6 +6,7 @@ import functools
 import gc
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -21,7 +22,7 @@ from moeyard_router.fleet.aliases import VllmAliases, VllmFleetAliases
 from moeyard_router.fleet.collector import FleetCollector
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
-from moeyard_router.http.app import METRICS_PAGE, create_app
+from moeyard_router.http.app import create_app
 from moeyard_router.http.connection import ConnectionLimits, ConnectionProtocol
 from moeyard_router.http.files import keep_fresh
 from moeyard_router.http.keys import KeyRing
@@ -30,6 +31,10 @@ from moeyard_router.http.tls import Certificate, open_certificate
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import open_codec
 
+# What ends a router; SIGHUP is a terminal that was closed.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Python gives a thread that computes 5 ms before the event loop gets its turn, at every turn of the loop again.
+_SWITCH_SECONDS = 0.001
 _STOPPING = "the router is shutting down"
 
 
@@ -39,7 +44,7 @@ class RouterServer:
     `on_ready` is called once, in the loop, when every worker has decoded; `on_lost` with a rank and the reason, for
     every worker that is lost: requests wait until `replace_workers` names another in its place, for
     `config.recovery_timeout` seconds, or until `give_up` says that there is none. Neither may block.
-    `siblings`: the other routers on the port, whose counts are added to this one's on /metrics. Raises
+    `siblings`: the other routers on the port, whose counts are added to this one's wherever it tells of them. Raises
     `ValueError` for a checkpoint directory without a usable tokenizer, a chat template that cannot be used, a parser of
     tool calls or reasoning that does not exist, and for keys or certificates that are none.
     """
@@ -97,7 +102,7 @@ class RouterServer:
         self._server = _Server(_uvicorn_config(app, self._config, self._metrics, self._certificate), fleet, grace)
         try:
             if self._siblings is not None:
-                await self._siblings.start({METRICS_PAGE: self._metrics.own_page})
+                await self._siblings.start()
             bodies.start()
             fleet.start()
             watching = asyncio.create_task(health.run(changed, self._on_ready))
@@ -216,11 +221,8 @@ class _Server(uvicorn.Server):
 def _uvicorn_config(
     app: ASGIApp, settings: RouterConfig, metrics: RouterMetrics, certificate: Certificate | None
 ) -> uvicorn.Config:
-    """uvicorn with httptools and a few limits of our own (`ConnectionProtocol`).
-
-    64 streams of 5 ms, CPU time per event sent (2026-11-22, two cores): uvicorn with httptools 24 to 26 us, with h11 33
-    to 41, with zttp (0.0.35, weeks old) 18 to 23; granian 20, which brings processes and loops of its own where the
-    fleet's sockets want to live in ours; hypercorn 61 to 67. Only granian and h11 limit a head at all.
+    """uvicorn with httptools, in the event loop in which the fleet's sockets live, and limits of our own
+    (`ConnectionProtocol`): httptools has none for a request's head.
     """
     limits = ConnectionLimits(
         header_bytes=settings.max_header_bytes,
@@ -250,17 +252,21 @@ def _uvicorn_config(
 
 
 def run_router(server: RouterServer) -> None:
-    """Run a router until SIGINT or SIGTERM; blocks. Returns after an orderly end.
+    """Run a router until SIGINT, SIGTERM or SIGHUP; blocks. Returns after an orderly end.
 
-    In the main thread it handles both signals for its duration (a second one ends open streams at once); elsewhere it
+    In the main thread it handles these signals for its duration (a second one ends open streams at once); elsewhere it
     runs until the process ends.
     """
     mine = threading.current_thread() is threading.main_thread()
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)} if mine else {}
+    before = {s: signal.getsignal(s) for s in ENDING} if mine else {}
+    # `nohup` has SIGHUP ignored, and means it.
+    before = {s: handler for s, handler in before.items() if handler is not signal.SIG_IGN}
 
     # What is there now stays: a full collection that looked through it, 30 ms, would hold all streams up.
     gc.collect()
     gc.freeze()
+
+    sys.setswitchinterval(_SWITCH_SECONDS)
 
     async def main() -> None:
         for signum in before:

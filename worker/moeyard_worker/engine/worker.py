@@ -62,16 +62,13 @@ class Worker:
         self._placement = partition(self._model.num_experts, config.num_workers)
         self._experts = self._placement[spec.rank]
         self._shape = exchange_shape(config, self._model)
-        self._mesh = self._bind(spec.epoch)
-        self._frontend = Frontend(spec.host)
-        self._metrics = WorkerMetrics(rank=spec.rank, version=spec.version)
+        self._mesh = self._bind_mesh(spec.epoch)
         try:
-            self._metrics_port = self._metrics.serve(spec.host, spec.metrics_port)
-        except OSError as error:
-            raise ValueError(
-                f"metrics of worker {spec.rank} cannot listen on {spec.host}:{spec.metrics_port}: {error.strerror}; "
-                "choose another --metrics-port-base"
-            ) from error
+            self._bind(spec)
+        except BaseException:
+            # Nobody has this object yet, so nobody else takes the names out of /dev/shm and the temporary directory.
+            self._mesh.close()
+            raise
         self._available: int | None = None
         self._loaded = 0
         self._total = 0
@@ -84,6 +81,18 @@ class Worker:
         self._told: SimpleQueue[Loss | BaseException | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    def _bind(self, spec: WorkerSpec) -> None:
+        """Listen for routers and Prometheus."""
+        self._metrics = WorkerMetrics(rank=spec.rank, version=spec.version)
+        try:
+            self._metrics_port = self._metrics.serve(spec.host, spec.metrics_port)
+        except OSError as error:
+            raise ValueError(
+                f"metrics of worker {spec.rank} cannot listen on {spec.host}:{spec.metrics_port}: {error.strerror}; "
+                "choose another --metrics-port-base"
+            ) from error
+        self._frontend = Frontend(spec.host)
+
     def endpoints(self) -> dict[str, Any]:
         """`frontend` for routers, `metrics_url` for Prometheus, `mesh` (fields of a MeshEndpoint) for the peers."""
         return {
@@ -92,7 +101,7 @@ class Worker:
             "mesh": asdict(self._mesh.endpoint()),
         }
 
-    def _bind(self, epoch: int) -> Mesh:
+    def _bind_mesh(self, epoch: int) -> Mesh:
         config = self._spec.config
         return build_mesh(
             config.exchange,
@@ -107,7 +116,7 @@ class Worker:
     def rebind(self, epoch: int) -> dict[str, Any]:
         """Bind a mesh of another epoch, for a rank whose `wait` has told of a loss or whose peers did not meet."""
         self._mesh.close()
-        self._mesh = self._bind(epoch)
+        self._mesh = self._bind_mesh(epoch)
         return self.endpoints()
 
     def connect(self, mesh: list[dict[str, Any]], timeout: float = MEET_SECONDS) -> None:
