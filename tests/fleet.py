@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.keys import FleetKeys, RouterKeys
 from moeyard_worker.protocol import (
     Abort,
     Done,
@@ -29,6 +30,7 @@ from moeyard_worker.protocol import (
     TokenLogprob,
     Tokens,
 )
+from moeyard_worker.sockets import make_keys, unlock
 from moeyard_worker.wire import decode, encode
 
 CALL_SECONDS = 60.0
@@ -131,13 +133,15 @@ class Answer:
 class Client:
     """Speaks the worker protocol to all ranks of a fleet, as a router does."""
 
-    def __init__(self, frontends: Sequence[str]) -> None:
+    def __init__(self, frontends: Sequence[str], keys: RouterKeys | None = None) -> None:
         self._context = zmq.Context()
         self.sockets = []
         self._poller = zmq.Poller()
         for frontend in frontends:
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
+            if keys is not None:
+                unlock(socket, keys.own, keys.worker)
             socket.connect(frontend)
             self._poller.register(socket, zmq.POLLIN)
             self.sockets.append(socket)
@@ -221,6 +225,7 @@ class Fleet:
     endpoints: list[dict[str, Any]]
     reports: list[dict[str, Any]]
     client: Client
+    keys: FleetKeys
 
     def call(self, name: str) -> list[Any]:
         """One inspection call on every rank (see `_serve`)."""
@@ -236,19 +241,26 @@ def call_all(ranks: Sequence[RankProcess], name: str, args: Sequence[tuple[Any, 
 @contextlib.contextmanager
 def start_fleet(pool: ProcessPool, config: EngineConfig) -> Iterator[Fleet]:
     """Start a fleet for one case on processes of the pool; invariants are checked and everything stopped at the end."""
-    ranks = pool.take(config.num_workers)
+    ranks, keys = pool.take(config.num_workers), make_keys()
     count, epoch = len(ranks), secrets.randbits(31)
     specs = [
-        {"config": config, "rank": rank, "epoch": epoch, "host": "127.0.0.1", "version": "test"}
+        {
+            "config": config,
+            "rank": rank,
+            "epoch": epoch,
+            "host": "127.0.0.1",
+            "version": "test",
+            "keys": keys.of_worker(),
+        }
         for rank in range(count)
     ]
     endpoints = call_all(ranks, "setup", [(spec,) for spec in specs])
     call_all(ranks, "connect", [([e["mesh"] for e in endpoints],)] * count)
     reports = call_all(ranks, "load", [(count,)] * count)
     call_all(ranks, "start", [()] * count)
-    client = Client([e["frontend"] for e in endpoints])
+    client = Client([e["frontend"] for e in endpoints], keys.of_router())
     try:
-        yield Fleet(ranks=ranks, endpoints=endpoints, reports=reports, client=client)
+        yield Fleet(ranks=ranks, endpoints=endpoints, reports=reports, client=client, keys=keys)
         alive = [rank for rank in ranks if rank.process.is_alive()]
         call_all(alive, "validate", [()] * len(alive))
     finally:

@@ -28,6 +28,7 @@ from moeyard.ray_actor import RankActor
 from moeyard.ray_config import uses_tls, worker_environment
 from moeyard.signals import Interrupts, own_sigterm
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.keys import FleetKeys
 
 Progress = Callable[[int, int], None]
 
@@ -54,8 +55,10 @@ class RayFleet:
         address: str | None,
         worker_host: str | None,
         metrics_port_base: int,
+        keys: FleetKeys,
     ) -> None:
         self._config = config
+        self._keys = keys
         self._log = log
         self._address = address
         self._worker_host = worker_host if worker_host or address else "127.0.0.1"
@@ -185,6 +188,7 @@ class RayFleet:
 
     def _spec(self, rank: int, epoch: int) -> dict[str, Any]:
         return {
+            "keys": self._keys.of_worker(),
             "config": self._config,
             "log": self._log,
             "rank": rank,

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from moeyard_worker.keys import RouterKeys
+
 METRIC_ALIASES = ("vllm",)
 
 
@@ -103,11 +105,13 @@ class RouterConfig:
     made into jobs by `intake_processes` processes beside the event loop.
     A client has `header_timeout` to send a request's headers, of at most `max_header_bytes`, and `body_timeout` for the
     body behind them; a connection without a request is kept for `keep_alive_timeout`.
-    `step_deadline` is how long a worker may be silent on its connection before the fleet counts as lost.
+    `step_deadline` is how long a worker may be silent on its connection before that counts as broken, and in half
+    of it the worker must be there again, or the fleet counts as lost.
     `canary_interval` is the idle time after which one tiny request proves that the fleet still decodes, and
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
     `prefix_caching` says whether workers reuse prompts' beginnings, so that sending them to one rank pays.
     `metric_aliases` adds other programs' names to /metrics: "vllm" is the only set there is.
+    `keys` are shown to the workers, and tell that it is them; with None nothing is locked (workers of a test).
     `version` is what /version answers.
     """
 
@@ -143,6 +147,7 @@ class RouterConfig:
     prefix_caching: bool = True
     metric_aliases: tuple[str, ...] = ()
     door: DoorConfig = DoorConfig()
+    keys: RouterKeys | None = None
     version: str = "unknown"
 
     def __post_init__(self) -> None:

@@ -71,9 +71,9 @@ class Fleet:
 
     def start(self) -> None:
         """Begin to connect to every worker; raises `ValueError` for an unusable endpoint."""
-        events = LinkEvents(up=self._up, messages=self._receive, lost=self._lost)
+        events = LinkEvents(up=self._up, back=self._back, messages=self._receive, lost=self._lost)
         for address in self.addresses:
-            link = WorkerLink(address, context=self._context, step_deadline=self.config.step_deadline, events=events)
+            link = WorkerLink(address, context=self._context, config=self.config, events=events)
             self._workers.append(WorkerState(link))
             link.open()
         self._changed()
@@ -175,16 +175,20 @@ class Fleet:
 
     def end_all(self, reason: str) -> None:
         """End everything in flight with a named error, and tell the workers that still listen."""
+        self._end_all_of(self._workers, reason)
+
+    def _end_all_of(self, workers: list[WorkerState], reason: str) -> None:
         now = time.monotonic()
-        flights, self._flights = self._flights, {}
-        self._room.cleared()
-        for request_id, flight in flights.items():
-            worker = self._workers[flight.rank]
-            worker.own = worker.pending = 0
+        ranks = {worker.link.rank for worker in workers}
+        for request_id, flight in [(name, f) for name, f in self._flights.items() if f.rank in ranks]:
+            del self._flights[request_id]
+            self._room.left(now, 0 if flight.received else flight.prompt, ran=False)
             if flight.ticket is not None:
-                worker.link.send(Abort(request_id=request_id))
+                self._workers[flight.rank].link.send(Abort(request_id=request_id))
                 flight.ticket.put(now, flight.index, Lost(reason))
-        self._metrics.inflight.set(0)
+        for worker in workers:
+            worker.own = worker.pending = 0
+        self._metrics.inflight.set(len(self._flights))
 
     def fail(self, reason: str) -> None:
         """A rank is lost, and with it the fleet. The first reason stays."""
@@ -219,6 +223,9 @@ class Fleet:
     def _up(self, rank: int) -> None:
         self._workers[rank].connected = True
         self._changed()
+
+    def _back(self, rank: int, reason: str) -> None:
+        self._end_all_of([self._workers[rank]], reason)
 
     def _lost(self, rank: int, reason: str) -> None:
         self._workers[rank].lost = True

@@ -51,7 +51,3 @@ class Room:
         self.unread_tokens -= unread
         if ran:
             self._ends.left(now)
-
-    def cleared(self) -> None:
-        """All have ended at once, for the fleet's own reasons."""
-        self.sequences = self.unread_tokens = 0

@@ -90,6 +90,7 @@ class Engine:
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
         self._poller.register(frontend.socket, zmq.POLLIN)
+        self._poller.register(frontend.monitor, zmq.POLLIN)
         # Peers are registered by `run`: they are met after this rank is built.
         self._peer_sockets: list[zmq.Socket[bytes]] = []
 

@@ -2,10 +2,13 @@
 
 import platform
 import threading
+from collections.abc import Iterable
 from wsgiref.simple_server import WSGIServer
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.lockstep import Lockstep
@@ -88,6 +91,9 @@ class WorkerMetrics:
             buckets=EXCHANGE_BUCKETS,
             registry=self.registry,
         )
+        # Per door (router, peer) what was refused there so far, by reason; read when somebody scrapes.
+        self.refused: dict[str, dict[str, int]] = {}
+        self.registry.register(_Refused(self, self._rank))
         self._counters = {
             name: Counter(f"moeyard_{name}", text, ("rank", *labels), registry=self.registry)
             for name, text, labels in (
@@ -200,6 +206,26 @@ class WorkerMetrics:
         _drain(stats.stall_seconds, self.expert_stall)
         if stats.load_imbalance:
             self._gauge("expert_load_imbalance", max(stats.load_imbalance.values()))
+
+
+class _Refused(Collector):
+    """`moeyard_refused_total`: connections and frames that were not let in."""
+
+    def __init__(self, metrics: WorkerMetrics, rank: str) -> None:
+        self._metrics, self._rank = metrics, rank
+
+    def describe(self) -> Iterable[Metric]:
+        """Its name, for views of a part of the registry."""
+        return self.collect()
+
+    def collect(self) -> Iterable[Metric]:
+        """A sample for each reason that there was."""
+        text = "Connections and frames that were not let in"
+        family = CounterMetricFamily("moeyard_refused", text, labels=["rank", "door", "reason"])
+        for door, counts in self._metrics.refused.items():
+            for reason, count in dict(counts).items():
+                family.add_metric([self._rank, door, reason], count)
+        yield family
 
 
 def _end(server: WSGIServer) -> None:

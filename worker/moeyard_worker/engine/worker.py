@@ -30,6 +30,7 @@ from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
+from moeyard_worker.exchange.wires import MeshLock
 from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.placement import partition
@@ -66,9 +67,17 @@ class Worker:
             epoch=spec.epoch,
             host=spec.host,
             deadline=config.step_deadline,
+            lock=None if spec.keys is None else MeshLock(keys=spec.keys, encrypt=config.mesh_encryption),
         )
-        self._frontend = Frontend(spec.host)
+        self._frontend = Frontend(
+            spec.host,
+            deadline=config.step_deadline,
+            # What is planned for it later is at most this.
+            max_model_len=config.max_model_len or self._model.max_position,
+            keys=spec.keys,
+        )
         self._metrics = WorkerMetrics(rank=spec.rank, version=spec.version)
+        self._metrics.refused = {"router": self._frontend.refusals.counts, "peer": self._mesh.refused}
         try:
             self._metrics_port = self._metrics.serve(spec.host, spec.metrics_port)
         except OSError as error:
