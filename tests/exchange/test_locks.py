@@ -84,7 +84,7 @@ def pair(fleet_lock: MeshLock) -> Iterator[Pair]:
 
 
 def drill(encryption: str) -> dict[str, int]:
-    """Ranks that work while strangers come and go; what was refused. Runs in a process of its own: it may be aborted."""
+    """What ranks refused that worked while strangers came and went. In a process of its own: it may be aborted."""
     lock = None if encryption == "none" else MeshLock(keys=make_keys().of_worker(), encrypt=encryption == "on")
     pair = Pair(lock)
     if lock is not None:
