@@ -3,6 +3,7 @@
 import platform
 import threading
 from collections.abc import Iterable
+from types import MappingProxyType
 from wsgiref.simple_server import WSGIServer
 
 import torch
@@ -208,6 +209,12 @@ class WorkerMetrics:
             self._gauge("expert_load_imbalance", max(stats.load_imbalance.values()))
 
 
+# By door, what may be refused there: known from the start, so that the first one is an increase.
+REFUSALS = MappingProxyType(
+    {"router": ("unknown_key", "handshake", "message", "frames"), "peer": ("unknown_key", "handshake")}
+)
+
+
 class _Refused(Collector):
     """`moeyard_refused_total`: connections and frames that were not let in."""
 
@@ -219,12 +226,13 @@ class _Refused(Collector):
         return self.collect()
 
     def collect(self) -> Iterable[Metric]:
-        """A sample for each reason that there was."""
+        """A sample for each door and reason."""
         text = "Connections and frames that were not let in"
         family = CounterMetricFamily("moeyard_refused", text, labels=["rank", "door", "reason"])
-        for door, counts in self._metrics.refused.items():
-            for reason, count in dict(counts).items():
-                family.add_metric([self._rank, door, reason], count)
+        for door, reasons in REFUSALS.items():
+            counts = self._metrics.refused.get(door, {})
+            for reason in reasons:
+                family.add_metric([self._rank, door, reason], counts.get(reason, 0))
         yield family
 
 
