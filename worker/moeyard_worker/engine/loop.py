@@ -175,7 +175,7 @@ class Engine:
             elif isinstance(message, Inspect):
                 self._send(client, self._experts.loads(self.rank))
             else:
-                log.warning("a router sent a %s, which only workers send", message.type)
+                self._frontend.refusals.add("message", f"a router sent a {message.type}, which only workers send")
         for each, made in self._grammars.ready(time.monotonic()):
             if isinstance(made, Rejected):
                 self._send(each.client, made)
