@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.keys import FleetKeys, RouterKeys
 from moeyard_worker.protocol import (
     Abort,
     Done,
@@ -29,6 +30,7 @@ from moeyard_worker.protocol import (
     TokenLogprob,
     Tokens,
 )
+from moeyard_worker.sockets import make_keys, unlock
 from moeyard_worker.wire import decode, encode
 
 CALL_SECONDS = 60.0
@@ -139,9 +141,10 @@ class Answer:
 class Client:
     """Speaks the worker protocol to all ranks of a fleet, as a router does."""
 
-    def __init__(self, frontends: Sequence[str]) -> None:
+    def __init__(self, frontends: Sequence[str], keys: RouterKeys | None = None) -> None:
         self._context = zmq.Context()
         self._poller = zmq.Poller()
+        self._keys = keys
         self.sockets = [self._connect(frontend) for frontend in frontends]
         self.answers: dict[str, Answer] = {}
         self.submits: dict[str, tuple[int, Submit]] = {}
@@ -150,6 +153,8 @@ class Client:
     def _connect(self, frontend: str) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        if self._keys is not None:
+            unlock(socket, self._keys.own, self._keys.worker)
         socket.connect(frontend)
         self._poller.register(socket, zmq.POLLIN)
         return socket
@@ -254,6 +259,7 @@ class Fleet:
     reports: list[dict[str, Any]]
     client: Client
     config: EngineConfig
+    keys: FleetKeys
 
     def recover(self, dead: Sequence[int]) -> list[dict[str, Any]]:
         """Put new processes in the place of dead ones and begin a new epoch, as a launcher does.
@@ -266,7 +272,7 @@ class Fleet:
         for rank in dead:
             self.ranks[rank].join()
             self.ranks[rank] = RankProcess()
-            self.ranks[rank].send("setup", _spec(self.config, rank, epoch))
+            self.ranks[rank].send("setup", _spec(self.config, rank, epoch, self.keys))
         for rank in survivors:
             self.ranks[rank].send("rebind", epoch)
         self.endpoints = [rank.result() for rank in self.ranks]
@@ -294,15 +300,15 @@ def call_all(ranks: Sequence[RankProcess], name: str, args: Sequence[tuple[Any, 
 @contextlib.contextmanager
 def start_fleet(pool: ProcessPool, config: EngineConfig) -> Iterator[Fleet]:
     """Start a fleet for one case on processes of the pool; invariants are checked and everything stopped at the end."""
-    ranks = pool.take(config.num_workers)
+    ranks, keys = pool.take(config.num_workers), make_keys()
     count, epoch = len(ranks), secrets.randbits(31)
-    endpoints = call_all(ranks, "setup", [(_spec(config, rank, epoch),) for rank in range(count)])
+    endpoints = call_all(ranks, "setup", [(_spec(config, rank, epoch, keys),) for rank in range(count)])
     call_all(ranks, "connect", [([e["mesh"] for e in endpoints],)] * count)
     reports = call_all(ranks, "load", [(count,)] * count)
     call_all(ranks, "start", [()] * count)
-    client = Client([e["frontend"] for e in endpoints])
+    client = Client([e["frontend"] for e in endpoints], keys.of_router())
     try:
-        yield Fleet(ranks=ranks, endpoints=endpoints, reports=reports, client=client, config=config)
+        yield Fleet(ranks=ranks, endpoints=endpoints, reports=reports, client=client, config=config, keys=keys)
         alive = [rank for rank in ranks if rank.process.is_alive()]
         call_all(alive, "validate", [()] * len(alive))
     finally:
@@ -312,5 +318,6 @@ def start_fleet(pool: ProcessPool, config: EngineConfig) -> Iterator[Fleet]:
         pool.keep(ranks)
 
 
-def _spec(config: EngineConfig, rank: int, epoch: int) -> dict[str, Any]:
-    return {"config": config, "rank": rank, "epoch": epoch, "host": "127.0.0.1", "version": "test"}
+def _spec(config: EngineConfig, rank: int, epoch: int, keys: FleetKeys) -> dict[str, Any]:
+    spec = {"config": config, "rank": rank, "epoch": epoch, "host": "127.0.0.1", "version": "test"}
+    return {**spec, "keys": keys.of_worker()}

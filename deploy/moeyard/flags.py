@@ -105,6 +105,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="zmq: shared memory on one host, TCP between hosts; zmq-tcp: always TCP (default %(default)s)",
     )
     add(
+        "--mesh-encryption",
+        choices=("on", "off"),
+        default="on",
+        help="of activations over TCP; off: a password in clear still keeps strangers out, and what moves can be read "
+        "(default %(default)s)",
+    )
+    add(
         "--dtype",
         choices=DTYPES,
         default=DEFAULTS["dtype"],
@@ -271,6 +278,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         num_layers=args.layers,
         num_workers=args.workers,
         exchange=args.exchange,
+        mesh_encryption=args.mesh_encryption == "on",
         dtype=args.dtype,
         expert_slots=args.expert_slots,
         expert_memory=args.expert_memory,

@@ -28,6 +28,7 @@ from moeyard.ray_errors import first_line
 from moeyard.ray_ranks import PROGRESS_SECONDS, STOP_SECONDS, Progress, RayRanks
 from moeyard.signals import Interrupts, run_apart
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.keys import FleetKeys
 
 CONNECT_SECONDS = 3.0
 # Length 0, type SETTINGS, no flags, stream 0 (RFC 9113, 4.1 and 6.5).
@@ -47,8 +48,10 @@ class RayFleet:
         worker_host: str | None,
         metrics_port_base: int,
         cluster_wait: float = 0.0,
+        keys: FleetKeys,
     ) -> None:
         self._config = config
+        self._keys = keys
         self._log = log
         self._address = address
         self._worker_host = worker_host if worker_host or address else "127.0.0.1"
@@ -162,6 +165,7 @@ class RayFleet:
 
     def _spec(self, config: EngineConfig, rank: int, epoch: int) -> dict[str, Any]:
         return {
+            "keys": self._keys.of_worker(),
             "config": config,
             "log": self._log,
             "rank": rank,

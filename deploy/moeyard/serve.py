@@ -41,6 +41,7 @@ from moeyard_worker.experts.placement import partition
 from moeyard_worker.experts.trace import rank_path
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
+from moeyard_worker.sockets import make_keys
 
 DUMMY_NOTE = (
     'weights of chance and no tokenizer: prompts are token ids ("prompt": [1, 2, 3] of /v1/completions), answers are '
@@ -82,6 +83,7 @@ def serve(
         ray_config.prepare_local(config.threads)
     else:
         ray_config.prepare_remote()
+    keys = make_keys()
     supervisor: Supervisor | None = None
     failure: str | None = None
     with noted() as interrupts:
@@ -93,6 +95,7 @@ def serve(
             worker_host=args.worker_host,
             metrics_port_base=args.metrics_port_base,
             cluster_wait=args.wait_for_cluster,
+            keys=keys,
         )
         try:
             interrupts.check()
@@ -106,7 +109,9 @@ def serve(
                 print(defaults, file=sys.stderr, flush=True)
             print(formats.describe(), file=sys.stderr, flush=True)
             router = dataclasses.replace(
-                router_config(args, config, model, api=api, ranks=ranks, port=sock.getsockname()[1]), door=door
+                router_config(args, config, model, api=api, ranks=ranks, port=sock.getsockname()[1]),
+                door=door,
+                keys=keys.of_router(),
             )
 
             def ready() -> None:

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from moeyard_worker.keys import RouterKeys
+
 METRIC_ALIASES = ("vllm",)
 
 
@@ -110,6 +112,7 @@ class RouterConfig:
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
     `prefix_caching` says whether workers reuse prompts' beginnings, so that sending them to one rank pays.
     `metric_aliases` adds other programs' names to /metrics: "vllm" is the only set there is.
+    `keys` are shown to the workers, and tell that it is them; with None nothing is locked (workers of a test).
     `version` is what /version answers.
     """
 
@@ -146,6 +149,7 @@ class RouterConfig:
     prefix_caching: bool = True
     metric_aliases: tuple[str, ...] = ()
     door: DoorConfig = DoorConfig()
+    keys: RouterKeys | None = None
     version: str = "unknown"
 
     def __post_init__(self) -> None:

@@ -74,6 +74,7 @@ WORKER_OTHERS = (
     "moeyard_kv_cache_usage_ratio",
     "moeyard_expert_cache_slots",
     "moeyard_expert_load_imbalance",
+    "moeyard_refused_total",
     "moeyard_build_info",
 )
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 from tests.checkpoints import edit_tensors, make_checkpoint
+from tests.strangers import GREETING, knock
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "deploy" / "demo")
@@ -221,6 +222,17 @@ def test_listens_on_loopback_only(service: Command) -> None:
     assert addresses, "nothing listens at all"
     beyond = [(n, ip) for n, ip in addresses if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback]
     assert not beyond
+
+
+def test_workers_are_locked(service: Command) -> None:
+    """Nobody but the router is heard, on one host too."""
+    endpoints = [worker["endpoint"] for worker in httpx.get(f"{service.url}/v1/fleet").json()["workers"]]
+    assert len(endpoints) == 2
+    for endpoint in endpoints:
+        with knock(endpoint) as connection:
+            connection.sendall(GREETING[:11])  # up to the version; it then says what it speaks
+            assert connection.recv(32, socket.MSG_WAITALL)[12:17] == b"CURVE"
+    assert chat(service.url).status_code == 200
 
 
 def test_memory_of_workers(service: Command) -> None:

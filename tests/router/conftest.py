@@ -22,6 +22,7 @@ from moeyard.routers import RouterProcesses
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer
 from moeyard_router.text.chat import TextCodec
+from moeyard_worker.keys import WorkerKeys
 from moeyard_worker.protocol import (
     Abort,
     Done,
@@ -36,6 +37,7 @@ from moeyard_worker.protocol import (
     TokenLogprob,
     Tokens,
 )
+from moeyard_worker.sockets import Gate, lock
 from moeyard_worker.wire import decode, encode
 
 VOCAB_SIZE = 400  # a little more than the tokenizer has, as padded embeddings do
@@ -141,7 +143,14 @@ class ScriptedWorker:
     """
 
     def __init__(
-        self, rank: int, world_size: int, script: Callable[[Submit], list[int]], *, epoch: int = 0, state: str = "ready"
+        self,
+        rank: int,
+        world_size: int,
+        script: Callable[[Submit], list[int]],
+        *,
+        epoch: int = 0,
+        state: str = "ready",
+        keys: WorkerKeys | None = None,
     ) -> None:
         self.rank = rank
         self.default_script = script
@@ -161,6 +170,9 @@ class ScriptedWorker:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
+        if keys is not None:
+            Gate(self._context, key=keys.router)
+            lock(self._socket, keys.own)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self._alive = True
@@ -439,6 +451,7 @@ class Starter:
         through: Callable[[str], str] = lambda endpoint: endpoint,
         prepare: Callable[[ScriptedWorker], None] = lambda worker: None,
         num_routers: int = 1,
+        locked: WorkerKeys | None = None,
         **overrides: Any,
     ) -> Service:
         """A router with `num_workers` scripted workers; `overrides` are fields of RouterConfig.
@@ -446,7 +459,7 @@ class Starter:
         `prepare` sets up each worker before the router knows it; `through` reroutes endpoints. Several routers are
         processes of their own.
         """
-        workers = [ScriptedWorker(rank, num_workers, self._script) for rank in range(num_workers)]
+        workers = [ScriptedWorker(rank, num_workers, self._script, locked) for rank in range(num_workers)]
         for worker in workers:
             prepare(worker)
         addresses = tuple(

@@ -195,7 +195,8 @@ def test_silent_worker_is_found_by_heartbeats(start, wait_for):
         thread.start()
         wait_for(lambda: len(service.submits) == 2, "the workers must have the request")
         cables[1].cut = True
-        assert wait_for(lambda: service.failures != [], "a cut cable must be noticed") < 2.0
+        # Not before the deadline, however often heartbeats leave.
+        assert wait_for(lambda: service.failures != [], "a cut cable must be noticed") >= 2.0
         thread.join(1)
         assert answers[0].status_code == 503
         assert "worker 1" in answers[0].json()["error"]["message"]

@@ -143,7 +143,7 @@ class Members:
 
     def _open(self, address: WorkerAddress) -> WorkerState:
         events = LinkEvents(up=self._up, messages=self._events.messages, broke=self._broke, lost=self.lose)
-        link = WorkerLink(address, context=self._context, step_deadline=self._config.step_deadline, events=events)
+        link = WorkerLink(address, context=self._context, config=self._config, events=events)
         link.open()
         return WorkerState(link, self._flights.held[address.rank])
 

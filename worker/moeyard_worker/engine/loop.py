@@ -98,6 +98,7 @@ class Engine:
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
         self._poller.register(frontend.socket, zmq.POLLIN)
+        self._poller.register(frontend.monitor, zmq.POLLIN)
         # Peers are registered when an epoch begins: they are met after this rank is built.
         self._peer_sockets: list[zmq.Socket[bytes]] = []
 
@@ -197,7 +198,7 @@ class Engine:
             elif isinstance(message, Inspect):
                 self._send(client, self._experts.loads(self.rank))
             else:
-                log.warning("a router sent a %s, which only workers send", message.type)
+                self._frontend.refusals.add("message", f"a router sent a {message.type}, which only workers send")
         for each, made in self._grammars.ready(time.monotonic()):
             if isinstance(made, Rejected):
                 self._send(each.client, made)

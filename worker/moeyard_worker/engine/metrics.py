@@ -2,10 +2,14 @@
 
 import platform
 import threading
+from collections.abc import Iterable
+from types import MappingProxyType
 from wsgiref.simple_server import WSGIServer
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.lockstep import Lockstep
@@ -88,6 +92,9 @@ class WorkerMetrics:
             buckets=EXCHANGE_BUCKETS,
             registry=self.registry,
         )
+        # Per door (router, peer) what was refused there so far, by reason; read when somebody scrapes.
+        self.refused: dict[str, dict[str, int]] = {}
+        self.registry.register(_Refused(self, self._rank))
         self._counters = {
             name: Counter(f"moeyard_{name}", text, ("rank", *labels), registry=self.registry)
             for name, text, labels in (
@@ -200,6 +207,33 @@ class WorkerMetrics:
         _drain(stats.stall_seconds, self.expert_stall)
         if stats.load_imbalance:
             self._gauge("expert_load_imbalance", max(stats.load_imbalance.values()))
+
+
+# By door, what may be refused there: known from the start, so that the first one is an increase.
+REFUSALS = MappingProxyType(
+    {"router": ("unknown_key", "handshake", "message", "frames"), "peer": ("unknown_key", "handshake")}
+)
+
+
+class _Refused(Collector):
+    """`moeyard_refused_total`: connections and frames that were not let in."""
+
+    def __init__(self, metrics: WorkerMetrics, rank: str) -> None:
+        self._metrics, self._rank = metrics, rank
+
+    def describe(self) -> Iterable[Metric]:
+        """Its name, for views of a part of the registry."""
+        return self.collect()
+
+    def collect(self) -> Iterable[Metric]:
+        """A sample for each door and reason."""
+        text = "Connections and frames that were not let in"
+        family = CounterMetricFamily("moeyard_refused", text, labels=["rank", "door", "reason"])
+        for door, reasons in REFUSALS.items():
+            counts = self._metrics.refused.get(door, {})
+            for reason in reasons:
+                family.add_metric([self._rank, door, reason], counts.get(reason, 0))
+        yield family
 
 
 def _end(server: WSGIServer) -> None:

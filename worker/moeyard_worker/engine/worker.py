@@ -22,17 +22,15 @@ from moeyard_worker.checkpoint.staging import StagedExperts, Staging
 from moeyard_worker.config.engine_config import SchedulerConfig, loading_rates
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
-from moeyard_worker.engine.frontend import Frontend
+from moeyard_worker.engine.doors import bind_frontend, bind_mesh, serve_metrics
 from moeyard_worker.engine.grammars import Grammars
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.loop import Engine
 from moeyard_worker.engine.loss import Loss
 from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
-from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.engine.recording import open_recorder
 from moeyard_worker.engine.runner import Runner
-from moeyard_worker.exchange.factory import build_exchange, build_mesh
-from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.factory import build_exchange
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.cache import ExpertCache
@@ -62,9 +60,12 @@ class Worker:
         self._placement = partition(self._model.num_experts, config.num_workers)
         self._experts = self._placement[spec.rank]
         self._shape = exchange_shape(config, self._model)
-        self._mesh = self._bind_mesh(spec.epoch)
+        self._mesh = bind_mesh(spec, self._shape, spec.epoch)
         try:
-            self._bind(spec)
+            self._metrics, self._metrics_port = serve_metrics(spec)
+            # What is planned for a sequence later is at most this.
+            self._frontend = bind_frontend(spec, config.max_model_len or self._model.max_position)
+            self._metrics.refused = {"router": self._frontend.refusals.counts, "peer": self._mesh.refused}
         except BaseException:
             # Nobody has this object yet, so nobody else takes the names out of /dev/shm and the temporary directory.
             self._mesh.close()
@@ -81,18 +82,6 @@ class Worker:
         self._told: SimpleQueue[Loss | BaseException | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def _bind(self, spec: WorkerSpec) -> None:
-        """Listen for routers and Prometheus."""
-        self._metrics = WorkerMetrics(rank=spec.rank, version=spec.version)
-        try:
-            self._metrics_port = self._metrics.serve(spec.host, spec.metrics_port)
-        except OSError as error:
-            raise ValueError(
-                f"metrics of worker {spec.rank} cannot listen on {spec.host}:{spec.metrics_port}: {error.strerror}; "
-                "choose another --metrics-port-base"
-            ) from error
-        self._frontend = Frontend(spec.host)
-
     def endpoints(self) -> dict[str, Any]:
         """`frontend` for routers, `metrics_url` for Prometheus, `mesh` (fields of a MeshEndpoint) for the peers."""
         return {
@@ -101,22 +90,11 @@ class Worker:
             "mesh": asdict(self._mesh.endpoint()),
         }
 
-    def _bind_mesh(self, epoch: int) -> Mesh:
-        config = self._spec.config
-        return build_mesh(
-            config.exchange,
-            shape=self._shape,
-            rank=self._spec.rank,
-            world_size=config.num_workers,
-            epoch=epoch,
-            host=self._spec.host,
-            deadline=config.step_deadline,
-        )
-
     def rebind(self, epoch: int) -> dict[str, Any]:
         """Bind a mesh of another epoch, for a rank whose `wait` has told of a loss or whose peers did not meet."""
         self._mesh.close()
-        self._mesh = self._bind_mesh(epoch)
+        self._mesh = bind_mesh(self._spec, self._shape, epoch)
+        self._metrics.refused["peer"] = self._mesh.refused
         return self.endpoints()
 
     def connect(self, mesh: list[dict[str, Any]], timeout: float = MEET_SECONDS) -> None:
