@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import os
 import queue
 import socket
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import uvloop
 import zmq
@@ -231,22 +233,17 @@ class ScriptedWorker:
         self.do(ready)
 
     def hang_up(self) -> None:
-        """End all connections and take new ones; what ran for their routers is forgotten. From any thread."""
+        """Break all connections of this process to it, and go on listening; from any thread."""
+        port = int(self.endpoint.rpartition(":")[2])
+        for connection in psutil.Process().net_connections("tcp"):
+            if connection.raddr and connection.raddr.port == port:
+                with socket.socket(fileno=os.dup(connection.fd)) as end:
+                    end.shutdown(socket.SHUT_RDWR)
 
-        def again() -> None:
-            self._socket.close(0)
-            self._peers.clear()
-            self._running.clear()
-            self._socket = self._context.socket(zmq.ROUTER)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            while True:
-                try:
-                    self._socket.bind(self.endpoint)
-                    return
-                except zmq.ZMQError:  # the old one is closed in the background
-                    time.sleep(0.001)
-
-        self.do(again)
+    @property
+    def runs(self) -> list[str]:
+        """What clients' sequences it has now."""
+        return [name for name in self._running.copy() if not name.startswith("canary-")]
 
     def _run(self) -> None:
         while self._alive:
