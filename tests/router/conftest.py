@@ -269,8 +269,9 @@ class ScriptedWorker:
         if sampling.logprobs is not None:
             logprobs = tuple(scripted_logprob(i, sampling.logprobs) for i in ids)
         message = Tokens(
-            request_id=running.submit.request_id, start=running.sent, token_ids=tuple(ids), logprobs=logprobs
-        )
+            request_id=running.submit.request_id, start=running.sent, token_ids=tuple(ids), logprobs=logprobs,
+            cached_tokens=None if running.sent else 3,
+        )  # fmt: skip
         running.sent += len(ids)
         self._sampled += len(ids)
         self._socket.send_multipart([running.peer, encode(message)])
