@@ -154,6 +154,7 @@ class ScriptedWorker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # as workers have it: this one writes faster than it is read
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"

@@ -150,6 +150,11 @@ class ToolUse:
         """About how much text a template makes of them, in characters."""
         return 0 if self.choice == "none" else len(orjson.dumps(self.shown))
 
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """The schema of each function's arguments, by its name."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+
     def callable_functions(self) -> list[tuple[str, Mapping[str, Any]]]:
         """Name and schema of the arguments of every function that may be called."""
         found = [tool.function for tool in self.tools if self.name in (None, tool.function.name)]
@@ -227,6 +232,7 @@ def answering(
         reasoning=reasoning,
         inside=reasoning is not None and reasoning.inside_after(prompt, begun),
         tools=tools,
+        schemas={} if tools is None or tools.parameters is None else use.schemas,
         one_call=use.one_call,
         hide_reasoning=not include_reasoning,
         ends_as_tool_calls=use.choice != "named",
