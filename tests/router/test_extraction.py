@@ -33,7 +33,8 @@ TWO = {
         "<|tool_calls_section_end|>"
     ),
     "qwen3_coder": (
-        "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n[1, 2]\n</parameter>\n"
+        "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n"
+        "<parameter=days>\n[1, 2]\n</parameter>\n"
         '<parameter=why>\na "quoted" } brace\n</parameter>\n</function>\n</tool_call>\n'
         "<tool_call>\n<function=now>\n</function>\n</tool_call>"
     ),
@@ -64,7 +65,7 @@ def extraction(tools=None, reasoning=None, **options):
         tools=TOOL_FORMATS[tools] if tools else None,
         reasoning=REASONING_FORMATS[reasoning] if reasoning else None,
         id_seed="seed1",
-        schemas={name: SCHEMA for name in ("weather", "f")},
+        schemas=dict.fromkeys(("weather", "f"), SCHEMA),
         **options,
     )
 
@@ -200,7 +201,10 @@ def test_what_only_looks_like_a_call_is_content(name, text, _):
             )
         ),
         ("qwen3_coder", "<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>", '{"n": 1}', []),
-        ("qwen3_coder", "<function=f>\n<parameter=n>\n1\n</parameter>\n</tool_call>\nSo.", '{"n": 1}', [Content("\nSo.")]),
+        (
+            "qwen3_coder", "<function=f>\n<parameter=n>\n1\n</parameter>\n</tool_call>\nSo.",
+            '{"n": 1}', [Content("\nSo.")],
+        ),
         ("qwen3_coder", "<function=f>\n</function>\nSo.", "{}", [Content("\nSo.")]),
         *(
             ("deepseek_v32", f'<｜DSML｜invoke name="f">\n{written}\n</｜DSML｜invoke>', arguments, [])
@@ -284,7 +288,9 @@ PARTS = st.sampled_from(
         *TWO.values(), *(m for f in TOOL_FORMATS.values() for m in f.markers), "<think>", "</think>", "\n", " ",
         '{"name": "f", "arguments": ', '{"a": "x"}', "}", "]", "{", '"', "\\", "<", "word", "é🙂", ",", "```json\n",
         "function", "functions.f:0", "f>", 'f">', "weather>\n", 'weather">\n', "city", "<parameter=", "</parameter>",
-        '<｜DSML｜parameter name="', '" string="true">', '" string="false">', "</｜DSML｜parameter>", "days>", "null", "</", '{"arguments": {}, "name": "g"}', "\n" * 70, "[", ":",
+        '<｜DSML｜parameter name="', '" string="true">', '" string="false">', "</｜DSML｜parameter>", "days>", "null",
+        "</",
+        '{"arguments": {}, "name": "g"}', "\n" * 70, "[", ":",
     ]
 )  # fmt: skip
 TEXTS = st.lists(PARTS, max_size=12).map("".join)

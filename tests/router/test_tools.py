@@ -265,6 +265,24 @@ def test_markers_that_are_special_tokens_are_seen(starter, tool_checkpoint, tool
     assert model.chat()["message"]["content"] == "So.functions.now:7{}"
 
 
+def test_arguments_written_one_by_one_have_the_types_of_their_schema(starter, tool_checkpoint, tool_codec):
+    model = Model(starter(1, model_path=tool_checkpoint, tool_call_parser="qwen3_coder", **LONG), tool_codec)
+    parameters = {"properties": {"path": {"type": "string"}, "line": {"type": "integer"}}, "required": ["path"]}
+    tool = {"type": "function", "function": {"name": "edit", "parameters": parameters}}
+    model.says(
+        "So.\n<tool_call>\n<function=edit>\n<parameter=path>\n12\n</parameter>\n<parameter=line>\n12\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    message = model.chat(tools=[tool])["message"]
+    assert message["content"] == "So."
+    assert bare(message["tool_calls"]) == [("edit", '{"path": "12", "line": 12}')]
+    got, reason, chunks = model.streamed(tools=[tool])
+    assert (bare(got["tool_calls"]), reason) == ([("edit", '{"path": "12", "line": 12}')], "tool_calls")
+    assert len(chunks) > 2
+    model.streamed(tools=[tool], tool_choice="required")
+    assert "<parameter=" in model.worker.submits[-1].sampling.grammar.text
+
+
 def test_parsers_are_named_or_told_by_the_template(tool_checkpoint, tool_codec):
     def formats(codec=tool_codec, **options):
         config = RouterConfig(

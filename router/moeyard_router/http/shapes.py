@@ -10,9 +10,6 @@ from moeyard_router.api.schema import MAX_STOP_STRINGS
 
 REF = "#/components/schemas/"
 _ROLES = ("system", "developer", "user", "tool")
-_NULL = {"type": "null"}
-_SOME_TEXT = {"type": "string", "minLength": 1}
-_TOOL_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
 
 
 def narrow(schemas: dict[str, Any], *, vocab_size: int) -> None:
@@ -20,47 +17,46 @@ def narrow(schemas: dict[str, Any], *, vocab_size: int) -> None:
     schemas.setdefault("TextPart", _closed({"type": {"const": "text"}, "text": {"type": "string"}}))
     for (model, field), shape in _fields(vocab_size).items():
         schemas[model]["properties"][field] = shape
-    for model in ("Function", "FunctionTool"):
-        schemas[model]["properties"]["parameters"] = {"anyOf": [_OBJECT_SCHEMA, _NULL]}
     either = [_given("prompt", {"type": "string"}), _given("messages", {"type": "array"})]
     schemas["TokenizeRequest"]["oneOf"] = either
     schemas["ChatMessage"] = _by_role(schemas, schemas["ChatMessage"])
     schemas["ResponsePart"] = _by_kind(schemas["ResponsePart"])
 
 
-# What the arguments of a function are described by.
-_OBJECT_SCHEMA = {"type": "object", "properties": {"type": {"const": "object"}}, "additionalProperties": True}
-
-
 def _fields(vocab_size: int) -> dict[tuple[str, str], dict[str, Any]]:
     """(model, field) and what is let in."""
+    null, text = {"type": "null"}, {"type": "string", "minLength": 1}
+    tool_name = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+    arguments = {"type": "object", "properties": {"type": {"const": "object"}}, "additionalProperties": True}
     ids = _list_of({"type": "integer", "minimum": 0, "maximum": vocab_size - 1})
-    texts = _list_of(_SOME_TEXT)
-    stop = {"anyOf": [_SOME_TEXT, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _SOME_TEXT}, _NULL]}
+    texts = _list_of(text)
+    stop = {"anyOf": [text, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": text}, null]}
     named = _closed({"type": {"const": "function"}, "function": _closed({"name": {"type": "string"}})})
     items = [{"$ref": f"{REF}{name}"} for name in ("MessageItem", "CallItem", "CallOutputItem", "ReasoningItem")]
     return {
-        ("CompletionRequest", "prompt"): {"anyOf": [_SOME_TEXT, ids, texts, _list_of(ids)]},
-        ("ChatMessage", "content"): {"anyOf": [{"type": "string"}, _list_of({"$ref": f"{REF}TextPart"}), _NULL]},
-        ("ChatRequest", "tool_choice"): {"anyOf": [{"enum": ["none", "auto", "required"]}, named, _NULL]},
+        ("CompletionRequest", "prompt"): {"anyOf": [text, ids, texts, _list_of(ids)]},
+        ("ChatMessage", "content"): {"anyOf": [{"type": "string"}, _list_of({"$ref": f"{REF}TextPart"}), null]},
+        ("ChatRequest", "tool_choice"): {"anyOf": [{"enum": ["none", "auto", "required"]}, named, null]},
         ("CompletionRequest", "stop"): stop,
         ("ChatRequest", "stop"): stop,
-        ("MessagesRequest", "stop_sequences"): {"anyOf": [stop["anyOf"][1], _NULL]},
-        ("ResponsesRequest", "input"): {"anyOf": [_SOME_TEXT, _list_of({"anyOf": items})]},
+        ("MessagesRequest", "stop_sequences"): {"anyOf": [stop["anyOf"][1], null]},
+        ("ResponsesRequest", "input"): {"anyOf": [text, _list_of({"anyOf": items})]},
         ("DetokenizeRequest", "tokens"): {"type": "array", "items": ids["items"]},
-        ("Function", "name"): _TOOL_NAME,
-        ("FunctionTool", "name"): _TOOL_NAME,
-        ("ClientTool", "name"): _TOOL_NAME,
-        ("ClientTool", "input_schema"): _OBJECT_SCHEMA,
+        ("Function", "name"): tool_name,
+        ("FunctionTool", "name"): tool_name,
+        ("ClientTool", "name"): tool_name,
+        ("Function", "parameters"): {"anyOf": [arguments, null]},
+        ("FunctionTool", "parameters"): {"anyOf": [arguments, null]},
+        ("ClientTool", "input_schema"): arguments,
     }
 
 
 def _by_role(schemas: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
     """A message as one of two: the assistant's, or another's, who has content and neither calls nor refusals."""
-    own, other = message["properties"], dict(message["properties"])
+    own, other, null = message["properties"], dict(message["properties"]), {"type": "null"}
     for name in ("tool_calls", "refusal"):
-        other[name] = _NULL
-    content = {"anyOf": [shape for shape in own["content"]["anyOf"] if shape != _NULL]}
+        other[name] = null
+    content = {"anyOf": [shape for shape in own["content"]["anyOf"] if shape != null]}
     schemas["AssistantMessage"] = {
         **message,
         "properties": own | {"role": {"const": "assistant"}},

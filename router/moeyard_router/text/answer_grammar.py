@@ -7,20 +7,18 @@ special token through where plain text is allowed; any other marker is text.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from moeyard_router.text.lark import BLANKS_OF_ARGUMENTS, json_text, literal, slashed
+from moeyard_router.text.parameter_grammar import parameter_rules
 from moeyard_router.text.reasoning import END_THINK, THINK
 from moeyard_router.text.tool_calls import ToolFormat
 from moeyard_worker.protocol import Grammar
 
 # What comes first: the rest of a block that the prompt has opened, a block if the model wants one, or neither.
 Thinking = Literal["inside", "possible", "none"]
-# Blanks between the parts of a JSON text, in llguidance's words. Arguments are written in one line everywhere. A model
-# that has lost its way fills what room it has: the demo model did, 20 to a gap, until its tokens were spent.
-_BLANKS, _BLANKS_OF_ARGUMENTS = r"[ \t\n\r]{1,20}", " "
 _BREAKS = "/\\n{0,4}/"  # between the reasoning and what follows
 
 
@@ -65,53 +63,37 @@ def _calls(calls: Calls, token_ids: Mapping[str, int]) -> list[str]:
     form = calls.form
     begin, middle, end = form.written
     names = " | ".join(f"call_{i}" for i in range(len(calls.functions)))
-    more = "" if calls.one_call else f" ({_lark(form.joint, token_ids)} call)*"
-    before, behind = _lark(form.section_begin + form.opening, token_ids), _lark(form.section_end, token_ids)
+    more = "" if calls.one_call else f" ({literal(form.joint, token_ids)} call)*"
+    before, behind = literal(form.section_begin + form.opening, token_ids), literal(form.section_end, token_ids)
     rules = [f"calls: {before} call{more} {behind}"]
-    rules.append(f"call: {_lark(begin, token_ids)} ({names}) {_lark(end, token_ids)}")
+    rules.append(f"call: {literal(begin, token_ids)} ({names}) {literal(end, token_ids)}")
     for i, (name, schema) in enumerate(calls.functions):
-        rules.append(f"call_{i}: {_lark(name + middle, token_ids)} arguments_{i}")
-        rules.append(f"arguments_{i}: {_json(schema, _BLANKS_OF_ARGUMENTS)}")
+        rules.append(f"call_{i}: {literal(name + middle, token_ids)} arguments_{i}")
+        if form.parameters is not None:
+            rules += parameter_rules(i, schema, form.parameters, token_ids)
+        else:
+            rules.append(f"arguments_{i}: {json_text(schema, BLANKS_OF_ARGUMENTS)}")
     return rules
 
 
 def _body(body: Grammar) -> str:
     """One rule's right side."""
     if body.kind == "json_object":
-        return _json({"type": "object"})
+        return json_text({"type": "object"})
     if body.kind == "json_schema":
         schema = json.loads(body.text)
-        return _json(schema if isinstance(schema, dict) else {} if schema else {"not": {}})
+        return json_text(schema if isinstance(schema, dict) else {} if schema else {"not": {}})
     if body.kind == "regex":
-        pattern = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", body.text, flags=re.DOTALL)
-        return "/" + pattern.replace("\n", r"\n") + "/"
+        return f"/{slashed(body.text)}/"
     if body.kind == "choice":
         return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(body.text))
     raise ValueError(f"a grammar of kind {body.kind} is no part of another")
 
 
-def _json(schema: Mapping[str, Any], blanks: str = _BLANKS) -> str:
-    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": blanks}, **schema})
-
-
 def _thinking(token_ids: Mapping[str, int], *, inside: bool) -> list[str]:
-    first = "" if inside else f"{_lark(THINK, token_ids)} "
+    first = "" if inside else f"{literal(THINK, token_ids)} "
     block = f"{first}thought {_BREAKS}"
     rules = [f"thinking: {block}" if inside else f"thinking: ({block})?"]
     if END_THINK in token_ids:
-        return [*rules, f"thought: THOUGHT {_lark(END_THINK, token_ids)}", "THOUGHT: /(?s:.*)/"]
+        return [*rules, f"thought: THOUGHT {literal(END_THINK, token_ids)}", "THOUGHT: /(?s:.*)/"]
     return [*rules, f"thought[suffix={json.dumps(END_THINK)}]: /(?s:.*)/"]
-
-
-def _lark(text: str, token_ids: Mapping[str, int]) -> str:
-    """A text as a sequence of Lark's literals and tokens; {index} is any number."""
-    known = [re.escape(m) for m in sorted(token_ids, key=len, reverse=True)]
-    out = []
-    for part in re.split(f"({'|'.join([*known, re.escape('{index}')])})", text):
-        if part == "{index}":
-            out.append("/[0-9]{1,4}/")
-        elif part in token_ids:
-            out.append(f"<[{token_ids[part]}]>")
-        elif part:
-            out.append(json.dumps(part, ensure_ascii=False))
-    return " ".join(out)

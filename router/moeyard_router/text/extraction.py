@@ -14,7 +14,8 @@ class Extraction:
     """How the choices of one request are taken apart.
 
     `visible`: bytes by token id, where the markers' own special tokens can be seen. `inside`: the prompt ends within
-    the block of `reasoning`. `schemas`: of the functions' arguments, by name, for formats that need them. `id_seed`: letters and digits that make ids of calls, one request's unlike another's.
+    the block of `reasoning`. `schemas`: of the functions' arguments, by name, for formats that need them.
+    `id_seed`: letters and digits that make ids of calls, one request's unlike another's.
     `one_call`: calls after a choice's first are left out. `hide_reasoning`: so is what the model thinks.
     `ends_as_tool_calls`: whether an output with calls that ended by itself has the finish reason "tool_calls".
     """
