@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--venvs", type=Path, default=Path("/tmp/moeyard-clients"))
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the fleet ends with this process
-    names = args.suites or list(SUITES)
+    names = args.suites or [name for name, s in SUITES.items() if s.machine is None or shutil.which(s.machine)]
     if unknown := set(names) - set(SUITES):
         parser.error(f"no suite {', '.join(sorted(unknown))}")
     bins = {name: environment(args.venvs, SUITES[name]) for name in names}
