@@ -38,14 +38,25 @@ def tokenizer_with(markers, special):
 class Checker:
     """Whether a text is what a grammar allows, whole."""
 
-    def __init__(self, name, special, *, thinking="none", one_call=False, calls=True, body=None, functions=FUNCTIONS):
+    def __init__(
+        self,
+        name,
+        special,
+        *,
+        thinking="none",
+        one_call=False,
+        calls=True,
+        body=None,
+        functions=FUNCTIONS,
+        among_text=False,
+    ):
         form = TOOL_FORMATS[name]
         markers = ("<think>", "</think>", *form.markers)
         self.tokenizer = tokenizer_with(markers, special)
         vocabulary = self.tokenizer.get_vocab()
         grammar = answer_grammar(
             thinking=thinking,
-            calls=Calls(form=form, functions=functions, one_call=one_call) if calls else None,
+            calls=Calls(form=form, functions=functions, one_call=one_call, among_text=among_text) if calls else None,
             body=body,
             token_ids={m: vocabulary[m] for m in markers if m in vocabulary},
         )
@@ -207,3 +218,47 @@ def test_arguments_that_are_written_one_by_one_are_held_to_their_schema(name, sp
         assert not checker.allows(written(name, [("file", json.dumps(arguments))])), arguments
     assert checker.allows(written(name, [("silent", '{"a": {"b": 1}, "c": "d"}')]))
     assert not checker.allows(written(name, [("silent", '{"c": "d"}')]))
+
+
+@pytest.mark.parametrize(("name", "special"), FORMS)
+def test_a_call_in_free_text_is_held_to_its_schema_once_it_begins(name, special):
+    checker = Checker(name, special, among_text=True)
+    one = written(name, [("weather", '{"city": "x"}')])
+    two = written(name, [("weather", '{"city": "x"}'), ("weather_now", '{"a": 1}')])
+    plain = "I would rather <talk>.\n{["
+    for text in ("", plain, one, two, "Let me see.\n\n" + one, two + "\nSo <b>.", one + "\n" + one):
+        assert checker.allows(text), text
+    wrong = [
+        written(name, [(function, arguments)])
+        for function, arguments in (
+            ("rain", "{}"),
+            ("weather", '{"days": 3}'),
+            ("weather", '{"city": "x", "other": 1}'),
+            ("weather", '{"city": "x", "days": "y"}'),
+        )
+    ]
+    for text in (*wrong, "So. " + wrong[0], one[:-4], one + wrong[1]):
+        assert not checker.allows(text), text
+    for opener in TOOL_FORMATS[name].openers:
+        assert not checker.allows(f"It begins with {opener}, then a name")
+    single = Checker(name, special, among_text=True, one_call=True)
+    assert single.allows("So. " + one)
+    assert single.allows("So.")
+    assert not single.allows(two)
+    thinking = Checker(name, special, among_text=True, thinking="possible")
+    assert thinking.allows("<think>\nSo <b>.\n</think>\n\nHm. " + one)
+    assert thinking.allows(one)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_other_properties_are_let_in_as_the_schema_says(name):
+    """`additionalProperties`: absent and true are any, false is none, a schema is what fits it."""
+    base = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    given = [("absent", {}), ("true", {"additionalProperties": True}), ("false", {"additionalProperties": False})]
+    given.append(("numbers", {"additionalProperties": {"type": "integer"}}))
+    for among_text in (False, True):
+        checker = Checker(name, None, among_text=among_text, functions=[(n, base | extra) for n, extra in given])
+        for function, lets in (("absent", "tn"), ("true", "tn"), ("false", ""), ("numbers", "n")):
+            assert checker.allows(written(name, [(function, '{"a": 1}')]))
+            assert checker.allows(written(name, [(function, '{"a": 1, "b": "x"}')])) == ("t" in lets)
+            assert checker.allows(written(name, [(function, '{"a": 1, "b": 2}')])) == ("n" in lets)

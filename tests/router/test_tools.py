@@ -164,6 +164,26 @@ def test_required_and_named_have_a_grammar(model, stream):
     assert '"weather' not in model.worker.submits[-1].sampling.grammar.text
 
 
+def test_strict_functions_are_held_to_their_schema_where_the_model_decides(model):
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    model.says(THOUGHT + "One moment.\n" + CALL)
+    assert bare(model.chat(tools=[strict, NOW])["message"]["tool_calls"]) == [("weather", '{"city": "Köln"}')]
+    grammar = model.worker.submits[-1].sampling.grammar
+    assert grammar.text.startswith("%llguidance {}\nstart: thinking (calls)\ncalls: spoken* text\n")
+    assert '"city"' in grammar.text
+    assert '"now' in grammar.text
+    model.chat(tools=[strict], parallel_tool_calls=False)
+    assert "calls: spoken | text\n" in model.worker.submits[-1].sampling.grammar.text
+    for tools in ([WEATHER], [{**NOW, "function": {"name": "now", "strict": False}}]):
+        model.chat(tools=tools)
+        assert model.worker.submits[-1].sampling.grammar is None
+    model.chat(tools=[strict], tool_choice="none")
+    assert model.worker.submits[-1].sampling.grammar is None
+    loose = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"not": {}}}}}
+    model.chat(tools=[strict, {"type": "function", "function": loose}])
+    assert '"not"' not in model.worker.submits[-1].sampling.grammar.text, "only those that are strict"
+
+
 def test_the_form_of_an_answer_beside_tools_and_reasoning(model):
     form = {"response_format": {"type": "json_object"}}
 
