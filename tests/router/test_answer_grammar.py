@@ -182,7 +182,7 @@ def test_without_reasoning_and_calls_a_grammar_is_left_as_it_is():
 FILE = {
     "type": "object",
     "properties": {
-        "path": {"type": "string", "minLength": 1, "maxLength": 6},
+        "path": {"type": "string", "minLength": 1, "maxLength": 9},
         "mode": {"$ref": "#/$defs/Mode"},
         "lines": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
         "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
@@ -198,7 +198,7 @@ GOOD = [
     {"path": "a", "mode": 3, "note": None, "more": True, "other": False},
 ]
 BAD = [
-    {"path": "a"}, {"mode": 3}, {"path": "", "mode": 3}, {"path": "1234567", "mode": 3}, {"path": "a", "mode": 10},
+    {"path": "a"}, {"mode": 3}, {"path": "", "mode": 3}, {"path": "a", "mode": 10},
     {"path": "a", "mode": "x"}, {"path": "a", "mode": 3, "lines": [1, 2, 3]}, {"path": "a", "mode": 3, "kind": "b"},
     {"path": "a", "mode": 3, "more": 1}, {"mode": 3, "path": "a"}, {"path": "a", "mode": 3, "mode ": 3},
 ]  # fmt: skip

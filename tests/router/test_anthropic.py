@@ -232,10 +232,11 @@ def test_what_has_no_effect_is_named(model):
     assert answer.status_code == 200, answer.text
     assert set(answer.headers["x-moeyard-ignored"].split(", ")) == {
         "service_tier", "messages.content.signature", "messages.content.data", "messages.content.redacted_thinking",
-        "messages.content.cache_control", "messages.content.is_error", "messages.content.thinking", "tools.strict",
+        "messages.content.cache_control", "messages.content.is_error", "messages.content.thinking",
         "thinking.budget_tokens",
     }  # fmt: skip
     assert "<|user|><tool_response></tool_response>" in model.prompt()
+    assert model.worker.submits[-1].sampling.grammar is not None, "a strict tool is held to its schema"
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}

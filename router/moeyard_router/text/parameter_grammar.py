@@ -1,7 +1,8 @@
 """The grammar of arguments that are written one by one (text/parameters.py), by the schema of their function.
 
 Values of any other type than text are JSON by their own schemas. A text stands there bare, so of its schema only the
-choice among constants and the length hold; `pattern` and `format` do not.
+choice among constants and `minLength` hold; `maxLength`, `pattern` and `format` do not. (A count of characters makes an
+automaton with a state for each, and in a vocabulary of 151,936 a mask of 12 ms in place of 5 us, 2026-11-22.)
 """
 
 import json
@@ -11,7 +12,7 @@ from typing import Any
 from moeyard_router.text.lark import ANY_TEXT, BLANKS_OF_ARGUMENTS, json_text, literal, slashed, text_until
 from moeyard_router.text.parameters import ParameterMarkup, json_types
 
-MAX_LENGTH = 2000  # of a text that is held to its length: the automaton has as many states
+MAX_LEAST = 100  # characters of a `minLength` that is held to
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -80,12 +81,11 @@ class _Values:
             texts = [c if isinstance(c, str) else json.dumps(c, ensure_ascii=False) for c in constants]
             either = " | ".join(literal(text, {}) for text in texts if text)
             return f"({either}) {literal(markup.pad + markup.end + markup.behind, ids)}"
-        low, high = schema.get("minLength", 0), schema.get("maxLength")
-        low = low if isinstance(low, int) and 0 < low <= MAX_LENGTH and types == {"string"} else 0
-        high = high if isinstance(high, int) and low <= high <= MAX_LENGTH and types == {"string"} else None
-        length = f"(?s:.{{{low},{'' if high is None else high}}})" if low or high is not None else ANY_TEXT
-        pad = "" if length == ANY_TEXT else slashed(markup.pad)  # which is not counted
-        self.rules += text_until(f"{rule}_text", markup.end, ids, text=length + pad)
+        least = schema.get("minLength")
+        text = ANY_TEXT
+        if isinstance(least, int) and 0 < least <= MAX_LEAST and types == {"string"}:
+            text = f"(?s:.{{{least},}}){slashed(markup.pad)}"  # the pad is not counted
+        self.rules += text_until(f"{rule}_text", markup.end, ids, text=text)
         return f"{rule}_text {literal(markup.behind, ids)}"
 
 
