@@ -113,14 +113,22 @@ def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
         and set(map(type, chain.from_iterable(token_ids))) <= {int}
     ):
         raise ProtocolError(f"{where}: request_ids, starts or token_ids of a wrong type")
-    if not logprobs and not cached:
-        rows = zip(request_ids, starts, token_ids, strict=True)
-        return tuple(Tokens(request_id=name, start=start, token_ids=tuple(ids)) for name, start, ids in rows)
     for name, column in (("logprobs", logprobs), ("cached_tokens", cached)):
         if len(column) not in (0, len(request_ids)):
             raise ProtocolError(f"{where}: {name} of {len(column)} rows for {len(request_ids)}")
-    size = len(request_ids)
-    every = zip(request_ids, starts, token_ids, logprobs or [[]] * size, cached or [None] * size, strict=True)
+    if not set(map(type, cached)) <= {int, type(None)}:
+        raise ProtocolError(f"{where}: cached_tokens of a wrong type")
+    if not logprobs and not cached:
+        rows = zip(request_ids, starts, token_ids, strict=True)
+        return tuple(Tokens(request_id=name, start=start, token_ids=tuple(ids)) for name, start, ids in rows)
+    counts = cached or [None] * len(request_ids)
+    if not logprobs:
+        told = zip(request_ids, starts, token_ids, counts, strict=True)
+        return tuple(
+            Tokens(request_id=name, start=start, token_ids=tuple(ids), cached_tokens=count)
+            for name, start, ids, count in told
+        )
+    every = zip(request_ids, starts, token_ids, logprobs, counts, strict=True)
     return tuple(
         _build(
             Tokens,
