@@ -171,6 +171,7 @@ class ScriptedWorker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # as workers have it: this one writes faster than it is read
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
         if keys is not None:
             Gate(self._context, key=keys.router)
@@ -319,7 +320,10 @@ class ScriptedWorker:
         logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.logprobs is not None:
             logprobs = tuple(scripted_logprob(i, sampling.logprobs) for i in ids)
-        message = Tokens(request_id=running.submit.request_id, start=start, token_ids=tuple(ids), logprobs=logprobs)
+        message = Tokens(
+            request_id=running.submit.request_id, start=start, token_ids=tuple(ids), logprobs=logprobs,
+            cached_tokens=None if start else 3,
+        )  # fmt: skip
         self._sampled += len(ids)
         self._socket.send_multipart([running.peer, encode(message)])
         if reason is not None:
@@ -456,7 +460,7 @@ class Starter:
         `prepare` sets up each worker before the router knows it; `through` reroutes endpoints. Several routers are
         processes of their own.
         """
-        workers = [ScriptedWorker(rank, num_workers, self._script, locked) for rank in range(num_workers)]
+        workers = [ScriptedWorker(rank, num_workers, self._script, keys=locked) for rank in range(num_workers)]
         for worker in workers:
             prepare(worker)
         addresses = tuple(

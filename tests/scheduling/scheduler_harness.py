@@ -369,6 +369,7 @@ class Harness:
                 wanted, accepted = expected.pop(0)
                 assert request is wanted
                 assert message.start == len(request.output)
+                assert message.cached_tokens == (None if message.start else request.first_start)
                 assert message.token_ids == accepted[: len(message.token_ids)]
                 request.output += message.token_ids
                 alone, _ = tokens_alone(self.config, request.prompt, request.submit.sampling)

@@ -177,13 +177,17 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """New output tokens of a request. `start` is the index of the first one among the request's output tokens."""
+    """New output tokens of a request. `start` is the index of the first one among the request's output tokens.
+
+    The first ones say `cached_tokens`, as `Done` does: a router that ends a request at a stop string hears no `Done`.
+    """
 
     type: ClassVar[str] = "tokens"
     request_id: str
     start: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +205,7 @@ class TokenBatch:
 class Done:
     """The end of a request. Seconds are measured on the worker's monotonic clock.
 
+    `cached_tokens` of the prompt were in the prefix cache when the request started for the first time.
     `stop_token_id` is set when `finish_reason` is "stop" (the id is the last of the output tokens).
     `error` names what failed when `finish_reason` is "error".
     """

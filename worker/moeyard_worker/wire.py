@@ -1,9 +1,9 @@
 """Messages of `protocol` as frames: msgpack maps with a version and a type.
 
 Decoding is strict (unknown, missing or mistyped fields raise `ProtocolError`), and nothing is ever unpickled. The rows
-of a `TokenBatch` are a map of columns: request_ids, starts, token_ids, and logprobs, which is empty if no row has any.
-The ids of a prompt, and of an output that goes on, are bytes, 4 each (of the little-endian machines that there are): a
-list of 131,072 took 12 ms.
+of a `TokenBatch` are a map of columns: request_ids, starts, token_ids, logprobs and cached_tokens; each of the last two
+is empty if no row has any. The ids of a prompt, and of an output that goes on, are bytes, 4 each (of the little-endian
+machines that there are): a list of 131,072 took 12 ms.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -134,21 +134,22 @@ def _plain(value: Any) -> Any:
 
 
 def _columns(rows: Iterable[Tokens]) -> dict[str, list[Any]]:
-    logprobs = [_plain(row.logprobs) for row in rows]
+    logprobs, cached = [_plain(row.logprobs) for row in rows], [row.cached_tokens for row in rows]
     return {
         "request_ids": [row.request_id for row in rows],
         "starts": [row.start for row in rows],
         "token_ids": [row.token_ids for row in rows],
         "logprobs": logprobs if any(logprobs) else [],
+        "cached_tokens": cached if cached.count(None) < len(cached) else [],
     }
 
 
 def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
     """The rows of a batch; columns are checked as a whole, because this is done for every token there is."""
-    names = ("request_ids", "starts", "token_ids", "logprobs")
+    names = ("request_ids", "starts", "token_ids", "logprobs", "cached_tokens")
     if set(columns) != set(names) or not all(isinstance(columns[name], list) for name in names):
         raise ProtocolError(f"{where}: expected the columns {', '.join(names)}")
-    request_ids, starts, token_ids, logprobs = (columns[name] for name in names)
+    request_ids, starts, token_ids, logprobs, cached = (columns[name] for name in names)
     if not request_ids or not len(request_ids) == len(starts) == len(token_ids):
         raise ProtocolError(f"{where}: columns of {len(request_ids)}, {len(starts)} and {len(token_ids)} rows")
     if not (
@@ -158,15 +159,29 @@ def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
         and set(map(type, chain.from_iterable(token_ids))) <= {int}
     ):
         raise ProtocolError(f"{where}: request_ids, starts or token_ids of a wrong type")
-    if not logprobs:
+    for name, column in (("logprobs", logprobs), ("cached_tokens", cached)):
+        if len(column) not in (0, len(request_ids)):
+            raise ProtocolError(f"{where}: {name} of {len(column)} rows for {len(request_ids)}")
+    if not set(map(type, cached)) <= {int, type(None)}:
+        raise ProtocolError(f"{where}: cached_tokens of a wrong type")
+    if not logprobs and not cached:
         rows = zip(request_ids, starts, token_ids, strict=True)
         return tuple(Tokens(request_id=name, start=start, token_ids=tuple(ids)) for name, start, ids in rows)
-    if len(logprobs) != len(request_ids):
-        raise ProtocolError(f"{where}: logprobs of {len(logprobs)} rows for {len(request_ids)}")
-    with_logprobs = zip(request_ids, starts, token_ids, logprobs, strict=True)
+    counts = cached or [None] * len(request_ids)
+    if not logprobs:
+        told = zip(request_ids, starts, token_ids, counts, strict=True)
+        return tuple(
+            Tokens(request_id=name, start=start, token_ids=tuple(ids), cached_tokens=count)
+            for name, start, ids, count in told
+        )
+    every = zip(request_ids, starts, token_ids, logprobs, counts, strict=True)
     return tuple(
-        _build(Tokens, {"request_id": name, "start": start, "token_ids": ids, "logprobs": found}, where)
-        for name, start, ids, found in with_logprobs
+        _build(
+            Tokens,
+            {"request_id": name, "start": start, "token_ids": ids, "logprobs": found, "cached_tokens": count},
+            where,
+        )
+        for name, start, ids, found, count in every
     )
 
 

@@ -30,7 +30,7 @@ _NAMES = MappingProxyType(
 class ClientTool(Strict):
     """A tool of the client's."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control", "eager_input_streaming", "strict"))
+    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control", "eager_input_streaming"))
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         {"allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ([],)}
     )
@@ -39,6 +39,7 @@ class ClientTool(Strict):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 _Tools = Annotated[
@@ -175,7 +176,10 @@ def translated(request: CountTokensRequest) -> Translation:
         schema = {"name": "output", "schema": config.format.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if request.tools:
-        tools = [given(name=t.name, description=t.description, parameters=t.input_schema) for t in request.tools]
+        tools = [
+            given(name=t.name, description=t.description, parameters=t.input_schema, strict=t.strict)
+            for t in request.tools
+        ]
         chat["tools"] = [{"type": "function", "function": function} for function in tools]
     if choice is not None:
         words: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}

@@ -94,6 +94,8 @@ class Choice:
 
     def tokens(self, message: Tokens) -> Delta:
         """Take new output tokens, at least one. Those after the end of a stop string do not count."""
+        if message.cached_tokens is not None:
+            self.cached_tokens = message.cached_tokens
         ids = self._waiting + list(message.token_ids)
         self._waiting = [ids.pop()] if ids[-1] in self._stop_ids else []
         text, stop = self._text(ids)

@@ -152,7 +152,7 @@ class Generation:
                 ended=time.time(),
                 reason=reason,
                 prompt_tokens=num_prompt,
-                cached_tokens=None if done is None else done.cached_tokens,
+                cached_tokens=self.choices[index].cached_tokens,
                 output_tokens=timing.num_tokens,
                 queue=None if done is None else done.queue_seconds,
                 prefill=None if done is None else done.prefill_seconds,

@@ -38,6 +38,7 @@ def take_tokens(
         start=start,
         token_ids=result.token_ids[:count],
         logprobs=result.logprobs[:count],
+        cached_tokens=None if start else request.cached_tokens,
     )
     return tokens, reason
 
