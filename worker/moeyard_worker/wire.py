@@ -112,8 +112,8 @@ def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
     ):
         raise ProtocolError(f"{where}: request_ids, starts or token_ids of a wrong type")
     if not logprobs:
-        rows = zip(request_ids, starts, token_ids, strict=True)
-        return tuple(Tokens(request_id=name, start=start, token_ids=tuple(ids)) for name, start, ids in rows)
+        rows = zip(request_ids, starts, map(tuple, token_ids), strict=True)
+        return tuple([Tokens(request_id=name, start=start, token_ids=ids) for name, start, ids in rows])
     if len(logprobs) != len(request_ids):
         raise ProtocolError(f"{where}: logprobs of {len(logprobs)} rows for {len(request_ids)}")
     with_logprobs = zip(request_ids, starts, token_ids, logprobs, strict=True)

@@ -11,6 +11,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from moeyard_router.api.choice import Delta
+from moeyard_router.api.direct import Direct, direct_of
 from moeyard_router.api.generation import ClientGone, Generation
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.large import LARGE_BODY, Bodies
@@ -86,7 +87,10 @@ class GenerateEndpoint:
         )
         try:
             async with _watching(receive, generation):
-                await (_stream if job.stream else _whole)(job, generation, writer, send)
+                if job.stream:
+                    await _stream(job, generation, writer, send, direct_of(scope))
+                else:
+                    await _whole(job, generation, writer, send)
         finally:
             generation.close()
             record.reply_id = reply_id
@@ -107,29 +111,44 @@ async def _whole(job: Job, generation: Generation, writer: Writer, send: Send) -
     await send_bytes(send, 200, body, headers=headers)
 
 
-async def _stream(job: Job, generation: Generation, writer: Writer, send: Send) -> None:
-    """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status."""
+async def _stream(job: Job, generation: Generation, writer: Writer, send: Send, direct: Direct | None) -> None:
+    """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status.
+
+    Events go by `direct`, if there is one, while the client reads them. What it is not ready for goes by `send`, which
+    waits, and so do the first ones and the last.
+    """
     deltas = await generation.step()
 
-    def write(deltas: dict[int, Delta]) -> list[bytes]:
-        return [writer.chunk(index, delta, generation.choices) for index, delta in deltas.items()]
+    def write(deltas: dict[int, Delta]) -> bytes:
+        data = b""
+        for index, delta in deltas.items():
+            data += writer.chunk(index, delta, generation.choices)
+        return data
 
-    apart = job.num_scores >= _THREAD_SCORES
+    async def events(deltas: dict[int, Delta]) -> bytes:
+        return await asyncio.to_thread(write, deltas) if job.num_scores >= _THREAD_SCORES else write(deltas)
+
+    def push(deltas: dict[int, Delta]) -> None:
+        if direct is not None and (data := write(deltas)):
+            direct.write(data)
+
     headers = [*_STREAM_HEADERS, _route_header(generation), *reply_headers(job)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
-        while True:
-            chunks = await asyncio.to_thread(write, deltas) if apart else write(deltas)
-            if generation.finished:
-                break
-            data = b"".join(chunks)
+        data = await events(deltas)
+        while not generation.finished:
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-            deltas = await generation.step()
-        chunks.append(writer.end(generation.choices))
+                data = b""
+            if direct is not None and job.num_scores < _THREAD_SCORES:
+                await generation.push(direct.ready, push)
+                direct.flush()
+            if not generation.finished:
+                data = await events(await generation.step())
+        data += writer.end(generation.choices)
     except ApiError as error:
-        chunks = [writer.failed(error, generation.choices)]
-    await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
+        data = writer.failed(error, generation.choices)
+    await send({"type": "http.response.body", "body": data, "more_body": False})
 
 
 def _route_header(generation: Generation) -> tuple[bytes, bytes]:

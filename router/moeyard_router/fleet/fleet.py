@@ -66,6 +66,7 @@ class Fleet:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._workers: list[WorkerState] = []
         self._flights: dict[str, _Flight] = {}
+        self._announced: list[Ticket] = []  # those that want to be called when the messages at hand are delivered
         self._room = Room(time.monotonic(), config.max_inflight, config.max_waiting_tokens)
         self._placement = Placement(len(config.workers), prefix_caching=config.prefix_caching)
 
@@ -142,7 +143,7 @@ class Fleet:
             reason = "fleet_failed" if self.failure is not None else "not_ready"
             raise ApiError(503, problem, reason=reason)
         self._room.check(time.monotonic(), len(sequences), sum(len(prompt) for prompt, _ in sequences))
-        ticket = Ticket(self.abandon)
+        ticket = Ticket(self.abandon, self._announced.append)
         for index, (prompt, sampling) in enumerate(sequences):
             if rank is None:
                 route = self._placement.choose(loads(self._workers), prompt, client=client)
@@ -239,6 +240,9 @@ class Fleet:
                 self._snapshot(now, rank, message)
             elif not self.loads.take(rank, message):
                 self.fail(f"worker {rank} broke the protocol: it sent a {message.type} message")
+        for ticket in self._announced:
+            ticket.read()
+        self._announced.clear()
 
     def _tokens(self, now: float, rank: int, message: Tokens) -> None:
         self.last_progress = now
