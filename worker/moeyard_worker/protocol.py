@@ -175,11 +175,12 @@ class PromptLogprobs:
     logprobs: tuple[TokenLogprob, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Tokens:
     """New output tokens of a request. `start` is the index of the first one among the request's output tokens.
 
     The first ones say `cached_tokens`, as `Done` does: a router that ends a request at a stop string hears no `Done`.
+    Never modified. It is not frozen because one is made for every token there is: 0.4 us instead of 1.4.
     """
 
     type: ClassVar[str] = "tokens"

@@ -165,8 +165,8 @@ def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
     if not set(map(type, cached)) <= {int, type(None)}:
         raise ProtocolError(f"{where}: cached_tokens of a wrong type")
     if not logprobs and not cached:
-        rows = zip(request_ids, starts, token_ids, strict=True)
-        return tuple(Tokens(request_id=name, start=start, token_ids=tuple(ids)) for name, start, ids in rows)
+        rows = zip(request_ids, starts, map(tuple, token_ids), strict=True)
+        return tuple([Tokens(request_id=name, start=start, token_ids=ids) for name, start, ids in rows])
     counts = cached or [None] * len(request_ids)
     if not logprobs:
         told = zip(request_ids, starts, token_ids, counts, strict=True)

@@ -1,6 +1,6 @@
 """One choice of an answer while it is being made: tokens in, text with its logprobs and its end out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moeyard_router.api.intake import Job
@@ -96,11 +96,15 @@ class Choice:
         """Take new output tokens, at least one. Those after the end of a stop string do not count."""
         if message.cached_tokens is not None:
             self.cached_tokens = message.cached_tokens
-        ids = self._waiting + list(message.token_ids)
-        self._waiting = [ids.pop()] if ids[-1] in self._stop_ids else []
-        text, stop = self._text(ids)
-        count = len(message.token_ids) if stop is None else self._searched - self.num_tokens
-        new_ids, new_logprobs = list(message.token_ids[:count]), list(message.logprobs[:count])
+        ids: Sequence[int] = message.token_ids
+        if self._waiting or ids[-1] in self._stop_ids:
+            ids = self._waiting + list(ids)
+            self._waiting = [ids.pop()] if ids[-1] in self._stop_ids else []
+        text, stop = (self._detokenizer.push(ids), None) if self._matcher is None else self._text(ids)
+        new_ids, new_logprobs = list(message.token_ids), list(message.logprobs)
+        if stop is not None:
+            count = self._searched - self.num_tokens
+            new_ids, new_logprobs = new_ids[:count], new_logprobs[:count]
         self.num_tokens += len(new_ids)
         delta = Delta(text, new_ids, new_logprobs)
         if stop is not None:
@@ -143,7 +147,7 @@ class Choice:
             return "tool_calls" if self._ends_as_tool_calls else "stop"
         return self.finish_reason
 
-    def _text(self, ids: list[int]) -> tuple[str, str | None]:
+    def _text(self, ids: Sequence[int]) -> tuple[str, str | None]:
         """Text of the next ids, and the stop string that ended it; ids after that one stay unsearched."""
         if self._matcher is None:
             self._searched += len(ids)

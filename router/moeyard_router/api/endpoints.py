@@ -11,6 +11,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from moeyard_router.api.choice import Delta
+from moeyard_router.api.direct import Direct, direct_of
 from moeyard_router.api.generation import ClientGone, Generation
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.large import LARGE_BODY, Bodies
@@ -86,7 +87,10 @@ class GenerateEndpoint:
         )
         try:
             async with _watching(receive, generation):
-                await (_stream if job.stream else _whole)(job, generation, writer, send, self._bodies)
+                if job.stream:
+                    await _stream(job, generation, writer, send, self._bodies, direct_of(scope))
+                else:
+                    await _whole(job, generation, writer, send, self._bodies)
         finally:
             generation.close()
             record.reply_id = reply_id
@@ -110,36 +114,56 @@ async def _whole(job: Job, generation: Generation, writer: Writer, send: Send, b
     await _send_pieces(send, pieces, more=False)
 
 
-async def _stream(job: Job, generation: Generation, writer: Writer, send: Send, bodies: Bodies) -> None:
-    """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status."""
+async def _stream(
+    job: Job, generation: Generation, writer: Writer, send: Send, bodies: Bodies, direct: Direct | None
+) -> None:
+    """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status.
+
+    Events go by `direct`, if there is one, while the client reads them. What it is not ready for goes by `send`, which
+    waits, and so do the first ones and the last.
+    """
     deltas = await generation.step()
 
-    def write(deltas: dict[int, Delta]) -> list[bytes]:
-        return [writer.chunk(index, delta, generation.choices) for index, delta in deltas.items()]
+    def write(deltas: dict[int, Delta]) -> bytes:
+        data = b""
+        for index, delta in deltas.items():
+            data += writer.chunk(index, delta, generation.choices)
+        return data
 
     def write_scores(deltas: dict[int, Delta]) -> list[bytes]:
-        return [piece for chunk in write(deltas) for piece in writer.pieces(chunk)]
+        return [
+            piece
+            for index, delta in deltas.items()
+            for piece in writer.pieces(writer.chunk(index, delta, generation.choices))
+        ]
+
+    async def events(deltas: dict[int, Delta]) -> bytes:
+        if not job.num_scores:
+            return write(deltas)
+        await _send_pieces(send, await bodies.write(write_scores, deltas), more=True)
+        return b""
+
+    def push(deltas: dict[int, Delta]) -> None:
+        if direct is not None and (data := write(deltas)):
+            direct.write(data)
 
     headers = [*_STREAM_HEADERS, _route_header(generation), *reply_headers(job)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
-        while True:
-            if job.num_scores:
-                chunks = await bodies.write(write_scores, deltas)
-                await _send_pieces(send, chunks, more=True)
-                chunks = []
-            else:
-                chunks = write(deltas)
-            if generation.finished:
-                break
-            data = b"".join(chunks)
+        data = await events(deltas)
+        while not generation.finished:
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-            deltas = await generation.step()
-        chunks.append(writer.end(generation.choices))
+                data = b""
+            if direct is not None and not job.num_scores:
+                await generation.push(direct.ready, push)
+                direct.flush()
+            if not generation.finished:
+                data = await events(await generation.step())
+        data += writer.end(generation.choices)
     except ApiError as error:
-        chunks = [writer.failed(error, generation.choices)]
-    await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
+        data = writer.failed(error, generation.choices)
+    await send({"type": "http.response.body", "body": data, "more_body": False})
 
 
 async def _send_pieces(send: Send, pieces: list[bytes], *, more: bool) -> None:

@@ -11,6 +11,7 @@ from moeyard_router.api.intake import Job
 from moeyard_router.api.long_json import LongLists
 from moeyard_router.errors import ApiError
 from moeyard_router.text.detokenizer import TokenBytes
+from moeyard_router.text.events import Content
 from moeyard_router.text.offsets import TextOffsets, prompt_offsets
 from moeyard_worker.protocol import TokenLogprob
 
@@ -41,6 +42,8 @@ class ReplyWriter:
         head = orjson.dumps({**self._base, "object": part})
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
+        # The event of a choice that only says text, but for that text: what a stream sends for nearly every token.
+        self._plain = [] if self._says_tokens else [self._around(c.index) for c in job.continuations]
 
     def chunk(
         self, index: int, delta: Delta, choices: Sequence[Choice], message: dict[str, Any] | None = None
@@ -49,6 +52,11 @@ class ReplyWriter:
 
         There may be several where the text is taken apart; `message` is then one of them, in place of the text.
         """
+        if self._plain and self._started[index] and delta.finish_reason is None and message is None:
+            text = _only_text(delta)
+            if text is not None:
+                before, behind = self._plain[index]
+                return before + orjson.dumps(text) + behind if text else b""
         if delta.events is not None:
             return self._event_chunks(index, delta, choices)
         job, first = self._job, not self._started[index]
@@ -78,6 +86,13 @@ class ReplyWriter:
         if job.include_usage or job.continuous_usage:
             more["usage"] = self.usage(choices) if job.continuous_usage else None
         return self._head + orjson.dumps(choice) + b"]," + orjson.dumps(more)[1:] + b"\n\n"
+
+    def _around(self, index: int) -> tuple[bytes, bytes]:
+        """What is before and behind the text in an event that says nothing else."""
+        said = {"delta": {"content": ""}} if self._job.chat else {"text": ""}
+        choice = {"index": index, **said, "logprobs": None, "finish_reason": None, "stop_reason": None}
+        before, _, behind = orjson.dumps(choice).partition(b'""')
+        return self._head + before, behind + self._tail
 
     def _event_chunks(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
         """One chunk for each thing of a text that is taken apart, in order: clients expect one kind in each."""
@@ -237,3 +252,13 @@ class ReplyWriter:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+
+def _only_text(delta: Delta) -> str | None:
+    """What a delta says, if that is content and nothing else; None if there is more to be told apart."""
+    events = delta.events
+    if events is None:
+        return delta.text
+    if not events:
+        return ""
+    return events[0].text if len(events) == 1 and isinstance(events[0], Content) else None

@@ -158,7 +158,7 @@ class Fleet:
             reason = "fleet_failed" if self.failure is not None else "not_ready"
             raise ApiError(503, problem, reason=reason)
         self._room.check(time.monotonic(), len(sequences), sum(len(prompt) for prompt, _ in sequences))
-        ticket = Ticket(self.abandon)
+        ticket = Ticket(self.abandon, self._replies.announced.append)
         for index, (prompt, sampling) in enumerate(sequences):
             flight = Flight(
                 name=f"{request_id}-{index}", index=index, prompt=prompt, sampling=sampling, client=client,

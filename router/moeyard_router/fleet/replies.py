@@ -10,6 +10,7 @@ from moeyard_router.fleet.loads import LoadsReader
 from moeyard_router.fleet.members import Members
 from moeyard_router.fleet.recovery import Recovery
 from moeyard_router.fleet.room import Room
+from moeyard_router.fleet.ticket import Ticket
 from moeyard_worker.protocol import Done, PromptLogprobs, Rejected, Snapshot, Tokens
 
 # A carried sequence that found a full queue asks again: its client was let in long ago.
@@ -18,6 +19,7 @@ _PAUSE_SECONDS = 0.25
 
 class Replies:
     """Takes the messages of all ranks. `last_progress`: monotonic seconds of the latest sign that a step ran.
+    `announced`: tickets that want to be called when the messages at hand are delivered.
 
     It calls `left` when a sequence has left, `settle` when a worker's state may have changed, and `again` for a
     sequence that its rank will not run, with the seconds after which another rank may.
@@ -37,6 +39,7 @@ class Replies:
         again: Callable[[Flight, float], None],
     ) -> None:
         self.last_progress: float | None = None
+        self.announced: list[Ticket] = []
         self._members = members
         self._flights = flights
         self._incidents = recovery.incidents
@@ -63,6 +66,9 @@ class Replies:
                 self._settle()
             elif not self._loads.take(rank, message):
                 self._members.lose(rank, f"worker {rank} broke the protocol: it sent a {message.type} message")
+        for ticket in self.announced:
+            ticket.read()
+        self.announced.clear()
 
     def _tokens(self, now: float, rank: int, message: Tokens) -> None:
         self.last_progress = now

@@ -15,7 +15,9 @@ import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from moeyard_router.api.direct import EXTENSION
 from moeyard_router.errors import ApiError
+from moeyard_router.http.pieces import Outbox, Pieces
 
 _HOP_BY_HOP = frozenset((b"upgrade", b"http2-settings"))
 
@@ -37,8 +39,11 @@ class _TooLong(Exception):
 class ConnectionProtocol(HttpToolsProtocol):
     """One connection. `refused` is told the status of every answer that no endpoint gave: 400, 408 or 431."""
 
-    def __init__(self, *, limits: ConnectionLimits, refused: Callable[[int], None], **given: Any) -> None:
+    def __init__(
+        self, *, limits: ConnectionLimits, refused: Callable[[int], None], outbox: Outbox, **given: Any
+    ) -> None:
         super().__init__(**given)
+        self._outbox = outbox
         self._limits = limits
         self._refused = refused
         self._in_head = True
@@ -133,6 +138,8 @@ class ConnectionProtocol(HttpToolsProtocol):
             return
         self._in_head, self._in_body = False, True
         super().on_headers_complete()
+        extensions: Any = {EXTENSION: Pieces(self.cycle, self._outbox)}
+        self.scope["extensions"] = extensions
 
     def on_message_complete(self) -> None:
         """The request is whole."""

@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.http.server import RouterServer
+from moeyard_router.http.server import RouterServer, freeze_start_up
 from moeyard_router.http.siblings import Siblings
 
 
@@ -132,5 +132,6 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
         loop.add_signal_handler(signal.SIGTERM, server.stop)
         await server.serve()
 
+    freeze_start_up()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

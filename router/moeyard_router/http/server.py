@@ -26,6 +26,7 @@ from moeyard_router.http.app import create_app
 from moeyard_router.http.connection import ConnectionLimits, ConnectionProtocol
 from moeyard_router.http.files import keep_fresh
 from moeyard_router.http.keys import KeyRing
+from moeyard_router.http.pieces import Outbox
 from moeyard_router.http.siblings import Siblings
 from moeyard_router.http.tls import Certificate, open_certificate
 from moeyard_router.metrics import RouterMetrics
@@ -230,7 +231,7 @@ def _uvicorn_config(
         body_seconds=settings.body_timeout,
     )
     protocol = functools.partial(
-        ConnectionProtocol, limits=limits, refused=functools.partial(metrics.answered, "other")
+        ConnectionProtocol, limits=limits, refused=functools.partial(metrics.answered, "other"), outbox=Outbox()
     )
     config = uvicorn.Config(
         cast(Any, app),  # starlette's and uvicorn's names for the same protocol
@@ -251,6 +252,12 @@ def _uvicorn_config(
     return config
 
 
+def freeze_start_up() -> None:
+    """What is there now stays: a full collection that looked through it, 30 ms, would hold all streams up."""
+    gc.collect()
+    gc.freeze()
+
+
 def run_router(server: RouterServer) -> None:
     """Run a router until SIGINT, SIGTERM or SIGHUP; blocks. Returns after an orderly end.
 
@@ -262,9 +269,7 @@ def run_router(server: RouterServer) -> None:
     # `nohup` has SIGHUP ignored, and means it.
     before = {s: handler for s, handler in before.items() if handler is not signal.SIG_IGN}
 
-    # What is there now stays: a full collection that looked through it, 30 ms, would hold all streams up.
-    gc.collect()
-    gc.freeze()
+    freeze_start_up()
 
     sys.setswitchinterval(_SWITCH_SECONDS)
 

@@ -128,16 +128,22 @@ class Detokenizer:
         self, tokens: TokenBytes, *, skip_special_tokens: bool = True, table: list[bytes] | None = None
     ) -> None:
         self._table = tokens.table(skip_special_tokens=skip_special_tokens) if table is None else table
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._held = b""  # the beginning of a character
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that became certain with these tokens; "" while a character is incomplete."""
         table, size = self._table, len(self._table)
-        return self._decode(b"".join([table[i] for i in token_ids if i < size]))
+        data = self._held + b"".join([table[i] for i in token_ids if i < size])
+        # What the incremental decoder of `codecs` does, which is written in Python: 1.4 us for every token.
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        return text
 
     def finish(self) -> str:
         """The end of the text: U+FFFD if it ends inside a character."""
-        return self._decode(b"", True)
+        text, _ = codecs.utf_8_decode(self._held, "replace", True)
+        self._held = b""
+        return text
 
 
 @dataclass(frozen=True, slots=True)
