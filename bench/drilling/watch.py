@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 from drilling.server import Server, read_json
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.1
+# Between looks at /v1/fleet for its final word; the cores are needed elsewhere.
+LOOK_SECONDS = 1.0
 # A fleet that calls itself failed this long does not come back.
 FAILED_SECONDS = 5.0
 # Ready this long is ready: a loss is noticed in milliseconds, and every recovery takes longer.
@@ -50,6 +52,7 @@ class Watch:
         the process has ended or the fleet calls itself failed.
         """
         failed_since: float | None = None
+        looked = begun
         while True:
             now = time.monotonic()
             since = [change for change in self.changes if change[0] >= begun]
@@ -61,18 +64,18 @@ class Watch:
                 return at - begun, wrong
             if not wrong and now - begun > notice:
                 return 0.0, ""
-            fleet = None if ready else await read_json(self.http, "/v1/fleet")
-            failed_since = (failed_since or now) if fleet and fleet.get("failure") else None
+            if not ready and now - looked > LOOK_SECONDS:
+                looked, fleet = now, await read_json(self.http, "/v1/fleet")
+                failed_since = (failed_since or now) if fleet and fleet.get("failure") else None
             given_up = failed_since is not None and now - failed_since > FAILED_SECONDS
             if given_up or now - begun > patience:
                 return None, text
             await asyncio.sleep(POLL_SECONDS)
 
     async def incidents(self) -> list[dict[str, Any]]:
-        """What /v1/fleet/incidents lists; [] where there is no such page."""
+        """What /v1/fleet/incidents lists, the latest first."""
         page = await read_json(self.http, "/v1/fleet/incidents")
-        found = page.get("incidents", page.get("data", [])) if isinstance(page, dict) else page
-        return found if isinstance(found, list) else []
+        return list(page["incidents"]) if page else []
 
     async def exchange_share(self) -> dict[str, float]:
         """Share of the ranks' time in steps that dispatch and combine took so far, waiting included."""
