@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -16,6 +17,23 @@ LOOK_SECONDS = 1.0
 FAILED_SECONDS = 5.0
 # Ready this long is ready: a loss is noticed in milliseconds, and every recovery takes longer.
 SETTLED_SECONDS = 0.5
+
+
+def recovered(
+    changes: Sequence[tuple[float, bool, str]], begun: float, now: float, *, notice: float
+) -> tuple[float, str] | None:
+    """(seconds from `begun` to its end, what was wrong) of an unreadiness that is over; None while it may last.
+
+    `changes` are (when, ready or not, in words). Without any after `notice` seconds the server was not harmed: (0, "").
+    """
+    # What was said last before `begun` still held then.
+    before = [change for change in changes if change[0] < begun][-1:]
+    since = [*before, *(change for change in changes if change[0] >= begun)]
+    wrong = next((text for _, ready, text in since if not ready), None)
+    if wrong is None:
+        return (0.0, "") if now - begun > notice else None
+    at, ready, _ = since[-1]
+    return (at - begun, wrong) if ready and now - at > SETTLED_SECONDS else None
 
 
 class Watch:
@@ -55,15 +73,11 @@ class Watch:
         looked = begun
         while True:
             now = time.monotonic()
-            since = [change for change in self.changes if change[0] >= begun]
-            wrong = next((text for _, ready, text in since if not ready), "")
             if self._server.process.poll() is not None:
                 return None, f"the server has ended with code {self._server.process.poll()}"
-            at, ready, text = self.changes[-1] if self.changes else (now, False, "")
-            if wrong and ready and now - at > SETTLED_SECONDS:
-                return at - begun, wrong
-            if not wrong and now - begun > notice:
-                return 0.0, ""
+            if (ended := recovered(self.changes, begun, now, notice=notice)) is not None:
+                return ended
+            _, ready, text = self.changes[-1] if self.changes else (now, False, "")
             if not ready and now - looked > LOOK_SECONDS:
                 looked, fleet = now, await read_json(self.http, "/v1/fleet")
                 failed_since = (failed_since or now) if fleet and fleet.get("failure") else None

@@ -16,6 +16,7 @@ from drilling.faults import Fault, plan, silence
 from drilling.load import Exchange
 from drilling.poison import poison
 from drilling.streams import Answer, Difference, compare, compare_ids
+from drilling.watch import recovered
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -153,6 +154,18 @@ def test_silence_is_the_longest_that_the_fault_began() -> None:
     assert silence(10.0, times) == (10.02, 13.0)
     assert silence(10.0, [9.0]) is None
     assert silence(10.0, [9.0, 12.5]) == (10.0, 12.5)
+
+
+def test_recovery_is_over_when_it_is_ready_for_good() -> None:
+    up, down, again = (1.0, True, "ready"), (10.2, False, "rank 1 is lost"), (13.0, True, "ready")
+    assert recovered([up], 10.0, 12.0, notice=15.0) is None
+    assert recovered([up], 10.0, 26.0, notice=15.0) == (0.0, "")
+    assert recovered([up, down], 10.0, 90.0, notice=15.0) is None
+    assert recovered([up, down, again], 10.0, 13.1, notice=15.0) is None
+    assert recovered([up, down, again], 10.0, 14.0, notice=15.0) == (3.0, "rank 1 is lost")
+    # A second fault in the middle of the first one's recovery: it is unready all the time.
+    assert recovered([up, down], 12.0, 40.0, notice=15.0) is None
+    assert recovered([up, down, again], 12.0, 40.0, notice=15.0) == (1.0, "rank 1 is lost")
 
 
 def test_exchanges_are_told_apart() -> None:
