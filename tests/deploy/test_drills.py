@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from drilling.asks import fresh_ask, make_asks
 from drilling.faults import Fault, plan, silence
 from drilling.load import Exchange
 from drilling.poison import poison
+from drilling.soak import Held, Sample, table
 from drilling.streams import Answer, Difference, compare, compare_ids
 from drilling.watch import recovered
 from hypothesis import given
@@ -171,6 +173,26 @@ def test_recovery_is_over_when_it_is_ready_for_good() -> None:
 def test_exchanges_are_told_apart() -> None:
     ask = make_asks(0, 1, max_tokens=8)[0]
     assert len({Exchange(ask, 0.0), Exchange(ask, 0.0)}) == 2
+
+
+def test_soak_calls_a_leak_a_leak() -> None:
+    before = Held(running=0, pages=0, connections=20, files=60, ranks=3)
+    after = Held(running=0, pages=0, connections=1, files=41, ranks=3)
+    flat = [Sample(5.0 * i, 200 << 20, 300 << 20) for i in range(30)]
+    assert all(good for _, _, good in table(before, after, samples=flat, workers=3))
+    for change, what in (
+        ({"running": 1}, "running"),
+        ({"pages": 2}, "pages"),
+        ({"connections": 3, "files": 43}, "connections"),
+        ({"files": 50}, "files"),
+        ({"ranks": 2}, "rank processes"),
+    ):
+        rows = table(before, replace(after, **change), samples=flat, workers=3)
+        [bad] = [name for name, _, good in rows if not good]
+        assert what in bad
+    growing = [Sample(5.0 * i, (200 + 3 * i) << 20, 300 << 20) for i in range(30)]
+    [bad] = [name for name, _, good in table(before, after, samples=growing, workers=3) if not good]
+    assert "router" in bad
 
 
 def test_poisoned_checkpoint_has_one_row_of_nan(tmp_path: Path) -> None:
