@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -43,6 +44,8 @@ POISONED_TOKEN = 4090
 def main() -> int:
     """Command line; returns the exit code."""
     args = parse()
+    # Whoever ends a drill ends its server too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="moeyard-drills-") as name:
         folder = Path(name)
         model = args.model

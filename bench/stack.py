@@ -10,6 +10,7 @@ router must be ready again and answer as before, without a person.
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -163,6 +164,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     enter_private_network()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="moeyard-stack-") as name:
         folder = args.logs or Path(name)
         folder.mkdir(exist_ok=True)

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 from drilling.asks import FIRST_ID, Ask
@@ -45,6 +46,7 @@ class Outcome:
     cause: str = ""
     note: str = ""
     errors: list[str] = field(default_factory=list)
+    incident: dict[str, Any] = field(default_factory=dict)  # the server's own record of it
 
     @property
     def survived(self) -> bool:
@@ -118,9 +120,12 @@ class Drill:
         await self._judge(outcome, met)
         self._time(outcome, first=first, last=last, met=met)
         incidents = await self._watch.incidents()
-        if incidents and outcome.ready_seconds is not None:
-            outcome.cause = str(incidents[0].get("reason", outcome.cause))
-            self._recovery = outcome.ready_seconds or self._recovery
+        if outcome.ready_seconds:
+            self._recovery = outcome.ready_seconds
+            if incidents:
+                # The ranks know where in a step it was, the router only that a connection broke.
+                outcome.incident = incidents[0]
+                outcome.cause = str(((incidents[0].get("launcher")) or incidents[0])["reason"])
         return outcome
 
     async def _signal(self, outcome: Outcome, kind: str, victims: Sequence[tuple[int, psutil.Process]]) -> None:

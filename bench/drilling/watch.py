@@ -4,16 +4,36 @@ import asyncio
 import contextlib
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 from drilling.server import Server, read_json
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.1
+# Between looks at /v1/fleet for its final word; the cores are needed elsewhere.
+LOOK_SECONDS = 1.0
 # A fleet that calls itself failed this long does not come back.
 FAILED_SECONDS = 5.0
 # Ready this long is ready: a loss is noticed in milliseconds, and every recovery takes longer.
 SETTLED_SECONDS = 0.5
+
+
+def recovered(
+    changes: Sequence[tuple[float, bool, str]], begun: float, now: float, *, notice: float
+) -> tuple[float, str] | None:
+    """(seconds from `begun` to its end, what was wrong) of an unreadiness that is over; None while it may last.
+
+    `changes` are (when, ready or not, in words). Without any after `notice` seconds the server was not harmed: (0, "").
+    """
+    # What was said last before `begun` still held then.
+    before = [change for change in changes if change[0] < begun][-1:]
+    since = [*before, *(change for change in changes if change[0] >= begun)]
+    wrong = next((text for _, ready, text in since if not ready), None)
+    if wrong is None:
+        return (0.0, "") if now - begun > notice else None
+    at, ready, _ = since[-1]
+    return (at - begun, wrong) if ready and now - at > SETTLED_SECONDS else None
 
 
 class Watch:
@@ -50,29 +70,26 @@ class Watch:
         the process has ended or the fleet calls itself failed.
         """
         failed_since: float | None = None
+        looked = begun
         while True:
             now = time.monotonic()
-            since = [change for change in self.changes if change[0] >= begun]
-            wrong = next((text for _, ready, text in since if not ready), "")
             if self._server.process.poll() is not None:
                 return None, f"the server has ended with code {self._server.process.poll()}"
-            at, ready, text = self.changes[-1] if self.changes else (now, False, "")
-            if wrong and ready and now - at > SETTLED_SECONDS:
-                return at - begun, wrong
-            if not wrong and now - begun > notice:
-                return 0.0, ""
-            fleet = None if ready else await read_json(self.http, "/v1/fleet")
-            failed_since = (failed_since or now) if fleet and fleet.get("failure") else None
+            if (ended := recovered(self.changes, begun, now, notice=notice)) is not None:
+                return ended
+            _, ready, text = self.changes[-1] if self.changes else (now, False, "")
+            if not ready and now - looked > LOOK_SECONDS:
+                looked, fleet = now, await read_json(self.http, "/v1/fleet")
+                failed_since = (failed_since or now) if fleet and fleet.get("failure") else None
             given_up = failed_since is not None and now - failed_since > FAILED_SECONDS
             if given_up or now - begun > patience:
                 return None, text
             await asyncio.sleep(POLL_SECONDS)
 
     async def incidents(self) -> list[dict[str, Any]]:
-        """What /v1/fleet/incidents lists; [] where there is no such page."""
+        """What /v1/fleet/incidents lists, the latest first."""
         page = await read_json(self.http, "/v1/fleet/incidents")
-        found = page.get("incidents", page.get("data", [])) if isinstance(page, dict) else page
-        return found if isinstance(found, list) else []
+        return list(page["incidents"]) if page else []
 
     async def exchange_share(self) -> dict[str, float]:
         """Share of the ranks' time in steps that dispatch and combine took so far, waiting included."""

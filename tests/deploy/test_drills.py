@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from drilling.asks import fresh_ask, make_asks
 from drilling.faults import Fault, plan, silence
 from drilling.load import Exchange
 from drilling.poison import poison
+from drilling.soak import Held, Sample, table
 from drilling.streams import Answer, Difference, compare, compare_ids
+from drilling.watch import recovered
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -155,9 +158,41 @@ def test_silence_is_the_longest_that_the_fault_began() -> None:
     assert silence(10.0, [9.0, 12.5]) == (10.0, 12.5)
 
 
+def test_recovery_is_over_when_it_is_ready_for_good() -> None:
+    up, down, again = (1.0, True, "ready"), (10.2, False, "rank 1 is lost"), (13.0, True, "ready")
+    assert recovered([up], 10.0, 12.0, notice=15.0) is None
+    assert recovered([up], 10.0, 26.0, notice=15.0) == (0.0, "")
+    assert recovered([up, down], 10.0, 90.0, notice=15.0) is None
+    assert recovered([up, down, again], 10.0, 13.1, notice=15.0) is None
+    assert recovered([up, down, again], 10.0, 14.0, notice=15.0) == (3.0, "rank 1 is lost")
+    # A second fault in the middle of the first one's recovery: it is unready all the time.
+    assert recovered([up, down], 12.0, 40.0, notice=15.0) is None
+    assert recovered([up, down, again], 12.0, 40.0, notice=15.0) == (1.0, "rank 1 is lost")
+
+
 def test_exchanges_are_told_apart() -> None:
     ask = make_asks(0, 1, max_tokens=8)[0]
     assert len({Exchange(ask, 0.0), Exchange(ask, 0.0)}) == 2
+
+
+def test_soak_calls_a_leak_a_leak() -> None:
+    before = Held(running=0, pages=0, connections=20, files=60, ranks=3)
+    after = Held(running=0, pages=0, connections=1, files=41, ranks=3)
+    flat = [Sample(5.0 * i, 200 << 20, 300 << 20) for i in range(30)]
+    assert all(good for _, _, good in table(before, after, samples=flat, workers=3))
+    for change, what in (
+        ({"running": 1}, "running"),
+        ({"pages": 2}, "pages"),
+        ({"connections": 3, "files": 43}, "connections"),
+        ({"files": 50}, "files"),
+        ({"ranks": 2}, "rank processes"),
+    ):
+        rows = table(before, replace(after, **change), samples=flat, workers=3)
+        [bad] = [name for name, _, good in rows if not good]
+        assert what in bad
+    growing = [Sample(5.0 * i, (200 + 3 * i) << 20, 300 << 20) for i in range(30)]
+    [bad] = [name for name, _, good in table(before, after, samples=growing, workers=3) if not good]
+    assert "router" in bad
 
 
 def test_poisoned_checkpoint_has_one_row_of_nan(tmp_path: Path) -> None:
@@ -180,30 +215,28 @@ def recovers() -> bool:
 
 
 @pytest.mark.skipif(not recovers(), reason="this moeyard serve does not replace lost workers")
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(460)
 def test_short_drill(tmp_path: Path) -> None:
     """Two seeded faults under load: nothing failed, nothing lost, repeated or different, and the fleet is whole."""
     figures = tmp_path / "drill.json"
-    arguments = [
-        "--faults",
-        "2",
-        "--seed",
-        "2",
-        "--workers",
-        "2",
-        "--streams",
-        "8",
-        "--asks",
-        "16",
-        "--max-tokens",
-        "48",
-    ]
-    command = [sys.executable, str(ROOT / "bench" / "drills.py"), *arguments, "--pace", "0", "--json", str(figures)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=390)
-    print(result.stdout, result.stderr)
-    assert result.returncode == 0, result.stdout + result.stderr
+    size = ["--workers", "2", "--streams", "6", "--asks", "8", "--max-tokens", "32"]
+    arguments = ["--faults", "2", "--seed", "1", *size, "--pace", "0", "--json", str(figures)]
+    drill = subprocess.Popen(
+        [sys.executable, str(ROOT / "bench" / "drills.py"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        out, _ = drill.communicate(timeout=390)
+    finally:
+        drill.terminate()  # then it ends its server
+        drill.wait(60)
+    print(out)
+    assert drill.returncode == 0, out
     found = json.loads(figures.read_text())
     assert len(found["outcomes"]) == 2
     assert all(outcome["survived"] and outcome["ranks"] for outcome in found["outcomes"])
-    assert sum(outcome["inflight"] for outcome in found["outcomes"]) > 0
+    assert all(outcome["inflight"] for outcome in found["outcomes"])
+    assert [len(outcome["ranks"]) for outcome in found["outcomes"]] == [1, 2], "the second one hits a recovery"
     assert found["beyond"] == 0
