@@ -45,12 +45,12 @@ def fleet_of_one():
     )
     fleet = Fleet(config, RouterMetrics("tiny"))
     fleet.start()
-    fleet._up(0)
+    fleet._members._up(0)
     snapshot = Snapshot(
         rank=0, world_size=1, epoch=0, step=1, state="ready", failure=None, num_running=0, num_waiting=0,
         num_waiting_tokens=0, kv_pages_total=9, kv_pages_free=9, page_size=16, max_model_len=4096, vocab_size=400,
     )  # fmt: skip
-    fleet._receive(0, [snapshot])
+    fleet._replies.take(0, [snapshot])
     return fleet
 
 
@@ -109,14 +109,14 @@ async def run(answer, job, ids, size, *, after=lambda step: None):
         if continuation.sampling.prompt_logprobs is not None:
             prompt = job.prompts[continuation.prompt].token_ids
             scores = tuple(scripted_logprob(i, continuation.sampling.prompt_logprobs) for i in prompt[1:])
-            fleet._receive(0, [PromptLogprobs(request_id=name, start=1, logprobs=scores)])
+            fleet._replies.take(0, [PromptLogprobs(request_id=name, start=1, logprobs=scores)])
     for step, start in enumerate(range(0, len(ids), size)):
         some = ids[start : start + size]
-        fleet._receive(0, [Tokens(request_id=n, **words(job, i, some, start)) for i, n in enumerate(names)])
+        fleet._replies.take(0, [Tokens(request_id=n, **words(job, i, some, start)) for i, n in enumerate(names)])
         await settle()
         after(step)
     counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": len(ids)}
-    fleet._receive(0, [Done(request_id=n, finish_reason="stop", stop_token_id=1, **counts) for n in names])
+    fleet._replies.take(0, [Done(request_id=n, finish_reason="stop", stop_token_id=1, **counts) for n in names])
     await settle()
     await asyncio.wait_for(answer.task, 5)
 
@@ -182,11 +182,11 @@ def test_ends_while_pieces_are_pushed(job_of, tool_codec, ending, size):
                 if step == 12 // size - 1:
                     last = Tokens(request_id="same-0", **words(job, 0, (2,), 12))
                     if ending == "lost":
-                        fleet._receive(0, [last])
+                        fleet._replies.take(0, [last])
                         fleet.fail("worker 0 is gone")
                     elif ending == "aborted":
                         counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 12}
-                        fleet._receive(0, [last, Done(request_id="same-0", finish_reason="abort", **counts)])
+                        fleet._replies.take(0, [last, Done(request_id="same-0", finish_reason="abort", **counts)])
                     else:
                         answer.generation.disconnect()
 
@@ -250,7 +250,7 @@ def test_a_fault_in_one_answer_is_its_own(job_of, tool_codec, monkeypatch):
         monkeypatch.setattr(bad.writer, "chunk", broken)
         for step, token_id in enumerate(ids[:8]):
             rows = [Tokens(request_id=n, start=step, token_ids=(token_id,)) for n in ("bad-0", "good-0")]
-            fleet._receive(0, rows)
+            fleet._replies.take(0, rows)
             await settle()
         with pytest.raises(ZeroDivisionError):
             bad.task.result()
