@@ -294,7 +294,7 @@ def test_errors_are_in_anthropics_shape_wherever_they_come_from(model, client):
 
 
 def test_a_stream_that_fails(start, tool_checkpoint):
-    service = start(1, model_path=tool_checkpoint, **LONG)
+    service = start(1, model_path=tool_checkpoint, recovery_timeout=0.0, **LONG)
     service.workers[0].pace = 0.01
     with (
         anthropic.Anthropic(base_url=service.url, api_key="none", max_retries=0) as client,
