@@ -29,6 +29,9 @@ class Zeros:
         zeros = torch.zeros(SIZE, SIZE)
         return zeros, zeros, zeros
 
+    def check(self, layer: int, expert: int) -> None:
+        pass
+
 
 def header(*, rank: int = 0, world_size: int = 1, num_slots: int = 4, policy: str = "slru") -> TraceHeader:
     return TraceHeader(

@@ -152,7 +152,7 @@ class ExpertCache:
         done = progress or (lambda written: None)
         if self._residency is None:
             for slot, (layer, expert) in enumerate(self._policy.resident):
-                written = self._slots.write(slot, *self._store.read(layer, expert))
+                written = self._fill(slot, layer, expert)
                 self.stats.bytes_copied += written
                 done(written)
         else:
@@ -244,12 +244,18 @@ class ExpertCache:
             if misses:
                 begun = time.perf_counter()
                 for placed in misses:
-                    self.stats.bytes_copied += self._slots.write(placed.slot, *self._store.read(layer, placed.expert))
+                    self.stats.bytes_copied += self._fill(placed.slot, layer, placed.expert)
                 stalls.append(time.perf_counter() - begun)
                 run.compute(self._table(misses))
         if stalls:
             self.stats.stall_seconds.append(sum(stalls))
             self.stats.copy_seconds += sum(stalls)
+
+    def _fill(self, slot: int, layer: int, expert: int) -> int:
+        """Copy an expert into a slot; returns the bytes written."""
+        written = self._slots.write(slot, *self._store.read(layer, expert))
+        self._store.check(layer, expert)
+        return written
 
     def _table(self, wave: list[Placed]) -> Any:
         """The slots of these experts, -1 for all others."""
