@@ -2,11 +2,11 @@
 
 import platform
 import threading
-from wsgiref.simple_server import WSGIServer
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from moeyard_worker.engine.metrics_server import MetricsServer
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.experts.cache import ExpertCache
@@ -61,7 +61,7 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self._rank = str(rank)
         self._totals: dict[tuple[str, ...], float] = {}
-        self._server: WSGIServer | None = None
+        self._server: MetricsServer | None = None
         self.queue_seconds = self._histogram("queue_seconds", "Arrival to first scheduled", REQUEST_BUCKETS)
         self.prefill_seconds = self._histogram("prefill_seconds", "First scheduled to first token", REQUEST_BUCKETS)
         self.token_seconds = self._histogram(
@@ -125,14 +125,14 @@ class WorkerMetrics:
 
     def serve(self, host: str, port: int = 0) -> int:
         """Answer scrapes on host:port (0 picks one) in a daemon thread; returns the port."""
-        self._server, _ = start_http_server(port, addr=host, registry=self.registry)
+        self._server = MetricsServer(self.registry, host=host, port=port)
         return int(self._server.server_port)
 
     def close(self) -> None:
         """Stop answering scrapes and free the port. Returns at once: the server looks for its end every 0.5 s."""
         server, self._server = self._server, None
         if server is not None:
-            threading.Thread(target=_end, args=(server,), name="metrics-end", daemon=True).start()
+            threading.Thread(target=server.end, name="metrics-end", daemon=True).start()
 
     def _advance(self, name: str, total: float, *labels: str) -> None:
         """Set a counter to a running total kept elsewhere."""
@@ -200,11 +200,6 @@ class WorkerMetrics:
         _drain(stats.stall_seconds, self.expert_stall)
         if stats.load_imbalance:
             self._gauge("expert_load_imbalance", max(stats.load_imbalance.values()))
-
-
-def _end(server: WSGIServer) -> None:
-    server.shutdown()
-    server.server_close()
 
 
 def _drain(values: list[float], histogram: Histogram) -> None:
