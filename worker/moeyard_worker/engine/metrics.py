@@ -102,6 +102,7 @@ class WorkerMetrics:
                 ("expert_cache_evictions", "Experts whose slot was taken", ("segment", "phase")),
                 ("expert_cache_bytes", "Bytes of expert weights moved", ("direction",)),
                 ("expert_copy_seconds", "Time in which missing experts were copied", ()),
+                ("routing_records_dropped", "Accesses not recorded, because the file could not be written", ()),
                 ("exchange_bytes", "Bytes of activations exchanged with peers", ("direction",)),
             )
         }
@@ -196,6 +197,8 @@ class WorkerMetrics:
             self._advance("expert_cache_evictions", count, segment, kind)
         self._advance("expert_cache_bytes", stats.bytes_copied, "to_slot")
         self._advance("expert_copy_seconds", stats.copy_seconds)
+        if stats.records_dropped is not None:
+            self._advance("routing_records_dropped", stats.records_dropped)
         self._gauge("expert_cache_slots", experts.num_slots)
         _drain(stats.stall_seconds, self.expert_stall)
         if stats.load_imbalance:

@@ -37,6 +37,7 @@ class CacheStats:
     (on a GPU the time of gathering what decode rows missed, beside rows that hit). `load_imbalance` maps a
     layer to the rows of its busiest local expert over the mean of all local experts, at the layer's last access with
     rows (where the host knows them), and `expert_rows` to the rows that each local expert has computed in all.
+    `records_dropped` counts accesses that could not be recorded, None where nothing is recorded.
     """
 
     counters: Counters = field(default_factory=Counters)
@@ -45,6 +46,7 @@ class CacheStats:
     stall_seconds: list[float] = field(default_factory=list)
     load_imbalance: dict[int, float] = field(default_factory=dict)
     expert_rows: dict[int, list[int]] = field(default_factory=dict)
+    records_dropped: int | None = None
 
 
 class ExpertCache:
@@ -196,6 +198,8 @@ class ExpertCache:
     def look(self, *, wait: bool = False) -> CacheStats:
         """The totals; what a device counts is as of the last look but one, or with `wait` as of now."""
         now = time.monotonic()
+        if self._recorder is not None:
+            self.stats.records_dropped = self._recorder.dropped
         if self._residency is not None and (wait or now >= self._looked + _LOOK_SECONDS):
             self._looked = now
             self._take(self._residency.counts(wait=wait))
