@@ -52,7 +52,7 @@ def create_app(
     def generate(api: str) -> GenerateEndpoint:
         return GenerateEndpoint(config, api=api, fleet=fleet, codec=codec, metrics=metrics, bodies=bodies)
 
-    tokens = Tokens(config, codec)
+    tokens = Tokens(config, codec, bodies)
     documents = Documents(config)
     origins = Origins(config.door.allowed_origins, host=config.host, keys=keys.asks)
     live = LiveView(config, fleet, codec=codec, metrics=metrics, health=health)
