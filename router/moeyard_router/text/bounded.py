@@ -12,18 +12,17 @@ from types import BuiltinMethodType
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
 from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
-from jinja2.meta import TrackingCodeGenerator
 from jinja2.runtime import Context, LoopContext, Macro, Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+
+from moeyard_router.text.unfolded import UnfoldedEnvironment, is_constant, tree_units
 
 # About nodes of a template's tree evaluated, at 50 to 150 ns each, or 64 bytes of text made: 5 to 10 ms.
 UNITS = 40_000
 _CALL = 10
-_TEXT = 6  # a unit is 2^6 characters
+_TEXT = 6  # a unit is 2^6 characters, as `tree_units` has it
 _CHAIN = 16  # additions in one expression between two looks at the size of their result
 
 # Language that is compiled or run in ways which are not counted here.
@@ -61,36 +60,6 @@ class Elsewhere(Exception):
     """A template does more than is done where streams are written: render it in a process of `api/large.py`."""
 
 
-class UnfoldedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates are not run while they are compiled: jinja computes constant expressions then."""
-
-    def undeclared(self, tree: nodes.Template) -> frozenset[str]:
-        """The variables that a template takes from outside. Changes nothing of the tree."""
-        generator = _Tracking(self)
-        generator.visit(tree)
-        return frozenset(generator.undeclared_identifiers)
-
-
-class _Unfolded(CodeGenerator):
-    """Computes nothing."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.optimizer = None
-
-    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
-        if not isinstance(node, nodes.TemplateData):
-            raise nodes.Impossible
-        return super()._output_child_to_const(node, frame, finalize)
-
-
-class _Tracking(_Unfolded, TrackingCodeGenerator):
-    """Notes which variables are undeclared, and computes nothing."""
-
-
-UnfoldedEnvironment.code_generator_class = _Unfolded
-
-
 class BoundedEnvironment(UnfoldedEnvironment):
     """Counts what its one template does. Not thread-safe: set `left` to UNITS, render, and let nobody between.
 
@@ -126,7 +95,7 @@ class BoundedEnvironment(UnfoldedEnvironment):
         return names and lazy and all(map(_is_known_test, tree.find_all(nodes.Test)))
 
     def _generate(self, source: nodes.Template, name: Any, filename: Any, defer_init: bool = False) -> str:
-        self._macro_units = sum(_units([macro]) for macro in source.find_all((nodes.Macro, nodes.For)))
+        self._macro_units = sum(tree_units([macro]) for macro in source.find_all((nodes.Macro, nodes.For)))
         return super()._generate(_Counting().visit(source), name, filename, defer_init)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -258,7 +227,7 @@ class _Counting(NodeTransformer):
     """Puts the looks of a `BoundedEnvironment` where something may grow, repeat or hold much."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        units = _units([node])
+        units = tree_units([node])
         self.generic_visit(node)
         node.iter = _look("$loop", node.iter, nodes.Const(units))
         return node
@@ -275,18 +244,18 @@ class _Counting(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        node.nodes = [each if _is_constant(each) else _look("$text", each) for each in node.nodes]
+        node.nodes = [each if is_constant(each) else _look("$text", each) for each in node.nodes]
         return _look("$size", node)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        if not (_is_constant(node.expr) or all(_is_constant(operand.expr) for operand in node.ops)):
+        if not (is_constant(node.expr) or all(is_constant(operand.expr) for operand in node.ops)):
             node.expr = _look("$text", node.expr)
             for operand in node.ops:
                 operand.expr = _look("$text", operand.expr)
             return node
         for operand in node.ops:
-            if operand.op in ("in", "notin") and not _is_constant(operand.expr):
+            if operand.op in ("in", "notin") and not is_constant(operand.expr):
                 operand.expr = _look("$size", operand.expr)
         return node
 
@@ -294,13 +263,13 @@ class _Counting(NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
             return _look("$size", node)
-        if not _is_constant(node.arg):
+        if not is_constant(node.arg):
             node.arg = _look("$text", node.arg)
         return node
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
-        if not _is_constant(node.key):
+        if not is_constant(node.key):
             node.key = _look("$text", node.key)
         return node
 
@@ -319,28 +288,9 @@ def _look(name: str, node: Any, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 
-def _units(within: Iterable[nodes.Node]) -> int:
-    """Nodes, and constant text, of these parts of a tree."""
-    units, waiting = 0, list(within)
-    while waiting:
-        node = waiting.pop()
-        units += 1
-        if isinstance(node, nodes.TemplateData):
-            units += len(node.data) >> _TEXT
-        waiting += node.iter_child_nodes()
-    return units
-
-
-def _is_constant(node: nodes.Node) -> bool:
-    """Written out in the template: as small as that."""
-    if isinstance(node, nodes.List | nodes.Tuple):
-        return all(map(_is_constant, node.items))
-    return isinstance(node, nodes.Const)
-
-
 def _is_known_test(node: nodes.Test) -> bool:
     if node.name in _COMPARING_TESTS:
-        return not node.kwargs and all(map(_is_constant, node.args)) and node.dyn_args is node.dyn_kwargs is None
+        return not node.kwargs and all(map(is_constant, node.args)) and node.dyn_args is node.dyn_kwargs is None
     return node.name in _TESTS and node.dyn_args is node.dyn_kwargs is None
 
 
@@ -348,9 +298,9 @@ def _is_known_lazy(node: nodes.Filter) -> bool:
     """`map(attribute="name")`, or the name of a test with constants beside it."""
     if node.name == "map":
         return (
-            not node.args and [each.key for each in node.kwargs] == ["attribute"] and _is_constant(node.kwargs[0].value)
+            not node.args and [each.key for each in node.kwargs] == ["attribute"] and is_constant(node.kwargs[0].value)
         )
-    if node.kwargs or not all(map(_is_constant, node.args)):
+    if node.kwargs or not all(map(is_constant, node.args)):
         return False
     tests = node.args[1:2] if node.name.endswith("attr") else node.args[:1]
     return all(isinstance(each, nodes.Const) and each.value in _TESTS | _COMPARING_TESTS for each in tests)

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -17,8 +18,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import safe_range
 
 from moeyard_router.errors import bad_request
-from moeyard_router.text.bounded import BoundedEnvironment, Elsewhere, UnfoldedEnvironment
+from moeyard_router.text.bounded import BoundedEnvironment, Elsewhere
 from moeyard_router.text.template_traits import template_traits
+from moeyard_router.text.unfolded import UnfoldedEnvironment
 
 MAX_SOURCE = 256 * 1024  # characters; compiling takes 20 us each. The longest published ones have 20,000 (2026-11)
 # What a process of `api/large.py` gives one rendering: seconds of CPU, and so many more for each character of messages
@@ -27,7 +29,7 @@ RENDER_SECONDS = 0.5
 RENDER_SECONDS_PER_CHARACTER = 5e-7
 RENDER_MEMORY = 1 << 30
 _MAX_COMPLAINT = 500  # characters of what a template says when it refuses
-_OPTIONS: Mapping[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
+_OPTIONS: Mapping[str, Any] = MappingProxyType({"trim_blocks": True, "lstrip_blocks": True})
 
 
 class ChatTemplate:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jinja2 import nodes
 
-from moeyard_router.text.bounded import UnfoldedEnvironment
+from moeyard_router.text.unfolded import UnfoldedEnvironment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
