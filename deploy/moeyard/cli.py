@@ -14,6 +14,7 @@ from moeyard.bench.server.flags import add_server_arguments
 from moeyard.door_config import add_door_arguments, door_config, log_config
 from moeyard.entry import INTERRUPTED, leave
 from moeyard.flags import add_engine_arguments, add_source_arguments, engine_config
+from moeyard.full_disk import outlive_full_disk
 from moeyard.lazy import load
 from moeyard.model_source import add_model_argument, checkpoint
 from moeyard.target import add_target_arguments
@@ -115,6 +116,7 @@ def add_people_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """`moeyard serve`."""
+    outlive_full_disk()
     door, log = door_config(args), log_config(args)
     return int(load("moeyard.serve").serve(args, engine_config(args), door=door, log=log))
 

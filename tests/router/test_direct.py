@@ -67,7 +67,10 @@ class Answer:
         )
         self.writer = SURFACES[api].writer(job, reply_id=name, model="tiny", created=0, tokens=tokens)
         direct = self if with_direct else None
-        self.task = asyncio.create_task(endpoints._stream(job, self.generation, self.writer, self.send, direct))
+        self.task = asyncio.create_task(self._stream(job, direct))
+
+    async def _stream(self, job, direct):
+        await endpoints._stream(job, self.generation, self.writer, self.send, None, direct)
 
     async def send(self, message):
         await self.reading.wait()

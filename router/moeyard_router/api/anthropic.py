@@ -141,11 +141,10 @@ async def message_job(intake: Intake, body: bytes) -> Job:
     return await translated(request).job(intake)
 
 
-async def count_tokens(intake: Intake, body: bytes) -> dict[str, int]:
-    """How many tokens the prompt of such a request has, tools included; raises `ApiError` as `message_job`."""
+async def counting_job(intake: Intake, body: bytes) -> Job:
+    """A job with the prompt of such a request, tools included, to be counted; raises `ApiError` as `message_job`."""
     request = await intake.work(len(body), parse, body, CountTokensRequest)
-    job = await translated(request).job(intake)
-    return {"input_tokens": len(job.prompts[0].token_ids)}
+    return await translated(request).job(intake)
 
 
 def translated(request: CountTokensRequest) -> Translation:

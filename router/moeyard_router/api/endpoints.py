@@ -21,6 +21,7 @@ from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.metrics import RouterMetrics
+from moeyard_router.text.bounded import Elsewhere
 from moeyard_router.text.chat import Codec
 
 _APART_SCORES = 512  # logprobs of prompts; fewer are written faster than a thread is woken
@@ -69,9 +70,11 @@ class GenerateEndpoint:
 
     async def _job(self, parts: list[bytes]) -> Job:
         size = sum(map(len, parts))
-        if size > LARGE_BODY:
-            return await self._bodies.job(parts, api=self._api)
-        return await self._surface.read(self._intake, b"".join(parts))
+        if size <= LARGE_BODY:
+            # A chat template that does too much is rendered in a process, which can be ended whatever it is in.
+            with contextlib.suppress(Elsewhere):  # boundary: it is done again there
+                return await self._surface.read(self._intake, b"".join(parts))
+        return await self._bodies.job(parts, api=self._api)
 
     async def _run(self, job: Job, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
         record, session = record_of(scope), dict(scope["headers"]).get(b"x-session-id")

@@ -9,6 +9,7 @@ behind in memory ends with it. Measured on 2026-11-22 with orjson 3.13 and token
 import asyncio
 import contextlib
 import json
+import signal
 import struct
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pydantic import TypeAdapter
 
 from moeyard_router.api.intake import Job, Prompt
 from moeyard_router.config import DoorConfig, RouterConfig
-from moeyard_router.errors import ApiError
+from moeyard_router.errors import ApiError, bad_request
 from moeyard_router.text.answer_formats import AnswerFormats
 from moeyard_router.text.extraction import Extraction
 from moeyard_worker.protocol import TokenIds
@@ -135,6 +136,9 @@ class _Process:
             )
             answered = True
         except (OSError, ValueError) as error:  # ValueError: `close` came between
+            if self._ended_by() == signal.SIGPROF:
+                message = "the chat template takes too long for these messages: it was stopped"
+                raise bad_request(message, "messages") from error
             raise ApiError(503, "the process that read this request has ended; try again", reason="intake") from error
         finally:
             timer.cancel()
@@ -146,6 +150,12 @@ class _Process:
             raise RuntimeError(head["crash"])
         extraction = _extraction(head["extraction"], self._formats)
         return replace(JOBS.validate_python(head["job"]), prompts=prompts, extraction=extraction)
+
+    def _ended_by(self) -> int | None:
+        """The signal that has ended the process, None for any other end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # boundary: it has closed its output and goes on
+            return -self._process.wait(1.0)
+        return None
 
     def _read(self, size: int) -> bytes:
         data = self._out.read(size)

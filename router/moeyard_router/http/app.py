@@ -53,7 +53,7 @@ def create_app(
     def generate(api: str) -> GenerateEndpoint:
         return GenerateEndpoint(config, api=api, fleet=fleet, codec=codec, metrics=metrics, bodies=bodies)
 
-    tokens = Tokens(config, codec)
+    tokens = Tokens(config, codec, bodies)
     documents = Documents(config)
     origins = Origins(config.door.allowed_origins, host=config.host, keys=keys.asks)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+_MAX_IDS = 1 << 22  # tables have an entry for each id; published vocabularies have up to 262,144 (2026-11)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -43,7 +44,11 @@ class TokenBytes:
         spec = json.loads(tokenizer.to_str())
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         to_bytes = _decoder_rule(spec["decoder"])
-        self._bytes = [b""] * (max(vocab.values(), default=-1) + 1)
+        largest = max(vocab.values(), default=-1)
+        if largest >= _MAX_IDS:
+            token = next(token for token, token_id in vocab.items() if token_id == largest)
+            raise ValueError(f"token {token!r:.80} has the id {largest}, ids below {_MAX_IDS} are served")
+        self._bytes = [b""] * (largest + 1)
         for token, token_id in vocab.items():
             self._bytes[token_id] = to_bytes(token)
         self._visible = self._bytes.copy()
