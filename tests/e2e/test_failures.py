@@ -300,8 +300,9 @@ def check_lost_over_http(
         assert re.search(named, refused.json()["error"]["message"])
         assert re.search(named, http.client.get("/readyz").json()["reason"])
         assert http.client.get("/livez").status_code == 200
-    (failure,) = http.failures
-    assert re.search(named, failure)
+    # A router that hears of the loss from a survivor first has failed before it misses the link.
+    assert all(re.search(named, failure) for failure in http.failures)
+    assert len(http.failures) <= 1
     http.failures.clear()
 
 

@@ -31,10 +31,8 @@ from moeyard_worker.exchange.wires import LAST_LOOK_S, MeshLock, Wires
 
 Transport = Literal["shm", "tcp"]
 
-# Room for a frame's tag and counts beside the largest payload, which is smaller than a slab.
-FRAME_SLACK_BYTES = 1 << 16
-# While a handshake waits for its peer to connect there is no event to wait for.
-CONNECT_SLICE_S = 0.005
+FRAME_SLACK_BYTES = 1 << 16  # for a frame's tag and counts beside the largest payload, which is smaller than a slab
+CONNECT_SLICE_S = 0.005  # while a handshake waits for its peer to connect there is no event to wait for
 # A round of agreeing waits so much of the deadline for ranks that do not speak; who looks later hears what was settled.
 PATIENCE_SHARE = 1 / 8
 
