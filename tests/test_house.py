@@ -33,7 +33,7 @@ ROOMS = {
     "config": ((), 560),
     "state": (("config",), 350),
     "scheduling": (("config", "state"), 1190),
-    "exchange": (("config",), 1890),
+    "exchange": (("config",), 1990),
     "experts": (("config", "exchange"), 1200),
     "layers": (("config", "state", "exchange"), 550),
     "models": (("config", "state", "exchange", "layers"), 900),
