@@ -12,7 +12,7 @@ _DEFAULTS = MappingProxyType({f.name: f.default for f in fields(RouterConfig) if
 # Of RouterConfig, and set here by a flag of the same name where it is given.
 _FIELDS = (
     *("max_inflight", "max_waiting_tokens", "max_body_bytes", "max_buffered_bytes", "max_header_bytes"),
-    *("header_timeout", "body_timeout", "keep_alive_timeout", "intake_processes"),
+    *("header_timeout", "body_timeout", "keep_alive_timeout", "intake_processes", "recovery_timeout"),
 )
 
 
@@ -62,6 +62,7 @@ def add_door_arguments(parser: argparse.ArgumentParser) -> None:
     add("--header-timeout", seconds, "S", "time for a request's headers, then 408")
     add("--body-timeout", seconds, "S", "time for a request's body, then 408")
     add("--keep-alive-timeout", seconds, "S", "time without a request before a connection is closed")
+    add("--recovery-timeout", seconds, "S", "how long requests wait for a fleet that has lost a worker")
     add("--intake-processes", count, "N", "processes that read request bodies of more than 64 KiB")
 
 
