@@ -11,11 +11,15 @@ from types import MappingProxyType
 
 from moeyard_worker.config.cpu_config import CPU_ENVIRONMENT
 
+# Whatever it is told not to print, Ray says of every process that ends, on stdout, that memory may have run out. What
+# ends is said by the supervisor; of Ray's own lines those that match are skipped.
+QUIET: Mapping[str, str] = MappingProxyType({"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."})
+
 LOCAL_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes ray.init bind 127.0.0.1 only
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
+        **QUIET,
         # Ray gives its workers niceness 15: whatever else runs would go before a step, and before all other ranks.
         "RAY_worker_niceness": "0",
         # The driver gets SIGTERM to stop: no stack trace for it.
@@ -32,7 +36,7 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
 REMOTE_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
+        **QUIET,
         "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
     }
 )

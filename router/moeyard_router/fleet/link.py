@@ -22,7 +22,9 @@ _FRAMES_PER_TURN = 256
 _BYTES_PER_TURN = 16 * 1024
 # How soon a connection that was refused is tried again, and at most how late.
 _RECONNECT_MS, _RECONNECT_MAX_MS = 10, 500
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | REFUSED_EVENTS
+# A process that ends while it is met again refuses nobody.
+_REFUSED = REFUSED_EVENTS & ~zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _REFUSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +181,7 @@ class WorkerLink:
 
     def _read_monitor(self) -> None:
         while self._monitor is not None and (event := next_event(self._monitor)) is not None:
-            if event["event"] & REFUSED_EVENTS:
+            if event["event"] & _REFUSED:
                 count_refused(event, self._refusals, f"worker {self.rank} at {self.endpoint}")
             elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_up = True
