@@ -47,8 +47,10 @@ def test_an_error_of_the_accelerator_is_named() -> None:
 
 
 def test_many_requests_are_named_briefly() -> None:
-    assert not_finite(["r17"], step=812) == "logits of step 812 are not finite: request r17"
-    assert not_finite([f"r{i}" for i in range(6)], step=3).endswith("request r0, r1, r2, r3 and 2 more")
+    assert str(not_finite(["r17"], step=812)) == "logits of step 812 are not finite: request r17"
+    many = not_finite([f"r{i}" for i in range(6)], step=3)
+    assert str(many).endswith("request r0, r1, r2, r3 and 2 more")
+    assert many.requests == tuple(f"r{i}" for i in range(6)), "all of them are to blame"
 
 
 NAN, INF = float("nan"), float("inf")
