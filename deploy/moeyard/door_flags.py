@@ -12,7 +12,7 @@ _DEFAULTS = MappingProxyType({f.name: f.default for f in fields(RouterConfig) if
 # Of RouterConfig, and set here by a flag of the same name where it is given.
 _FIELDS = (
     *("max_inflight", "max_waiting_tokens", "max_body_bytes", "max_buffered_bytes", "max_header_bytes"),
-    *("header_timeout", "body_timeout", "keep_alive_timeout", "intake_processes"),
+    *("header_timeout", "body_timeout", "keep_alive_timeout", "send_timeout", "intake_processes"),
 )
 
 
@@ -54,7 +54,11 @@ def add_door_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-inflight", count, "N", "sequences at all ranks before 429 (default: what their places and queues hold)")
     add("--max-waiting-tokens", count, "N", "prompt tokens of sequences without a token yet, at all ranks, before 429")
     parser.add_argument(
-        "--max-queue-seconds", type=seconds, metavar="S", help="longest wait of a request for its start, then 429"
+        "--max-queue-seconds",
+        type=seconds,
+        metavar="S",
+        help="longest wait of a request for its start, then 429 (default: no limit for a burst; while more comes than "
+        "goes, half the time of a first token. For batches that may wait, 3600)",
     )
     add("--max-body-bytes", byte_size, "SIZE", "longest request body, then 413")
     add("--max-buffered-bytes", byte_size, "SIZE", "bodies that are being read, together, then 503")
@@ -62,6 +66,7 @@ def add_door_arguments(parser: argparse.ArgumentParser) -> None:
     add("--header-timeout", seconds, "S", "time for a request's headers, then 408")
     add("--body-timeout", seconds, "S", "time for a request's body, then 408")
     add("--keep-alive-timeout", seconds, "S", "time without a request before a connection is closed")
+    add("--send-timeout", seconds, "S", "time without a byte of its answer taken before a client is cut off")
     add("--intake-processes", count, "N", "processes that read request bodies of more than 64 KiB")
 
 
@@ -69,4 +74,18 @@ def door_fields(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any
     """The fields of RouterConfig that the flags set."""
     given = {name: getattr(args, name) for name in _FIELDS}
     most = config.num_workers * (config.max_num_seqs + config.max_waiting)
-    return {"max_inflight": most, **{name: value for name, value in given.items() if value is not None}}
+    return {
+        "max_inflight": most,
+        "worker_places": config.max_num_seqs + ready_sequences(config.max_num_seqs),
+        "max_queue_seconds": config.max_queue_seconds,
+        **{name: value for name, value in given.items() if value is not None},
+    }
+
+
+def ready_sequences(max_num_seqs: int) -> int:
+    """How many a worker holds beyond those that run, so that a place is taken in the very next step.
+
+    Between the end of a sequence and the arrival of another from the router lies a step at least. With answers of n
+    tokens, of `max_num_seqs` sequences one in n ends in a step: a sixteenth is enough for all but the shortest answers.
+    """
+    return max(1, max_num_seqs // 16)

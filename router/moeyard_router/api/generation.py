@@ -47,6 +47,7 @@ class Generation:
         metrics: RouterMetrics,
         arrived: float,
         client: str | None = None,
+        key: str | None = None,
     ) -> None:
         self.choices = [Choice(job, index=c.index, tokens=tokens) for c in job.continuations]
         self._job = job
@@ -58,7 +59,7 @@ class Generation:
         self._error: ApiError | None = None
         self._gone = False
         self._ticket: Ticket = fleet.submit(
-            reply_id, [(job.prompts[c.prompt].token_ids, c.sampling) for c in job.continuations], client=client
+            reply_id, [(job.prompts[c.prompt].token_ids, c.sampling) for c in job.continuations], client=client, key=key
         )
         metrics.params_n.observe(len(job.continuations) // len(job.prompts))
 
@@ -148,7 +149,7 @@ class Generation:
                 id=self._id,
                 index=index,
                 kind="chat" if self._job.chat else "completion",
-                rank=self._ticket.routes[index].rank,
+                rank=rank if (rank := self._ticket.routes[index].rank) >= 0 else None,
                 ended=time.time(),
                 reason=reason,
                 prompt_tokens=num_prompt,

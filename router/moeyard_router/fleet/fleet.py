@@ -21,7 +21,8 @@ from moeyard_router.fleet.policy import Route
 from moeyard_router.fleet.recent import RecentRequests
 from moeyard_router.fleet.room import Room
 from moeyard_router.fleet.ticket import Lost, Ticket
-from moeyard_router.fleet.worker_state import WorkerState, loads
+from moeyard_router.fleet.waiters import Order, Waiters
+from moeyard_router.fleet.worker_state import WorkerState, any_room, loads
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Abort, Done, PromptLogprobs, Rejected, SamplingParams, Snapshot, Submit, Tokens
 
@@ -31,6 +32,7 @@ class _Flight:
     """A sequence at a worker. `ticket` is None once nobody listens any more; then only its end is awaited.
 
     `prompt` counts its prompt's tokens, and `pending` those that no cache was thought to hold, until it has an output.
+    `charged` are the output tokens that `key` was charged for (fleet/fair.py); it was sent at `sent`, after `waited`.
     """
 
     rank: int
@@ -38,6 +40,10 @@ class _Flight:
     pending: int
     index: int
     ticket: Ticket | None
+    key: str | None
+    charged: float
+    sent: float
+    waited: float
     received: int = 0
 
 
@@ -67,6 +73,9 @@ class Fleet:
         self._workers: list[WorkerState] = []
         self._flights: dict[str, _Flight] = {}
         self._room = Room(time.monotonic(), config.max_inflight, config.max_waiting_tokens)
+        self.waiters = Waiters(
+            config, metrics, drain=self._drain, left=lambda now, prompt: self._room.left(now, prompt, ran=False)
+        )
         self._placement = Placement(len(config.workers), prefix_caching=config.prefix_caching)
 
     def start(self) -> None:
@@ -103,8 +112,8 @@ class Fleet:
 
     @property
     def num_inflight(self) -> int:
-        """Sequences at the workers, aborted ones included until their worker says that they have ended."""
-        return len(self._flights)
+        """Sequences that wait or are at the workers, aborted ones included until their worker says that they ended."""
+        return len(self._flights) + self.waiters.num_sequences
 
     def unavailable(self) -> str | None:
         """Why no request can be taken now, or None."""
@@ -131,39 +140,77 @@ class Fleet:
         sequences: list[tuple[Sequence[int], SamplingParams]],
         *,
         client: str | None = None,
+        key: str | None = None,
         rank: int | None = None,
     ) -> Ticket:
-        """Send sequences (prompt ids, sampling) to the ranks that the policy chooses for this client, or all to `rank`.
+        """Take sequences (prompt ids, sampling) for the ranks that the policy chooses for this client, or all for `rank`.
 
-        Raises `ApiError` 503 if the fleet cannot run them and 429 if it is full; then none was sent.
+        They wait here until a rank has room; `key` names whose turn it is then (fleet/waiting.py). Those for a `rank`
+        do not wait. Raises `ApiError` 503 if the fleet cannot run them and 429 if it is full; then none is taken.
         """
         problem = self.unavailable()
         if problem is not None:
             reason = "fleet_failed" if self.failure is not None else "not_ready"
             raise ApiError(503, problem, reason=reason)
-        self._room.check(time.monotonic(), len(sequences), sum(len(prompt) for prompt, _ in sequences))
-        ticket = Ticket(self.abandon)
-        for index, (prompt, sampling) in enumerate(sequences):
+        now = time.monotonic()
+        order = Order(request_id, list(sequences), client, Ticket(self.abandon))
+        tokens = sum(len(prompt) for prompt, _ in sequences)
+        if rank is None:
+            self.waiters.check(key, len(sequences))
+            self.waiters.displace(now, key, until=lambda: self._room.fits(len(sequences), tokens))
+        self._room.check(now, len(sequences), tokens)
+        for prompt, _ in sequences:
+            self._room.entered(len(prompt))
+        if rank is None and (self.waiters.num_sequences or not any_room(self._workers, self.config.worker_places)):
+            self.waiters.push(now, key, order)
+        else:
+            self._send(now, key, order, rank=rank)
+        return order.ticket
+
+    def _drain(self) -> None:
+        """Send who waits to the workers while these have room."""
+        now = time.monotonic()
+        while any_room(self._workers, self.config.worker_places) and (entry := self.waiters.first()) is not None:
+            self.waiters.start(now, entry)
+            self._send(now, entry.key, entry.load, waited=now - entry.since)
+
+    def _send(self, now: float, key: str | None, order: Order, *, rank: int | None = None, waited: float = 0.0) -> None:
+        """Send what is left of a request to ranks with room, or to `rank`."""
+        for index, sequence in enumerate(order.sequences):
+            if sequence is None:
+                continue
+            prompt, sampling = sequence
             if rank is None:
-                route = self._placement.choose(loads(self._workers), prompt, client=client)
+                known = loads(self._workers, self.config.worker_places)
+                route = self._placement.choose(known, prompt, client=order.client)
             else:
                 route = Route(rank=rank, reason="asked")
-            worker, name = self._workers[route.rank], f"{request_id}-{index}"
+            worker, name = self._workers[route.rank], order.name(index)
             assert name not in self._flights, f"request id {name} is already in flight"
-            flight = _Flight(route.rank, len(prompt), len(prompt) - route.cached_tokens, index, ticket)
+            flight = _Flight(
+                rank=route.rank,
+                prompt=len(prompt),
+                pending=len(prompt) - route.cached_tokens,
+                index=index,
+                ticket=order.ticket,
+                key=key,
+                charged=self.waiters.started(key, len(prompt), sampling.max_tokens),
+                sent=now,
+                waited=waited,
+            )
             self._flights[name] = flight
-            self._room.entered(flight.prompt)
-            ticket.opened(index, name, route)
+            order.ticket.opened(index, name, route)
             worker.own += 1
             worker.pending += flight.pending
             worker.link.send(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling))
         self._metrics.inflight.set(len(self._flights))
-        return ticket
 
     def abandon(self, request_id: str) -> None:
         """Stop listening to a sequence and tell its worker to stop it. Unknown ids are ignored."""
         flight = self._flights.get(request_id)
-        if flight is not None and flight.ticket is not None:
+        if flight is None:
+            self.waiters.abandon(time.monotonic(), request_id)
+        elif flight.ticket is not None:
             flight.ticket = None
             self._workers[flight.rank].link.send(Abort(request_id=request_id))
 
@@ -177,8 +224,10 @@ class Fleet:
         """End everything in flight with a named error, and tell the workers that still listen."""
         now = time.monotonic()
         flights, self._flights = self._flights, {}
+        self.waiters.end_all(now, reason)
         self._room.cleared()
         for request_id, flight in flights.items():
+            self.waiters.ended(flight.key, flight.charged, flight.received)
             worker = self._workers[flight.rank]
             worker.own = worker.pending = 0
             if flight.ticket is not None:
@@ -198,7 +247,13 @@ class Fleet:
     def describe(self) -> dict[str, Any]:
         """State of the fleet and of each rank, for people and dashboards."""
         ranks = [worker.describe() for worker in self._workers]
-        return {"failure": self.failure, "stopping": self.stopping, "inflight": self.num_inflight, "workers": ranks}
+        return {
+            "failure": self.failure,
+            "stopping": self.stopping,
+            "inflight": self.num_inflight,
+            "waiting": self.waiters.num_sequences,
+            "workers": ranks,
+        }
 
     def validate(self) -> None:
         """Assert that the counts per worker are the sums over what is in flight, and tickets know what is theirs."""
@@ -207,7 +262,8 @@ class Fleet:
             assert worker.own == len(mine), f"rank {worker.link.rank} counts {worker.own} of {len(mine)} sequences"
             assert worker.pending == sum(f.pending for f in mine)
         unread = sum(f.prompt for f in self._flights.values() if not f.received)
-        assert (self._room.sequences, self._room.unread_tokens) == (len(self._flights), unread), "room is miscounted"
+        unread += self.waiters.validate()
+        assert (self._room.sequences, self._room.unread_tokens) == (self.num_inflight, unread), "room is miscounted"
         for name, flight in self._flights.items():
             assert flight.ticket is None or flight.ticket.runs(flight.index, name), f"{name} is nobody's"
         assert self.failure is None or not self._flights, "a failed fleet has nothing in flight"
@@ -239,6 +295,8 @@ class Fleet:
                 self._snapshot(now, rank, message)
             elif not self.loads.take(rank, message):
                 self.fail(f"worker {rank} broke the protocol: it sent a {message.type} message")
+        if self.waiters.num_sequences:
+            self._drain()
 
     def _tokens(self, now: float, rank: int, message: Tokens) -> None:
         self.last_progress = now
@@ -254,6 +312,8 @@ class Fleet:
         if not flight.received:
             self._computed(flight)
             self._room.read(now, flight.prompt)
+            if not flight.waited:
+                self.waiters.answered(now, now - flight.sent)
         flight.received += len(message.token_ids)
         flight.ticket.put(now, flight.index, message)
 
@@ -277,6 +337,10 @@ class Fleet:
         self._computed(flight)
         self._metrics.inflight.set(len(self._flights))
         self._room.left(now, 0 if flight.received else flight.prompt, ran=isinstance(message, Done))
+        output = message.completion_tokens if isinstance(message, Done) else 0
+        self.waiters.ended(flight.key, flight.charged, output)
+        if isinstance(message, Done) and flight.waited:
+            message = replace(message, queue_seconds=message.queue_seconds + flight.waited)
         if isinstance(message, Rejected) and message.reason in ("queue_full", "queue_timeout"):
             # A worker cannot know when the fleet will have room again.
             message = replace(message, retry_after=self._room.wait(now, 1))

@@ -56,9 +56,12 @@ class Ticket:
             self.abort(index)
 
     def opened(self, index: int, request_id: str, route: Route) -> None:
-        """For the fleet: sequence `index` (they come in order) runs under this id where `route` says."""
+        """For the fleet: sequence `index` runs under this id where `route` says, or waits; they come in order first."""
         self._open[index] = request_id
-        self.routes.append(route)
+        if index < len(self.routes):
+            self.routes[index] = route
+        else:
+            self.routes.append(route)
 
     def runs(self, index: int, request_id: str) -> bool:
         """Whether sequence `index` runs under this id."""

@@ -192,9 +192,10 @@ def _uvicorn_config(
         header_bytes=settings.max_header_bytes,
         header_seconds=settings.header_timeout,
         body_seconds=settings.body_timeout,
+        send_seconds=settings.send_timeout,
     )
     protocol = functools.partial(
-        ConnectionProtocol, limits=limits, refused=functools.partial(metrics.answered, "other")
+        ConnectionProtocol, limits=limits, refused=functools.partial(metrics.answered, "other"), cut=metrics.cut
     )
     config = uvicorn.Config(
         cast(Any, app),  # starlette's and uvicorn's names for the same protocol

@@ -1,0 +1,109 @@
+"""The waiting room before the workers: who goes next, who may come in, who has waited too long. Pure.
+
+Requests wait here and not at the workers, which hold no more than keeps them busy: so a request goes to the rank that
+has room when it is its turn, keys take turns, and what waits outlives a worker. Among keys (http/keys.py names them)
+the fair queue decides; what a client says of itself (`x-session-id`, `user`) does not make it another one, or anybody
+could be many.
+"""
+
+import math
+
+from moeyard_router.errors import ApiError
+from moeyard_router.fleet.drain import UNKNOWN, DrainRate
+from moeyard_router.fleet.fair import Entry, FairQueue
+from moeyard_router.fleet.overload import CALM, Overload
+
+_MOST = 600.0  # seconds; nobody is told to come back later than that
+_ENOUGH = 8  # starts after which their rate says something
+
+
+class WaitingRoom:
+    """Owner of the queue. `places` sequences run at once; `max_seconds` is how long a request may wait.
+
+    With None, a request may wait as long as it takes, except in overload (`Overload`). `now` is monotonic seconds.
+    """
+
+    def __init__(self, now: float, places: int, max_seconds: float | None) -> None:
+        self.queue = FairQueue()
+        self.overload = Overload(places)
+        self._max_seconds = max_seconds
+        self._starts = DrainRate(now)  # of sequences that had waited, since some do
+        self._num_starts = 0
+        self._last = -math.inf  # when somebody last waited
+        self._slots: dict[str | None, float] = {}  # until when places are promised to those of a key that were refused
+
+    def limit(self, now: float) -> float | None:
+        """Seconds that a request may wait at most; None for any time."""
+        if self._max_seconds is not None:
+            return self._max_seconds
+        return self.overload.limit if self.overload.active(now) else None
+
+    def check(self, now: float, key: str | None, count: int = 1) -> None:
+        """Raise `ApiError` 429 if `count` sequences that `key` sends now would have to wait longer than they may."""
+        limit = self.limit(now)
+        if limit is None or not self.queue.num_sequences:
+            return
+        ahead = self.queue.ahead(key)
+        rate = self._rate(now)
+        if rate is not None and ahead / rate > limit:
+            self.overload.refused(now)
+            message = f"the fleet is full: {ahead} sequences go first, which takes {ahead / rate:.1f} s"
+            raise ApiError(429, message, reason="overload", retry_after=self.promise(now, key, count))
+
+    def push(self, now: float, entry: Entry) -> None:
+        """It waits."""
+        if now - self._last > CALM:
+            self._starts, self._num_starts = DrainRate(now), 0
+        self.queue.push(entry)
+        self._changed(now)
+
+    def start(self, now: float, entry: Entry) -> None:
+        """It goes to a worker."""
+        self.queue.remove(entry)
+        self._starts.left(now, entry.count)
+        self._num_starts += entry.count
+        self._changed(now)
+
+    def withdraw(self, now: float, entry: Entry) -> None:
+        """It waits no more, and does not run."""
+        self.queue.remove(entry)
+        self._changed(now)
+
+    def late(self, now: float) -> list[Entry]:
+        """Those that have waited too long, or will have before their turn; the caller withdraws them."""
+        self._changed(now)
+        limit = self.limit(now)
+        if limit is None:
+            return []
+        late = [entry for entry in self.queue if now - entry.since >= limit]
+        if late:
+            self.overload.refused(now)
+        return late
+
+    def promise(self, now: float, key: str | None, count: int = 1) -> float:
+        """Seconds after which somebody that is refused had better come back, on whose behalf a place is then free.
+
+        Those who were refused before are told earlier times: a key's share of the rate at which sequences start is
+        handed out once, so that they do not all come back at once to be refused again. A key that asks more often than
+        it was told to only makes its own times longer.
+        """
+        rate = self._rate(now)
+        if rate is None:
+            return UNKNOWN
+        if len(self._slots) > 4096:
+            self._slots = {name: at for name, at in self._slots.items() if at > now}
+        keys = max(1, self.queue.num_keys)
+        at = max(self._slots.get(key, 0.0), now + self.queue.ahead(key) / rate) + count * keys / rate
+        at = self._slots[key] = min(at, now + _MOST)
+        return at - now
+
+    def _rate(self, now: float) -> float | None:
+        """Sequences per second that come to their turn; None before that is known."""
+        rate = self._starts.per_second(now)
+        return rate if self._num_starts >= _ENOUGH and rate > 1e-3 else None
+
+    def _changed(self, now: float) -> None:
+        num = self.queue.num_sequences
+        if num:
+            self._last = now
+        self.overload.waiting(now, num)
