@@ -76,16 +76,7 @@ def door_fields(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any
     most = config.num_workers * (config.max_num_seqs + config.max_waiting)
     return {
         "max_inflight": most,
-        "worker_places": config.max_num_seqs + ready_sequences(config.max_num_seqs),
+        "worker_places": config.max_num_seqs,
         "max_queue_seconds": config.max_queue_seconds,
         **{name: value for name, value in given.items() if value is not None},
     }
-
-
-def ready_sequences(max_num_seqs: int) -> int:
-    """How many a worker holds beyond those that run, so that a place is taken in the very next step.
-
-    Between the end of a sequence and the arrival of another from the router lies a step at least. With answers of n
-    tokens, of `max_num_seqs` sequences one in n ends in a step: a sixteenth is enough for all but the shortest answers.
-    """
-    return max(1, max_num_seqs // 16)

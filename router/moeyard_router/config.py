@@ -99,8 +99,8 @@ class RouterConfig:
 
     A sequence is admitted while fewer than `max_inflight` are at the workers, and the prompts there that have no token
     yet have at most `max_waiting_tokens` tokens with its own (None: any number); beyond that clients get a 429.
-    A worker is given at most `worker_places` at once, and what it has no place for waits in the router (None: all are
-    sent on at once). There a request waits for at most `max_queue_seconds`; None: as long as it takes, but in overload
+    A worker runs `worker_places` at once, and what it has no place for waits in the router (None: all are sent on at
+    once). There a request waits for at most `max_queue_seconds`; None: as long as it takes, but in overload
     for half the time of a first token (fleet/overload.py). Then clients get a 429.
     Bodies that are being read hold at most `max_buffered_bytes` together; beyond that clients get a 503. Large ones are
     made into jobs by `intake_processes` processes beside the event loop.

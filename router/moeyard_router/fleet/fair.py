@@ -62,6 +62,12 @@ class FairQueue:
         """Keys with something that waits."""
         return sum(1 for flow in self._flows.values() if flow.waiting)
 
+    def share(self, key: str | None) -> tuple[int, int]:
+        """Sequences of a key that run, and the number of keys that run or wait, this one among them."""
+        flow = self._flows.get(key)
+        others = sum(1 for name, each in self._flows.items() if name != key and (each.running or each.waiting))
+        return (0 if flow is None else flow.running), others + 1
+
     def push(self, entry: Entry) -> None:
         """It waits, behind those of its key."""
         flow = self._flow(entry.key)
@@ -136,6 +142,6 @@ class FairQueue:
 
     def _forget(self, key: str | None) -> None:
         flow = self._flows[key]
-        # With nothing left of its own its counter would say no more than the floor does.
-        if not flow.waiting and not flow.running and flow.served <= self._least():
+        # What it was served beyond the others counts as long as anybody waits.
+        if not flow.waiting and not flow.running and (not self.num_sequences or flow.served <= self._least()):
             del self._flows[key]

@@ -161,7 +161,7 @@ class Fleet:
         self._room.check(now, len(sequences), tokens)
         for prompt, _ in sequences:
             self._room.entered(len(prompt))
-        if rank is None and (self.waiters.num_sequences or not any_room(self._workers, self.config.worker_places)):
+        if rank is None and (self.waiters.num_sequences or not any_room(self._workers, self.waiters.worker_places)):
             self.waiters.push(now, key, order)
         else:
             self._send(now, key, order, rank=rank)
@@ -170,7 +170,7 @@ class Fleet:
     def _drain(self) -> None:
         """Send who waits to the workers while these have room."""
         now = time.monotonic()
-        while any_room(self._workers, self.config.worker_places) and (entry := self.waiters.first()) is not None:
+        while any_room(self._workers, self.waiters.worker_places) and (entry := self.waiters.first()) is not None:
             self.waiters.start(now, entry)
             self._send(now, entry.key, entry.load, waited=now - entry.since)
 
@@ -181,7 +181,7 @@ class Fleet:
                 continue
             prompt, sampling = sequence
             if rank is None:
-                known = loads(self._workers, self.config.worker_places)
+                known = loads(self._workers, self.waiters.worker_places)
                 route = self._placement.choose(known, prompt, client=order.client)
             else:
                 route = Route(rank=rank, reason="asked")
@@ -194,7 +194,7 @@ class Fleet:
                 index=index,
                 ticket=order.ticket,
                 key=key,
-                charged=self.waiters.started(key, len(prompt), sampling.max_tokens),
+                charged=self.waiters.started(now, key, len(prompt), sampling.max_tokens),
                 sent=now,
                 waited=waited,
             )

@@ -15,6 +15,20 @@ from moeyard_worker.protocol import Rejected, SamplingParams
 
 NOWHERE = Route(rank=-1, reason="waiting")
 _TICK = 0.02  # seconds between looks at who has waited too long, while anybody waits
+_FIRST_GUESS = 128.0  # output tokens, before any answer has ended
+_NEW = 0.02  # weight of the latest answer
+_LONG = 100  # output tokens of which one more or less does not matter
+
+
+def ready_sequences(places: int, answer: float) -> int:
+    """How many a worker that runs `places` sequences holds ready behind them; answers have `answer` tokens on average.
+
+    Between the end of a sequence and the arrival of the next from here the worker computes a step: without any that is
+    ready its place is empty for one step per answer. With more of them ready than end in a step (`places` / `answer`),
+    each waits there for no gain.
+    """
+    ends = places / max(answer, 1.0)
+    return 0 if ends < 1 and answer >= _LONG else max(1, round(ends))
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +59,12 @@ class Waiters:
         drain: Callable[[], None],
         left: Callable[[float, int], None],
     ) -> None:
-        places = (config.worker_places or config.max_inflight) * len(config.workers)
-        self._room = WaitingRoom(time.monotonic(), places, config.max_queue_seconds)
+        places = self._places = config.worker_places
+        self._answer = _FIRST_GUESS  # output tokens of a sequence
+        # Sequences that a worker is given at once.
+        self.worker_places = None if places is None else places + ready_sequences(places, self._answer)
+        total = config.max_inflight if places is None else places * len(config.workers)
+        self._room = WaitingRoom(time.monotonic(), total, config.max_queue_seconds)
         self._metrics = metrics
         self._drain = drain
         self._left = left
@@ -93,9 +111,9 @@ class Waiters:
         self._forget(entry)
         self._metrics.waited.observe(now - entry.since)
 
-    def started(self, key: str | None, prompt: int, most: int) -> float:
-        """A sequence goes to a worker, waited or not: as `FairQueue.started`."""
-        return self._room.queue.started(key, prompt, most)
+    def started(self, now: float, key: str | None, prompt: int, most: int) -> float:
+        """A sequence goes to a worker, waited or not: as `WaitingRoom.started`."""
+        return self._room.started(now, key, prompt, most)
 
     def answered(self, now: float, seconds: float) -> None:
         """A sequence that had not waited had its first token so long after it was sent."""
@@ -104,6 +122,9 @@ class Waiters:
     def ended(self, key: str | None, charged: float, output: int) -> None:
         """It has ended there: as `FairQueue.ended`."""
         self._room.queue.ended(key, charged, output)
+        if self._places is not None and output:
+            self._answer += _NEW * (output - self._answer)
+            self.worker_places = self._places + ready_sequences(self._places, self._answer)
 
     def abandon(self, now: float, name: str) -> None:
         """Nobody wants this sequence any more. Unknown ones are ignored."""

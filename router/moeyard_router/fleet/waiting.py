@@ -15,6 +15,8 @@ from moeyard_router.fleet.overload import CALM, Overload
 
 _MOST = 600.0  # seconds; nobody is told to come back later than that
 _ENOUGH = 8  # starts after which their rate says something
+# Places become free one by one: a key below its share of them may wait for so many of its turns, whatever the limit.
+_TURNS = 8
 
 
 class WaitingRoom:
@@ -25,23 +27,30 @@ class WaitingRoom:
 
     def __init__(self, now: float, places: int, max_seconds: float | None) -> None:
         self.queue = FairQueue()
+        self._places = places
         self.overload = Overload(places)
         self._max_seconds = max_seconds
-        self._starts = DrainRate(now)  # of sequences that had waited, since some do
+        self._starts = DrainRate(now)  # of sequences, since some wait
         self._num_starts = 0
         self._last = -math.inf  # when somebody last waited
         self._slots: dict[str | None, float] = {}  # until when places are promised to those of a key that were refused
 
-    def limit(self, now: float) -> float | None:
-        """Seconds that a request may wait at most; None for any time."""
+    def limit(self, now: float, key: str | None) -> float | None:
+        """Seconds that a request of `key` may wait at most; None for any time."""
         if self._max_seconds is not None:
             return self._max_seconds
-        return self.overload.limit if self.overload.active(now) else None
+        if not self.overload.active(now):
+            return None
+        running, keys = self.queue.share(key)
+        rate = self._rate(now)
+        if keys < 2 or rate is None or running * keys > self._places:
+            return self.overload.limit
+        return max(self.overload.limit, _TURNS * keys / rate)
 
     def check(self, now: float, key: str | None, count: int = 1) -> None:
         """Raise `ApiError` 429 if `count` sequences that `key` sends now would have to wait longer than they may."""
-        limit = self.limit(now)
-        if limit is None or not self.queue.num_sequences:
+        limit = self.limit(now, key) if self.queue.num_sequences else None
+        if limit is None:
             return
         ahead = self.queue.ahead(key)
         rate = self._rate(now)
@@ -58,11 +67,16 @@ class WaitingRoom:
         self._changed(now)
 
     def start(self, now: float, entry: Entry) -> None:
-        """It goes to a worker."""
+        """It waits no more and goes to a worker, as `started` is then told."""
         self.queue.remove(entry)
-        self._starts.left(now, entry.count)
-        self._num_starts += entry.count
         self._changed(now)
+
+    def started(self, now: float, key: str | None, prompt: int, most: int) -> float:
+        """A sequence goes to a worker, waited or not; returns what `FairQueue.ended` wants to know of it."""
+        if now - self._last <= CALM:
+            self._starts.left(now)
+            self._num_starts += 1
+        return self.queue.started(key, prompt, most)
 
     def withdraw(self, now: float, entry: Entry) -> None:
         """It waits no more, and does not run."""
@@ -70,12 +84,10 @@ class WaitingRoom:
         self._changed(now)
 
     def late(self, now: float) -> list[Entry]:
-        """Those that have waited too long, or will have before their turn; the caller withdraws them."""
+        """Those that have waited too long; the caller withdraws them."""
         self._changed(now)
-        limit = self.limit(now)
-        if limit is None:
-            return []
-        late = [entry for entry in self.queue if now - entry.since >= limit]
+        limits = {key: self.limit(now, key) for key in {entry.key for entry in self.queue}}
+        late = [e for e in self.queue if (limit := limits[e.key]) is not None and now - e.since >= limit]
         if late:
             self.overload.refused(now)
         return late
