@@ -33,6 +33,7 @@ import httptools
 import httpx
 import psutil
 import uvloop
+from prometheus_client.parser import text_string_to_metric_families
 
 from moeyard.bench.server.workload import arrivals
 from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
@@ -195,6 +196,24 @@ HEAD = (
 )
 
 
+def buckets(page: str, name: str) -> dict[float, float]:
+    """The cumulative counts of a histogram without labels of interest."""
+    found = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name == f"{name}_bucket":
+                found[float(sample.labels["le"])] = sample.value
+    return found
+
+
+def bounds(before: dict[float, float], after: dict[float, float]) -> str:
+    """Upper bounds of median and 99th percentile of what was observed in between, in ms."""
+    counts = {bound: after[bound] - before.get(bound, 0.0) for bound in sorted(after)}
+    total = counts[float("inf")]
+    at = [next((b for b, count in counts.items() if count >= share * total), float("nan")) for share in (0.5, 0.99)]
+    return f"{total:.0f}, half within {at[0] * 1e3:.0f} ms, 99 % within {at[1] * 1e3:.0f} ms"
+
+
 class Watch:
     """The router while a phase runs: memory, CPU, and how many wait."""
 
@@ -247,6 +266,8 @@ async def drill(args: argparse.Namespace, url: str, router: psutil.Process | Non
     print(row(f"quiet, {args.quiet:g}x", quiet, args.calm))
     busy = await open_loop(client(light_key, 3), 0.9 * capacity, args.calm, seed=args.seed + 1)
     print(row("0.9x", busy, args.calm), flush=True)
+    headers = {} if flood_key is None else {"authorization": f"Bearer {flood_key}"}
+    before = httpx.get(f"{url}/metrics", headers=headers).text
     watch = Watch(url, router, flood_key)
     watching = asyncio.create_task(watch.run())
     flood = open_loop(
@@ -262,6 +283,9 @@ async def drill(args: argparse.Namespace, url: str, router: psutil.Process | Non
     watching.cancel()
     await asyncio.wait([watching])
     print(f"\nin the flood: {watch}")
+    after = httpx.get(f"{url}/metrics", headers=headers).text
+    for name in ("moeyard_time_to_first_token_seconds", "moeyard_router_queue_seconds"):
+        print(f"{name}: {bounds(buckets(before, name), buckets(after, name))}")
 
 
 def run_router_process(endpoints: list[str], sock: socket.socket, fields: dict[str, Any], pipe: Connection) -> None:

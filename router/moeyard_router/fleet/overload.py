@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 INTERVAL = 0.5  # seconds; what came before may have had to wait as long, so it is kept far below the 60 s of a drill
 CALM = 5.0  # seconds
-# Of the time that a first token takes while nobody waits: with it, a wait at most doubles the time.
+# Of the time that a first token takes in a quiet fleet: in a full one it takes longer as it is, and twice is allowed.
 _SHARE = 0.5
 _LEAST, _MOST, _UNKNOWN = 0.02, 2.0, 0.25  # seconds
-_NEW = 0.05  # weight of the latest first token
+# Weights of the latest first token, if it came sooner than thought and if later: one of a step that many begin in, or of
+# a long prompt, says little of a quiet fleet.
+_SOONER, _LATER = 0.2, 0.01
 
 
 @dataclass(slots=True)
@@ -59,4 +61,4 @@ class Overload:
         """A sequence that had not waited had its first token so long after it was sent to a worker."""
         if not self.active(now):
             before = seconds if self._first_token is None else self._first_token
-            self._first_token = before + _NEW * (seconds - before)
+            self._first_token = before + (_SOONER if seconds < before else _LATER) * (seconds - before)

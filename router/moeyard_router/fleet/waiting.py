@@ -11,10 +11,11 @@ import math
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.drain import UNKNOWN, DrainRate
 from moeyard_router.fleet.fair import Entry, FairQueue
-from moeyard_router.fleet.overload import CALM, Overload
+from moeyard_router.fleet.overload import Overload
 
 _MOST = 600.0  # seconds; nobody is told to come back later than that
 _ENOUGH = 8  # starts after which their rate says something
+_EMPTY = 1.0  # seconds without anybody who waits, after which the rate of starts is no longer what the fleet can do
 # Places become free one by one: a key below its share of them may wait for so many of its turns, whatever the limit.
 _TURNS = 8
 
@@ -61,7 +62,7 @@ class WaitingRoom:
 
     def push(self, now: float, entry: Entry) -> None:
         """It waits."""
-        if now - self._last > CALM:
+        if now - self._last > _EMPTY:
             self._starts, self._num_starts = DrainRate(now), 0
         self.queue.push(entry)
         self._changed(now)
@@ -73,7 +74,7 @@ class WaitingRoom:
 
     def started(self, now: float, key: str | None, prompt: int, most: int) -> float:
         """A sequence goes to a worker, waited or not; returns what `FairQueue.ended` wants to know of it."""
-        if now - self._last <= CALM:
+        if now - self._last <= _EMPTY:
             self._starts.left(now)
             self._num_starts += 1
         return self.queue.started(key, prompt, most)
