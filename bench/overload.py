@@ -52,6 +52,7 @@ class Asked:
 
     due: float
     sent: float = 0.0
+    connected: float = 0.0
     first: float | None = None
     ended: float = 0.0
     status: int = 0
@@ -75,6 +76,7 @@ class Exchange(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Ask."""
+        self._asked.connected = time.perf_counter()
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none of its subclasses
         self._transport.write(self._request)
 
@@ -179,7 +181,7 @@ def row(name: str, asked: list[Asked], seconds: float) -> str:
     refused = [a for a in asked if a.status == 429]
     told = [a.retry_after for a in refused if a.retry_after is not None]
     back = [a.again for a in refused if a.again is not None]
-    late = percentile([a.sent - a.due for a in asked], 0.99)
+    late = percentile([a.connected - a.due for a in asked if a.connected], 0.99)
     others = Counter(a.status for a in asked if not a.whole and a.status != 429)
     admitted = sum(a.status == 200 for a in back)
     return (
