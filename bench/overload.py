@@ -1,13 +1,15 @@
 """What more than it can do makes of a fleet: `python bench/overload.py [--url URL] [--factor 10] [--seconds 60]`.
 
-Three phases, prompts of --prompt tokens and answers of --output: closed loop (what the fleet can do), a quiet open loop
-(--quiet of that), and the flood (--factor times that), Poisson each. Who is refused comes back once, after the time that
-Retry-After says, up to --patience seconds after the flood. Printed are requests per second that came whole, the time to
-the first token of those admitted, who was refused and with what, how many of those that came back were admitted, and
-the router's memory and CPU. With --keys the flood comes under one API key, and --light of the capacity under another.
+Four phases, prompts of --prompt tokens and answers of --output: closed loop (what the fleet can do), a quiet open loop
+(--quiet of that), 0.9 of it, and the flood (--factor times that), Poisson each. Who is refused comes back once, after
+the time that Retry-After says, up to --patience seconds after the flood. Printed are requests per second that came whole,
+the time to the first token of those admitted, who was refused and with what, how many of those that came back were
+admitted, and the router's memory, CPU and own histograms. "connected" and "refused within" show how late this client
+itself is: on a busy machine only the router's own figures count. With --keys the flood comes under one API key, and
+--light of the capacity under another.
 
-Without --url the fleet is a router before paced ranks (bench/paced.py): their steps last as long as a step does, whatever
-else the machine has to do. --direct lets everything wait at the workers, as a router without a waiting room would.
+Without --url the fleet is a router before paced ranks (bench/paced.py): their steps last as long as a step does,
+whatever else the machine has to do. --direct lets everything wait at the workers, as without a waiting room.
 """
 
 import argparse
@@ -181,6 +183,7 @@ def row(name: str, asked: list[Asked], seconds: float) -> str:
     refused = [a for a in asked if a.status == 429]
     told = [a.retry_after for a in refused if a.retry_after is not None]
     back = [a.again for a in refused if a.again is not None]
+    answered = percentile([a.ended - a.connected for a in refused], 0.5)
     late = percentile([a.connected - a.due for a in asked if a.connected], 0.99)
     others = Counter(a.status for a in asked if not a.whole and a.status != 429)
     admitted = sum(a.status == 200 for a in back)
@@ -188,13 +191,15 @@ def row(name: str, asked: list[Asked], seconds: float) -> str:
         f"| {name} | {len(asked)} | {len(ttft) / seconds:.1f} | {percentile(ttft, 0.5) * 1e3:.0f} | "
         f"{percentile(ttft, 0.99) * 1e3:.0f} | {len(refused)} | "
         + (f"{percentile(told, 0.5):.0f} / {max(told):.0f}" if told else "")
-        + f" | {f'{admitted} of {len(back)}' if back else ''} | {dict(others) or ''} | {late * 1e3:.0f} |"
+        + f" | {f'{admitted} of {len(back)}' if back else ''} | {dict(others) or ''} | {late * 1e3:.0f} | "
+        + f"{answered * 1e3:.0f} |"
     )
 
 
 HEAD = (
-    "| phase | requests | whole/s | TTFT p50, ms | p99, ms | 429 | Retry-After median / most, s | back: admitted | other | client late p99, ms |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| phase | requests | whole/s | TTFT p50, ms | p99, ms | 429 | Retry-After median / most, s | back: admitted | other "
+    "| connected late p99, ms | refused within, ms |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -263,7 +268,9 @@ async def drill(args: argparse.Namespace, url: str, router: psutil.Process | Non
     full = await closed_loop(client(flood_key, 1), args.places, args.calm)
     seconds = time.perf_counter() - begun
     capacity = sum(a.whole for a in full) / seconds
-    print(f"capacity: {capacity:.1f} requests/s at {args.places} at once\n\n{HEAD}\n{row('closed loop', full, seconds)}")
+    print(
+        f"capacity: {capacity:.1f} requests/s at {args.places} at once\n\n{HEAD}\n{row('closed loop', full, seconds)}"
+    )
     quiet = await open_loop(client(light_key, 2), args.quiet * capacity, args.calm, seed=args.seed)
     print(row(f"quiet, {args.quiet:g}x", quiet, args.calm))
     busy = await open_loop(client(light_key, 3), 0.9 * capacity, args.calm, seed=args.seed + 1)

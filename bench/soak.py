@@ -1,7 +1,7 @@
-"""Random load for a long time, and nothing left at its end: `python bench/soak.py [--seconds 900] [--seed 1] [--url URL]`.
+"""Random load for a long time, and nothing left at its end: `python bench/soak.py [--seconds 900] [--url URL]`.
 
 Clients do what clients do, drawn from a seed: streams and whole answers, several choices, requests that are wrong, ones
-that are cancelled while they wait or run, readers that are slow or never read, floods. Then the load ends, and everything
+that are cancelled while they wait or run, readers that are slow or never read, bursts. Then the load ends, and all
 must be given back within --drain seconds: sequences in flight and waiting 0, running and queued on every rank 0, all
 pages free, the router's open files as before. Printed is a table of what was done and how it ended, and what was left;
 the exit code is 1 if anything was.
@@ -43,7 +43,7 @@ class Soak:
 
     def body(self, **given: Any) -> bytes:
         """A request of random size."""
-        ids = [self.rng.randrange(300, 3000) for _ in range(self.rng.randint(1, 200))]
+        ids = [self.rng.randrange(5, 390) for _ in range(self.rng.randint(1, 50))]
         asked = {"prompt": ids, "max_tokens": self.rng.randint(1, 80), "ignore_eos": True, **given}
         return json.dumps(asked).encode()
 
@@ -59,12 +59,12 @@ class Soak:
 
 async def read_all(reader: asyncio.StreamReader, *, pause: float = 0.0) -> str:
     """The status of an answer that is read to its end, and whether a stream came whole."""
-    data = b""
+    begin = end = b""
     while part := await reader.read(4096):
-        data = data[:64] + (data[64:] + part)[-64:]
+        begin, end = begin or part, (end + part)[-16:]
         await asyncio.sleep(pause)
-    status = data[9:12].decode() or "nothing"
-    return status if status != "200" or data.endswith((b"\r\n0\r\n\r\n", b"}")) else "200, cut"
+    status = begin[9:12].decode() or "nothing"
+    return status if status != "200" or end.endswith((b"\r\n0\r\n\r\n", b"}")) else "200, cut"
 
 
 async def stream(soak: Soak) -> str:
@@ -91,7 +91,9 @@ async def leave(soak: Soak) -> str:
 
 async def wrong(soak: Soak) -> str:
     """A request that is none."""
-    body = soak.rng.choice([b"{", b'{"prompt": []}', b'{"prompt": "x", "n": 0}', b'{"prompt": [99999999]}', b"\xff" * 99])
+    body = soak.rng.choice(
+        [b"{", b'{"prompt": []}', b'{"prompt": "x", "n": 0}', b'{"prompt": [99999999]}', b"\xff" * 99]
+    )
     reader, writer = await soak.open(body)
     with contextlib.closing(writer):
         return await read_all(reader)
@@ -106,7 +108,7 @@ async def slow(soak: Soak) -> str:
 
 async def never(soak: Soak) -> str:
     """A reader that never reads, and leaves after a while if it is not cut off before."""
-    _, writer = await soak.open(soak.body(stream=True, logprobs=20, n=4, max_tokens=300), buffer=1024)
+    _, writer = await soak.open(soak.body(stream=True, logprobs=20, n=4, max_tokens=200), buffer=1024)
     await asyncio.sleep(soak.rng.uniform(0.5, 5.0))
     gone = writer.transport.is_closing()
     writer.transport.abort()
@@ -159,20 +161,17 @@ async def left_over(client: httpx.AsyncClient) -> list[str]:
     return found
 
 
-async def run(url: str, router: psutil.Process | None, args: argparse.Namespace) -> list[str]:
+async def run(soak: Soak, router: psutil.Process | None, args: argparse.Namespace) -> list[str]:
     """Load, then wait; what was left at the end."""
-    soak = Soak(url, random.Random(args.seed))
+    url = soak.url
     async with httpx.AsyncClient(base_url=url, timeout=30, limits=httpx.Limits(max_keepalive_connections=0)) as client:
         await load(soak, rate=args.rate, seconds=min(2.0, args.seconds / 4))  # so that what is made once is made
         await settle(client, router, files=10**9, seconds=args.drain)
         files, memory = (router.num_fds(), router.memory_info().rss) if router else (0, 0)
         await load(soak, rate=args.rate, seconds=args.seconds)
         found = await settle(client, router, files=files, seconds=args.drain)
-    print("| action | outcome | number |\n|---|---|---|")
-    for (action, outcome), count in sorted(soak.outcomes.items()):
-        print(f"| {action} | {outcome} | {count} |")
     if router is not None:
-        print(f"\nrouter: {memory >> 20} MB before, {router.memory_info().rss >> 20} MB after, {files} files open before")
+        print(f"router: {memory >> 20} MB before, {router.memory_info().rss >> 20} MB after, {files} files open before")
     return found
 
 
@@ -206,7 +205,11 @@ def main() -> int:
         if url is None:
             fields = {"worker_places": 8, "max_inflight": 512, "send_timeout": args.send_timeout}
             url, router = stack.enter_context(paced_fleet(args.workers, Pace(max_num_seqs=8), fields))
-        found = asyncio.run(run(url, router, args))
+        soak = Soak(url, random.Random(args.seed))
+        found = asyncio.run(run(soak, router, args))
+    print("\n| action | outcome | number |\n|---|---|---|")
+    for (action, outcome), count in sorted(soak.outcomes.items()):
+        print(f"| {action} | {outcome} | {count} |")
     print("nothing was left" if not found else f"left: {', '.join(found)}")
     return 1 if found else 0
 

@@ -1,6 +1,7 @@
 """Clients that ask and never read: held for a while, then cut, with their places given back."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
@@ -35,7 +36,7 @@ def ask(service):
 @pytest.fixture
 def lines(caplog):
     caplog.set_level(logging.INFO, "moeyard.access")
-    return lambda: [r.fields for r in caplog.records if r.name == "moeyard.access"]
+    return lambda: [r.fields for r in caplog.records if r.name == "moeyard.access" and r.fields["method"] == "POST"]
 
 
 def test_a_reader_that_never_reads_is_cut(start, wait_for, lines):
@@ -55,10 +56,9 @@ def test_a_reader_that_never_reads_is_cut(start, wait_for, lines):
         page = service.client.get("/metrics").text
         assert 'moeyard_connections_cut_total{model_name="tiny",reason="slow_reader"} 2.0' in page
         for sock in sockets:
-            with pytest.raises(ConnectionResetError):
-                while sock.recv(1 << 20):  # what had left before it was cut
+            with contextlib.suppress(ConnectionResetError):
+                while sock.recv(1 << 20):  # what had left before it was cut; then comes the end
                     pass
-                raise ConnectionResetError  # the end came behind all that was in the kernel's buffers
     finally:
         for sock in sockets:
             sock.close()

@@ -48,7 +48,9 @@ def test_who_leaves_while_it_waits_never_reaches_a_worker(start, pool, wait_for)
     host, port = service.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as sock:
         data = b'{"prompt": [7, 8], "max_tokens": 2, "n": 3}'
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+        )
         wait_for(lambda: inflight(service)["waiting"] == 3, "three sequences wait")
     wait_for(lambda: inflight(service)["waiting"] == 0, "they are gone")
     service.workers[0].paused = False

@@ -143,7 +143,7 @@ class Fleet:
         key: str | None = None,
         rank: int | None = None,
     ) -> Ticket:
-        """Take sequences (prompt ids, sampling) for the ranks that the policy chooses for this client, or all for `rank`.
+        """Take sequences (prompt ids, sampling) for the ranks that the policy chooses for `client`, or all for `rank`.
 
         They wait here until a rank has room; `key` names whose turn it is then (fleet/waiting.py). Those for a `rank`
         do not wait. Raises `ApiError` 503 if the fleet cannot run them and 429 if it is full; then none is taken.
