@@ -7,13 +7,14 @@ a named failure at once, new ones are refused with it.
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import zmq
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
+from moeyard_router.fleet.flight import Flight
 from moeyard_router.fleet.link import LinkEvents, Message, WorkerLink
 from moeyard_router.fleet.loads import LoadsReader
 from moeyard_router.fleet.placement import Placement
@@ -22,29 +23,9 @@ from moeyard_router.fleet.recent import RecentRequests
 from moeyard_router.fleet.room import Room
 from moeyard_router.fleet.ticket import Lost, Ticket
 from moeyard_router.fleet.waiters import Order, Waiters
-from moeyard_router.fleet.worker_state import WorkerState, any_room, loads
+from moeyard_router.fleet.worker_state import WorkerState, any_room, fault_of, loads
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Abort, Done, PromptLogprobs, Rejected, SamplingParams, Snapshot, Submit, Tokens
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A sequence at a worker. `ticket` is None once nobody listens any more; then only its end is awaited.
-
-    `prompt` counts its prompt's tokens, and `pending` those that no cache was thought to hold, until it has an output.
-    `charged` are the output tokens that `key` was charged for (fleet/fair.py); it was sent at `sent`, after `waited`.
-    """
-
-    rank: int
-    prompt: int
-    pending: int
-    index: int
-    ticket: Ticket | None
-    key: str | None
-    charged: float
-    sent: float
-    waited: float
-    received: int = 0
 
 
 class Fleet:
@@ -71,11 +52,9 @@ class Fleet:
         self._on_failed = on_failed
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._workers: list[WorkerState] = []
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, Flight] = {}
         self._room = Room(time.monotonic(), config.max_inflight, config.max_waiting_tokens)
-        self.waiters = Waiters(
-            config, metrics, drain=self._drain, left=lambda now, prompt: self._room.left(now, prompt, ran=False)
-        )
+        self.waiters = Waiters(config, metrics, drain=self._drain, left=self._room.withdrawn)
         self._placement = Placement(len(config.workers), prefix_caching=config.prefix_caching)
 
     def start(self) -> None:
@@ -150,8 +129,7 @@ class Fleet:
         """
         problem = self.unavailable()
         if problem is not None:
-            reason = "fleet_failed" if self.failure is not None else "not_ready"
-            raise ApiError(503, problem, reason=reason)
+            raise ApiError(503, problem, reason="not_ready" if self.failure is None else "fleet_failed")
         now = time.monotonic()
         order = Order(request_id, list(sequences), client, Ticket(self.abandon))
         tokens = sum(len(prompt) for prompt, _ in sequences)
@@ -180,25 +158,20 @@ class Fleet:
             if sequence is None:
                 continue
             prompt, sampling = sequence
-            if rank is None:
-                known = loads(self._workers, self.waiters.worker_places)
-                route = self._placement.choose(known, prompt, client=order.client)
-            else:
-                route = Route(rank=rank, reason="asked")
+            route = (
+                Route(rank=rank, reason="asked")
+                if rank is not None
+                else self._placement.choose(
+                    loads(self._workers, self.waiters.worker_places), prompt, client=order.client
+                )
+            )
             worker, name = self._workers[route.rank], order.name(index)
             assert name not in self._flights, f"request id {name} is already in flight"
-            flight = _Flight(
-                rank=route.rank,
-                prompt=len(prompt),
-                pending=len(prompt) - route.cached_tokens,
-                index=index,
-                ticket=order.ticket,
-                key=key,
-                charged=self.waiters.started(now, key, len(prompt), sampling.max_tokens),
-                sent=now,
-                waited=waited,
-            )
-            self._flights[name] = flight
+            charged = self.waiters.started(now, key, len(prompt), sampling.max_tokens)
+            flight = self._flights[name] = Flight(
+                rank=route.rank, prompt=len(prompt), pending=len(prompt) - route.cached_tokens, index=index,
+                ticket=order.ticket, key=key, charged=charged, sent=now, waited=waited,
+            )  # fmt: skip
             order.ticket.opened(index, name, route)
             worker.own += 1
             worker.pending += flight.pending
@@ -247,13 +220,8 @@ class Fleet:
     def describe(self) -> dict[str, Any]:
         """State of the fleet and of each rank, for people and dashboards."""
         ranks = [worker.describe() for worker in self._workers]
-        return {
-            "failure": self.failure,
-            "stopping": self.stopping,
-            "inflight": self.num_inflight,
-            "waiting": self.waiters.num_sequences,
-            "workers": ranks,
-        }
+        counts = {"inflight": self.num_inflight, "waiting": self.waiters.num_sequences, "workers": ranks}
+        return {"failure": self.failure, "stopping": self.stopping, **counts}
 
     def validate(self) -> None:
         """Assert that the counts per worker are the sums over what is in flight, and tickets know what is theirs."""
@@ -261,8 +229,7 @@ class Fleet:
             mine = [f for f in self._flights.values() if f.rank == worker.link.rank]
             assert worker.own == len(mine), f"rank {worker.link.rank} counts {worker.own} of {len(mine)} sequences"
             assert worker.pending == sum(f.pending for f in mine)
-        unread = sum(f.prompt for f in self._flights.values() if not f.received)
-        unread += self.waiters.validate()
+        unread = self.waiters.validate() + sum(f.prompt for f in self._flights.values() if not f.received)
         assert (self._room.sequences, self._room.unread_tokens) == (self.num_inflight, unread), "room is miscounted"
         for name, flight in self._flights.items():
             assert flight.ticket is None or flight.ticket.runs(flight.index, name), f"{name} is nobody's"
@@ -317,7 +284,7 @@ class Fleet:
         flight.received += len(message.token_ids)
         flight.ticket.put(now, flight.index, message)
 
-    def _computed(self, flight: _Flight) -> None:
+    def _computed(self, flight: Flight) -> None:
         self._workers[flight.rank].pending -= flight.pending
         flight.pending = 0
 
@@ -353,19 +320,7 @@ class Fleet:
         worker.take(message)
         if before is not None and message.step > before.step:
             self.last_progress = now
-        expected = (rank, len(self._workers), self.config.vocab_size)
-        if (message.rank, message.world_size, message.vocab_size) != expected:
-            self.fail(
-                f"the worker at {worker.link.endpoint} is rank {message.rank} of {message.world_size} with "
-                f"{message.vocab_size} token ids; expected rank {rank} of {len(self._workers)} with "
-                f"{self.config.vocab_size}"
-            )
-        elif message.max_model_len < self.config.max_model_len:
-            self.fail(
-                f"worker {rank} takes sequences of {message.max_model_len} tokens, the router promises "
-                f"{self.config.max_model_len}"
-            )
-        elif message.state == "failed":
-            self.fail(f"worker {rank} failed: {message.failure}")
+        if (fault := fault_of(message, worker.link, len(self._workers), self.config)) is not None:
+            self.fail(fault)
         if before is None or before.state != message.state:
             self._changed()

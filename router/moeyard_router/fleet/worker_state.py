@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from moeyard_router.config import RouterConfig
 from moeyard_router.fleet.link import WorkerLink
 from moeyard_router.fleet.policy import RankLoad
 from moeyard_worker.protocol import Snapshot
@@ -91,3 +92,16 @@ def loads(workers: Iterable[WorkerState], places: int | None = None) -> list[Ran
         for worker, room in zip(workers, roomy, strict=True)
         if (s := worker.snapshot) is not None
     ]
+
+
+def fault_of(snapshot: Snapshot, link: WorkerLink, world_size: int, config: RouterConfig) -> str | None:
+    """Why the fleet cannot go on with a worker that says this of itself; None if it can."""
+    s, rank = snapshot, link.rank
+    if (s.rank, s.world_size, s.vocab_size) != (rank, world_size, config.vocab_size):
+        return (
+            f"the worker at {link.endpoint} is rank {s.rank} of {s.world_size} with {s.vocab_size} token ids; "
+            f"expected rank {rank} of {world_size} with {config.vocab_size}"
+        )
+    if s.max_model_len < config.max_model_len:
+        return f"worker {rank} takes sequences of {s.max_model_len} tokens, the router promises {config.max_model_len}"
+    return f"worker {rank} failed: {s.failure}" if s.state == "failed" else None
