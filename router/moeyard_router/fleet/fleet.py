@@ -158,13 +158,9 @@ class Fleet:
             if sequence is None:
                 continue
             prompt, sampling = sequence
-            route = (
-                Route(rank=rank, reason="asked")
-                if rank is not None
-                else self._placement.choose(
-                    loads(self._workers, self.waiters.worker_places), prompt, client=order.client
-                )
-            )
+            known = loads(self._workers, self.waiters.worker_places)
+            asked = None if rank is None else Route(rank=rank, reason="asked")
+            route = asked or self._placement.choose(known, prompt, client=order.client)
             worker, name = self._workers[route.rank], order.name(index)
             assert name not in self._flights, f"request id {name} is already in flight"
             charged = self.waiters.started(now, key, len(prompt), sampling.max_tokens)
@@ -271,10 +267,8 @@ class Fleet:
         if flight is None or flight.rank != rank or flight.ticket is None or not message.token_ids:
             return  # late words of a sequence that has ended here
         if message.start != flight.received:
-            self.fail(
-                f"worker {rank} broke the protocol: request {message.request_id} has {flight.received} tokens, "
-                f"the next ones start at {message.start}"
-            )
+            what = f"request {message.request_id} has {flight.received} tokens, the next ones start at {message.start}"
+            self.fail(f"worker {rank} broke the protocol: {what}")
             return
         if not flight.received:
             self._computed(flight)
@@ -304,13 +298,13 @@ class Fleet:
         self._computed(flight)
         self._metrics.inflight.set(len(self._flights))
         self._room.left(now, 0 if flight.received else flight.prompt, ran=isinstance(message, Done))
-        output = message.completion_tokens if isinstance(message, Done) else 0
-        self.waiters.ended(flight.key, flight.charged, output)
-        if isinstance(message, Done) and flight.waited:
+        if isinstance(message, Done):
+            self.waiters.ended(flight.key, flight.charged, message.completion_tokens)
             message = replace(message, queue_seconds=message.queue_seconds + flight.waited)
-        if isinstance(message, Rejected) and message.reason in ("queue_full", "queue_timeout"):
-            # A worker cannot know when the fleet will have room again.
-            message = replace(message, retry_after=self._room.wait(now, 1))
+        else:
+            self.waiters.ended(flight.key, flight.charged, 0)
+            if message.reason in ("queue_full", "queue_timeout"):  # a worker cannot know when there will be room again
+                message = replace(message, retry_after=self._room.wait(now, 1))
         if flight.ticket is not None:
             flight.ticket.put(now, flight.index, message)
 
