@@ -1,5 +1,6 @@
 # make demo [ONCE=1]   serve the bundled checkpoint on this machine and stream one chat completion
 # make test [ARGS=..]  the whole test suite, what only computes in two processes (with ARGS: one pytest with them)
+# make drills [ARGS=..] kill and stop workers of a real fleet under load, and count what that cost (docs/reliability.md)
 # make lint            format, lint and type checks
 # make format          rewrite the files as ruff wants them
 #
@@ -12,7 +13,7 @@ VENV := .venv
 # One OpenMP thread: torch's default of one per core collapses as soon as anything else runs.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint format venv venv-dev
+.PHONY: demo test drills lint format venv venv-dev
 
 demo: venv
 	$(VENV)/bin/moeyard demo $(if $(filter 1 true yes,$(ONCE)),--once)
@@ -29,6 +30,9 @@ else
 	$(VENV)/bin/python -m pytest -n 2 $(COMPUTING) && code=0 || code=$$?; \
 	$(VENV)/bin/python -m pytest $(COMPUTING:%=--ignore=%) && exit $$code
 endif
+
+drills: venv-dev
+	$(VENV)/bin/python bench/drills.py $(ARGS)
 
 lint: venv-dev
 	$(VENV)/bin/ruff format --check

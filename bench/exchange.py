@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 from dataclasses import asdict, dataclass
+from itertools import product
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -18,7 +19,10 @@ import torch
 
 from moeyard_worker.exchange.factory import build_exchange, build_mesh, resolve_kind
 from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.exchange.wires import MeshLock
 from moeyard_worker.experts.placement import partition
+from moeyard_worker.keys import WorkerKeys
+from moeyard_worker.sockets import make_keys
 
 WARM_UP_LAYERS = 50
 LAYERS_PER_STEP = 50
@@ -29,6 +33,7 @@ class Case:
     """One line of the table."""
 
     kind: str
+    lock: str
     ranks: int
     tokens: int
     hidden: int
@@ -49,11 +54,12 @@ class Case:
         )
 
 
-def run_rank(case: Case, rank: int, pipe: Connection) -> None:
+def run_rank(case: Case, rank: int, pipe: Connection, keys: WorkerKeys) -> None:
     """One process: rendezvous through `pipe`, then send back (dispatch, combine) seconds of every measured layer."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(rank)
-    mesh = build_mesh(case.kind, shape=case.shape, rank=rank, world_size=case.ranks, deadline=60)
+    lock = None if case.lock == "none" else MeshLock(keys=keys, encrypt=case.lock == "on")
+    mesh = build_mesh(case.kind, shape=case.shape, rank=rank, world_size=case.ranks, deadline=60, lock=lock)
     pipe.send(mesh.endpoint())
     mesh.connect(pipe.recv())
     placement = partition(case.experts, case.ranks)
@@ -84,10 +90,10 @@ def _random_routes(case: Case, generator: torch.Generator) -> torch.Tensor:
 def measure(case: Case) -> dict[str, float]:
     """Run one case and return rank 0's median and 99th percentile of each phase, in microseconds."""
     context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
+    pipes, processes, keys = [], [], make_keys().of_worker()
     for rank in range(case.ranks):
         ours, theirs = context.Pipe()
-        processes.append(context.Process(target=run_rank, args=(case, rank, theirs)))
+        processes.append(context.Process(target=run_rank, args=(case, rank, theirs, keys)))
         pipes.append(ours)
         processes[-1].start()
         theirs.close()
@@ -109,6 +115,7 @@ def main() -> None:
     """Measure every combination of the given options and print a table, or JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", default=["zmq", "zmq-tcp"], help="local, zmq, zmq-tcp")
+    parser.add_argument("--locks", nargs="+", default=["on"], help="as --mesh-encryption on and off, or none at all")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
     parser.add_argument("--tokens", nargs="+", type=int, default=[8], help="tokens per rank")
     parser.add_argument("--hidden", type=int, default=512)
@@ -120,13 +127,14 @@ def main() -> None:
     args = parser.parse_args()
     if not args.json:
         print("us, median / p99       tokens    dtype           dispatch            combine               both")
-    for kind in args.kinds:
+    for kind, lock in product(args.kinds, args.locks):
         for ranks in args.ranks:
             resolve_kind(kind, ranks)
             for tokens in args.tokens:
                 for dtype in args.dtypes:
                     case = Case(
                         kind=kind,
+                        lock=lock,
                         ranks=ranks,
                         tokens=tokens,
                         hidden=args.hidden,
@@ -143,7 +151,7 @@ def main() -> None:
                         f"{figures[f'{name}_median_us']:9.1f} /{figures[f'{name}_p99_us']:8.1f}"
                         for name in ("dispatch", "combine", "both")
                     )
-                    print(f"{kind:8} {ranks:2} ranks {tokens:13} {dtype:>8} {' '.join(columns)}", flush=True)
+                    print(f"{kind:8} {lock:4} {ranks:2} ranks {tokens:8} {dtype:>8} {' '.join(columns)}", flush=True)
 
 
 if __name__ == "__main__":

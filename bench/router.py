@@ -124,7 +124,7 @@ def run_routers(endpoints: list[str], sock: socket.socket, count: int, pipe: Con
         sock.listen(1024)
         run_router(RouterServer(config, sock, on_ready=lambda: pipe.send("ready")))
     else:
-        RouterProcesses(config, sock, count=count, on_ready=lambda: pipe.send("ready"), on_failed=print).run()
+        RouterProcesses(config, sock, count=count, on_ready=lambda: pipe.send("ready"), on_lost=print).run()
 
 
 class Stream(asyncio.Protocol):

@@ -8,13 +8,14 @@ import multiprocessing
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import zmq
 
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.keys import FleetKeys, RouterKeys
 from moeyard_worker.protocol import (
     Abort,
     Done,
@@ -29,6 +30,7 @@ from moeyard_worker.protocol import (
     TokenLogprob,
     Tokens,
 )
+from moeyard_worker.sockets import make_keys, unlock
 from moeyard_worker.wire import decode, encode
 
 CALL_SECONDS = 60.0
@@ -89,6 +91,10 @@ class RankProcess:
             raise RuntimeError(value)
         return value
 
+    def call(self, name: str, *args: Any) -> Any:
+        self.send(name, *args)
+        return self.result()
+
     def hang_up(self) -> None:
         """Tell the process to end, without waiting for it."""
         self._connection.close()
@@ -111,6 +117,10 @@ class ProcessPool:
         self._ranks += [RankProcess() for _ in range(count - len(self._ranks))]
         return self._ranks[:count]
 
+    def keep(self, ranks: Sequence[RankProcess]) -> None:
+        """Those that were started in the place of killed ones serve the next fleets too."""
+        self._ranks += [rank for rank in ranks if rank not in self._ranks]
+
     def close(self) -> None:
         for rank in self._ranks:
             rank.hang_up()
@@ -131,18 +141,29 @@ class Answer:
 class Client:
     """Speaks the worker protocol to all ranks of a fleet, as a router does."""
 
-    def __init__(self, frontends: Sequence[str]) -> None:
+    def __init__(self, frontends: Sequence[str], keys: RouterKeys | None = None) -> None:
         self._context = zmq.Context()
-        self.sockets = []
         self._poller = zmq.Poller()
-        for frontend in frontends:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(frontend)
-            self._poller.register(socket, zmq.POLLIN)
-            self.sockets.append(socket)
+        self._keys = keys
+        self.sockets = [self._connect(frontend) for frontend in frontends]
         self.answers: dict[str, Answer] = {}
+        self.submits: dict[str, tuple[int, Submit]] = {}
         self.snapshots: dict[int, Snapshot] = {}
+
+    def _connect(self, frontend: str) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        if self._keys is not None:
+            unlock(socket, self._keys.own, self._keys.worker)
+        socket.connect(frontend)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def reconnect(self, rank: int, frontend: str) -> None:
+        """Forget a rank's connection, with all that was not read from it, for that of the process in its place."""
+        self._poller.unregister(self.sockets[rank])
+        self.sockets[rank].close(0)
+        self.sockets[rank] = self._connect(frontend)
 
     def send(self, rank: int, message: Message) -> None:
         self.sockets[rank].send(encode(message))
@@ -154,7 +175,23 @@ class Client:
     def submit(self, rank: int, request_id: str, prompt: Sequence[int], **sampling: Any) -> None:
         self.answers[request_id] = Answer()
         params = SamplingParams(**sampling)
-        self.send(rank, Submit(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=params))
+        submit = Submit(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=params)
+        self.submits[request_id] = (rank, submit)
+        self.send(rank, submit)
+
+    def carry_over(self, lost: Sequence[int], to: Sequence[int]) -> list[str]:
+        """Have what ran at lost ranks go on at others, by turns, as a router does; the names."""
+        names = [n for n, (rank, _) in self.submits.items() if rank in lost and self.answers[n].end is None]
+        for i, name in enumerate(names):
+            answer, rank = self.answers[name], to[i % len(to)]
+            submit = replace(
+                self.submits[name][1],
+                output_token_ids=tuple(answer.token_ids),
+                num_scored=len(answer.prompt_logprobs),
+            )
+            self.submits[name] = (rank, submit)
+            self.send(rank, submit)
+        return names
 
     def abort(self, rank: int, request_id: str) -> None:
         self.send(rank, Abort(request_id=request_id))
@@ -221,6 +258,33 @@ class Fleet:
     endpoints: list[dict[str, Any]]
     reports: list[dict[str, Any]]
     client: Client
+    config: EngineConfig
+    keys: FleetKeys
+
+    def recover(self, dead: Sequence[int]) -> list[dict[str, Any]]:
+        """Put new processes in the place of dead ones and begin a new epoch, as a launcher does.
+
+        Returns what the survivors said of the loss.
+        """
+        survivors = [rank for rank in range(len(self.ranks)) if rank not in dead]
+        losses = [self.ranks[rank].call("wait") for rank in survivors]
+        epoch = secrets.randbits(31)
+        for rank in dead:
+            self.ranks[rank].join()
+            self.ranks[rank] = RankProcess()
+            self.ranks[rank].send("setup", _spec(self.config, rank, epoch, self.keys))
+        for rank in survivors:
+            self.ranks[rank].send("rebind", epoch)
+        self.endpoints = [rank.result() for rank in self.ranks]
+        call_all(self.ranks, "connect", [([e["mesh"] for e in self.endpoints],)] * len(self.ranks))
+        for rank in dead:
+            self.ranks[rank].call("load", len(dead))
+        step = max((loss["steps"] for loss in losses), default=0)
+        call_all([self.ranks[rank] for rank in dead], "start", [(step,)] * len(dead))
+        call_all([self.ranks[rank] for rank in survivors], "rejoin", [(step,)] * len(survivors))
+        for rank in dead:
+            self.client.reconnect(rank, self.endpoints[rank]["frontend"])
+        return losses
 
     def call(self, name: str) -> list[Any]:
         """One inspection call on every rank (see `_serve`)."""
@@ -236,22 +300,24 @@ def call_all(ranks: Sequence[RankProcess], name: str, args: Sequence[tuple[Any, 
 @contextlib.contextmanager
 def start_fleet(pool: ProcessPool, config: EngineConfig) -> Iterator[Fleet]:
     """Start a fleet for one case on processes of the pool; invariants are checked and everything stopped at the end."""
-    ranks = pool.take(config.num_workers)
+    ranks, keys = pool.take(config.num_workers), make_keys()
     count, epoch = len(ranks), secrets.randbits(31)
-    specs = [
-        {"config": config, "rank": rank, "epoch": epoch, "host": "127.0.0.1", "version": "test"}
-        for rank in range(count)
-    ]
-    endpoints = call_all(ranks, "setup", [(spec,) for spec in specs])
+    endpoints = call_all(ranks, "setup", [(_spec(config, rank, epoch, keys),) for rank in range(count)])
     call_all(ranks, "connect", [([e["mesh"] for e in endpoints],)] * count)
     reports = call_all(ranks, "load", [(count,)] * count)
     call_all(ranks, "start", [()] * count)
-    client = Client([e["frontend"] for e in endpoints])
+    client = Client([e["frontend"] for e in endpoints], keys.of_router())
     try:
-        yield Fleet(ranks=ranks, endpoints=endpoints, reports=reports, client=client)
+        yield Fleet(ranks=ranks, endpoints=endpoints, reports=reports, client=client, config=config, keys=keys)
         alive = [rank for rank in ranks if rank.process.is_alive()]
         call_all(alive, "validate", [()] * len(alive))
     finally:
         client.close()
         alive = [rank for rank in ranks if rank.process.is_alive()]
         call_all(alive, "stop", [()] * len(alive))
+        pool.keep(ranks)
+
+
+def _spec(config: EngineConfig, rank: int, epoch: int, keys: FleetKeys) -> dict[str, Any]:
+    spec = {"config": config, "rank": rank, "epoch": epoch, "host": "127.0.0.1", "version": "test"}
+    return {**spec, "keys": keys.of_worker()}

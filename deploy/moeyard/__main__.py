@@ -2,6 +2,6 @@
 
 import sys
 
-from moeyard.cli import main
+from moeyard.entry import main
 
 sys.exit(main())

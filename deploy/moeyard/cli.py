@@ -12,7 +12,9 @@ from moeyard.api_flags import add_api_arguments
 from moeyard.bench.engine_flags import add_bench_arguments
 from moeyard.bench.server.flags import add_server_arguments
 from moeyard.door_config import add_door_arguments, door_config, log_config
+from moeyard.entry import INTERRUPTED, leave
 from moeyard.flags import add_engine_arguments, add_source_arguments, engine_config
+from moeyard.full_disk import outlive_full_disk
 from moeyard.lazy import load
 from moeyard.model_source import add_model_argument, checkpoint
 from moeyard.target import add_target_arguments
@@ -114,6 +116,7 @@ def add_people_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """`moeyard serve`."""
+    outlive_full_disk()
     door, log = door_config(args), log_config(args)
     return int(load("moeyard.serve").serve(args, engine_config(args), door=door, log=log))
 
@@ -176,17 +179,20 @@ def with_subject(argv: list[str]) -> list[str]:
     return argv
 
 
-def fail(message: str) -> NoReturn:
-    """Print one line on stderr and exit with code 2."""
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Print one line on stderr and exit with `code`: 2 for what another attempt does not change."""
     print(f"moeyard: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script."""
-    words = with_subject(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(words)
     try:
+        if signal.getsignal(signal.SIGINT) is leave:
+            # From here on it is an exception, which puts in order what has been begun.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        words = with_subject(sys.argv[1:] if argv is None else argv)
+        args = build_parser().parse_args(words)
         if getattr(args, "config", None) is not None:
             # The command is the first word: before it stands nothing that lets a command run.
             args = load("moeyard.config_file").with_config_file(args, words[1:])
@@ -198,11 +204,11 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except ValueError as error:
-        fail(str(error))
+        fail(str(error), getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         # Whoever pressed it twice would otherwise end what is ending already, by the system's default.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        return 130
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -105,6 +105,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="zmq: shared memory on one host, TCP between hosts; zmq-tcp: always TCP (default %(default)s)",
     )
     add(
+        "--mesh-encryption",
+        choices=("on", "off"),
+        default="on",
+        help="of activations over TCP; off: a password in clear still keeps strangers out, and what moves can be read "
+        "(default %(default)s)",
+    )
+    add(
         "--dtype",
         choices=DTYPES,
         default=DEFAULTS["dtype"],
@@ -199,7 +206,28 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds for open answers on SIGTERM or Ctrl-C; a second signal ends them at once (default %(default)g)",
     )
+    add(
+        "--restart-limit",
+        type=count,
+        default=3,
+        metavar="N",
+        help="a worker that is lost so often within the window ends the fleet, with exit code 1 (default %(default)s)",
+    )
+    add(
+        "--restart-window",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds within which lost workers are counted (default %(default)g)",
+    )
     add("--ray-address", metavar="HOST:PORT", help="a running Ray cluster; without it a private one is started here")
+    add(
+        "--wait-for-cluster",
+        type=seconds,
+        default=0.0,
+        metavar="S",
+        help="seconds for a Ray cluster to have as many CPUs (and GPUs) as there are workers (default %(default)g)",
+    )
     add(
         "--worker-host",
         metavar="ADDR",
@@ -250,6 +278,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         num_layers=args.layers,
         num_workers=args.workers,
         exchange=args.exchange,
+        mesh_encryption=args.mesh_encryption == "on",
         dtype=args.dtype,
         expert_slots=args.expert_slots,
         expert_memory=args.expert_memory,

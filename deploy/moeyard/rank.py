@@ -1,7 +1,31 @@
-"""What the launcher knows of a started rank."""
+"""What the launcher knows of ranks, and how it is told that they are lost."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+
+class FleetError(ValueError):
+    """The fleet cannot start, or go on; one line that says what and what to do."""
+
+
+class FleetLost(FleetError):
+    """The same, where another attempt may find it better: a node or a worker went away meanwhile."""
+
+    exit_code = 1
+
+
+class RanksLost(FleetError):
+    """Some ranks have to be replaced before the fleet can go on.
+
+    `exit_code` is the command line's if the fleet cannot even start: 2 when a rank said itself why it cannot, which
+    another attempt does not change.
+    """
+
+    def __init__(self, ranks: Iterable[int], reason: str, *, exit_code: int = 1) -> None:
+        super().__init__(reason)
+        self.ranks = frozenset(ranks)
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,3 +36,20 @@ class Rank:
     frontend: str
     metrics_url: str
     report: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """A fleet in a new epoch: all its ranks, and what those that survived had told of the loss."""
+
+    ranks: tuple[Rank, ...]
+    losses: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Rank `rank` has ended, for `reason`; or it lives and has lost peers: then `loss` has the fields of its `Loss`."""
+
+    rank: int
+    reason: str
+    loss: dict[str, Any] | None = None

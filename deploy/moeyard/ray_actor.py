@@ -5,6 +5,7 @@ Only plain values cross Ray, so that the launcher never imports torch.
 
 from typing import Any
 
+import psutil
 import ray
 
 from moeyard import logs
@@ -13,10 +14,12 @@ from moeyard_worker.config.worker_spec import WorkerSpec
 
 
 class RankActor:
-    """Methods are the worker's own, in its order: setup, connect, load, start, wait; `progress` and `stop` any time."""
+    """Methods are the worker's own, in its order: setup, connect, load, start, wait, and after a loss rebind, connect,
+    rejoin, wait; `progress` and `stop` any time.
+    """
 
     def setup(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Bind the rank's sockets (`host` None: the node's address); returns its endpoints and its node.
+        """Bind the rank's sockets (`host` None: the node's address); returns its endpoints, its node and its process.
 
         Its log lines go to this process's stderr, which Ray keeps in a file of its session's `logs`.
         """
@@ -26,11 +29,16 @@ class RankActor:
         # The address under which the cluster knows the node: `ray start --node-ip-address` may have chosen it.
         host = spec.pop("host") or next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
         self._worker = load("moeyard_worker.engine.worker").Worker(WorkerSpec(host=host, **spec))
-        return {**self._worker.endpoints(), "node": node}
+        process = psutil.Process()
+        return {**self._worker.endpoints(), "node": node, "pid": process.pid, "began": process.create_time()}
 
-    def connect(self, mesh: list[dict[str, Any]]) -> None:
+    def rebind(self, epoch: int) -> dict[str, Any]:
+        """Bind sockets for peers of another epoch; returns the endpoints."""
+        return self._worker.rebind(epoch)
+
+    def connect(self, mesh: list[dict[str, Any]], timeout: float) -> None:
         """Meet the peers."""
-        self._worker.connect(mesh)
+        self._worker.connect(mesh, timeout)
 
     def load(self, ranks_on_host: int) -> dict[str, Any]:
         """Load weights; returns the worker's report."""
@@ -40,13 +48,17 @@ class RankActor:
         """Bytes loaded so far and in all."""
         return self._worker.progress()
 
-    def start(self) -> None:
-        """Start stepping."""
-        self._worker.start()
+    def start(self, step: int) -> None:
+        """Start stepping behind step `step`."""
+        self._worker.start(step)
 
-    def wait(self) -> None:
-        """Block until the engine ends; raises what ended it when that was not `stop`."""
-        self._worker.wait()
+    def rejoin(self, step: int) -> None:
+        """Go on behind step `step` with peers that were met again."""
+        self._worker.rejoin(step)
+
+    def wait(self) -> dict[str, Any] | None:
+        """Block until the engine loses a peer (then the fields of its `Loss`) or ends; raises what ended it."""
+        return self._worker.wait()
 
     def stop(self) -> None:
         """End the engine after its current step."""

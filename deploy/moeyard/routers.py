@@ -6,9 +6,8 @@ import multiprocessing
 import signal
 import socket
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,17 +16,19 @@ from typing import Any
 
 from moeyard import logs
 from moeyard.logs import LogConfig
+from moeyard.signals import ending_signals
 from moeyard.supervisor import RestartBudget
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.context import log_context
 from moeyard_router.http.process import (
-    FleetFailed,
+    GiveUp,
     Ready,
     Replace,
     Replaced,
     Seat,
     SharedAddress,
     Stop,
+    WorkerLost,
     run_router_process,
 )
 
@@ -58,7 +59,7 @@ class _Router:
         self.process.start()
         theirs.close()
 
-    def say(self, message: Replace | Stop) -> None:
+    def say(self, message: Replace | GiveUp | Stop) -> None:
         """Nothing is heard by a process that has ended; `RouterProcesses` notices that by itself."""
         try:
             self.pipe.send(message)
@@ -71,7 +72,8 @@ class RouterProcesses:
 
     Every router has its own connections to the workers, sees the whole fleet, and admits by what the workers say; a
     request lives and dies with the router that took it. `sock` is bound to the port, does not listen, and keeps it.
-    `failure` is set when routers ended by themselves more often than they are started again.
+    `on_lost` is called once per lost worker, however many routers lose it. `failure` is set when the fleet was given
+    up, or routers ended by themselves more often than they are started again.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class RouterProcesses:
         *,
         count: int,
         on_ready: Callable[[], None],
-        on_failed: Callable[[str], None],
+        on_lost: Callable[[int, str], None],
         log: LogConfig | None = None,
     ) -> None:
         self._log = log
@@ -90,31 +92,39 @@ class RouterProcesses:
         self._sock = sock
         self._count = count
         self._on_ready: Callable[[], None] | None = on_ready
-        self._on_failed = on_failed
+        self._on_lost = on_lost
+        self._lost: set[str] = set()  # endpoints that were told
         self._budget = RestartBudget(_LIMIT, _WINDOW_SECONDS)
         self._routers: list[_Router] = []
         self._heard, self._tell = multiprocessing.Pipe(duplex=False)
         self._then: Callable[[], None] | None = None
         self._stopping = False
 
-    def replace_workers(self, workers: tuple[WorkerAddress, ...], then: Callable[[], None]) -> None:
-        """Go on with these workers, and call `then` when all routers have them. From any thread."""
+    def replace_workers(
+        self,
+        workers: tuple[WorkerAddress, ...],
+        then: Callable[[], None],
+        incident: Mapping[str, Any] | None = None,
+    ) -> None:
+        """As `RouterServer.replace_workers`; `then` is called when all routers have them. From any thread."""
         self._then = then
-        self._tell.send(Replace(workers))
+        self._tell.send(Replace(workers, incident))
+
+    def give_up(self, reason: str) -> None:
+        """As `RouterServer.give_up`: `run` returns. From any thread."""
+        self._tell.send(GiveUp(reason))
 
     def stop(self) -> None:
         """Begin an orderly end; a second call ends open streams at once. From any thread."""
         self._tell.send(Stop())
 
     def run(self) -> None:
-        """Until `stop`, SIGINT or SIGTERM (which only the main thread hears), then to an orderly end."""
+        """Until `stop`, SIGINT, SIGTERM or SIGHUP (which only the main thread hears), then to an orderly end."""
 
         def heard(signum: int, frame: FrameType | None) -> None:
             self.stop()
 
-        mine = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM) if mine else ()
-        before = {number: signal.signal(number, heard) for number in signals}
+        before = {number: signal.signal(number, heard) for number in ending_signals()}
         with tempfile.TemporaryDirectory(prefix="moeyard-routers-") as directory:
             try:
                 self._routers = [
@@ -154,11 +164,13 @@ class RouterProcesses:
             else:
                 self._ended(router)
 
-    def _told(self, message: Replace | Stop) -> None:
-        if isinstance(message, Stop):
-            self._stopping = True
-        else:
+    def _told(self, message: Replace | GiveUp | Stop) -> None:
+        if isinstance(message, Replace):
+            self._lost.clear()
             self._config = dataclasses.replace(self._config, workers=message.workers)
+        else:
+            self._stopping = True
+            self.failure = self.failure or (message.reason if isinstance(message, GiveUp) else None)
         for router in self._routers:
             router.replacing = isinstance(message, Replace)
             router.say(message)
@@ -174,11 +186,17 @@ class RouterProcesses:
             if self._on_ready is not None and all(each.ready for each in self._routers):
                 on_ready, self._on_ready = self._on_ready, None
                 on_ready()
-        elif isinstance(message, FleetFailed):
-            self._on_failed(message.reason)
+        elif isinstance(message, WorkerLost):
+            self._take_loss(message)
         elif isinstance(message, Replaced):
             router.replacing = False
             self._replaced()
+
+    def _take_loss(self, loss: WorkerLost) -> None:
+        """Pass on what no other router has told; a worker that was replaced meanwhile is nobody's loss."""
+        if loss.endpoint not in self._lost and loss.endpoint in {w.endpoint for w in self._config.workers}:
+            self._lost.add(loss.endpoint)
+            self._on_lost(loss.rank, loss.reason)
 
     def _replaced(self) -> None:
         if self._then is not None and not any(router.replacing for router in self._routers):

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from moeyard.rank import Rank
 from moeyard.routers import RouterProcesses
 from moeyard.signals import noted
 from moeyard.startup import startup
-from moeyard.supervisor import RestartBudget, Supervisor
+from moeyard.supervisor import Supervisor
 from moeyard_kernels.cpu import footprint
 from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
 from moeyard_router.http.context import log_context
@@ -41,6 +41,7 @@ from moeyard_worker.experts.placement import partition
 from moeyard_worker.experts.trace import rank_path
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
+from moeyard_worker.sockets import make_keys
 
 DUMMY_NOTE = (
     'weights of chance and no tokenizer: prompts are token ids ("prompt": [1, 2, 3] of /v1/completions), answers are '
@@ -65,7 +66,7 @@ def serve(
     log: LogConfig,
     on_ready: Callable[[Running], None] | None = None,
 ) -> int:
-    """Run until SIGINT or SIGTERM; returns the exit code. `on_ready` is called in the router's loop, once.
+    """Run until SIGINT, SIGTERM or SIGHUP; returns the exit code. `on_ready` is called in the router's loop, once.
 
     Raises ValueError with one line that says what to change when the fleet cannot start.
     """
@@ -82,6 +83,7 @@ def serve(
         ray_config.prepare_local(config.threads)
     else:
         ray_config.prepare_remote()
+    keys = make_keys()
     supervisor: Supervisor | None = None
     failure: str | None = None
     with noted() as interrupts:
@@ -92,6 +94,8 @@ def serve(
             address=args.ray_address,
             worker_host=args.worker_host,
             metrics_port_base=args.metrics_port_base,
+            cluster_wait=args.wait_for_cluster,
+            keys=keys,
         )
         try:
             interrupts.check()
@@ -105,7 +109,9 @@ def serve(
                 print(defaults, file=sys.stderr, flush=True)
             print(formats.describe(), file=sys.stderr, flush=True)
             router = dataclasses.replace(
-                router_config(args, config, model, api=api, ranks=ranks, port=sock.getsockname()[1]), door=door
+                router_config(args, config, model, api=api, ranks=ranks, port=sock.getsockname()[1]),
+                door=door,
+                keys=keys.of_router(),
             )
 
             def ready() -> None:
@@ -119,18 +125,19 @@ def serve(
 
             supervisor = Supervisor(
                 fleet,
-                num_workers=config.num_workers,
-                replace=lambda ranks, then: server.replace_workers(addresses(ranks), then),
-                budget=RestartBudget(),
+                replace=lambda ranks, incident: server.replace_workers(addresses(ranks), lambda: None, incident),
+                give_up=lambda reason: server.give_up(reason),
+                limit=args.restart_limit,
+                window=args.restart_window,
             )
             server: RouterServer | RouterProcesses
             if args.routers == 1:
-                server = RouterServer(router, sock, on_ready=ready, on_failed=supervisor.failed)
+                server = RouterServer(router, sock, on_ready=ready, on_lost=supervisor.lost)
             else:
                 server = RouterProcesses(
-                    router, sock, count=args.routers, on_ready=ready, on_failed=supervisor.failed, log=log
+                    router, sock, count=args.routers, on_ready=ready, on_lost=supervisor.lost, log=log
                 )
-            fleet.watch(supervisor.ended)
+            supervisor.start()
             interrupts.check()
             if isinstance(server, RouterServer):
                 run_router(server)
@@ -142,12 +149,14 @@ def serve(
             interrupts.check()
             raise
         finally:
+            if supervisor is not None:
+                supervisor.stop()
             fleet.stop()
             sock.close()
     return 1 if failure or (supervisor is not None and supervisor.failure is not None) else 0
 
 
-def addresses(ranks: list[Rank]) -> tuple[WorkerAddress, ...]:
+def addresses(ranks: Sequence[Rank]) -> tuple[WorkerAddress, ...]:
     """Where a router finds these ranks."""
     return tuple(WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url) for r in ranks)
 

@@ -3,25 +3,32 @@
 import contextlib
 import os
 import signal
-import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-import psutil
+from moeyard.entry import INTERRUPTED
+from moeyard.last_resort import ENDING, end_tree
 
 PATIENCE_SECONDS = 10.0
-# What a shell says of a command that Ctrl-C ended.
-INTERRUPTED = 130
+_SLICE_SECONDS = 0.1
 
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end what runs here: none outside the main thread, and none that was ignored from the start.
+
+    `nohup` ignores SIGHUP, a script's `&` SIGINT, so that what they start goes on.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return ()
+    return tuple(number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 class Interrupts:
-    """SIGINT and SIGTERM are noted, and acted upon where it is safe: at `check`, never in the middle of Ray's code.
+    """Signals that end us are noted, and acted upon where it is safe: at `check`, never in the middle of Ray's code.
 
     An exception thrown into Ray while it starts or stops its native threads is the likely cause of starts that ended by
     SIGSEGV or SIGABRT when they were interrupted three times (docs/architecture.md has the drill).
@@ -56,24 +63,45 @@ class Interrupts:
     def at_once(self) -> Iterator[None]:
         """A block that can neither be unwound nor waited for, before there is anything to put in order: ray.init.
 
-        A terminal's Ctrl-C ends Ray's daemons too, and ray.init then looks for them for a quarter of a minute.
+        A signal that reaches Ray's daemons too leaves ray.init looking for them for a quarter of a minute. It runs
+        apart (`run_apart`), so that the handler is called while Ray's code waits.
         """
         self.check()
         self._at_once = True
         try:
-            yield
+            with last_resort():
+                yield
         finally:
             self._at_once = False
 
 
 def end_now(code: int) -> None:
     """End this process and all that descend from it, without another line of Python."""
-    # Stopped first, so that none starts another between the look and the end.
-    for act in (psutil.Process.suspend, psutil.Process.suspend, psutil.Process.kill):
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # boundary: it ended by itself
-                act(process)
+    end_tree(os.getpid())
     os._exit(code)
+
+
+@contextlib.contextmanager
+def last_resort() -> Iterator[None]:
+    """A block in which a signal ends this process within two seconds, even if no Python runs in it any more.
+
+    Nothing outside the main thread, which alone may set the wake-up descriptor.
+    """
+    if not ending_signals():
+        yield
+        return
+    # Not a pipe made by Popen: Python wants the descriptor of its handlers not to block.
+    theirs, ours = os.pipe()
+    os.set_blocking(ours, False)
+    helper = subprocess.Popen([sys.executable, "-P", "-m", "moeyard.last_resort"], stdin=theirs, start_new_session=True)
+    os.close(theirs)
+    before = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(ours)
+        helper.wait()
 
 
 @contextlib.contextmanager
@@ -83,7 +111,7 @@ def noted() -> Iterator[Interrupts]:
     Only the main thread may set handlers; elsewhere nothing is changed and nothing is noted.
     """
     interrupts = Interrupts()
-    signals = (signal.SIGINT, signal.SIGTERM) if _is_main_thread() else ()
+    signals = ending_signals()
     for number in signals:
         signal.signal(number, interrupts.note)
     try:
@@ -95,29 +123,36 @@ def noted() -> Iterator[Interrupts]:
             signal.signal(number, signal.SIG_IGN)
 
 
-@contextlib.contextmanager
-def own_sigterm() -> Iterator[None]:
-    """ray.init replaces the handler of SIGTERM: put it back, and let a signal end this block as Ctrl-C would.
+class _Apart:
+    """A call in a thread of its own, and how it went."""
 
-    Ray forks much here, and Python swallows what a handler raises within a callback of fork. Its wake-up descriptor
-    remembers every signal, so one that was swallowed ends the block late instead of never.
-    """
-    if not _is_main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    heard, told = socket.socketpair()
-    with heard, told:
-        for end in (heard, told):
-            end.setblocking(False)
-        wakeup = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
-            yield
-            with contextlib.suppress(BlockingIOError):  # boundary: no signal came
-                if {signal.SIGTERM, signal.SIGINT} & set(heard.recv(4096)):
-                    raise KeyboardInterrupt
-        except SystemExit:
-            raise KeyboardInterrupt from None
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            signal.signal(signal.SIGTERM, before)
+            self._call()
+        except BaseException as error:  # boundary: raised again by the thread that waits
+            self.error = error
+        self.done.set()
+        threading.Event().wait()
+
+
+def run_apart(call: Callable[[], object]) -> None:
+    """Run `call`, which starts Ray, in a thread of its own, so that the main thread stays free for signals.
+
+    In a thread Ray leaves the handler of SIGTERM alone, and no handler's exception can unwind its code. The thread then
+    stays until the process ends: Ray has the kernel kill its daemons when the thread that started them is gone
+    (PR_SET_PDEATHSIG). What it starts inherits that SIGHUP is blocked: a terminal that closes ends this process, which
+    ends them in order, as Ctrl-C does (Ray itself blocks SIGINT there). Raises what `call` raises.
+    """
+    apart = _Apart(call)
+    threading.Thread(target=apart.run, name="ray-init", daemon=True).start()
+    # In slices: a signal that another thread was given does not wake this one.
+    while not apart.done.wait(_SLICE_SECONDS):
+        pass
+    if apart.error is not None:
+        raise apart.error

@@ -1,31 +1,35 @@
-"""What happens when a worker ends by itself: a fleet of one is started again, a larger one stays failed.
+"""What happens when workers are lost: they are fenced, replaced, and the fleet goes on under another epoch.
 
-Every rank of a larger fleet is needed by every token, and what its ranks would have to agree on is not built yet.
+One thread hears the ranks (their ends, and what survivors tell of a loss) and the router (links that are gone), and
+acts on it alone. Ranks that are lost too often end the fleet: then whoever started it can start it again.
 """
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from moeyard.rank import Rank
+from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered
 
 log = logging.getLogger(__name__)
 
-LIMIT, WINDOW_SECONDS = 3, 600.0
+LIMIT, WINDOW_SECONDS = 3, 60.0
+_LISTEN_SECONDS = 0.1
 
 
-class Restartable(Protocol):
+class Recoverable(Protocol):
     """What is used of a fleet."""
 
-    def kill(self) -> None:
-        """End the workers' processes, whatever they do."""
+    def events(self, timeout: float) -> list[Event]:
+        """What ranks have told within so many seconds."""
         ...
 
-    def restart(self) -> list[Rank]:
-        """Start them again; raises ValueError with one line when they cannot be."""
+    def recover(self, dead: Collection[int]) -> Recovered:
+        """Replace ranks and go on; raises RanksLost for those to be replaced next, FleetError when it is stopped."""
         ...
 
 
@@ -50,74 +54,128 @@ class RestartBudget:
         return True
 
 
-class Supervisor:
-    """Told by the router that the fleet failed, and by the fleet that a worker ended; in either order, from any thread.
+@dataclass(slots=True)
+class Incident:
+    """One loss and what came of it: `reports` has what each surviving rank told, `lost` maps ranks to reasons."""
 
-    `replace(ranks, then)` hands new workers to the router, which calls `then` when it has them. `failure` is set once
-    nothing is started any more.
+    began: float
+    lost: dict[int, str] = field(default_factory=dict)
+    reports: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def reason(self) -> str:
+        """What the ranks agreed on, or else the first that was heard."""
+        if self.reports:
+            return str(self.reports[0]["reason"])
+        return next(iter(self.lost.values()), "")
+
+    def facts(self, seconds: float) -> dict[str, Any]:
+        """For people, as JSON."""
+        lost = [{"rank": rank, "reason": reason} for rank, reason in sorted(self.lost.items())]
+        return {"reason": self.reason, "lost": lost, "seconds": seconds, "reports": self.reports}
+
+
+class Supervisor:
+    """Replaces lost ranks. Life: construct, `start`, `stop`; `lost` from any thread.
+
+    `replace(ranks, incident)` hands the router the ranks of a new epoch, and what is to be shown of the loss.
+    `give_up(reason)` is called once, when the same rank was lost `limit` times within `window` seconds; then `failure`
+    is set.
     """
 
     def __init__(
         self,
-        fleet: Restartable,
+        fleet: Recoverable,
         *,
-        num_workers: int,
-        replace: Callable[[list[Rank], Callable[[], None]], None],
-        budget: RestartBudget,
+        replace: Callable[[Sequence[Rank], dict[str, Any]], None],
+        give_up: Callable[[str], None],
+        limit: int = LIMIT,
+        window: float = WINDOW_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: str | None = None
-        self._fleet, self._replace, self._budget, self._clock = fleet, replace, budget, clock
-        self._alone = num_workers == 1
-        self._lock = threading.Lock()
-        self._reason: str | None = None
-        self._starting = False
+        self._fleet, self._replace, self._clock = fleet, replace, clock
+        self._give_up = give_up
+        self._limit, self._window = limit, window
+        self._budgets: dict[int, RestartBudget] = {}
+        self._said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
 
-    def failed(self, reason: str) -> None:
-        """The router has lost the fleet; what is left of its worker is ended, so that `ended` follows."""
-        with self._lock:
-            if self._starting:
-                return
-            self._reason = reason
-            goes_on = self._alone and self._budget.used(self._clock()) < self._budget.limit
-        if goes_on:
-            self._fleet.kill()
-        else:
-            self._give_up(reason)
+    def start(self) -> None:
+        """Watch from a thread."""
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        self._thread.start()
 
-    def ended(self, rank: int, reason: str) -> None:
-        """A worker's process or engine has ended; returns when it serves again, or stays failed."""
-        with self._lock:
-            # What the router was told names the cause; what is seen of the process is the consequence.
-            reason, self._reason = self._reason or reason, None
-            self._starting = self._alone
-        log.warning("worker %d ended: %s", rank, reason)
-        while self._alone:
-            begun = self._clock()
-            if not self._budget.take(begun):
-                self._give_up(reason)
-                return
-            used, limit, minutes = self._budget.used(begun), self._budget.limit, self._budget.seconds / 60
-            log.warning("starting worker %d again (%d of %d in %g min)", rank, used, limit, minutes)
+    def stop(self) -> None:
+        """Act on nothing any more. What is going on ends when the fleet is stopped."""
+        self._stopping.set()
+
+    def lost(self, rank: int, reason: str) -> None:
+        """The router has lost a rank for good, whatever its process does."""
+        self._said.put((rank, reason))
+
+    def _run(self) -> None:
+        while not self._stopping.is_set() and self.failure is None:
+            incident = self.listen()
+            if incident is not None:
+                self.recover(incident)
+
+    def listen(self) -> Incident | None:
+        """What has happened within a moment, if it is a loss."""
+        incident = Incident(began=self._clock())
+        for event in self._fleet.events(_LISTEN_SECONDS):
+            self._note(incident, event)
+        while not self._said.empty():
+            rank, reason = self._said.get()
+            incident.lost.setdefault(rank, reason)
+        return incident if incident.lost else None
+
+    def _note(self, incident: Incident, event: Event) -> None:
+        if event.loss is None:
+            incident.lost[event.rank] = event.reason
+            return
+        incident.reports.append(event.loss)
+        for rank in event.loss["ranks"]:
+            incident.lost.setdefault(rank, event.reason)
+
+    def recover(self, incident: Incident) -> None:
+        """Replace who is lost, and who is lost meanwhile, until the fleet goes on or has to be given up."""
+        dead: frozenset[int] = frozenset(incident.lost)
+        while not self._stopping.is_set():
+            for rank in sorted(dead):
+                if not self._may_replace(rank):
+                    self._end(f"rank {rank} was lost {self._limit} times in {self._window:g} s: {incident.lost[rank]}")
+                    return
+            log.warning("lost %s: %s; replacing", _named(dead), incident.reason)
             try:
-                ranks = self._fleet.restart()
-            except ValueError as error:
-                reason = f"worker {rank} could not be started again: {error}"
-                log.warning("%s", reason)
+                recovered = self._fleet.recover(dead)
+            except RanksLost as error:
+                dead = error.ranks
+                incident.lost |= dict.fromkeys(dead, str(error))
                 continue
-            self._replace(ranks, self._started)
-            log.warning("worker %d is there again after %.1f s", rank, self._clock() - begun)
+            except FleetError:
+                return  # it is being stopped
+            # What the router has noticed so far is of those that were replaced.
+            while not self._said.empty():
+                self._said.get()
+            seconds = self._clock() - incident.began
+            incident.reports = list(recovered.losses)
+            self._replace(recovered.ranks, incident.facts(seconds))
+            log.warning("the fleet is whole again %.1f s after %s", seconds, incident.reason)
             return
 
-    def _started(self) -> None:
-        with self._lock:
-            self._starting = False
+    def _may_replace(self, rank: int) -> bool:
+        budget = self._budgets.setdefault(rank, RestartBudget(self._limit - 1, self._window))
+        return budget.take(self._clock())
 
-    def _give_up(self, reason: str) -> None:
-        with self._lock:
-            if self.failure is not None:
-                return
-            self.failure = reason
+    def _end(self, reason: str) -> None:
+        self.failure = reason
         # A rank that computes, or reads cold experts, beyond the deadline in one layer looks dead to its peers.
         slow = "; if it was only slow, raise --step-deadline or lower --prefill-chunk" if "silent" in reason else ""
-        log.error("the fleet failed: %s%s; restart moeyard serve", reason, slow)
+        log.error("the fleet has failed: %s%s", reason, slow)
+        self._give_up(reason)
+
+
+def _named(ranks: Collection[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in sorted(ranks))

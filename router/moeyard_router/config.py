@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from moeyard_worker.keys import RouterKeys
+
 METRIC_ALIASES = ("vllm",)
 
 
@@ -107,11 +109,14 @@ class RouterConfig:
     A client has `header_timeout` to send a request's headers, of at most `max_header_bytes`, and `body_timeout` for the
     body behind them; a connection without a request is kept for `keep_alive_timeout`. A client that takes no more of
     its answer for `send_timeout` is cut off.
-    `step_deadline` is how long a worker may be silent on its connection before the fleet counts as lost.
+    `step_deadline` is how long a worker may be silent on its connection before that counts as broken, and how long a
+    worker whose connection broke has to answer on another before it counts as lost. `recovery_timeout` is how long
+    requests wait for a fleet that is not whole; with 0 a lost worker ends all of them, and the fleet, at once.
     `canary_interval` is the idle time after which one tiny request proves that the fleet still decodes, and
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
     `prefix_caching` says whether workers reuse prompts' beginnings, so that sending them to one rank pays.
     `metric_aliases` adds other programs' names to /metrics: "vllm" is the only set there is.
+    `keys` are shown to the workers, and tell that it is them; with None nothing is locked (workers of a test).
     `version` is what /version answers.
     """
 
@@ -144,12 +149,14 @@ class RouterConfig:
     keep_alive_timeout: float = 75.0
     send_timeout: float = 30.0
     step_deadline: float = 5.0
+    recovery_timeout: float = 300.0
     canary_interval: float = 30.0
     canary_timeout: float = 15.0
     shutdown_grace: float = 3.0
     prefix_caching: bool = True
     metric_aliases: tuple[str, ...] = ()
     door: DoorConfig = DoorConfig()
+    keys: RouterKeys | None = None
     version: str = "unknown"
 
     def __post_init__(self) -> None:
@@ -171,6 +178,8 @@ class RouterConfig:
         for name in (*times, "header_timeout", "body_timeout", "keep_alive_timeout", "send_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")
+        if not 0 <= self.recovery_timeout < math.inf:
+            raise ValueError(f"recovery_timeout: expected 0 seconds or more, got {self.recovery_timeout}")
         for name in self.metric_aliases:
             if name not in METRIC_ALIASES:
                 raise ValueError(f"metric_aliases: '{name}' is none of {', '.join(METRIC_ALIASES)}")

@@ -16,6 +16,8 @@ TOKEN_BUCKETS = (
     0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03,
     0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
 )  # fmt: skip
+# Seconds too: from a connection that is made again at once to a checkpoint that is read again from a slow disk.
+RECOVERY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 REQUEST_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
     1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0,
@@ -25,7 +27,7 @@ LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(7) for digit 
 CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 # As the router sees a worker, which may not have spoken yet.
-_WORKER_STATES = ("connecting", "ready", "failed", "stopping")
+_WORKER_STATES = ("connecting", "ready", "recovering", "failed", "stopping")
 
 
 class RouterMetrics:
@@ -88,6 +90,18 @@ class RouterMetrics:
             ["model_name", "path"],
             buckets=REQUEST_BUCKETS,
             registry=self.registry,
+        )
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"moeyard_{name}", text, ["model_name"], registry=self.registry).labels(**label)
+
+        self.recoveries = counter("recoveries", "Times that the fleet was whole again after a loss.")
+        self.recovery_seconds = histogram(
+            "recovery_seconds", "From a loss until the fleet was whole again.", RECOVERY_BUCKETS
+        )
+        self.carried = counter("requests_carried", "Sequences that went on at another rank or connection.")
+        self.recomputed = counter(
+            "tokens_recomputed", "Tokens of carried sequences that no cache was thought to hold at their new rank."
         )
         self.inflight = Gauge(
             "moeyard_num_requests_inflight", "Sequences at the workers.", ["model_name"], registry=self.registry

@@ -22,6 +22,7 @@ ROUTER_HISTOGRAMS = (
     "moeyard_request_params_max_tokens",
     "moeyard_request_params_n",
     "moeyard_http_request_duration_seconds",
+    "moeyard_recovery_seconds",
 )
 ROUTER_OTHERS = (
     "moeyard_prompt_tokens_total",
@@ -31,6 +32,9 @@ ROUTER_OTHERS = (
     "moeyard_workers",
     "moeyard_http_requests_total",
     "moeyard_output_tokens_total",
+    "moeyard_recoveries_total",
+    "moeyard_requests_carried_total",
+    "moeyard_tokens_recomputed_total",
     "moeyard_fleet_rank_ready",
     "moeyard_fleet_num_requests_running",
     "moeyard_fleet_num_requests_waiting",
@@ -74,6 +78,7 @@ WORKER_OTHERS = (
     "moeyard_kv_cache_usage_ratio",
     "moeyard_expert_cache_slots",
     "moeyard_expert_load_imbalance",
+    "moeyard_refused_total",
     "moeyard_build_info",
 )
 

@@ -87,6 +87,33 @@ def test_starts_in_order_and_is_watched(services: dict[str, Any]) -> None:
         assert set(services[name]["depends_on"]) == {"ray-head"}
 
 
+def test_what_is_fetched_can_come_from_a_mirror(services: dict[str, Any]) -> None:
+    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
+    for name in OURS:
+        arguments = services[name]["build"]["args"]
+        assert set(arguments) == {"PYTHON_IMAGE", "PIP_INDEX_URL", "TORCH_CPU_INDEX_URL", "DEBIAN_MIRROR"}
+        for argument, value in arguments.items():
+            default = re.fullmatch(rf"\$\{{{argument}:-(.+)\}}", value)
+            assert default is not None
+            assert f"ARG {argument}={default[1]}\n" in dockerfile
+
+
+def test_memory_and_logs_have_limits(services: dict[str, Any]) -> None:
+    for name, service in services.items():
+        assert re.fullmatch(r"\$\{[A-Z_]+:-\d+[mg]\}", service["mem_limit"]), name
+        assert service["logging"]["driver"] == "json-file", name
+        assert set(service["logging"]["options"]) == {"max-size", "max-file"}, name
+    for name in OURS:
+        assert {"RAY_ROTATION_MAX_BYTES", "RAY_ROTATION_BACKUP_COUNT"} <= services[name]["environment"].keys()
+
+
+def test_a_lost_head_is_noticed_alike_everywhere(services: dict[str, Any]) -> None:
+    """All nodes leave a dead head within the same time, or some would join the next one without the others."""
+    for name in OURS:
+        environment = services[name]["environment"]
+        assert environment["RAY_gcs_rpc_server_reconnect_timeout_s"] == "10"
+
+
 def test_model_is_read_only_and_shared_memory_is_large_enough(services: dict[str, Any]) -> None:
     for name in OURS[1:]:
         assert services[name]["volumes"] == ["${MOEYARD_MODEL:-./deploy/demo}:/model:ro"]
@@ -131,7 +158,13 @@ def test_images_are_non_root_pinned_and_without_weights() -> None:
     assert "HEALTHCHECK" in every["runtime"]
     # torch for CPUs comes from an index of its own, for GPUs from the plain one.
     assert "whl/cpu" in every["build-cpu"]
-    assert "INDEX_URL" not in every["build-cuda"] + every["base"]
+    assert "TORCH_CPU_INDEX_URL" not in every["build-cuda"] + every["base"]
+    # Whatever a stage fetches it can fetch from a mirror.
+    for name, text in every.items():
+        assert (
+            not re.search(r"^RUN.*\bpip (install|wheel) (?!--no-deps /)", text, re.M) or "ARG PIP_INDEX_URL" in text
+        ), name
+        assert "apt-get" not in text or "ARG DEBIAN_MIRROR" in text, name
     # Triton builds a launcher where kernels run.
     assert "gcc" in every["cuda"]
     for source in re.findall(r"^COPY (?!--from)(.*)", "".join(every.values()), re.M):
@@ -150,6 +183,8 @@ def test_entrypoint_knows_every_role_that_compose_gives_it(services: dict[str, A
         assert services[name]["command"][0] == role
         assert re.search(rf"^{role}\)", text, re.M)
         assert services[name]["healthcheck"]["test"][1:] == ["/opt/moeyard/entrypoint.sh", "check", role]
+    for each in re.findall(r"\$home/(\w+\.py)", text):
+        assert f" deploy/container/{each} " in (ROOT / "deploy/Dockerfile").read_text()
     # Any other command is run as it is.
     assert subprocess.run([script, "true"]).returncode == 0
     assert subprocess.run([script, "check", "nothing"], capture_output=True).returncode == 2

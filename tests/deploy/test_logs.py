@@ -1,16 +1,21 @@
 """Log lines: their two spellings, what they never hold, and that whoever logs never waits."""
 
+import contextlib
 import io
 import json
 import logging
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from moeyard import logs
+from moeyard.full_disk import _Lossy
 from moeyard.logs import LogConfig
 
 SECRET = "words of a prompt"
@@ -155,3 +160,37 @@ def test_a_closed_stream_ends_nothing(started: Callable[..., io.StringIO]) -> No
         with pytest.raises(BrokenPipeError):
             stream.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+_FULL = """
+import logging, sys
+from moeyard import logs
+from moeyard.full_disk import outlive_full_disk
+outlive_full_disk()
+logs.start(logs.LogConfig())
+for _ in range(3):
+    print("ready", flush=True)
+    print("loading", file=sys.stderr)
+    logging.getLogger("moeyard").info("a line " + "x" * 20_000)
+logging.getLogger().handlers[0].close()
+sys.exit(7)
+"""
+
+
+def test_a_full_disk_ends_nothing() -> None:
+    """stdout and stderr on /dev/full, as Docker's log file is when the disk is."""
+    code = f"import sys; sys.path[:] = {sys.path!r}\n{_FULL}"
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, timeout=60, check=False)
+    assert ended.returncode == 7
+
+
+def test_a_reader_that_has_left_is_still_noticed() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    stream = _Lossy(os.fdopen(write, "w"))
+    stream.write("x")
+    with pytest.raises(BrokenPipeError):
+        stream.flush()
+    with contextlib.suppress(BrokenPipeError):
+        stream.close()

@@ -1,5 +1,6 @@
 """Where the API listens, what a start says, what interrupts do, what the doctor finds, what shells complete."""
 
+import errno
 import io
 import json
 import os
@@ -8,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,8 +20,9 @@ from moeyard.chat_terminal import read_message
 from moeyard.cli import main, with_subject
 from moeyard.doctor.machine import check_files, check_instructions, check_port, check_shared, usable_cores
 from moeyard.doctor.software import check_packages, check_python
-from moeyard.listen import bind, outside_url, reachable_url
-from moeyard.signals import Interrupts, noted
+from moeyard.last_resort import ENDING
+from moeyard.listen import bind, check_ports, outside_url, reachable_url
+from moeyard.signals import Interrupts, last_resort, noted, run_apart
 from moeyard.startup import Startup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,16 +101,16 @@ def test_a_terminal_gets_a_bar() -> None:
 
 
 def test_signals_are_noted_and_raise_where_it_is_safe(capfd: pytest.CaptureFixture[str]) -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in ENDING}
     try:
         with noted() as interrupts:
             interrupts.check()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            for number in ENDING:
                 signal.raise_signal(number)  # nothing is raised here
             assert interrupts.count == 3
             with pytest.raises(KeyboardInterrupt):
                 interrupts.check()
-        assert [signal.getsignal(number) for number in before] == [signal.SIG_IGN] * 2
+        assert [signal.getsignal(number) for number in before] == [signal.SIG_IGN] * 3
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -150,6 +154,110 @@ def test_what_cannot_be_unwound_ends_at_once() -> None:
     interrupts.count = 1
     with pytest.raises(KeyboardInterrupt), interrupts.at_once():
         pytest.fail("begun")
+
+
+def test_a_process_in_which_no_python_runs_ends() -> None:
+    """As ray.init may hold the interpreter's lock for good, a C function that was called with it does here."""
+    code = (
+        "import ctypes, signal, subprocess; from moeyard.signals import last_resort;"
+        "signal.signal(signal.SIGTERM, lambda *_: None);"
+        "child = subprocess.Popen(['sleep', '600']); block = last_resort(); block.__enter__();"
+        "print(child.pid, flush=True); libc = ctypes.PyDLL(None); mutex = ctypes.create_string_buffer(64);"
+        "libc.pthread_mutex_lock(mutex); libc.pthread_mutex_lock(mutex)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "deploy")}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as held:
+        assert held.stdout is not None
+        child = int(held.stdout.readline())
+        held.send_signal(signal.SIGTERM)
+        _, err = held.communicate(timeout=30)
+    assert (held.returncode, err) == (-signal.SIGKILL, "stopping: Ray holds the launcher up, so it is killed\n")
+    check_gone(child)
+
+
+def test_a_block_that_ends_ends_its_last_resort() -> None:
+    with last_resort():
+        (helper,) = (p for p in psutil.Process().children() if "moeyard.last_resort" in p.cmdline())
+    assert not helper.is_running()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_what_starts_ray_leaves_the_main_thread_to_signals() -> None:
+    """A handler runs while the call waits; what the call raises is raised; its thread stays for the kernel's sake."""
+    heard = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.set())
+    threads = []
+
+    def call() -> None:
+        threads.append(threading.current_thread())
+        assert signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard.wait(30)
+        raise ConnectionError("as said")
+
+    try:
+        with pytest.raises(ConnectionError, match="as said"):
+            run_apart(call)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert threads[0].is_alive()
+    assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_nohup_means_it() -> None:
+    """What was ignored from the start stays so."""
+    code = (
+        "import signal; from moeyard.signals import noted, ending_signals\n"
+        "with noted() as interrupts:\n"
+        "    signal.raise_signal(signal.SIGHUP)\n"
+        "    assert interrupts.count == 0 and signal.SIGTERM in ending_signals()"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "deploy")}
+    subprocess.run(["nohup", sys.executable, "-c", code], check=True, env=env, timeout=30, stdin=subprocess.DEVNULL)
+
+
+def test_an_interrupt_while_we_import_says_nothing() -> None:
+    code = (
+        "import signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'moeyard.flags': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from moeyard.entry import main\n"
+        "sys.exit(main())"
+    )
+    folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": folders},
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+class Scarce(socket.socket):
+    """On a machine that has 20 ports left."""
+
+    bound = 0
+
+    def bind(self, address: Any) -> None:
+        Scarce.bound += 1
+        if Scarce.bound > 20:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def test_a_start_without_ports_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Ray would wait for ever (docs/architecture.md)."""
+    check_ports("127.0.0.1", num_workers=2)
+    monkeypatch.setattr(socket, "socket", Scarce)
+    with pytest.raises(
+        ValueError, match=r"only 20 ports are free on 127\.0\.0\.1, 2 workers and Ray need 32 \(.* in use"
+    ):
+        check_ports("127.0.0.1", num_workers=2)
 
 
 def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

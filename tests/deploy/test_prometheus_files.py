@@ -103,3 +103,23 @@ def test_grafana_finds_data_source_and_dashboards() -> None:
     assert mounts["./deploy/grafana/dashboards"] == provider["options"]["path"]
     assert mounts["./deploy/grafana/provisioning"] == "/etc/grafana/provisioning"
     assert "./deploy/prometheus:/etc/prometheus:ro" in compose["prometheus"]["volumes"]
+
+
+def test_queries_of_the_documentation_parse_and_use_known_metrics(
+    program: Callable[[str], str],
+    series_names: frozenset[str],
+    metrics_of: Callable[[str], set[str]],
+    tmp_path: Path,
+) -> None:
+    """docs/metrics.md, "Queries": what people copy from there finds something."""
+    section = (ROOT / "docs" / "metrics.md").read_text().partition("## Queries\n")[2].partition("\n## ")[0]
+    lines = [line[4:] for line in section.splitlines() if line.startswith("    ")]
+    queries = [query.strip() for query in re.split(r"^#.*$", "\n".join(lines), flags=re.M) if query.strip()]
+    # The last comment stands above two.
+    queries[-1:] = queries[-1].splitlines()
+    assert len(queries) == 6
+    assert set().union(*map(metrics_of, queries)) - series_names == set()
+    rules = [{"record": f"query_{i}", "expr": query} for i, query in enumerate(queries)]
+    path = tmp_path / "queries.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "documentation", "rules": rules}]}))
+    run(program("promtool"), "check", "rules", path)

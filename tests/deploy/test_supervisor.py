@@ -1,58 +1,65 @@
-"""A worker that ends: started again while there is a restart left, then failed for good, whoever noticed first."""
+"""Ranks that are lost: replaced, also those lost meanwhile, and given up when that does not help."""
 
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 
-from moeyard.rank import Rank
+from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered
 from moeyard.supervisor import RestartBudget, Supervisor
 
-NEW = [Rank(rank=0, frontend="tcp://new", metrics_url="http://new", report={})]
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+def loss(rank: int, *lost: int, reason: str = "rank 1 lost at step 9, plan") -> Event:
+    """A survivor's word."""
+    return Event(rank=rank, reason=reason, loss={"rank": rank, "ranks": lost, "reason": reason, "steps": 9})
 
 
 class Fleet:
-    """Notes what it was told; `refusals` are what the next restarts say."""
+    """Says the `heard` events, notes what it is told to replace, and answers with the `answers` in turn."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.refusals: list[str] = []
+        self.heard: list[list[Event]] = []
+        self.replaced: list[set[int]] = []
+        self.answers: list[Exception] = []
+        self.losses: tuple[dict[str, Any], ...] = ()
 
-    def kill(self) -> None:
-        self.calls.append("kill")
+    def events(self, timeout: float) -> list[Event]:
+        return self.heard.pop(0) if self.heard else []
 
-    def restart(self) -> list[Rank]:
-        self.calls.append("restart")
-        if self.refusals:
-            raise ValueError(self.refusals.pop(0))
-        return NEW
+    def recover(self, dead: Collection[int]) -> Recovered:
+        self.replaced.append(set(dead))
+        if self.answers:
+            raise self.answers.pop(0)
+        ranks = tuple(Rank(rank=r, frontend=f"tcp://{r}", metrics_url="", report={}) for r in range(3))
+        return Recovered(ranks=ranks, losses=self.losses)
 
 
 class Desk:
-    """A supervisor with everything about it."""
+    """A supervisor with everything about it; `turn` is one round of its thread."""
 
-    def __init__(self, num_workers: int = 1, limit: int = 2) -> None:
-        self.clock, self.fleet = Clock(), Fleet()
-        self.replaced: list[list[Rank]] = []
-        self.then: list[Callable[[], None]] = []
+    def __init__(self, limit: int = 3) -> None:
+        self.now = 100.0
+        self.fleet = Fleet()
+        self.handed: list[dict[str, Any]] = []
+        self.given_up: list[str] = []
         self.supervisor = Supervisor(
             self.fleet,
-            num_workers=num_workers,
             replace=self._replace,
-            budget=RestartBudget(limit, 60.0),
-            clock=self.clock,
+            give_up=self.given_up.append,
+            limit=limit,
+            window=60.0,
+            clock=lambda: self.now,
         )
 
-    def _replace(self, ranks: list[Rank], then: Callable[[], None]) -> None:
-        self.replaced.append(ranks)
-        self.then.append(then)
+    def _replace(self, ranks: Sequence[Rank], incident: dict[str, Any]) -> None:
+        assert [rank.rank for rank in ranks] == [0, 1, 2]
+        self.handed.append(incident)
+
+    def turn(self, *events: Event) -> None:
+        self.fleet.heard.append(list(events))
+        incident = self.supervisor.listen()
+        if incident is not None:
+            self.supervisor.recover(incident)
 
 
 def test_budget_counts_within_its_window() -> None:
@@ -62,81 +69,106 @@ def test_budget_counts_within_its_window() -> None:
     assert budget.used(1000.0) == 0
 
 
-def test_a_worker_that_ends_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_happens_where_nobody_is_lost() -> None:
     desk = Desk()
-    desk.supervisor.ended(0, "rank 0: logits of step 9 are not finite: request r1")
-    assert desk.fleet.calls == ["restart"]
-    assert desk.replaced == [NEW]
-    assert desk.supervisor.failure is None
-    first, second, third = caplog.messages
-    assert first == "worker 0 ended: rank 0: logits of step 9 are not finite: request r1"
-    assert second == "starting worker 0 again (1 of 2 in 1 min)"
-    assert third.startswith("worker 0 is there again after ")
+    desk.turn()
+    assert desk.fleet.replaced == []
 
 
-def test_a_worker_that_the_router_has_lost_is_ended_first(caplog: pytest.LogCaptureFixture) -> None:
-    """It may be there and silent; its end is noticed and named by what the router said."""
+def test_whoever_ended_is_replaced_and_named_by_the_survivors(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk()
-    desk.supervisor.failed("worker 0 at tcp://old is gone: its connection broke")
-    assert desk.fleet.calls == ["kill"]
-    desk.supervisor.ended(0, "The actor died unexpectedly")
-    assert desk.fleet.calls == ["kill", "restart"]
-    assert "worker 0 ended: worker 0 at tcp://old is gone" in caplog.text
+    told = loss(0, 1).loss
+    assert told is not None
+    desk.fleet.losses = (told,)
+    desk.turn(Event(rank=1, reason="the process of rank 1 has ended"))
+    assert desk.fleet.replaced == [{1}]
+    (incident,) = desk.handed
+    assert incident == {
+        "reason": "rank 1 lost at step 9, plan",
+        "lost": [{"rank": 1, "reason": "the process of rank 1 has ended"}],
+        "seconds": 0.0,
+        "reports": [told],
+    }
+    first, second = caplog.messages
+    assert first == "lost rank 1: the process of rank 1 has ended; replacing"
+    assert second == "the fleet is whole again 0.0 s after rank 1 lost at step 9, plan"
 
 
-def test_the_router_may_be_late() -> None:
-    """What it says of the old worker must not end the new one, until it has that."""
+def test_a_rank_that_peers_miss_is_replaced_though_its_process_is_there() -> None:
     desk = Desk()
-    desk.supervisor.ended(0, "fault")
-    desk.supervisor.failed("worker 0 is gone")
-    assert desk.fleet.calls == ["restart"]
-    desk.then[0]()
-    desk.supervisor.failed("worker 0 is gone once more")
-    assert desk.fleet.calls == ["restart", "kill"]
+    desk.turn(loss(0, 1), loss(2, 1))
+    assert desk.fleet.replaced == [{1}]
 
 
-def test_too_many_restarts_leave_it_failed(caplog: pytest.LogCaptureFixture) -> None:
-    desk = Desk(limit=2)
+def test_a_rank_that_the_router_misses_is_replaced() -> None:
+    desk = Desk()
+    desk.supervisor.lost(2, "worker 2 does not answer")
+    desk.turn()
+    assert desk.fleet.replaced == [{2}]
+    assert desk.handed[0]["reason"] == "worker 2 does not answer"
+
+
+def test_ranks_lost_meanwhile_are_replaced_too(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk()
+    desk.fleet.answers = [RanksLost([0], "worker 0 did not answer within 20 s"), RanksLost([0, 2], "no memory")]
+    desk.turn(Event(rank=1, reason="gone"))
+    assert desk.fleet.replaced == [{1}, {0}, {0, 2}]
+    assert [each["rank"] for each in desk.handed[0]["lost"]] == [0, 1, 2]
+    assert len(desk.handed) == 1
+    assert "lost rank 0, rank 2: gone; replacing" in caplog.text
+
+
+def test_what_the_router_said_of_those_that_were_replaced_is_forgotten() -> None:
+    desk = Desk()
+    recover = desk.fleet.recover
+
+    def late(dead: Collection[int]) -> Recovered:
+        desk.supervisor.lost(1, "worker 1 is gone")
+        return recover(dead)
+
+    desk.fleet.recover = late  # type: ignore[method-assign]
+    desk.turn(Event(rank=1, reason="gone"))
+    desk.turn()
+    assert desk.fleet.replaced == [{1}]
+
+
+def test_the_same_rank_lost_too_often_ends_it(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk(limit=3)
     for number in range(3):
-        desk.supervisor.ended(0, f"fault {number}")
-        for then in desk.then:
-            then()
-    assert desk.fleet.calls == ["restart", "restart"]
-    assert desk.supervisor.failure == "fault 2"
-    assert "the fleet failed: fault 2; restart moeyard serve" in caplog.text
-    caplog.clear()
-    # The router says so too; it is said once, and nothing is killed that could tell more.
-    desk.supervisor.failed("worker 0 failed: fault 2")
-    assert desk.fleet.calls == ["restart", "restart"]
-    assert caplog.messages == []
+        desk.now += 10.0
+        desk.turn(Event(rank=1, reason=f"fault {number}"))
+    assert desk.fleet.replaced == [{1}, {1}]
+    assert desk.given_up == [desk.supervisor.failure] == ["rank 1 was lost 3 times in 60 s: fault 2"]
+    assert "the fleet has failed: rank 1 was lost 3 times in 60 s: fault 2" in caplog.text
 
 
-def test_restarts_come_back_with_time() -> None:
-    desk = Desk(limit=1)
-    desk.supervisor.ended(0, "fault")
-    desk.then[0]()
-    desk.clock.now += 61.0
-    desk.supervisor.ended(0, "fault")
-    assert desk.fleet.calls == ["restart", "restart"]
-    assert desk.supervisor.failure is None
-
-
-def test_a_start_that_fails_takes_a_restart_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_different_ranks_and_time_do_not_add_up() -> None:
     desk = Desk(limit=2)
-    desk.fleet.refusals = ["no memory", "still no memory"]
-    desk.supervisor.ended(0, "fault")
-    assert desk.fleet.calls == ["restart", "restart"]
-    assert desk.supervisor.failure == "worker 0 could not be started again: still no memory"
-    assert desk.replaced == []
-    assert "could not be started again: no memory" in caplog.text
+    for rank in (0, 1, 2):
+        desk.turn(Event(rank=rank, reason="gone"))
+    desk.now += 61.0
+    desk.turn(Event(rank=0, reason="gone"))
+    assert desk.fleet.replaced == [{0}, {1}, {2}, {0}]
+    assert desk.given_up == []
 
 
-def test_one_of_several_is_not_started_again(caplog: pytest.LogCaptureFixture) -> None:
-    desk = Desk(num_workers=2)
-    desk.supervisor.ended(1, "killed")
-    desk.supervisor.failed("rank 1 silent at step 7")
-    assert desk.fleet.calls == []
-    assert desk.supervisor.failure == "rank 1 silent at step 7"
-    err = caplog.text
-    assert "worker 1 ended: killed" in err
-    assert "the fleet failed: rank 1 silent at step 7; if it was only slow, raise --step-deadline" in err
+def test_replacements_that_fail_count() -> None:
+    desk = Desk(limit=3)
+    desk.fleet.answers = [RanksLost([1], "no memory"), RanksLost([1], "still no memory")]
+    desk.turn(Event(rank=1, reason="gone"))
+    assert desk.given_up == ["rank 1 was lost 3 times in 60 s: still no memory"]
+    assert desk.handed == []
+
+
+def test_silence_has_advice(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk(limit=1)
+    desk.turn(loss(0, 1, reason="rank 1 silent at step 7, plan (5.0 s)"))
+    assert "if it was only slow, raise --step-deadline" in caplog.text
+
+
+def test_a_fleet_that_is_being_stopped_is_left_alone() -> None:
+    desk = Desk()
+    desk.fleet.answers = [FleetError("the fleet is being stopped")]
+    desk.turn(Event(rank=1, reason="gone"))
+    assert desk.handed == []
+    assert desk.given_up == []

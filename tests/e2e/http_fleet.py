@@ -42,7 +42,10 @@ def engine_config(model: Path, *, num_workers: int, num_pages: int = 128, **over
 
 @dataclass(slots=True)
 class HttpFleet:
-    """A running fleet behind its router. `failures` is what the router reported through `on_failed`."""
+    """A running fleet behind its router. `failures` are the reasons that the router reported through `on_lost`.
+
+    Nobody starts workers again, so without an override a lost one fails the fleet at once.
+    """
 
     url: str
     client: httpx.Client
@@ -141,6 +144,8 @@ def serve_http(pool: ProcessPool, config: EngineConfig, **overrides: Any) -> Ite
             "vocab_size": model.vocab_size,
             "eos_token_ids": model.eos_token_ids,
             "shutdown_grace": 0.2,
+            "recovery_timeout": 0.0,
+            "keys": fleet.keys.of_router(),
         }
         with _route(RouterConfig(**{**options, **overrides})) as (url, failures):
             with httpx.Client(base_url=url, timeout=60) as client:
@@ -153,7 +158,7 @@ def _route(config: RouterConfig) -> Iterator[tuple[str, list[str]]]:
     """Run a router in a thread of its own until the block ends; yields its URL and its list of failures."""
     sock = socket.create_server(("127.0.0.1", 0))
     ready, failures = threading.Event(), list[str]()
-    server = RouterServer(config, sock, on_ready=ready.set, on_failed=failures.append)
+    server = RouterServer(config, sock, on_ready=ready.set, on_lost=lambda rank, reason: failures.append(reason))
 
     def run() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -7,7 +7,7 @@ from prometheus_client import generate_latest
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.metrics import WorkerMetrics
+from moeyard_worker.engine.metrics import REFUSALS, WorkerMetrics
 from moeyard_worker.engine.worker import Worker
 
 
@@ -50,3 +50,17 @@ def test_time_per_output_token_is_of_ended_requests(parts: dict[str, Any]) -> No
     assert 'moeyard_request_time_per_output_token_seconds_count{rank="3"} 2.0' in page
     assert 'moeyard_request_time_per_output_token_seconds_bucket{le="0.005",rank="3"} 1.0' in page
     assert parts["scheduler"].stats.token_seconds == []
+
+
+def test_what_was_refused_is_counted_by_door_and_reason() -> None:
+    """From the first scrape on; and as it is at the moment of one."""
+    metrics = WorkerMetrics(rank=3, version="test")
+    counts = metrics.refused["router"] = {}
+    assert (
+        'moeyard_refused_total{door="peer",rank="3",reason="handshake"} 0.0'
+        in generate_latest(metrics.registry).decode()
+    )
+    counts["message"] = 2
+    page = generate_latest(metrics.registry).decode()
+    assert 'moeyard_refused_total{door="router",rank="3",reason="message"} 2.0' in page
+    assert page.count("moeyard_refused_total{") == sum(map(len, REFUSALS.values()))

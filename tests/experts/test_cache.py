@@ -58,6 +58,9 @@ class Weights:
         gate, up, down = self.experts[layer, expert]
         return gate, up, down
 
+    def check(self, layer: int, expert: int) -> None:
+        pass
+
 
 def make_cache(
     source: Weights, *, num_slots: int, policy: str = "slru", dtype: torch.dtype, backend: str = "cpu"

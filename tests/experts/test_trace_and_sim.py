@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,9 @@ class Zeros:
     def tensors(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         zeros = torch.zeros(SIZE, SIZE)
         return zeros, zeros, zeros
+
+    def check(self, layer: int, expert: int) -> None:
+        pass
 
 
 def header(*, rank: int = 0, world_size: int = 1, num_slots: int = 4, policy: str = "slru") -> TraceHeader:
@@ -113,6 +117,37 @@ def test_a_trace_is_a_stream_of_plain_msgpack(tmp_path: Path) -> None:
     [trace] = read_trace(path)
     assert trace.header == header()
     assert list(trace) == list(trace) == [Access(7, 2, (4, 9), (5,)), Access(8, 0, (), (6,))]
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a process that may write files of so many bytes, which is how Linux lets one try it without a disk."""
+    path, step = tmp_path / "trace", 0
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    recorder = RoutingRecorder(path, header())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 1001, before[1]))
+    try:
+        while recorder.dropped < 2 * len(LAYERS):
+            step += 1
+            for layer in LAYERS:
+                recorder.record(step=step, layer=layer, decode=[4, 9], prefill=[5])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    recorder.close()
+    assert recorder.failed
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: File too large; recording of routing ends here, serving goes on"
+    ]
+    # What is there ends with a whole step.
+    [trace] = read_trace(path)
+    accesses = list(trace)
+    assert accesses == [Access(i + 1, layer, (4, 9), (5,)) for i in range(step - 2) for layer in LAYERS]
+    assert len(accesses) > 50
+
+
+def test_a_disk_without_any_room(tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        RoutingRecorder(tmp_path / "full", header())
 
 
 def test_a_killed_worker_loses_only_its_last_step(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import os
 import queue
 import socket
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import uvloop
 import zmq
@@ -22,6 +24,7 @@ from moeyard.routers import RouterProcesses
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer
 from moeyard_router.text.chat import TextCodec
+from moeyard_worker.keys import WorkerKeys
 from moeyard_worker.protocol import (
     Abort,
     Done,
@@ -36,6 +39,7 @@ from moeyard_worker.protocol import (
     TokenLogprob,
     Tokens,
 )
+from moeyard_worker.sockets import Gate, lock
 from moeyard_worker.wire import decode, encode
 
 VOCAB_SIZE = 400  # a little more than the tokenizer has, as padded embeddings do
@@ -125,24 +129,37 @@ class _Running:
     submit: Submit
     output: list[int]
     sent: int = 0
+    scored: int = 0
 
 
 class ScriptedWorker:
     """Speaks the worker's side of protocol.py over a real socket and emits the tokens that its script names.
 
+    A sequence that comes with output goes on behind it, and what `scripted_logprob` says depends on the token alone: so
+    an answer does not tell who gave it.
+
     Test knobs: `script` (Submit -> output ids), `chunk` (tokens per message), `score_chunk` (prompt tokens per message
     of their logprobs), `pace` (seconds per message), `paused`
     (accept but emit nothing), `reject` (answer every Submit with this), `loads` (the answer to Inspect, if any), `do`
-    (run something in its thread).
+    (run something in its thread). `hold` and `go_on` are what a survivor does while a peer is missing.
     """
 
-    def __init__(self, rank: int, world_size: int, script: Callable[[Submit], list[int]]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        script: Callable[[Submit], list[int]],
+        *,
+        epoch: int = 0,
+        state: str = "ready",
+        keys: WorkerKeys | None = None,
+    ) -> None:
         self.rank = rank
         self.default_script = script
         self.submits: list[Submit] = []
         self.aborts: list[str] = []
         self.snapshot = Snapshot(
-            rank=rank, world_size=world_size, epoch=0, step=0, state="ready", failure=None, num_running=0,
+            rank=rank, world_size=world_size, epoch=epoch, step=0, state=state, failure=None, num_running=0,
             num_waiting=0, num_waiting_tokens=0, kv_pages_total=64, kv_pages_free=64, page_size=16,
             max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE,
         )  # fmt: skip
@@ -154,7 +171,11 @@ class ScriptedWorker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # as workers have it: this one writes faster than it is read
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
+        if keys is not None:
+            Gate(self._context, key=keys.router)
+            lock(self._socket, keys.own)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self._alive = True
@@ -194,9 +215,40 @@ class ScriptedWorker:
         self.snapshot = dataclasses.replace(self.snapshot, state="failed", failure=failure)
         self.do(lambda: self.say(self.snapshot))
 
+    def hold(self, why: str) -> None:
+        """A peer is lost: run nothing, and say so; from any thread."""
+
+        def recover() -> None:
+            self.snapshot = dataclasses.replace(self.snapshot, state="recovering", failure=why)
+            self.say(self.snapshot)
+
+        self.do(recover)
+
+    def go_on(self, epoch: int) -> None:
+        """The fleet is whole again, under a new epoch; from any thread."""
+
+        def ready() -> None:
+            self.snapshot = dataclasses.replace(self.snapshot, state="ready", failure=None, epoch=epoch)
+            self.say(self.snapshot)
+
+        self.do(ready)
+
+    def hang_up(self) -> None:
+        """Break all connections of this process to it, and go on listening; from any thread."""
+        port = int(self.endpoint.rpartition(":")[2])
+        for connection in psutil.Process().net_connections("tcp"):
+            if connection.raddr and connection.raddr.port == port:
+                with socket.socket(fileno=os.dup(connection.fd)) as end:
+                    end.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def runs(self) -> list[str]:
+        """What clients' sequences it has now."""
+        return [name for name in self._running.copy() if not name.startswith("canary-")]
+
     def _run(self) -> None:
         while self._alive:
-            busy = bool(self._running) and not self.paused
+            busy = bool(self._running) and not self.paused and self.snapshot.state != "recovering"
             if self._socket.poll(0 if busy else 5):
                 self._take()
             while not self._todo.empty():
@@ -232,7 +284,13 @@ class ScriptedWorker:
                     self._socket.send_multipart([peer, encode(answer)])
                     return
             output = [1] * message.sampling.max_tokens if canary else self.script(message)
-            self._running[message.request_id] = _Running(peer, message, output)
+            running = _Running(peer, message, output, len(message.output_token_ids), message.num_scored)
+            assert list(message.output_token_ids) == output[: running.sent], "it was told something else"
+            reason = self._ended(running) if running.sent else None
+            if reason is not None:
+                self._end(running, reason, output[running.sent - 1] if reason == "stop" else None)
+                return
+            self._running[message.request_id] = running
             self._load()
 
     def _load(self) -> None:
@@ -247,44 +305,50 @@ class ScriptedWorker:
 
     def _emit(self, running: _Running) -> None:
         sampling = running.submit.sampling
-        if not running.sent and sampling.prompt_logprobs is not None:
-            self._score(running)
+        if sampling.prompt_logprobs is not None and self._score(running):
+            return
         if not sampling.max_tokens:
             del self._running[running.submit.request_id]
             self._end(running, "length")
             return
-        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos and not sampling.grammar else {1})
         ids: list[int] = []
-        reason = None
-        for token_id in running.output[running.sent : running.sent + self.chunk]:
-            ids.append(token_id)
-            count = running.sent + len(ids)
-            if token_id in ends and count > sampling.min_tokens:
-                reason = "stop"
-            elif count == sampling.max_tokens:
-                reason = "length"
-            if reason is not None:
-                break
+        reason, start = None, running.sent
+        while reason is None and len(ids) < self.chunk and running.sent < len(running.output):
+            ids.append(running.output[running.sent])
+            running.sent += 1
+            reason = self._ended(running)
         logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.logprobs is not None:
             logprobs = tuple(scripted_logprob(i, sampling.logprobs) for i in ids)
         message = Tokens(
-            request_id=running.submit.request_id, start=running.sent, token_ids=tuple(ids), logprobs=logprobs
-        )
-        running.sent += len(ids)
+            request_id=running.submit.request_id, start=start, token_ids=tuple(ids), logprobs=logprobs,
+            cached_tokens=None if start else 3,
+        )  # fmt: skip
         self._sampled += len(ids)
         self._socket.send_multipart([running.peer, encode(message)])
         if reason is not None:
             del self._running[running.submit.request_id]
             self._end(running, reason, ids[-1] if reason == "stop" else None)
 
-    def _score(self, running: _Running) -> None:
-        """Log-probabilities of the prompt, in messages of `score_chunk` tokens."""
+    def _ended(self, running: _Running) -> str | None:
+        """The finish reason, if its last token ended it."""
+        sampling, token_id = running.submit.sampling, running.output[running.sent - 1]
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos and not sampling.grammar else {1})
+        if token_id in ends and running.sent > sampling.min_tokens:
+            return "stop"
+        return "length" if running.sent == sampling.max_tokens else None
+
+    def _score(self, running: _Running) -> bool:
+        """The next `score_chunk` log-probabilities of the prompt; False if there are no more."""
         top, ids = running.submit.sampling.prompt_logprobs or 0, running.submit.prompt_token_ids
-        for start in range(1, len(ids), self.score_chunk):
-            some = tuple(scripted_logprob(i, top) for i in ids[start : start + self.score_chunk])
-            message = PromptLogprobs(request_id=running.submit.request_id, start=start, logprobs=some)
-            self._socket.send_multipart([running.peer, encode(message)])
+        start = running.scored + 1
+        some = tuple(scripted_logprob(i, top) for i in ids[start : start + self.score_chunk])
+        if not some:
+            return False
+        running.scored += len(some)
+        message = PromptLogprobs(request_id=running.submit.request_id, start=start, logprobs=some)
+        self._socket.send_multipart([running.peer, encode(message)])
+        return True
 
     def _end(self, running: _Running, reason: str, stop_token_id: int | None = None) -> None:
         done = Done(
@@ -307,13 +371,14 @@ def scripted_logprob(token_id: int, top: int) -> TokenLogprob:
 
 @dataclasses.dataclass
 class Service:
-    """A running router, its workers and a client."""
+    """A running router, its workers and a client. `lost` are the ranks that it reported, `failures` the reasons."""
 
     url: str
     client: httpx.Client
     workers: list[ScriptedWorker]
     server: RouterServer | RouterProcesses
     failures: list[str]
+    lost: list[int]
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         """POST a JSON body."""
@@ -387,6 +452,7 @@ class Starter:
         through: Callable[[str], str] = lambda endpoint: endpoint,
         prepare: Callable[[ScriptedWorker], None] = lambda worker: None,
         num_routers: int = 1,
+        locked: WorkerKeys | None = None,
         **overrides: Any,
     ) -> Service:
         """A router with `num_workers` scripted workers; `overrides` are fields of RouterConfig.
@@ -394,7 +460,7 @@ class Starter:
         `prepare` sets up each worker before the router knows it; `through` reroutes endpoints. Several routers are
         processes of their own.
         """
-        workers = [ScriptedWorker(rank, num_workers, self._script) for rank in range(num_workers)]
+        workers = [ScriptedWorker(rank, num_workers, self._script, keys=locked) for rank in range(num_workers)]
         for worker in workers:
             prepare(worker)
         addresses = tuple(
@@ -416,8 +482,13 @@ class Starter:
         config = RouterConfig(**{**options, **overrides})
         sock = socket.create_server(("127.0.0.1", 0)) if num_routers == 1 else bind("127.0.0.1", 0, shared=True)
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        is_ready, failures = threading.Event(), []
-        callbacks = {"on_ready": is_ready.set, "on_failed": failures.append}
+        is_ready, failures, lost = threading.Event(), [], []
+
+        def on_lost(rank: int, reason: str) -> None:
+            lost.append(rank)
+            failures.append(reason)
+
+        callbacks: dict[str, Any] = {"on_ready": is_ready.set, "on_lost": on_lost}
         server: RouterServer | RouterProcesses
         if num_routers == 1:
             server = RouterServer(config, sock, **callbacks)
@@ -434,7 +505,7 @@ class Starter:
         thread = threading.Thread(target=run, name="router")
         thread.start()
         client = httpx.Client(base_url=url, timeout=10)
-        service = Service(url, client, workers, server, failures)
+        service = Service(url, client, workers, server, failures, lost)
         self._started.append((service, thread))
         if ready:
             assert is_ready.wait(5 if num_routers == 1 else 30), client.get("/readyz").text

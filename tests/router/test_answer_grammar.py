@@ -38,14 +38,25 @@ def tokenizer_with(markers, special):
 class Checker:
     """Whether a text is what a grammar allows, whole."""
 
-    def __init__(self, name, special, *, thinking="none", one_call=False, calls=True, body=None):
+    def __init__(
+        self,
+        name,
+        special,
+        *,
+        thinking="none",
+        one_call=False,
+        calls=True,
+        body=None,
+        functions=FUNCTIONS,
+        among_text=False,
+    ):
         form = TOOL_FORMATS[name]
         markers = ("<think>", "</think>", *form.markers)
         self.tokenizer = tokenizer_with(markers, special)
         vocabulary = self.tokenizer.get_vocab()
         grammar = answer_grammar(
             thinking=thinking,
-            calls=Calls(form=form, functions=FUNCTIONS, one_call=one_call) if calls else None,
+            calls=Calls(form=form, functions=functions, one_call=one_call, among_text=among_text) if calls else None,
             body=body,
             token_ids={m: vocabulary[m] for m in markers if m in vocabulary},
         )
@@ -60,12 +71,24 @@ class Checker:
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
+def shown(markup, arguments):
+    """Arguments as a format has them: JSON, or one by one."""
+    if markup is None:
+        return arguments
+    text = ""
+    for name, value in json.loads(arguments).items():
+        is_text = isinstance(value, str)
+        bare = value if is_text else json.dumps(value, ensure_ascii=False)
+        text += markup.begin + name + markup.written[not is_text] + bare + markup.pad + markup.end + markup.behind
+    return text
+
+
 def written(name, calls):
     """These calls as the family's templates write them."""
     form = TOOL_FORMATS[name]
     begin, middle, end = form.written
     texts = [
-        begin + function + middle.replace("{index}", str(i)) + arguments + end
+        begin + function + middle.replace("{index}", str(i)) + shown(form.parameters, arguments) + end
         for i, (function, arguments) in enumerate(calls)
     ]
     return form.section_begin + form.opening + form.joint.join(texts) + form.section_end
@@ -78,7 +101,8 @@ def test_what_the_template_writes_is_allowed_and_is_read(name, special):
     two = [*one, ("weather_now", json.dumps({"a": [1, {"b": None}]}))]
     for calls in (one, two):
         assert checker.allows(written(name, calls))
-        extractor = Extractor(Extraction(visible=[], tools=TOOL_FORMATS[name], id_seed="12345"), 0)
+        asked = Extraction(visible=[], tools=TOOL_FORMATS[name], id_seed="12345", schemas=dict(FUNCTIONS))
+        extractor = Extractor(asked, 0)
         events = extractor.push(written(name, calls)) + extractor.finish()
         names = [e.name for e in events if isinstance(e, CallBegin)]
         arguments = [e.text for e in events if isinstance(e, CallArguments)]
@@ -90,7 +114,9 @@ def test_what_the_template_writes_is_allowed_and_is_read(name, special):
     assert not checker.allows(written(name, [("weather", '{"city": "x", "days": 3.5}')]))
     assert not checker.allows(written(name, [("rain", "{}")]))
     assert checker.allows(written(name, [("weather", '{"city":"x"}')]))
-    assert not checker.allows(written(name, [("weather", '{"city":  "x"}')]))
+    if TOOL_FORMATS[name].parameters is None:
+        assert not checker.allows(written(name, [("weather", '{"city":  "x"}')]))
+    assert not checker.allows(written(name, [("weather", '{"city": "x", "other": 1}')]))
     assert not checker.allows(written(name, one) + "!")
     assert ("<[" in checker.grammar) == (special is not None), "markers by their tokens"
     single = Checker(name, special, one_call=True)
@@ -151,3 +177,88 @@ def test_without_reasoning_and_calls_a_grammar_is_left_as_it_is():
     body = Grammar(kind="lark", text='start: "x"')
     assert answer_grammar(thinking="none", calls=None, body=body, token_ids={}) is body
     assert answer_grammar(thinking="inside", calls=None, body=None, token_ids={}) is None
+
+
+FILE = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "minLength": 1, "maxLength": 9},
+        "mode": {"$ref": "#/$defs/Mode"},
+        "lines": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "kind": {"enum": ["a/b", "c"]},
+    },
+    "required": ["path", "mode"],
+    "additionalProperties": {"type": "boolean"},
+    "$defs": {"Mode": {"type": "integer", "maximum": 9}},
+}
+GOOD = [
+    {"path": "a </b>", "mode": 3},
+    {"path": "a\n", "mode": 3, "lines": [1, 2], "note": "<x>", "kind": "a/b"},
+    {"path": "a", "mode": 3, "note": None, "more": True, "other": False},
+]
+BAD = [
+    {"path": "a"}, {"mode": 3}, {"path": "", "mode": 3}, {"path": "a", "mode": 10},
+    {"path": "a", "mode": "x"}, {"path": "a", "mode": 3, "lines": [1, 2, 3]}, {"path": "a", "mode": 3, "kind": "b"},
+    {"path": "a", "mode": 3, "more": 1}, {"mode": 3, "path": "a"}, {"path": "a", "mode": 3, "mode ": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("special", [True, False, None])
+@pytest.mark.parametrize("name", ["qwen3_coder", "deepseek_v32"])
+def test_arguments_that_are_written_one_by_one_are_held_to_their_schema(name, special):
+    checker = Checker(name, special, functions=[("file", FILE), ("silent", {"type": "object", "required": ["a"]})])
+    for arguments in GOOD:
+        text = written(name, [("file", json.dumps(arguments))])
+        assert checker.allows(text), text
+        asked = Extraction(visible=[], tools=TOOL_FORMATS[name], schemas={"file": FILE}, id_seed="12345")
+        events = Extractor(asked, 0).push(text)
+        assert json.loads(events[1].text) == arguments
+    for arguments in BAD:
+        assert not checker.allows(written(name, [("file", json.dumps(arguments))])), arguments
+    assert checker.allows(written(name, [("silent", '{"a": {"b": 1}, "c": "d"}')]))
+    assert not checker.allows(written(name, [("silent", '{"c": "d"}')]))
+
+
+@pytest.mark.parametrize(("name", "special"), FORMS)
+def test_a_call_in_free_text_is_held_to_its_schema_once_it_begins(name, special):
+    checker = Checker(name, special, among_text=True)
+    one = written(name, [("weather", '{"city": "x"}')])
+    two = written(name, [("weather", '{"city": "x"}'), ("weather_now", '{"a": 1}')])
+    plain = "I would rather <talk>.\n{["
+    for text in ("", plain, one, two, "Let me see.\n\n" + one, two + "\nSo <b>.", one + "\n" + one):
+        assert checker.allows(text), text
+    wrong = [
+        written(name, [(function, arguments)])
+        for function, arguments in (
+            ("rain", "{}"),
+            ("weather", '{"days": 3}'),
+            ("weather", '{"city": "x", "other": 1}'),
+            ("weather", '{"city": "x", "days": "y"}'),
+        )
+    ]
+    for text in (*wrong, "So. " + wrong[0], one[:-4], one + wrong[1]):
+        assert not checker.allows(text), text
+    for opener in TOOL_FORMATS[name].openers:
+        assert not checker.allows(f"It begins with {opener}, then a name")
+    single = Checker(name, special, among_text=True, one_call=True)
+    assert single.allows("So. " + one)
+    assert single.allows("So.")
+    assert not single.allows(two)
+    thinking = Checker(name, special, among_text=True, thinking="possible")
+    assert thinking.allows("<think>\nSo <b>.\n</think>\n\nHm. " + one)
+    assert thinking.allows(one)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_other_properties_are_let_in_as_the_schema_says(name):
+    """`additionalProperties`: absent and true are any, false is none, a schema is what fits it."""
+    base = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    given = [("absent", {}), ("true", {"additionalProperties": True}), ("false", {"additionalProperties": False})]
+    given.append(("numbers", {"additionalProperties": {"type": "integer"}}))
+    for among_text in (False, True):
+        checker = Checker(name, None, among_text=among_text, functions=[(n, base | extra) for n, extra in given])
+        for function, lets in (("absent", "tn"), ("true", "tn"), ("false", ""), ("numbers", "n")):
+            assert checker.allows(written(name, [(function, '{"a": 1}')]))
+            assert checker.allows(written(name, [(function, '{"a": 1, "b": "x"}')])) == ("t" in lets)
+            assert checker.allows(written(name, [(function, '{"a": 1, "b": 2}')])) == ("n" in lets)

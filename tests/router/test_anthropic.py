@@ -159,10 +159,12 @@ def test_how_answers_end(model, client):
         **BODY, stop_sequences=["END"], extra_body={"top_k": 3, "top_p": 0.5, "temperature": 0.2}
     )
     assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("One two ", "stop_sequence", "END")
+    assert answer.usage.cache_read_input_tokens == 3
     sampling = model.worker.submits[-1].sampling
     assert (sampling.top_k, sampling.top_p, sampling.temperature) == (3, 0.5, 0.2)
     last = events(model, stop_sequences=["END"])[-2]
     assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
+    assert last["usage"]["cache_read_input_tokens"] == 3
     answer = client.messages.create(**{**BODY, "max_tokens": 2})
     assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 2)
     model.says(CALL)
@@ -230,10 +232,11 @@ def test_what_has_no_effect_is_named(model):
     assert answer.status_code == 200, answer.text
     assert set(answer.headers["x-moeyard-ignored"].split(", ")) == {
         "service_tier", "messages.content.signature", "messages.content.data", "messages.content.redacted_thinking",
-        "messages.content.cache_control", "messages.content.is_error", "messages.content.thinking", "tools.strict",
+        "messages.content.cache_control", "messages.content.is_error", "messages.content.thinking",
         "thinking.budget_tokens",
     }  # fmt: skip
     assert "<|user|><tool_response></tool_response>" in model.prompt()
+    assert model.worker.submits[-1].sampling.grammar is not None, "a strict tool is held to its schema"
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
@@ -291,7 +294,7 @@ def test_errors_are_in_anthropics_shape_wherever_they_come_from(model, client):
 
 
 def test_a_stream_that_fails(start, tool_checkpoint):
-    service = start(1, model_path=tool_checkpoint, **LONG)
+    service = start(1, model_path=tool_checkpoint, recovery_timeout=0.0, **LONG)
     service.workers[0].pace = 0.01
     with (
         anthropic.Anthropic(base_url=service.url, api_key="none", max_retries=0) as client,

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -220,3 +221,14 @@ def test_curl_with_http2(service, tmp_path):
         )
         assert got.stderr == ""
         assert got.stdout.endswith("1.1 200"), got.stdout[-200:]
+
+
+@pytest.mark.skipif(shutil.which("javac") is None, reason="no JDK is installed")
+def test_javas_own_client(start):
+    """Its first request of a connection asks for h2c, with a body: that must arrive (tests/clients/StreamChat.java)."""
+    program = Path(__file__).resolve().parents[1] / "clients/StreamChat.java"
+    done = subprocess.run(
+        ["java", program, start(1).url, "tiny"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok    ") == 11

@@ -499,7 +499,7 @@ def test_access_log(start, key_file, lines, wait_for, caplog):
 
 
 def test_access_log_of_streams_that_end_early(start, lines, wait_for):
-    service = start(1, door=DoorConfig(access_log=True))
+    service = start(1, recovery_timeout=0.0, door=DoorConfig(access_log=True))
     service.workers[0].pace = 0.005
     body = {"prompt": "x", "max_tokens": 200, "stream": True}
     with service.client.stream("POST", COMPLETIONS, json=body) as answer:

@@ -1,5 +1,6 @@
 """Reasoning and calls of tools in an answer's text, format by format; and no cut of the text changes what is found."""
 
+import dataclasses
 import json
 
 import pytest
@@ -31,8 +32,30 @@ TWO = {
         "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
         "<|tool_calls_section_end|>"
     ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n"
+        "<parameter=days>\n[1, 2]\n</parameter>\n"
+        '<parameter=why>\na "quoted" } brace\n</parameter>\n</function>\n</tool_call>\n'
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    ),
+    "deepseek_v32": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Köln</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">[1, 2]</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="why" string="true">a "quoted" } brace</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+    ),
     "mistral": (f'[TOOL_CALLS] [{{"name": "weather", "arguments": {WEATHER}}}, {{"name": "now", "arguments": {{}}}}]'),
 }
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"}, "days": {"type": "array"}, "why": {"$ref": "#/$defs/Why"}, "n": {"type": "integer"},
+        "on": {"type": "boolean"}, "x": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "any": {},
+        "either": {"type": ["integer", "string"]}, "color": {"enum": ["red", "1"]}, "level": {"enum": [1, 2]},
+    },
+    "$defs": {"Why": {"type": "string"}},
+}  # fmt: skip
 IDS = {"kimi_k2": ("functions.weather:0", "functions.now:1"), "mistral": ("seed10300", "seed10301")}
 
 
@@ -42,6 +65,7 @@ def extraction(tools=None, reasoning=None, **options):
         tools=TOOL_FORMATS[tools] if tools else None,
         reasoning=REASONING_FORMATS[reasoning] if reasoning else None,
         id_seed="seed1",
+        schemas=dict.fromkeys(("weather", "f"), SCHEMA),
         **options,
     )
 
@@ -88,7 +112,9 @@ def test_arguments_stream_before_the_call_ends(name):
 def test_an_output_that_was_cut_off_ends_its_call(name):
     text = TWO[name][: TWO[name].index("days")]
     events = events_of(extraction(name), text)
-    assert events[1:] == [CallArguments(0, WEATHER[: WEATHER.index("days")]), CallEnd(0)]
+    # Of a parameter that is a line of its own nothing is certain before its name is whole.
+    arguments = '{"city": "Köln"' if TOOL_FORMATS[name].parameters else WEATHER[: WEATHER.index("days")]
+    assert events[1:] == [CallArguments(0, arguments), CallEnd(0)]
     head = TWO[name][: TWO[name].index("weather") + 3]
     assert events_of(extraction(name), head) == [Content(head)]
 
@@ -107,6 +133,12 @@ MALFORMED = [
         None,
     ),
     ("kimi_k2", "<|tool_calls_section_begin|>" + " " * 3000 + "x", None),
+    ("qwen3_coder", "Write <tool_call> around it", None),
+    ("qwen3_coder", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', None),
+    ("qwen3_coder", "<function=f> is how it begins, </function> how it ends", None),
+    ("qwen3_coder", "<tool_call>\n<function=" + "x" * 3000 + ">\n</function>", None),
+    ("deepseek_v32", "<｜DSML｜function_calls>\nand then?", None),
+    ("deepseek_v32", '<｜DSML｜invoke name="f">what</｜DSML｜invoke>', None),
     ("mistral", "[TOOL_CALLS] none", None),
     ("mistral", '[TOOL_CALLS] [{"nom": 3}] x', None),
 ]
@@ -137,6 +169,54 @@ def test_what_only_looks_like_a_call_is_content(name, text, _):
         ),
         ("mistral", '[TOOL_CALLS][{"arguments": {"a": 1}, "name": "f"}]', '{"a": 1}', []),
         ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "{}", []),
+        *(
+            ("qwen3_coder", f"<tool_call>\n<function=f>\n{written}\n</function>\n</tool_call>{behind}", arguments, rest)
+            for written, arguments, behind, rest in (
+                ("<parameter=n>\n 42 \n</parameter>", '{"n": 42}', "", []),
+                ("<parameter=n>\nmany\n</parameter>", '{"n": "many"}', "", []),
+                ("<parameter=on>\nTrue\n</parameter>", '{"on": true}', "\n\nand more", [Content("\n\nand more")]),
+                ("<parameter=x>\nnull\n</parameter>", '{"x": null}', "", []),
+                ("<parameter=x>\nNone\n</parameter>", '{"x": "None"}', "", []),
+                ("<parameter=x>\nnullable\n</parameter>", '{"x": "nullable"}', "", []),
+                ("<parameter=city>\n\n\n</parameter>", '{"city": "\\n"}', "", []),
+                ("<parameter=city></parameter>", '{"city": ""}', "", []),
+                ("<parameter=city>\nnull\n</parameter>", '{"city": "null"}', "", []),
+                ("<parameter=city>\n12\n</parameter>", '{"city": "12"}', "", []),
+                ("<parameter=city>\nif a<b: c\n</parameter>", '{"city": "if a<b: c"}', "", []),
+                ("<parameter=city>\na <parameter=b> c\n</parameter>", '{"city": "a <parameter=b> c"}', "", []),
+                ("<parameter=either>\n12\n</parameter>", '{"either": 12}', "", []),
+                ("<parameter=either>\n[1]\n</parameter>", '{"either": "[1]"}', "", []),
+                ("<parameter=color>\n1\n</parameter>", '{"color": "1"}', "", []),
+                ("<parameter=level>\n1\n</parameter>", '{"level": 1}', "", []),
+                ("<parameter=any>\n{'a': 1}\n</parameter>", '{"any": "{\'a\': 1}"}', "", []),
+                ('<parameter=any>\n{"a": 1}\n</parameter>', '{"any": {"a": 1}}', "", []),
+                ('<parameter=days>\n[\n  1\n]\n</parameter>', '{"days": [1]}', "", []),
+                ("<parameter=days>\n[NaN]\n</parameter>", '{"days": "[NaN]"}', "", []),
+                ("<parameter=other>\nx\n</parameter>", '{"other": "x"}', "", []),
+                # What is forgotten, and what does not belong there.
+                ("<parameter=city>\nKöln", '{"city": "Köln"}', "", []),
+                ("<parameter=n>\n1\n</parameter> and <parameter>\n<parameter=city>\nb\n</parameter>",
+                 '{"n": 1, "city": "b"}', "", []),
+                ('{"n": 1, "city": "b"}', '{"n": 1, "city": "b"}', "", []),
+            )
+        ),
+        ("qwen3_coder", "<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>", '{"n": 1}', []),
+        (
+            "qwen3_coder", "<function=f>\n<parameter=n>\n1\n</parameter>\n</tool_call>\nSo.",
+            '{"n": 1}', [Content("\nSo.")],
+        ),
+        ("qwen3_coder", "<function=f>\n</function>\nSo.", "{}", [Content("\nSo.")]),
+        *(
+            ("deepseek_v32", f'<｜DSML｜invoke name="f">\n{written}\n</｜DSML｜invoke>', arguments, [])
+            for written, arguments in (
+                ('<｜DSML｜parameter name="n" string="true">1</｜DSML｜parameter>', '{"n": "1"}'),
+                ('<｜DSML｜parameter name="n">1</｜DSML｜parameter>', '{"n": 1}'),
+                ('<｜DSML｜parameter name="n" string="false">{"a": </｜DSML｜parameter>', '{"n": "{\\"a\\": "}'),
+                ('<｜DSML｜parameter name="x" string="true"> a </b> \n</｜DSML｜parameter>', '{"x": " a </b> \\n"}'),
+                ('<｜DSML｜parameter name="x" string="true">cut', '{"x": "cut\\n"}'),
+                ('{"n": {"a": [1]}}', '{"n": {"a": [1]}}'),
+            )
+        ),
         ("deepseek_v3", TWO["deepseek_v31"][:20] + "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{} x", "{}", [Content("x")]),
     ],
 )  # fmt: skip
@@ -187,17 +267,30 @@ def test_where_the_prompt_has_opened_or_closed_the_block():
 def test_formats_are_told_by_the_template():
     for name, text in TWO.items():
         assert tool_format_of(f"{{{{ '{text}' }}}}").name == name
-    assert tool_format_of("<tool_call>\n<function=f>") is None
     assert tool_format_of("{{ messages }}") is reasoning_format_of("{{ messages }}") is None
     assert reasoning_format_of("<|im_start|>assistant\n<think>\n").name == "qwen3"
     assert reasoning_format_of("<｜Assistant｜></think>").name == "deepseek_v3"
+
+
+def written_one_by_one(form, function, arguments):
+    """A call in a format whose arguments have markers of their own."""
+    markup, (before, middle, behind) = form.parameters, form.written
+    text = before + function + middle
+    for name, value in arguments.items():
+        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        head = markup.written[not isinstance(value, str)]
+        text += markup.begin + name + head + shown + markup.pad + markup.end + markup.behind
+    return text + behind
 
 
 PARTS = st.sampled_from(
     [
         *TWO.values(), *(m for f in TOOL_FORMATS.values() for m in f.markers), "<think>", "</think>", "\n", " ",
         '{"name": "f", "arguments": ', '{"a": "x"}', "}", "]", "{", '"', "\\", "<", "word", "é🙂", ",", "```json\n",
-        "function", "functions.f:0", '{"arguments": {}, "name": "g"}', "\n" * 70, "[", ":",
+        "function", "functions.f:0", "f>", 'f">', "weather>\n", 'weather">\n', "city", "<parameter=", "</parameter>",
+        '<｜DSML｜parameter name="', '" string="true">', '" string="false">', "</｜DSML｜parameter>", "days>", "null",
+        "</",
+        '{"arguments": {}, "name": "g"}', "\n" * 70, "[", ":",
     ]
 )  # fmt: skip
 TEXTS = st.lists(PARTS, max_size=12).map("".join)
@@ -241,6 +334,8 @@ def test_plain_text_is_content_to_the_last_character(text):
 def test_arguments_come_out_as_they_were_written(value):
     arguments = json.dumps({"v": value, "w": {"x": value}})
     for form in TOOL_FORMATS.values():
+        if form.parameters is not None:
+            continue
         before, middle, behind = form.written
         text = before.replace("{index}", "0") + "f" + middle.replace("{index}", "0") + arguments + behind
         text = form.section_begin + form.opening + text + form.section_end
@@ -248,6 +343,29 @@ def test_arguments_come_out_as_they_were_written(value):
         assert [e.text for e in events if isinstance(e, CallArguments)] == [arguments]
         assert isinstance(events[0], CallBegin)
         assert len(events) == 3
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.text("abc_1", min_size=1), VALUES, max_size=3))
+def test_parameters_come_out_as_they_were_written(arguments):
+    """As the templates write them: texts bare, anything else as JSON; the schema or the markup tells which is which."""
+    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    schema = {"properties": {k: {"type": kinds.get(type(v), "null")} for k, v in arguments.items()}}
+    for name in ("qwen3_coder", "deepseek_v32"):
+        form = TOOL_FORMATS[name]
+        text = written_one_by_one(form, "f", arguments)
+        if any(isinstance(v, str) and any(m in v for m in form.markers) for v in arguments.values()):
+            continue
+        asked = dataclasses.replace(extraction(name), schemas={"f": schema})
+        events = events_of(asked, [form.section_begin + form.opening + text + form.section_end])
+        assert [type(e) for e in events] == [CallBegin, CallArguments, CallEnd]
+        assert json.loads(events[1].text) == arguments
 
 
 def test_only_what_may_become_a_marker_is_held_back():

@@ -1,17 +1,20 @@
 """The fleet's bookkeeping under any order of events: one terminal event per sequence, counts that add up."""
 
 import asyncio
+import dataclasses
+import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
+from moeyard_router.fleet.link import WorkerLink
 from moeyard_router.metrics import RouterMetrics
-from moeyard_worker.protocol import Done, Rejected, SamplingParams, Snapshot, Tokens
+from moeyard_worker.protocol import Done, Rejected, SamplingParams, Snapshot, Submit, Tokens
 
 RANKS = 2
 SNAPSHOT = {
@@ -19,6 +22,7 @@ SNAPSHOT = {
     "num_waiting_tokens": 0, "kv_pages_total": 9, "kv_pages_free": 9, "page_size": 16, "max_model_len": 64,
     "vocab_size": 10,
 }  # fmt: skip
+DISASTERS = ["lose", "break", "ready", "recovering"]
 OPERATIONS = ["submit", "tokens", "done", "reject", "abort", "close", "late", "other rank", "unknown", "take"]
 
 
@@ -38,73 +42,161 @@ class Client:
             self.heard[index].append(event)
 
 
-async def play(operations, fails):
+def config(**changes):
     addresses = tuple(WorkerAddress(rank=r, endpoint="tcp://127.0.0.1:9") for r in range(RANKS))
-    config = RouterConfig(
-        model_name="m", model_path=Path(), workers=addresses, max_model_len=64, vocab_size=10, max_inflight=5,
-        max_waiting_tokens=8,
-    )  # fmt: skip
-    fleet = Fleet(config, RouterMetrics("m"))
-    clients, ended = [], []
-    running = {}  # name -> [rank, tokens sent]
-    try:
-        fleet.start()
-        for rank in range(RANKS):
-            fleet._up(rank)
-            fleet._receive(rank, [Snapshot(rank=rank, **SNAPSHOT)])
+    options = {"model_path": Path(), "workers": addresses, "max_model_len": 64, "vocab_size": 10, "max_inflight": 5}
+    return RouterConfig(model_name="m", max_waiting_tokens=8, **{**options, **changes})
+
+
+class World:
+    """A fleet, its clients, and the workers' side of it, which gives each sequence the tokens 0, 1, 2 and so on."""
+
+    def __init__(self, fleet):
+        self.fleet = fleet
+        self.clients, self.ended, self.sent = [], [], []
+        self.epoch = 0
+        self.port = 10000
+
+    @property
+    def running(self):
+        return self.fleet._flights.by_name
+
+    def ready(self, rank, state="ready"):
+        if not self.fleet._members.workers[rank].lost:
+            self.fleet._members._up(rank)
+            said = {**SNAPSHOT, "epoch": self.epoch, "state": state, "failure": None if state == "ready" else "a peer"}
+            self.fleet._take(rank, [Snapshot(rank=rank, **said)])
+
+    def submit(self, number, count, key):
+        try:
+            ticket = self.fleet.submit(f"r{number}", [((1, 2), SamplingParams(max_tokens=9))] * count, key=key)
+        except ApiError as error:
+            if error.status == 503:
+                assert self.fleet.failure is not None
+                return
+            assert error.status == 429  # noqa: PT017
+            unread = 2 * sum(1 for f in self.running.values() if not f.output)
+            most = self.fleet.config.max_inflight
+            assert self.fleet.num_inflight + count > most or 0 < unread > 8 - 2 * count
+            return
+        self.clients.append(Client(ticket, f"r{number}", count))
+
+    def replace(self, everywhere):
+        self.epoch += 1
+        self.port += 1
+        new = tuple(
+            WorkerAddress(rank=w.link.rank, endpoint=f"tcp://127.0.0.1:{self.port}" if w.lost else w.link.endpoint)
+            for w in self.fleet._members.workers
+        )
+        self.fleet.replace(new)
+        for rank in range(RANKS if everywhere else 0):
+            self.ready(rank)
+
+    def speak(self, operation, name, pick):
+        """Something about one sequence."""
+        flight = self.running[name]
+        rank, start = flight.rank, len(flight.output)
+        told = Tokens(request_id=name, start=start, token_ids=(start % 10,))
+        wrong = dataclasses.replace(told, token_ids=((start + 1) % 10,))
+        if operation in ("abort", "close"):
+            client = next(c for c in self.clients if name in c.names)
+            indexes = range(len(client.names)) if operation == "close" else [client.names.index(name)]
+            client.silenced.update(i for i in indexes if client.names[i] in self.running)
+            client.ticket.close() if operation == "close" else client.ticket.abort(indexes[0])
+        elif operation == "other rank":
+            other = RANKS - 1 - (rank or 0)
+            self.fleet._take(other, [wrong, done(name)] if rank is not None else [])
+        elif rank is None:
+            # Nobody runs it, so all that is said of it is late.
+            self.fleet._take(pick % RANKS, [wrong, done(name)])
+            assert self.running[name] is flight
+        elif operation == "tokens" and flight.ticket is not None:
+            self.fleet._take(rank, [told])
+        elif operation in ("done", "reject"):
+            self.fleet._take(rank, [done(name) if operation == "done" else rejected(name)])
+            if name not in self.running:
+                self.ended.append((rank, name))
+
+    def befall(self, operation, rank):
+        """Something about one worker."""
+        if operation == "lose":
+            self.fleet._members.lose(rank, f"rank {rank} is lost")
+        elif operation == "break" and not self.fleet._members.workers[rank].lost:
+            self.fleet._members._broke(rank, f"rank {rank} is gone")
+        elif operation in ("ready", "recovering"):
+            self.ready(rank, operation)
+
+    async def play(self, operations):
         for number, (operation, pick) in enumerate(operations):
-            names = sorted(running)
-            name = names[pick % len(names)] if names else None
-            rank, sent = running.get(name, (0, 0))
+            names = sorted(self.running)
             if operation == "submit":
-                count = 1 + pick % 3
-                try:
-                    ticket = fleet.submit(f"r{number}", [((1, 2), SamplingParams(max_tokens=9))] * count)
-                except ApiError as error:
-                    assert error.status == 429  # noqa: PT017 - both outcomes are fine
-                    unread = 2 * sum(1 for f in fleet._flights.values() if not f.received)
-                    assert fleet.num_inflight + count > 5 or 0 < unread > 8 - 2 * count
-                    continue
-                client = Client(ticket, f"r{number}", count)
-                clients.append(client)
-                running.update({n: (fleet._flights[n].rank, 0) for n in client.names})
+                self.submit(number, 1 + pick % 3, "ab"[pick // 3 % 2])
             elif operation == "take":
-                for client in clients:
+                for client in self.clients:
                     await client.take()
-            elif name is None:
-                continue
-            elif operation == "tokens":
-                fleet._receive(rank, [Tokens(request_id=name, start=sent, token_ids=(3,))])
-                running[name] = (rank, sent + 1)
-            elif operation in ("done", "reject"):
-                fleet._receive(rank, [done(name) if operation == "done" else rejected(name)])
-                del running[name]
-                ended.append((rank, name))
-            elif operation in ("abort", "close"):
-                client = next(c for c in clients if name in c.names)
-                indexes = range(len(client.names)) if operation == "close" else [client.names.index(name)]
-                client.silenced.update(i for i in indexes if client.names[i] in running)
-                client.ticket.close() if operation == "close" else client.ticket.abort(indexes[0])
-            elif operation == "late" and ended:
-                old_rank, old = ended[pick % len(ended)]
-                fleet._receive(old_rank, [Tokens(request_id=old, start=0, token_ids=(3,)), done(old), rejected(old)])
-            elif operation == "other rank":
-                fleet._receive(1 - rank, [Tokens(request_id=name, start=7, token_ids=(3,)), done(name)])
+            elif operation == "late" and self.ended:
+                rank, old = self.ended[pick % len(self.ended)]
+                self.fleet._take(rank, [Tokens(request_id=old, start=0, token_ids=(3,)), done(old), rejected(old)])
             elif operation == "unknown":
-                fleet._receive(rank, [done("nobody")])
-            fleet.validate()
-        if fails:
-            fleet.fail("rank 1 is lost")
-        else:
-            fleet.end_all("stopped")
-        fleet.validate()
-        assert fleet.num_inflight == 0
-        for client in clients:
+                self.fleet._take(pick % RANKS, [done("nobody")])
+            elif operation == "replace":
+                self.replace(everywhere=pick % 2)
+            elif operation in DISASTERS:
+                self.befall(operation, pick % RANKS)
+            elif names:
+                self.speak(operation, names[pick % len(names)], pick)
+            self.fleet.validate()
+
+    async def check(self):
+        """Nothing is left, and every client heard tokens 0, 1, 2 and so on and one end, unless it left."""
+        self.fleet.validate()
+        assert self.fleet.num_inflight == 0
+        for client in self.clients:
             await client.take()
             for index, events in enumerate(client.heard):
                 terminal = [e for e in events if not isinstance(e, Tokens)]
                 assert len(terminal) == (0 if index in client.silenced else 1)
                 assert terminal == events[len(events) - len(terminal) :], "nothing follows the terminal event"
+                said = [i for e in events if isinstance(e, Tokens) for i in e.token_ids]
+                assert said == [i % 10 for i in range(len(said))], "a token is lost, repeated or another"
+
+
+async def play(operations, ending, monkeypatch, **changes):
+    fleet = Fleet(config(**changes), RouterMetrics("m"))
+    world = World(fleet)
+
+    def send(link, message):
+        # What a rank is given is what was told so far; it goes on behind that.
+        if isinstance(message, Submit):
+            assert link is fleet._members.workers[link.rank].link, "a sequence was sent to a worker that is gone"
+            world.sent.append((link.rank, message.request_id, list(message.output_token_ids)))
+            told = len(world.running[message.request_id].output)
+            assert list(message.output_token_ids) == [i % 10 for i in range(told)]
+
+    monkeypatch.setattr(WorkerLink, "send", send)
+    try:
+        fleet.start()
+        for rank in range(RANKS):
+            world.ready(rank)
+        await world.play(operations)
+        if ending == "recovery":
+            for rank in range(RANKS):
+                fleet._members.lose(rank, "all are lost")
+            fleet.validate()
+            world.replace(everywhere=True)
+            fleet.validate()
+            assert fleet.incidents.open is None
+            assert fleet._flights.waiting() == []
+            while fleet.num_inflight:
+                flight = next(f for f in fleet._flights.by_name.values() if f.rank is not None)
+                assert flight.ticket is not None, "what nobody listens to is not carried"
+                fleet._take(flight.rank, [done(flight.name)])
+        elif ending == "failure":
+            fleet.give_up("rank 1 is lost")
+        else:
+            fleet.end_all("stopped")
+        await world.check()
+        return world
     finally:
         fleet.close()
 
@@ -117,10 +209,27 @@ def rejected(name):
     return Rejected(request_id=name, reason="queue_full", message="full")
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 20)), max_size=40), st.booleans())
-def test_any_order_of_events(operations, fails):
-    asyncio.run(play(operations, fails))
+SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@SETTINGS
+@given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 20)), max_size=40), st.booleans(), st.booleans())
+def test_any_order_of_events(monkeypatch, operations, fails, waits):
+    places = 1 if waits else None
+    asyncio.run(play(operations, "failure" if fails else "end", monkeypatch, recovery_timeout=0, worker_places=places))
+
+
+@pytest.mark.parametrize("places", [None, 1])
+def test_any_order_of_losses_and_recoveries(monkeypatch, places):
+    events = [*OPERATIONS, *DISASTERS, *["submit"] * 2, *["tokens"] * 8, *["ready"] * 4, *["replace"] * 3]
+    carried = 0
+    for seed in range(80):
+        chance = random.Random(seed)
+        operations = [(chance.choice(events), chance.randrange(20)) for _ in range(150)]
+        ending = chance.choice(["recovery", "failure", "end"])
+        world = asyncio.run(play(operations, ending, monkeypatch, worker_places=places))
+        carried += sum(bool(told) for _, _, told in world.sent)
+    assert carried > 100, "hardly anything was carried"
 
 
 def test_bad_endpoint_is_named():

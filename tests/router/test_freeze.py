@@ -20,6 +20,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from moeyard_worker.protocol import MAX_PROMPT_LOGPROBS
+
 ROOT = Path(__file__).parents[2]
 MAX_MODEL_LEN = 131_072
 MOST = 0.020  # seconds; what other streams may wait
@@ -94,6 +96,24 @@ def router(checkpoint, worker):
 
 def test_the_largest_requests_in_parallel_keep_nobody_waiting(checkpoint, start, requests):
     """What we do ourselves happens every time; of three times the best counts, for what others do on this machine."""
+    check_stalls(checkpoint, start, requests)
+
+
+def test_long_prompts_whose_tokens_are_scored_keep_nobody_waiting(checkpoint, start):
+    """The most that one answer may tell of a prompt, in each of the three forms."""
+    ids = [i % 380 for i in range(12_000)]
+    asked = {
+        "as vLLM has them": {"prompt_logprobs": 20, "max_tokens": 1},
+        "as evaluators do": {"echo": True, "logprobs": 20, "max_tokens": 0},
+        "in a stream": {"echo": True, "logprobs": 20, "max_tokens": 1, "stream": True},
+    }
+    bodies = {
+        name: ("/v1/completions", json.dumps({"prompt": ids, **fields}).encode(), 200) for name, fields in asked.items()
+    }
+    check_stalls(checkpoint, start, bodies)
+
+
+def check_stalls(checkpoint, start, requests):
     worst = []
     while min(worst, default=1.0) >= MOST and len(worst) < 3:
         worst.append(worst_stall(checkpoint, start, requests))
@@ -105,7 +125,7 @@ def worst_stall(checkpoint, start, requests):
         worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=MAX_MODEL_LEN)
 
     worker = start(1, prepare=long, max_model_len=MAX_MODEL_LEN).workers[0]
-    worker.pace = 0.005
+    worker.pace, worker.score_chunk = 0.005, MAX_PROMPT_LOGPROBS
     with router(checkpoint, worker) as (url, end), httpx.Client(base_url=url, timeout=60) as client:
         streaming, stop, chunks = threading.Event(), threading.Event(), []
 

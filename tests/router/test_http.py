@@ -200,6 +200,18 @@ def test_stop_string_across_tokens(service, chunk, include, wait_for):
         wait_for(lambda: len(service.aborts) == 2, "the worker must be told that a stop string ended the sequence")
 
 
+def test_what_was_cached_is_told_of_an_answer_that_a_stop_string_ended(service):
+    """The worker says it with the first tokens, and not only with a `Done` that nobody waits for."""
+    body = {"max_tokens": 200, "stop": "fox"}
+    details = {"cached_tokens": 3}
+    assert service.complete(prompt="x", **body)["usage"]["prompt_tokens_details"] == details
+    assert service.complete(prompt=["x", "y"], n=2, **body)["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
+    assert service.chat(messages=HELLO, **body)["usage"]["prompt_tokens_details"] == details
+    *_, last = service.stream(COMPLETIONS, prompt="x", stream_options={"include_usage": True}, **body)
+    assert last["usage"]["prompt_tokens_details"] == details
+    assert service.client.get("/v1/fleet/live").json()["requests"][0]["cached_tokens"] == 3
+
+
 def test_stop_string_is_not_searched_within_min_tokens(service, codec):
     ids = codec.encode(STORY, add_special_tokens=False)
     answer = service.complete(prompt="x", max_tokens=100, stop=" quick", min_tokens=len(ids))

@@ -21,6 +21,7 @@ BUCKETS = {
     "moeyard_request_params_max_tokens": LENGTH,
     "moeyard_request_params_n": [1, 2, 5, 10, 20],
     "moeyard_http_request_duration_seconds": REQUEST,
+    "moeyard_recovery_seconds": [0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300],
 }
 
 

@@ -254,7 +254,7 @@ def browser() -> Iterator[Browser]:
 def test_page_in_a_browser(
     start: Any, browser: Browser, wait_for: Callable[..., float], width: int, dark: bool
 ) -> None:
-    service = start(2)
+    service = start(2, recovery_timeout=0.0)
     service.complete(prompt=[5, 6], max_tokens=12)
     tell(service, wait_for)
     page = browser.page(service.url, width=width, height=900, dark=dark)

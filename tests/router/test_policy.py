@@ -137,7 +137,9 @@ def test_a_conversation_stays_where_its_prefix_is():
     assert placement.choose(ranks({"sequences": 1}, {}, {}), said[:200], client=None).rank == 1
     route = placement.choose(ranks({}, {"sequences": 0}, {}), said, client=None)
     assert (route.rank, route.reason, route.cached_tokens) == (1, "prefix", 200)
-    placement.forget()
+    placement.forget([0, 2])
+    assert placement.choose(ranks({}, {}, {}), said, client=None).rank == 1, "the others were replaced"
+    placement.forget([1])
     assert placement.choose(ranks({}, {}, {}), said, client=None).rank == 0
 
 

@@ -26,6 +26,51 @@ def routers():
     return {p.pid: p for p in multiprocessing.active_children() if p.name.startswith("router-")}
 
 
+def check_page(service, page):
+    """The page at / is told of all routers' requests, whichever answers: what /metrics has."""
+    for _ in range(4):
+        with httpx.Client(base_url=service.url, timeout=10) as client:
+            live, fleet = client.get("/v1/fleet/live").json(), client.get("/v1/fleet").json()
+        assert len({request["id"] for request in live["requests"]}) == 12
+        times = [request["ended"] for request in live["requests"]]
+        assert times == sorted(times, reverse=True)
+        for name in ("prompt_tokens", "output_tokens"):
+            assert live["counters"][name] == value_of(page, f"{name}_total")
+        assert live["counters"]["request_success"] == {"length": 12}
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+            told = live["histograms"][name]
+            assert told["count"] == value_of(page, f"{name}_count") == 12
+            assert told["sum"] == pytest.approx(value_of(page, f"{name}_sum"))
+            buckets = re.findall(rf'moeyard_{name}_bucket\{{le="([^"]+)"[^}}]*\}} (\S+)', page)
+            assert told["buckets"] == [[None if le == "+Inf" else float(le), float(count)] for le, count in buckets]
+        assert live["inflight"] == fleet["inflight"] == value_of(page, "num_requests_inflight") == 0
+        assert [worker["router_inflight"] for worker in fleet["workers"]] == [0, 0]
+
+
+def value_of(page, name):
+    found = re.findall(rf"(?m)^moeyard_{name}\{{[^}}]*\}} (\S+)$", page)
+    assert len(found) == 1
+    return float(found[0])
+
+
+def test_what_runs_at_one_router_is_seen_at_all(start, wait_for):
+    service = start(num_workers=1, num_routers=2)
+    (worker,) = service.workers
+    worker.pace = 0.05
+    body = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=10) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        next(lines)
+        worker.paused = True
+        for _ in range(6):
+            with httpx.Client(base_url=service.url, timeout=10) as client:
+                live, fleet = client.get("/v1/fleet/live").json(), client.get("/v1/fleet").json()
+            assert (live["inflight"], fleet["inflight"]) == (1, 1)
+            assert live["workers"][0]["router_inflight"] == fleet["workers"][0]["router_inflight"] == 1
+            assert live["requests"] == []
+
+
 def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog):
     service = start(num_workers=2, num_routers=2)
     with pytest.raises(ValueError, match="in use"):
@@ -35,8 +80,9 @@ def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog):
     assert {ask(service).status_code for _ in range(12)} == {200}
     wait_for(lambda: ended(service) == 12, "a count went missing")
     page = service.client.get("/metrics").text
-    assert page.count("moeyard_workers{") == 4, "what is the fleet's is said once"
+    assert page.count("moeyard_workers{") == 5, "what is the fleet's is said once"
     assert re.search(r'moeyard_workers\{[^}]*state="ready"[^}]*\} 2\.0', page)
+    check_page(service, page)
 
     routers()[min(pids)].kill()
     wait_for(lambda: len(set(routers()) - {min(pids)}) == 2, "no router took the place", seconds=10)
@@ -51,11 +97,18 @@ def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog):
     assert "ended by itself (exit code -9)" in caplog.text
 
 
-def test_a_lost_worker_is_told_once_per_router_and_named(start, wait_for):
-    service = start(num_workers=1, num_routers=2)
+def test_a_lost_worker_is_told_once_and_named(start, wait_for):
+    service = start(num_workers=1, num_routers=2, recovery_timeout=0.0)
     service.workers[0].die()
-    wait_for(lambda: len(service.failures) == 2, "the routers did not say that they lost the worker")
-    assert all("worker 0" in failure and "is gone" in failure for failure in service.failures)
+
+    def told_by_all():
+        with httpx.Client(base_url=service.url) as client:  # another connection each time: either router
+            return all(client.get("/v1/fleet", headers={"connection": "close"}).json()["failure"] for _ in range(8))
+
+    wait_for(told_by_all, "a router has not noticed")
+    assert service.lost == [0]
+    assert "worker 0" in service.failures[0]
+    assert "is gone" in service.failures[0]
     answer = ask(service)
     assert answer.status_code == 503
     assert "is gone" in answer.json()["error"]["message"]

@@ -1,5 +1,6 @@
 """The codec: what is encoded comes back equal; anything else is a ProtocolError and nothing worse."""
 
+import dataclasses
 import typing
 from collections.abc import Sequence
 from dataclasses import fields
@@ -180,9 +181,14 @@ def test_a_batch_of_the_wrong_shape():
     rows = (Tokens(request_id="a", start=0, token_ids=(1, 2)), Tokens(request_id="b", start=3, token_ids=(4,)))
     body = msgpack.unpackb(encode(TokenBatch(rows=rows)))
     assert decode(msgpack.packb(body)).rows == rows
+    assert body["rows"]["cached_tokens"] == []
+    first = (dataclasses.replace(rows[0], cached_tokens=0), rows[1])
+    assert decode(encode(TokenBatch(rows=first))).rows == first
     damages = [
         {"request_ids": ["a"]}, {"starts": [0, 1.0]}, {"starts": [0, True]}, {"token_ids": [[1], ["x"]]},
         {"token_ids": [[1], 4]}, {"request_ids": ["a", 7]}, {"logprobs": [[]]}, {"logprobs": [[], 3]}, {"more": []},
+        {"logprobs": [None, None]}, {"cached_tokens": [1]}, {"cached_tokens": [None, 1.5]},
+        {"cached_tokens": [True, 1]},
         {"logprobs": [[], [{"logprob": -1.0, "rank": 1}] * 2]}, {"request_ids": [], "starts": [], "token_ids": []},
     ]  # fmt: skip
     for damage in damages:

@@ -212,7 +212,7 @@ def test_an_answer_without_text_is_an_empty_message(model, client):
 
 
 def test_a_stream_that_fails(start, tool_checkpoint):
-    service = start(1, model_path=tool_checkpoint, **LONG)
+    service = start(1, model_path=tool_checkpoint, recovery_timeout=0.0, **LONG)
     service.workers[0].pace = 0.01
     body = {"input": "Hi", "stream": True, "max_output_tokens": 4000}
     with service.client.stream("POST", PATH, json=body) as answer:

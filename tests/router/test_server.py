@@ -23,8 +23,8 @@ from moeyard_router.http.server import RouterServer, run_router
 sock = socket.socket(fileno=int(sys.argv[1]))
 config = RouterConfig(model_name="tiny", model_path=Path(sys.argv[2]), max_model_len=256, vocab_size=400,
     eos_token_ids=(1,), workers=(WorkerAddress(rank=0, endpoint=sys.argv[3]),), shutdown_grace=0.3)
-ready, failed = lambda: print("ready", flush=True), lambda why: print(why, flush=True)
-run_router(RouterServer(config, sock, on_ready=ready, on_failed=failed))
+ready, failed = lambda: print("ready", flush=True), lambda rank, why: print(why, flush=True)
+run_router(RouterServer(config, sock, on_ready=ready, on_lost=failed))
 print("ended", flush=True)
 """
 CONFIG = {"model_name": "m", "model_path": Path("/m"), "max_model_len": 8, "vocab_size": 9}

@@ -164,6 +164,26 @@ def test_required_and_named_have_a_grammar(model, stream):
     assert '"weather' not in model.worker.submits[-1].sampling.grammar.text
 
 
+def test_strict_functions_are_held_to_their_schema_where_the_model_decides(model):
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    model.says(THOUGHT + "One moment.\n" + CALL)
+    assert bare(model.chat(tools=[strict, NOW])["message"]["tool_calls"]) == [("weather", '{"city": "Köln"}')]
+    grammar = model.worker.submits[-1].sampling.grammar
+    assert grammar.text.startswith("%llguidance {}\nstart: thinking (calls)\ncalls: spoken* text\n")
+    assert '"city"' in grammar.text
+    assert '"now' in grammar.text
+    model.chat(tools=[strict], parallel_tool_calls=False)
+    assert "calls: spoken | text\n" in model.worker.submits[-1].sampling.grammar.text
+    for tools in ([WEATHER], [{**NOW, "function": {"name": "now", "strict": False}}]):
+        model.chat(tools=tools)
+        assert model.worker.submits[-1].sampling.grammar is None
+    model.chat(tools=[strict], tool_choice="none")
+    assert model.worker.submits[-1].sampling.grammar is None
+    loose = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"not": {}}}}}
+    model.chat(tools=[strict, {"type": "function", "function": loose}])
+    assert '"not"' not in model.worker.submits[-1].sampling.grammar.text, "only those that are strict"
+
+
 def test_the_form_of_an_answer_beside_tools_and_reasoning(model):
     form = {"response_format": {"type": "json_object"}}
 
@@ -263,6 +283,24 @@ def test_markers_that_are_special_tokens_are_seen(starter, tool_checkpoint, tool
     (call,) = choice["message"]["tool_calls"]
     assert call == {"id": "functions.now:7", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     assert model.chat()["message"]["content"] == "So.functions.now:7{}"
+
+
+def test_arguments_written_one_by_one_have_the_types_of_their_schema(starter, tool_checkpoint, tool_codec):
+    model = Model(starter(1, model_path=tool_checkpoint, tool_call_parser="qwen3_coder", **LONG), tool_codec)
+    parameters = {"properties": {"path": {"type": "string"}, "line": {"type": "integer"}}, "required": ["path"]}
+    tool = {"type": "function", "function": {"name": "edit", "parameters": parameters}}
+    model.says(
+        "So.\n<tool_call>\n<function=edit>\n<parameter=path>\n12\n</parameter>\n<parameter=line>\n12\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    message = model.chat(tools=[tool])["message"]
+    assert message["content"] == "So."
+    assert bare(message["tool_calls"]) == [("edit", '{"path": "12", "line": 12}')]
+    got, reason, chunks = model.streamed(tools=[tool])
+    assert (bare(got["tool_calls"]), reason) == ([("edit", '{"path": "12", "line": 12}')], "tool_calls")
+    assert len(chunks) > 2
+    model.streamed(tools=[tool], tool_choice="required")
+    assert "<parameter=" in model.worker.submits[-1].sampling.grammar.text
 
 
 def test_parsers_are_named_or_told_by_the_template(tool_checkpoint, tool_codec):

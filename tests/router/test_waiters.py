@@ -1,12 +1,15 @@
 """Requests that wait in a real router: who goes to a worker when, and what ends their wait."""
 
+import asyncio
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.router.conftest import ScriptedWorker
 
-from moeyard_router.config import DoorConfig
+from moeyard_router.config import DoorConfig, WorkerAddress
 from moeyard_router.fleet.waiters import ready_sequences
 
 BODY = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
@@ -14,6 +17,15 @@ BODY = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
 
 def inflight(service):
     return service.client.get("/v1/fleet").json()
+
+
+def validate(service):
+    """The fleet's own assertions, in its loop."""
+
+    async def check():
+        service.server._fleet.validate()
+
+    asyncio.run_coroutine_threadsafe(check(), service.server._loop).result(5)
 
 
 @pytest.fixture
@@ -75,7 +87,7 @@ def test_a_wait_that_is_too_long_is_a_429(start, pool, wait_for):
 
 
 def test_who_waits_is_told_when_the_fleet_is_lost(start, pool, wait_for):
-    service = start(1, worker_places=1, max_inflight=64)
+    service = start(1, worker_places=1, max_inflight=64, recovery_timeout=0)
     service.workers[0].paused = True
     answers = [pool.submit(service.post, "/v1/completions", **BODY) for _ in range(5)]
     wait_for(lambda: inflight(service)["inflight"] == 5, "all are taken")
@@ -118,3 +130,35 @@ def test_ready_sequences_are_those_that_end_in_a_step():
     assert [ready_sequences(64, n) for n in (1, 16, 64, 99, 100, 1000)] == [64, 4, 1, 1, 0, 0]
     assert [ready_sequences(256, n) for n in (16, 128, 1000)] == [16, 2, 0]
     assert ready_sequences(1, 10) == 1
+
+
+def test_who_waits_while_the_fleet_recovers_stays(start, pool, wait_for, story):
+    """No limit of time counts then, new ones are taken, and what had a place goes first."""
+    service = start(2, worker_places=1, max_inflight=64, max_queue_seconds=0.5, step_deadline=1.0)
+    one, other = service.workers
+    for worker in service.workers:
+        worker.paused = True
+    held = 2 * (1 + ready_sequences(1, 128))
+    answers = [pool.submit(service.post, "/v1/completions", **BODY) for _ in range(held)]
+    wait_for(lambda: len(service.submits) == held, "the places are taken")
+    other.hold("rank 0 lost at step 8")
+    one.die()
+    wait_for(lambda: service.lost == [0], "its loss must be told")
+    answers += [pool.submit(service.post, "/v1/completions", **{**BODY, "prompt": [7, 8]}) for _ in range(4)]
+    wait_for(lambda: inflight(service)["inflight"] == held + 4, "they are taken, though nothing runs")
+    wait_for(lambda: service.client.get("/v1/fleet/incidents").json()["incidents"][0]["state"] == "recovering", "it is")
+    since = time.monotonic()
+    wait_for(lambda: time.monotonic() - since > 0.8, "longer than anybody may wait in a sound fleet")
+    new = service.workers[0] = ScriptedWorker(0, 2, story, epoch=1)
+    addresses = tuple(WorkerAddress(rank=w.rank, endpoint=w.endpoint) for w in service.workers)
+    service.server.replace_workers(addresses, lambda: None, None)
+    other.paused = False
+    other.go_on(1)
+    assert {a.result().status_code for a in answers} == {200}
+    assert tuple(new.submits[0].prompt_token_ids) == (5, 6), "what had a place goes first"
+    assert sum(tuple(s.prompt_token_ids) == (7, 8) for s in service.submits) == 4, "and nobody was sent before its turn"
+    page = service.client.get("/metrics").text
+    assert 'reason="queue_timeout"' not in page
+    assert 'moeyard_router_queue_seconds_count{model_name="tiny"} 4.0' in page
+    service.wait_idle()
+    validate(service)

@@ -5,7 +5,7 @@ tokens are compared with those of the request alone.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.scheduling.fake_device import Device, score_alone, states_alone, tokens_alone
 
@@ -22,6 +22,8 @@ from moeyard_worker.protocol import (
 from moeyard_worker.scheduling.request import Accepted, Reply
 from moeyard_worker.scheduling.scheduler import Scheduler
 from moeyard_worker.scheduling.step import Chunk, Scoring, Step
+
+BEGUN = 1_000_000
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +89,8 @@ class Harness:
             return "never_fits"
         waiting = sorted((r for r in self.live.values() if r.computed is None), key=lambda r: r.arrival)
         excess = len(waiting) + 1 - config.max_waiting
+        if submit.output_token_ids:
+            return None
         return "queue_full" if excess > 0 and not self._can_start(waiting[:excess], excess) else None
 
     def _can_start(self, first: list[Live], count: int) -> bool:
@@ -102,15 +106,19 @@ class Harness:
             and needed <= config.num_pages - len(used)
         )
 
-    def submit(self, submit: Submit, client: bytes = b"a") -> Rejected | None:
+    def submit(self, submit: Submit, client: bytes = b"a") -> Rejected | Done | None:
         """Send a request and check the answer."""
         expected = self.expected_refusal(submit, client)
         rejected = self.scheduler.add(submit, client, now=float(self.num_steps))
-        assert (None if rejected is None else rejected.reason) == expected
+        assert (rejected.reason if isinstance(rejected, Rejected) else rejected) == expected
         if rejected is None:
-            self.live[client, submit.request_id] = Live(submit, self.num_accepted)
+            begun = list(submit.output_token_ids)
+            # What was begun goes before all that is new.
+            arrival = self.num_accepted - (BEGUN if begun else 0)
+            self.live[client, submit.request_id] = Live(submit, arrival, output=begun, scored=submit.num_scored)
             self.num_accepted += 1
         else:
+            assert isinstance(rejected, Rejected)
             assert rejected.request_id == submit.request_id
         self.check()
         return rejected
@@ -133,20 +141,36 @@ class Harness:
             self._leave(self.live.pop(key))
         self.check()
 
-    def fail_all(self) -> None:
-        """The fleet failed: one named error to each request, and nothing is in flight any more."""
-        replies = self.scheduler.fail_all("rank 1 is silent")
-        assert len(replies) == len(self.live)
-        for reply in replies:
-            assert isinstance(reply.message, Done)
-            assert (reply.message.finish_reason, reply.message.error) == ("error", "rank 1 is silent")
-            self._end(reply.client, reply.message)
+    def roll_back(self) -> None:
+        """A peer was lost: nothing is in flight any more, and every request goes on from what was completed."""
+        self.scheduler.roll_back()
+        for request in self.live.values():
+            if request.in_flight and self.config.num_state_slots:
+                request.computed, request.pages = None, ()
+            request.in_flight.clear()
         self.flights.clear()
         self.leaving.clear()
         self.check()
-        assert not self.live
-        assert not self.scheduler.has_work()
         assert not self.scheduler._flights
+
+    def carry(self, request_id: str, client: bytes = b"a") -> None:
+        """A request was cut off here and goes on, as one that was begun at another rank."""
+        request = self.live.get((client, request_id))
+        if request is None:
+            return
+        self.abort(request_id, client)
+        submit = replace(request.submit, output_token_ids=tuple(request.output), num_scored=request.scored)
+        self.submit(submit, client)
+
+    def fail(self, request_id: str, client: bytes = b"a") -> None:
+        """One request is to blame for a fault: it ends by name, alone."""
+        others = {key for key in self.live if key[1] != request_id}
+        for reply in self.scheduler.fail([request_id], "not finite"):
+            assert isinstance(reply.message, Done)
+            assert (reply.message.finish_reason, reply.message.error) == ("error", "not finite")
+            self._end(reply.client, reply.message)
+        self.check()
+        assert set(self.live) == others
 
     def step(self) -> Step:
         """Plan until the pipeline is full, then finish the oldest step. Returns what was planned last."""
@@ -160,7 +184,7 @@ class Harness:
         return step
 
     def plan(self) -> Step:
-        """Plan a step and check it; `finish`, `finish_oldest` or `fail_all` must follow."""
+        """Plan a step and check it; `finish`, `finish_oldest` or `roll_back` must follow."""
         scheduler, config = self.scheduler, self.config
         had_work = scheduler.has_work()
         assert had_work == bool(self.live)
@@ -345,6 +369,7 @@ class Harness:
                 wanted, accepted = expected.pop(0)
                 assert request is wanted
                 assert message.start == len(request.output)
+                assert message.cached_tokens == (None if message.start else request.first_start)
                 assert message.token_ids == accepted[: len(message.token_ids)]
                 request.output += message.token_ids
                 alone, _ = tokens_alone(self.config, request.prompt, request.submit.sampling)

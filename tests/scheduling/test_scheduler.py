@@ -186,6 +186,7 @@ def test_prefix_hits_are_whole_pages_short_of_the_last_position() -> None:
     harness = Harness(CONFIG)
     text = tuple(range(17))
     cached: dict[str, int] = {}
+    told: dict[str, tuple[int | None, ...]] = {}
     for name, prompt in (
         ("miss", text[:16]),
         ("same", text[:16]),
@@ -198,8 +199,11 @@ def test_prefix_hits_are_whole_pages_short_of_the_last_position() -> None:
             for reply in harness.finish(harness.plan()):
                 if isinstance(reply.message, Done):
                     cached[name] = reply.message.cached_tokens
+                if isinstance(reply.message, Tokens):
+                    told[name] = (*told.get(name, ()), reply.message.cached_tokens)
     # Page 4 of "same" holds the position whose logits are needed, so it is computed again.
     assert cached == {"miss": 0, "same": 12, "longer": 16, "other": 8, "tail": 0}
+    assert all(told[name][0] == cached[name] and set(told[name][1:]) <= {None} for name in cached), "with the first"
     assert harness.scheduler.stats.prefix_hit_tokens == 36
     assert harness.scheduler.stats.prefix_query_tokens == 16 + 16 + 17 + 13 + 13
     assert harness.scheduler.stats.prefill_tokens == 75 - 36
@@ -305,15 +309,19 @@ def test_abort_of_one_holder_leaves_the_shared_pages_to_the_other() -> None:
     harness.drain()
 
 
-def test_a_failed_step_ends_everything_and_leaves_a_clean_scheduler() -> None:
+def test_a_step_that_is_lost_costs_nothing_but_its_time() -> None:
     harness = Harness(CONFIG)
     for name in "pqrstu":
         harness.submit(submit(name, ord(name) - 100))
     harness.step()
-    harness.plan()
-    harness.fail_all()
-    assert harness.scheduler.pool.num_free == CONFIG.num_pages
-    harness.submit(submit("p", 9))
+    step = harness.plan()
+    harness.roll_back()
+    assert harness.scheduler.num_running, "who ran, runs"
+    again = harness.plan()
+    assert [(c.key, c.start, c.token_ids, c.pages) for c in again.chunks] == [
+        (c.key, c.start, c.token_ids, c.pages) for c in step.chunks
+    ]
+    harness.finish_oldest()
     harness.drain()
 
 
@@ -384,7 +392,7 @@ def test_logprobs_travel_with_their_token() -> None:
     assert [r.request_id for r in scheduler.requests(step)] == ["p"]
     (reply,) = scheduler.complete(step, [Accepted((7,), (logprob,))], now=0.0)
     assert reply.client == b"client"
-    assert reply.message == Tokens(request_id="p", start=0, token_ids=(7,), logprobs=(logprob,))
+    assert reply.message == Tokens(request_id="p", start=0, token_ids=(7,), logprobs=(logprob,), cached_tokens=0)
 
 
 def test_an_idle_scheduler_plans_nothing() -> None:

@@ -67,7 +67,8 @@ events = st.one_of(
     steps,
     st.tuples(st.just("finish")),
     st.tuples(st.just("abort"), st.sampled_from("pqrstuvw"), clients),
-    st.tuples(st.sampled_from(("abort_client", "fail_all", "fail_step")), clients),
+    st.tuples(st.sampled_from(("carry", "fail")), st.sampled_from("pqrstuvw"), clients),
+    st.tuples(st.sampled_from(("abort_client", "lose_peer", "lose_step")), clients),
 )
 
 
@@ -85,13 +86,17 @@ def play(harness: Harness, event: tuple[Any, ...]) -> None:
             harness.abort(request_id, client)
         case ("abort_client", client):
             harness.abort_client(client)
-        case ("fail_all", _):
-            harness.fail_all()
-        case ("fail_step", _):
+        case ("carry", request_id, client):
+            harness.carry(request_id, client)
+        case ("fail", request_id, client):
+            harness.fail(request_id, client)
+        case ("lose_peer", _):
+            harness.roll_back()
+        case ("lose_step", _):
             # The exchange failed in the middle of a step: what was planned is never completed.
             if len(harness.flights) < harness.config.max_in_flight:
                 harness.plan()
-            harness.fail_all()
+            harness.roll_back()
         case _:
             raise AssertionError(event)
 

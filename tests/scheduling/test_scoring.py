@@ -1,5 +1,7 @@
 """Log-probabilities of prompts, and requests for no tokens: what is scored, what is told, what pages spare."""
 
+import math
+
 from tests.scheduling.scheduler_harness import Harness
 
 from moeyard_worker.config.engine_config import SchedulerConfig
@@ -30,7 +32,7 @@ def test_scores_come_in_messages_of_bounded_size_before_the_first_token() -> Non
     *scores, tokens, done = run(harness)
     assert all(isinstance(m, PromptLogprobs) for m in scores)
     sizes = [(m.start, len(m.logprobs)) for m in scores if isinstance(m, PromptLogprobs)]
-    assert sizes == [(1, MAX_PROMPT_LOGPROBS), (129, MAX_PROMPT_LOGPROBS), (257, 13)]
+    assert sizes == [(i, MAX_PROMPT_LOGPROBS) for i in range(1, 257, MAX_PROMPT_LOGPROBS)] + [(257, 13)]
     assert isinstance(tokens, Tokens)
     assert isinstance(done, Done)
 
@@ -40,7 +42,11 @@ def test_no_tokens_are_asked_for() -> None:
     harness = Harness(CONFIG)
     harness.submit(submit("r", 400, 0))
     first = harness.plan()
-    assert (first.prefill[0].num_tokens, first.sampled, len(harness.finish(first))) == (300, (), 3)
+    assert (first.prefill[0].num_tokens, first.sampled, len(harness.finish(first))) == (
+        300,
+        (),
+        math.ceil(300 / MAX_PROMPT_LOGPROBS),
+    )
     step = harness.plan()
     assert step.prefill[0].scoring == Scoring(first=0, targets=tuple(i * 7 % 100 for i in range(301, 400)), num_top=2)
     assert step.sampled == ()

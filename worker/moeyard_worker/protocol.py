@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Literal, Union, get_args
 # The most alternatives that an answer lists beside a chosen token, as in the OpenAI API.
 MAX_LOGPROBS = 20
 # The most tokens that one `PromptLogprobs` tells of: what a router decodes at once stays below a millisecond or two.
-MAX_PROMPT_LOGPROBS = 128
+MAX_PROMPT_LOGPROBS = 32
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal[
     "queue_full", "queue_timeout", "prompt_too_long", "never_fits", "bad_request", "duplicate", "fleet_failed"
 ]
-WorkerState = Literal["ready", "failed", "stopping"]
+WorkerState = Literal["ready", "recovering", "failed", "stopping"]
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
@@ -129,12 +129,18 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Run one sequence. `request_id` is unique per router; `prompt_token_ids` is not empty, decoded it is a tuple."""
+    """Run one sequence. `request_id` is unique per router; `prompt_token_ids` is not empty, decoded it is a tuple.
+
+    A sequence whose worker was lost goes on elsewhere: `output_token_ids` are those of its output that have been told,
+    and `num_scored` counts the prompt tokens whose log-probabilities have. The next words about it begin behind these.
+    """
 
     type: ClassVar[str] = "submit"
     request_id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
+    output_token_ids: Sequence[int] = ()
+    num_scored: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,15 +175,20 @@ class PromptLogprobs:
     logprobs: tuple[TokenLogprob, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Tokens:
-    """New output tokens of a request. `start` is the index of the first one among the request's output tokens."""
+    """New output tokens of a request. `start` is the index of the first one among the request's output tokens.
+
+    The first ones say `cached_tokens`, as `Done` does: a router that ends a request at a stop string hears no `Done`.
+    Never modified. It is not frozen because one is made for every token there is: 0.4 us instead of 1.4.
+    """
 
     type: ClassVar[str] = "tokens"
     request_id: str
     start: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +206,7 @@ class TokenBatch:
 class Done:
     """The end of a request. Seconds are measured on the worker's monotonic clock.
 
+    `cached_tokens` of the prompt were in the prefix cache when the request started for the first time.
     `stop_token_id` is set when `finish_reason` is "stop" (the id is the last of the output tokens).
     `error` names what failed when `finish_reason` is "error".
     """
@@ -226,7 +238,8 @@ class Rejected:
 class Snapshot:
     """A worker's load and state, for the router's choice of rank.
 
-    `step` counts lockstep steps of the fleet; `failure` names what broke when `state` is "failed".
+    `step` counts lockstep steps of the fleet; `failure` names what broke when `state` is "failed" or "recovering": then
+    a peer was lost, the rank keeps what it has and takes requests, and goes on when the fleet is whole again.
     KV pages are counted for this rank; `kv_pages_free` includes pages that only the prefix index holds.
     From `generation_tokens` on: running totals of this rank since its start, as its own metrics have them, and its
     expert slots. None where the rank does not know (hits of experts that a device looks up without telling the host).

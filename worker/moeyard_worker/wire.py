@@ -1,12 +1,13 @@
 """Messages of `protocol` as frames: msgpack maps with a version and a type.
 
 Decoding is strict (unknown, missing or mistyped fields raise `ProtocolError`), and nothing is ever unpickled. The rows
-of a `TokenBatch` are a map of columns: request_ids, starts, token_ids, and logprobs, which is empty if no row has any.
-The ids of a prompt are bytes, 4 each (of the little-endian machines that there are): a list of 131,072 took 12 ms.
+of a `TokenBatch` are a map of columns: request_ids, starts, token_ids, logprobs and cached_tokens; each of the last two
+is empty if no row has any. The ids of a prompt, and of an output that goes on, are bytes, 4 each (of the little-endian
+machines that there are): a list of 131,072 took 12 ms.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, get_args
@@ -16,9 +17,12 @@ import msgpack
 from moeyard_worker.protocol import (
     FINISH_REASONS,
     GRAMMAR_KINDS,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
     REJECT_REASONS,
     WORKER_STATES,
+    Abort,
     Done,
     ExpertLoads,
     Grammar,
@@ -33,11 +37,47 @@ from moeyard_worker.protocol import (
     Tokens,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+# UTF-8 bytes of a request's name; a router's are "chatcmpl-", 32 digits and the number of the choice.
+MAX_NAME_BYTES = 256
+# The most entries of a request's `logit_bias` and `stop_token_ids` together (a router takes 1024 of each).
+MAX_ENTRIES = 4096
+# Beside what is counted: names of fields, numbers, and a little for what a later version may add.
+SLACK_BYTES = 1 << 16
+# Sizes of one reply that no fleet comes near: a row of a batch has 21 log-probabilities of up to 18 bytes for each of
+# the few tokens of a step; the words of a failure are cut far below.
+_ROW_BYTES = 1 << 14
+_LOADS_BYTES = 1 << 22
 
 
 class ProtocolError(ValueError):
     """A frame that is not a message of this protocol version; says which field and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a frame may hold, known before any of it is decoded: in all, in one string or bytes, in one list or map."""
+
+    frame_bytes: int
+    string_bytes: int
+    items: int
+
+
+def request_limits(max_model_len: int) -> Limits:
+    """Of what a router sends. Prompts of up to twice `max_model_len` tokens are decoded, to be refused by name."""
+    prompt = 8 * max_model_len
+    return Limits(
+        frame_bytes=prompt + MAX_GRAMMAR_BYTES + 16 * MAX_ENTRIES + SLACK_BYTES,
+        string_bytes=max(prompt, MAX_GRAMMAR_BYTES),
+        items=MAX_ENTRIES,
+    )
+
+
+def reply_limits(max_sequences: int) -> Limits:
+    """Of what a worker sends to a router that has at most `max_sequences` there."""
+    scores = MAX_PROMPT_LOGPROBS * (MAX_LOGPROBS + 1) * 32
+    size = _LOADS_BYTES + scores + max_sequences * _ROW_BYTES
+    return Limits(frame_bytes=size, string_bytes=SLACK_BYTES, items=size)
 
 
 _MESSAGES = MappingProxyType({cls.type: cls for cls in get_args(Message)})
@@ -49,26 +89,33 @@ def encode(message: Message) -> bytes:
     for f in fields(message):
         body[f.name] = _plain(getattr(message, f.name))
     if isinstance(message, Submit):
-        ids = message.prompt_token_ids
-        body["prompt_token_ids"] = (ids if isinstance(ids, TokenIds) else TokenIds.of(ids)).data
+        for name in ("prompt_token_ids", "output_token_ids"):
+            ids = getattr(message, name)
+            body[name] = (ids if isinstance(ids, TokenIds) else TokenIds.of(ids)).data
     frame: bytes = msgpack.packb(body, use_bin_type=True)
     return frame
 
 
-def decode(frame: bytes) -> Message:
-    """Parse one frame; raises `ProtocolError` naming what is wrong with it."""
+def decode(frame: bytes, limits: Limits | None = None) -> Message:
+    """Parse one frame; raises `ProtocolError` naming what is wrong with it, and first what of it is too large."""
+    bounds = {}
+    if limits is not None:
+        if len(frame) > limits.frame_bytes:
+            raise ProtocolError(f"a frame of {len(frame)} bytes, at most {limits.frame_bytes} are read")
+        bounds = {"max_str_len": limits.string_bytes, "max_bin_len": limits.string_bytes, "max_ext_len": 0}
+        bounds |= {"max_array_len": limits.items, "max_map_len": limits.items}
     try:
-        body = msgpack.unpackb(frame, raw=False, strict_map_key=False)
+        body = msgpack.unpackb(frame, raw=False, strict_map_key=False, **bounds)
     except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a map or list as the key of a map
         raise ProtocolError(f"not msgpack: {error}") from error
     if not isinstance(body, dict):
         raise ProtocolError(f"a message is a map, got {type(body).__name__}")
     version, kind = body.pop("v", None), body.pop("type", None)
     if not _is_int(version) or version != PROTOCOL_VERSION:
-        raise ProtocolError(f"protocol version {version!r}, this side speaks {PROTOCOL_VERSION}")
+        raise ProtocolError(f"protocol version {version!r:.80}, this side speaks {PROTOCOL_VERSION}")
     cls = _MESSAGES.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise ProtocolError(f"unknown message type {kind!r}")
+        raise ProtocolError(f"unknown message type {kind!r:.80}")
     message: Message = _build(cls, body, cls.type)
     return message
 
@@ -87,21 +134,22 @@ def _plain(value: Any) -> Any:
 
 
 def _columns(rows: Iterable[Tokens]) -> dict[str, list[Any]]:
-    logprobs = [_plain(row.logprobs) for row in rows]
+    logprobs, cached = [_plain(row.logprobs) for row in rows], [row.cached_tokens for row in rows]
     return {
         "request_ids": [row.request_id for row in rows],
         "starts": [row.start for row in rows],
         "token_ids": [row.token_ids for row in rows],
         "logprobs": logprobs if any(logprobs) else [],
+        "cached_tokens": cached if cached.count(None) < len(cached) else [],
     }
 
 
 def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
     """The rows of a batch; columns are checked as a whole, because this is done for every token there is."""
-    names = ("request_ids", "starts", "token_ids", "logprobs")
+    names = ("request_ids", "starts", "token_ids", "logprobs", "cached_tokens")
     if set(columns) != set(names) or not all(isinstance(columns[name], list) for name in names):
         raise ProtocolError(f"{where}: expected the columns {', '.join(names)}")
-    request_ids, starts, token_ids, logprobs = (columns[name] for name in names)
+    request_ids, starts, token_ids, logprobs, cached = (columns[name] for name in names)
     if not request_ids or not len(request_ids) == len(starts) == len(token_ids):
         raise ProtocolError(f"{where}: columns of {len(request_ids)}, {len(starts)} and {len(token_ids)} rows")
     if not (
@@ -111,15 +159,29 @@ def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
         and set(map(type, chain.from_iterable(token_ids))) <= {int}
     ):
         raise ProtocolError(f"{where}: request_ids, starts or token_ids of a wrong type")
+    for name, column in (("logprobs", logprobs), ("cached_tokens", cached)):
+        if len(column) not in (0, len(request_ids)):
+            raise ProtocolError(f"{where}: {name} of {len(column)} rows for {len(request_ids)}")
+    if not set(map(type, cached)) <= {int, type(None)}:
+        raise ProtocolError(f"{where}: cached_tokens of a wrong type")
+    if not logprobs and not cached:
+        rows = zip(request_ids, starts, map(tuple, token_ids), strict=True)
+        return tuple([Tokens(request_id=name, start=start, token_ids=ids) for name, start, ids in rows])
+    counts = cached or [None] * len(request_ids)
     if not logprobs:
-        rows = zip(request_ids, starts, token_ids, strict=True)
-        return tuple(Tokens(request_id=name, start=start, token_ids=tuple(ids)) for name, start, ids in rows)
-    if len(logprobs) != len(request_ids):
-        raise ProtocolError(f"{where}: logprobs of {len(logprobs)} rows for {len(request_ids)}")
-    with_logprobs = zip(request_ids, starts, token_ids, logprobs, strict=True)
+        told = zip(request_ids, starts, token_ids, counts, strict=True)
+        return tuple(
+            Tokens(request_id=name, start=start, token_ids=tuple(ids), cached_tokens=count)
+            for name, start, ids, count in told
+        )
+    every = zip(request_ids, starts, token_ids, logprobs, counts, strict=True)
     return tuple(
-        _build(Tokens, {"request_id": name, "start": start, "token_ids": ids, "logprobs": found}, where)
-        for name, start, ids, found in with_logprobs
+        _build(
+            Tokens,
+            {"request_id": name, "start": start, "token_ids": ids, "logprobs": found, "cached_tokens": count},
+            where,
+        )
+        for name, start, ids, found, count in every
     )
 
 
@@ -128,7 +190,7 @@ def _build(cls: Any, body: dict[Any, Any], where: str) -> Any:
     kwargs = {}
     for name, value in body.items():
         if name not in rules:
-            raise ProtocolError(f"{where}: unknown field {name!r}")
+            raise ProtocolError(f"{where}: unknown field {name!r:.80}")
         fits, form = rules[name]
         if not fits(value):
             kind = cls.__annotations__[name]
@@ -209,7 +271,9 @@ _CHOICES = MappingProxyType(
 def _check_values(message: Any, where: str) -> None:
     name, values = _CHOICES.get(type(message), (None, ()))
     if name is not None and getattr(message, name) not in values:
-        raise ProtocolError(f"{where}.{name}: {getattr(message, name)!r} is not one of {', '.join(values)}")
+        raise ProtocolError(f"{where}.{name}: {getattr(message, name)!r:.80} is not one of {', '.join(values)}")
+    if isinstance(message, Submit | Abort) and len(message.request_id.encode()) > MAX_NAME_BYTES:
+        raise ProtocolError(f"{where}.request_id: a name of more than {MAX_NAME_BYTES} bytes")
     if isinstance(message, PromptLogprobs) and len(message.logprobs) > MAX_PROMPT_LOGPROBS:
         raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs, at most {MAX_PROMPT_LOGPROBS} at once")
     if isinstance(message, Tokens) and message.logprobs and len(message.logprobs) != len(message.token_ids):

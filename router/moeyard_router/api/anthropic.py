@@ -30,7 +30,7 @@ _NAMES = MappingProxyType(
 class ClientTool(Strict):
     """A tool of the client's."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control", "eager_input_streaming", "strict"))
+    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control", "eager_input_streaming"))
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         {"allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ([],)}
     )
@@ -39,6 +39,7 @@ class ClientTool(Strict):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 _Tools = Annotated[
@@ -140,11 +141,10 @@ async def message_job(intake: Intake, body: bytes) -> Job:
     return await translated(request).job(intake)
 
 
-async def count_tokens(intake: Intake, body: bytes) -> dict[str, int]:
-    """How many tokens the prompt of such a request has, tools included; raises `ApiError` as `message_job`."""
+async def counting_job(intake: Intake, body: bytes) -> Job:
+    """A job with the prompt of such a request, tools included, to be counted; raises `ApiError` as `message_job`."""
     request = await intake.work(len(body), parse, body, CountTokensRequest)
-    job = await translated(request).job(intake)
-    return {"input_tokens": len(job.prompts[0].token_ids)}
+    return await translated(request).job(intake)
 
 
 def translated(request: CountTokensRequest) -> Translation:
@@ -175,7 +175,10 @@ def translated(request: CountTokensRequest) -> Translation:
         schema = {"name": "output", "schema": config.format.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if request.tools:
-        tools = [given(name=t.name, description=t.description, parameters=t.input_schema) for t in request.tools]
+        tools = [
+            given(name=t.name, description=t.description, parameters=t.input_schema, strict=t.strict)
+            for t in request.tools
+        ]
         chat["tools"] = [{"type": "function", "function": function} for function in tools]
     if choice is not None:
         words: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}

@@ -11,6 +11,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from moeyard_router.api.choice import Delta
+from moeyard_router.api.direct import Direct, direct_of
 from moeyard_router.api.generation import ClientGone, Generation
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.large import LARGE_BODY, Bodies
@@ -20,9 +21,10 @@ from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.metrics import RouterMetrics
+from moeyard_router.text.bounded import Elsewhere
 from moeyard_router.text.chat import Codec
 
-_THREAD_SCORES = 512  # logprobs of prompts; fewer are written faster than a thread is woken
+_APART_SCORES = 512  # logprobs of prompts; fewer are written faster than a thread is woken
 _JSON = (b"content-type", b"application/json")
 _MAX_SESSION = 256  # bytes of x-session-id that tell clients apart
 _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -69,9 +71,11 @@ class GenerateEndpoint:
 
     async def _job(self, parts: list[bytes]) -> Job:
         size = sum(map(len, parts))
-        if size > LARGE_BODY:
-            return await self._bodies.job(parts, api=self._api)
-        return await self._surface.read(self._intake, b"".join(parts))
+        if size <= LARGE_BODY:
+            # A chat template that does too much is rendered in a process, which can be ended whatever it is in.
+            with contextlib.suppress(Elsewhere):  # boundary: it is done again there
+                return await self._surface.read(self._intake, b"".join(parts))
+        return await self._bodies.job(parts, api=self._api)
 
     async def _run(self, job: Job, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
         record, session = record_of(scope), dict(scope["headers"]).get(b"x-session-id")
@@ -88,50 +92,92 @@ class GenerateEndpoint:
         )
         try:
             async with _watching(receive, generation):
-                await (_stream if job.stream else _whole)(job, generation, writer, send)
+                if job.stream:
+                    await _stream(job, generation, writer, send, self._bodies, direct_of(scope))
+                else:
+                    await _whole(job, generation, writer, send, self._bodies)
         finally:
             generation.close()
             record.reply_id = reply_id
             generation.note(record)
 
 
-async def _whole(job: Job, generation: Generation, writer: Writer, send: Send) -> None:
+async def _whole(job: Job, generation: Generation, writer: Writer, send: Send, bodies: Bodies) -> None:
     """Wait for all choices and send them as one JSON object."""
     collected = [Delta() for _ in job.continuations]
     while not generation.finished:
         for index, delta in (await generation.step()).items():
             collected[index].extend(delta)
-    if job.num_scores < _THREAD_SCORES:
-        body = writer.body(collected, generation.choices)
-    else:
-        body = await asyncio.to_thread(writer.body, collected, generation.choices)
-    headers = [_JSON, _route_header(generation), *reply_headers(job)]
-    await send_bytes(send, 200, body, headers=headers)
+
+    def write() -> list[bytes]:
+        return writer.pieces(writer.body(collected, generation.choices))
+
+    pieces = write() if job.num_scores < _APART_SCORES else await bodies.write(write)
+    length = (b"content-length", str(sum(map(len, pieces))).encode())
+    headers = [_JSON, _route_header(generation), *reply_headers(job), length]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await _send_pieces(send, pieces, more=False)
 
 
-async def _stream(job: Job, generation: Generation, writer: Writer, send: Send) -> None:
-    """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status."""
+async def _stream(
+    job: Job, generation: Generation, writer: Writer, send: Send, bodies: Bodies, direct: Direct | None
+) -> None:
+    """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status.
+
+    Events go by `direct`, if there is one, while the client reads them. What it is not ready for goes by `send`, which
+    waits, and so do the first ones and the last.
+    """
     deltas = await generation.step()
 
-    def write(deltas: dict[int, Delta]) -> list[bytes]:
-        return [writer.chunk(index, delta, generation.choices) for index, delta in deltas.items()]
+    def write(deltas: dict[int, Delta]) -> bytes:
+        data = b""
+        for index, delta in deltas.items():
+            data += writer.chunk(index, delta, generation.choices)
+        return data
 
-    apart = job.num_scores >= _THREAD_SCORES
+    def write_scores(deltas: dict[int, Delta]) -> list[bytes]:
+        return [
+            piece
+            for index, delta in deltas.items()
+            for piece in writer.pieces(writer.chunk(index, delta, generation.choices))
+        ]
+
+    async def events(deltas: dict[int, Delta]) -> bytes:
+        if not job.num_scores:
+            return write(deltas)
+        await _send_pieces(send, await bodies.write(write_scores, deltas), more=True)
+        return b""
+
+    def push(deltas: dict[int, Delta]) -> None:
+        if direct is not None and (data := write(deltas)):
+            direct.write(data)
+
     headers = [*_STREAM_HEADERS, _route_header(generation), *reply_headers(job)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
-        while True:
-            chunks = await asyncio.to_thread(write, deltas) if apart else write(deltas)
-            if generation.finished:
-                break
-            data = b"".join(chunks)
+        data = await events(deltas)
+        while not generation.finished:
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-            deltas = await generation.step()
-        chunks.append(writer.end(generation.choices))
+                data = b""
+            if direct is not None and not job.num_scores:
+                await generation.push(direct.ready, push)
+                direct.flush()
+            if not generation.finished:
+                data = await events(await generation.step())
+        data += writer.end(generation.choices)
     except ApiError as error:
-        chunks = [writer.failed(error, generation.choices)]
-    await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
+        data = writer.failed(error, generation.choices)
+    await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+async def _send_pieces(send: Send, pieces: list[bytes], *, more: bool) -> None:
+    """A long body bit by bit, as its reader takes it; each is copied on its way."""
+    last = len(pieces) - 1
+    for index, piece in enumerate(pieces):
+        if piece or (index == last and not more):
+            await send({"type": "http.response.body", "body": piece, "more_body": more or index < last})
+            await asyncio.sleep(0)  # a reader that keeps up would let nobody else have a turn
 
 
 def _route_header(generation: Generation) -> tuple[bytes, bytes]:

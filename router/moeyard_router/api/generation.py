@@ -1,6 +1,7 @@
 """One request while it runs: events of the fleet in, deltas of its choices or one error out."""
 
 import time
+from collections.abc import Callable
 from types import MappingProxyType
 
 from moeyard_router.api.choice import Choice, Delta
@@ -81,10 +82,31 @@ class Generation:
                 raise ClientGone
             if self._error is not None:
                 raise self._error
-            for now, index, event in await self._ticket.events():
-                if index in self._unfinished and self._error is None:
-                    self._take(now, index, event, deltas)
+            self._take_all(await self._ticket.events(), deltas)
         return deltas
+
+    async def push(self, ready: Callable[[], bool], write: Callable[[dict[int, Delta]], None]) -> None:
+        """Have `write` called with what tokens add, as they come and without waking a task, while `ready` says so.
+
+        Returns when it does not, when all choices are finished, and when `step` has something else to tell.
+        """
+        faults: list[Exception] = []
+
+        def read() -> None:
+            try:
+                if ready():
+                    deltas: dict[int, Delta] = {}
+                    self._take_all(self._ticket.take(), deltas)
+                    write(deltas)
+                    if self._unfinished and self._error is None:
+                        return
+            except Exception as fault:  # boundary: one answer's fault is raised in its own task, not in the fleet
+                faults.append(fault)
+            self._ticket.wake()
+
+        await self._ticket.push(read)
+        if faults:
+            raise faults[0]
 
     def disconnect(self) -> None:
         """The client has left: `step` raises `ClientGone`, and the workers are told now."""
@@ -106,6 +128,11 @@ class Generation:
         record.output_tokens = sum(c.num_tokens for c in self.choices)
         record.first_token = min((t.first for t in self._timings if t.first is not None), default=None)
         record.failure = None if self._error is None else self._error.status
+
+    def _take_all(self, events: list[tuple[float, int, Event]], deltas: dict[int, Delta]) -> None:
+        for now, index, event in events:
+            if index in self._unfinished and self._error is None:
+                self._take(now, index, event, deltas)
 
     def _take(self, now: float, index: int, event: Event, deltas: dict[int, Delta]) -> None:
         choice, timing = self.choices[index], self._timings[index]
@@ -149,11 +176,11 @@ class Generation:
                 id=self._id,
                 index=index,
                 kind="chat" if self._job.chat else "completion",
-                rank=rank if (rank := self._ticket.routes[index].rank) >= 0 else None,
+                rank=self._ticket.routes[index].rank,
                 ended=time.time(),
                 reason=reason,
                 prompt_tokens=num_prompt,
-                cached_tokens=None if done is None else done.cached_tokens,
+                cached_tokens=self.choices[index].cached_tokens,
                 output_tokens=timing.num_tokens,
                 queue=None if done is None else done.queue_seconds,
                 prefill=None if done is None else done.prefill_seconds,

@@ -9,6 +9,7 @@ behind in memory ends with it. Measured on 2026-11-22 with orjson 3.13 and token
 import asyncio
 import contextlib
 import json
+import signal
 import struct
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pydantic import TypeAdapter
 
 from moeyard_router.api.intake import Job, Prompt
 from moeyard_router.config import DoorConfig, RouterConfig
-from moeyard_router.errors import ApiError
+from moeyard_router.errors import ApiError, bad_request
 from moeyard_router.text.answer_formats import AnswerFormats
 from moeyard_router.text.extraction import Extraction
 from moeyard_worker.protocol import TokenIds
@@ -135,6 +136,9 @@ class _Process:
             )
             answered = True
         except (OSError, ValueError) as error:  # ValueError: `close` came between
+            if self._ended_by() == signal.SIGPROF:
+                message = "the chat template takes too long for these messages: it was stopped"
+                raise bad_request(message, "messages") from error
             raise ApiError(503, "the process that read this request has ended; try again", reason="intake") from error
         finally:
             timer.cancel()
@@ -146,6 +150,12 @@ class _Process:
             raise RuntimeError(head["crash"])
         extraction = _extraction(head["extraction"], self._formats)
         return replace(JOBS.validate_python(head["job"]), prompts=prompts, extraction=extraction)
+
+    def _ended_by(self) -> int | None:
+        """The signal that has ended the process, None for any other end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # boundary: it has closed its output and goes on
+            return -self._process.wait(1.0)
+        return None
 
     def _read(self, size: int) -> bytes:
         data = self._out.read(size)
@@ -178,6 +188,7 @@ class Bodies:
         # Those processes let nobody in: they need no keys.
         self._config = CONFIGS.dump_json(replace(config, door=DoorConfig()))
         self._threads = ThreadPoolExecutor(config.intake_processes, thread_name_prefix="large-body")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="long-answer")
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
@@ -208,6 +219,12 @@ class Bodies:
         finally:
             self._held -= mine
 
+    async def write(self, write: Callable[..., list[bytes]], *given: Any) -> list[bytes]:
+        """What a call gives that takes long, from the one thread there is for such: several would keep the event loop
+        waiting for each in turn.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._writing, write, *given)
+
     async def job(self, parts: Sequence[bytes], *, api: str) -> Job:
         """The job of an API's request body that came in these pieces; raises `ApiError`. First come, first served."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, parts, api)
@@ -219,6 +236,7 @@ class Bodies:
             processes = [*self._idle, *self._busy]
             self._idle.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._writing.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.close()
 

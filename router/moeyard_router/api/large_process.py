@@ -10,7 +10,7 @@ import psutil
 
 from moeyard_router.api.intake import Intake
 from moeyard_router.api.large import pack_crash, pack_error, pack_job, read_config, read_request
-from moeyard_router.api.surfaces import SURFACES
+from moeyard_router.api.surfaces import COUNTED, SURFACES
 from moeyard_router.errors import ApiError
 from moeyard_router.text.chat import open_codec
 
@@ -25,7 +25,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.nice(_NICENESS)
-    intake = Intake(config, open_codec(config.model_path, config.chat_template))
+    intake = Intake(config, open_codec(config.model_path, config.chat_template, killable=True))
     gc.disable()  # a body is one tree of JSON without cycles; nothing to find, and much to look through
     with asyncio.Runner() as runner:
         while (request := read_request(sys.stdin.buffer)) is not None:
@@ -44,7 +44,8 @@ def main() -> None:
 async def _answer(intake: Intake, api: str, body: bytes) -> tuple[bytes, bool]:
     """The answer, and whether it is the last of this process."""
     try:
-        job = await SURFACES[api].read(intake, body)
+        read = COUNTED.get(api) or SURFACES[api].read
+        job = await read(intake, body)
         last = _has_grown()
         return pack_job(job, last=last), last
     except ApiError as error:

@@ -1,6 +1,6 @@
 """The bytes of an answer: OpenAI's objects with vLLM's extensions, whole or as server-sent events."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -8,12 +8,15 @@ import orjson
 from moeyard_router.api.chat_events import chat_deltas, chat_message
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Job
+from moeyard_router.api.long_json import LongLists
 from moeyard_router.errors import ApiError
 from moeyard_router.text.detokenizer import TokenBytes
+from moeyard_router.text.events import Content
 from moeyard_router.text.offsets import TextOffsets, prompt_offsets
 from moeyard_worker.protocol import TokenLogprob
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
+_NULL = b"null"
 _DONE_EVENT = b"data: [DONE]\n\n"
 
 
@@ -32,12 +35,15 @@ class ReplyWriter:
             TextOffsets(tokens, skip_special_tokens=job.skip_special_tokens, start=len(self._prefix(c.index)))
             for c in job.continuations
         ]
+        self._long = LongLists()
         self._started = [False] * len(job.continuations)
         whole, part = ("chat.completion", "chat.completion.chunk") if job.chat else ("text_completion",) * 2
         self._base = {"id": reply_id, "object": whole, "created": created, "model": model}
         head = orjson.dumps({**self._base, "object": part})
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
+        # The event of a choice that only says text, but for that text: what a stream sends for nearly every token.
+        self._plain = [] if self._says_tokens else [self._around(c.index) for c in job.continuations]
 
     def chunk(
         self, index: int, delta: Delta, choices: Sequence[Choice], message: dict[str, Any] | None = None
@@ -46,6 +52,11 @@ class ReplyWriter:
 
         There may be several where the text is taken apart; `message` is then one of them, in place of the text.
         """
+        if self._plain and self._started[index] and delta.finish_reason is None and message is None:
+            text = _only_text(delta)
+            if text is not None:
+                before, behind = self._plain[index]
+                return before + orjson.dumps(text) + behind if text else b""
         if delta.events is not None:
             return self._event_chunks(index, delta, choices)
         job, first = self._job, not self._started[index]
@@ -76,6 +87,13 @@ class ReplyWriter:
             more["usage"] = self.usage(choices) if job.continuous_usage else None
         return self._head + orjson.dumps(choice) + b"]," + orjson.dumps(more)[1:] + b"\n\n"
 
+    def _around(self, index: int) -> tuple[bytes, bytes]:
+        """What is before and behind the text in an event that says nothing else."""
+        said = {"delta": {"content": ""}} if self._job.chat else {"text": ""}
+        choice = {"index": index, **said, "logprobs": None, "finish_reason": None, "stop_reason": None}
+        before, _, behind = orjson.dumps(choice).partition(b'""')
+        return self._head + before, behind + self._tail
+
     def _event_chunks(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
         """One chunk for each thing of a text that is taken apart, in order: clients expect one kind in each."""
         messages = chat_deltas(delta.events or ()) or [{} if self._started[index] else {"content": ""}]
@@ -86,6 +104,10 @@ class ReplyWriter:
                 part.finish_reason, part.stop_reason = choices[index].reported_reason, delta.stop_reason
             out.append(self.chunk(index, part, choices, message))
         return b"".join(out)
+
+    def pieces(self, data: bytes) -> list[bytes]:
+        """What `body` or `chunk` gave, with what is said of prompts' tokens, which they left out."""
+        return self._long.pieces(data)
 
     def end(self, choices: Sequence[Choice]) -> bytes:
         """The last events of a stream; with `include_usage` one of no choices and all counts is the first of them."""
@@ -112,7 +134,7 @@ class ReplyWriter:
             choice["finish_reason"] = choices[index].reported_reason
             choice["stop_reason"] = delta.stop_reason
             if job.prompt_logprobs is not None and not job.chat:
-                choice["prompt_logprobs"] = self._prompt_logprobs(index, choices)
+                choice["prompt_logprobs"] = self._long.add(self._prompt_logprobs(index, choices))
             if job.return_token_ids:
                 choice["token_ids"] = delta.token_ids
                 if not job.chat:
@@ -122,7 +144,7 @@ class ReplyWriter:
         if job.chat and job.return_token_ids:
             answer["prompt_token_ids"] = tuple(job.prompts[0].token_ids)
         if job.chat and job.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self._prompt_logprobs(0, choices)
+            answer["prompt_logprobs"] = self._long.add(self._prompt_logprobs(0, choices))
         return orjson.dumps(answer)
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -147,21 +169,21 @@ class ReplyWriter:
     def _prefix(self, index: int) -> str:
         return self._job.prompts[self._job.continuations[index].prompt].text if self._job.echo else ""
 
-    def _scores(self, index: int, choices: Sequence[Choice]) -> list[tuple[int, TokenLogprob]]:
+    def _scores(self, index: int, choices: Sequence[Choice]) -> Iterator[tuple[int, TokenLogprob]]:
         """The prompt's tokens but the first, with what this choice knows of them, or else the prompt's first one."""
         per_prompt = len(choices) // len(self._job.prompts)
-        scores = choices[index].prompt_scores or choices[index - index % per_prompt].prompt_scores
+        knows = choices[index] if choices[index].num_scores else choices[index - index % per_prompt]
         ids = self._job.prompts[choices[index].prompt].token_ids
-        return list(zip(ids[1:], scores, strict=True))
+        return zip(ids[1:], knows.prompt_scores(), strict=True)
 
-    def _prompt_logprobs(self, index: int, choices: Sequence[Choice]) -> list[dict[str, Any] | None]:
+    def _prompt_logprobs(self, index: int, choices: Sequence[Choice]) -> Iterator[bytes]:
         """As vLLM has it: of each token a map from ids, its own first; null for the first token."""
-        count, out = self._job.prompt_logprobs, list[dict[str, Any] | None]((None,))
+        count = self._job.prompt_logprobs
+        yield _NULL
         for token_id, entry in self._scores(index, choices):
             ranked = [(token_id, entry.logprob, entry.rank)]
             ranked += ((t, value, rank) for rank, (t, value) in enumerate(entry.top[:count], 1) if t != token_id)
-            out.append({str(t): self._ranked(t, value, rank) for t, value, rank in ranked})
-        return out
+            yield orjson.dumps({str(t): self._ranked(t, value, rank) for t, value, rank in ranked})
 
     def _ranked(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         text = self._tokens.of(token_id).decode("utf-8", "replace")
@@ -171,12 +193,17 @@ class ReplyWriter:
         """Log-probabilities of the prompt that is repeated, in the form of a completion's; None if nobody asked."""
         if self._job.logprobs is None:
             return None
-        scores, prompt = self._scores(index, choices), self._job.prompts[choices[index].prompt]
+        prompt = self._job.prompts[choices[index].prompt]
+        values: list[float | None] = [None]
+        tops = [_NULL]
+        for token_id, entry in self._scores(index, choices):
+            values.append(max(entry.logprob, _LOWEST_LOGPROB))
+            tops.append(orjson.dumps(self._top(token_id, entry)))
         return {
             "text_offset": prompt_offsets(self._tokens, prompt.token_ids, prompt.text),
-            "token_logprobs": [None, *(max(entry.logprob, _LOWEST_LOGPROB) for _, entry in scores)],
+            "token_logprobs": values,
             "tokens": [self._spell(i) for i in prompt.token_ids],
-            "top_logprobs": [None, *(self._top(i, entry) for i, entry in scores)],
+            "top_logprobs": tops,
         }
 
     def _logprobs(self, index: int, delta: Delta, echoed: dict[str, list[Any]] | None = None) -> dict[str, Any] | None:
@@ -192,7 +219,11 @@ class ReplyWriter:
             "tokens": [self._spell(i) for i, _ in pairs],
             "top_logprobs": [self._top(i, lp) for i, lp in pairs],
         }
-        return found if echoed is None else {name: echoed[name] + values for name, values in found.items()}
+        if echoed is None:
+            return found
+        found["top_logprobs"] = [orjson.dumps(top) for top in found["top_logprobs"]]
+        joined: dict[str, Any] = {name: echoed[name] + values for name, values in found.items()}
+        return {**joined, "top_logprobs": self._long.add(joined["top_logprobs"])}
 
     def _top(self, token_id: int, entry: TokenLogprob) -> dict[str, float]:
         """The likeliest tokens and always the chosen one, so up to one more than was asked for (as OpenAI)."""
@@ -221,3 +252,13 @@ class ReplyWriter:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+
+def _only_text(delta: Delta) -> str | None:
+    """What a delta says, if that is content and nothing else; None if there is more to be told apart."""
+    events = delta.events
+    if events is None:
+        return delta.text
+    if not events:
+        return ""
+    return events[0].text if len(events) == 1 and isinstance(events[0], Content) else None

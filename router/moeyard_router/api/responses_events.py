@@ -138,7 +138,7 @@ class ResponseWriter(BlockWriter):
         }
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Token counts; cached ones are 0 where a stop string ended the answer before the worker told them."""
+        """Token counts; cached ones are 0 until the worker has told them, with the first token."""
         (choice,) = choices
         prompt = len(self.job.prompts[0].token_ids)
         return {

@@ -1,18 +1,18 @@
 """The APIs that generate, each by how its bodies become jobs and how its answers are written."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from moeyard_router.api.anthropic import message_job
+from moeyard_router.api.anthropic import counting_job, message_job
 from moeyard_router.api.anthropic_events import MessageWriter
 from moeyard_router.api.choice import Choice, Delta
-from moeyard_router.api.intake import Intake, Job
+from moeyard_router.api.intake import Intake, Job, Prompt
 from moeyard_router.api.replies import ReplyWriter
 from moeyard_router.api.responses import response_job
 from moeyard_router.api.responses_events import ResponseWriter
-from moeyard_router.api.schema import ChatRequest, CompletionRequest, parse
+from moeyard_router.api.schema import ChatRequest, CompletionRequest, TokenizeRequest, parse
 from moeyard_router.errors import ApiError
 from moeyard_router.text.detokenizer import TokenBytes
 
@@ -25,6 +25,9 @@ class Writer(Protocol):
 
     def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> bytes:
         """The whole answer; `deltas[i]` is everything of choice i."""
+
+    def pieces(self, data: bytes) -> list[bytes]:
+        """What `body` or `chunk` gave, with the long lists in it that they left out."""
 
     def end(self, choices: Sequence[Choice]) -> bytes:
         """What a stream says behind its last chunk."""
@@ -54,6 +57,15 @@ async def _chat(intake: Intake, body: bytes) -> Job:
     return await intake.chat(await intake.work(len(body), parse, body, ChatRequest))
 
 
+async def _tokens(intake: Intake, body: bytes) -> Job:
+    ids = await intake.tokens(await intake.work(len(body), parse, body, TokenizeRequest))
+    return Job(
+        chat=True, prompts=(Prompt(token_ids=ids),), continuations=(), stops=(), include_stop=False,
+        skip_special_tokens=False, stop_ids=frozenset(), stream=False, include_usage=False, continuous_usage=False,
+        return_token_ids=True, echo=False, logprobs=None,
+    )  # fmt: skip
+
+
 SURFACES = MappingProxyType(
     {
         "completion": Surface(prefix="cmpl-", read=_completion, writer=ReplyWriter),
@@ -61,4 +73,8 @@ SURFACES = MappingProxyType(
         "response": Surface(prefix="resp_", read=response_job, writer=ResponseWriter),
         "message": Surface(prefix="msg_", read=message_job, writer=MessageWriter),
     }
+)
+# What is only counted, of one prompt: not to be run.
+COUNTED: Mapping[str, Callable[[Intake, bytes], Awaitable[Job]]] = MappingProxyType(
+    {"tokenize": _tokens, "count_tokens": counting_job}
 )

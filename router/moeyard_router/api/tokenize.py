@@ -6,15 +6,17 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from moeyard_router.api.anthropic import count_tokens
 from moeyard_router.api.endpoints import read_body, send_bytes, send_error
 from moeyard_router.api.generation import ClientGone
 from moeyard_router.api.intake import Intake
+from moeyard_router.api.large import Bodies
 from moeyard_router.api.record import record_of
 from moeyard_router.api.schema import DetokenizeRequest, TokenizeRequest, parse
+from moeyard_router.api.surfaces import COUNTED
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
 from moeyard_router.metrics import RouterMetrics
+from moeyard_router.text.bounded import Elsewhere
 from moeyard_router.text.chat import Codec
 
 # A body is read in the event loop, so it may be as large as a prompt that can be run is in practice, and no larger: so
@@ -52,15 +54,19 @@ class BodyEndpoint:
 class Tokens:
     """What these endpoints answer."""
 
-    def __init__(self, config: RouterConfig, codec: Codec) -> None:
+    def __init__(self, config: RouterConfig, codec: Codec, bodies: Bodies) -> None:
         self._config = config
+        self._bodies = bodies
         self._codec = codec
         self._intake = Intake(config, codec)
 
     async def tokenize(self, body: bytes) -> dict[str, Any]:
         """The ids of a prompt or chat, their number, and (`return_token_strs`) their spelling."""
         request = await self._intake.work(len(body), parse, body, TokenizeRequest)
-        ids = await self._intake.tokens(request)
+        try:
+            ids = await self._intake.tokens(request)
+        except Elsewhere:
+            ids = (await self._bodies.job([body], api="tokenize")).prompts[0].token_ids
         return {
             "count": len(ids),
             "max_model_len": self._config.max_model_len,
@@ -70,7 +76,11 @@ class Tokens:
 
     async def count(self, body: bytes) -> dict[str, Any]:
         """The size of the prompt that a request of Anthropic's API makes."""
-        return await count_tokens(self._intake, body)
+        try:
+            job = await COUNTED["count_tokens"](self._intake, body)
+        except Elsewhere:
+            job = await self._bodies.job([body], api="count_tokens")
+        return {"input_tokens": len(job.prompts[0].token_ids)}
 
     async def detokenize(self, body: bytes) -> dict[str, Any]:
         """The text of token ids."""

@@ -150,10 +150,24 @@ class ToolUse:
         """About how much text a template makes of them, in characters."""
         return 0 if self.choice == "none" else len(orjson.dumps(self.shown))
 
-    def callable_functions(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Name and schema of the arguments of every function that may be called."""
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """The schema of each function's arguments, by its name."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+
+    @property
+    def strict(self) -> bool:
+        """Whether the model decides on calls, and the arguments of some function must be as its schema says."""
+        return self.choice == "auto" and any(tool.function.strict for tool in self.tools)
+
+    def callable_functions(self, *, only_strict: bool = False) -> list[tuple[str, Mapping[str, Any]]]:
+        """Name and schema of the arguments of every function that may be called.
+
+        `only_strict`: those that are not strict may have any arguments.
+        """
         found = [tool.function for tool in self.tools if self.name in (None, tool.function.name)]
-        return [(f.name, {"type": "object", **(f.parameters or {})}) for f in found]
+        given = [(f.name, {} if only_strict and not f.strict else f.parameters or {}) for f in found]
+        return [(name, {"type": "object", **schema}) for name, schema in given]
 
 
 def tool_use(tools: list[Tool] | None, choice: str | ToolChoice | None, *, parallel: bool | None) -> ToolUse:
@@ -227,6 +241,7 @@ def answering(
         reasoning=reasoning,
         inside=reasoning is not None and reasoning.inside_after(prompt, begun),
         tools=tools,
+        schemas={} if tools is None or tools.parameters is None else use.schemas,
         one_call=use.one_call,
         hide_reasoning=not include_reasoning,
         ends_as_tool_calls=use.choice != "named",
@@ -235,8 +250,11 @@ def answering(
     thinking: Thinking = "inside" if extraction.inside else "none"
     if reasoning is not None and thinking == "none" and begun is None and not closes_block(prompt):
         thinking = "possible"
-    must = tools is not None and (body is not None or use.choice != "auto")
-    calls = Calls(form=tools, functions=use.callable_functions(), one_call=use.one_call) if tools and must else None
+    must = body is not None or use.choice != "auto"
+    calls = None
+    if tools is not None and (must or use.strict):
+        functions = use.callable_functions(only_strict=not must)
+        calls = Calls(form=tools, functions=functions, one_call=use.one_call, among_text=not must)
     grammar = answer_grammar(thinking=thinking, calls=calls, body=body, token_ids=formats.token_ids)
     size = 0 if grammar is None else len(grammar.text.encode())
     if size > MAX_GRAMMAR_BYTES:

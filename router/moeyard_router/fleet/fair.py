@@ -20,13 +20,15 @@ _NEW = 0.2  # weight of the latest answer in what a key's answers are thought to
 class Entry:
     """A request that waits, or did: so many sequences that start together.
 
-    `key` is who pays for it, None where nobody is told apart; `since` is monotonic seconds; `load` is the caller's.
+    `key` is who pays for it, None where nobody is told apart; `since` is monotonic seconds; `excused` are those of its
+    seconds since in which nothing ran; `load` is the caller's.
     """
 
     key: str | None
     since: float
     count: int
     load: Any = None
+    excused: float = 0.0
 
 
 @dataclass(slots=True)
@@ -61,6 +63,11 @@ class FairQueue:
     def num_keys(self) -> int:
         """Keys with something that waits."""
         return sum(1 for flow in self._flows.values() if flow.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have started and not ended."""
+        return sum(flow.running for flow in self._flows.values())
 
     def share(self, key: str | None) -> tuple[int, int]:
         """Sequences of a key that run, and the number of keys that run or wait, this one among them."""

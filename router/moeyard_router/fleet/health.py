@@ -25,7 +25,10 @@ class Health:
         self._numbers = itertools.count()
 
     def unready(self) -> str | None:
-        """Why the service is not ready, or None: all workers are up, and a decode step ran lately."""
+        """Why the service is not ready, or None: all workers are up, and a decode step ran lately.
+
+        While the fleet recovers requests are taken, but none is decoded: then it is not ready either.
+        """
         problem = self._fleet.unavailable()
         if problem is not None:
             return problem
@@ -53,7 +56,7 @@ class Health:
         while self._warm != self._fleet.generation:
             generation = self._fleet.generation
             if self._fleet.unavailable() is None:
-                ranks = range(len(self._config.workers))
+                ranks = range(len(self._fleet.addresses))
                 problems = await asyncio.gather(*(self._canary(rank) for rank in ranks))
                 self._problem = next((p for p in problems if p is not None), None)
                 if self._problem is None:
@@ -69,7 +72,7 @@ class Health:
 
     async def _watch(self, changed: asyncio.Event) -> None:
         """Until other workers are there."""
-        ranks = itertools.cycle(range(len(self._config.workers)))
+        ranks = itertools.cycle(range(len(self._fleet.addresses)))
         while self._warm == self._fleet.generation:
             idle = time.monotonic() - (self._fleet.last_progress or 0.0)
             wait = self._config.canary_interval - idle

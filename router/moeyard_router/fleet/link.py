@@ -1,37 +1,50 @@
 """One connection to one worker: a DEALER socket read by the event loop, and a monitor that sees it break at once."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from moeyard_router.config import WorkerAddress
+from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_worker.protocol import Hello, Message, Submit, TokenBatch
-from moeyard_worker.wire import ProtocolError, decode, encode
+from moeyard_worker.refusals import Refusals
+from moeyard_worker.sockets import REFUSED_EVENTS, count_refused, next_event, set_heartbeats, unlock, watch
+from moeyard_worker.wire import ProtocolError, decode, encode, reply_limits
+
+log = logging.getLogger(__name__)
 
 _LONG_PROMPT = 8192  # tokens; to encode and to send 131,072 of them takes 1.4 ms
 # Then other work of the event loop gets its turn: so many frames, or bytes of them (prompts' logprobs are large).
 _FRAMES_PER_TURN = 256
-_BYTES_PER_TURN = 32 * 1024
+_BYTES_PER_TURN = 16 * 1024
+# How soon a connection that was refused is tried again, and at most how late.
+_RECONNECT_MS, _RECONNECT_MAX_MS = 10, 500
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | REFUSED_EVENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEvents:
-    """Where a link reports: it is up, messages came (in order), or it is lost for good and why. Called in the loop."""
+    """Where a link reports, in the loop: it is up, messages came (in order).
+
+    Or it ended, and why: the connection broke (`broke`), or the peer is no worker that can be talked to (`lost`).
+    """
 
     up: Callable[[int], None]
     messages: Callable[[int, list[Message]], None]
+    broke: Callable[[int, str], None]
     lost: Callable[[int, str], None]
 
 
 class WorkerLink:
-    """Connects, says `Hello`, and stays until it is closed or lost; it never reconnects silently.
+    """Connects, says `Hello`, and stays until it is closed or ends; it never connects again silently.
 
     A peer whose connection breaks is noticed at once. One that is only silent (stopped process, cut cable) is noticed
-    when a ZMTP heartbeat stays unanswered: within 0.8 `step_deadline` seconds.
+    when a ZMTP heartbeat stays unanswered: after `step_deadline` seconds, and at most a fifth of them later.
+
+    With `config.keys` both sides prove who they are; what is read of a worker is bounded by what one may have to say.
     """
 
     def __init__(
@@ -39,18 +52,21 @@ class WorkerLink:
         address: WorkerAddress,
         *,
         context: "zmq.Context[zmq.Socket[bytes]]",
-        step_deadline: float,
+        config: RouterConfig,
         events: LinkEvents,
     ) -> None:
         self.rank = address.rank
         self.endpoint = address.endpoint
         self._context = context
-        self._deadline_ms = step_deadline * 1000
+        self._deadline, self._keys = config.step_deadline, config.keys
+        self._limits = reply_limits(config.max_inflight)
         self._events = events
+        self._refusals = Refusals(log)
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._scheduled = False
+        self._is_up = False
         self._outbox: deque[Message] = deque()
 
     def open(self) -> None:
@@ -60,12 +76,14 @@ class WorkerLink:
         # No limit in frames: what may be in flight is limited in sequences, and a full queue would drop or block.
         sock.setsockopt(zmq.SNDHWM, 0)
         sock.setsockopt(zmq.RCVHWM, 0)
-        sock.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(min(1000, 0.2 * self._deadline_ms))))
-        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(0.6 * self._deadline_ms)))
-        sock.setsockopt(zmq.RECONNECT_IVL, 50)
-        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        sock.setsockopt(zmq.MAXMSGSIZE, self._limits.frame_bytes)
+        sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        set_heartbeats(sock, self._deadline)
+        if self._keys is not None:
+            unlock(sock, self._keys.own, self._keys.worker)
         self._socket = sock
-        self._monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = watch(sock, _EVENTS)
         try:
             sock.connect(self.endpoint)
         except zmq.ZMQError as error:
@@ -143,7 +161,7 @@ class WorkerLink:
                     raise ProtocolError("a message of several frames")
                 data = frame.bytes
                 size += len(data)
-                message = decode(data)
+                message = decode(data, self._limits)
                 messages += message.rows if isinstance(message, TokenBatch) else (message,)
             except ProtocolError as error:
                 fault = f"worker {self.rank} broke the protocol: {error}"
@@ -152,7 +170,7 @@ class WorkerLink:
             self._read_on()
         if messages:
             self._events.messages(self.rank, messages)
-        if fault is not None:
+        if fault is not None and self._socket is sock:
             self._events.lost(self.rank, fault)
 
     def _read_on(self) -> None:
@@ -160,17 +178,18 @@ class WorkerLink:
         self._schedule(self._read)
 
     def _read_monitor(self) -> None:
-        while self._monitor is not None:
-            try:
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        while self._monitor is not None and (event := next_event(self._monitor)) is not None:
+            if event["event"] & REFUSED_EVENTS:
+                count_refused(event, self._refusals, f"worker {self.rank} at {self.endpoint}")
+            elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_up = True
                 self.send(Hello())
                 self._events.up(self.rank)
-            elif event["event"] == zmq.EVENT_DISCONNECTED:
+            elif self._is_up:  # one that ends before there was a word is tried again by ZMQ, like one that is refused
                 self._read()  # what the worker said before it left still counts
-                self._events.lost(self.rank, f"worker {self.rank} at {self.endpoint} is gone: its connection broke")
+                if self._socket is not None:
+                    reason = f"worker {self.rank} at {self.endpoint} is gone: its connection broke"
+                    self._events.broke(self.rank, reason)
 
 
 def _is_long(message: Message) -> bool:

@@ -44,9 +44,12 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The rank for a sequence. `reason`: client, prefix, load or only; `cached_tokens` as expected there."""
+    """The rank for a sequence, None while it waits for one.
 
-    rank: int
+    `reason`: client, prefix, load or only; `cached_tokens` as expected there.
+    """
+
+    rank: int | None
     reason: str
     cached_tokens: int = 0
 

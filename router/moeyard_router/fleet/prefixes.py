@@ -53,6 +53,14 @@ class PrefixMap:
         self._blocks: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_ranks)]  # key -> pages
         self._held = [0] * num_ranks
 
+    def forget(self, rank: int) -> None:
+        """Another worker took the place of this one: it holds nothing. Ranks that were not there yet are there now."""
+        while len(self._blocks) <= rank:
+            self._blocks.append(OrderedDict())
+            self._held.append(0)
+        self._blocks[rank].clear()
+        self._held[rank] = 0
+
     def known(self, rank: int, prompt: Sequence[Block]) -> int:
         """Pages at the beginning of a prompt that the rank is thought to hold.
 

@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-_KEPT = 32
+RECENT = 32  # choices that are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class RecentRequests:
     """A ring of the last choices that ended; memory does not grow with traffic."""
 
     def __init__(self) -> None:
-        self._ring: deque[Phases] = deque(maxlen=_KEPT)
+        self._ring: deque[Phases] = deque(maxlen=RECENT)
 
     def add(self, phases: Phases) -> None:
         """Take one more, in place of the oldest."""

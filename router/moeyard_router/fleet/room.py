@@ -59,10 +59,6 @@ class Room:
         if ran:
             self._ends.left(now)
 
-    def withdrawn(self, now: float, prompt: int) -> None:
-        """It has ended without having been at a worker."""
-        self.left(now, prompt, ran=False)
-
     def cleared(self) -> None:
         """All have ended at once, for the fleet's own reasons."""
         self.sequences = self.unread_tokens = 0

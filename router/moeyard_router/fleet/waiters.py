@@ -1,19 +1,16 @@
-"""The requests that wait for a place at a worker: their tickets, their names, and the clock that sends them away."""
+"""The requests that wait for a place at a worker: their sequences, and the clock that sends them away."""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 from moeyard_router.config import RouterConfig
 from moeyard_router.fleet.fair import Entry
-from moeyard_router.fleet.policy import Route
-from moeyard_router.fleet.ticket import Lost, Ticket
+from moeyard_router.fleet.flights import Flight
 from moeyard_router.fleet.waiting import WaitingRoom
 from moeyard_router.metrics import RouterMetrics
-from moeyard_worker.protocol import Rejected, SamplingParams
+from moeyard_worker.protocol import Rejected
 
-NOWHERE = Route(rank=-1, reason="waiting")
 _TICK = 0.02  # seconds between looks at who has waited too long, while anybody waits
 _FIRST_GUESS = 128.0  # output tokens, before any answer has ended
 _NEW = 0.02  # weight of the latest answer
@@ -31,24 +28,11 @@ def ready_sequences(places: int, answer: float) -> int:
     return 0 if ends < 1 and answer >= _LONG else max(1, round(ends))
 
 
-@dataclass(slots=True, eq=False)
-class Order:
-    """What a request wants of the fleet; a sequence that was given up meanwhile is None."""
-
-    request_id: str
-    sequences: list[tuple[Sequence[int], SamplingParams] | None]
-    client: str | None
-    ticket: Ticket
-
-    def name(self, index: int) -> str:
-        """What the workers call a sequence."""
-        return f"{self.request_id}-{index}"
-
-
 class Waiters:
-    """The asyncio side of a `WaitingRoom`. Every sequence pushed ends as started, abandoned, refused or lost.
+    """The asyncio side of a `WaitingRoom`: flights whose first turn has not come. Those of a request wait as one entry.
 
-    `drain` is called now and then while anybody waits; `ended` as `Room.left` for each that will not run.
+    Every flight pushed is started, or ends (`ended`). `drain` is called now and then while anybody waits, `refuse` for
+    each that has waited too long or makes room for others; it ends them.
     """
 
     def __init__(
@@ -57,7 +41,7 @@ class Waiters:
         metrics: RouterMetrics,
         *,
         drain: Callable[[], None],
-        left: Callable[[float, int], None],
+        refuse: Callable[[float, Flight, Rejected], None],
     ) -> None:
         places = self._places = config.worker_places
         self._answer = _FIRST_GUESS  # output tokens of a sequence
@@ -67,129 +51,116 @@ class Waiters:
         self._room = WaitingRoom(time.monotonic(), total, config.max_queue_seconds)
         self._metrics = metrics
         self._drain = drain
-        self._left = left
-        self._names: dict[str, tuple[Entry, int]] = {}  # of every sequence that waits
+        self._refuse = refuse
         self._ticking = False
 
     @property
     def num_sequences(self) -> int:
         """Those that wait."""
-        return len(self._names)
+        return self._room.queue.num_sequences
 
     def check(self, key: str | None, count: int = 1) -> None:
         """Raise `ApiError` 429 if `count` sequences of `key` would wait too long. Cheap, so it is asked early, too."""
-        if self._names:
+        if self.num_sequences:
             self._room.check(time.monotonic(), key, count)
 
     def displace(self, now: float, key: str | None, *, until: Callable[[], bool]) -> None:
         """Until there is room, refuse the newest of keys that have more waiting than `key` would have."""
-        while self._names and not until() and (entry := self._room.queue.displaceable(key)) is not None:
-            self._refuse(now, entry, "queue_full", "the fleet is full, and others had less waiting")
+        while self.num_sequences and not until() and (entry := self._room.queue.displaceable(key)) is not None:
+            self._send_away(now, entry, "queue_full", "the fleet is full, and others had less waiting")
 
-    def push(self, now: float, key: str | None, order: Order) -> None:
-        """A request waits, all its sequences as one."""
-        known = [sequence for sequence in order.sequences if sequence is not None]
-        entry = Entry(key=key, since=now, count=len(known), load=order)
-        for index in range(len(order.sequences)):
-            name = order.name(index)
-            assert name not in self._names, f"request id {name} already waits"
-            self._names[name] = (entry, index)
-            order.ticket.opened(index, name, NOWHERE)
+    def hold(self, now: float) -> None:
+        """The fleet is not whole: who waits stays, however long that takes."""
+        self._room.hold(now)
+
+    def resume(self, now: float) -> None:
+        """It is whole again."""
+        self._room.resume(now)
+
+    def push(self, now: float, flights: Sequence[Flight]) -> None:
+        """A request waits for its turn, all its sequences as one."""
+        entry = Entry(key=flights[0].key, since=now, count=len(flights), load=list(flights))
+        for flight in flights:
+            flight.entry = entry
         self._room.push(now, entry)
         self._changed()
         if not self._ticking:
             self._ticking = True
             asyncio.get_running_loop().call_later(_TICK, self._tick)
 
-    def first(self) -> Entry | None:
-        """Whose turn it is."""
-        return self._room.queue.first()
-
-    def start(self, now: float, entry: Entry) -> None:
-        """It goes to the workers now."""
+    def pop(self, now: float) -> list[Flight]:
+        """Those whose turn it is, which are `started`; none if nobody waits."""
+        entry = self._room.queue.first()
+        if entry is None:
+            return []
         self._room.start(now, entry)
-        self._forget(entry)
+        self._changed()
         self._metrics.waited.observe(now - entry.since)
+        flights: list[Flight] = entry.load
+        for flight in flights:
+            flight.entry, flight.waited = None, now - entry.since
+            self.started(now, flight)
+        return flights
 
-    def started(self, now: float, key: str | None, prompt: int, most: int) -> float:
-        """A sequence goes to a worker, waited or not: as `WaitingRoom.started`."""
-        return self._room.started(now, key, prompt, most)
+    def started(self, now: float, flight: Flight) -> None:
+        """A sequence goes to a worker for the first time, waited or not: as `WaitingRoom.started`."""
+        assert flight.charged is None, f"{flight.name} starts twice"
+        flight.sent = now
+        flight.charged = self._room.started(now, flight.key, len(flight.prompt), flight.sampling.max_tokens)
 
     def answered(self, now: float, seconds: float) -> None:
         """A sequence that had not waited had its first token so long after it was sent."""
         self._room.overload.answered(now, seconds)
 
-    def ended(self, key: str | None, charged: float, output: int) -> None:
-        """It has ended there: as `FairQueue.ended`."""
-        self._room.queue.ended(key, charged, output)
+    def ended(self, now: float, flight: Flight, output: int) -> None:
+        """It has ended after so many tokens, wherever it was."""
+        if flight.entry is not None:
+            self._withdraw(now, flight, flight.entry)
+            return
+        if flight.charged is None:
+            return  # it was sent away
+        self._room.queue.ended(flight.key, flight.charged, output)
+        flight.charged = None
         if self._places is not None and output:
             self._answer += _NEW * (output - self._answer)
             self.worker_places = self._places + ready_sequences(self._places, self._answer)
 
-    def abandon(self, now: float, name: str) -> None:
-        """Nobody wants this sequence any more. Unknown ones are ignored."""
-        found = self._names.pop(name, None)
-        if found is None:
-            return
-        entry, index = found
-        prompt, _ = entry.load.sequences[index]
-        entry.load.sequences[index] = None
+    def validate(self, flights: Iterable[Flight]) -> None:
+        """Assert that those of `flights`, which are all, that wait are those in the queue, and the others run."""
+        queue = self._room.queue
+        assert {id(f) for e in queue for f in e.load} == {id(f) for f in flights if f.entry is not None}
+        assert all(flight.entry is entry for entry in queue for flight in entry.load), "a flight is in another's place"
+        assert all(entry.count == len(entry.load) for entry in queue), "an entry is miscounted"
+        assert queue.num_sequences == sum(entry.count for entry in queue), "the queue is miscounted"
+        assert queue.num_running == sum(f.charged is not None for f in flights), "what runs is miscounted"
+
+    def _withdraw(self, now: float, flight: Flight, entry: Entry) -> None:
+        flight.entry = None
+        entry.load.remove(flight)
         if entry.count == 1:
             self._room.withdraw(now, entry)
         else:
             self._room.queue.shrink(entry)
-        self._left(now, len(prompt))
         self._changed()
-
-    def end_all(self, now: float, reason: str) -> None:
-        """Everybody who waits is told that it was for nothing."""
-        for entry in list(self._room.queue):
-            self._room.withdraw(now, entry)
-            for index in self._leave(now, entry):
-                entry.load.ticket.put(now, index, Lost(reason))
-        self._changed()
-
-    def validate(self) -> int:
-        """Assert that names and queue agree; the prompt tokens of all who wait."""
-        queue = self._room.queue
-        names = {order.name(i) for e in queue for order in (e.load,) for i, s in enumerate(order.sequences) if s}
-        assert names == set(self._names), "who waits is not who is known to wait"
-        assert queue.num_sequences == len(self._names) == sum(e.count for e in queue), "the queue is miscounted"
-        return sum(len(s[0]) for e in queue for s in e.load.sequences if s is not None)
 
     def _tick(self) -> None:
-        self._ticking = bool(self._names)
+        self._ticking = self.num_sequences > 0
         if not self._ticking:
             return
         now = time.monotonic()
         self._drain()
         for entry in self._room.late(now):
-            self._refuse(now, entry, "queue_timeout", f"waited {now - entry.since:.1f} s for its start")
+            self._send_away(now, entry, "queue_timeout", f"waited {now - entry.since:.1f} s for its start")
         asyncio.get_running_loop().call_later(_TICK, self._tick)
 
-    def _refuse(self, now: float, entry: Entry, reason: str, message: str) -> None:
+    def _send_away(self, now: float, entry: Entry, reason: str, message: str) -> None:
         self._room.withdraw(now, entry)
         wait = self._room.promise(now, entry.key, entry.count)
-        for index in self._leave(now, entry):
-            name = entry.load.name(index)
-            told = Rejected(request_id=name, reason=reason, message=message, retry_after=wait)
-            entry.load.ticket.put(now, index, told)
-        self._changed()
-
-    def _leave(self, now: float, entry: Entry) -> list[int]:
-        """Those of its sequences that still wait leave without having run."""
-        order = entry.load
-        indices = [index for index, sequence in enumerate(order.sequences) if sequence is not None]
-        for index in indices:
-            del self._names[order.name(index)]
-            self._left(now, len(order.sequences[index][0]))
-        return indices
-
-    def _forget(self, entry: Entry) -> None:
-        for index, sequence in enumerate(entry.load.sequences):
-            if sequence is not None:
-                del self._names[entry.load.name(index)]
+        for flight in entry.load:
+            flight.entry = None
+            told = Rejected(request_id=flight.name, reason=reason, message=message, retry_after=wait)
+            self._refuse(now, flight, told)
         self._changed()
 
     def _changed(self) -> None:
-        self._metrics.waiting.set(len(self._names))
+        self._metrics.waiting.set(self.num_sequences)

@@ -34,10 +34,13 @@ class WaitingRoom:
         self._starts = DrainRate(now)  # of sequences, since some wait
         self._num_starts = 0
         self._last = -math.inf  # when somebody last waited
+        self._held: float | None = None  # since when nothing runs
         self._slots: dict[str | None, float] = {}  # until when places are promised to those of a key that were refused
 
     def limit(self, now: float, key: str | None) -> float | None:
         """Seconds that a request of `key` may wait at most; None for any time."""
+        if self._held is not None:
+            return None
         if self._max_seconds is not None:
             return self._max_seconds
         if not self.overload.active(now):
@@ -88,10 +91,26 @@ class WaitingRoom:
         """Those that have waited too long; the caller withdraws them."""
         self._changed(now)
         limits = {key: self.limit(now, key) for key in {entry.key for entry in self.queue}}
-        late = [e for e in self.queue if (limit := limits[e.key]) is not None and now - e.since >= limit]
+        late = [e for e in self.queue if (limit := limits[e.key]) is not None and now - e.since - e.excused >= limit]
         if late:
             self.overload.refused(now)
         return late
+
+    def hold(self, now: float) -> None:
+        """Nothing runs for a while: nobody is refused for the time that this takes."""
+        if self._held is None:
+            self._held = now
+
+    def resume(self, now: float) -> None:
+        """It runs again. Who waits now is a burst that the fleet brought about itself."""
+        if self._held is None:
+            return
+        for entry in self.queue:
+            entry.excused += now - max(self._held, entry.since)
+        self._held = None
+        self._starts, self._num_starts = DrainRate(now), 0
+        self.overload.waiting(now, 0)
+        self._changed(now)
 
     def promise(self, now: float, key: str | None, count: int = 1) -> float:
         """Seconds after which somebody that is refused had better come back, on whose behalf a place is then free.
@@ -119,4 +138,5 @@ class WaitingRoom:
         num = self.queue.num_sequences
         if num:
             self._last = now
-        self.overload.waiting(now, num)
+        if self._held is None:
+            self.overload.waiting(now, num)

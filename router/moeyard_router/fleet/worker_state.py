@@ -1,10 +1,11 @@
 """What the router knows of one worker."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from moeyard_router.config import RouterConfig
+from moeyard_router.fleet.flights import Held
 from moeyard_router.fleet.link import WorkerLink
 from moeyard_router.fleet.policy import RankLoad
 from moeyard_worker.protocol import Snapshot
@@ -12,30 +13,42 @@ from moeyard_worker.protocol import Snapshot
 
 @dataclass(slots=True)
 class WorkerState:
-    """Connection, latest snapshot, and what this router has sent: `own` sequences without an end yet.
+    """Connection, latest snapshot, and what this router has sent there (`held`).
 
-    `pending` counts the prompt tokens of those without an output yet that no cache was thought to hold.
+    `lost` is one that is not coming back. One whose connection broke, and may, is a new one: `broke` is when (monotonic
+    seconds), `epoch` what it must answer with, `stopped` whether it was about to end anyway.
     """
 
     link: WorkerLink
+    held: Held
     connected: bool = False
     lost: bool = False
     snapshot: Snapshot | None = None
-    own: int = 0
-    pending: int = 0
     own_at_snapshot: int = 0
     pending_at_snapshot: int = 0
+    broke: float = -math.inf
+    epoch: int | None = None
+    stopped: bool = False
 
     @property
     def state(self) -> str:
-        """connecting, ready, failed or stopping."""
+        """connecting, ready, recovering, failed or stopping."""
         if self.lost:
             return "failed"
         return self.snapshot.state if self.connected and self.snapshot is not None else "connecting"
 
+    @property
+    def usable(self) -> bool:
+        """Whether it takes requests; while it recovers they wait there."""
+        return self.state in ("ready", "recovering")
+
     def take(self, snapshot: Snapshot) -> None:
         """Keep the latest word of the worker beside what was unanswered when it came."""
-        self.snapshot, self.own_at_snapshot, self.pending_at_snapshot = snapshot, self.own, self.pending
+        self.snapshot, self.own_at_snapshot, self.pending_at_snapshot = (
+            snapshot,
+            self.held.sequences,
+            self.held.pending,
+        )
 
     def describe(self) -> dict[str, Any]:
         """For people and dashboards."""
@@ -44,7 +57,7 @@ class WorkerState:
             "endpoint": self.link.endpoint,
             "connected": self.connected,
             "state": self.state,
-            "router_inflight": self.own,
+            "router_inflight": self.held.sequences,
         }
         if self.snapshot is not None:
             entry["snapshot"] = {f.name: getattr(self.snapshot, f.name) for f in fields(Snapshot) if f.name != "rank"}
@@ -65,43 +78,24 @@ def has_room(worker: WorkerState, places: int | None) -> bool:
     return _sequences(worker, s) < places and not (lacks_pages and worker.own_at_snapshot)
 
 
-def any_room(workers: Sequence[WorkerState], places: int | None) -> bool:
-    """Whether a sequence that waits can go now: all ranks take part in every step, and one of them has room."""
-    return all(w.state == "ready" for w in workers) and any(has_room(w, places) for w in workers)
-
-
-def _sequences(worker: WorkerState, snapshot: Snapshot) -> int:
-    """This router's exactly, and those of other routers as of the snapshot."""
-    return worker.own + max(0, snapshot.num_running + snapshot.num_waiting - worker.own_at_snapshot)
-
-
 def loads(workers: Iterable[WorkerState], places: int | None = None) -> list[RankLoad]:
     """What the policy is told of the workers that have spoken. Those without room are unusable if another has some."""
-    workers = list(workers)
-    roomy = [has_room(worker, places) for worker in workers]
+    spoken = [(worker, s, has_room(worker, places)) for worker in workers if (s := worker.snapshot) is not None]
+    any_room = any(room for _, _, room in spoken)
     return [
         RankLoad(
             rank=worker.link.rank,
-            usable=room or (worker.state == "ready" and not any(roomy)),
+            usable=room if any_room else worker.usable,
             sequences=_sequences(worker, s),
-            pending_tokens=worker.pending + max(0, s.num_waiting_tokens - worker.pending_at_snapshot),
+            pending_tokens=worker.held.pending + max(0, s.num_waiting_tokens - worker.pending_at_snapshot),
             page_size=s.page_size,
             kv_pages=s.kv_pages_total,
             kv_pages_free=s.kv_pages_free,
         )
-        for worker, room in zip(workers, roomy, strict=True)
-        if (s := worker.snapshot) is not None
+        for worker, s, room in spoken
     ]
 
 
-def fault_of(snapshot: Snapshot, link: WorkerLink, world_size: int, config: RouterConfig) -> str | None:
-    """Why the fleet cannot go on with a worker that says this of itself; None if it can."""
-    s, rank = snapshot, link.rank
-    if (s.rank, s.world_size, s.vocab_size) != (rank, world_size, config.vocab_size):
-        return (
-            f"the worker at {link.endpoint} is rank {s.rank} of {s.world_size} with {s.vocab_size} token ids; "
-            f"expected rank {rank} of {world_size} with {config.vocab_size}"
-        )
-    if s.max_model_len < config.max_model_len:
-        return f"worker {rank} takes sequences of {s.max_model_len} tokens, the router promises {config.max_model_len}"
-    return f"worker {rank} failed: {s.failure}" if s.state == "failed" else None
+def _sequences(worker: WorkerState, snapshot: Snapshot) -> int:
+    """This router's exactly, and those of other routers as of the snapshot."""
+    return worker.held.sequences + max(0, snapshot.num_running + snapshot.num_waiting - worker.own_at_snapshot)

@@ -31,7 +31,7 @@ from moeyard_router.http.summing import summed
 from moeyard_router.metrics import METRICS_CONTENT_TYPE, RouterMetrics
 from moeyard_router.text.chat import Codec
 
-METRICS_PAGE = "metrics"  # what siblings are asked for
+_METRICS_PAGE = "metrics"  # what siblings are asked for
 _MODELS = "/v1/models"
 
 
@@ -47,21 +47,27 @@ def create_app(
     siblings: Siblings | None = None,
 ) -> ASGIApp:
     """The app before a fleet that somebody else starts and stops."""
+    live = LiveView(config, fleet, codec=codec, metrics=metrics, health=health, siblings=siblings)
     pages = _Pages(config, fleet, metrics=metrics, health=health, siblings=siblings)
 
     def generate(api: str) -> GenerateEndpoint:
         return GenerateEndpoint(config, api=api, fleet=fleet, codec=codec, metrics=metrics, bodies=bodies)
 
-    tokens = Tokens(config, codec)
+    tokens = Tokens(config, codec, bodies)
     documents = Documents(config)
     origins = Origins(config.door.allowed_origins, host=config.host, keys=keys.asks)
-    live = LiveView(config, fleet, codec=codec, metrics=metrics, health=health)
+
+    async def fleet_page(request: Request) -> Response:
+        return _json(await live.fleet())
 
     async def live_page(request: Request) -> Response:
-        return _json(live.now())
+        return _json(await live.now())
 
     async def experts_page(request: Request) -> Response:
         return _json(await live.experts())
+
+    async def incidents_page(request: Request) -> Response:
+        return _json({"time": time.time(), "incidents": fleet.incidents.latest()})
 
     routes = [
         Route("/v1/completions", generate("completion"), methods=["POST"]),
@@ -73,9 +79,10 @@ def create_app(
         Route(f"{_MODELS}/{{id:path}}", pages.model),  # names of models have slashes
         Route("/tokenize", BodyEndpoint(config, metrics, tokens.tokenize), methods=["POST"]),
         Route("/detokenize", BodyEndpoint(config, metrics, tokens.detokenize), methods=["POST"]),
-        Route("/v1/fleet", pages.fleet),
+        Route("/v1/fleet", fleet_page),
         Route("/v1/fleet/live", live_page),
         Route("/v1/fleet/experts", experts_page),
+        Route("/v1/fleet/incidents", incidents_page),
         *page_routes(),
         Route("/livez", pages.livez),
         Route("/readyz", pages.readyz),
@@ -100,6 +107,8 @@ class _Pages:
         self, config: RouterConfig, fleet: Fleet, *, metrics: RouterMetrics, health: Health, siblings: Siblings | None
     ) -> None:
         self._siblings = siblings
+        if siblings is not None:
+            siblings.offer(_METRICS_PAGE, metrics.own_page)
         self._config = config
         self._fleet = fleet
         self._metrics = metrics
@@ -126,17 +135,15 @@ class _Pages:
             "object": "model",
             "created": self._created,
             "owned_by": "moeyard",
-            "root": str(self._config.model_path or self._config.model_name),
+            "root": self._config.model_name,  # where it lies is nobody's business
             "parent": None,
             "max_model_len": self._config.max_model_len,
         }
 
-    async def fleet(self, request: Request) -> Response:
-        """State and latest snapshot of every rank."""
-        return _json({**self._fleet.describe(), "unready": self._health.unready()})
-
     async def livez(self, request: Request) -> Response:
-        """200 as long as the router itself runs."""
+        """200 as long as the router runs and the fleet may come back; 503 with the reason once it is given up."""
+        if self._fleet.given_up:
+            return _json({"status": "dead", "reason": self._fleet.failure}, status=503)
         return _json({"status": "alive"})
 
     async def readyz(self, request: Request) -> Response:
@@ -154,7 +161,7 @@ class _Pages:
         """The router's own metrics for Prometheus; of several routers on a port, the sum."""
         own = self._metrics.own_page()
         if self._siblings is not None:
-            own = summed([own, *await self._siblings.ask(METRICS_PAGE)])
+            own = summed([own, *await self._siblings.ask(_METRICS_PAGE)])
         return Response(own + self._metrics.fleet_page(), headers={"content-type": METRICS_CONTENT_TYPE})
 
     async def metrics_targets(self, request: Request) -> Response:

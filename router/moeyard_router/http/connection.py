@@ -15,8 +15,10 @@ import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from moeyard_router.api.direct import EXTENSION
 from moeyard_router.api.record import SCOPE_KEY
 from moeyard_router.errors import ApiError
+from moeyard_router.http.pieces import Outbox, Pieces
 from moeyard_router.http.slow_readers import SlowReader
 
 _HOP_BY_HOP = frozenset((b"upgrade", b"http2-settings"))
@@ -44,9 +46,16 @@ class ConnectionProtocol(HttpToolsProtocol):
     """
 
     def __init__(
-        self, *, limits: ConnectionLimits, refused: Callable[[int], None], cut: Callable[[str], None], **given: Any
+        self,
+        *,
+        limits: ConnectionLimits,
+        refused: Callable[[int], None],
+        cut: Callable[[str], None],
+        outbox: Outbox,
+        **given: Any,
     ) -> None:
         super().__init__(**given)
+        self._outbox = outbox
         self._limits = limits
         self._refused = refused
         self._cut = cut
@@ -165,6 +174,8 @@ class ConnectionProtocol(HttpToolsProtocol):
             return
         self._in_head, self._in_body = False, True
         super().on_headers_complete()
+        extensions: Any = {EXTENSION: Pieces(self.cycle, self._outbox)}
+        self.scope["extensions"] = extensions
 
     def on_message_complete(self) -> None:
         """The request is whole."""

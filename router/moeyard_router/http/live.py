@@ -6,10 +6,15 @@ Every number is one of /metrics; the page makes rates and quantiles of two answe
 import time
 from typing import Any
 
+import orjson
+
 from moeyard_router.config import RouterConfig
 from moeyard_router.fleet.collector import kv_usage, total
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
+from moeyard_router.fleet.recent import RECENT
+from moeyard_router.http.merging import merged
+from moeyard_router.http.siblings import Siblings
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import Codec
 from moeyard_worker.protocol import ExpertLoads
@@ -20,6 +25,7 @@ _HISTOGRAMS = (
     "inter_token_latency_seconds",
     "e2e_request_latency_seconds",
 )
+_FIGURES_PAGE = "figures"  # what siblings are asked for
 _COUNTERS = ("prompt_tokens", "output_tokens", "request_success", "rejections")
 _FLEET_SUMS = (
     "num_running",
@@ -38,7 +44,14 @@ class LiveView:
     """Answers /v1/fleet/live and /v1/fleet/experts. Keeps nothing and does nothing between two questions."""
 
     def __init__(
-        self, config: RouterConfig, fleet: Fleet, *, codec: Codec, metrics: RouterMetrics, health: Health
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        *,
+        codec: Codec,
+        metrics: RouterMetrics,
+        health: Health,
+        siblings: Siblings | None,
     ) -> None:
         self._config = config
         self._fleet = fleet
@@ -49,10 +62,19 @@ class LiveView:
         names = [f"moeyard_{name}_{part}" for name in _HISTOGRAMS for part in ("bucket", "sum", "count")]
         names += [f"moeyard_{name}_total" for name in _COUNTERS]
         self._registry = metrics.registry.restricted_registry(names)
+        self._siblings = siblings
+        if siblings is not None:
+            siblings.offer(_FIGURES_PAGE, lambda: orjson.dumps(self._own()))
 
-    def now(self) -> dict[str, Any]:
-        """The fleet and the router's totals. Times are seconds; a figure that nobody knows is null or absent."""
-        fleet = self._fleet.describe()
+    async def fleet(self) -> dict[str, Any]:
+        """State and latest snapshot of every rank, and what the routers have sent them."""
+        fleet = self._fleet.describe() if self._siblings is None else self._described(await self._figures())
+        return {**fleet, "unready": self._health.unready()}
+
+    async def now(self) -> dict[str, Any]:
+        """The fleet and the routers' totals. Times are seconds; a figure that nobody knows is null or absent."""
+        figures = await self._figures()
+        fleet = self._described(figures)
         workers = fleet["workers"]
         for worker in workers:
             worker["kv_usage"] = kv_usage([worker])
@@ -67,6 +89,30 @@ class LiveView:
             **fleet,
             "generation": self._fleet.generation,
             "totals": {name: total(workers, name) for name in _FLEET_SUMS} | {"kv_usage": kv_usage(workers)},
+            **{name: figures[name] for name in ("counters", "histograms", "requests")},
+        }
+
+    def _described(self, figures: dict[str, Any]) -> dict[str, Any]:
+        """The fleet as this router sees it, with what all of them have in flight."""
+        fleet = self._fleet.describe() | {"inflight": figures["inflight"]}
+        for worker, count in zip(fleet["workers"], figures["router_inflight"], strict=False):
+            worker["router_inflight"] = count
+        return fleet
+
+    async def _figures(self) -> dict[str, Any]:
+        """What is counted here, of all routers on the port; one alone asks nobody."""
+        own = self._own()
+        if self._siblings is None:
+            return own
+        others = [orjson.loads(page) for page in await self._siblings.ask(_FIGURES_PAGE)]
+        return merged(orjson.loads(orjson.dumps(own)), others, num_requests=RECENT)
+
+    def _own(self) -> dict[str, Any]:
+        """This router's part of it."""
+        described = self._fleet.describe()
+        return {
+            "inflight": described["inflight"],
+            "router_inflight": [worker["router_inflight"] for worker in described["workers"]],
             **self._router_figures(),
             "requests": self._fleet.recent.latest(),
         }

@@ -1,7 +1,7 @@
 """/openapi.json and /docs: every route with what it takes, what it answers and with which statuses.
 
-Requests are described by the models that validate them (api/schema.py), answers by documents/replies.json, which the
-tests hold against real answers.
+Requests are described by the models that validate them (api/schema.py) and what these check besides (shapes.py),
+answers by documents/replies.json, which the tests hold against real answers.
 """
 
 import base64
@@ -24,7 +24,6 @@ from starlette.responses import Response
 from moeyard_router.api.anthropic import CountTokensRequest, MessagesRequest
 from moeyard_router.api.responses import ResponsesRequest
 from moeyard_router.api.schema import (
-    MAX_STOP_STRINGS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -32,9 +31,9 @@ from moeyard_router.api.schema import (
 )
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ANTHROPIC_PATH
+from moeyard_router.http.shapes import REF, narrow
 
 _FILES = Path(__file__).parent / "documents"
-_REF = "#/components/schemas/"
 _STATUSES: Mapping[int, str] = MappingProxyType(
     {
         400: "The request is not valid, or asks for something that the model or its limits rule out.",
@@ -108,8 +107,9 @@ OPERATIONS = (
     Operation(path="/v1/fleet", text="State and latest snapshot of every rank.", reply="Fleet"),
     Operation(path="/v1/fleet/live", text="What the page at / shows: fleet, totals, last requests.", reply="Live"),
     Operation(path="/v1/fleet/experts", text="Rows that each expert has computed, per rank.", reply="Experts"),
+    Operation(path="/v1/fleet/incidents", text="The latest losses, and how the fleet went on.", reply="Incidents"),
     Operation(path="/version", text="The version of this program.", reply="Version"),
-    Operation(path="/livez", text="200 as long as the router runs.", reply="State", errors=(), needs_key=False),
+    _probe("/livez", "200 as long as the router runs and the fleet may come back."),
     _probe("/readyz", "200 if a request sent now would be decoded."),
     _probe("/health", "/readyz under vLLM's name."),
     _probe("/ping", "/readyz under SageMaker's name."),
@@ -124,38 +124,13 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def _list_of(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "minItems": 1, "items": items}
-
-
-def _closed(properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-def _by_hand() -> dict[tuple[str, str], dict[str, Any]]:
-    """Fields that api/schema.py checks by hand: (model, field) and, in JSON's words, what is let in."""
-    text, ids = {"type": "string", "minLength": 1}, _list_of({"type": "integer", "minimum": 0})
-    null = {"type": "null"}
-    stop = {"anyOf": [text, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": text}, null]}
-    named = {"type": {"const": "function"}, "function": _closed({"name": {"type": "string"}})}
-    return {
-        ("CompletionRequest", "prompt"): {"anyOf": [text, ids, _list_of(text), _list_of(ids)]},
-        ("ChatMessage", "content"): {"anyOf": [{"type": "string"}, _list_of({"$ref": f"{_REF}TextPart"}), null]},
-        ("ChatRequest", "tool_choice"): {"anyOf": [{"enum": ["none", "auto", "required"]}, _closed(named), null]},
-        ("CompletionRequest", "stop"): stop,
-        ("ChatRequest", "stop"): stop,
-    }
-
-
 def describe(config: RouterConfig) -> dict[str, Any]:
     """The OpenAPI 3.1 document of a router; with API keys it says where they are needed."""
     models = [op.body for op in OPERATIONS if op.body is not None]
-    _, generated = models_json_schema([(m, "validation") for m in models], ref_template=f"{_REF}{{model}}")
+    _, generated = models_json_schema([(m, "validation") for m in models], ref_template=f"{REF}{{model}}")
     schemas = generated["$defs"] | json.loads((_FILES / "replies.json").read_text(encoding="utf-8"))
     schemas = copy.deepcopy(schemas)
-    schemas.setdefault("TextPart", _text_part())
-    for (model, field), shape in _by_hand().items():
-        schemas[model]["properties"][field] = shape
+    narrow(schemas, vocab_size=config.vocab_size)
     keys = config.door.asks_for_key
     paths: dict[str, Any] = {}
     for op in OPERATIONS:
@@ -178,7 +153,7 @@ def describe(config: RouterConfig) -> dict[str, Any]:
 
 def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "object"} if op.content == _JSON else {"type": "string"}
-    content = {op.content: {"schema": {"$ref": _REF + op.reply} if op.reply else schema}}
+    content = {op.content: {"schema": {"$ref": REF + op.reply} if op.reply else schema}}
     if op.streams:
         event = {"event": {"type": "string"}, "data": {"type": "string"}}
         words = "The data of each event is JSON in the shape of the API; docs/api.md says which events there are."
@@ -193,7 +168,7 @@ def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
         name = op.reply if not op.needs_key and op.reply else _error(op.path, status)
         responses[str(status)] = {
             "description": _STATUSES[status],
-            "content": {_JSON: {"schema": {"$ref": f"{_REF}{name}"}}},
+            "content": {_JSON: {"schema": {"$ref": f"{REF}{name}"}}},
         }
     described: dict[str, Any] = {
         "operationId": f"{op.method}_{op.path.strip('/').replace('/', '_').replace('.', '_')}",
@@ -205,7 +180,7 @@ def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
             {"name": place[1], "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         ]
     if op.body is not None:
-        body = {"schema": {"$ref": _REF + op.body.__name__}}
+        body = {"schema": {"$ref": REF + op.body.__name__}}
         described["requestBody"] = {"required": True, "content": {_JSON: body}}
     if guarded:
         described["security"] = [{"bearer": []}, {"x_api_key": []}]
@@ -215,10 +190,6 @@ def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
 def _error(path: str, status: int) -> str:
     """The schema of what a path says of an error. A 408 comes of the connection, which knows no paths."""
     return "AnthropicError" if path.startswith(ANTHROPIC_PATH) and status != 408 else "Error"
-
-
-def _text_part() -> dict[str, Any]:
-    return _closed({"type": {"const": "text"}, "text": {"type": "string"}})
 
 
 class Documents:

@@ -1,12 +1,13 @@
 """One of several router processes that share a port, and what it says to the process that started it.
 
-It sends `Ready` once every worker has decoded, `FleetFailed` when the fleet is lost, `Replaced` when it has taken other
-workers, and takes `Replace` and `Stop`. When whoever started it is gone, it stops.
+It sends `Ready` once every worker has decoded, `WorkerLost` when one is lost, `Replaced` when it has taken other
+workers, and takes `Replace`, `GiveUp` and `Stop`. When whoever started it is gone, it stops.
 """
 
 import asyncio
 import signal
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import uvloop
 
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.http.server import RouterServer
+from moeyard_router.http.server import RouterServer, freeze_start_up
 from moeyard_router.http.siblings import Siblings
 
 
@@ -25,9 +26,11 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetFailed:
-    """This router has lost the fleet, and why."""
+class WorkerLost:
+    """This router has lost a worker, at which endpoint, and why."""
 
+    rank: int
+    endpoint: str
     reason: str
 
 
@@ -38,9 +41,17 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Go on with these workers."""
+    """Go on with these workers; `incident` is what the launcher knows of why."""
 
     workers: tuple[WorkerAddress, ...]
+    incident: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Nothing will bring the fleet back, and why: end all requests, then yourself."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +102,14 @@ class Seat:
 
 
 def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> None:
-    """The whole life of such a process. Ctrl-C reaches it through whoever started it, who hears it too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The whole life of such a process. Ctrl-C, and the end of a terminal, reach it through whoever started it."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     server = RouterServer(
         config,
         _listening(seat.address),
         on_ready=lambda: pipe.send(Ready()),
-        on_failed=lambda reason: pipe.send(FleetFailed(reason)),
+        on_lost=lambda rank, why: pipe.send(WorkerLost(rank, server.workers[rank].endpoint, why)),
         siblings=Siblings(seat.directory, index=seat.index, count=seat.count),
     )
 
@@ -108,7 +120,9 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
             asyncio.get_running_loop().remove_reader(pipe.fileno())
             message = Stop()
         if isinstance(message, Replace):
-            server.replace_workers(message.workers, lambda: pipe.send(Replaced()))
+            server.replace_workers(message.workers, lambda: pipe.send(Replaced()), message.incident)
+        elif isinstance(message, GiveUp):
+            server.give_up(message.reason)
         elif isinstance(message, Stop):
             server.stop()
 
@@ -118,5 +132,6 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
         loop.add_signal_handler(signal.SIGTERM, server.stop)
         await server.serve()
 
+    freeze_start_up()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

@@ -6,8 +6,9 @@ import functools
 import gc
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import uvicorn
@@ -21,24 +22,30 @@ from moeyard_router.fleet.aliases import VllmAliases, VllmFleetAliases
 from moeyard_router.fleet.collector import FleetCollector
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
-from moeyard_router.http.app import METRICS_PAGE, create_app
+from moeyard_router.http.app import create_app
 from moeyard_router.http.connection import ConnectionLimits, ConnectionProtocol
 from moeyard_router.http.files import keep_fresh
 from moeyard_router.http.keys import KeyRing
+from moeyard_router.http.pieces import Outbox
 from moeyard_router.http.siblings import Siblings
 from moeyard_router.http.tls import Certificate, open_certificate
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import open_codec
 
+# What ends a router; SIGHUP is a terminal that was closed.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Python gives a thread that computes 5 ms before the event loop gets its turn, at every turn of the loop again.
+_SWITCH_SECONDS = 0.001
 _STOPPING = "the router is shutting down"
 
 
 class RouterServer:
     """One router. `serve` runs it in the current event loop until `stop`, which any thread may call.
 
-    `on_ready` is called once, in the loop, when every worker has decoded; `on_failed` with the reason when the fleet is
-    lost (the router then goes on to answer 503 until it gets other workers or is stopped). Neither may block.
-    `siblings`: the other routers on the port, whose counts are added to this one's on /metrics. Raises
+    `on_ready` is called once, in the loop, when every worker has decoded; `on_lost` with a rank and the reason, for
+    every worker that is lost: requests wait until `replace_workers` names another in its place, for
+    `config.recovery_timeout` seconds, or until `give_up` says that there is none. Neither may block.
+    `siblings`: the other routers on the port, whose counts are added to this one's wherever it tells of them. Raises
     `ValueError` for a checkpoint directory without a usable tokenizer, a chat template that cannot be used, a parser of
     tool calls or reasoning that does not exist, and for keys or certificates that are none.
     """
@@ -49,14 +56,14 @@ class RouterServer:
         sock: socket.socket,
         *,
         on_ready: Callable[[], None],
-        on_failed: Callable[[str], None] = lambda _: None,
+        on_lost: Callable[[int, str], None] = lambda rank, reason: None,
         siblings: Siblings | None = None,
     ) -> None:
         self._siblings = siblings
         self._config = config
         self._sock = sock
         self._on_ready = on_ready
-        self._on_failed = on_failed
+        self._on_lost = on_lost
         self._keys = KeyRing(config.door)
         self._certificate = open_certificate(config.door)
         self._codec = open_codec(config.model_path, config.chat_template)
@@ -64,14 +71,18 @@ class RouterServer:
         self._metrics = RouterMetrics(config.model_name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requests = 0
+        self._given_up: str | None = None
         self._server: _Server | None = None
         self._fleet: Fleet | None = None
 
     async def serve(self) -> None:
-        """Serve until stopped; closes the socket. Open streams get `shutdown_grace` seconds, then a named error."""
+        """Serve until stopped or given up; closes the socket.
+
+        When stopped, open streams get `shutdown_grace` seconds, then a named error.
+        """
         self._loop = asyncio.get_running_loop()
         changed = asyncio.Event()
-        fleet = self._fleet = Fleet(self._config, self._metrics, on_change=changed.set, on_failed=self._on_failed)
+        fleet = self._fleet = Fleet(self._config, self._metrics, on_change=changed.set, on_lost=self._on_lost)
         health = Health(self._config, fleet)
         self._metrics.fleet.register(FleetCollector(fleet))
         if "vllm" in self._config.metric_aliases:
@@ -92,11 +103,13 @@ class RouterServer:
         self._server = _Server(_uvicorn_config(app, self._config, self._metrics, self._certificate), fleet, grace)
         try:
             if self._siblings is not None:
-                await self._siblings.start({METRICS_PAGE: self._metrics.own_page})
+                await self._siblings.start()
             bodies.start()
             fleet.start()
             watching = asyncio.create_task(health.run(changed, self._on_ready))
             freshening = asyncio.create_task(keep_fresh(self._files()))
+            if self._given_up is not None:
+                self._give_up_now()
             if self._stop_requests:
                 self._server.should_exit = True
             try:
@@ -120,16 +133,43 @@ class RouterServer:
         refresh = [self._keys.refresh] if self._config.door.api_key_file is not None else []
         return refresh if self._certificate is None else [*refresh, self._certificate.refresh]
 
-    def replace_workers(self, workers: tuple[WorkerAddress, ...], then: Callable[[], None]) -> None:
-        """Go on with workers that were started in the place of these, and call `then` in the loop. From any thread."""
+    @property
+    def workers(self) -> tuple[WorkerAddress, ...]:
+        """Those in use, by rank."""
+        return self._config.workers if self._fleet is None else self._fleet.addresses
+
+    def replace_workers(
+        self,
+        workers: tuple[WorkerAddress, ...],
+        then: Callable[[], None],
+        incident: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Go on with these workers, of which those with a known endpoint stay, and call `then` in the loop.
+
+        From any thread. `incident` is shown beside what this router knows of it; it must be fit for JSON.
+        """
 
         def replace() -> None:
-            if self._fleet is not None and self._fleet.stopping is None:
-                self._fleet.replace(workers)
+            if self._fleet is not None:
+                self._fleet.replace(workers, incident)
             then()
 
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(replace)
+
+    def give_up(self, reason: str) -> None:
+        """Nothing will bring the fleet back: everything in flight ends with that error, and then `serve` does.
+
+        Safe from any thread and before `serve`. /livez answers 503 as long as it is answered.
+        """
+        self._given_up = self._given_up or reason
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._give_up_now)
+
+    def _give_up_now(self) -> None:
+        if self._fleet is not None and self._server is not None and self._given_up is not None:
+            self._fleet.give_up(self._given_up)
+            self._server.request_exit(at_once=False)
 
     def stop(self) -> None:
         """Begin an orderly end; a second call ends open streams at once. Safe from any thread and before `serve`."""
@@ -182,11 +222,8 @@ class _Server(uvicorn.Server):
 def _uvicorn_config(
     app: ASGIApp, settings: RouterConfig, metrics: RouterMetrics, certificate: Certificate | None
 ) -> uvicorn.Config:
-    """uvicorn with httptools and a few limits of our own (`ConnectionProtocol`).
-
-    64 streams of 5 ms, CPU time per event sent (2026-11-22, two cores): uvicorn with httptools 24 to 26 us, with h11 33
-    to 41, with zttp (0.0.35, weeks old) 18 to 23; granian 20, which brings processes and loops of its own where the
-    fleet's sockets want to live in ours; hypercorn 61 to 67. Only granian and h11 limit a head at all.
+    """uvicorn with httptools, in the event loop in which the fleet's sockets live, and limits of our own
+    (`ConnectionProtocol`): httptools has none for a request's head.
     """
     limits = ConnectionLimits(
         header_bytes=settings.max_header_bytes,
@@ -195,7 +232,11 @@ def _uvicorn_config(
         send_seconds=settings.send_timeout,
     )
     protocol = functools.partial(
-        ConnectionProtocol, limits=limits, refused=functools.partial(metrics.answered, "other"), cut=metrics.cut
+        ConnectionProtocol,
+        limits=limits,
+        refused=functools.partial(metrics.answered, "other"),
+        cut=metrics.cut,
+        outbox=Outbox(),
     )
     config = uvicorn.Config(
         cast(Any, app),  # starlette's and uvicorn's names for the same protocol
@@ -216,18 +257,26 @@ def _uvicorn_config(
     return config
 
 
-def run_router(server: RouterServer) -> None:
-    """Run a router until SIGINT or SIGTERM; blocks. Returns after an orderly end.
+def freeze_start_up() -> None:
+    """What is there now stays: a full collection that looked through it, 30 ms, would hold all streams up."""
+    gc.collect()
+    gc.freeze()
 
-    In the main thread it handles both signals for its duration (a second one ends open streams at once); elsewhere it
+
+def run_router(server: RouterServer) -> None:
+    """Run a router until SIGINT, SIGTERM or SIGHUP; blocks. Returns after an orderly end.
+
+    In the main thread it handles these signals for its duration (a second one ends open streams at once); elsewhere it
     runs until the process ends.
     """
     mine = threading.current_thread() is threading.main_thread()
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)} if mine else {}
+    before = {s: signal.getsignal(s) for s in ENDING} if mine else {}
+    # `nohup` has SIGHUP ignored, and means it.
+    before = {s: handler for s, handler in before.items() if handler is not signal.SIG_IGN}
 
-    # What is there now stays: a full collection that looked through it, 30 ms, would hold all streams up.
-    gc.collect()
-    gc.freeze()
+    freeze_start_up()
+
+    sys.setswitchinterval(_SWITCH_SECONDS)
 
     async def main() -> None:
         for signum in before:

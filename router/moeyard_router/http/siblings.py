@@ -6,7 +6,7 @@ process that is not there, or does not answer within a second, is left out.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 _ANSWER_SECONDS = 1.0
@@ -14,18 +14,21 @@ _MAX_NAME = 64  # bytes of a question
 
 
 class Siblings:
-    """What process `index` of `count` is asked and asks. Lives in one event loop; `start` it there and `close` it."""
+    """What process `index` of `count` is asked and asks. Lives in one event loop: `start` it there, and `close` it."""
 
     def __init__(self, directory: Path, *, index: int, count: int) -> None:
         self._directory = directory
         self._others = [i for i in range(count) if i != index]
         self._index = index
         self._server: asyncio.Server | None = None
-        self._pages: Mapping[str, Callable[[], bytes]] = {}
+        self._pages: dict[str, Callable[[], bytes]] = {}
 
-    async def start(self, pages: Mapping[str, Callable[[], bytes]]) -> None:
+    def offer(self, name: str, page: Callable[[], bytes]) -> None:
+        """Have a page to be asked for; it is made when it is."""
+        self._pages[name] = page
+
+    async def start(self) -> None:
         """Answer from now on; a socket left by a process that took this place before is replaced."""
-        self._pages = pages
         path = self._path(self._index)
         path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._answer, path, limit=_MAX_NAME)

@@ -1,29 +1,28 @@
-"""Text in: the tokenizer of a checkpoint directory, and its chat template rendered as `transformers` renders it."""
+"""Text in: the tokenizer of a checkpoint directory, and its chat template."""
 
 import json
+import os
+import stat
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Encoding, Tokenizer
 
 from moeyard_router.errors import bad_request
 from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_router.text.length import LengthCheck, most_characters
-from moeyard_router.text.template_traits import template_traits
+from moeyard_router.text.template import ChatTemplate
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MAX_BYTES = 256 << 20  # of one file; the largest published tokenizer.json has 35 MB (2026-11)
 _SHORT_TEXT = 512  # characters; handing a shorter text to the tokenizer's threads takes longer than tokenizing it
 
 
 class TextCodec:
     """Text to token ids and back, for one checkpoint directory; `chat_template` is a file to use in place of its own.
+
+    `killable`: see `ChatTemplate`.
 
     Reads tokenizer.json, tokenizer_config.json and the chat template; raises `ValueError` naming the file at fault.
     Special tokens are added where tokenizer.json's own post-processor adds them (as transformers 5 does; the
@@ -32,9 +31,9 @@ class TextCodec:
 
     has_text = True
 
-    def __init__(self, directory: Path, chat_template: Path | None = None) -> None:
+    def __init__(self, directory: Path, chat_template: Path | None = None, *, killable: bool = False) -> None:
         path = directory / "tokenizer.json"
-        if not path.is_file():
+        if not _is_there(path):
             raise ValueError(f"{path}: no such file; the router needs a checkpoint with a tokenizer.json")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
@@ -55,7 +54,7 @@ class TextCodec:
             found = _template_source(directory, config)
         else:
             found = chat_template, _read_text(chat_template)
-        self.template = _template(*found, self.special_tokens)
+        self.template = _template(*found, self.special_tokens, killable=killable)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Long texts belong in a thread, where they do not hold the interpreter lock."""
@@ -109,115 +108,34 @@ class IdCodec:
 Codec = TextCodec | IdCodec
 
 
-def open_codec(directory: Path | None, chat_template: Path | None = None) -> Codec:
-    """The codec of a checkpoint directory, or the one of a model that has none; raises `ValueError`, `OSError`."""
+def open_codec(directory: Path | None, chat_template: Path | None = None, *, killable: bool = False) -> Codec:
+    """The codec of a checkpoint directory, or the one of a model that has none; raises `ValueError`, `OSError`.
+
+    `killable`: see `ChatTemplate`.
+    """
     if directory is not None:
-        return TextCodec(directory, chat_template)
+        return TextCodec(directory, chat_template, killable=killable)
     if chat_template is not None:
         raise ValueError(f"chat template {chat_template}: without a tokenizer there are no chats")
     return IdCodec()
 
 
-class ChatTemplate:
-    """A chat template in the dialect of Hugging Face: sandboxed jinja with trimmed blocks and a few helpers."""
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-            self.traits = template_traits(environment, source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
-        self._special_tokens = dict(special_tokens)
-        self.source = source
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        variables: Mapping[str, Any],
-    ) -> str:
-        """The prompt text; `variables` (chat_template_kwargs) override the special tokens' names.
-
-        Raises `ApiError` 400 with the template's own words if it refuses the messages.
-        """
-        names: dict[str, Any] = {
-            "tools": None,
-            "documents": None,
-            **self._special_tokens,
-            **variables,
-            "messages": [dict(m) for m in messages],
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            text = self._template.render(names)
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-        ) as error:
-            raise bad_request(f"the chat template refused the messages: {error}", "messages") from error
-        return _cut_after_final(text, str(messages[-1]["content"] or "")) if continue_final_message else text
-
-
-class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks assistant text for training; here it is its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
-
-    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
-        """Drop the tags, keep what they enclose."""
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-def _cut_after_final(text: str, content: str) -> str:
-    """The rendered text up to the end of the last message, so that the model goes on with that message."""
-    core = content.strip()
-    # `rfind` may compare every character with every other; `find` is linear, so both are turned round.
-    behind = text[::-1].find(core[::-1]) if core else -1
-    start = len(text) - behind - len(core) if behind >= 0 else -1
-    if start < 0:
-        raise bad_request(
-            "continue_final_message: the chat template does not show the last message's text as it is", "messages"
-        )
-    end = start + len(core)
-    tail = content[len(content.rstrip()) :]
-    return text[: end + len(tail)] if text.startswith(tail, end) else text[:end]
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON; jinja's own filter would escape characters of HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+def _is_there(path: Path) -> bool:
+    """Whether there is a file; raises `ValueError` naming what is no regular file, or too large to be read."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path}: is no regular file, and the files of a checkpoint are")
+    if found.st_size > _MAX_BYTES:
+        raise ValueError(f"{path}: has {found.st_size} bytes, at most {_MAX_BYTES} are read")
+    return True
 
 
 def _read_text(path: Path) -> str:
-    """The file's text; raises `ValueError` naming it if it is not UTF-8."""
+    """The file's text; raises `ValueError` naming it if it is not UTF-8, or no regular file."""
+    _is_there(path)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -226,7 +144,7 @@ def _read_text(path: Path) -> str:
 
 def _read_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file, or None if there is no file; raises `ValueError` naming it if it is anything else."""
-    if not path.is_file():
+    if not _is_there(path):
         return None
     text = _read_text(path)
     try:
@@ -251,12 +169,14 @@ def _special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _template(path: Path, source: str | None, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+def _template(
+    path: Path, source: str | None, special_tokens: Mapping[str, str], *, killable: bool
+) -> ChatTemplate | None:
     """The chat template of this text, or None for none; raises `ValueError` naming its file if it cannot be used."""
     if source is None:
         return None
     try:
-        return ChatTemplate(source, special_tokens)
+        return ChatTemplate(source, special_tokens, killable=killable)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -264,7 +184,7 @@ def _template(path: Path, source: str | None, special_tokens: Mapping[str, str])
 def _template_source(directory: Path, config: Mapping[str, Any]) -> tuple[Path, str | None]:
     """File and text of the chat template: chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
     path = directory / "chat_template.jinja"
-    if path.is_file():
+    if _is_there(path):
         return path, _read_text(path)
     path = directory / "chat_template.json"
     own: Mapping[str, Any] | None = _read_object(path)

@@ -1,6 +1,8 @@
 """An answer's text taken apart: what of it is reasoning, content and calls of tools."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from moeyard_router.text.events import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextEvent, joined
 from moeyard_router.text.reasoning import ReasoningFormat, ReasoningParser
@@ -12,7 +14,8 @@ class Extraction:
     """How the choices of one request are taken apart.
 
     `visible`: bytes by token id, where the markers' own special tokens can be seen. `inside`: the prompt ends within
-    the block of `reasoning`. `id_seed`: letters and digits that make ids of calls, one request's unlike another's.
+    the block of `reasoning`. `schemas`: of the functions' arguments, by name, for formats that need them.
+    `id_seed`: letters and digits that make ids of calls, one request's unlike another's.
     `one_call`: calls after a choice's first are left out. `hide_reasoning`: so is what the model thinks.
     `ends_as_tool_calls`: whether an output with calls that ended by itself has the finish reason "tool_calls".
     """
@@ -21,6 +24,7 @@ class Extraction:
     reasoning: ReasoningFormat | None = None
     inside: bool = False
     tools: ToolFormat | None = None
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     one_call: bool = False
     hide_reasoning: bool = False
     ends_as_tool_calls: bool = True
@@ -47,7 +51,11 @@ class Extractor:
         if extraction.reasoning is not None:
             self._reasoning = ReasoningParser(extraction.reasoning, inside=extraction.inside)
         if extraction.tools is not None:
-            self._tools = ToolCallParser(extraction.tools, call_id=lambda index: extraction.call_id(choice, index))
+            self._tools = ToolCallParser(
+                extraction.tools,
+                call_id=lambda index: extraction.call_id(choice, index),
+                schemas=extraction.schemas,
+            )
 
     @property
     def thinks(self) -> bool:

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from jinja2 import Environment, meta, nodes
+from jinja2 import nodes
+
+from moeyard_router.text.unfolded import UnfoldedEnvironment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +26,7 @@ class TemplateTraits:
         return word in self.words
 
 
-def template_traits(environment: Environment, source: str) -> TemplateTraits:
+def template_traits(environment: UnfoldedEnvironment, source: str) -> TemplateTraits:
     """Traits of a template; raises `jinja2.TemplateSyntaxError`."""
     tree = environment.parse(source)
     words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
@@ -32,9 +34,7 @@ def template_traits(environment: Environment, source: str) -> TemplateTraits:
     tested = [node.node for node in tree.find_all(nodes.Test) if node.name == "none"]
     tested += [node.expr for node in tree.find_all(nodes.Compare) if any(_is_none(op.expr) for op in node.ops)]
     null_content = any(_is_content(node) for node in tested)
-    # Last, because it folds constants within the tree.
-    variables = frozenset(meta.find_undeclared_variables(tree))
-    return TemplateTraits(variables=variables, words=frozenset(words), null_content=null_content)
+    return TemplateTraits(variables=environment.undeclared(tree), words=frozenset(words), null_content=null_content)
 
 
 def _is_none(node: nodes.Node) -> bool:

@@ -7,8 +7,9 @@ otherwise comes out as content, to the last character. Where the text was cut in
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moeyard_router.text.events import (
     MAX_BLANK,
@@ -21,6 +22,7 @@ from moeyard_router.text.events import (
     joined,
 )
 from moeyard_router.text.json_value import JsonValue, read_call, unquoted
+from moeyard_router.text.parameters import ParameterMarkup, ParameterReader
 
 MAX_HEAD = 1024  # characters between a call's first marker and its arguments; what is longer is no call
 
@@ -33,7 +35,8 @@ class ToolFormat:
     before the arguments' first character, never look further and match in one way only; `inner` are the markers in it.
     `between` and `closing` are characters without a meaning that may stand around calls and behind arguments. With
     `whole`, a call is a JSON object of `name` and `arguments`, which is read in one piece if its keys come in another
-    order than `head` has them. `id_length`: the family's templates take ids of so many letters and digits only.
+    order than `head` has them. With `parameters`, arguments are written one by one; those that are one JSON object all
+    the same are read too. `id_length`: the family's templates take ids of so many letters and digits only.
     `written` is how the family's own templates write a call, in three parts: before the function's name, from there to
     the arguments ({index} is the call's number), and behind these; `opening` stands before the first call, `joint`
     between two.
@@ -53,6 +56,7 @@ class ToolFormat:
     closing: str = " \t\r\n"
     whole: bool = False
     id_length: int | None = None
+    parameters: ParameterMarkup | None = None
 
     @property
     def openers(self) -> tuple[str, ...]:
@@ -68,11 +72,18 @@ class ToolFormat:
 
 
 class ToolCallParser:
-    """Reads one choice. `call_id` makes the id of call `index` where the model writes none."""
+    """Reads one choice. `call_id` makes the id of call `index` where the model writes none.
 
-    def __init__(self, form: ToolFormat, *, call_id: Callable[[int], str]) -> None:
+    `schemas` are those of the functions' arguments, by name: what a value is that is written bare.
+    """
+
+    def __init__(
+        self, form: ToolFormat, *, call_id: Callable[[int], str], schemas: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
         self._form = form
         self._call_id = call_id
+        self._schemas = schemas or {}
+        self._reader: ParameterReader | None = None
         self._calls = 0
         self._buffer = ""  # text not yet understood
         self._claimed = ""  # text before it that is part of a call if one follows, and content otherwise
@@ -95,6 +106,8 @@ class ToolCallParser:
         self._claimed, self._pieces = "", []
         if self._state == self._arguments:
             return joined([CallArguments(self._calls - 1, rest), CallEnd(self._calls - 1)])
+        if self._state == self._parameters and self._reader is not None:
+            return joined([CallArguments(self._calls - 1, self._reader.finish(rest)), CallEnd(self._calls - 1)])
         if self._state == self._closing:
             return [CallEnd(self._calls - 1)]
         if self._calls and not rest.strip(self._form.between if self._state == self._section else None):
@@ -113,7 +126,8 @@ class ToolCallParser:
             return False
         opener = min(found)[1]
         self._claimed, self._buffer = text[keep:place] + opener, text[place + len(opener) :]
-        self._in_section = bool(form.section_end) and opener != form.call_begin
+        # A call that is written bare may end as one within a section all the same, where the section is the call's own.
+        self._in_section = bool(form.section_end) and (opener != form.call_begin or form.parameters is not None)
         self._state = self._head if opener == form.call_begin else self._section
         return True
 
@@ -132,7 +146,11 @@ class ToolCallParser:
             self._claimed, self._buffer = "", text[len(form.section_end) :]
             self._state = self._content
             return True
-        if form.call_begin.startswith(text) or (not first and form.section_end.startswith(text)):
+        if not first and text.startswith(form.section_begin):
+            self._claim(len(form.section_begin))
+            return True
+        later = () if first else (form.section_begin, form.section_end)
+        if any(marker.startswith(text) for marker in (form.call_begin, *later)):
             return False
         return self._give_up(out)
 
@@ -143,7 +161,13 @@ class ToolCallParser:
         if match:
             self._begin(out, match["name"], match.groupdict().get("id"))
             self._buffer = text[match.end() :]
-            self._value = JsonValue((form.call_end, form.section_end, form.call_begin))
+            stops = (form.call_end, form.section_end, form.call_begin)
+            if form.parameters is not None and not self._buffer.startswith("{"):
+                schema = self._schemas.get(match["name"], {})
+                self._reader = ParameterReader(form.parameters, stops=(*stops, form.section_begin), schema=schema)
+                self._state = self._parameters
+                return True
+            self._value = JsonValue(stops)
             self._state = self._arguments
             return True
         if form.whole and _may_be_object(form, text[:MAX_HEAD]):
@@ -175,6 +199,15 @@ class ToolCallParser:
         self._buffer = "}" * len(own) + self._buffer  # where that brace is the last marker, it is still to be read
         self._state = self._closing
         return True
+
+    def _parameters(self, out: list[TextEvent]) -> bool:
+        """Within arguments that are written one by one."""
+        assert self._reader is not None, "a head was read before"
+        text, self._buffer, ended = self._reader.read(self._buffer)
+        out.append(CallArguments(self._calls - 1, text))
+        if ended:
+            self._state = self._closing
+        return ended
 
     def _arguments(self, out: list[TextEvent]) -> bool:
         """Within the arguments: an object that streams, or a JSON string with the object inside."""

@@ -3,6 +3,7 @@
 import re
 from types import MappingProxyType
 
+from moeyard_router.text.parameters import ParameterMarkup
 from moeyard_router.text.reasoning import END_THINK, REASONING_FORMATS, THINK, ReasoningFormat
 from moeyard_router.text.tool_calls import ToolFormat
 
@@ -27,6 +28,8 @@ def _deepseek(name: str, written: tuple[str, str, str], joint: str) -> ToolForma
         joint=joint,
     )
 
+
+_DSML = "｜DSML｜"  # a token of its own in DeepSeek-V3.2's vocabulary
 
 _FORMATS = (
     # Hermes 2 and later, Qwen2.5 and Qwen3: {"name": ..., "arguments": ...} between tags.
@@ -74,18 +77,62 @@ _FORMATS = (
         opening=" [",
         joint=", ",
     ),
+    # Qwen3-Coder and its kin: <tool_call> around each call, in which "function" is what marks one; at times it is left
+    # out. Templates write one parameter a line, and its value in lines of its own.
+    ToolFormat(
+        name="qwen3_coder",
+        section_begin="<tool_call>",
+        call_begin="<function=",
+        call_end="</function>",
+        section_end="</tool_call>",
+        head=re.compile(r"(?P<name>[^\s<>{]{1,256})>\s*(?=<parameter=|</function>|\{)"),
+        parameters=ParameterMarkup(
+            begin="<parameter=",
+            head=re.compile(r"(?P<name>[^<>\n]{1,256})>"),
+            end="</parameter>",
+            cut="</function>\n</tool_call>",
+            written=(">\n", ">\n"),
+            behind="\n",
+            pad="\n",
+        ),
+        written=("<function=", ">\n", "</function>\n"),
+        opening="\n",
+        joint="</tool_call>\n<tool_call>\n",
+    ),
+    # As encoding_dsv32.py beside the model writes it: string="true" before a text as it is, "false" before JSON.
+    ToolFormat(
+        name="deepseek_v32",
+        section_begin=f"<{_DSML}function_calls>",
+        call_begin=f'<{_DSML}invoke name="',
+        call_end=f"</{_DSML}invoke>",
+        section_end=f"</{_DSML}function_calls>",
+        inner=(_DSML,),
+        head=re.compile(rf'(?P<name>[^"<>\n]{{1,256}})">\s*(?=<{_DSML}parameter |</{_DSML}invoke>|\{{)'),
+        parameters=ParameterMarkup(
+            begin=f'<{_DSML}parameter name="',
+            head=re.compile(r'(?P<name>[^"<>\n]{1,256})"(?: +string="(?P<string>true|false)")? *>'),
+            end=f"</{_DSML}parameter>",
+            cut=f"</{_DSML}invoke>",
+            written=('" string="true">', '" string="false">'),
+            behind="\n",
+        ),
+        written=(f'<{_DSML}invoke name="', '">\n', f"</{_DSML}invoke>\n"),
+        opening="\n",
+    ),
 )
 TOOL_FORMATS = MappingProxyType({f.name: f for f in _FORMATS})
 
 
 def tool_format_of(template: str) -> ToolFormat | None:
     """The format that a chat template writes calls in, by its markers; None where it shows none that is known here."""
+    if _DSML in template:
+        return TOOL_FORMATS["deepseek_v32"]
     if "<｜tool▁calls▁begin｜>" in template:
         return TOOL_FORMATS["deepseek_v3" if "```json" in template else "deepseek_v31"]
     if "<|tool_calls_section_begin|>" in template:
         return TOOL_FORMATS["kimi_k2"]
-    if "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML between these tags
-        return TOOL_FORMATS["hermes"]
+    if "<tool_call>" in template:
+        return TOOL_FORMATS["qwen3_coder" if "<function=" in template and "<parameter=" in template else "hermes"]
     return TOOL_FORMATS["mistral"] if "[TOOL_CALLS]" in template else None
 
 

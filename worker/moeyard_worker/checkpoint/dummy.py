@@ -50,6 +50,9 @@ class DummyWeights:
         every = self._draw(f"{layer}.{expert}", (3, width * hidden))
         return every[0].view(width, hidden), every[1].view(width, hidden), every[2].view(hidden, width)
 
+    def check(self, layer: int, expert: int) -> None:
+        """There is no file to change."""
+
     def _draw(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         device = self._backend.device
         generator = torch.Generator(device).manual_seed(crc32(key.encode()))

@@ -7,6 +7,8 @@ interrupted download is named before anything is loaded.
 
 import json
 import math
+import os
+import reprlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +18,14 @@ from typing import Any
 
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.fields import read_json
+from moeyard_worker.config.files import open_regular
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# The format allows 100 MB, whose JSON can take 4 GB. The largest in use have 15 MB, for 100,000 tensors.
+MAX_HEADER_BYTES = 32_000_000
+MAX_KEY = 512  # characters; errors quote keys
+MAX_RANK = 8
 STORED_DTYPES = MappingProxyType({"F32": 4, "BF16": 2})
 _OTHER_DTYPE_BYTES = MappingProxyType(
     {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "F16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -28,14 +34,34 @@ _OTHER_DTYPE_BYTES = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
+class FileStamp:
+    """What tells that a file is the one that was checked, and was not written since."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+    @staticmethod
+    def of(fd: int) -> "FileStamp":
+        """The stamp of an open file, now."""
+        stat = os.fstat(fd)
+        return FileStamp(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file: `start` is the byte where its data begins, from the start of the file. `dtype` as stored."""
+    """A tensor in a file: `start` is the byte where its data begins, from the start of the file. `dtype` as stored.
+
+    `stamp` is that of the file when its header was read.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+    stamp: FileStamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,50 +92,63 @@ def _read_shards(directory: Path, index_path: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for name in sorted(set(weight_map.values())):
         file = directory / name
-        if file.parent != directory or not file.is_file():
+        # A name may be longer than the file system allows, or hold a zero byte.
+        if len(name) > 255 or not name.isprintable() or file.parent != directory or not file.exists():
             key = next(key for key, value in weight_map.items() if value == name)
-            raise CheckpointError(f"{file}: no such file, but {INDEX_NAME} puts {key} there")
+            shown = file if name.isprintable() else repr(name)
+            raise CheckpointError(f"{shown!s:.300}: no such file, but {INDEX_NAME} puts {key:.300} there")
         for key, entry in read_header(file).items():
             if key in entries:
                 raise CheckpointError(f"{file}: {key} is also in {entries[key].file.name}")
             entries[key] = entry
     for key, name in weight_map.items():
         if key not in entries or entries[key].file.name != name:
-            raise CheckpointError(f"{directory / name}: no tensor {key}, but {INDEX_NAME} puts it there")
+            raise CheckpointError(f"{directory / name}: no tensor {key:.300}, but {INDEX_NAME} puts it there")
     return entries
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The entries of one safetensors file, checked against its size."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
+    with open_regular(file) as stream:
+        stamp = FileStamp.of(stream.fileno())
+        size, prefix = stamp.size, stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             raise CheckpointError(f"{file}: not a safetensors file, or truncated ({size} bytes, header of {length})")
         raw = stream.read(length)
     try:
-        header = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        header = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: the header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: the header is not a JSON object")
     header.pop("__metadata__", None)
-    entries = {key: _entry(file, key, value, 8 + length) for key, value in header.items()}
+    entries = {key: _entry(file, stamp, key, value, 8 + length) for key, value in header.items()}
     _check_layout(file, entries, 8 + length, size)
     return entries
 
 
-def _entry(file: Path, key: str, value: Any, data_start: int) -> TensorEntry:
+def _entry(file: Path, stamp: FileStamp, key: str, value: Any, data_start: int) -> TensorEntry:
+    if len(key) > MAX_KEY or not key.isprintable():
+        raise CheckpointError(
+            f"{file}: {key!r:.80} is not the name of a tensor: {MAX_KEY} characters at most, no controls"
+        )
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        numbers_ok = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)) and begin <= end
+        numbers = (*shape[: MAX_RANK + 1], begin, end)
+        numbers_ok = len(shape) <= MAX_RANK and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
+        numbers_ok = numbers_ok and begin <= end
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{file}: {key} has a malformed header entry {value!r:.80}") from error
+        raise CheckpointError(f"{file}: {key} has a malformed header entry {_shown(value)}") from error
     itemsize = (STORED_DTYPES.get(dtype) or _OTHER_DTYPE_BYTES.get(dtype)) if isinstance(dtype, str) else None
     if not numbers_ok or itemsize is None or math.prod(shape) * itemsize != end - begin:
-        raise CheckpointError(f"{file}: {key} has a malformed header entry {value!r:.80}")
-    return TensorEntry(file, dtype, shape, data_start + begin, end - begin)
+        raise CheckpointError(f"{file}: {key} has a malformed header entry {_shown(value)}")
+    return TensorEntry(file, dtype, shape, data_start + begin, end - begin, stamp)
+
+
+def _shown(value: Any) -> str:
+    """What an error says of a value, whatever its size or depth."""
+    return f"{reprlib.repr(value):.200}"
 
 
 def _check_layout(file: Path, entries: Mapping[str, TensorEntry], data_start: int, size: int) -> None:

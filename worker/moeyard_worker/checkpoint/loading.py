@@ -7,6 +7,8 @@ of its parameter, another dtype goes through `_SCRATCH_BYTES` at a time; a matri
 """
 
 import mmap
+import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch
 from moeyard_kernels.backend import Backend
 from moeyard_worker.checkpoint.check import CheckedCheckpoint, check_checkpoint
 from moeyard_worker.checkpoint.index import TensorEntry, open_index
-from moeyard_worker.checkpoint.reading import TORCH_DTYPES, read_exactly
+from moeyard_worker.checkpoint.reading import TORCH_DTYPES, check_unchanged, open_checked, read_exactly
 from moeyard_worker.checkpoint.staging import Staging, pieces, put
 from moeyard_worker.layers.weights import Weight, num_elements
 from moeyard_worker.models.model_config import ModelConfig
@@ -83,7 +85,7 @@ class DenseLoader:
         if self._scratch is None and not direct:
             self._scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8)
         scratch = None if direct or self._scratch is None else self._scratch.view(stored)
-        with entry.file.open("rb", buffering=0) as stream:
+        with open_checked(entry) as stream:
             for begin in range(0, out.numel(), block):
                 target = out[begin : begin + block]
                 place = target if scratch is None else scratch[: target.numel()]
@@ -97,13 +99,15 @@ class DenseLoader:
 class MappedExperts:
     """`ExpertSource` over the checkpoint's files: views into memory maps, opened when first asked for.
 
-    The maps live as long as this object or a tensor from it.
+    The maps live as long as this object or a tensor from it. A file that is written to meanwhile changes under them,
+    one that is cut ends the process with SIGBUS where it is read: `tensors` and `check` raise CheckpointError instead,
+    as far as they come before. A file that is replaced by renaming stays what it was.
     """
 
     def __init__(self, checkpoint: CheckedCheckpoint) -> None:
         self._spec: ModelSpec = checkpoint.spec
         self._entries = checkpoint.index.entries
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._maps: dict[Path, _Mapped] = {}
 
     def tensors(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(gate [I, H], up [I, H], down [H, I]) as stored; treat them as read-only."""
@@ -115,6 +119,13 @@ class MappedExperts:
         gate, up, down = (self._view(key) for key, _ in self._spec.expert_tensors(names, expert))
         return gate, up, down
 
+    def check(self, layer: int, expert: int) -> None:
+        """Raise CheckpointError if a file with this expert has changed. After its tensors were copied, before use."""
+        names = self._spec.layers[layer].experts
+        assert names is not None, f"layer {layer} has no experts"
+        for file in {self._entries[key].file for key, _ in self._spec.expert_tensors(names, expert)}:
+            self._maps[file].check(file)
+
     def _fused(self, names: ExpertNames, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gate_up, down = self._view(names.fused_gate_up)[expert], self._view(names.fused_down)[expert]
         width = self._spec.config.moe_intermediate_size
@@ -122,13 +133,27 @@ class MappedExperts:
 
     def _view(self, key: str) -> torch.Tensor:
         entry = self._entries[key]
-        if entry.file not in self._maps:
-            with entry.file.open("rb") as stream:
-                # Private and writable in name only: torch wants a writable buffer, the pages stay the file's.
-                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-                self._maps[entry.file] = mmap.mmap(
-                    stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
-                )
+        mapped = self._maps.get(entry.file)
+        if mapped is None:
+            mapped = self._maps[entry.file] = _Mapped(entry)
+        mapped.check(entry.file)
         dtype = TORCH_DTYPES[entry.dtype]
         count = num_elements(entry.shape)
-        return torch.frombuffer(self._maps[entry.file], dtype=dtype, count=count, offset=entry.start).view(entry.shape)
+        return torch.frombuffer(mapped.memory, dtype=dtype, count=count, offset=entry.start).view(entry.shape)
+
+
+class _Mapped:
+    """A file in memory, and the open file that tells whether it was written to."""
+
+    def __init__(self, entry: TensorEntry) -> None:
+        # Private and writable in name only: torch wants a writable buffer, the pages stay the file's.
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        with open_checked(entry) as file:
+            self.memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self._fd = os.dup(file.fileno())
+        self._stamp = entry.stamp
+        weakref.finalize(self, os.close, self._fd)
+
+    def check(self, path: Path) -> None:
+        """Raise CheckpointError if the file is not as it was."""
+        check_unchanged(path, self._fd, self._stamp)

@@ -13,7 +13,7 @@ import torch
 
 from moeyard_worker.checkpoint.check import CheckedCheckpoint
 from moeyard_worker.checkpoint.index import TensorEntry
-from moeyard_worker.checkpoint.reading import TORCH_DTYPES, read_exactly
+from moeyard_worker.checkpoint.reading import TORCH_DTYPES, open_checked, read_exactly
 from moeyard_worker.layers.weights import num_elements
 
 _BUFFER_BYTES = 32 << 20
@@ -77,7 +77,7 @@ class Staging:
         begun, out = time.perf_counter(), []
         for piece, room in zip(pieces, self._buffers[self._turn][: sum(sizes)].split(sizes), strict=True):
             place = room[: piece.num_bytes].view(TORCH_DTYPES[piece.entry.dtype])
-            with piece.entry.file.open("rb", buffering=0) as file:
+            with open_checked(piece.entry) as file:
                 read_exactly(file.fileno(), piece.entry, piece.key, piece.begin * place.itemsize, place)
             out.append(place)
             self.read_bytes += piece.num_bytes
@@ -109,6 +109,9 @@ class StagedExperts:
         else:
             gate, up, down = self._staging.read(*(Piece(key, e, 0, num_elements(e.shape)) for key, e in stored))
         return gate.view(width, hidden), up.view(width, hidden), down.view(hidden, width)
+
+    def check(self, layer: int, expert: int) -> None:
+        """What was read is a copy."""
 
 
 def put(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -92,7 +92,7 @@ class EngineConfig:
     a published architecture, cut to its first num_layers if that is set. "auto" is "safetensors", all that is read.
     expert_slots and expert_memory: at most one is set; neither means as many as fit. kv_memory None means auto.
     async_scheduling: a step is planned while the one before runs. device: "cpu", "cuda" (the first GPU) or "cuda:N".
-    enforce_eager: no step is captured in a CUDA graph.
+    enforce_eager: no step is captured in a CUDA graph. mesh_encryption: of activations that go over TCP.
     """
 
     model_path: str | None
@@ -102,6 +102,7 @@ class EngineConfig:
     device: str = "cpu"
     num_workers: int = 1
     exchange: ExchangeKind = "auto"
+    mesh_encryption: bool = True
     dtype: str = "auto"
     expert_slots: int | None = None
     expert_memory: int | None = None

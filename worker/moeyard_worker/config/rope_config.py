@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from moeyard_worker.config.fields import Fields
+from moeyard_worker.config.fields import MAX_POSITIONS, Fields
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -45,7 +45,7 @@ def rope_fields(config: Fields, default_theta: float) -> Fields:
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
     values: Any = config.values.get(key) or {}
     if not isinstance(values, dict):
-        raise config.error(key, f"is {values!r}, expected an object")
+        raise config.error(key, f"is {values!r:.80}, expected an object")
     if any(isinstance(value, dict) for value in values.values()):
         raise config.error(key, "differs per layer type, which is not supported (supported: one rotation)")
     merged = dict(values)
@@ -66,7 +66,7 @@ def parse_rope(rope: Fields, *, dim: int, interleaved: bool, max_position: int) 
     # how long a sequence gets would change tokens that were already computed.
     if kind in ("default", "dynamic"):
         return RopeConfig(kind="default", dim=dim, theta=theta, interleaved=interleaved)
-    original = rope.integer("original_max_position_embeddings", max_position)
+    original = rope.integer("original_max_position_embeddings", max_position, maximum=MAX_POSITIONS)
     factor = rope.number("factor", max_position / original if kind == "yarn" else None)
     if kind == "linear":
         return RopeConfig(kind=kind, dim=dim, theta=theta, interleaved=interleaved, factor=factor)

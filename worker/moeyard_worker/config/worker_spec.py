@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.keys import WorkerKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What one rank is told at start. `epoch` is a random number of this fleet: frames of another one are refused."""
+    """What one rank is told at start. `epoch` is a random number of this fleet: frames of another one are refused.
+
+    `keys` lock its sockets; without any, whoever reaches them may speak (a single rank in its own process).
+    """
 
     config: EngineConfig
     rank: int
@@ -15,3 +19,4 @@ class WorkerSpec:
     host: str
     version: str
     metrics_port: int = 0
+    keys: WorkerKeys | None = None

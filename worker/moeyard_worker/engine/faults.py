@@ -1,7 +1,7 @@
 """Faults of a rank by name. Loads no torch: a launcher reads them too.
 
-A fault is what leaves this rank's memory or device in a state that nobody may trust: its requests end with the name,
-and only a new process may go on.
+A fault is what leaves this rank's memory or device in a state that nobody may trust: only a new process may go on. The
+requests that caused it end with the name, if it is known which did; the others go on elsewhere.
 """
 
 import re
@@ -13,14 +13,18 @@ _NAMED = 4
 
 
 class RankFault(RuntimeError):
-    """This rank cannot go on; the message names it, the step and what happened."""
+    """This rank cannot go on; the message names it, the step and what happened. `requests` are to blame, if any are."""
+
+    def __init__(self, message: str, requests: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.requests = tuple(requests)
 
 
-def not_finite(request_ids: Sequence[str], *, step: int) -> str:
-    """What is said of requests whose rows of a step had no finite largest logit."""
+def not_finite(request_ids: Sequence[str], *, step: int) -> RankFault:
+    """The fault of requests whose rows of a step had no finite largest logit."""
     named = ", ".join(request_ids[:_NAMED])
     more = f" and {len(request_ids) - _NAMED} more" if len(request_ids) > _NAMED else ""
-    return f"logits of step {step} are not finite: request {named}{more}"
+    return RankFault(f"logits of step {step} are not finite: request {named}{more}", request_ids)
 
 
 def name_of(error: BaseException, *, rank: int, step: int) -> str:

@@ -1,13 +1,20 @@
-"""The worker's socket towards routers: messages of `protocol` over one ZMQ ROUTER, nothing of the engine."""
+"""The worker's socket towards routers: messages of `protocol` over one ZMQ ROUTER, nothing of the engine.
+
+Whoever reaches it may knock. What is not of this fleet is not let in, what is too large is cut off by the socket before
+it is in memory, what is no message is dropped; all of it is counted, and the rank goes on.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator
 
 import zmq
 
+from moeyard_worker.keys import WorkerKeys
 from moeyard_worker.protocol import Message, PromptLogprobs, TokenBatch, Tokens
+from moeyard_worker.refusals import Refusals
 from moeyard_worker.scheduling.request import Reply
-from moeyard_worker.wire import ProtocolError, decode, encode
+from moeyard_worker.sockets import REFUSED_EVENTS, Gate, count_refused, lock, next_event, set_heartbeats, watch
+from moeyard_worker.wire import ProtocolError, decode, encode, request_limits
 
 log = logging.getLogger(__name__)
 
@@ -36,37 +43,51 @@ def in_frames(replies: Iterable[Reply]) -> Iterator[tuple[bytes, Message]]:
 
 
 class Frontend:
-    """Binds tcp://host:0 and speaks to any number of routers, each known by its ZMQ identity."""
+    """Binds tcp://host:0 and speaks to any number of routers, each known by its ZMQ identity.
 
-    def __init__(self, host: str) -> None:
+    Routers are those with a key that `keys` admit (None: anybody); one that is silent for `deadline` seconds is gone.
+    Requests have prompts of at most `max_model_len` tokens, which bounds what is read. `refusals` counts the rest.
+    Who waits for `socket` waits for `monitor` too.
+    """
+
+    def __init__(self, host: str, *, deadline: float, max_model_len: int, keys: WorkerKeys | None = None) -> None:
+        self.refusals = Refusals(log)
+        self._limits = request_limits(max_model_len)
         self._context = zmq.Context()
+        if keys is not None:
+            Gate(self._context, key=keys.router)
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         # A router that cannot take tokens must not make the socket drop a terminal reply: its queue is not bounded
         # here, requests are bounded by the scheduler's own limits.
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, self._limits.frame_bytes)
+        set_heartbeats(self.socket, deadline)
         # Unreachable routers raise instead of vanishing, so that their requests can be ended.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if keys is not None:
+            lock(self.socket, keys.own)
+        self.monitor = watch(self.socket, REFUSED_EVENTS)
         port = self.socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
-        """All messages that have arrived, without blocking. Frames that are no message are logged and dropped."""
+        """All messages that have arrived, without blocking. What is none is counted and dropped."""
+        while (event := next_event(self.monitor)) is not None:
+            count_refused(event, self.refusals, "a connection to the port for routers")
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if len(frames) != 2:
-                log.warning("a router sent %d frames, a message is one", len(frames) - 1)
+                self.refusals.add("frames", f"a router sent {len(frames) - 1} frames, a message is one")
                 continue
             try:
-                message = decode(frames[1])
+                message = decode(frames[1], self._limits)
             except ProtocolError as error:
-                log.warning("a router sent a bad message: %s", error)
+                self.refusals.add("message", f"a router sent a bad message: {error}")
                 continue
             yield frames[0], message
 
@@ -82,4 +103,8 @@ class Frontend:
 
     def close(self) -> None:
         """Close the socket; what was sent still leaves, for at most CLOSE_LINGER_MS. Safe to call twice."""
-        self._context.destroy(linger=CLOSE_LINGER_MS)
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.socket.close(linger=CLOSE_LINGER_MS)
+        self._context.term()

@@ -53,7 +53,7 @@ class GrammarQueue:
         if key in self._waiting:
             message = f"request {submit.request_id!r} is already running"
             return Rejected(request_id=submit.request_id, reason="duplicate", message=message)
-        if len(self._waiting) >= MAX_COMPILING:
+        if len(self._waiting) >= MAX_COMPILING and not submit.output_token_ids:
             message = f"{len(self._waiting)} grammars are being compiled"
             return Rejected(request_id=submit.request_id, reason="queue_full", message=message, retry_after=1.0)
         compiled = self._grammars.compile(grammar)
@@ -78,33 +78,29 @@ class GrammarQueue:
         except GrammarError as error:
             return _bad(each.submit, f"the grammar cannot be compiled: {error}")
         constraint = self._grammars.constraint(matcher, each.submit.sampling)
-        constraint.expect(())
+        constraint.expect(tuple(each.submit.output_token_ids))
         return constraint
 
     def abort(self, client: bytes, request_id: str) -> Done | None:
         """End one that waits; None when there is none of this name."""
         each = self._waiting.pop((client, request_id), None)
-        return None if each is None else _done(each.submit, "abort")
+        return None if each is None else _aborted(each.submit)
 
     def abort_client(self, client: bytes) -> None:
         """Forget all requests of a client that can no longer be reached."""
         for key in [key for key in self._waiting if key[0] == client]:
             del self._waiting[key]
 
-    def fail_all(self, error: str) -> list[tuple[bytes, Done]]:
-        """End every request that waits, with a named error."""
-        ended = [(each.client, _done(each.submit, "error", error)) for each in self._waiting.values()]
-        self._waiting.clear()
-        return ended
-
 
 def _bad(submit: Submit, message: str) -> Rejected:
     return Rejected(request_id=submit.request_id, reason="bad_request", message=message)
 
 
-def _done(submit: Submit, reason: str, error: str | None = None) -> Done:
-    prompt = len(submit.prompt_token_ids)
+def _aborted(submit: Submit) -> Done:
     return Done(
-        request_id=submit.request_id, finish_reason=reason, prompt_tokens=prompt, cached_tokens=0, completion_tokens=0,
-        error=error,
-    )  # fmt: skip
+        request_id=submit.request_id,
+        finish_reason="abort",
+        prompt_tokens=len(submit.prompt_token_ids),
+        cached_tokens=0,
+        completion_tokens=len(submit.output_token_ids),
+    )

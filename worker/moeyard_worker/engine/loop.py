@@ -4,8 +4,8 @@ With `max_in_flight` 2 a step is planned, agreed on and launched while the one b
 taken, one step late. With 1 they are taken at once, through the same code.
 
 A rank with work sends its plan and waits for the others'; an idle rank blocks on its sockets until a request arrives or
-a peer's plan does, so nothing spins and nobody coordinates. A peer that is lost or late poisons the step: every request
-here ends with the named error, and the rank refuses new ones until the fleet is started again.
+a peer's plan does, so nothing spins and nobody coordinates. A peer that is lost or late ends the epoch: the steps in
+flight are rolled back, and the rank keeps its requests and takes more until it is given the mesh of the next epoch.
 """
 
 import logging
@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import zmq
 
@@ -21,6 +22,7 @@ from moeyard_worker.engine.faults import RankFault, name_of, not_finite
 from moeyard_worker.engine.frontend import Frontend, in_frames
 from moeyard_worker.engine.grammar_queue import GrammarQueue
 from moeyard_worker.engine.grammars import Grammars
+from moeyard_worker.engine.loss import Loss, tell_loss
 from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.engine.reporting import Reporter
 from moeyard_worker.exchange.base import Exchange, ExchangeError
@@ -39,7 +41,10 @@ IDLE_CHECK_SECONDS = 1.0  # how long a rank stays idle before it checks its own 
 
 
 class Engine:
-    """Owns the loop; everything it drives is handed in. `run` is called in one thread, `stop` from any."""
+    """Owns the loop; everything it drives is handed in. `run` is called in one thread, `rejoin` and `stop` from any.
+
+    `on_loss` is told in the loop of what ended an epoch; then the loop waits for `rejoin`.
+    """
 
     def __init__(
         self,
@@ -54,6 +59,7 @@ class Engine:
         mesh: Mesh,
         frontend: Frontend,
         metrics: WorkerMetrics,
+        on_loss: Callable[[Loss], None] = lambda loss: None,
         grammars: Grammars | None = None,
     ) -> None:
         self.rank = rank
@@ -83,6 +89,8 @@ class Engine:
             experts=experts,
             metrics=metrics,
         )
+        self._on_loss = on_loss
+        self._next: tuple[Mesh, int] | None = None  # what `rejoin` was given
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._closing = threading.Lock()
         self._closed = False
@@ -90,12 +98,18 @@ class Engine:
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
         self._poller.register(frontend.socket, zmq.POLLIN)
-        # Peers are registered by `run`: they are met after this rank is built.
+        self._poller.register(frontend.monitor, zmq.POLLIN)
+        # Peers are registered when an epoch begins: they are met after this rank is built.
         self._peer_sockets: list[zmq.Socket[bytes]] = []
 
     def stop(self) -> None:
         """Ask the loop to end after the step it is in. Safe from any thread, and twice."""
         self._stopping = True
+        self._wake_up()
+
+    def rejoin(self, mesh: Mesh, step: int) -> None:
+        """Go on with the peers of a connected mesh of another epoch after step `step`; for a rank that told a loss."""
+        self._next = (mesh, step)
         self._wake_up()
 
     def _wake_up(self) -> None:
@@ -111,22 +125,32 @@ class Engine:
             os.close(self._wake)
 
     def run(self) -> None:
-        """Serve until `stop`. A fault or a broken invariant ends every request by name and is raised, named."""
-        for socket in self._mesh.poll_sockets():
-            self._peer_sockets.append(socket)
-            self._poller.register(socket, zmq.POLLIN)
+        """Serve until `stop`. A fault or a broken invariant is raised, named.
+
+        Whatever ends this rank, routers hear nothing of the requests that it leaves: they go on elsewhere. Only those
+        that are known to have caused the fault end here, by its name.
+        """
+        self._watch_peers()
         try:
             while not self._stopping:
                 self._turn()
         except BaseException as error:  # boundary: raised again, under its name
             named = name_of(error, rank=self.rank, step=self.step)
-            self._poison(named)
-            self._refuse_unread()
+            self.failure = self.failure or self._mesh.fail(named)
+            log.error("%s", named)
+            if isinstance(error, RankFault):
+                for reply in self._scheduler.fail(error.requests, named):
+                    self._send(reply.client, reply.message)
             raise RankFault(named) from error
-        finally:
-            self._end_all("the worker is stopping")
+
+    def _watch_peers(self) -> None:
+        for socket in self._mesh.poll_sockets():
+            self._peer_sockets.append(socket)
+            self._poller.register(socket, zmq.POLLIN)
 
     def _turn(self) -> None:
+        if self._next is not None:
+            self._begin_epoch(*self._next)
         self._take_messages()
         for reply in self._scheduler.expire(time.monotonic()):
             self._send(reply.client, reply.message)
@@ -135,7 +159,7 @@ class Engine:
                 self._advance()
                 return
         except ExchangeError as error:
-            self._poison(str(error))
+            self._lose(error)
             return
         self._report(force=False)
         self._block()
@@ -157,7 +181,7 @@ class Engine:
             try:
                 self._mesh.check_peers()
             except ExchangeError as error:
-                self._poison(str(error))
+                self._lose(error)
 
     def _take_messages(self) -> None:
         for client, message in self._frontend.receive():
@@ -174,42 +198,27 @@ class Engine:
             elif isinstance(message, Inspect):
                 self._send(client, self._experts.loads(self.rank))
             else:
-                log.warning("a router sent a %s, which only workers send", message.type)
+                self._frontend.refusals.add("message", f"a router sent a {message.type}, which only workers send")
         for each, made in self._grammars.ready(time.monotonic()):
             if isinstance(made, Rejected):
                 self._send(each.client, made)
             else:
                 self._add(each.client, each.submit, each.arrived, made)
 
-    def _refuse_unread(self) -> None:
-        """Answer the requests that nobody will read any more."""
-        for client, message in self._frontend.receive():
-            if isinstance(message, Submit):
-                self._submit(client, message)
-
     def _submit(self, client: bytes, message: Submit) -> None:
-        rejected: Rejected | None = None
         now = time.monotonic()
-        if self.failure is not None:
-            rejected = Rejected(request_id=message.request_id, reason="fleet_failed", message=self.failure)
-        elif message.sampling.grammar is None:
+        if message.sampling.grammar is None:
             self._add(client, message, now)
-        else:
-            # What can never run needs no grammar.
-            rejected = refusal(message, self._scheduler.config) or self._grammars.add(client, message, now)
+            return
+        # What can never run needs no grammar.
+        rejected = refusal(message, self._scheduler.config) or self._grammars.add(client, message, now)
         if rejected is not None:
             self._send(client, rejected)
 
     def _add(self, client: bytes, message: Submit, arrived: float, constraint: Constraint | None = None) -> None:
-        rejected = self._scheduler.add(message, client, arrived, constraint)
-        if rejected is not None:
-            self._send(client, rejected)
-
-    def _end_all(self, error: str) -> None:
-        for reply in self._scheduler.fail_all(error):
-            self._frontend.send(reply.client, reply.message)
-        for client, done in self._grammars.fail_all(error):
-            self._frontend.send(client, done)
+        reply = self._scheduler.add(message, client, arrived, constraint)
+        if reply is not None:
+            self._send(client, reply)
 
     def _advance(self) -> None:
         """Launch a step if there is one to run, then take the results of the oldest once no more may be in flight."""
@@ -237,7 +246,7 @@ class Engine:
         step = launched.step
         if unsound := launched.unsound:
             # What made them is in the pages by now, and others may share these.
-            raise RankFault(not_finite(unsound, step=number))
+            raise not_finite(unsound, step=number)
         results = launched.results
         now = time.monotonic()
         for client, message in in_frames(self._scheduler.complete(step, results, now, launched.scores)):
@@ -261,19 +270,39 @@ class Engine:
             self._scheduler.abort_client(client)
             self._grammars.abort_client(client)
 
-    def _poison(self, failure: str) -> None:
-        """The fleet cannot step any more: end every request by name, tell routers and peers, refuse what comes."""
-        if self.failure is not None:
-            return
+    def _lose(self, error: ExchangeError) -> None:
+        """The epoch has ended: keep what counts as computed, tell routers and launcher, wait for the next one."""
         for socket in self._peer_sockets:
             self._poller.unregister(socket)
         self._peer_sockets = []
-        # Peers first: what broke may be the scheduler, and then ending its requests breaks too. What they found may be
-        # the cause of this failure, and all ranks end their requests with one reason.
-        self.failure = self._mesh.fail(failure)
-        log.error("fleet failed: %s", self.failure)
+        # What others found may be the cause of what was met here; all ranks name one.
+        self.failure = self._mesh.fail(str(error))
+        finding = self._mesh.finding
+        assert finding is not None, "a mesh that failed knows why"
         self._launched.clear()
-        self._end_all(self.failure)
+        loss = tell_loss(
+            error,
+            finding,
+            rank=self.rank,
+            epoch=self.epoch,
+            steps=self.step,
+            running=self._scheduler.running(),
+            waiting=self._scheduler.num_waiting,
+        )
+        log.error("%s", loss)
+        self._scheduler.roll_back()
+        self._report(force=True)
+        self._on_loss(loss)
+
+    def _begin_epoch(self, mesh: Mesh, step: int) -> None:
+        """Go on where the loss of a peer left this rank."""
+        self._next = None
+        self._mesh, self._lockstep = mesh, Lockstep(mesh)
+        self._exchange.attach(mesh)
+        self.epoch = self._reporter.epoch = mesh.epoch
+        self.step, self.failure = step, None
+        self._watch_peers()
+        log.info("epoch %d begins after step %d", self.epoch, step)
         self._report(force=True)
 
     def _snapshot(self) -> Snapshot:

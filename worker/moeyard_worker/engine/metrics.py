@@ -2,11 +2,15 @@
 
 import platform
 import threading
-from wsgiref.simple_server import WSGIServer
+from collections.abc import Iterable
+from types import MappingProxyType
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from moeyard_worker.engine.metrics_server import MetricsServer
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.experts.cache import ExpertCache
@@ -61,7 +65,7 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self._rank = str(rank)
         self._totals: dict[tuple[str, ...], float] = {}
-        self._server: WSGIServer | None = None
+        self._server: MetricsServer | None = None
         self.queue_seconds = self._histogram("queue_seconds", "Arrival to first scheduled", REQUEST_BUCKETS)
         self.prefill_seconds = self._histogram("prefill_seconds", "First scheduled to first token", REQUEST_BUCKETS)
         self.token_seconds = self._histogram(
@@ -88,6 +92,9 @@ class WorkerMetrics:
             buckets=EXCHANGE_BUCKETS,
             registry=self.registry,
         )
+        # Per door (router, peer) what was refused there so far, by reason; read when somebody scrapes.
+        self.refused: dict[str, dict[str, int]] = {}
+        self.registry.register(_Refused(self, self._rank))
         self._counters = {
             name: Counter(f"moeyard_{name}", text, ("rank", *labels), registry=self.registry)
             for name, text, labels in (
@@ -102,6 +109,7 @@ class WorkerMetrics:
                 ("expert_cache_evictions", "Experts whose slot was taken", ("segment", "phase")),
                 ("expert_cache_bytes", "Bytes of expert weights moved", ("direction",)),
                 ("expert_copy_seconds", "Time in which missing experts were copied", ()),
+                ("routing_records_dropped", "Accesses not recorded, because the file could not be written", ()),
                 ("exchange_bytes", "Bytes of activations exchanged with peers", ("direction",)),
             )
         }
@@ -125,14 +133,14 @@ class WorkerMetrics:
 
     def serve(self, host: str, port: int = 0) -> int:
         """Answer scrapes on host:port (0 picks one) in a daemon thread; returns the port."""
-        self._server, _ = start_http_server(port, addr=host, registry=self.registry)
+        self._server = MetricsServer(self.registry, host=host, port=port)
         return int(self._server.server_port)
 
     def close(self) -> None:
         """Stop answering scrapes and free the port. Returns at once: the server looks for its end every 0.5 s."""
         server, self._server = self._server, None
         if server is not None:
-            threading.Thread(target=_end, args=(server,), name="metrics-end", daemon=True).start()
+            threading.Thread(target=server.end, name="metrics-end", daemon=True).start()
 
     def _advance(self, name: str, total: float, *labels: str) -> None:
         """Set a counter to a running total kept elsewhere."""
@@ -196,15 +204,39 @@ class WorkerMetrics:
             self._advance("expert_cache_evictions", count, segment, kind)
         self._advance("expert_cache_bytes", stats.bytes_copied, "to_slot")
         self._advance("expert_copy_seconds", stats.copy_seconds)
+        if stats.records_dropped is not None:
+            self._advance("routing_records_dropped", stats.records_dropped)
         self._gauge("expert_cache_slots", experts.num_slots)
         _drain(stats.stall_seconds, self.expert_stall)
         if stats.load_imbalance:
             self._gauge("expert_load_imbalance", max(stats.load_imbalance.values()))
 
 
-def _end(server: WSGIServer) -> None:
-    server.shutdown()
-    server.server_close()
+# By door, what may be refused there: known from the start, so that the first one is an increase.
+REFUSALS = MappingProxyType(
+    {"router": ("unknown_key", "handshake", "message", "frames"), "peer": ("unknown_key", "handshake")}
+)
+
+
+class _Refused(Collector):
+    """`moeyard_refused_total`: connections and frames that were not let in."""
+
+    def __init__(self, metrics: WorkerMetrics, rank: str) -> None:
+        self._metrics, self._rank = metrics, rank
+
+    def describe(self) -> Iterable[Metric]:
+        """Its name, for views of a part of the registry."""
+        return self.collect()
+
+    def collect(self) -> Iterable[Metric]:
+        """A sample for each door and reason."""
+        text = "Connections and frames that were not let in"
+        family = CounterMetricFamily("moeyard_refused", text, labels=["rank", "door", "reason"])
+        for door, reasons in REFUSALS.items():
+            counts = self._metrics.refused.get(door, {})
+            for reason in reasons:
+                family.add_metric([self._rank, door, reason], counts.get(reason, 0))
+        yield family
 
 
 def _drain(values: list[float], histogram: Histogram) -> None:

@@ -14,7 +14,7 @@ PEERS_SECONDS = 1.0
 
 
 class Reporter:
-    """Makes the snapshots of one rank. `step` is that of the last one that was due."""
+    """Makes the snapshots of one rank in `epoch`. `step` is that of the last one that was due."""
 
     def __init__(
         self,
@@ -28,7 +28,8 @@ class Reporter:
         metrics: WorkerMetrics,
     ) -> None:
         self.step = 0
-        self._identity = (rank, world_size, epoch)
+        self.epoch = epoch
+        self._identity = (rank, world_size)
         self._scheduler = scheduler
         self._grammars = grammars
         self._experts = experts
@@ -55,8 +56,8 @@ class Reporter:
         return self.snapshot(step, failure)
 
     def snapshot(self, step: int, failure: str | None) -> Snapshot:
-        """How the rank is now, in step `step`; `failure` is why it steps no more."""
-        rank, world_size, epoch = self._identity
+        """How the rank is now, in step `step`; `failure` is why it does not step."""
+        rank, world_size = self._identity
         scheduler = self._scheduler
         stats, experts = scheduler.stats, self._experts.stats.counters
         # A device that finds every expert in its slot counts nothing for the host.
@@ -64,9 +65,9 @@ class Reporter:
         return Snapshot(
             rank=rank,
             world_size=world_size,
-            epoch=epoch,
+            epoch=self.epoch,
             step=step,
-            state="ready" if failure is None else "failed",
+            state="ready" if failure is None else "recovering",
             failure=failure,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + len(self._grammars),

@@ -1,15 +1,16 @@
 """One rank of the fleet: builds the parts in order and runs the engine. Ray (deploy) or a test drives it.
 
 Life: construct (sockets bound, nothing loaded) -> `endpoints` -> `connect` (meet the peers) -> `load` (weights, caches)
--> `start` -> `wait` until the engine ends. `progress` and `stop` may be called at any time, from any thread. What
-crosses a method is plain values, so that a launcher needs no torch to drive a worker.
+-> `start` -> `wait` until the engine ends, or has lost a peer: then `rebind` (a mesh of the next epoch) -> `connect` ->
+`rejoin` -> `wait` again, with all that was loaded. `progress` and `stop` may be called at any time, from any thread.
+What crosses a method is plain values, so that a launcher needs no torch to drive a worker.
 """
 
 import logging
 import threading
 import time
 from dataclasses import asdict
-from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -21,19 +22,20 @@ from moeyard_worker.checkpoint.staging import StagedExperts, Staging
 from moeyard_worker.config.engine_config import SchedulerConfig, loading_rates
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
-from moeyard_worker.engine.frontend import Frontend
+from moeyard_worker.engine.doors import bind_frontend, bind_mesh, serve_metrics
 from moeyard_worker.engine.grammars import Grammars
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.loop import Engine
+from moeyard_worker.engine.loss import Loss
 from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
-from moeyard_worker.engine.metrics import WorkerMetrics
+from moeyard_worker.engine.recording import open_recorder
 from moeyard_worker.engine.runner import Runner
-from moeyard_worker.exchange.factory import build_exchange, build_mesh
+from moeyard_worker.exchange.factory import build_exchange
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.placement import partition
-from moeyard_worker.experts.trace import RoutingRecorder, TraceHeader
+from moeyard_worker.experts.trace import RoutingRecorder
 from moeyard_worker.models.decoder import Load
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.scheduling.scheduler import Scheduler
@@ -45,7 +47,7 @@ MEET_SECONDS = 20.0
 
 
 class Worker:
-    """A rank. Methods other than `progress` and `stop` are called once, in the order of the module's docstring."""
+    """A rank. Methods other than `progress` and `stop` are called in the order of the module's docstring."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         torch.set_num_threads(spec.config.threads)
@@ -58,24 +60,16 @@ class Worker:
         self._placement = partition(self._model.num_experts, config.num_workers)
         self._experts = self._placement[spec.rank]
         self._shape = exchange_shape(config, self._model)
-        self._mesh = build_mesh(
-            config.exchange,
-            shape=self._shape,
-            rank=spec.rank,
-            world_size=config.num_workers,
-            epoch=spec.epoch,
-            host=spec.host,
-            deadline=config.step_deadline,
-        )
-        self._frontend = Frontend(spec.host)
-        self._metrics = WorkerMetrics(rank=spec.rank, version=spec.version)
+        self._mesh = bind_mesh(spec, self._shape, spec.epoch)
         try:
-            self._metrics_port = self._metrics.serve(spec.host, spec.metrics_port)
-        except OSError as error:
-            raise ValueError(
-                f"metrics of worker {spec.rank} cannot listen on {spec.host}:{spec.metrics_port}: {error.strerror}; "
-                "choose another --metrics-port-base"
-            ) from error
+            self._metrics, self._metrics_port = serve_metrics(spec)
+            # What is planned for a sequence later is at most this.
+            self._frontend = bind_frontend(spec, config.max_model_len or self._model.max_position)
+            self._metrics.refused = {"router": self._frontend.refusals.counts, "peer": self._mesh.refused}
+        except BaseException:
+            # Nobody has this object yet, so nobody else takes the names out of /dev/shm and the temporary directory.
+            self._mesh.close()
+            raise
         self._available: int | None = None
         self._loaded = 0
         self._total = 0
@@ -84,9 +78,9 @@ class Worker:
         self._recording: RoutingRecorder | None = None
         # What `load` is at, for what it says when memory runs out.
         self._doing = "loading weights"
-        self._stopped = threading.Event()
+        # What `wait` returns, or raises; the last one stays.
+        self._told: SimpleQueue[Loss | BaseException | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._crash: BaseException | None = None
 
     def endpoints(self) -> dict[str, Any]:
         """`frontend` for routers, `metrics_url` for Prometheus, `mesh` (fields of a MeshEndpoint) for the peers."""
@@ -96,11 +90,19 @@ class Worker:
             "mesh": asdict(self._mesh.endpoint()),
         }
 
-    def connect(self, mesh: list[dict[str, Any]]) -> None:
-        """Meet the peers: their endpoints in rank order."""
-        self._mesh.connect([MeshEndpoint(**fields) for fields in mesh], timeout=MEET_SECONDS)
-        # No rank loads before all have met: in `load` peers of this host would already be taking what is measured.
-        self._available = self._device.available()
+    def rebind(self, epoch: int) -> dict[str, Any]:
+        """Bind a mesh of another epoch, for a rank whose `wait` has told of a loss or whose peers did not meet."""
+        self._mesh.close()
+        self._mesh = bind_mesh(self._spec, self._shape, epoch)
+        self._metrics.refused["peer"] = self._mesh.refused
+        return self.endpoints()
+
+    def connect(self, mesh: list[dict[str, Any]], timeout: float = MEET_SECONDS) -> None:
+        """Meet the peers within `timeout` seconds: their endpoints in rank order."""
+        self._mesh.connect([MeshEndpoint(**fields) for fields in mesh], timeout=timeout)
+        if self._available is None:
+            # No rank loads before all have met: in `load` peers of this host would already be taking what is measured.
+            self._available = self._device.available()
 
     def progress(self) -> tuple[int, int]:
         """Bytes loaded so far and in all (0, 0 before `load`)."""
@@ -133,7 +135,9 @@ class Worker:
     def _build(self, plan: MemoryPlan) -> dict[str, Any]:
         """Everything that `plan` has room for."""
         config, model = self._spec.config, self._model
-        self._recording = self._recorder(plan)
+        self._recording = open_recorder(
+            config, model, rank=self._spec.rank, experts=self._experts, num_slots=plan.expert_slots
+        )
         state = model.state_spec(self._dtype.itemsize)
         num_state_slots = config.max_num_seqs if state.bytes_per_sequence else 0
         backend = self._device.backend
@@ -202,6 +206,7 @@ class Worker:
             mesh=self._mesh,
             frontend=self._frontend,
             metrics=self._metrics,
+            on_loss=self._told.put,
             grammars=self.grammars,
         )
         log.info("rank %d serves %s with %s", self._spec.rank, config.model_path or config.shape, plan)
@@ -242,47 +247,46 @@ class Worker:
             host_available=available_memory() // ranks_on_host if self._device.footprints.HOST_EXPERTS else None,
         )
 
-    def _recorder(self, plan: MemoryPlan) -> RoutingRecorder | None:
-        config = self._spec.config
-        if config.record_routing is None:
-            return None
-        header = TraceHeader(
-            rank=self._spec.rank,
-            world_size=config.num_workers,
-            layers=self._model.moe_layers,
-            experts_start=self._experts.start,
-            experts_stop=self._experts.stop,
-            top_k=self._model.top_k,
-            num_slots=plan.expert_slots,
-            policy=config.expert_policy,
-        )
-        return RoutingRecorder(Path(config.record_routing), header)
-
-    def start(self) -> None:
-        """Run the engine in a thread of its own."""
+    def start(self, step: int = 0) -> None:
+        """Run the engine in a thread of its own; its peers have begun `step` steps."""
+        assert self._engine is not None, "start comes after load"
+        self._engine.step = step
         self._thread = threading.Thread(target=self._run, name=f"engine-{self._spec.rank}", daemon=True)
         self._thread.start()
+
+    def rejoin(self, step: int) -> None:
+        """Go on with the peers of the mesh that was bound and connected last, after step `step`."""
+        assert self._engine is not None, "only a rank that has started may rejoin"
+        self._engine.rejoin(self._mesh, step)
 
     def _run(self) -> None:
         assert self._engine is not None
         self._device.activate()
+        end: BaseException | None = None
         try:
             self._engine.run()
         except BaseException as error:  # boundary: handed to `wait`, which raises it where the launcher sees it
-            self._crash = error
+            end = error
         finally:
             self._mesh.close()
             # Routers must not go on talking to a rank that has ended.
             self._frontend.close()
             if self._recording is not None:
                 self._recording.close()
-            self._stopped.set()
+            self._told.put(end)
 
-    def wait(self) -> None:
-        """Block until the engine has ended; raises what ended it when that was not `stop`."""
-        self._stopped.wait()
-        if self._crash is not None:
-            raise self._crash
+    def wait(self) -> dict[str, Any] | None:
+        """Block until the engine has lost a peer, and return the fields of that `Loss`, or has ended.
+
+        Then None after `stop`; otherwise raises what ended it.
+        """
+        told = self._told.get()
+        if isinstance(told, Loss):
+            return asdict(told)
+        self._told.put(told)
+        if told is not None:
+            raise told
+        return None
 
     def stop(self) -> None:
         """End the engine after its current step and free sockets and shared memory. Safe to call twice."""
@@ -296,4 +300,4 @@ class Worker:
         self._mesh.close()
         self._frontend.close()
         self._metrics.close()
-        self._stopped.set()
+        self._told.put(None)

@@ -47,6 +47,10 @@ class Exchange(Protocol):
     world_size: int
     stats: ExchangeStats
 
+    def attach(self, mesh: Any) -> None:
+        """Go on over another connected `Mesh` of as many ranks; what was begun over the one before is given up."""
+        ...
+
     def begin_step(self, step: int) -> None:
         """Start lockstep step `step` (every rank calls it with the same number, one higher each time)."""
         ...

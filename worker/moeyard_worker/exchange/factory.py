@@ -7,6 +7,7 @@ from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.exchange.wires import MeshLock
 from moeyard_worker.exchange.zmq_exchange import ZmqExchange
 
 
@@ -34,6 +35,7 @@ def build_mesh(
     host: str = "127.0.0.1",
     deadline: float = 5.0,
     host_id: str | None = None,
+    lock: MeshLock | None = None,
 ) -> Mesh:
     """First phase, on every rank: bind. Publish `mesh.endpoint()`, then call `mesh.connect` with all endpoints."""
     kind = resolve_kind(kind, world_size)
@@ -47,6 +49,7 @@ def build_mesh(
         slab_bytes=0 if kind == "local" else shape.slab_bytes,
         fingerprint=shape.fingerprint,
         host_id=host_id,
+        lock=lock,
     )
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from moeyard_worker.exchange.base import Dispatched, ExchangeStats
+from moeyard_worker.exchange.mesh import Mesh
 
 
 class LocalExchange:
@@ -15,6 +16,9 @@ class LocalExchange:
         self.stats = ExchangeStats()
         self._step_rows = (0, 0)
         self._prompt: torch.Tensor | None = None
+
+    def attach(self, mesh: Mesh) -> None:
+        """No peer is ever lost."""
 
     def begin_step(self, step: int) -> None:
         """Nothing to agree on with oneself."""

@@ -27,7 +27,7 @@ from moeyard_worker.exchange.rendezvous import (
     host_identity,
 )
 from moeyard_worker.exchange.slab import SharedFile
-from moeyard_worker.exchange.wires import LAST_LOOK_S, Wires
+from moeyard_worker.exchange.wires import LAST_LOOK_S, MeshLock, Wires
 
 Transport = Literal["shm", "tcp"]
 
@@ -47,9 +47,10 @@ class Mesh:
     of the same host and TCP with others; "tcp" uses TCP with all. `slab_bytes` is the size of the memory each rank
     shares, `fingerprint` whatever else must be equal on all ranks. Unix sockets live in a fresh private folder until
     `connect` returns. `host_id` overrides what tells hosts apart. A mesh of one rank opens nothing.
+    `lock` is on TCP; None lets anyone in. `refused` counts by reason who was not.
 
     step: the lockstep step in progress, set by the owner, part of every tag.
-    failure: the reason this mesh is poisoned, or None.
+    failure: the reason this mesh is poisoned, or None; finding: with it the ranks and the place, as all agreed.
     peer_slabs: the mapped memory of each peer of this host; own_slab: this rank's, or None.
     """
 
@@ -65,10 +66,9 @@ class Mesh:
         slab_bytes: int = 0,
         fingerprint: str = "",
         host_id: str | None = None,
+        lock: MeshLock | None = None,
     ) -> None:
-        if transport not in ("shm", "tcp"):
-            raise ValueError(f"transport must be shm or tcp, got {transport!r}")
-        check_place(rank, world_size, host=host, deadline=deadline)
+        check_place(rank, world_size, host=host, deadline=deadline, transport=transport)
         self.rank = rank
         self.world_size = world_size
         self.epoch = epoch
@@ -76,6 +76,7 @@ class Mesh:
         self.slab_bytes = slab_bytes
         self.step = 0
         self.failure: str | None = None
+        self.finding: Finding | None = None
         self.peer_slabs: dict[int, SharedFile] = {}
         self.own_slab: SharedFile | None = None
         self._own_directory: str | None = None
@@ -96,11 +97,13 @@ class Mesh:
                     # Only names a dead link of an idle fleet; a step in progress has its deadline.
                     heartbeat_timeout=2 * deadline,
                     max_frame_bytes=slab_bytes + FRAME_SLACK_BYTES,
+                    lock=lock,
                 )
         except BaseException:
             self.close()
             raise
         self.peers: tuple[int, ...] = self._wires.peers if self._wires else ()
+        self.refused: dict[str, int] = self._wires.refusals.counts if self._wires else {}
         self._endpoint = MeshEndpoint(
             rank=rank,
             world_size=world_size,
@@ -276,7 +279,7 @@ class Mesh:
                 finding = agree_on_finding(self._wires, tag, finding, patience=PATIENCE_SHARE * self.deadline)
             elif self._wires is not None:
                 tell_settled(self._wires, tag, finding)
-            self.failure = finding.reason
+            self.finding, self.failure = finding, finding.reason
         return self.failure
 
     def _raise(self, place: int, ranks: Iterable[int], reason: str, *, step: int | None = None) -> NoReturn:

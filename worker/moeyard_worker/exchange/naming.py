@@ -24,6 +24,14 @@ def place_of(layer: int | None, phase: Phase) -> int:
     return {Phase.HANDSHAKE: OWN_FAULT, Phase.PLAN: 1}.get(phase, AFTER_STEP)
 
 
+def name_place(place: int) -> str:
+    """The words for what `place_of` returns."""
+    if place in (OWN_FAULT, AFTER_STEP):
+        return "itself" if place == OWN_FAULT else "after the step"
+    layer, combine = divmod(place - 2, 2)
+    return "plan" if place == 1 else f"layer {layer}, {'combine' if combine else 'dispatch'}"
+
+
 def name_frame(frame: Frame) -> str:
     """The tag of a frame in words, or why it has none."""
     try:

@@ -70,8 +70,12 @@ def check_handshake(frame: bytes | memoryview, peer: int, own: MeshEndpoint) -> 
     return f"what connected as rank {peer} of {own.world_size}, epoch {own.epoch}, is {theirs}"
 
 
-def check_place(rank: int, world_size: int, *, host: str, deadline: float) -> None:
-    """Raise ValueError for a rank outside its fleet, no deadline, or a wildcard: ranks listen on one address."""
+def check_place(rank: int, world_size: int, *, host: str, deadline: float, transport: str) -> None:
+    """Raise ValueError for a rank outside its fleet, no deadline, an unknown transport, or a wildcard: ranks listen on
+    one address.
+    """
+    if transport not in ("shm", "tcp"):
+        raise ValueError(f"transport must be shm or tcp, got {transport!r}")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}")
     if deadline <= 0:

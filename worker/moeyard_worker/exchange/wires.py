@@ -3,17 +3,35 @@
 A PAIR accepts exactly one connection and keeps it for life, so a frame's source is known from the socket it arrives on,
 nobody can take a peer's place, waiting for one peer is one blocking `recv`, and each source's frames stay in order.
 A connection that ends is never made again (RECONNECT_IVL); its monitor says so within milliseconds.
+
+TCP is met under the fleet's keys only. Unix sockets are not: they lie in a directory of mode 0700 until all have met.
 """
 
+import hashlib
+import hmac
+import logging
 import os
 import secrets
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from moeyard_worker.exchange.frames import Frame
+from moeyard_worker.keys import WorkerKeys
+from moeyard_worker.refusals import Refusals
+from moeyard_worker.sockets import (
+    REFUSED_EVENTS,
+    Gate,
+    count_refused,
+    lock,
+    lock_in_clear,
+    next_event,
+    unlock,
+    unlock_in_clear,
+    watch,
+)
 
 # At most two frames of a source are ever unread (its frame of this phase and, when it already has ours, of the next),
 # plus a handshake, a plan and a poison frame. A PAIR blocks at its mark, it never drops.
@@ -33,7 +51,42 @@ MAX_IPC_PATH = 107
 
 # CLOSED on a socket that connects is a refused connection; on one that binds it would be the end of a listener.
 _CONNECT_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-_BIND_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED
+_BIND_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | REFUSED_EVENTS
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshLock:
+    """What keeps strangers out: CURVE, or without `encrypt` a password that goes in clear with every handshake."""
+
+    keys: WorkerKeys
+    encrypt: bool = True
+
+    @property
+    def password(self) -> bytes:
+        """Made of the ranks' secret, and gives nothing of it away."""
+        return hmac.digest(self.keys.own.secret, b"moeyard exchange", hashlib.sha256).hex().encode()
+
+    def on(self, socket: "zmq.Socket[bytes]") -> None:
+        """Lock what `socket` binds from now on."""
+        if self.encrypt:
+            lock(socket, self.keys.own)
+        else:
+            lock_in_clear(socket)
+
+    def opened_by(self, socket: "zmq.Socket[bytes]") -> None:
+        """Let `socket` in where it connects from now on."""
+        if self.encrypt:
+            unlock(socket, self.keys.own, self.keys.own.public)
+        else:
+            unlock_in_clear(socket, self.password)
+
+    def gate(self, context: "zmq.Context[zmq.Socket[bytes]]") -> Gate:
+        """Who is admitted to the sockets of `context`."""
+        if self.encrypt:
+            return Gate(context, key=self.keys.own.public)
+        return Gate(context, password=self.password)
 
 
 class Wires:
@@ -42,6 +95,7 @@ class Wires:
     tcp, ipc: the bound address for each rank, "" where there is none.
     inbox: frames read but not yet used, oldest first.
     lost: the peers whose connection ended, and how.
+    refusals: strangers that knocked.
     """
 
     def __init__(
@@ -53,8 +107,11 @@ class Wires:
         ipc_directory: str | None,
         heartbeat_timeout: float,
         max_frame_bytes: int,
+        lock: MeshLock | None = None,
     ) -> None:
         self._rank = rank
+        self._lock = lock
+        self.refusals = Refusals(log)
         self._ipv6 = ":" in host
         self.peers = tuple(peer for peer in range(world_size) if peer != rank)
         self.inbox: dict[int, deque[Frame]] = {peer: deque() for peer in self.peers}
@@ -70,6 +127,8 @@ class Wires:
         self._descriptor: dict[int, int] = {}
         self._ended: dict[int, set[int]] = {peer: set() for peer in self.peers}
         self._poller = zmq.Poller()
+        if lock is not None:
+            lock.gate(self._context)
         try:
             for peer in self.peers:
                 self._open(peer, heartbeat_timeout, max_frame_bytes)
@@ -101,25 +160,31 @@ class Wires:
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
             # In libzmq's wire format tenths of a second.
             socket.setsockopt(zmq.HEARTBEAT_TTL, max(100, milliseconds))
-        monitor = socket.get_monitor_socket(_BIND_EVENTS if peer > self._rank else _CONNECT_EVENTS)
+        monitor = watch(socket, _BIND_EVENTS if peer > self._rank else _CONNECT_EVENTS)
         self._monitors[peer] = monitor
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
 
     def _bind(self, peer: int, host: str, ipc_directory: str | None) -> None:
         socket = self._sockets[peer]
-        socket.bind(f"tcp://[{host}]:*" if self._ipv6 else f"tcp://{host}:*")
-        self.tcp[peer] = _last_endpoint(socket)
+        # A lock is on what is bound after it.
         if ipc_directory is not None:
             path = str(Path(ipc_directory) / f"{secrets.token_hex(8)}.sock")
             if len(os.fsencode(path)) > MAX_IPC_PATH:
                 raise ValueError(f"a unix socket's path has at most {MAX_IPC_PATH} bytes: {path}")
             socket.bind(f"ipc://{path}")
             self.ipc[peer] = f"ipc://{path}"
+        if self._lock is not None:
+            self._lock.on(socket)
+        socket.bind(f"tcp://[{host}]:*" if self._ipv6 else f"tcp://{host}:*")
+        self.tcp[peer] = _last_endpoint(socket)
 
     def connect(self, peer: int, address: str) -> None:
         """Connect to what peer (a lower rank) bound for us. Never blocks."""
-        self._sockets[peer].connect(address)
+        socket = self._sockets[peer]
+        if self._lock is not None and address.startswith("tcp:"):
+            self._lock.opened_by(socket)
+        socket.connect(address)
 
     def unbind(self, address: str) -> None:
         """Stop listening on a bound address that its peer will not use."""
@@ -168,9 +233,10 @@ class Wires:
                 self.lost[peer] = "lost"
 
     def _drain_monitor(self, peer: int) -> None:
-        while self._monitors[peer].poll(0):
-            message = recv_monitor_message(self._monitors[peer])
-            if message["event"] == zmq.EVENT_ACCEPTED:
+        while (message := next_event(self._monitors[peer])) is not None:
+            if message["event"] & REFUSED_EVENTS:
+                count_refused(message, self.refusals, f"a connection to the port of rank {peer}")
+            elif message["event"] == zmq.EVENT_ACCEPTED:
                 self._ended[peer].discard(message["value"])
             elif peer > self._rank:
                 self._ended[peer].add(message["value"])

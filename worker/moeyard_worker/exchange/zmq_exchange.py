@@ -62,23 +62,28 @@ class ZmqExchange:
             *range(shape.num_experts)
         ]:
             raise ValueError(f"{placement} does not place {shape.num_experts} experts on {mesh.world_size} ranks")
-        assert mesh.slab_bytes == shape.slab_bytes, (mesh.slab_bytes, shape)
         self.rank = mesh.rank
         self.world_size = mesh.world_size
         self.stats = ExchangeStats()
-        self._mesh = mesh
         self._shape = shape
         self._placement = placement
-        self._slab = Slab(shape, mesh.own_slab.memory if mesh.own_slab else bytearray(shape.slab_bytes))
-        self._home = self._slab.home_tensor(shape)
-        self._home_view = self._home[:0].view(0, shape.top_k, shape.hidden)
-        self._near = {peer: Slab(shape, shared.memory) for peer, shared in mesh.peer_slabs.items()}
-        self._far = {peer: Outbox() for peer in mesh.peers if peer not in self._near}
         self._row_bytes = shape.row_bytes
         self._row_type = np.dtype(f"V{shape.row_bytes}")
         self._dtype = getattr(torch, shape.dtype)
         self._rows = torch.empty(0, shape.hidden, dtype=self._dtype)
         self._raw_rows = self._as_rows(self._rows)
+        self.attach(mesh)
+
+    def attach(self, mesh: Mesh) -> None:
+        """See `Exchange.attach`. Memory shared over the mesh before is not used again: who was lost may write it."""
+        shape = self._shape
+        assert (mesh.rank, mesh.world_size, mesh.slab_bytes) == (self.rank, self.world_size, shape.slab_bytes), shape
+        self._mesh = mesh
+        self._slab = Slab(shape, mesh.own_slab.memory if mesh.own_slab else bytearray(shape.slab_bytes))
+        self._home = self._slab.home_tensor(shape)
+        self._home_view = self._home[:0].view(0, shape.top_k, shape.hidden)
+        self._near = {peer: Slab(shape, shared.memory) for peer, shared in mesh.peer_slabs.items()}
+        self._far = {peer: Outbox() for peer in mesh.peers if peer not in self._near}
         self._open: ZmqHandle | None = None
 
     def begin_step(self, step: int) -> None:

@@ -11,3 +11,7 @@ class ExpertSource(Protocol):
     def tensors(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(gate [I, H], up [I, H], down [H, I]) of global expert `expert` of layer `layer`, uncast."""
         ...
+
+    def check(self, layer: int, expert: int) -> None:
+        """Raise if what `tensors` last gave of it may have changed since: after it was copied, before it is used."""
+        ...

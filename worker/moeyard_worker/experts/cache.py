@@ -37,6 +37,7 @@ class CacheStats:
     (on a GPU the time of gathering what decode rows missed, beside rows that hit). `load_imbalance` maps a
     layer to the rows of its busiest local expert over the mean of all local experts, at the layer's last access with
     rows (where the host knows them), and `expert_rows` to the rows that each local expert has computed in all.
+    `records_dropped` counts accesses that could not be recorded, None where nothing is recorded.
     """
 
     counters: Counters = field(default_factory=Counters)
@@ -45,6 +46,7 @@ class CacheStats:
     stall_seconds: list[float] = field(default_factory=list)
     load_imbalance: dict[int, float] = field(default_factory=dict)
     expert_rows: dict[int, list[int]] = field(default_factory=dict)
+    records_dropped: int | None = None
 
 
 class ExpertCache:
@@ -152,7 +154,7 @@ class ExpertCache:
         done = progress or (lambda written: None)
         if self._residency is None:
             for slot, (layer, expert) in enumerate(self._policy.resident):
-                written = self._slots.write(slot, *self._store.read(layer, expert))
+                written = self._fill(slot, layer, expert)
                 self.stats.bytes_copied += written
                 done(written)
         else:
@@ -196,6 +198,8 @@ class ExpertCache:
     def look(self, *, wait: bool = False) -> CacheStats:
         """The totals; what a device counts is as of the last look but one, or with `wait` as of now."""
         now = time.monotonic()
+        if self._recorder is not None:
+            self.stats.records_dropped = self._recorder.dropped
         if self._residency is not None and (wait or now >= self._looked + _LOOK_SECONDS):
             self._looked = now
             self._take(self._residency.counts(wait=wait))
@@ -244,12 +248,18 @@ class ExpertCache:
             if misses:
                 begun = time.perf_counter()
                 for placed in misses:
-                    self.stats.bytes_copied += self._slots.write(placed.slot, *self._store.read(layer, placed.expert))
+                    self.stats.bytes_copied += self._fill(placed.slot, layer, placed.expert)
                 stalls.append(time.perf_counter() - begun)
                 run.compute(self._table(misses))
         if stalls:
             self.stats.stall_seconds.append(sum(stalls))
             self.stats.copy_seconds += sum(stalls)
+
+    def _fill(self, slot: int, layer: int, expert: int) -> int:
+        """Copy an expert into a slot; returns the bytes written."""
+        written = self._slots.write(slot, *self._store.read(layer, expert))
+        self._store.check(layer, expert)
+        return written
 
     def _table(self, wave: list[Placed]) -> Any:
         """The slots of these experts, -1 for all others."""

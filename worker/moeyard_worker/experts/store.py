@@ -23,3 +23,7 @@ class HostStore:
         ):
             assert tensor.shape == shape, f"layer {layer} expert {expert}: {name} is {tuple(tensor.shape)}, not {shape}"
         return gate, up, down
+
+    def check(self, layer: int, expert: int) -> None:
+        """What was copied after `read` is what the checkpoint held when it was checked; raises what the source does."""
+        self._source.check(layer, expert)

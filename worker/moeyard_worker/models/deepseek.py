@@ -11,7 +11,7 @@ from typing import Any
 from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.config.fields import Fields
 from moeyard_worker.layers.mla import Mla
-from moeyard_worker.models.family import Family
+from moeyard_worker.models.family import Family, count_layers
 from moeyard_worker.models.model_config import GateConfig
 from moeyard_worker.models.parsing import parse_mla
 
@@ -21,7 +21,7 @@ def _blocks(config: Fields, attention: Mla, gate: GateConfig) -> dict[str, Any]:
         raise config.error("mlp_bias", "is not supported")
     first = config.integer("first_k_dense_replace", 0, minimum=0)
     frequency = config.integer("moe_layer_freq", 1)
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = count_layers(config)
     width = config.integer("moe_intermediate_size")
     return {
         "attention": (attention,) * num_layers,

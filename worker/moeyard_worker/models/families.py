@@ -7,10 +7,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES
-from moeyard_worker.config.fields import Fields, read_json
+from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_json
 from moeyard_worker.models import deepseek, mixtral, olmoe, qwen3_moe
-from moeyard_worker.models.family import Family, max_position
+from moeyard_worker.models.family import Family, count_layers, max_position
 from moeyard_worker.models.model_config import ModelConfig
+
+# Over all layers; a check lists the tensors of each. Kimi-K2 has 23,040.
+MAX_EXPERTS = 1 << 18
 
 # By `model_type` of config.json.
 FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
@@ -30,36 +33,48 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
     """A model's config from the keys of its config.json and generation_config.json (`stop`, which may be empty)."""
     name = config.values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise config.error("model_type", f"{name!r} is not supported (supported: {', '.join(FAMILIES)})")
+        raise config.error("model_type", f"{name!r:.80} is not supported (supported: {', '.join(FAMILIES)})")
     config.require("hidden_act", ("silu",), "silu")
     if config.values.get("quantization_config") is not None:
         raise config.error("quantization_config", "is not supported (supported: float32 and bfloat16 weights)")
     family = FAMILIES[name]
     bos = config.integers("bos_token_id") or stop.integers("bos_token_id")
     dtype = config.values.get("dtype") or config.values.get("torch_dtype") or "float32"
-    if dtype not in DTYPE_BYTES:
-        raise config.error("dtype", f"{dtype!r} is not supported (supported: {', '.join(DTYPE_BYTES)})")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise config.error("dtype", f"{dtype!r:.80} is not supported (supported: {', '.join(DTYPE_BYTES)})")
     model = ModelConfig(
         **family.parse(config),
         family=name,
         hidden_size=config.integer("hidden_size"),
-        num_layers=config.integer("num_hidden_layers"),
-        vocab_size=config.integer("vocab_size"),
+        num_layers=count_layers(config),
+        vocab_size=config.integer("vocab_size", maximum=MAX_VOCAB),
         max_position=max_position(config),
         rms_eps=config.number("rms_norm_eps", family.rms_eps),
         tie_word_embeddings=config.boolean("tie_word_embeddings", False),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(stop.integers("eos_token_id") + config.integers("eos_token_id"))),
         dtype=dtype,
-        num_mtp_layers=config.integer("num_nextn_predict_layers", 0, minimum=0),
+        num_mtp_layers=config.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
     )
     _check(config, model)
+    for fields in (config, stop):
+        _check_ids(fields, model.vocab_size)
     return model
+
+
+def _check_ids(fields: Fields, vocab_size: int) -> None:
+    for key in ("bos_token_id", "eos_token_id"):
+        outside = [i for i in fields.integers(key) if i >= vocab_size]
+        if outside:
+            raise fields.error(key, f"names token {outside[0]}, which is outside the vocabulary of {vocab_size}")
 
 
 def _check(config: Fields, model: ModelConfig) -> None:
     if not model.moe_layers:
         raise config.error("num_hidden_layers", f"is {model.num_layers} and no layer is a Mixture-of-Experts layer")
+    if len(model.moe_layers) * model.num_experts > MAX_EXPERTS:
+        what = f"{model.num_experts} experts in each of {len(model.moe_layers)} layers"
+        raise config.error("num_hidden_layers", f"makes {what}, at most {MAX_EXPERTS} are served")
     if model.top_k > model.num_experts:
         raise config.error("num_experts_per_tok", f"is {model.top_k}, more than the {model.num_experts} experts")
     rule = model.gate.rule

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moeyard_worker.config.fields import Fields
+from moeyard_worker.config.fields import MAX_LAYERS, MAX_POSITIONS, Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,4 +48,9 @@ class Family:
 
 def max_position(config: Fields) -> int:
     """The longest sequence that the rotation is made for."""
-    return config.integer("max_position_embeddings", 2048)
+    return config.integer("max_position_embeddings", 2048, maximum=MAX_POSITIONS)
+
+
+def count_layers(config: Fields) -> int:
+    """The layers of the model, whatever is not served of it left out."""
+    return config.integer("num_hidden_layers", maximum=MAX_LAYERS)

@@ -5,8 +5,8 @@ from types import MappingProxyType
 from typing import Any
 
 from moeyard_kernels.types.gate import GateRule
-from moeyard_worker.config.fields import Fields
-from moeyard_worker.models.family import Family, Names
+from moeyard_worker.config.fields import MAX_POSITIONS, Fields
+from moeyard_worker.models.family import Family, Names, count_layers
 from moeyard_worker.models.model_config import GateConfig
 from moeyard_worker.models.parsing import parse_gqa
 
@@ -14,11 +14,11 @@ _EPS = 1e-5
 
 
 def _parse(config: Fields) -> Mapping[str, Any]:
-    num_layers, width = config.integer("num_hidden_layers"), config.integer("intermediate_size")
+    num_layers, width = count_layers(config), config.integer("intermediate_size")
     attention = parse_gqa(
         config,
         default_theta=1_000_000.0,
-        sliding_window=config.optional_integer("sliding_window"),
+        sliding_window=config.optional_integer("sliding_window", maximum=MAX_POSITIONS),
         bias=False,
         qk_norm=None,
         default_eps=_EPS,

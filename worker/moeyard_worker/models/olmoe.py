@@ -6,7 +6,7 @@ from typing import Any
 
 from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.config.fields import Fields
-from moeyard_worker.models.family import Family
+from moeyard_worker.models.family import Family, count_layers
 from moeyard_worker.models.model_config import GateConfig
 from moeyard_worker.models.parsing import parse_gqa
 
@@ -14,7 +14,7 @@ _EPS = 1e-5
 
 
 def _parse(config: Fields) -> Mapping[str, Any]:
-    num_layers, hidden = config.integer("num_hidden_layers"), config.integer("hidden_size")
+    num_layers, hidden = count_layers(config), config.integer("hidden_size")
     if config.values.get("clip_qkv") is not None:
         raise config.error("clip_qkv", "is not supported (supported: null)")
     # transformers hands a window to the attention function and leaves it out of the mask: some functions heed it.

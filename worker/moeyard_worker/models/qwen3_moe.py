@@ -5,16 +5,20 @@ from types import MappingProxyType
 from typing import Any
 
 from moeyard_kernels.types.gate import GateRule
-from moeyard_worker.config.fields import Fields
-from moeyard_worker.models.family import Family
+from moeyard_worker.config.fields import MAX_POSITIONS, Fields
+from moeyard_worker.models.family import Family, count_layers
 from moeyard_worker.models.model_config import GateConfig
 from moeyard_worker.models.parsing import parse_gqa
 
 
 def _parse(config: Fields) -> Mapping[str, Any]:
-    num_layers, step = config.integer("num_hidden_layers"), config.integer("decoder_sparse_step", 1)
+    num_layers, step = count_layers(config), config.integer("decoder_sparse_step", 1)
     dense = config.integers("mlp_only_layers")
-    window = config.optional_integer("sliding_window") if config.boolean("use_sliding_window", False) else None
+    window = (
+        config.optional_integer("sliding_window", maximum=MAX_POSITIONS)
+        if config.boolean("use_sliding_window", False)
+        else None
+    )
     attention = parse_gqa(
         config,
         default_theta=10_000.0,

@@ -27,6 +27,11 @@ def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
             "prompt_too_long",
             f"the prompt has {len(prompt)} tokens, which leaves no room for output within the limit of {limit}",
         )
+    output = submit.output_token_ids
+    if output and not (min(output) >= 0 and max(output) < config.vocab_size and len(output) <= params.max_tokens):
+        return no("bad_request", f"{len(output)} output tokens to go on from do not fit the request or the vocabulary")
+    if not 0 <= submit.num_scored < len(prompt):
+        return no("bad_request", f"{submit.num_scored} of {len(prompt)} prompt tokens cannot have been scored")
     if params.min_tokens > 0 and len({*params.stop_token_ids, *config.eos_token_ids}) >= config.vocab_size:
         return no("bad_request", "min_tokens holds back every stop token, and here that is the whole vocabulary")
     total = len(prompt) + params.max_tokens

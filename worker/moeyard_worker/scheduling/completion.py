@@ -1,6 +1,8 @@
 """What becomes of the tokens that a step yielded: which one ends its request, and what is said of both. Pure."""
 
-from moeyard_worker.protocol import Done, Rejected, Tokens
+from collections.abc import Sequence
+
+from moeyard_worker.protocol import Done, Rejected, SamplingParams, Tokens
 from moeyard_worker.scheduling.request import Accepted, Request, SchedulerStats
 from moeyard_worker.scheduling.step import Chunk
 
@@ -27,35 +29,43 @@ def take_tokens(
     stats.generation_tokens += count
     if request.first_token is None:
         stats.prefilled(request, now)
-    if reason is not None and len(request.output) > 1 and request.first_token is not None:
-        stats.token_seconds.append((now - request.first_token) / (len(request.output) - 1))
+    # Of an output that was begun elsewhere only what follows was timed here.
+    num_gaps = len(request.output) - request.num_given - 1
+    if reason is not None and num_gaps > 0 and request.first_token is not None:
+        stats.token_seconds.append((now - request.first_token) / num_gaps)
     tokens = Tokens(
         request_id=request.request_id,
         start=start,
         token_ids=result.token_ids[:count],
         logprobs=result.logprobs[:count],
+        cached_tokens=None if start else request.cached_tokens,
     )
     return tokens, reason
 
 
 def _extend(request: Request, token_ids: tuple[int, ...], eos_token_ids: tuple[int, ...]) -> str | None:
-    """Append accepted tokens up to the one that ends the request; its finish reason, None while it goes on.
+    """Append accepted tokens up to the one that ends the request; its finish reason, None while it goes on."""
+    for token_id in token_ids:
+        request.output.append(token_id)
+        # Token by token: a stop token before `min_tokens` counts for nothing, whatever was accepted with it.
+        reason = end_of(request.output, request.sampling, eos_token_ids)
+        if reason is not None:
+            return reason
+    return None
+
+
+def end_of(output: Sequence[int], params: SamplingParams, eos_token_ids: tuple[int, ...]) -> str | None:
+    """The finish reason of an output that its last token ends; None if it goes on.
 
     A grammar lets an end-of-sequence token through where it is meant, or where nothing else may follow: that is an end.
     """
-    params, output = request.sampling, request.output
-    ends = () if params.grammar is None else eos_token_ids
-    for token_id in token_ids:
-        output.append(token_id)
-        # Token by token: a stop token before `min_tokens` counts for nothing, whatever was accepted with it.
-        if token_id in ends or (
-            len(output) >= params.min_tokens
-            and (token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids))
-        ):
-            return "stop"
-        if len(output) >= params.max_tokens:
-            return "length"
-    return None
+    token_id, ends = output[-1], () if params.grammar is None else eos_token_ids
+    if token_id in ends or (
+        len(output) >= params.min_tokens
+        and (token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids))
+    ):
+        return "stop"
+    return "length" if len(output) >= params.max_tokens else None
 
 
 def farewell(request: Request, reason: str, error: str | None = None) -> Done:

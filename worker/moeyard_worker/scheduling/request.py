@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from moeyard_worker.protocol import Message, SamplingParams, TokenLogprob
+from moeyard_worker.protocol import Message, SamplingParams, Submit, TokenLogprob
 from moeyard_worker.scheduling.step import Chunk, RequestKey
 
 
@@ -77,7 +77,8 @@ class Request:
     `state_slot`), as of the last completed step: a refused draft is undone by not counting it. `drafts` are proposed
     for the positions after the last token. `in_flight` are its chunks in planned steps that are not completed, oldest
     first; `sample_index` is the place of the newest one among the sampled chunks of its step. `num_scored`: positions
-    whose next token's log-probability has been sent, counted if `prompt_logprobs` are asked for.
+    whose next token's log-probability has been sent, counted if `prompt_logprobs` are asked for. `num_given`: output
+    tokens that it came with, from a rank that was lost.
     """
 
     client: bytes
@@ -97,11 +98,38 @@ class Request:
     num_computed: int = 0
     num_registered: int = 0
     num_scored: int = 0
+    num_given: int = 0
     cached_tokens: int = 0
     in_flight: list[Chunk] = field(default_factory=list)
     sample_index: int = 0
     started: float | None = None
     first_token: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        submit: Submit,
+        prompt: tuple[int, ...],
+        *,
+        client: bytes,
+        arrived: float,
+        hashes: list[bytes],
+        constraint: Constraint | None,
+    ) -> "Request":
+        """What a `Submit` of a client asks for; `prompt` are its prompt's ids, `hashes` those of its full pages."""
+        output = list(submit.output_token_ids)
+        return cls(
+            client=client,
+            request_id=submit.request_id,
+            prompt=prompt,
+            sampling=submit.sampling,
+            arrived=arrived,
+            hashes=hashes,
+            constraint=constraint,
+            output=output,
+            num_scored=submit.num_scored,
+            num_given=len(output),
+        )
 
     @property
     def key(self) -> RequestKey:

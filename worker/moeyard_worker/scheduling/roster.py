@@ -8,6 +8,9 @@ from itertools import takewhile
 from moeyard_worker.scheduling.request import Request
 from moeyard_worker.scheduling.step import Chunk, RequestKey
 
+# More than ever enter a rank: requests that were begun elsewhere are older than all that come here new.
+_BEGUN = 1 << 62
+
 
 def _serial(request: Request) -> int:
     return request.serial
@@ -24,15 +27,15 @@ class Roster:
         self._num_entered = 0
 
     def enter(self, request: Request) -> None:
-        """A new request waits."""
-        request.serial = self._num_entered
+        """A request waits: a new one behind all others, one that was begun elsewhere before all new ones."""
+        request.serial = self._num_entered - (_BEGUN if request.output else 0)
         self._num_entered += 1
         self.live[request.key] = request
-        self.waiting.append(request)
+        insort(self.waiting, request, key=_serial)
 
     def late(self, arrived: float) -> list[Request]:
         """Those that have waited since `arrived` or longer and never ran; in order of arrival."""
-        new = (r for r in self.waiting if r.started is None)
+        new = (r for r in self.waiting if r.started is None and not r.output)
         return list(takewhile(lambda r: r.arrived <= arrived, new))
 
     def start_first(self) -> Request:

@@ -11,13 +11,13 @@ where it is until that step is completed.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import Done, Rejected, Submit, TokenLogprob
 from moeyard_worker.scheduling.admission import duplicate, queue_full, refusal
-from moeyard_worker.scheduling.completion import expired, farewell, take_tokens
+from moeyard_worker.scheduling.completion import end_of, expired, farewell, take_tokens
 from moeyard_worker.scheduling.holdings import Holdings
 from moeyard_worker.scheduling.planning import Place, StepBuilder, by_urgency, make_chunk, num_rows
 from moeyard_worker.scheduling.request import Accepted, Constraint, Reply, Request, SchedulerStats
@@ -68,10 +68,13 @@ class Scheduler:
         """Whether a request lives. With nothing in flight, the next step then computes something."""
         return bool(self._roster.running or self._roster.waiting)
 
-    def add(self, submit: Submit, client: bytes, now: float, constraint: Constraint | None = None) -> Rejected | None:
+    def add(
+        self, submit: Submit, client: bytes, now: float, constraint: Constraint | None = None
+    ) -> Rejected | Done | None:
         """Queue a request, or say why it can never run or cannot be queued now.
 
-        `constraint` is ready, if the request has a grammar: nobody here waits for one.
+        `constraint` is ready, if the request has a grammar: nobody here waits for one. One that was begun elsewhere is
+        never turned away for want of room; if its output is whole already, its end is all that is left to say.
         """
         request_id, prompt = submit.request_id, tuple(submit.prompt_token_ids)
         if (client, request_id) in self._roster.live:
@@ -81,17 +84,14 @@ class Scheduler:
             return rejected
         waiting = self._roster.waiting
         # Of those that wait, the first may be about to start: the limit is for those that cannot.
-        if not self._holdings.can_start_first(waiting, 1 + len(waiting) - self.config.max_waiting, self.num_running):
+        num_before = 1 + len(waiting) - self.config.max_waiting
+        if not (submit.output_token_ids or self._holdings.can_start_first(waiting, num_before, self.num_running)):
             return queue_full(request_id, len(waiting))
-        request = Request(
-            client=client,
-            request_id=request_id,
-            prompt=prompt,
-            sampling=submit.sampling,
-            arrived=now,
-            hashes=page_hashes(prompt, self.config.page_size) if self.config.prefix_caching else [],
-            constraint=constraint,
-        )
+        hashes = page_hashes(prompt, self.config.page_size) if self.config.prefix_caching else []
+        request = Request.of(submit, prompt, client=client, arrived=now, hashes=hashes, constraint=constraint)
+        reason = end_of(request.output, submit.sampling, self.config.eos_token_ids) if request.output else None
+        if reason is not None:
+            return farewell(request, reason)
         self._roster.enter(request)
         return None
 
@@ -116,18 +116,30 @@ class Scheduler:
         for request in [r for r in self._roster.live.values() if r.client == client]:
             self._finish(request, "abort")
 
-    def fail_all(self, error: str) -> list[Reply]:
-        """End every request with a named error and give up the steps in flight: none of them may be completed.
+    def fail(self, request_ids: Collection[str], error: str) -> list[Reply]:
+        """End the requests of these names with a named error."""
+        named = [r for r in self._roster.live.values() if r.request_id in request_ids]
+        return [Reply(r.client, self._finish(r, "error", error)) for r in named]
 
-        The caller sees to it that the device no longer runs them before it plans another.
+    def running(self) -> list[str]:
+        """The names of the requests that take part in steps, by age."""
+        return [r.request_id for r in self._roster.running]
+
+    def roll_back(self) -> None:
+        """Give up the steps in flight: requests are as the last completed one left them, and none of these may be.
+
+        Pages hold all that counts as computed. A slot's state cannot be taken back: who has one computes anew. The
+        caller sees to it that the device no longer runs the steps before it plans another.
         """
-        replies = [Reply(r.client, self._finish(r, "error", error)) for r in list(self._roster.live.values())]
         self._flights.clear()
         for request in self._roster.leaving:
             request.in_flight.clear()
             self._holdings.release(request)
         self._roster.leaving.clear()
-        return replies
+        for request in list(self._roster.running):
+            chunks, request.in_flight = request.in_flight, []
+            if chunks and request.state_slot >= 0:
+                self._preempt(request)
 
     def schedule(self, now: float) -> Step:
         """Plan the next step. It must be completed by `complete`, in order of planning; an empty one need not be."""

@@ -14,7 +14,7 @@ function show(live) {
   byId("model").textContent = live.model;
   byId("updated").textContent = `Updated ${new Date(live.time * 1000).toLocaleTimeString("en-GB")}`;
   const kind = live.failure ? "failed" : live.unready ? "warming" : "ready";
-  state(kind, live.failure ? "failed" : live.stopping ? "stopping" : live.unready ? "not ready" : "ready", live.unready);
+  state(kind, live.failure ? "failed" : live.stopping ? "stopping" : live.recovering ? "recovering" : live.unready ? "not ready" : "ready", live.unready);
   showTiles(history);
   showRanks(history);
   showRequests(live.requests);

@@ -1,0 +1,239 @@
+"""One fault after the other: its moment, the signals, what became of every request that was there, and of the fleet."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+from drilling.asks import FIRST_ID, Ask
+from drilling.faults import Fault, Moments, silence
+from drilling.load import Client, Exchange, Load
+from drilling.server import Server, read_json
+from drilling.streams import Answer, Difference, compare
+from drilling.watch import Watch
+
+# A stopped rank is woken so much later, if it still exists.
+STOPPED_SECONDS = 20.0
+# A request's end may take as long as the recovery it waited for and its own tokens behind it.
+END_SECONDS = 120.0
+# A rank that is stopped is missed at its step deadline; one that is killed at once.
+NOTICE_SECONDS = 15.0
+# Ray's own processes notice the end of their driver half a minute later; workers end at once.
+ORPHAN_SECONDS = 75.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a fault did. Seconds count from its last signal; None: it never came."""
+
+    number: int
+    fault: str
+    moment: str
+    ranks: list[int] = field(default_factory=list)
+    inflight: int = 0
+    affected: int = 0
+    failed: int = 0
+    lost: int = 0
+    repeated: int = 0
+    different: int = 0
+    output_seconds: float | None = None
+    ready_seconds: float | None = None
+    silence_seconds: float | None = None
+    cause: str = ""
+    note: str = ""
+    errors: list[str] = field(default_factory=list)
+    incident: dict[str, Any] = field(default_factory=dict)  # the server's own record of it
+
+    @property
+    def survived(self) -> bool:
+        """Whether the fleet is whole again, and no request has noticed."""
+        # A router that is killed takes its connections along; then it counts what is left and what comes after.
+        failed = 0 if self.fault == "router" else self.failed
+        harmed = failed or self.lost or self.repeated or self.different
+        return self.ready_seconds is not None and not harmed
+
+
+class Drill:
+    """Faults on a server under load. `known` are the answers that it gave undisturbed."""
+
+    def __init__(
+        self,
+        server: Server,
+        client: Client,
+        *,
+        load: Load,
+        watch: Watch,
+        known: dict[str, Exchange],
+        rng: random.Random,
+        patience: float,
+        poison: int | None = None,
+    ) -> None:
+        self._server, self._client, self._load, self._watch = server, client, load, watch
+        self._known, self._rng, self._patience, self._poison = known, rng, patience, poison
+        self._moments = Moments(load, rng)
+        self._charged: set[Exchange] = set()
+        self._lost_at = float("inf")  # since when there is no fleet
+        self._recovery = 4.0  # what the last one took, for a fault in the middle of the next
+
+    async def inflict(self, number: int, fault: Fault) -> Outcome:
+        """One fault, from its moment to the end of every request that it met."""
+        fleet = await read_json(self._watch.http, "/v1/fleet")
+        ranks = self._server.ranks(fleet) if fleet else {}
+        order = self._rng.sample(sorted(ranks), len(ranks))
+        outcome = Outcome(number=number, fault=fault.kind, moment=await self._moments.wait(fault.moment, 30.0))
+        outcome.inflight = len(self._load.inflight)
+        first = time.monotonic()
+        if fault.kind == "router":
+            await self._kill_router(outcome)
+            return outcome
+        poisoned = None
+        if fault.kind == "exception":
+            poisoned = asyncio.create_task(self._client.run(exchange := Exchange(self._bad_ask(), first)))
+        else:
+            exchange = None
+            await self._signal(outcome, fault.kind, [(rank, ranks[rank]) for rank in order])
+        last = time.monotonic() if fault.kind != "exception" else first
+        woken = asyncio.create_task(self._wake(ranks[outcome.ranks[0]])) if fault.kind == "stop" else None
+        if fault.moment == "idle":
+            await asyncio.sleep(0.3)
+            self._load.resume()
+        outcome.ready_seconds, outcome.cause = await self._watch.ready_after(
+            last, patience=self._patience, notice=NOTICE_SECONDS
+        )
+        if woken is not None:
+            outcome.note = await woken
+        # In flight at any time since the fault, so far as it is over.
+        met = [e for e in self._load.history if e.ended is None or e.ended > first]
+        whole = await self._load.ended(met, END_SECONDS if outcome.ready_seconds is not None else 10.0)
+        if not whole:
+            outcome.note = f"{sum(e.ended is None for e in met)} requests never ended"
+        if poisoned is not None and exchange is not None:
+            await poisoned
+            outcome.note = f"the request at fault: {exchange.answer.error or 'answered, though it is at fault'}"
+            outcome.failed += exchange.answer.error is None
+        if outcome.ready_seconds is None:
+            self._lost_at = first
+        await self._judge(outcome, met)
+        self._time(outcome, first=first, last=last, met=met)
+        incidents = await self._watch.incidents()
+        if outcome.ready_seconds:
+            self._recovery = outcome.ready_seconds
+            if incidents:
+                # The ranks know where in a step it was, the router only that a connection broke.
+                outcome.incident = incidents[0]
+                outcome.cause = str(((incidents[0].get("launcher")) or incidents[0])["reason"])
+        return outcome
+
+    async def _signal(self, outcome: Outcome, kind: str, victims: Sequence[tuple[int, psutil.Process]]) -> None:
+        """Stop or kill the first of `victims`, and a second one at once or while the first is being replaced."""
+        if not victims:
+            outcome.note = "there was no worker to be hit"
+            return
+        (rank, process), *others = victims
+        outcome.ranks.append(rank)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend() if kind == "stop" else process.kill()
+        if kind == "kill-two" and others:
+            outcome.ranks.append(others[0][0])
+            others[0][1].kill()
+        elif kind == "kill-in-recovery":
+            pause = self._rng.uniform(0.1, 0.9) * self._recovery
+            await asyncio.sleep(pause)
+            known = {each.pid for _, each in victims}
+            fresh = [p for p in self._server.rank_processes() if p.pid not in known]
+            # The one that takes the dead one's place, or one that had survived so far.
+            second = (rank, fresh[0]) if fresh and (not others or self._rng.random() < 0.5) else (others or victims)[0]
+            outcome.ranks.append(second[0])
+            outcome.moment += f", again +{1000 * pause:.0f} ms"
+            with contextlib.suppress(psutil.NoSuchProcess):
+                second[1].kill()
+
+    async def _wake(self, process: psutil.Process) -> str:
+        """Continue a stopped process after a while, if it is still there."""
+        deadline = time.monotonic() + STOPPED_SECONDS
+        while time.monotonic() < deadline:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                return "fenced before it woke"
+            await asyncio.sleep(0.1)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+        # Time for it to do the harm that it must not do.
+        await asyncio.sleep(3.0)
+        return "woken"
+
+    def _bad_ask(self) -> Ask:
+        assert self._poison is not None, "an exception is drilled with a checkpoint that has a token of NaN"
+        prompt = [FIRST_ID, FIRST_ID + 1, self._poison]
+        return Ask("poison", "/v1/completions", {"prompt": prompt, "max_tokens": 4, "stream": True})
+
+    async def _judge(self, outcome: Outcome, met: Sequence[Exchange]) -> None:
+        """Count failures and differences among the requests that the fault met."""
+        outcome.affected = len(met)
+        self._charged.update(met)
+        expected = await self._expected([e for e in met if e.ended is not None])
+        total = Difference()
+        for exchange in met:
+            if exchange.ended is None or exchange.answer.error is not None:
+                outcome.failed += 1
+                error = exchange.answer.error or "never ended"
+                outcome.errors.append(f"{exchange.ask.name}: {error}")
+            if exchange.ended is not None and (reference := expected.get(exchange.ask.name)) is not None:
+                total += (found := compare(reference, exchange.answer))
+                if found:
+                    outcome.errors.append(f"{exchange.ask.name}: {found}")
+        outcome.lost, outcome.repeated, outcome.different = total.lost, total.repeated, total.different
+
+    async def _expected(self, exchanges: Sequence[Exchange]) -> dict[str, Answer]:
+        """References by name; prompts that were new are asked again of the fleet that has recovered."""
+        found = {e.ask.name: self._known[e.ask.name].answer for e in exchanges if e.ask.name in self._known}
+        again = [Exchange(e.ask, time.monotonic()) for e in exchanges if e.ask.name not in self._known]
+        await asyncio.gather(*(self._client.run(exchange) for exchange in again))
+        return found | {e.ask.name: e.answer for e in again if e.answer.error is None}
+
+    def _time(self, outcome: Outcome, *, first: float, last: float, met: Sequence[Exchange]) -> None:
+        carried = [e for e in met if e.begun < last]
+        quiet = silence(last, [at for e in carried or met for at in e.arrivals])
+        if quiet is not None:
+            outcome.output_seconds = quiet[1] - last
+            outcome.silence_seconds = max(quiet[1] - first, quiet[1] - quiet[0])
+
+    async def _kill_router(self, outcome: Outcome) -> None:
+        """SIGKILL for the launcher: its processes must end by themselves, and a new one must answer as before."""
+        cut, first = self._load.inflight, time.monotonic()
+        self._charged.update(cut)
+        self._server.process.kill()
+        self._server.process.wait()
+        await self._load.pause(END_SECONDS)
+        outcome.affected = outcome.failed = len(cut)
+        ranks_ended: float | None = None
+        while (left := self._server.processes()) and time.monotonic() - first < ORPHAN_SECONDS:
+            if ranks_ended is None and not self._server.rank_processes():
+                ranks_ended = time.monotonic() - first
+            await asyncio.sleep(0.2)
+        workers = len(self._server.rank_processes())
+        outcome.note = f"nothing left after {time.monotonic() - first:.1f} s, ranks after {ranks_ended or 0.0:.1f} s"
+        if left or self._server.shared_left():
+            outcome.note = f"left: {len(left)} processes, {workers} of them ranks; {self._server.shared_left()}"
+        self._server.kill()
+        self._server.begin()
+        await asyncio.to_thread(self._server.wait_ready, self._patience + 60.0)
+        outcome.ready_seconds = time.monotonic() - first
+        again = [Exchange(e.ask, time.monotonic()) for e in list(self._known.values())[:8]]
+        await asyncio.gather(*(self._client.run(exchange) for exchange in again))
+        self._charged.update(e for e in self._load.history if e.ended is None or e.ended > first)
+        outcome.different = sum(bool(compare(self._known[e.ask.name].answer, e.answer)) for e in again)
+        outcome.different += bool(left) + bool(self._server.shared_left())
+        self._load.resume()
+
+    def beyond(self) -> int:
+        """Answers that were not as they must be, without any fault in their time."""
+        return sum(
+            e.answer.error is not None
+            or (e.ask.name in self._known and bool(compare(self._known[e.ask.name].answer, e.answer)))
+            for e in self._load.history
+            if e.ended is not None and e.ended < self._lost_at and e not in self._charged
+        )

@@ -1,0 +1,187 @@
+"""Minutes of everything at once: load, rough clients, a kill every minute; at the end nothing may be left of it."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+from drilling.asks import make_asks
+from drilling.drive import Drill, Outcome
+from drilling.faults import Fault
+from drilling.load import Client, Load, references
+from drilling.report import COLUMNS, line
+from drilling.rough import Rough
+from drilling.server import Server, read_json
+from drilling.watch import Watch
+
+SAMPLE_SECONDS = 5.0
+# What runs when the load ends may take so long.
+DRAIN_SECONDS = 120.0
+# Python's heap breathes; what leaks grows with the requests, of which a soak has thousands.
+RSS_GROWTH, RSS_SLACK = 1.10, 16 * 1024**2
+# Files that are opened once, when they are first needed.
+FILES_SLACK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Resident bytes of the router's process and of the largest rank."""
+
+    seconds: float
+    router: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the server holds while nobody asks for anything."""
+
+    running: int
+    pages: int
+    connections: int
+    files: int
+    ranks: int
+
+
+async def soak(server: Server, args: argparse.Namespace) -> int:
+    """Load for `args.soak` minutes; prints the table and returns the exit code."""
+    rng = random.Random(args.seed)
+    asks = make_asks(args.seed, args.asks, max_tokens=args.max_tokens)
+    client = Client(server.url, seconds=args.patience + 60.0)
+    known = await references(client, asks, streams=args.streams)
+    watch = Watch(server)
+    before = await held(server, watch)
+    load = Load(client, asks, streams=args.streams, seed=args.seed, max_tokens=args.max_tokens)
+    rough = Rough(server.url, asks, clients=args.streams, seed=args.seed + 1)
+    drill = Drill(server, client, load=load, watch=watch, known=known, rng=rng, patience=args.patience)
+    samples: list[Sample] = []
+    sampler = asyncio.create_task(sample(server, samples))
+    print(COLUMNS, flush=True)
+    outcomes = await kills(drill, rng, seconds=60 * args.soak, every=args.kill_every)
+    await rough.close()
+    await load.close(DRAIN_SECONDS)
+    await client.http.aclose()
+    sampler.cancel()
+    after = await settled(server, watch)
+    beyond = drill.beyond()
+    await watch.close()
+    code = await asyncio.to_thread(server.stop)
+    rows = table(before, after, samples=samples, workers=args.workers)
+    rows += [
+        (
+            "kills survived",
+            f"{sum(o.survived for o in outcomes)} of {len(outcomes)}",
+            all(o.survived for o in outcomes),
+        ),
+        ("wrong answers without a fault", str(beyond), not beyond),
+        ("exit code on SIGTERM", str(code), code == 0),
+        ("files left in /dev/shm", str(len(await left_shared(server))), not await left_shared(server)),
+    ]
+    print(
+        f"{len(load.history)} requests; rough clients: " + ", ".join(f"{k} {v}" for k, v in sorted(rough.seen.items()))
+    )
+    for name, text, good in rows:
+        print(f"{name:<34} {text:<40} {'ok' if good else 'NOT AS IT MUST BE'}")
+    if args.json is not None:
+        figures = {"rows": rows, "rough": dict(rough.seen), "samples": [asdict(s) for s in samples]}
+        args.json.write_text(json.dumps({**figures, "outcomes": [asdict(o) for o in outcomes]}, indent=1))
+    return 0 if all(good for _, _, good in rows) else 1
+
+
+async def kills(drill: Drill, rng: random.Random, *, seconds: float, every: float) -> list[Outcome]:
+    """One kill every so many seconds until the time is over, or one was not survived by the fleet."""
+    outcomes: list[Outcome] = []
+    end, due = time.monotonic() + seconds, time.monotonic() + every
+    while due < end:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        outcomes.append(
+            await drill.inflict(len(outcomes) + 1, Fault("kill", rng.choice(("prefill", "decode", "exchange"))))
+        )
+        print(line(outcomes[-1]), flush=True)
+        if outcomes[-1].ready_seconds is None:
+            return outcomes
+        due = max(due + every, time.monotonic())
+    await asyncio.sleep(max(0.0, end - time.monotonic()))
+    return outcomes
+
+
+async def sample(server: Server, samples: list[Sample]) -> None:
+    """Look at the memory until cancelled."""
+    begun = time.monotonic()
+    while True:
+        with contextlib.suppress(psutil.Error):  # a rank has just been killed
+            ranks = [process.memory_info().rss for process in server.rank_processes()]
+            router = psutil.Process(server.process.pid).memory_info().rss
+            samples.append(Sample(time.monotonic() - begun, router, max(ranks, default=0)))
+        await asyncio.sleep(SAMPLE_SECONDS)
+
+
+async def held(server: Server, watch: Watch) -> Held:
+    """What the server holds now; `pages` are those that sequences hold, prefix-cached ones are free."""
+    fleet: dict[str, Any] = await read_json(watch.http, "/v1/fleet") or {"inflight": 0, "workers": []}
+    told = [worker["snapshot"] for worker in fleet["workers"] if "snapshot" in worker]
+    router = psutil.Process(server.process.pid)
+    with contextlib.suppress(psutil.Error):
+        established = [c for c in router.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
+        return Held(
+            running=fleet["inflight"] + sum(s["num_running"] + s["num_waiting"] for s in told),
+            pages=sum(s["kv_pages_total"] - s["kv_pages_free"] for s in told),
+            connections=sum(c.laddr.port == port_of(server) for c in established),
+            files=router.num_fds(),
+            ranks=len(server.rank_processes()),
+        )
+    return Held(running=-1, pages=-1, connections=-1, files=-1, ranks=0)
+
+
+async def settled(server: Server, watch: Watch) -> Held:
+    """What is held once nothing runs any more, or when the time for that is over."""
+    deadline = time.monotonic() + DRAIN_SECONDS
+    while True:
+        now = await held(server, watch)
+        # The watch has a connection of its own.
+        if (not now.running and not now.pages and now.connections <= 1) or time.monotonic() > deadline:
+            return now
+        await asyncio.sleep(1.0)
+
+
+def table(before: Held, after: Held, *, samples: list[Sample], workers: int) -> list[tuple[str, str, bool]]:
+    """(what, figures, whether it is as it must be)."""
+    files = after.files - after.connections - (before.files - before.connections)
+    rows = [
+        ("requests still running", str(after.running), after.running == 0),
+        ("KV pages held by nobody", str(after.pages), after.pages == 0),
+        ("client connections still open", str(after.connections - 1), after.connections == 1),
+        ("router's other open files", f"{files:+d}", files <= FILES_SLACK),
+        ("rank processes", f"{after.ranks} of {workers}", after.ranks == workers),
+    ]
+    for name in ("router", "rank"):
+        first, last = early_and_late([getattr(s, name) for s in samples])
+        flat = last <= RSS_GROWTH * first + RSS_SLACK
+        rows.append((f"RSS of the {name}, MiB, early / late", f"{first / 2**20:.0f} / {last / 2**20:.0f}", flat))
+    return rows
+
+
+def early_and_late(values: list[int]) -> tuple[float, float]:
+    """Medians of the second and of the last fifth: the first one warms up."""
+    fifth = max(1, len(values) // 5)
+    early = values[fifth : 2 * fifth] or values[:1] or [0]
+    return statistics.median(early), statistics.median(values[-fifth:] or [0])
+
+
+async def left_shared(server: Server) -> set[Any]:
+    """What stays in /dev/shm; fleets of others have files there for the moments in which their ranks meet."""
+    if first := server.shared_left():
+        await asyncio.sleep(5.0)
+        return first & server.shared_left()
+    return first
+
+
+def port_of(server: Server) -> int:
+    """Of its API."""
+    return int(server.url.rpartition(":")[2])

@@ -1,0 +1,106 @@
+"""What the server says of itself while it is drilled: ready or not, since when, its incidents and its metrics."""
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+from drilling.server import Server, read_json
+
+POLL_SECONDS = 0.1
+# Between looks at /v1/fleet for its final word; the cores are needed elsewhere.
+LOOK_SECONDS = 1.0
+# A fleet that calls itself failed this long does not come back.
+FAILED_SECONDS = 5.0
+# Ready this long is ready: a loss is noticed in milliseconds, and every recovery takes longer.
+SETTLED_SECONDS = 0.5
+
+
+def recovered(
+    changes: Sequence[tuple[float, bool, str]], begun: float, now: float, *, notice: float
+) -> tuple[float, str] | None:
+    """(seconds from `begun` to its end, what was wrong) of an unreadiness that is over; None while it may last.
+
+    `changes` are (when, ready or not, in words). Without any after `notice` seconds the server was not harmed: (0, "").
+    """
+    # What was said last before `begun` still held then.
+    before = [change for change in changes if change[0] < begun][-1:]
+    since = [*before, *(change for change in changes if change[0] >= begun)]
+    wrong = next((text for _, ready, text in since if not ready), None)
+    if wrong is None:
+        return (0.0, "") if now - begun > notice else None
+    at, ready, _ = since[-1]
+    return (at - begun, wrong) if ready and now - at > SETTLED_SECONDS else None
+
+
+class Watch:
+    """Polls /readyz and keeps every change. `start` it in a loop, `close` it there."""
+
+    def __init__(self, server: Server) -> None:
+        self.changes: list[tuple[float, bool, str]] = []
+        self.http = httpx.AsyncClient(base_url=server.url, timeout=5.0)
+        self._server = server
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                answer = await self.http.get("/readyz")
+                ready, text = answer.status_code == 200, answer.text
+            except httpx.HTTPError as error:
+                ready, text = False, f"no answer: {type(error).__name__}"
+            if not self.changes or self.changes[-1][1] != ready:
+                self.changes.append((time.monotonic(), ready, text))
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def close(self) -> None:
+        """Stop polling."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        await self.http.aclose()
+
+    async def ready_after(self, begun: float, *, patience: float, notice: float) -> tuple[float | None, str]:
+        """(seconds from `begun` until it was ready for good, what was wrong) once that is known; None: it is not.
+
+        `notice`: a server that has not become unready by then has not been harmed (0 seconds). It gives up early when
+        the process has ended or the fleet calls itself failed.
+        """
+        failed_since: float | None = None
+        looked = begun
+        while True:
+            now = time.monotonic()
+            if self._server.process.poll() is not None:
+                return None, f"the server has ended with code {self._server.process.poll()}"
+            if (ended := recovered(self.changes, begun, now, notice=notice)) is not None:
+                return ended
+            _, ready, text = self.changes[-1] if self.changes else (now, False, "")
+            if not ready and now - looked > LOOK_SECONDS:
+                looked, fleet = now, await read_json(self.http, "/v1/fleet")
+                failed_since = (failed_since or now) if fleet and fleet.get("failure") else None
+            given_up = failed_since is not None and now - failed_since > FAILED_SECONDS
+            if given_up or now - begun > patience:
+                return None, text
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def incidents(self) -> list[dict[str, Any]]:
+        """What /v1/fleet/incidents lists, the latest first."""
+        page = await read_json(self.http, "/v1/fleet/incidents")
+        return list(page["incidents"]) if page else []
+
+    async def exchange_share(self) -> dict[str, float]:
+        """Share of the ranks' time in steps that dispatch and combine took so far, waiting included."""
+        seconds = {"dispatch": 0.0, "combine": 0.0, "step": 0.0}
+        for group in await read_json(self.http, "/metrics/targets") or ():
+            for target in group["targets"]:
+                with contextlib.suppress(httpx.HTTPError):
+                    page = (await self.http.get(f"http://{target}/metrics")).text
+                    for phase in ("dispatch", "combine"):
+                        pattern = rf'^moeyard_exchange_seconds_sum{{[^}}]*phase="{phase}"[^}}]*}} (\S+)'
+                        seconds[phase] += sum(float(v) for v in re.findall(pattern, page, re.M))
+                    steps = re.findall(r"^moeyard_step_seconds_sum\S* (\S+)", page, re.M)
+                    seconds["step"] += sum(float(v) for v in steps)
+        return {p: seconds[p] / seconds["step"] for p in ("dispatch", "combine")} if seconds["step"] else {}

@@ -1,0 +1,195 @@
+"""The Compose stack under faults, without Docker: does it heal, and do its health checks see what is wrong?
+
+    sudo python bench/stack.py [--workers 2] [--only NAME ...] [--patience 120] [--json FILE]
+
+Head, workers and router run by docker-compose.yml's own commands, environment and restart policy, each in namespaces
+of its own (drilling/containers.py). First the router asks for one rank more than there are workers: it must wait for
+that worker, not start again and again. Then one process after the other is killed, and every container. After each the
+router must be ready again and answer as before, without a person.
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import httpx
+from drilling.containers import NETWORK, Container, enter_private_network, services
+
+# (container, what of it is ended, signal): each must heal.
+FAULTS = (
+    ("worker-1", "RankActor", "kill"),
+    ("worker-1", "RankActor", "suspend"),
+    ("worker-1", "raylet/raylet", "kill"),
+    ("worker-2", "container", "kill"),
+    ("router", "moeyard serve", "kill"),
+    ("router", "raylet/raylet", "kill"),
+    ("router", "container", "kill"),
+    ("ray-head", "gcs_server", "kill"),
+    ("ray-head", "container", "kill"),
+)
+BODY = {"model": "demo", "prompt": [500, 600, 700], "max_tokens": 24, "temperature": 0, "logprobs": 2}
+
+
+@dataclass(slots=True, kw_only=True)
+class Healing:
+    """What became of one fault. `seconds` is None if it did not heal; `seen` are the health checks that failed."""
+
+    fault: str
+    seconds: float | None = None
+    same: bool = False
+    restarts: dict[str, int] = field(default_factory=dict)
+    seen: list[str] = field(default_factory=list)
+
+    @property
+    def healed(self) -> bool:
+        """Ready again, with the same answer."""
+        return self.seconds is not None and self.same
+
+
+class Stack:
+    """The containers of one fleet."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        self._folder = folder
+        self._services = services({"RAY_AUTH_TOKEN": "drill" * 8, "MOEYARD_WORKERS": str(workers)})
+        names = ["ray-head", *(f"worker-{i + 1}" for i in range(workers)), "router"]
+        self._addresses = {name: f"{NETWORK}.{10 + i}" for i, name in enumerate(names)}
+        hosts = [f"{address} {name}" for name, address in self._addresses.items()]
+        (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts]) + "\n")
+        self.url = f"http://{self._addresses['router']}:8000"
+        self.containers: dict[str, Container] = {}
+
+    def start(self, name: str) -> Container:
+        """Begin with one more container."""
+        self.containers[name] = Container(
+            name,
+            self._services[name.rpartition("-")[0] if name.startswith("worker") else name],
+            address=self._addresses[name],
+            hosts=self._folder / "hosts",
+            folder=self._folder,
+        )
+        return self.containers[name]
+
+    def ready(self) -> bool:
+        """Whether the router takes requests."""
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=3).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def answer(self) -> object:
+        """What it answers to BODY, or the error."""
+        try:
+            return httpx.post(f"{self.url}/v1/completions", json=BODY, timeout=60).json().get("choices")
+        except (httpx.HTTPError, ValueError) as error:
+            return str(error)
+
+    def stop(self) -> None:
+        """The router first, as Compose does."""
+        for name in reversed(self.containers):
+            self.containers[name].stop()
+
+
+def wait(what: str, condition: Callable[[], bool], seconds: float) -> float:
+    """Seconds until it is so; raises TimeoutError."""
+    begun = time.monotonic()
+    while not condition():
+        if time.monotonic() - begun > seconds:
+            raise TimeoutError(f"{what}: not within {seconds:g} s")
+        time.sleep(0.25)
+    return time.monotonic() - begun
+
+
+def bring_up(stack: Stack, workers: int, patience: float) -> int:
+    """Start in Compose's order, the last worker late; returns how often the router was started until then."""
+    head = stack.start("ray-head")
+    print(f"ray-head healthy after {wait('ray-head', lambda: head.healthy()[0], patience):.1f} s", flush=True)
+    for i in range(workers - 1):
+        worker = stack.start(f"worker-{i + 1}")
+        wait(worker.name, lambda worker=worker: worker.healthy()[0], patience)  # type: ignore[misc]
+    router = stack.start("router")
+    wait("the router waits", lambda: "waiting for the cluster" in router.log.read_text(), patience)
+    time.sleep(10.0)  # longer than a loop of restarts would take
+    starts = len(router.starts)
+    print(f"with a worker too few: router started {starts} times, {router.healthy()[1][:100]}", flush=True)
+    stack.start(f"worker-{workers}")
+    print(f"ready {wait('ready', stack.ready, patience):.1f} s after the last worker came", flush=True)
+    return starts
+
+
+def inflict(stack: Stack, name: str, what: str, how: str, *, expected: object, patience: float) -> Healing:
+    """One fault and what follows."""
+    healing = Healing(fault=f"{how} {what} of {name}" if what != "container" else f"{how} container {name}")
+    starts = {n: len(c.starts) for n, c in stack.containers.items()}
+    victim = stack.containers[name].find(what)
+    if victim is None:
+        healing.seen.append("there was no such process")
+        return healing
+    begun = time.monotonic()
+    getattr(victim, how)()
+    ill, quiet = False, time.monotonic()
+    while time.monotonic() - begun < patience:
+        ready = stack.ready()
+        if ill and ready:
+            healing.seconds = time.monotonic() - begun
+            break
+        ill = ill or not ready
+        if not ill and time.monotonic() - quiet > 90.0:
+            healing.seconds = 0.0  # it was never missed
+            break
+        for each in {name, "router"} - {seen.split(":")[0] for seen in healing.seen}:
+            well, words = stack.containers[each].healthy()
+            if not well:
+                healing.seen.append(f"{each}: {words[:90]}")
+        time.sleep(0.1)
+    healing.same = healing.seconds is not None and stack.answer() == expected
+    healing.restarts = {n: k for n, c in stack.containers.items() if (k := len(c.starts) - starts[n])}
+    return healing
+
+
+def main() -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2, metavar="N")
+    parser.add_argument("--only", nargs="+", metavar="WORD", default=[], help="faults with one of these words")
+    parser.add_argument("--patience", type=float, default=120.0, metavar="S")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the containers' logs there")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    enter_private_network()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with tempfile.TemporaryDirectory(prefix="moeyard-stack-") as name:
+        folder = args.logs or Path(name)
+        folder.mkdir(exist_ok=True)
+        stack, found = Stack(folder, args.workers), list[Healing]()
+        try:
+            starts = bring_up(stack, args.workers, args.patience)
+            expected = stack.answer()
+            for container, what, how in FAULTS:
+                if args.only and not any(word in f"{how} {what} of {container}" for word in args.only):
+                    continue
+                found.append(inflict(stack, container, what, how, expected=expected, patience=args.patience))
+                h = found[-1]
+                told = "never" if h.seconds is None else f"{h.seconds:6.1f} s"
+                print(f"{h.fault:<40} {told:>8} {'same' if h.same else 'NOT':<5} {h.restarts} {h.seen}", flush=True)
+                if not h.healed:
+                    break
+        except (TimeoutError, subprocess.SubprocessError) as error:
+            print(f"stack: {error}", file=sys.stderr)
+            return 1
+        finally:
+            stack.stop()
+        if args.json is not None:
+            args.json.write_text(json.dumps({"starts": starts, "faults": [asdict(h) for h in found]}, indent=1))
+    return 0 if starts == 1 and all(h.healed for h in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

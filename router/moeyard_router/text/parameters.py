@@ -1,0 +1,205 @@
+"""Arguments that a family writes one by one, each between markers, and the JSON that is made of them as they come.
+
+Qwen3-Coder and DeepSeek-V3.2 write no JSON object: a name, and behind it the value as it is. A text becomes a JSON
+string while it arrives; what may be anything else waits until it is whole, because only then it can be told whether
+it is the JSON that it should be. Where the text was cut into pieces makes no difference.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moeyard_router.text.events import held_back
+
+MAX_NAME = 512  # characters of what is between the markers of a name; what is longer is none
+_DEPTH = 16  # of references and alternatives that are followed to a type
+_ANY = frozenset[str]()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterMarkup:
+    """How a family writes arguments: (begin head value end)*.
+
+    `head` matches all that is between `begin` and the value, with a group `name` and perhaps `string`, "true" for a
+    text and "false" for JSON; its last character, and no other, is ">". `pad` may stand at either end of a value.
+    `cut` is what ends a value whose own end the model forgot; it is read again. `written` are the two forms of `head`
+    as the family's templates write them behind the name: before a text, and before JSON; `behind` follows `end`.
+    """
+
+    begin: str
+    head: re.Pattern[str]
+    end: str
+    cut: str
+    written: tuple[str, str]
+    behind: str
+    pad: str = ""
+
+
+class ParameterReader:
+    """Reads the arguments of one call. `stops` end them; `schema` tells what is a text and what is not."""
+
+    def __init__(self, markup: ParameterMarkup, *, stops: tuple[str, ...], schema: Mapping[str, Any]) -> None:
+        self._markup = markup
+        self._stops = tuple(s for s in stops if s)
+        self._schema = schema
+        self._count = 0
+        self._types: frozenset[str] | None = None  # of the value that is being read
+        self._fresh = False
+        self._quoted = False  # it is being passed on, as a string
+        self._held = ""  # of a value that waits until it is known what it is
+
+    def read(self, text: str) -> tuple[str, str, bool]:
+        """(JSON that became certain, text that is not understood yet, whether nothing of the arguments follows)."""
+        pieces: list[str] = []
+        more = True
+        while more:
+            if self._types is None:
+                text, more, ended = self._between(pieces, text)
+                if ended:
+                    pieces.append("}" if self._count else "{}")
+                    return "".join(pieces), text, True
+            else:
+                text, more = self._value(pieces, text)
+        return "".join(pieces), text, False
+
+    def finish(self, rest: str) -> str:
+        """What is left of arguments that were cut off, after which `rest` was not understood."""
+        if self._types is None:
+            return ""
+        return _escaped(rest) if self._quoted else self._held + rest
+
+    def _between(self, pieces: list[str], text: str) -> tuple[str, bool, bool]:
+        """Before a name: what stands there and is no marker means nothing."""
+        begin = self._markup.begin
+        found = [(i, marker) for marker in (begin, *self._stops) if (i := text.find(marker)) >= 0]
+        if not found:
+            return text[len(text) - held_back(text, (begin, *self._stops)) :], False, False
+        place, marker = min(found)
+        if marker != begin:
+            return text[place:], False, True
+        head = text[place + len(begin) :]
+        end = head.find(">", 0, MAX_NAME)
+        if end < 0 and len(head) < MAX_NAME:
+            return text[place:], False, False
+        match = self._markup.head.fullmatch(head[: end + 1])
+        if match is None:
+            return head, True, False
+        self._begin(match, pieces)
+        return head[end + 1 :], True, False
+
+    def _begin(self, match: re.Match[str], pieces: list[str]) -> None:
+        name, said = match["name"], match.groupdict().get("string")
+        pieces.append(("{" if not self._count else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
+        self._count += 1
+        self._types = {"true": frozenset(("string",)), "false": _ANY}.get(said or "")
+        if self._types is None:
+            self._types = parameter_types(self._schema, name)
+        self._fresh, self._quoted, self._held = True, False, ""
+
+    def _value(self, pieces: list[str], text: str) -> tuple[str, bool]:
+        markup = self._markup
+        if self._fresh and text:
+            text, self._fresh = text.removeprefix(markup.pad), False
+        ends = (markup.end, markup.cut)
+        found = [(i, marker) for marker in ends if (i := text.find(marker)) >= 0]
+        if not found:
+            place = len(text) - held_back(text, ends)
+            place = len(text[:place].removesuffix(markup.pad))
+            self._take(pieces, text[:place])
+            return text[place:], False
+        place, marker = min(found)
+        self._take(pieces, text[:place].removesuffix(markup.pad))
+        pieces.append('"' if self._quoted else value_as_json(self._held, self._types or _ANY))
+        self._types = None
+        return text[place + (len(marker) if marker == markup.end else 0) :], True
+
+    def _take(self, pieces: list[str], text: str) -> None:
+        """More of a value."""
+        if self._quoted:
+            pieces.append(_escaped(text))
+            return
+        self._held += text
+        types = self._types or _ANY
+        # A text that may be null instead is one as soon as it cannot be the word.
+        null = "null" in types and "null".startswith(self._held.strip().lower())
+        if "string" in types and types <= {"string", "null"} and not null:
+            pieces.append('"' + _escaped(self._held))
+            self._quoted, self._held = True, ""
+
+
+def value_as_json(text: str, types: frozenset[str]) -> str:
+    """A value as a model wrote it, as JSON of one of `types` (empty: any).
+
+    What is none of them, and no JSON at all, is a string. Python's words for true, false and null are taken too: some
+    templates write them.
+    """
+    bare = text.strip()
+    word = {"none": "null"}.get(bare.lower(), bare.lower())
+    kind = {"true": "boolean", "false": "boolean", "null": "null"}.get(word)
+    if kind is not None and (kind in types or "string" not in types):
+        return word
+    try:
+        value = json.loads(bare, strict=False, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    if types and "string" in types and not _kinds(value) & (types - {"string"}):
+        return json.dumps(text, ensure_ascii=False)
+    # As it is written, but for control characters in strings.
+    return bare if bare.isprintable() else json.dumps(value, ensure_ascii=False)
+
+
+def parameter_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
+    """The JSON types that the arguments' `schema` allows to parameter `name`; empty for any, or if it does not say."""
+    properties, others = schema.get("properties"), schema.get("additionalProperties")
+    return json_types(properties[name] if isinstance(properties, Mapping) and name in properties else others, schema)
+
+
+def json_types(schema: Any, root: Mapping[str, Any], depth: int = _DEPTH) -> frozenset[str]:
+    """The JSON types that `schema` allows; empty for any. References are looked up in `root`."""
+    if not isinstance(schema, Mapping) or not depth:
+        return _ANY
+    if isinstance(schema.get("$ref"), str):
+        return json_types(_referred(schema["$ref"], root), root, depth - 1)
+    given = schema.get("type")
+    if given is not None:
+        return frozenset(t for t in (given if isinstance(given, list) else [given]) if isinstance(t, str))
+    if "const" in schema:
+        return _kinds(schema["const"])
+    if isinstance(schema.get("enum"), list):
+        return frozenset().union(*map(_kinds, schema["enum"]))
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            found = [json_types(each, root, depth - 1) for each in schema[key]]
+            return frozenset().union(*found) if all(found) else _ANY
+    if isinstance(schema.get("allOf"), list):
+        return next(filter(None, (json_types(each, root, depth - 1) for each in schema["allOf"])), _ANY)
+    return _ANY
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a reference within the schema points to, None for any other."""
+    place: Any = root if reference.startswith("#") else None
+    for key in filter(None, reference[1:].split("/")):
+        place = place.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+    return place
+
+
+def _kinds(value: Any) -> frozenset[str]:
+    """The JSON types that a value is of."""
+    if isinstance(value, bool):
+        return frozenset(("boolean",))
+    if isinstance(value, int | float):
+        return frozenset(("number", "integer") if value == value // 1 else ("number",))
+    if value is None:
+        return frozenset(("null",))
+    return frozenset(("object" if isinstance(value, dict) else "array" if isinstance(value, list) else "string",))
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")

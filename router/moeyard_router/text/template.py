@@ -1,0 +1,189 @@
+"""A checkpoint's chat template, rendered as `transformers` renders it, within bounds: anybody may have written it."""
+
+import contextlib
+import json
+import resource
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import psutil
+from jinja2.parser import Parser
+from jinja2.sandbox import safe_range
+
+from moeyard_router.errors import bad_request
+from moeyard_router.text.bounded import BoundedEnvironment, Elsewhere
+from moeyard_router.text.template_traits import template_traits
+from moeyard_router.text.unfolded import UnfoldedEnvironment
+
+MAX_SOURCE = 256 * 1024  # characters; compiling takes 20 us each. The longest published ones have 20,000 (2026-11)
+# What a process of `api/large.py` gives one rendering: seconds of CPU, and so many more for each character of messages
+# (16 MB in 100,000 messages of one of the longer templates took 3.5 s), and bytes of memory.
+RENDER_SECONDS = 0.5
+RENDER_SECONDS_PER_CHARACTER = 5e-7
+RENDER_MEMORY = 1 << 30
+_MAX_COMPLAINT = 500  # characters of what a template says when it refuses
+_OPTIONS: Mapping[str, Any] = MappingProxyType({"trim_blocks": True, "lstrip_blocks": True})
+
+
+class ChatTemplate:
+    """A chat template in the dialect of Hugging Face: sandboxed jinja with trimmed blocks and a few helpers.
+
+    With `killable`, in a process that is there for such work, a rendering that takes too long ends the process by
+    SIGPROF. Otherwise one that does more than `bounded.py` counts raises `Elsewhere`, within some 10 ms. Raises
+    ValueError for what is no template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, killable: bool = False) -> None:
+        if len(source) > MAX_SOURCE:
+            raise ValueError(f"chat template: has {len(source)} characters, at most {MAX_SOURCE} are read")
+        extensions = [_GenerationBlocks, jinja2.ext.loopcontrols]
+        environment = UnfoldedEnvironment(extensions=extensions, **_OPTIONS)
+        environment.filters["tojson"] = _tojson
+        bounded = BoundedEnvironment(
+            tojson=_tojson,
+            safe_calls=(_raise_exception, _strftime_short, safe_range),
+            extensions=extensions,
+            **_OPTIONS,
+        )
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        bounded.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_short}
+        try:
+            self.traits = template_traits(environment, source)
+            self._template: jinja2.Template | None = None
+            if killable or bounded.admits(bounded.parse(source)):
+                self._template = (environment if killable else bounded).from_string(source)
+            else:
+                environment.compile(source)  # to say now what is wrong with it
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
+        except (RecursionError, SyntaxError, MemoryError, OverflowError) as error:
+            raise ValueError(f"chat template: is too deeply nested: {type(error).__name__}") from error
+        self._bounded = None if killable else bounded
+        self._lock = threading.Lock()  # the environment has one budget
+        self._special_tokens = dict(special_tokens)
+        self.source = source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The prompt text; `variables` (chat_template_kwargs) override the special tokens' names.
+
+        Raises `ApiError` 400 with the template's own words if it refuses the messages, `Elsewhere` as the class says.
+        """
+        names: dict[str, Any] = {
+            "tools": None,
+            "documents": None,
+            **self._special_tokens,
+            **variables,
+            "messages": [dict(m) for m in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            text = self._render(names)
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            said = str(error)[:_MAX_COMPLAINT]
+            raise bad_request(f"the chat template refused the messages: {said}", "messages") from error
+        except MemoryError as error:
+            message = f"the chat template takes more than {RENDER_MEMORY >> 20} MiB of memory for these messages"
+            raise bad_request(message, "messages") from error
+        return _cut_after_final(text, str(messages[-1]["content"] or "")) if continue_final_message else text
+
+    def _render(self, names: dict[str, Any]) -> str:
+        if self._template is None:
+            raise Elsewhere
+        if self._bounded is not None:
+            with self._lock:
+                self._bounded.begin()
+                return self._template.render(names)
+        size = sum(len(str(m.get("content"))) for m in names["messages"])
+        with _limited(RENDER_SECONDS + size * RENDER_SECONDS_PER_CHARACTER):
+            return self._template.render(names)
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Ends this process by SIGPROF after so many seconds of CPU in the block; MemoryError beyond RENDER_MEMORY.
+
+    Of CPU, because a machine may be busy; and by the kernel, because Python may be deep in one call.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    used = psutil.Process().memory_info().data
+    resource.setrlimit(resource.RLIMIT_DATA, (used + RENDER_MEMORY, hard))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}` marks assistant text for training; here it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        """Drop the tags, keep what they enclose."""
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _cut_after_final(text: str, content: str) -> str:
+    """The rendered text up to the end of the last message, so that the model goes on with that message."""
+    core = content.strip()
+    # `rfind` may compare every character with every other; `find` is linear, so both are turned round.
+    behind = text[::-1].find(core[::-1]) if core else -1
+    start = len(text) - behind - len(core) if behind >= 0 else -1
+    if start < 0:
+        raise bad_request(
+            "continue_final_message: the chat template does not show the last message's text as it is", "messages"
+        )
+    end = start + len(core)
+    tail = content[len(content.rstrip()) :]
+    return text[: end + len(tail)] if text.startswith(tail, end) else text[:end]
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; jinja's own filter would escape characters of HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _strftime_short(pattern: str) -> str:
+    """The same where nothing may take long: a number in a pattern is the width of a field."""
+    if not isinstance(pattern, str) or len(pattern) > 64 or any(map(str.isdigit, pattern)):
+        raise Elsewhere
+    return _strftime_now(pattern)

@@ -1,0 +1,242 @@
+"""bench/drills.py: what it counts as lost, repeated or different, what it plans, and a short drill of a real fleet."""
+
+import argparse
+import json
+import random
+import struct
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drilling.asks import fresh_ask, make_asks
+from drilling.faults import Fault, plan, silence
+from drilling.load import Exchange
+from drilling.poison import poison
+from drilling.soak import Held, Sample, table
+from drilling.streams import Answer, Difference, compare, compare_ids
+from drilling.watch import recovered
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from moeyard.flags import add_engine_arguments
+from moeyard_router.api.schema import ChatRequest, CompletionRequest, validate
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "deploy" / "demo"
+IDS = list(range(100, 140))
+
+
+def streamed(ids: list[int], *, shift: float = 0.0, finish: str | None = "length", done: bool = True) -> Answer:
+    """An answer of one choice as its events told it, one token each, with a log-probability."""
+    answer = Answer()
+    for place, token in enumerate(ids):
+        logprobs = {
+            "tokens": [f"t{token}"],
+            "token_logprobs": [-1.0 - token / 7 - shift],
+            "top_logprobs": [{f"t{token}": -1.0}],
+            "text_offset": [place],
+        }
+        answer.take({"choices": [{"index": 0, "text": f" {token}", "token_ids": [token], "logprobs": logprobs}]})
+    if done:
+        answer.take({"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": finish}]})
+        answer.take({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": len(ids)}})
+    return answer
+
+
+def test_equal_answers() -> None:
+    assert not compare(streamed(IDS), streamed(IDS))
+    whole = Answer()
+    whole.take(
+        {
+            "choices": [{"index": 0, "text": " 7", "token_ids": [7], "logprobs": None, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 1},
+        }
+    )
+    assert whole.num_tokens == 1
+    assert whole.choices[0].finish_reason == "stop"
+
+
+@given(st.data())
+def test_lost_and_repeated_tokens_are_counted(data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, 10**6), min_size=12, max_size=40, unique=True))
+    begin = data.draw(st.integers(1, len(ids) - 2))
+    size = data.draw(st.integers(1, min(begin, len(ids) - 1 - begin)))
+    without = ids[:begin] + ids[begin + size :]
+    assert compare_ids(ids, without) == Difference(lost=size)
+    again = ids[:begin] + ids[begin - size : begin] + ids[begin:]
+    assert compare_ids(ids, again) == Difference(repeated=size)
+    other = ids[:begin] + [-1 - i for i in range(size)] + ids[begin + size :]
+    assert compare_ids(ids, other) == Difference(different=size)
+    more = ids[:begin] + [-1 - i for i in range(size)] + ids[begin:]
+    assert compare_ids(ids, more) == Difference(different=size)
+
+
+def test_whole_answers_are_compared_to_the_last_bit() -> None:
+    reference = streamed(IDS)
+    assert compare(reference, streamed(IDS, shift=1e-15)).different > 0
+    assert compare(reference, streamed(IDS, finish="stop")) == Difference(different=1)
+    assert compare(reference, streamed(IDS[:-2])) == Difference(lost=2)
+    spelled = streamed(IDS)
+    spelled.choices[0].text += "x"
+    assert compare(reference, spelled) == Difference(different=1)
+    counted = streamed(IDS)
+    counted.usage = (3, 41)
+    assert compare(reference, counted) == Difference(different=1)
+    two = streamed(IDS)
+    two.take({"choices": [{"index": 1, "text": "", "token_ids": []}]})
+    assert compare(reference, two) == Difference(different=1)
+    assert compare(two, reference) == Difference()  # nothing was said in it
+    silent = Answer(usage=reference.usage)
+    assert compare(reference, silent) == Difference(lost=len(IDS))
+
+
+def test_of_a_failed_answer_only_what_was_said_is_compared() -> None:
+    failed = streamed(IDS[:7], done=False)
+    failed.take({"error": {"message": "rank 1 lost"}})
+    assert failed.error == "rank 1 lost"
+    assert not compare(streamed(IDS), failed)
+    failed.choices[0].token_ids[3] = 1
+    assert compare(streamed(IDS), failed) == Difference(different=1)
+
+
+def test_prompt_logprobs_are_part_of_an_answer() -> None:
+    def body(value: float) -> dict[str, Any]:
+        scores = [None, {"7": {"logprob": value, "rank": 1, "decoded_token": "x"}}]
+        return {"choices": [{"index": 0, "text": "x", "token_ids": [7], "prompt_logprobs": scores}]}
+
+    first, second, third = Answer(), Answer(), Answer()
+    first.take(body(-1.5))
+    second.take(body(-1.5))
+    third.take(body(-1.25))
+    assert not compare(first, second)
+    assert compare(first, third) == Difference(different=1)
+
+
+def test_plans_are_seeded_and_of_every_kind() -> None:
+    assert plan(3, 20) == plan(3, 20) != plan(4, 20)
+    found = Counter((fault.kind, fault.moment) for fault in plan(0, 20))
+    assert found["kill", "exchange"] == 5
+    assert {kind for kind, _ in found} == {"kill", "kill-two", "kill-in-recovery", "stop"}
+    assert found["kill", "idle"] == 2
+    assert sum(found.values()) == 20
+    assert {fault.moment for fault in plan(0, 4, kind="stop")} == {"prefill", "decode", "exchange", "idle"}
+    assert len(plan(0, 50)) == 50
+    assert Fault("kill", "decode") in plan(1, 20)
+
+
+def test_asks_are_seeded_valid_and_of_every_kind() -> None:
+    asks = make_asks(5, 32, max_tokens=96)
+    assert asks == make_asks(5, 32, max_tokens=96) != make_asks(6, 32, max_tokens=96)
+    for ask in [*asks, fresh_ask(random.Random(1), 0, max_tokens=96)]:
+        # The service would take it, without leaving anything out.
+        kind = ChatRequest if "chat" in ask.endpoint else CompletionRequest
+        assert validate(ask.body, kind).ignored == ()
+        assert ask.body["max_tokens"] <= 96
+        assert ask.body.get("temperature") == 0 or "seed" in ask.body, "its answer is certain"
+        length = len(ask.body["prompt"]) if isinstance(ask.body.get("prompt"), list) else 0
+        assert length + ask.body["max_tokens"] <= 1024, "the demo's longest sequence"
+    bodies = [ask.body for ask in asks]
+    assert any(body.get("n") == 2 for body in bodies)
+    assert any("logprobs" in body for body in bodies)
+    assert any("prompt_logprobs" in body for body in bodies)
+    assert any("messages" in body for body in bodies)
+    assert any(ask.prefill for ask in asks)
+    beginnings = Counter(tuple(b["prompt"][:96]) for b in bodies if isinstance(b.get("prompt"), list))
+    assert beginnings.most_common(1)[0][1] == 4
+
+
+def test_silence_is_the_longest_that_the_fault_began() -> None:
+    # Two tokens of steps before the fault, the fleet's recovery, and a pause of the machine long after.
+    times = [9.9, 10.01, 10.02, 13.0, 13.1, 18.0]
+    assert silence(10.0, times) == (10.02, 13.0)
+    assert silence(10.0, [9.0]) is None
+    assert silence(10.0, [9.0, 12.5]) == (10.0, 12.5)
+
+
+def test_recovery_is_over_when_it_is_ready_for_good() -> None:
+    up, down, again = (1.0, True, "ready"), (10.2, False, "rank 1 is lost"), (13.0, True, "ready")
+    assert recovered([up], 10.0, 12.0, notice=15.0) is None
+    assert recovered([up], 10.0, 26.0, notice=15.0) == (0.0, "")
+    assert recovered([up, down], 10.0, 90.0, notice=15.0) is None
+    assert recovered([up, down, again], 10.0, 13.1, notice=15.0) is None
+    assert recovered([up, down, again], 10.0, 14.0, notice=15.0) == (3.0, "rank 1 is lost")
+    # A second fault in the middle of the first one's recovery: it is unready all the time.
+    assert recovered([up, down], 12.0, 40.0, notice=15.0) is None
+    assert recovered([up, down, again], 12.0, 40.0, notice=15.0) == (1.0, "rank 1 is lost")
+
+
+def test_exchanges_are_told_apart() -> None:
+    ask = make_asks(0, 1, max_tokens=8)[0]
+    assert len({Exchange(ask, 0.0), Exchange(ask, 0.0)}) == 2
+
+
+def test_soak_calls_a_leak_a_leak() -> None:
+    before = Held(running=0, pages=0, connections=20, files=60, ranks=3)
+    after = Held(running=0, pages=0, connections=1, files=41, ranks=3)
+    flat = [Sample(5.0 * i, 200 << 20, 300 << 20) for i in range(30)]
+    assert all(good for _, _, good in table(before, after, samples=flat, workers=3))
+    for change, what in (
+        ({"running": 1}, "running"),
+        ({"pages": 2}, "pages"),
+        ({"connections": 3, "files": 43}, "connections"),
+        ({"files": 50}, "files"),
+        ({"ranks": 2}, "rank processes"),
+    ):
+        rows = table(before, replace(after, **change), samples=flat, workers=3)
+        [bad] = [name for name, _, good in rows if not good]
+        assert what in bad
+    growing = [Sample(5.0 * i, (200 + 3 * i) << 20, 300 << 20) for i in range(30)]
+    [bad] = [name for name, _, good in table(before, after, samples=growing, workers=3) if not good]
+    assert "router" in bad
+
+
+def test_poisoned_checkpoint_has_one_row_of_nan(tmp_path: Path) -> None:
+    poison(DEMO, tmp_path / "bad", token_id=4090)
+    before = load_file(DEMO / "model.safetensors")
+    after = load_file(tmp_path / "bad" / "model.safetensors")
+    changed = [name for name, tensor in before.items() if not bool((tensor == after[name]).all())]
+    assert changed == ["model.embed_tokens.weight"]
+    rows = after["model.embed_tokens.weight"].isnan().any(dim=1).nonzero().flatten().tolist()
+    assert rows == [4090]
+    (length,) = struct.unpack("<Q", (tmp_path / "bad" / "model.safetensors").read_bytes()[:8])
+    assert 0 < length < 10**6
+
+
+def recovers() -> bool:
+    """Whether this `moeyard serve` replaces lost workers: then it has a limit for that."""
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    return "--restart-limit" in parser.format_help()
+
+
+@pytest.mark.skipif(not recovers(), reason="this moeyard serve does not replace lost workers")
+@pytest.mark.timeout(460)
+def test_short_drill(tmp_path: Path) -> None:
+    """Two seeded faults under load: nothing failed, nothing lost, repeated or different, and the fleet is whole."""
+    figures = tmp_path / "drill.json"
+    size = ["--workers", "2", "--streams", "6", "--asks", "8", "--max-tokens", "32"]
+    arguments = ["--faults", "2", "--seed", "1", *size, "--pace", "0", "--json", str(figures)]
+    drill = subprocess.Popen(
+        [sys.executable, str(ROOT / "bench" / "drills.py"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        out, _ = drill.communicate(timeout=390)
+    finally:
+        drill.terminate()  # then it ends its server
+        drill.wait(60)
+    print(out)
+    assert drill.returncode == 0, out
+    found = json.loads(figures.read_text())
+    assert len(found["outcomes"]) == 2
+    assert all(outcome["survived"] and outcome["ranks"] for outcome in found["outcomes"])
+    assert all(outcome["inflight"] for outcome in found["outcomes"])
+    assert [len(outcome["ranks"]) for outcome in found["outcomes"]] == [1, 2], "the second one hits a recovery"
+    assert found["beyond"] == 0

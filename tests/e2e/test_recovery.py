@@ -1,0 +1,117 @@
+"""A rank is lost and another takes its place: no request ends, and every answer is what it would have been."""
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.http_fleet import engine_config
+from tests.fleet import Answer, Fleet, ProcessPool, start_fleet
+
+from moeyard_worker.protocol import Done
+
+# A killed process is noticed at once; a busy machine must not make one look stopped.
+DEADLINE = 20.0
+PROMPTS = [tuple(range(1 + i, 9 + 5 * i)) for i in range(9)]
+
+
+def sampling(i: int) -> dict[str, Any]:
+    """A bit of everything: greedy and seeded, log-probabilities of both sides, penalties."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 7 + i, "logprobs": 3},
+        {"temperature": 0.8, "seed": i, "presence_penalty": 0.5, "repetition_penalty": 1.1, "prompt_logprobs": 2},
+    ]
+    return {"max_tokens": 60, "ignore_eos": True, **kinds[i % len(kinds)]}
+
+
+def submit_all(fleet: Fleet) -> None:
+    for i, prompt in enumerate(PROMPTS):
+        fleet.client.submit(i % len(fleet.ranks), f"r{i}", prompt, **sampling(i))
+
+
+def told(answers: list[Answer]) -> list[Any]:
+    """What must not depend on losses, bit for bit."""
+    for answer in answers:
+        assert isinstance(answer.end, Done), answer.end
+        assert answer.end.completion_tokens == len(answer.token_ids)
+    return [(a.token_ids, a.logprobs, a.prompt_logprobs, a.end and a.end.finish_reason) for a in answers]
+
+
+def kill(fleet: Fleet, rank: int) -> None:
+    pid = fleet.ranks[rank].process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    fleet.ranks[rank].process.join(5)
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True, "expert_slots": 4}], ids=["plain", "deep"])
+def test_ranks_lost_at_any_moment_change_nothing(
+    processes: ProcessPool, checkpoints: dict[str, Path], options: dict[str, Any]
+) -> None:
+    """Killed in prefill, two at once in the midst of decoding, idle; what they ran goes on at all ranks."""
+    config = engine_config(checkpoints["mla"], num_workers=3, step_deadline=DEADLINE, prefill_chunk=16, **options)
+    rng = random.Random(repr(options))
+    with start_fleet(processes, config) as fleet:
+        client = fleet.client
+        submit_all(fleet)
+        expected = told(client.wait())
+        for dead, moment in ([1], 0), ([0, 2], rng.randrange(20, 450)):
+            client.answers.clear()
+            submit_all(fleet)
+            client.wait_for(lambda least=moment: sum(len(a.token_ids) for a in client.answers.values()) >= least)
+            for rank in dead:
+                kill(fleet, rank)
+            losses = fleet.recover(dead)
+            assert {loss["ranks"][0] for loss in losses} <= set(dead)
+            assert len({(loss["reason"], loss["step"], loss["place"]) for loss in losses}) == 1, "one name for one loss"
+            client.carry_over(dead, to=range(3))
+            assert told(client.wait()) == expected
+        kill(fleet, 2)
+        (loss, _) = fleet.recover([2])
+        assert loss["reason"] == f"rank 2 lost after step {loss['step']}"
+        client.answers.clear()
+        submit_all(fleet)
+        assert told(client.wait()) == expected
+
+
+def test_survivors_take_requests_while_they_wait(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
+    """They say what they wait for; what came meanwhile is computed afterwards, and an abort is answered at once."""
+    config = engine_config(checkpoints["mla"], num_workers=2, step_deadline=DEADLINE)
+    with start_fleet(processes, config) as fleet:
+        client = fleet.client
+        client.hello()
+        client.submit(0, "early", PROMPTS[0], **sampling(1))
+        client.wait_for(lambda: bool(client.answers["early"].token_ids))
+        kill(fleet, 1)
+        client.wait_for(lambda: client.snapshots[0].state == "recovering")
+        failure = client.snapshots[0].failure
+        assert failure is not None
+        assert failure.startswith("rank 1 lost ")
+        client.submit(0, "late", PROMPTS[1], **sampling(1))
+        client.submit(0, "left", PROMPTS[2], **sampling(1))
+        client.abort(0, "left")
+        (left,) = client.wait("left")
+        assert isinstance(left.end, Done)
+        assert left.end.finish_reason == "abort"
+        epoch = client.snapshots[0].epoch
+        (loss,) = fleet.recover([1])
+        assert (loss["reason"], loss["epoch"], loss["latest"]) == (failure, epoch, ("early",))
+        told(client.wait())
+        client.wait_for(lambda: client.snapshots[0].state == "ready")
+        assert client.snapshots[0].epoch not in (epoch, 0)
+
+
+def test_an_output_that_is_whole_only_ends(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
+    """The last tokens were told and the end was not."""
+    with start_fleet(processes, engine_config(checkpoints["mla"], num_workers=1)) as fleet:
+        client = fleet.client
+        client.submit(0, "r", PROMPTS[0], max_tokens=5, temperature=0.0, ignore_eos=True)
+        (answer,) = client.wait()
+        answer.end = None
+        assert client.carry_over([0], to=[0]) == ["r"]
+        client.wait()
+        assert isinstance(answer.end, Done)
+        assert (answer.end.finish_reason, answer.end.completion_tokens, len(answer.token_ids)) == ("length", 5, 5)

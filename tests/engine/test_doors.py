@@ -1,0 +1,241 @@
+"""Doors of a rank towards routers: keys, sizes, replays, and what is said of those who were turned away."""
+
+import logging
+import pickle
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+from tests.strangers import one_byte_and_gone, rubbish, say, try_key
+
+from moeyard_worker.engine.frontend import Frontend
+from moeyard_worker.keys import RouterKeys
+from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Abort, Grammar, Hello, Message, SamplingParams, Submit, TokenIds
+from moeyard_worker.refusals import LINES, MAX_QUOTE, SECONDS, Refusals
+from moeyard_worker.sockets import make_keys, unlock
+from moeyard_worker.wire import MAX_NAME_BYTES, ProtocolError, decode, encode, reply_limits, request_limits
+
+MAX_MODEL_LEN = 256
+LIMITS = request_limits(MAX_MODEL_LEN)
+
+
+class Door:
+    """A rank's frontend with nothing behind it, and routers before it."""
+
+    def __init__(self) -> None:
+        self.keys = make_keys()
+        self.frontend = Frontend("127.0.0.1", deadline=30.0, max_model_len=MAX_MODEL_LEN, keys=self.keys.of_worker())
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.routers: list[zmq.Socket[bytes]] = []
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self.frontend.refusals.counts
+
+    def router(self, keys: RouterKeys | None = None, address: str | None = None) -> "zmq.Socket[bytes]":
+        keys = keys or self.keys.of_router()
+        client = self.context.socket(zmq.DEALER)
+        client.setsockopt(zmq.LINGER, 0)
+        unlock(client, keys.own, keys.worker)
+        client.connect(address or self.frontend.endpoint)
+        self.routers.append(client)
+        return client
+
+    def until(self, done: Callable[[list[Message]], bool]) -> list[Message]:
+        """What was received until `done` of it is true."""
+        heard: list[Message] = []
+        poller, limit = zmq.Poller(), perf_counter() + 10
+        for each in (self.frontend.socket, self.frontend.monitor):
+            poller.register(each, zmq.POLLIN)
+        while not done(heard):
+            assert perf_counter() < limit, (heard, self.counts)
+            poller.poll(100)
+            heard += [message for _, message in self.frontend.receive()]
+        return heard
+
+    def counted(self, **expected: int) -> None:
+        """Wait until so much was refused, and nothing else was heard."""
+        assert self.until(lambda _: self.counts == expected) == []
+
+    def serves(self, client: "zmq.Socket[bytes]") -> None:
+        """A router that was there before is heard as if nothing had been."""
+        client.send(encode(Hello()))
+        assert self.until(bool) == [Hello()]
+
+    def close(self) -> None:
+        for router in self.routers:
+            router.close()
+        self.context.term()
+        self.frontend.close()
+        self.frontend.close()
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    made = Door()
+    yield made
+    made.close()
+
+
+def test_a_stranger_is_turned_away_and_counted(door: Door) -> None:
+    client = door.router()
+    door.serves(client)
+    tries = rubbish(b"DEALER")
+    for parts in tries:
+        say(door.frontend.endpoint, *parts)
+    for _ in range(5):
+        one_byte_and_gone(door.frontend.endpoint, b"DEALER")
+    # Not each is a failed handshake: one spoke another protocol, one left before it had said anything.
+    door.until(lambda _: door.counts.get("handshake", 0) >= len(tries) + 5 - 2)
+    assert door.counts.keys() == {"handshake"}
+    door.serves(client)
+
+
+def test_an_unknown_key_is_refused_and_counted(door: Door) -> None:
+    client = door.router()
+    server = door.keys.workers.public
+    assert try_key(door.context, zmq.DEALER, door.frontend.endpoint, server) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    door.counted(unknown_key=1)
+    # A rank's own key is no router's.
+    ranks = RouterKeys(own=door.keys.workers, worker=server)
+    door.router(ranks).send(encode(Hello()))
+    door.until(lambda heard: door.counts["unknown_key"] >= 2 and not heard)
+    door.serves(client)
+
+
+class Tap(threading.Thread):
+    """A cable that keeps a copy of what goes from `near` to `far`."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(daemon=True)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._target = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+        self.said = b""
+        self.start()
+
+    def run(self) -> None:
+        near, far = self._listener.accept()[0], socket.create_connection(self._target)
+        with self._listener, near, far:
+            while True:
+                for source in select.select([near, far], [], [])[0]:
+                    data = source.recv(65536)
+                    if not data:
+                        return
+                    if source is near:
+                        self.said += data
+                    (far if source is near else near).sendall(data)
+
+
+def test_a_replay_is_refused_and_counted(door: Door) -> None:
+    tap = Tap(door.frontend.endpoint)
+    client = door.router(address=tap.endpoint)
+    secret = "a name that nobody else should read"
+    client.send(encode(Abort(request_id=secret)))
+    assert door.until(bool) == [Abort(request_id=secret)]
+    assert secret.encode() not in tap.said, "sent in clear"
+    # The whole of it, greeting and handshake included, as one who listened would.
+    say(door.frontend.endpoint, tap.said[:64], tap.said[64:])
+    door.counted(handshake=1)
+    client.send(encode(Abort(request_id="again")))
+    assert door.until(bool) == [Abort(request_id="again")]
+    client.close()
+    tap.join(10)
+
+
+def submit(tokens: int = 3, **changes: Any) -> Submit:
+    sampling = SamplingParams(**{"max_tokens": 1, **changes})
+    return Submit(request_id="a" * MAX_NAME_BYTES, prompt_token_ids=TokenIds.of([7] * tokens), sampling=sampling)
+
+
+def test_too_large_a_frame_cuts_its_sender_off_and_nobody_else(door: Door) -> None:
+    """As a hundred million ids would; what a socket refuses has never been in memory."""
+    client, greedy = door.router(), door.router()
+    door.serves(client)
+    door.serves(greedy)
+    monitor = greedy.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    greedy.send(encode(submit(LIMITS.frame_bytes // 4 + 1)))
+    assert monitor.poll(10_000), "the connection must end"
+    greedy.disable_monitor()
+    monitor.close(0)
+    door.serves(client)
+
+
+BAD = {
+    "pickle": pickle.dumps({"v": 2, "type": "hello"}),
+    "garbage": bytes(range(256)),
+    "empty": b"",
+    "list": msgpack.packb([1, 2, 3]),
+    "version": msgpack.packb({"v": "x" * 50_000, "type": "hello"}),
+    "type": msgpack.packb({"v": 2, "type": "y" * 50_000}),
+    "field": msgpack.packb({"v": 2, "type": "hello", "z" * 50_000: 1}),
+    "value": msgpack.packb({"v": 2, "type": "abort", "request_id": list(range(4000))}),
+    "name": msgpack.packb({"v": 2, "type": "abort", "request_id": "x" * (MAX_NAME_BYTES + 1)}),
+    "deep": b"\x91" * 5000,
+    "wide": msgpack.packb([0] * 5000),
+    "claims": b"\xdd\xff\xff\xff\xff",
+    "extension": msgpack.packb(msgpack.ExtType(5, b"x")),
+}
+
+
+def test_bad_messages_are_counted_and_their_lines_are_short_and_few(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = door.router()
+    with caplog.at_level(logging.WARNING):
+        for frame in BAD.values():
+            client.send(frame)
+        client.send_multipart([b"a", b"b"])
+        door.counted(message=len(BAD), frames=1)
+    assert len(caplog.records) == LINES
+    assert max(len(record.getMessage()) for record in caplog.records) < MAX_QUOTE + 100
+    door.serves(client)
+
+
+@pytest.mark.parametrize("frame", BAD.values(), ids=BAD)
+def test_what_is_wrong_is_said_in_few_words(frame: bytes) -> None:
+    with pytest.raises(ProtocolError) as raised:
+        decode(frame, LIMITS)
+    assert len(str(raised.value)) < 2 * MAX_QUOTE
+
+
+def test_the_largest_request_that_a_router_sends_comes_through() -> None:
+    largest = submit(
+        MAX_MODEL_LEN,
+        logit_bias={2**31 + i: 1.5 for i in range(1024)},
+        stop_token_ids=tuple(range(2**31, 2**31 + 1024)),
+        grammar=Grammar(kind="regex", text="x" * MAX_GRAMMAR_BYTES),
+    )
+    frame = encode(largest)
+    assert decode(frame, LIMITS) == largest
+    # And some that are too long, so that a rank can say so.
+    assert decode(encode(submit(2 * MAX_MODEL_LEN)), LIMITS)
+    with pytest.raises(ProtocolError, match=r"a frame of \d+ bytes, at most \d+ are read"):
+        decode(frame + bytes(LIMITS.frame_bytes), LIMITS)
+
+
+def test_limits_grow_with_what_is_promised() -> None:
+    assert request_limits(131_072).frame_bytes < 2 << 20
+    assert reply_limits(1).frame_bytes < reply_limits(1000).frame_bytes < 64 << 20
+
+
+def test_lines_of_refusals_are_cut_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    refusals = Refusals(logging.getLogger("moeyard_worker.test"), clock=lambda: now[0])
+    with caplog.at_level(logging.WARNING):
+        for _ in range(LINES + 7):
+            refusals.add("message", "x" * 60_000_000 if not refusals.counts else "short")
+        assert len(caplog.records) == LINES
+        now[0] = SECONDS
+        refusals.add("handshake", "y")
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == f"refused (message): {'x' * MAX_QUOTE}... (60000000 characters)"
+    assert lines[1] == "refused (message): short"
+    assert lines[-1] == "refused (handshake): y (7 more like it were not written)"
+    assert refusals.counts == {"message": LINES + 7, "handshake": 1}

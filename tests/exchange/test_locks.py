@@ -1,0 +1,190 @@
+"""Doors of the mesh: strangers at a TCP port of ranks that work are turned away and counted, and nobody dies."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from time import perf_counter
+
+import pytest
+import zmq
+from tests.strangers import GREETING, knock, one_byte_and_gone, rubbish, say, try_key
+
+from moeyard_worker.exchange.base import ExchangeError
+from moeyard_worker.exchange.frames import Phase, pack_tag
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.wires import MeshLock
+from moeyard_worker.keys import KeyPair
+from moeyard_worker.sockets import make_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE = 10.0
+STRANGERS = 50
+
+
+class Pair:
+    """Two ranks in this process, over TCP."""
+
+    def __init__(self, lock: MeshLock | None, *others: MeshLock | None) -> None:
+        locks = (lock, *(others or (lock,)))
+        self.ranks = [
+            Mesh(rank=r, world_size=2, deadline=DEADLINE, transport="tcp", slab_bytes=4096, lock=each)
+            for r, each in enumerate(locks)
+        ]
+        self.address = self.ranks[0].endpoint().tcp[1]
+        self.step = 0
+
+    def connect(self, timeout: float = 20.0) -> list[str]:
+        """Both at once; what they raised."""
+        endpoints, errors = [mesh.endpoint() for mesh in self.ranks], list[str]()
+
+        def run(mesh: Mesh) -> None:
+            try:
+                mesh.connect(endpoints, timeout)
+            except ExchangeError as error:
+                errors.append(str(error))
+
+        threads = [Thread(target=run, args=(mesh,)) for mesh in self.ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return errors
+
+    def exchange(self) -> None:
+        """One frame each way, as in a step."""
+        self.step += 1
+        for mesh in self.ranks:
+            mesh.step = self.step
+        for rank, mesh in enumerate(self.ranks):
+            mesh.send(1 - rank, pack_tag(0, self.step, 0, Phase.COMBINE, rank) + b"rows")
+        for mesh in self.ranks:
+            mesh.recv_all(Phase.COMBINE, layer=0, since=perf_counter())
+            mesh.check_peers()
+
+    def close(self) -> None:
+        for mesh in self.ranks:
+            mesh.close()
+
+
+@pytest.fixture
+def fleet_lock(request: pytest.FixtureRequest) -> MeshLock:
+    """A lock as `--mesh-encryption` says."""
+    return MeshLock(keys=make_keys().of_worker(), encrypt=request.param == "on")
+
+
+@pytest.fixture
+def pair(fleet_lock: MeshLock) -> Iterator[Pair]:
+    made = Pair(fleet_lock)
+    yield made
+    made.close()
+
+
+def drill(encryption: str) -> dict[str, int]:
+    """What ranks refused that worked while strangers came and went. In a process of its own: it may be aborted."""
+    lock = None if encryption == "none" else MeshLock(keys=make_keys().of_worker(), encrypt=encryption == "on")
+    pair = Pair(lock)
+    if lock is not None:
+        # Before the peer has come, too: nobody may take its place.
+        one_byte_and_gone(pair.address)
+    assert pair.connect() == []
+    for _ in range(STRANGERS):
+        one_byte_and_gone(pair.address)
+        pair.exchange()
+    for parts in rubbish(b"PAIR"):
+        say(pair.address, *parts)
+        pair.exchange()
+    # A heartbeat of the peers is sure to have come and gone: it was one that met no connection and aborted a rank.
+    interval = pair.ranks[1]._wires._sockets[0].getsockopt(zmq.HEARTBEAT_IVL)  # type: ignore[union-attr]
+    assert isinstance(interval, int)
+    until = perf_counter() + (1.5 * interval / 1000 if encryption == "none" else 0)
+    while True:
+        pair.exchange()
+        if perf_counter() >= until:
+            break
+    refused = dict(pair.ranks[0].refused)
+    pair.close()
+    return refused
+
+
+@pytest.mark.parametrize("encryption", ["on", "off", "none"])
+def test_strangers_at_a_working_mesh_kill_nobody(encryption: str) -> None:
+    """The handshake of a PAIR, one byte and the end aborted a rank of old, `Assertion failed: !_io_error`."""
+    code = f"import json, test_locks\ntest_locks.DEADLINE = 1.0\nprint(json.dumps(test_locks.drill({encryption!r})))"
+    path = [str(ROOT), *(str(ROOT / f) for f in ("worker", "kernels")), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {path}\n{code}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused = json.loads(done.stdout)
+    if encryption != "none":
+        assert refused.keys() == {"handshake"}
+        assert refused["handshake"] >= STRANGERS + 1
+        # Many come, few lines are written.
+        assert done.stderr.count("refused (handshake)") <= 5 * (1 + DEADLINE)
+
+
+@pytest.mark.parametrize("fleet_lock", ["on"], indirect=True)
+def test_a_key_of_ones_own_opens_nothing_and_is_counted(pair: Pair, fleet_lock: MeshLock) -> None:
+    assert pair.connect() == []
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context:
+        # The public key alone lets nobody in.
+        event = try_key(context, zmq.PAIR, pair.address, fleet_lock.keys.own.public)
+        assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    until = perf_counter() + 10
+    while not pair.ranks[0].refused and perf_counter() < until:
+        pair.exchange()
+    assert pair.ranks[0].refused == {"unknown_key": 1}
+    pair.exchange()
+
+
+@pytest.mark.parametrize("fleet_lock", ["on", "off"], indirect=True)
+def test_a_rank_of_another_fleet_stays_outside(fleet_lock: MeshLock) -> None:
+    pair = Pair(fleet_lock, MeshLock(keys=make_keys().of_worker(), encrypt=fleet_lock.encrypt))
+    try:
+        errors = pair.connect(timeout=1.0)
+        assert len(errors) == 2, errors
+        assert pair.ranks[0].refused
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("fleet_lock", ["on"], indirect=True)
+def test_only_tcp_is_under_keys(fleet_lock: MeshLock) -> None:
+    """Doorbells of ranks of one host go through a directory that is theirs alone, at no cost."""
+    ranks = [Mesh(rank=r, world_size=2, deadline=DEADLINE, slab_bytes=4096, lock=fleet_lock) for r in (0, 1)]
+    pair = Pair.__new__(Pair)
+    pair.ranks, pair.step = ranks, 0
+    try:
+        with knock(ranks[0].endpoint().tcp[1]) as connection:
+            connection.sendall(GREETING[:11])  # up to the version; it then says what it speaks
+            assert connection.recv(32, socket.MSG_WAITALL)[12:17] == b"CURVE"
+        assert pair.connect() == []
+        pair.exchange()
+        mechanisms = [mesh._wires._sockets[1 - r].getsockopt(zmq.MECHANISM) for r, mesh in enumerate(ranks)]  # type: ignore[union-attr]
+        assert mechanisms == [zmq.CURVE, zmq.NULL], (
+            "set on the socket after its unix socket was bound; not connected by"
+        )
+    finally:
+        pair.close()
+
+
+def test_the_password_in_clear_gives_no_key_away() -> None:
+    keys = make_keys().of_worker()
+    password = MeshLock(keys=keys, encrypt=False).password
+    assert keys.own.secret not in password
+    assert password == MeshLock(keys=keys, encrypt=False).password
+    assert password != MeshLock(keys=make_keys().of_worker(), encrypt=False).password
+
+
+def test_keys_are_in_no_repr() -> None:
+    keys = make_keys()
+    said = f"{keys} {keys.of_worker()} {keys.of_router()} {MeshLock(keys=keys.of_worker())}"
+    for key in (keys.workers, keys.routers):
+        assert key.public.decode() not in said
+        assert key.secret.decode() not in said
+    with pytest.raises(ValueError, match="a key has 40 characters, got 5 and 6"):
+        KeyPair(public=b"short", secret=b"secret")

@@ -1,0 +1,356 @@
+"""Streamed answers that go past ASGI: the same bytes as through it, at the reader's pace, none at another's cost."""
+
+import asyncio
+import dataclasses
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from tests.router.conftest import scripted_logprob
+from tests.router.tool_model import ASK, CALL, NOW, SECOND, THOUGHT, WEATHER
+
+from moeyard_router.api import endpoints
+from moeyard_router.api.generation import Generation
+from moeyard_router.api.intake import Intake
+from moeyard_router.api.surfaces import SURFACES
+from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.fleet.fleet import Fleet
+from moeyard_router.http.pieces import Outbox, Pieces
+from moeyard_router.metrics import RouterMetrics
+from moeyard_worker.protocol import Done, PromptLogprobs, Snapshot, Tokens
+
+TEXT = 'Well, "one" two 你好 🙂\nthree stop and so on'
+PLAIN = {"prompt": "x", "max_tokens": 60, "stream": True}
+SAID = {"messages": ASK, "max_tokens": 200, "stream": True}
+REQUESTS = {
+    "completion": ("completion", PLAIN),
+    "usage": ("completion", {**PLAIN, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    "stop": ("completion", {**PLAIN, "stop": ["three", "stop and"], "stream_options": {"include_usage": True}}),
+    "choices": ("completion", {**PLAIN, "prompt": ["x", "y"], "n": 2, "logprobs": 2, "echo": True}),
+    "ids": ("completion", {**PLAIN, "return_token_ids": True, "skip_special_tokens": False}),
+    "chat": ("chat", SAID),
+    "chat logprobs": ("chat", {**SAID, "logprobs": True, "top_logprobs": 1, "n": 2}),
+    "tools": ("chat", {**SAID, "tools": [WEATHER, NOW]}),
+    "response": ("response", {"input": "Hello.", "stream": True, "max_output_tokens": 200}),
+    "message": ("message", {"messages": ASK, "stream": True, "max_tokens": 200}),
+}
+
+
+def fleet_of_one():
+    """A fleet whose one worker is this test: it is connected to nobody, and ready."""
+    address = WorkerAddress(rank=0, endpoint="tcp://127.0.0.1:9")
+    config = RouterConfig(
+        model_name="tiny", model_path=Path(), workers=(address,), max_model_len=4096, vocab_size=400, eos_token_ids=(1,)
+    )
+    fleet = Fleet(config, RouterMetrics("tiny"))
+    fleet.start()
+    fleet._members._up(0)
+    snapshot = Snapshot(
+        rank=0, world_size=1, epoch=0, step=1, state="ready", failure=None, num_running=0, num_waiting=0,
+        num_waiting_tokens=0, kv_pages_total=9, kv_pages_free=9, page_size=16, max_model_len=4096, vocab_size=400,
+    )  # fmt: skip
+    fleet._replies.take(0, [snapshot])
+    return fleet
+
+
+class Answer:
+    """One streamed answer and its connection, which reads while `reading` is set."""
+
+    def __init__(self, fleet, codec, job, api, name, *, with_direct):
+        tokens, self.fleet, self.name = codec.token_bytes, fleet, name
+        self.data, self.sent, self.pieces, self.waiting = b"", 0, 0, b""
+        self.reading = asyncio.Event()
+        self.reading.set()
+        self.generation = Generation(
+            job, reply_id=name, fleet=fleet, tokens=tokens, metrics=RouterMetrics("tiny"), arrived=0.0
+        )
+        self.writer = SURFACES[api].writer(job, reply_id=name, model="tiny", created=0, tokens=tokens)
+        direct = self if with_direct else None
+        self.task = asyncio.create_task(self._stream(job, direct))
+
+    async def _stream(self, job, direct):
+        await endpoints._stream(job, self.generation, self.writer, self.send, None, direct)
+
+    async def send(self, message):
+        await self.reading.wait()
+        assert not self.waiting, "pieces that were given before must leave before"
+        self.data += message.get("body", b"")
+        self.sent += "body" in message
+
+    def ready(self):
+        return self.reading.is_set()
+
+    def write(self, data):
+        assert data
+        assert self.ready()
+        self.waiting += data
+        self.pieces += 1
+
+    def flush(self):
+        self.data += self.waiting
+        self.waiting = b""
+
+
+async def settle():
+    """Let everything run that can."""
+    for _ in range(12):
+        await asyncio.sleep(0)
+
+
+def words(job, choice, ids, start):
+    """What the worker says of some tokens of a choice."""
+    top = job.continuations[choice].sampling.logprobs
+    logprobs = () if top is None else tuple(scripted_logprob(i, top) for i in ids)
+    return {"start": start, "token_ids": tuple(ids), "logprobs": logprobs}
+
+
+async def run(answer, job, ids, size, *, after=lambda step: None):
+    """Play the worker: `size` tokens of every choice in one batch, then the end; the answer's task ends."""
+    fleet, names = answer.fleet, [f"{answer.name}-{i}" for i in range(len(job.continuations))]
+    for name, continuation in zip(names, job.continuations, strict=True):
+        if continuation.sampling.prompt_logprobs is not None:
+            prompt = job.prompts[continuation.prompt].token_ids
+            scores = tuple(scripted_logprob(i, continuation.sampling.prompt_logprobs) for i in prompt[1:])
+            fleet._replies.take(0, [PromptLogprobs(request_id=name, start=1, logprobs=scores)])
+    for step, start in enumerate(range(0, len(ids), size)):
+        some = ids[start : start + size]
+        fleet._replies.take(0, [Tokens(request_id=n, **words(job, i, some, start)) for i, n in enumerate(names)])
+        await settle()
+        after(step)
+    counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": len(ids)}
+    fleet._replies.take(0, [Done(request_id=n, finish_reason="stop", stop_token_id=1, **counts) for n in names])
+    await settle()
+    await asyncio.wait_for(answer.task, 5)
+
+
+@pytest.fixture(scope="module")
+def job_of(tool_checkpoint, tool_codec):
+    address = WorkerAddress(rank=0, endpoint="tcp://127.0.0.1:9")
+    config = RouterConfig(
+        model_name="tiny", model_path=tool_checkpoint, workers=(address,), max_model_len=4096, vocab_size=400,
+        eos_token_ids=(1,),
+    )  # fmt: skip
+    intake = Intake(config, tool_codec)
+    return lambda api, body: asyncio.run(SURFACES[api].read(intake, json.dumps(body).encode()))
+
+
+def ids_of(codec, name):
+    text = THOUGHT + TEXT + CALL + SECOND if name == "tools" else TEXT
+    return [*codec.encode(text, add_special_tokens=False), 1]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_same_bytes_both_ways(job_of, tool_codec, name, size):
+    api, body = REQUESTS[name]
+    job, ids = job_of(api, body), ids_of(tool_codec, name)
+
+    async def both():
+        fleet, answers = fleet_of_one(), []
+        for with_direct in (False, True):
+            answer = Answer(fleet, tool_codec, job, api, "same", with_direct=with_direct)
+            await run(answer, job, ids, size)
+            answers.append(answer)
+            fleet.validate()
+        fleet.close()
+        return answers
+
+    plain, direct = asyncio.run(both())
+    assert direct.data == plain.data
+    assert plain.data.count(b"data: ") > 6
+    assert plain.pieces == 0
+    assert direct.pieces > 2
+    if name in ("completion", "chat"):  # nearly all events are put together from prebuilt halves
+        events = [json.loads(e[6:])["choices"][0] for e in plain.data.decode().split("\n\n")[:-2]]
+        assert {tuple(e) for e in events} == {tuple(events[0])}
+        said = [e["text"] if api == "completion" else e["delta"].get("content") or "" for e in events]
+        assert "".join(said) == TEXT
+    assert direct.sent <= 3, "only what begins and ends an answer passes through ASGI"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("ending", ["lost", "aborted", "gone"])
+def test_ends_while_pieces_are_pushed(job_of, tool_codec, ending, size):
+    job = job_of("chat", SAID)
+    ids = ids_of(tool_codec, "chat")[:12]
+
+    async def both():
+        out = []
+        for with_direct in (False, True):
+            fleet = fleet_of_one()
+            answer = Answer(fleet, tool_codec, job, "chat", "same", with_direct=with_direct)
+
+            def end(step, answer=answer, fleet=fleet):
+                if step == 12 // size - 1:
+                    last = Tokens(request_id="same-0", **words(job, 0, (2,), 12))
+                    if ending == "lost":
+                        fleet._replies.take(0, [last])
+                        fleet.fail("worker 0 is gone")
+                    elif ending == "aborted":
+                        counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 12}
+                        fleet._replies.take(0, [last, Done(request_id="same-0", finish_reason="abort", **counts)])
+                    else:
+                        answer.generation.disconnect()
+
+            try:
+                await run(answer, job, ids, size, after=end)
+            except endpoints.ClientGone:
+                out.append("gone")
+            else:
+                out.append(answer.data)
+            fleet.close()
+        return out
+
+    plain, direct = asyncio.run(both())
+    assert direct == plain
+    assert (plain == "gone") if ending == "gone" else (b'"error"' in plain and b"[DONE]" not in plain)
+
+
+def test_a_reader_that_stops_and_goes_on(job_of, tool_codec):
+    """While it does not read, its tokens wait in the fleet's mailbox, and nothing is written."""
+    job, ids = job_of("completion", PLAIN), ids_of(tool_codec, "completion")
+
+    async def main():
+        fleet = fleet_of_one()
+        answer = Answer(fleet, tool_codec, job, "completion", "slow", with_direct=True)
+        seen = []
+
+        def after(step):
+            seen.append(answer.pieces)
+            if step == 5:
+                answer.reading.clear()
+            if step == 15:
+                answer.reading.set()
+
+        await run(answer, job, ids, 1, after=after)
+        fleet.close()
+        return answer, seen
+
+    answer, seen = asyncio.run(main())
+    assert seen[5] > 1
+    assert seen[15] == seen[5]
+    assert seen[-1] > seen[15]
+    events = [json.loads(e[6:]) for e in answer.data.decode().split("\n\n")[:-2]]
+    assert "".join(e["choices"][0]["text"] for e in events) == TEXT
+    assert answer.data.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_fault_in_one_answer_is_its_own(job_of, tool_codec, monkeypatch):
+    job, ids = job_of("completion", PLAIN), ids_of(tool_codec, "completion")
+
+    async def main():
+        fleet = fleet_of_one()
+        bad = Answer(fleet, tool_codec, job, "completion", "bad", with_direct=True)
+        good = Answer(fleet, tool_codec, job, "completion", "good", with_direct=True)
+        whole = bad.writer.chunk
+
+        def broken(index, delta, choices):
+            if bad.pieces == 3:
+                raise ZeroDivisionError
+            return whole(index, delta, choices)
+
+        monkeypatch.setattr(bad.writer, "chunk", broken)
+        for step, token_id in enumerate(ids[:8]):
+            rows = [Tokens(request_id=n, start=step, token_ids=(token_id,)) for n in ("bad-0", "good-0")]
+            fleet._replies.take(0, rows)
+            await settle()
+        with pytest.raises(ZeroDivisionError):
+            bad.task.result()
+        bad.generation.close()
+        assert fleet.failure is None
+        assert not good.task.done()
+        assert good.pieces > bad.pieces
+        good.task.cancel()
+        good.generation.close()
+        fleet.close()
+
+    asyncio.run(main())
+
+
+def test_pieces_leave_in_order_and_together():
+    """Once a turn of the loop, or before whoever asks for it; one that has closed holds up no other."""
+    written = []
+
+    class Transport:
+        def __init__(self, name):
+            self.name = name
+
+        def is_closing(self):
+            return self.name == "closed"
+
+        def write(self, data):
+            assert not self.is_closing()
+            written.append((self.name, data))
+
+    async def main():
+        outbox, a, b = Outbox(), Transport("a"), Transport("b")
+        outbox.add(a, b"1")
+        outbox.add(Transport("closed"), b"0")
+        outbox.add(b, b"2")
+        assert written == []
+        await asyncio.sleep(0)
+        assert written == [("a", b"1"), ("b", b"2")]
+        outbox.add(a, b"3")
+        outbox.flush()
+        assert written[2:] == [("a", b"3")]
+        await asyncio.sleep(0)
+        outbox.add(b, b"4")
+        await asyncio.sleep(0)
+        assert written[3:] == [("b", b"4")]
+
+    asyncio.run(main())
+
+
+def test_the_server_offers_the_way(service, monkeypatch):
+    """A real connection: pieces go by it, in chunks that a client can read, and the connection lives on."""
+    pieces, write = [], Pieces.write
+
+    def counting(self, data):
+        pieces.append(data)
+        write(self, data)
+
+    monkeypatch.setattr(Pieces, "write", counting)
+    for worker in service.workers:
+        worker.pace = 0.002
+    for _ in range(2):
+        events = service.stream("/v1/completions", prompt="x", max_tokens=60)
+        assert sum(len(e["choices"]) for e in events) > 1
+    assert len(pieces) > 20
+    assert all(p.startswith(b"data: ") and p.endswith(b"\n\n") for p in pieces)
+
+
+def test_a_client_that_does_not_read_holds_little(start, wait_for):
+    """The transport's buffer stays near its mark of 64 KiB, however much there is to say; then all of it is said."""
+
+    def lengthen(worker):
+        worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=2048)
+
+    service = start(1, max_model_len=2048, prepare=lengthen)
+    [worker] = service.workers
+    worker.chunk = 8
+    # Connections inherit it: what the system holds for a client is not what is tested.
+    service.server._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    body = {"prompt": "x", "max_tokens": 300, "stream": True, "logprobs": 20, "n": 8, "ignore_eos": True}
+    data = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    host, port = service.url.removeprefix("http://").split(":")
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(20)
+        sock.connect((host, int(port)))
+        sock.sendall(head % len(data) + data)
+
+        def computed():
+            return worker.submits and service.client.get("/v1/fleet").json()["inflight"] == 0
+
+        wait_for(computed, "all must be computed, read or not", 30.0)
+        sizes = [c.transport.get_write_buffer_size() for c in service.server._server.server_state.connections]
+        assert 64 * 1024 < max(sizes) < 1024 * 1024
+        got = b""
+        while part := sock.recv(1 << 20):
+            got += part
+    assert got.endswith(b"0\r\n\r\n")
+    assert b"data: [DONE]" in got
+    assert got.count(b'"finish_reason":"length"') == 8
+    assert len(got) > 4 * max(sizes)

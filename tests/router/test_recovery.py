@@ -1,0 +1,454 @@
+"""Workers that are lost under load, and replaced: no request fails, and no token is lost, repeated or another."""
+
+import asyncio
+import dataclasses
+import json
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from tests.router.conftest import STORY, ScriptedWorker
+
+from moeyard_router.config import WorkerAddress
+from moeyard_worker.protocol import Done, Rejected
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+WORLD = 3
+
+
+class Launcher:
+    """What starts workers in the place of lost ones: the survivors hold on, the epoch rises, the router is told."""
+
+    def __init__(self, service, script):
+        self.service, self.script = service, script
+        self.epoch = 0
+
+    @property
+    def workers(self):
+        return self.service.workers
+
+    def kill(self, *ranks):
+        for worker in self.workers:
+            if worker.rank not in ranks:
+                worker.hold(f"rank {ranks[0]} lost at step 812")
+        for rank in ranks:
+            self.workers[rank].die()
+
+    def replace(self, *ranks, then=lambda: None, incident=None):
+        """New workers at these ranks, which are not ready before `together` says so."""
+        self.epoch += 1
+        for rank in ranks:
+            old = self.workers[rank]
+            self.workers[rank] = new = ScriptedWorker(
+                rank, len(self.workers), self.script, epoch=self.epoch, state="recovering"
+            )
+            new.pace, new.score_chunk = old.pace, old.score_chunk
+        addresses = tuple(WorkerAddress(rank=w.rank, endpoint=w.endpoint) for w in self.workers)
+        self.service.server.replace_workers(addresses, then, incident)
+
+    def together(self):
+        for worker in self.workers:
+            worker.go_on(self.epoch)
+
+    def heal(self, *ranks, incident=None):
+        self.replace(*ranks, incident=incident)
+        self.together()
+
+
+@pytest.fixture(scope="module")
+def script(codec):
+    """The story from a place that the prompt names, so that no two requests have one answer."""
+    ids = codec.encode(STORY, add_special_tokens=False)
+
+    def script(submit):
+        start = sum(submit.prompt_token_ids) % len(ids)
+        return (ids * 9)[start : start + submit.sampling.max_tokens]
+
+    return script
+
+
+@pytest.fixture
+def launched(start, script):
+    """A service of three workers and its launcher."""
+    service = start(WORLD, prepare=lambda worker: prepared(worker, script), step_deadline=1.0)
+    return service, Launcher(service, script)
+
+
+def prepared(worker, script):
+    worker.script = script
+    worker.pace, worker.score_chunk = 0.003, 1
+
+
+def bodies():
+    """Sixteen requests of every kind that an interruption could tell apart."""
+    plain = [{"prompt": f"{i}: once upon a time", "max_tokens": 40 + 7 * i, "return_token_ids": True} for i in range(7)]
+    return [
+        *({**body, "stream": True, "logprobs": 2, "stream_options": {"include_usage": True}} for body in plain[:3]),
+        *({**body, "stream": True} for body in plain[3:5]),
+        *plain[5:],
+        {"prompt": "two of it", "n": 2, "max_tokens": 50, "stream": True, "logprobs": 1},
+        {"prompt": "three of it", "n": 3, "max_tokens": 50},
+        {"prompt": "until it stops", "max_tokens": 90, "stop": ["lazy dog"], "stream": True},
+        {"prompt": "until it stops, whole", "max_tokens": 90, "stop": ["again and"], "n": 2},
+        {"prompt": "with its prompt scored " * 3, "max_tokens": 60, "echo": True, "logprobs": 3},
+        {"prompt": "streamed with its prompt " * 3, "max_tokens": 60, "echo": True, "logprobs": 1, "stream": True},
+        {"prompt": "scored alone " * 5, "max_tokens": 0, "echo": True, "logprobs": 0},
+        {"messages": [{"role": "user", "content": "tell"}], "max_tokens": 80, "stream": True, "logprobs": True},
+        {"messages": [{"role": "user", "content": "tell all"}], "max_tokens": 80, "top_logprobs": 2, "logprobs": True},
+    ]
+
+
+def folded(service, body):
+    """An answer, or all events of a stream put together: how tokens were spread over events is a matter of time."""
+    path = CHAT if "messages" in body else COMPLETIONS
+    if not body.get("stream"):
+        answer = service.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return {k: v for k, v in answer.json().items() if k not in ("id", "created")}
+    found = {}
+    for event in service.stream(path, **body):
+        assert "error" not in event, event
+        for choice in event["choices"]:
+            put(found.setdefault(choice["index"], {}), choice)
+        if event.get("usage"):
+            found["usage"] = event["usage"]
+    return found
+
+
+def put(found, part):
+    for key, value in part.items():
+        if isinstance(value, dict):
+            put(found.setdefault(key, {}), value)
+        elif isinstance(value, str | list) and key not in ("finish_reason", "stop_reason", "role"):
+            found[key] = found.get(key, type(value)()) + value
+        elif value is not None:
+            found[key] = value
+
+
+def sampled(service):
+    return sum(w._sampled for w in service.workers)
+
+
+def validate(service):
+    """The fleet's own assertions, in its loop."""
+
+    async def check():
+        service.server._fleet.validate()
+
+    asyncio.run_coroutine_threadsafe(check(), service.server._loop).result(5)
+
+
+def incidents(service):
+    return service.client.get("/v1/fleet/incidents").json()["incidents"]
+
+
+def one(service, launcher, wait_for, moment):
+    launcher.kill(moment % WORLD)
+    wait_for(lambda: service.lost == [moment % WORLD], "its loss must be told")
+    reason = service.client.get("/readyz").json()["reason"]
+    assert reason.startswith("recovering: ")
+    assert service.client.get("/livez").status_code == 200
+    launcher.heal(moment % WORLD)
+    return 1
+
+
+def two_at_once(service, launcher, wait_for, moment):
+    ranks = [rank for rank in range(WORLD) if rank != moment % WORLD]
+    launcher.kill(*ranks)
+    wait_for(lambda: sorted(service.lost) == ranks, "both losses must be told")
+    launcher.heal(*ranks)
+    return 1
+
+
+def all_of_them(service, launcher, wait_for, moment):
+    launcher.kill(*range(WORLD))
+    wait_for(lambda: sorted(service.lost) == list(range(WORLD)), "all losses must be told")
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(service.complete, prompt="come in", max_tokens=3)
+        wait_for(lambda: service.client.get("/v1/fleet").json()["waiting"] > 16, "it must wait with the others")
+        launcher.heal(*range(WORLD))
+        assert late.result()["usage"]["completion_tokens"] == 3
+    return 1
+
+
+def during_recovery(service, launcher, wait_for, moment):
+    first, second = moment % WORLD, (moment + 1) % WORLD
+    launcher.kill(first)
+    wait_for(lambda: service.lost == [first], "the first loss must be told")
+    launcher.replace(first)
+    launcher.kill(second, first)
+    wait_for(lambda: sorted(service.lost) == sorted([first, first, second]), "both further losses must be told")
+    launcher.heal(first, second)
+    return 1
+
+
+def connection_alone(service, launcher, wait_for, moment):
+    launcher.workers[moment % WORLD].hang_up()
+    wait_for(lambda: incidents(service) and incidents(service)[0]["state"] == "recovered", "it must connect again")
+    assert service.lost == []
+    assert service.server._fleet.generation == 0
+    return 1
+
+
+@pytest.mark.parametrize("fault", [one, two_at_once, all_of_them, during_recovery, connection_alone])
+def test_no_request_is_lost_or_changed(launched, wait_for, fault):
+    service, launcher = launched
+    asked = bodies()
+    with ThreadPoolExecutor(len(asked)) as pool:
+        expected = list(pool.map(lambda body: folded(service, body), asked))
+        begun = sampled(service)
+        moment = random.Random(fault.__name__).randrange(60, 300)
+        answers = [pool.submit(folded, service, body) for body in asked]
+        wait_for(lambda: sampled(service) - begun > moment, "they must run")
+        count = fault(service, launcher, wait_for, moment)
+        assert [answer.result() for answer in answers] == expected
+    service.wait_idle()
+    validate(service)
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must be ready again")
+    told = incidents(service)
+    assert len(told) == count
+    assert told[0]["state"] == "recovered"
+    assert told[0]["requests_carried"] > 0
+    assert told[0]["tokens_recomputed"] > 0
+    assert told[0]["seconds_until_whole"] <= told[0]["seconds_until_output"]
+    page = service.client.get("/metrics").text
+    assert f'moeyard_requests_carried_total{{model_name="tiny"}} {float(told[0]["requests_carried"])}' in page
+    assert f'moeyard_recoveries_total{{model_name="tiny"}} {float(count)}' in page
+    assert f'moeyard_recovery_seconds_count{{model_name="tiny"}} {float(count)}' in page
+
+
+def in_flight(service, pool, wait_for, count=4, **body):
+    """Streams that have begun, each a future of its lines."""
+
+    def read(i):
+        body_i = {"prompt": f"{i} x", "max_tokens": 200, "stream": True, **body}
+        with service.client.stream("POST", COMPLETIONS, json=body_i) as answer:
+            return [json.loads(line[6:]) for line in answer.iter_lines() if line and line != "data: [DONE]"]
+
+    before = len(service.submits)
+    futures = [pool.submit(read, i) for i in range(count)]
+    wait_for(lambda: len(service.submits) == before + count and sampled(service) > 0, "they must run")
+    return futures
+
+
+def errors(future):
+    return [event["error"]["message"] for event in future.result(5) if "error" in event]
+
+
+def test_giving_up_ends_all_and_the_server(launched, wait_for):
+    service, launcher = launched
+    with ThreadPoolExecutor(4) as pool:
+        streams = in_flight(service, pool, wait_for)
+        launcher.kill(0)
+        ended = []
+        request_exit = service.server._server.request_exit
+        service.server._server.request_exit = lambda at_once: ended.append(at_once)
+        service.server.give_up("rank 0 was lost three times in 60 s")
+        wait_for(lambda: ended == [False], "the server must end by itself")
+        answer = service.client.get("/livez")
+        assert answer.status_code == 503
+        assert answer.json()["reason"] == "rank 0 was lost three times in 60 s"
+        for stream in streams:
+            assert errors(stream) == ["rank 0 was lost three times in 60 s"]
+        assert service.post(COMPLETIONS, prompt="x").status_code == 503
+        launcher.heal(0)
+        assert service.client.get("/livez").status_code == 503, "that was for good"
+        assert incidents(service)[0]["state"] == "failed"
+        service.server._loop.call_soon_threadsafe(lambda: request_exit(at_once=False))
+
+    def refused():
+        try:
+            service.client.get("/livez")
+        except httpx.TransportError:
+            return True
+        return False
+
+    wait_for(refused, "serve must return")
+
+
+def test_waiting_has_an_end(start, script, wait_for):
+    """Then the fleet has failed, until somebody brings it back after all."""
+    service = start(2, prepare=lambda worker: prepared(worker, script), step_deadline=1.0, recovery_timeout=0.3)
+    launcher = Launcher(service, script)
+    with ThreadPoolExecutor(4) as pool:
+        streams = in_flight(service, pool, wait_for)
+        launcher.kill(1)
+        for stream in streams:
+            (error,) = errors(stream)
+            assert "was not whole again within 0.3 s" in error
+    assert service.post(COMPLETIONS, prompt="x").status_code == 503
+    assert service.client.get("/livez").status_code == 200
+    validate(service)
+    launcher.heal(1)
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must serve again")
+    service.complete(prompt="x", max_tokens=3)
+
+
+def test_what_kills_three_workers_ends(launched, wait_for):
+    service, launcher = launched
+    with ThreadPoolExecutor(1) as pool:
+        (stream,) = in_flight(service, pool, wait_for, count=1, max_tokens=250)
+        for number in range(3):
+            victim = next(w for w in service.workers if w.runs)
+            victim.paused = True
+            launcher.kill(victim.rank)
+            wait_for(lambda n=number: len(service.lost) == n + 1, "its loss must be told")
+            if number < 2:
+                launcher.heal(victim.rank)
+                wait_for(lambda: any(w.runs for w in service.workers), "it must go on")
+        (error,) = errors(stream)
+        assert error.startswith("3 workers were lost while they ran this request")
+        launcher.heal(victim.rank)
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "the fleet goes on without it")
+    service.wait_idle()
+    validate(service)
+
+
+def test_a_client_that_leaves_while_its_worker_is_away(launched, wait_for):
+    service, launcher = launched
+    with service.client.stream("POST", COMPLETIONS, json={"prompt": "x", "max_tokens": 250, "stream": True}) as answer:
+        lines = answer.iter_lines()  # who forgets them closes the connection
+        next(lines)
+        rank = next(w for w in service.workers if w.runs).rank
+        launcher.kill(rank)
+        wait_for(lambda: service.lost == [rank], "its loss must be told")
+        assert service.client.get("/v1/fleet").json()["waiting"] == 1
+    service.wait_idle()
+    validate(service)
+    launcher.heal(rank)
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must be ready again")
+    assert service.workers[rank].submits == []
+    assert incidents(service)[0]["requests_carried"] == 0
+
+
+def test_a_worker_of_another_epoch_is_not_the_old_one(launched, wait_for):
+    service, launcher = launched
+    worker = service.workers[1]
+    worker.do(lambda: setattr(worker, "snapshot", dataclasses.replace(worker.snapshot, epoch=7)))
+    wait_for(lambda: worker.snapshot.epoch == 7, "it must have it")
+    worker.hang_up()
+    wait_for(lambda: service.lost == [1], "it must count as lost")
+    assert "its epoch is 7, and was 0" in service.failures[0]
+    worker.die()
+    launcher.epoch = 7
+    launcher.heal(1, incident={"finding": "rank 1 was started by somebody else"})
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must be ready again")
+    assert incidents(service)[0]["launcher"] == {"finding": "rank 1 was started by somebody else"}
+    assert incidents(service)[0]["ranks"] == [1]
+
+
+def test_a_stopping_worker_hands_over_what_it_runs(launched, wait_for):
+    service, _ = launched
+    with ThreadPoolExecutor(1) as pool:
+        (stream,) = in_flight(service, pool, wait_for, count=1, max_tokens=100)
+        worker = next(w for w in service.workers if w.runs)
+
+        def stop():
+            worker.snapshot = dataclasses.replace(worker.snapshot, state="stopping")
+            worker.say(worker.snapshot)
+            running = worker._running.pop(worker.runs[0])
+            worker._end(running, "abort")
+
+        worker.do(stop)
+        assert errors(stream) == []
+    assert len(service.submits) == 2
+    assert service.submits[0].prompt_token_ids == service.submits[1].prompt_token_ids
+
+
+def test_a_carried_request_is_not_turned_away(launched, wait_for):
+    """It was let in long ago: a rank whose queue is full is asked again."""
+    service, launcher = launched
+    for worker in service.workers:
+        worker.paused = True
+    full = Rejected(request_id="", reason="queue_full", message="full")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(service.complete, prompt="x", max_tokens=5)
+        wait_for(lambda: len(service.submits) == 1, "it must be there")
+        rank = next(w for w in service.workers if w.submits).rank
+        for worker in service.workers:
+            worker.reject, worker.paused = full, False
+        launcher.kill(rank)
+        wait_for(lambda: service.lost == [rank], "its loss must be told")
+        launcher.replace(rank)
+        service.workers[rank].reject = full
+        launcher.together()
+        wait_for(lambda: len(service.submits) >= 2, "it must be sent again")
+        for worker in service.workers:
+            worker.reject = None
+        assert answer.result()["usage"]["completion_tokens"] == 5
+
+
+def test_an_error_of_a_request_is_its_end(launched, wait_for):
+    service, _ = launched
+    with ThreadPoolExecutor(1) as pool:
+        (stream,) = in_flight(service, pool, wait_for, count=1)
+        worker = next(w for w in service.workers if w.runs)
+        (name,) = worker.runs
+        done = Done(
+            request_id=name, finish_reason="error", prompt_tokens=2, cached_tokens=0, completion_tokens=0, error="NaN"
+        )
+        worker.do(lambda: (worker._running.clear(), worker.say(done)))
+        assert "NaN" in errors(stream)[0]
+    assert service.lost == []
+
+
+def test_workers_come_and_go(start, script, wait_for):
+    """Two ranks become three and two again, under load."""
+    service = start(2, prepare=lambda worker: prepared(worker, script))
+    launcher = Launcher(service, script)
+    body = {"prompt": "grow", "max_tokens": 200}
+    expected = service.complete(**body)["choices"]
+
+    def resize(*workers):
+        launcher.epoch += 1
+        service.workers[:] = workers
+        for worker in workers:
+            snapshot = dataclasses.replace(worker.snapshot, world_size=len(workers))
+            worker.do(lambda worker=worker, snapshot=snapshot: setattr(worker, "snapshot", snapshot))
+        launcher.together()
+        addresses = tuple(WorkerAddress(rank=w.rank, endpoint=w.endpoint) for w in workers)
+        replaced = threading.Event()
+        service.server.replace_workers(addresses, replaced.set)
+        assert replaced.wait(5)
+        wait_for(lambda: service.client.get("/readyz").status_code == 200, "all must be ready")
+        assert len(service.client.get("/v1/fleet").json()["workers"]) == len(workers)
+
+    third = ScriptedWorker(2, 3, script)
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            answers = [pool.submit(service.complete, **body) for _ in range(6)]
+            wait_for(lambda: len(service.submits) == 7, "they must run")
+            two = service.workers[:2]
+            resize(*two, third)
+            resize(*two)
+            assert [answer.result()["choices"] for answer in answers] == [expected] * 6
+        assert service.failures == []
+        validate(service)
+    finally:
+        third.die()
+
+
+def test_several_routers_carry_and_are_given_up(start, script, wait_for):
+    service = start(WORLD, num_routers=2, prepare=lambda worker: prepared(worker, script), step_deadline=1.0)
+    launcher = Launcher(service, script)
+
+    def ask(i):
+        with httpx.Client(base_url=service.url, timeout=20) as client:
+            answer = client.post(COMPLETIONS, json={"prompt": f"{i} of many", "max_tokens": 150})
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"]
+
+    with ThreadPoolExecutor(6) as pool:
+        expected = list(pool.map(ask, range(6)))
+        answers = [pool.submit(ask, i) for i in range(6)]
+        wait_for(lambda: len(service.submits) == 12, "they must run")
+        launcher.kill(1)
+        wait_for(lambda: service.lost == [1], "its loss must be told")
+        launcher.heal(1)
+        assert [answer.result() for answer in answers] == expected
+    assert service.lost == [1], "however many routers lost it"
+    service.server.give_up("enough")
+    wait_for(lambda: not service.server._routers, "all routers must end", 10)
+    assert service.server.failure == "enough"

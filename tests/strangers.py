@@ -1,0 +1,79 @@
+"""People whom nobody invited, at ZMQ sockets: what they may send, as bytes on a TCP connection (ZMTP 3, RFC 23)."""
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterator
+
+import zmq
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+
+
+def ready(kind: bytes) -> bytes:
+    """The last word of a handshake without keys, of a socket of this kind."""
+    body = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
+    return b"\x04" + bytes([len(body)]) + body
+
+
+def frame(data: bytes) -> bytes:
+    """A message of one short frame."""
+    return b"\x00" + bytes([len(data)]) + data
+
+
+def huge(size: int = 1 << 30) -> bytes:
+    """The beginning of a message of so many bytes."""
+    return b"\x02" + struct.pack(">Q", size) + bytes(1024)
+
+
+@contextlib.contextmanager
+def knock(address: str) -> Iterator[socket.socket]:
+    """A TCP connection to tcp://host:port."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        yield connection
+
+
+def say(address: str, *parts: bytes) -> bytes:
+    """Connect, say it all whether it is wanted or not, and leave; what was answered to the first part."""
+    with knock(address) as connection, contextlib.suppress(ConnectionError):  # boundary: turned away while it speaks
+        connection.sendall(parts[0])
+        answer = connection.recv(64, socket.MSG_WAITALL)
+        for part in parts[1:]:
+            connection.sendall(part)
+        return answer
+    return b""
+
+
+def one_byte_and_gone(address: str, kind: bytes = b"PAIR") -> None:
+    """What aborted a rank: a handshake as a peer's, one byte, and the end."""
+    say(address, GREETING, ready(kind), frame(b"x"))
+
+
+def rubbish(kind: bytes) -> list[tuple[bytes, ...]]:
+    """What else is tried at a door: no ZMTP, half a greeting, a pickle, a gigabyte, a gigabyte before the handshake."""
+    pickle = b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x02id\x85R."
+    return [
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64),),
+        (GREETING[:30], bytes(200)),
+        (GREETING, ready(kind), frame(pickle)),
+        (GREETING, ready(kind), huge()),
+        (GREETING, huge()),
+    ]
+
+
+def try_key(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str, server: bytes) -> int:
+    """Connect with a key of one's own to a server whose public key has become known; what came of it, as an event."""
+    public, secret = zmq.curve_keypair()
+    with context.socket(kind) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        client.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        client.setsockopt(zmq.CURVE_SERVERKEY, server)
+        monitor = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        client.connect(address)
+        assert monitor.poll(10_000), "no answer"
+        event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+        client.disable_monitor()
+        monitor.close(0)
+        return event

@@ -1,0 +1,41 @@
+"""Where a rank listens: for its peers, for routers and for Prometheus, each behind its lock."""
+
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.frontend import Frontend
+from moeyard_worker.engine.metrics import WorkerMetrics
+from moeyard_worker.exchange.factory import build_mesh
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.exchange.wires import MeshLock
+
+
+def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int) -> Mesh:
+    """The rank's mesh of an epoch, which nobody has met yet."""
+    config, keys = spec.config, spec.keys
+    return build_mesh(
+        config.exchange,
+        shape=shape,
+        rank=spec.rank,
+        world_size=config.num_workers,
+        epoch=epoch,
+        host=spec.host,
+        deadline=config.step_deadline,
+        lock=None if keys is None else MeshLock(keys=keys, encrypt=config.mesh_encryption),
+    )
+
+
+def bind_frontend(spec: WorkerSpec, max_model_len: int) -> Frontend:
+    """The rank's socket for routers, which may ask for sequences of so many tokens."""
+    return Frontend(spec.host, deadline=spec.config.step_deadline, max_model_len=max_model_len, keys=spec.keys)
+
+
+def serve_metrics(spec: WorkerSpec) -> tuple[WorkerMetrics, int]:
+    """The rank's metrics and the port they are served at. Raises ValueError when that is taken."""
+    metrics = WorkerMetrics(rank=spec.rank, version=spec.version)
+    try:
+        return metrics, metrics.serve(spec.host, spec.metrics_port)
+    except OSError as error:
+        raise ValueError(
+            f"metrics of worker {spec.rank} cannot listen on {spec.host}:{spec.metrics_port}: {error.strerror}; "
+            "choose another --metrics-port-base"
+        ) from error

@@ -1,0 +1,65 @@
+"""What a rank tells of the loss that ended an epoch: for the launcher, which replaces who was lost, and for people."""
+
+import traceback
+from dataclasses import dataclass
+
+from moeyard_worker.exchange.finding import Finding
+from moeyard_worker.exchange.naming import name_place
+
+_FRAMES, _NAMED = 12, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Plain values, as one rank saw it; all ranks name the same `ranks`, `step`, `place` and `reason`.
+
+    ranks: who was lost, silent or at fault. place: where in the step, e.g. "layer 17, combine". epoch: the one that
+    ended; steps: how many this rank had begun in it. running and waiting: requests here; latest: the names of the
+    youngest that ran. stack: where this rank was when it learned of it, innermost call last.
+    """
+
+    rank: int
+    epoch: int
+    steps: int
+    step: int
+    place: str
+    ranks: tuple[int, ...]
+    reason: str
+    running: int
+    waiting: int
+    latest: tuple[str, ...]
+    stack: tuple[str, ...]
+
+    def __str__(self) -> str:
+        latest = f", the latest {' '.join(self.latest)}" if self.latest else ""
+        return (
+            f"epoch {self.epoch} ended: {self.reason}; rank {self.rank} keeps {self.running} running and "
+            f"{self.waiting} waiting requests{latest}; it was at {' < '.join(reversed(self.stack))}"
+        )
+
+
+def tell_loss(
+    error: BaseException,
+    finding: Finding,
+    *,
+    rank: int,
+    epoch: int,
+    steps: int,
+    running: list[str],
+    waiting: int,
+) -> Loss:
+    """The loss that `finding` names, as a rank met it by `error`; `running` are the names of its requests, by age."""
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+    return Loss(
+        rank=rank,
+        epoch=epoch,
+        steps=steps,
+        step=finding.step,
+        place=name_place(finding.place),
+        ranks=finding.ranks,
+        reason=finding.reason,
+        running=len(running),
+        waiting=waiting,
+        latest=tuple(running[-_NAMED:]),
+        stack=tuple(f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})" for frame in frames),
+    )
