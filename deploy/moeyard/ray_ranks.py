@@ -133,22 +133,21 @@ class RayRanks:
         # A survivor may still be in its step, and binds when it has found out.
         self._hear_losses(patience)
         old = {r: m.actor.rebind.remote(epoch) for r, m in _where(members, lambda m: not _is_new(m))}
-        for rank, setup in (self._call(old, patience) | self._call(new)).items():
-            members[rank].setup = (members[rank].setup or {}) | setup
+        self._call(old, self._set_up, timeout=patience)
+        self._call(new, self._set_up)
         mesh = [_setup(m)["mesh"] for m in members]
         self._connect([m.actor.connect.remote(mesh, meet) for m in members], meet + patience)
         unloaded = [(r, m) for r, m in enumerate(members) if m.report is None]
         per_node = Counter(_setup(m)["node"] for _, m in unloaded)
         loads = {r: m.actor.load.remote(per_node[_setup(m)["node"]]) for r, m in unloaded}
         self._follow(loads, progress)
-        for rank, report in self._call(loads).items():
-            members[rank].report = report
+        self._call(loads, self._loaded)
         step = max((m.loss["steps"] for m in members if m.loss is not None), default=0)
         begun = {r: (m.actor.rejoin if m.started else m.actor.start).remote(step) for r, m in enumerate(members)}
         for member in members:
             # Before it is known whether all have begun: those that have will tell of those that have not.
             member.started, member.loss, member.wait = True, None, member.actor.wait.remote()
-        self._call(begun, patience)
+        self._call(begun, timeout=patience)
         return [
             Rank(
                 rank=rank,
@@ -158,6 +157,12 @@ class RayRanks:
             )
             for rank, member in enumerate(members)
         ]
+
+    def _set_up(self, rank: int, setup: dict[str, Any]) -> None:
+        self._members[rank].setup = (self._members[rank].setup or {}) | setup
+
+    def _loaded(self, rank: int, report: dict[str, Any]) -> None:
+        self._members[rank].report = report
 
     def _sized(self, rank: int) -> EngineConfig:
         """The config of a rank's process: one that takes another's place decides as that did."""
@@ -188,37 +193,44 @@ class RayRanks:
                 raise RanksLost(named, member.loss["reason"])
 
     def _connect(self, calls: list[Any], timeout: float) -> None:
-        """Let all meet. That one does not answer is said by another, so those are named who are new."""
+        """Let all meet. That one does not answer is said by another, so where nobody died, who is new is named."""
         try:
-            self._call(dict(enumerate(calls)), timeout)
+            self._call(dict(enumerate(calls)), timeout=timeout)
         except RanksLost as lost:
-            # Nobody may be called again while it still waits for a peer.
-            ray.wait(calls, num_returns=len(calls), timeout=REMEET_SECONDS)
             fresh = {r for r, m in enumerate(self._members) if not m.started}
-            raise RanksLost(fresh or lost.ranks, str(lost), exit_code=lost.exit_code) from lost
+            if isinstance(lost.__cause__, RayActorError) or not fresh:
+                raise
+            raise RanksLost(fresh, str(lost), exit_code=lost.exit_code) from lost
 
-    def _call(self, calls: dict[int, Any], timeout: float | None = None) -> dict[int, Any]:
-        """The results of one call per rank, by rank; or RanksLost with the first one's own message."""
+    def _call(
+        self,
+        calls: dict[int, Any],
+        took: Callable[[int, Any], None] = lambda rank, result: None,
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        """Give `took` the result of one call per rank; raises RanksLost with the first one's own message.
+
+        While a fleet recovers, that is after all have been heard: what the sound ones did is not done again.
+        """
         pending = {ref: rank for rank, ref in calls.items()}
         limit = None if timeout is None else time.monotonic() + timeout
-        results: dict[int, Any] = {}
-        while pending:
+        lost: RanksLost | None = None
+        while pending and not (lost and not self._reports):
             done, _ = ray.wait(list(pending), num_returns=1, timeout=PROGRESS_SECONDS)
             self.check()
             for ref in done:
                 rank = pending.pop(ref)
                 try:
-                    results[rank] = ray.get(ref)
-                except RayTaskError as error:
-                    raise RanksLost([rank], first_line(error.cause or error), exit_code=2) from error
-                except RayActorError as error:
-                    raise RanksLost([rank], f"worker {rank} died while starting: {first_line(error)}") from error
+                    took(rank, ray.get(ref))
                 except RayError as error:
-                    raise RanksLost([rank], f"Ray could not run worker {rank}: {first_line(error)}") from error
+                    lost = lost or _lost(rank, error)
             if pending and limit is not None and time.monotonic() > limit:
                 late = sorted(pending.values())
-                raise RanksLost(late, f"worker {late[0]} did not answer within {timeout:.0f} s")
-        return results
+                lost = lost or RanksLost(late, f"worker {late[0]} did not answer within {timeout:.0f} s")
+                break
+        if lost is not None:
+            raise lost
 
     def _follow(self, loads: dict[int, Any], progress: Progress) -> None:
         """Report progress until every load has ended, well or badly."""
@@ -251,6 +263,18 @@ def kill_process(pid: int, began: float) -> None:
     with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # boundary: it has ended
         if abs(psutil.Process(pid).create_time() - began) < 1.0:
             os.kill(pid, signal.SIGKILL)
+
+
+def _lost(rank: int, error: RayError) -> RanksLost:
+    """The loss of a rank whose call failed; its own words, if it has any."""
+    if isinstance(error, RayTaskError):
+        lost = RanksLost([rank], first_line(error.cause or error), exit_code=2)
+    elif isinstance(error, RayActorError):
+        lost = RanksLost([rank], f"worker {rank} died while starting: {first_line(error)}")
+    else:
+        lost = RanksLost([rank], f"Ray could not run worker {rank}: {first_line(error)}")
+    lost.__cause__ = error
+    return lost
 
 
 def _is_new(member: _Member) -> bool:

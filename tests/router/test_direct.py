@@ -54,6 +54,13 @@ def fleet_of_one():
     return fleet
 
 
+class Inline:
+    """Writes where others have a thread for it."""
+
+    async def write(self, work, *args):
+        return work(*args)
+
+
 class Answer:
     """One streamed answer and its connection, which reads while `reading` is set."""
 
@@ -70,7 +77,7 @@ class Answer:
         self.task = asyncio.create_task(self._stream(job, direct))
 
     async def _stream(self, job, direct):
-        await endpoints._stream(job, self.generation, self.writer, self.send, None, direct)
+        await endpoints._stream(job, self.generation, self.writer, self.send, Inline(), direct)
 
     async def send(self, message):
         await self.reading.wait()

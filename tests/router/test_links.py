@@ -44,9 +44,10 @@ class Relay:
                 if source in other and (data := source.recv(65536)):
                     other[source].sendall(data)
                     continue
-                for each in other:
+                # One pair, or on order all of them.
+                for each in [source, other[source]] if source in other else list(other):
                     each.close()
-                other = {}
+                    del other[each]
                 if order == b"c":
                     self._listener.close()
                     self._told.close()
@@ -55,14 +56,14 @@ class Relay:
 
 
 def test_a_worker_that_lives_is_met_again(start, wait_for):
-    """What was in flight with it ends by name, what others do goes on, and the fleet serves."""
+    """What was in flight with it is begun again, what others do goes on, and the fleet serves."""
     relays = []
 
     def through(endpoint):
         relays.append(Relay(endpoint))
         return relays[-1].endpoint
 
-    service = start(2, through=through, step_deadline=8.0)
+    service = start(2, through=through, step_deadline=8.0, recovery_timeout=60.0)
     try:
         for worker in service.workers:
             worker.paused = True
@@ -76,16 +77,12 @@ def test_a_worker_that_lives_is_met_again(start, wait_for):
             thread.start()
         wait_for(lambda: all(w.submits for w in service.workers), "each worker must have one")
         relays[1].drop()
-        wait_for(lambda: len(answers) == 1, "the one of the broken connection must end")
-        (failed,) = answers.values()
-        assert failed.status_code == 503
-        assert "the connection to worker 1 at tcp://" in failed.json()["error"]["message"]
-        assert relays[1].met == 2
+        wait_for(lambda: relays[1].met >= 2, "it must be met again")
         for worker in service.workers:
             worker.paused = False
         for thread in threads:
             thread.join(5)
-        assert sorted(answer.status_code for answer in answers.values()) == [200, 503]
+        assert [answer.status_code for answer in answers.values()] == [200, 200], "what ran there goes on"
         assert service.client.get("/readyz").status_code == 200
         for _ in range(4):
             assert service.complete(prompt="x", max_tokens=3)["usage"]["completion_tokens"] == 3

@@ -142,14 +142,16 @@ async def _stream(
             for piece in writer.pieces(writer.chunk(index, delta, generation.choices))
         ]
 
+    apart = job.num_scores >= _APART_SCORES
+
     async def events(deltas: dict[int, Delta]) -> bytes:
-        if not job.num_scores:
-            return write(deltas)
+        if not apart:
+            return b"".join(write_scores(deltas)) if job.num_scores else write(deltas)
         await _send_pieces(send, await bodies.write(write_scores, deltas), more=True)
         return b""
 
     def push(deltas: dict[int, Delta]) -> None:
-        if direct is not None and (data := write(deltas)):
+        if direct is not None and (data := b"".join(write_scores(deltas)) if job.num_scores else write(deltas)):
             direct.write(data)
 
     headers = [*_STREAM_HEADERS, _route_header(generation), *reply_headers(job)]
@@ -160,7 +162,7 @@ async def _stream(
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 data = b""
-            if direct is not None and not job.num_scores:
+            if direct is not None and not apart:
                 await generation.push(direct.ready, push)
                 direct.flush()
             if not generation.finished:

@@ -8,6 +8,10 @@ from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.wires import MeshLock
 
+# A rank that answers heartbeats may take so many step deadlines for one layer: it reads cold experts, or its host is
+# busy. Longer, and it hangs.
+STALL = 12
+
 
 def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int) -> Mesh:
     """The rank's mesh of an epoch, which nobody has met yet."""
@@ -20,6 +24,7 @@ def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int) -> Mesh:
         epoch=epoch,
         host=spec.host,
         deadline=config.step_deadline,
+        stall=STALL * config.step_deadline,
         lock=None if keys is None else MeshLock(keys=keys, encrypt=config.mesh_encryption),
     )
 

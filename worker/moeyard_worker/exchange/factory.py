@@ -34,6 +34,7 @@ def build_mesh(
     epoch: int = 0,
     host: str = "127.0.0.1",
     deadline: float = 5.0,
+    stall: float | None = None,
     host_id: str | None = None,
     lock: MeshLock | None = None,
 ) -> Mesh:
@@ -45,6 +46,7 @@ def build_mesh(
         epoch=epoch,
         host=host,
         deadline=deadline,
+        stall=stall,
         transport="tcp" if kind == "zmq-tcp" else "shm",
         slab_bytes=0 if kind == "local" else shape.slab_bytes,
         fingerprint=shape.fingerprint,

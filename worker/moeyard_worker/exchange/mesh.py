@@ -31,23 +31,20 @@ from moeyard_worker.exchange.wires import LAST_LOOK_S, MeshLock, Wires
 
 Transport = Literal["shm", "tcp"]
 
-# Room for a frame's tag and counts beside the largest payload, which is smaller than a slab.
-FRAME_SLACK_BYTES = 1 << 16
-# While a handshake waits for its peer to connect there is no event to wait for, hence short waits, at start only.
-CONNECT_SLICE_S = 0.005
-# How long a round of agreeing on a failure waits for ranks that are there and do not speak, as a share of the deadline.
-# A rank may be deep in a layer's arithmetic; one that looks later takes over what the others have settled.
+FRAME_SLACK_BYTES = 1 << 16  # for a frame's tag and counts beside the largest payload, which is smaller than a slab
+CONNECT_SLICE_S = 0.005  # while a handshake waits for its peer to connect there is no event to wait for
+# A round of agreeing waits so much of the deadline for ranks that do not speak; who looks later hears what was settled.
 PATIENCE_SHARE = 1 / 8
 
 
 class Mesh:
     """This rank's connections to its peers. Life: construct (binds), publish `endpoint()`, `connect`, use, `close`.
 
-    `deadline` (seconds) bounds every wait for a peer. `transport` "shm" uses unix sockets and shared memory with peers
-    of the same host and TCP with others; "tcp" uses TCP with all. `slab_bytes` is the size of the memory each rank
-    shares, `fingerprint` whatever else must be equal on all ranks. Unix sockets live in a fresh private folder until
-    `connect` returns. `host_id` overrides what tells hosts apart. A mesh of one rank opens nothing.
-    `lock` is on TCP; None lets anyone in. `refused` counts by reason who was not.
+    A peer without a sign of life for `deadline` seconds is lost; one that lives is waited for up to `stall` seconds
+    (None: also `deadline`): it may read cold experts. `transport` "shm" uses unix sockets and shared memory with peers
+    of the same host and TCP with others; "tcp" TCP with all. `slab_bytes` is the size of the memory each rank shares,
+    `fingerprint` whatever else must be equal on all ranks. `host_id` overrides what tells hosts apart. `lock` is on
+    TCP, None lets anyone in; `refused` counts by reason who was not. Unix sockets have names until `connect` returns.
 
     step: the lockstep step in progress, set by the owner, part of every tag.
     failure: the reason this mesh is poisoned, or None; finding: with it the ranks and the place, as all agreed.
@@ -62,6 +59,7 @@ class Mesh:
         epoch: int = 0,
         host: str = "127.0.0.1",
         deadline: float = 5.0,
+        stall: float | None = None,
         transport: Transport = "shm",
         slab_bytes: int = 0,
         fingerprint: str = "",
@@ -73,6 +71,7 @@ class Mesh:
         self.world_size = world_size
         self.epoch = epoch
         self.deadline = deadline
+        self._stall = deadline if stall is None else stall
         self.slab_bytes = slab_bytes
         self.step = 0
         self.failure: str | None = None
@@ -94,10 +93,11 @@ class Mesh:
                     world_size=world_size,
                     host=host,
                     ipc_directory=self._own_directory,
-                    # Only names a dead link of an idle fleet; a step in progress has its deadline.
-                    heartbeat_timeout=2 * deadline,
+                    # Where the wait itself is as short, it only names the dead link of an idle fleet.
+                    heartbeat_timeout=2 * deadline if stall is None else deadline,
                     max_frame_bytes=slab_bytes + FRAME_SLACK_BYTES,
                     lock=lock,
+                    pulse=stall is not None,
                 )
         except BaseException:
             self.close()
@@ -111,10 +111,9 @@ class Mesh:
             host_id=host_id or host_identity(),
             fingerprint=f"{transport} {fingerprint}".strip(),
             token=secrets.token_hex(16),
-            tcp=tuple(self._wires.tcp) if self._wires else ("",),
-            ipc=tuple(self._wires.ipc) if self._wires else ("",),
             slab_path=self.own_slab.path if self.own_slab else "",
             slab_bytes=slab_bytes,
+            **(self._wires.addresses() if self._wires else {"tcp": ("",), "ipc": ("",)}),
         )
 
     def endpoint(self) -> MeshEndpoint:
@@ -124,8 +123,8 @@ class Mesh:
     def connect(self, endpoints: Sequence[MeshEndpoint], timeout: float = 20.0) -> None:
         """Connect to every peer, map its memory, exchange handshakes; all `endpoints`, own one included, in rank order.
 
-        When it returns no file of this mesh has a name any more. Raises ExchangeError naming the ranks that did not
-        answer within `timeout` seconds, or the one that disagrees.
+        Then no file of this mesh has a name. Raises ExchangeError naming the ranks that did not answer within `timeout`
+        seconds, or the one that disagrees.
         """
         limit = perf_counter() + timeout
         check_endpoints(endpoints, self._endpoint)
@@ -166,10 +165,10 @@ class Mesh:
         return tracker
 
     def recv_all(self, phase: Phase, *, layer: int | None, since: float) -> list[Frame]:
-        """One frame of every peer, by rank (b"" for this rank), each carrying exactly the tag of the current step.
+        """One frame of every peer, by rank (b"" for this rank), each with exactly the tag of the current step.
 
-        `since` (perf_counter seconds) is when the wait for them began. Raises ExchangeError naming a peer that is lost,
-        silent beyond the deadline, or sent anything else.
+        `since` (perf_counter seconds) is when the wait began. Raises ExchangeError naming a peer that is lost, silent
+        for too long, or sent anything else.
         """
         frames: list[Frame] = [b""] * self.world_size
         number = NO_LAYER if layer is None else layer
@@ -188,9 +187,7 @@ class Mesh:
         return {peer: inbox[0] for peer, inbox in self._wires.inbox.items() if inbox} if self._wires else {}
 
     def poll_sockets(self) -> list["zmq.Socket[bytes]"]:
-        """What an idle engine polls for input beside its own sockets; on any event it calls `check_peers` (or
-        `Lockstep.peer_started`, which does), so that the event is read.
-        """
+        """What an idle engine polls for input; on any event it calls `check_peers`, or `Lockstep.peer_started`."""
         return self._wires.sockets() if self._wires else []
 
     def check_peers(self) -> None:
@@ -205,14 +202,14 @@ class Mesh:
             self._raise(AFTER_STEP, [peer], f"rank {peer} {self._wires.lost[peer]} after step {self.step}")
 
     def fail(self, reason: str) -> str:
-        """Poison: end all work of the fleet for `reason`; returns the reason that all ranks give, which may be another.
+        """Poison: end this epoch for `reason`; returns the reason that all ranks give, which may be another.
 
         Waits for the peers as `agree_on_finding` says. The first reason stays.
         """
         return self._settle(OWN_FAULT, [self.rank], reason)
 
     def close(self) -> None:
-        """Close the sockets, drop the shared memory (it lives on under views still held). Safe to call twice."""
+        """Close the sockets, drop the shared memory (it lives under views still held). Safe to call twice."""
         self.failure = self.failure or f"rank {self.rank} has closed its mesh"
         if self._wires is not None:
             self._wires.close()
@@ -225,7 +222,9 @@ class Mesh:
         here = self._shared and peer.host_id == self._endpoint.host_id
         if peer.rank < self.rank:
             wires.connect(peer.rank, peer.ipc[self.rank] if here else peer.tcp[self.rank])
-        elif self._shared:
+        else:
+            wires.feel(peer.rank, peer.pulse)
+        if peer.rank > self.rank and self._shared:
             wires.unbind(self._endpoint.tcp[peer.rank] if here else self._endpoint.ipc[peer.rank])
         if here and peer.slab_path:
             self.peer_slabs[peer.rank] = SharedFile.open(peer.slab_path, peer.slab_bytes)
@@ -242,7 +241,7 @@ class Mesh:
     def _wait(self, peer: int, *, phase: Phase, layer: int | None, since: float) -> Frame:
         """Wait on everything until `peer`, whose frame is due, has one."""
         wires = self._open_wires()
-        limit = since + self.deadline
+        limit = since + self._stall
         where, place = where_in_step(self.step, layer, phase), place_of(layer, phase)
         late = happened = False
         while True:
@@ -255,7 +254,7 @@ class Mesh:
                 if other in wires.lost:
                     self._raise(place, [other], f"rank {other} {wires.lost[other]} at {where}")
             if late and not happened:
-                self._raise(place, due, f"{name_ranks(due)} silent at {where} ({self.deadline:.1f} s)")
+                self._raise(place, due, f"{name_ranks(due)} silent at {where} ({self._stall:.1f} s)")
             late = perf_counter() >= limit
             happened = wires.poll(LAST_LOOK_S if late else limit - perf_counter())
 

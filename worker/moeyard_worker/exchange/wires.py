@@ -15,10 +15,12 @@ import secrets
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import zmq
 
 from moeyard_worker.exchange.frames import Frame
+from moeyard_worker.exchange.pulse import Pulse
 from moeyard_worker.keys import WorkerKeys
 from moeyard_worker.refusals import Refusals
 from moeyard_worker.sockets import (
@@ -108,8 +110,10 @@ class Wires:
         heartbeat_timeout: float,
         max_frame_bytes: int,
         lock: MeshLock | None = None,
+        pulse: bool = False,
     ) -> None:
         self._rank = rank
+        self.pulse: Pulse | None = None
         self._lock = lock
         self.refusals = Refusals(log)
         self._ipv6 = ":" in host
@@ -134,6 +138,9 @@ class Wires:
                 self._open(peer, heartbeat_timeout, max_frame_bytes)
                 if peer > rank:
                     self._bind(peer, host, ipc_directory)
+            if pulse:
+                opened = (lambda socket: None) if lock is None else lock.on
+                self.pulse = Pulse(self._context, host=host, deadline=heartbeat_timeout, lock=opened)
         except BaseException:
             self.close()
             raise
@@ -153,10 +160,10 @@ class Wires:
             socket.setsockopt(option, value)
         if peer < self._rank:
             # Only where we connect: libzmq 4.3.5 aborts the process when a stranger leaves a bound PAIR that sends
-            # heartbeats. With ours the bound end learns how long to live without them (HEARTBEAT_TTL), so a dead link
-            # is seen at both ends.
+            # heartbeats. With ours the bound end of an idle link learns how long to live without them (HEARTBEAT_TTL);
+            # for a busy one there is `pulse`.
             milliseconds = max(1, int(heartbeat_timeout * 1000))
-            socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, milliseconds // 2))
+            socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, milliseconds // 5))
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
             # In libzmq's wire format tenths of a second.
             socket.setsockopt(zmq.HEARTBEAT_TTL, max(100, milliseconds))
@@ -185,6 +192,17 @@ class Wires:
         if self._lock is not None and address.startswith("tcp:"):
             self._lock.opened_by(socket)
         socket.connect(address)
+
+    def addresses(self) -> dict[str, Any]:
+        """Where this rank is met: fields of a `MeshEndpoint`."""
+        pulse = "" if self.pulse is None else self.pulse.address
+        return {"tcp": tuple(self.tcp), "ipc": tuple(self.ipc), "pulse": pulse}
+
+    def feel(self, peer: int, address: str) -> None:
+        """Watch for signs of life of a peer at the `pulse` that it bound, if this end of the pair cannot itself."""
+        if self.pulse is not None and address and peer > self._rank:
+            unlock = (lambda socket: None) if self._lock is None else self._lock.opened_by
+            self._poller.register(self.pulse.feel(peer, address, unlock), zmq.POLLIN)
 
     def unbind(self, address: str) -> None:
         """Stop listening on a bound address that its peer will not use."""
@@ -231,6 +249,8 @@ class Wires:
                 self.inbox[peer].append(frame)
             if self._descriptor.get(peer) in self._ended[peer]:
                 self.lost[peer] = "lost"
+        for peer in self.pulse.lost() if self.pulse is not None else ():
+            self.lost.setdefault(peer, "lost")
 
     def _drain_monitor(self, peer: int) -> None:
         while (message := next_event(self._monitors[peer])) is not None:
@@ -245,7 +265,8 @@ class Wires:
 
     def sockets(self) -> list["zmq.Socket[bytes]"]:
         """All sockets and monitors, for another poller."""
-        return [*self._sockets.values(), *self._monitors.values()]
+        feelers = () if self.pulse is None else self.pulse.monitors.values()
+        return [*self._sockets.values(), *self._monitors.values(), *feelers]
 
     def close(self) -> None:
         """Close everything; frames already sent to peers that are there still leave, for at most CLOSE_LINGER_MS."""
@@ -254,6 +275,8 @@ class Wires:
             socket.close(linger=0 if peer in self.lost else CLOSE_LINGER_MS)
         for monitor in self._monitors.values():
             monitor.close(linger=0)
+        if self.pulse is not None:
+            self.pulse.close()
         self._context.term()
         self.unlink()
         self._sockets.clear()

@@ -96,10 +96,7 @@ class Scheduler:
         return None
 
     def abort(self, client: bytes, request_id: str) -> Done | None:
-        """End a request now; None when it is unknown or already ended.
-
-        What it holds is free at once, or when the last step in flight that names it is completed.
-        """
+        """End a request now; None when there is none. What it holds is free when no step in flight names it."""
         request = self._roster.live.get((client, request_id))
         return None if request is None else self._finish(request, "abort")
 
@@ -126,10 +123,9 @@ class Scheduler:
         return [r.request_id for r in self._roster.running]
 
     def roll_back(self) -> None:
-        """Give up the steps in flight: requests are as the last completed one left them, and none of these may be.
+        """Give up the steps in flight, which the device may run no more when another is planned.
 
-        Pages hold all that counts as computed. A slot's state cannot be taken back: who has one computes anew. The
-        caller sees to it that the device no longer runs the steps before it plans another.
+        Requests are as the last completed step left them. A slot's state cannot be taken back: it is computed anew.
         """
         self._flights.clear()
         for request in self._roster.leaving:
