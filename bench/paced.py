@@ -45,7 +45,7 @@ class PacedRank:
                 prefix_caching=False,
             )
         )
-        self._frontend = Frontend("127.0.0.1")
+        self._frontend = Frontend("127.0.0.1", deadline=30.0, max_model_len=MAX_MODEL_LEN)
         self.endpoint = self._frontend.endpoint
         self._identity = (rank, world_size)
         self._clients: set[bytes] = set()
