@@ -43,9 +43,9 @@ ROOMS = {
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
     "text": ((), 2530),
-    "fleet": ((), 2200),
+    "fleet": ((), 2860),
     "api": (("text", "fleet"), 4330),
-    "http": (("text", "fleet", "api"), 2220),
+    "http": (("text", "fleet", "api"), 2330),
 }
 ROUTER_FILES = ("config", "errors", "metrics")
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.

@@ -12,7 +12,8 @@ _DEFAULTS = MappingProxyType({f.name: f.default for f in fields(RouterConfig) if
 # Of RouterConfig, and set here by a flag of the same name where it is given.
 _FIELDS = (
     *("max_inflight", "max_waiting_tokens", "max_body_bytes", "max_buffered_bytes", "max_header_bytes"),
-    *("header_timeout", "body_timeout", "keep_alive_timeout", "intake_processes", "recovery_timeout"),
+    *("header_timeout", "body_timeout", "keep_alive_timeout", "send_timeout", "intake_processes"),
+    "recovery_timeout",
 )
 
 
@@ -54,7 +55,11 @@ def add_door_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-inflight", count, "N", "sequences at all ranks before 429 (default: what their places and queues hold)")
     add("--max-waiting-tokens", count, "N", "prompt tokens of sequences without a token yet, at all ranks, before 429")
     parser.add_argument(
-        "--max-queue-seconds", type=seconds, metavar="S", help="longest wait of a request for its start, then 429"
+        "--max-queue-seconds",
+        type=seconds,
+        metavar="S",
+        help="longest wait of a request for its start, then 429 (default: no limit for a burst; while more comes than "
+        "goes, half the time of a first token. For batches that may wait, 3600)",
     )
     add("--max-body-bytes", byte_size, "SIZE", "longest request body, then 413")
     add("--max-buffered-bytes", byte_size, "SIZE", "bodies that are being read, together, then 503")
@@ -62,6 +67,7 @@ def add_door_arguments(parser: argparse.ArgumentParser) -> None:
     add("--header-timeout", seconds, "S", "time for a request's headers, then 408")
     add("--body-timeout", seconds, "S", "time for a request's body, then 408")
     add("--keep-alive-timeout", seconds, "S", "time without a request before a connection is closed")
+    add("--send-timeout", seconds, "S", "time without a byte of its answer taken before a client is cut off")
     add("--recovery-timeout", seconds, "S", "how long requests wait for a fleet that has lost a worker")
     add("--intake-processes", count, "N", "processes that read request bodies of more than 64 KiB")
 
@@ -70,4 +76,9 @@ def door_fields(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any
     """The fields of RouterConfig that the flags set."""
     given = {name: getattr(args, name) for name in _FIELDS}
     most = config.num_workers * (config.max_num_seqs + config.max_waiting)
-    return {"max_inflight": most, **{name: value for name, value in given.items() if value is not None}}
+    return {
+        "max_inflight": most,
+        "worker_places": config.max_num_seqs,
+        "max_queue_seconds": config.max_queue_seconds,
+        **{name: value for name, value in given.items() if value is not None},
+    }

@@ -101,10 +101,14 @@ class RouterConfig:
 
     A sequence is admitted while fewer than `max_inflight` are at the workers, and the prompts there that have no token
     yet have at most `max_waiting_tokens` tokens with its own (None: any number); beyond that clients get a 429.
+    A worker runs `worker_places` at once, and what it has no place for waits in the router (None: all are sent on at
+    once). There a request waits for at most `max_queue_seconds`; None: as long as it takes, but in overload
+    for half the time of a first token (fleet/overload.py). Then clients get a 429.
     Bodies that are being read hold at most `max_buffered_bytes` together; beyond that clients get a 503. Large ones are
     made into jobs by `intake_processes` processes beside the event loop.
     A client has `header_timeout` to send a request's headers, of at most `max_header_bytes`, and `body_timeout` for the
-    body behind them; a connection without a request is kept for `keep_alive_timeout`.
+    body behind them; a connection without a request is kept for `keep_alive_timeout`. A client that takes no more of
+    its answer for `send_timeout` is cut off.
     `step_deadline` is how long a worker may be silent on its connection before that counts as broken, and how long a
     worker whose connection broke has to answer on another before it counts as lost. `recovery_timeout` is how long
     requests wait for a fleet that is not whole; with 0 a lost worker ends all of them, and the fleet, at once.
@@ -132,6 +136,8 @@ class RouterConfig:
     port: int = 8000
     max_inflight: int = 256
     max_waiting_tokens: int | None = None
+    worker_places: int | None = None
+    max_queue_seconds: float | None = None
     max_choices: int = 128
     max_logprobs: int = 20
     max_body_bytes: int = 16 * 1024 * 1024
@@ -141,6 +147,7 @@ class RouterConfig:
     header_timeout: float = 10.0
     body_timeout: float = 60.0
     keep_alive_timeout: float = 75.0
+    send_timeout: float = 30.0
     step_deadline: float = 5.0
     recovery_timeout: float = 300.0
     canary_interval: float = 30.0
@@ -162,10 +169,13 @@ class RouterConfig:
         for name in ("max_model_len", "vocab_size", "max_inflight", "max_choices", *_LEAST_ONE):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:
-            raise ValueError(f"max_waiting_tokens: expected at least 1, got {self.max_waiting_tokens}")
+        for name in ("max_waiting_tokens", "worker_places"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_queue_seconds is not None and not self.max_queue_seconds > 0:
+            raise ValueError(f"max_queue_seconds: expected more than 0 seconds, got {self.max_queue_seconds}")
         times = ("step_deadline", "canary_interval", "canary_timeout")
-        for name in (*times, "header_timeout", "body_timeout", "keep_alive_timeout"):
+        for name in (*times, "header_timeout", "body_timeout", "keep_alive_timeout", "send_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")
         if not 0 <= self.recovery_timeout < math.inf:

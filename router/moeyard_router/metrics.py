@@ -106,6 +106,21 @@ class RouterMetrics:
         self.inflight = Gauge(
             "moeyard_num_requests_inflight", "Sequences at the workers.", ["model_name"], registry=self.registry
         ).labels(**label)
+        self.waiting = Gauge(
+            "moeyard_num_requests_queued",
+            "Sequences that wait at the router for a place at a worker.",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(**label)
+        self.waited = histogram(
+            "router_queue_seconds", "Of requests that waited at the router and started.", REQUEST_BUCKETS
+        )
+        self._cut = Counter(
+            "moeyard_connections_cut",
+            "Connections that the router cut, by reason.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
         self._workers = Gauge("moeyard_workers", "Workers by state.", ["model_name", "state"], registry=self.fleet)
         self._model_name = model_name
         ProcessCollector(registry=self.registry)
@@ -117,6 +132,10 @@ class RouterMetrics:
     def rejected(self, reason: str) -> None:
         """Count a request that was refused."""
         self._rejections.labels(self._model_name, reason).inc()
+
+    def cut(self, reason: str) -> None:
+        """Count a connection that was cut."""
+        self._cut.labels(self._model_name, reason).inc()
 
     def answered(self, path: str, status: int) -> None:
         """Count an HTTP answer; `path` is a route, never the client's raw path."""

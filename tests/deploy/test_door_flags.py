@@ -14,7 +14,11 @@ def parse(*flags):
 
 def test_without_flags_the_fleet_says_how_much_it_holds():
     args, config = parse("--max-num-seqs", "16", "--max-waiting", "4")
-    assert door_fields(args, config) == {"max_inflight": 2 * (16 + 4)}
+    assert door_fields(args, config) == {
+        "max_inflight": 2 * (16 + 4),
+        "worker_places": 16,
+        "max_queue_seconds": None,
+    }
     assert config.max_queue_seconds is None
 
 
@@ -32,11 +36,12 @@ def test_flags():
         ),
         *("--max-body-bytes", "1MiB", "--max-buffered-bytes", "4MiB", "--max-header-bytes", "8KiB"),
         *("--header-timeout", "3", "--body-timeout", "4.5", "--keep-alive-timeout", "6"),
+        *("--send-timeout", "7"),
     )
     assert door_fields(args, config) == {
         "max_inflight": 7, "max_waiting_tokens": 5000, "max_body_bytes": 2**20, "max_buffered_bytes": 2**22,
         "max_header_bytes": 8192, "header_timeout": 3.0, "body_timeout": 4.5, "keep_alive_timeout": 6.0,
-        "intake_processes": 1,
+        "intake_processes": 1, "send_timeout": 7.0, "max_queue_seconds": 2.5, "worker_places": config.max_num_seqs,
     }  # fmt: skip
     assert config.max_queue_seconds == 2.5
 

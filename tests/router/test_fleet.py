@@ -65,18 +65,19 @@ class World:
         if not self.fleet._members.workers[rank].lost:
             self.fleet._members._up(rank)
             said = {**SNAPSHOT, "epoch": self.epoch, "state": state, "failure": None if state == "ready" else "a peer"}
-            self.fleet._replies.take(rank, [Snapshot(rank=rank, **said)])
+            self.fleet._take(rank, [Snapshot(rank=rank, **said)])
 
-    def submit(self, number, count):
+    def submit(self, number, count, key):
         try:
-            ticket = self.fleet.submit(f"r{number}", [((1, 2), SamplingParams(max_tokens=9))] * count)
+            ticket = self.fleet.submit(f"r{number}", [((1, 2), SamplingParams(max_tokens=9))] * count, key=key)
         except ApiError as error:
             if error.status == 503:
                 assert self.fleet.failure is not None
                 return
             assert error.status == 429  # noqa: PT017
             unread = 2 * sum(1 for f in self.running.values() if not f.output)
-            assert self.fleet.num_inflight + count > 5 or 0 < unread > 8 - 2 * count
+            most = self.fleet.config.max_inflight
+            assert self.fleet.num_inflight + count > most or 0 < unread > 8 - 2 * count
             return
         self.clients.append(Client(ticket, f"r{number}", count))
 
@@ -104,15 +105,15 @@ class World:
             client.ticket.close() if operation == "close" else client.ticket.abort(indexes[0])
         elif operation == "other rank":
             other = RANKS - 1 - (rank or 0)
-            self.fleet._replies.take(other, [wrong, done(name)] if rank is not None else [])
+            self.fleet._take(other, [wrong, done(name)] if rank is not None else [])
         elif rank is None:
             # Nobody runs it, so all that is said of it is late.
-            self.fleet._replies.take(pick % RANKS, [wrong, done(name)])
+            self.fleet._take(pick % RANKS, [wrong, done(name)])
             assert self.running[name] is flight
         elif operation == "tokens" and flight.ticket is not None:
-            self.fleet._replies.take(rank, [told])
+            self.fleet._take(rank, [told])
         elif operation in ("done", "reject"):
-            self.fleet._replies.take(rank, [done(name) if operation == "done" else rejected(name)])
+            self.fleet._take(rank, [done(name) if operation == "done" else rejected(name)])
             if name not in self.running:
                 self.ended.append((rank, name))
 
@@ -129,17 +130,15 @@ class World:
         for number, (operation, pick) in enumerate(operations):
             names = sorted(self.running)
             if operation == "submit":
-                self.submit(number, 1 + pick % 3)
+                self.submit(number, 1 + pick % 3, "ab"[pick // 3 % 2])
             elif operation == "take":
                 for client in self.clients:
                     await client.take()
             elif operation == "late" and self.ended:
                 rank, old = self.ended[pick % len(self.ended)]
-                self.fleet._replies.take(
-                    rank, [Tokens(request_id=old, start=0, token_ids=(3,)), done(old), rejected(old)]
-                )
+                self.fleet._take(rank, [Tokens(request_id=old, start=0, token_ids=(3,)), done(old), rejected(old)])
             elif operation == "unknown":
-                self.fleet._replies.take(pick % RANKS, [done("nobody")])
+                self.fleet._take(pick % RANKS, [done("nobody")])
             elif operation == "replace":
                 self.replace(everywhere=pick % 2)
             elif operation in DISASTERS:
@@ -188,9 +187,10 @@ async def play(operations, ending, monkeypatch, **changes):
             fleet.validate()
             assert fleet.incidents.open is None
             assert fleet._flights.waiting() == []
-            for flight in list(fleet._flights.by_name.values()):
+            while fleet.num_inflight:
+                flight = next(f for f in fleet._flights.by_name.values() if f.rank is not None)
                 assert flight.ticket is not None, "what nobody listens to is not carried"
-                fleet._replies.take(flight.rank, [done(flight.name)])
+                fleet._take(flight.rank, [done(flight.name)])
         elif ending == "failure":
             fleet.give_up("rank 1 is lost")
         else:
@@ -213,19 +213,21 @@ SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[Healt
 
 
 @SETTINGS
-@given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 20)), max_size=40), st.booleans())
-def test_any_order_of_events(monkeypatch, operations, fails):
-    asyncio.run(play(operations, "failure" if fails else "end", monkeypatch, recovery_timeout=0.0))
+@given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 20)), max_size=40), st.booleans(), st.booleans())
+def test_any_order_of_events(monkeypatch, operations, fails, waits):
+    places = 1 if waits else None
+    asyncio.run(play(operations, "failure" if fails else "end", monkeypatch, recovery_timeout=0, worker_places=places))
 
 
-def test_any_order_of_losses_and_recoveries(monkeypatch):
+@pytest.mark.parametrize("places", [None, 1])
+def test_any_order_of_losses_and_recoveries(monkeypatch, places):
     events = [*OPERATIONS, *DISASTERS, *["submit"] * 2, *["tokens"] * 8, *["ready"] * 4, *["replace"] * 3]
     carried = 0
-    for seed in range(40):
+    for seed in range(80):
         chance = random.Random(seed)
         operations = [(chance.choice(events), chance.randrange(20)) for _ in range(150)]
         ending = chance.choice(["recovery", "failure", "end"])
-        world = asyncio.run(play(operations, ending, monkeypatch))
+        world = asyncio.run(play(operations, ending, monkeypatch, worker_places=places))
         carried += sum(bool(told) for _, _, told in world.sent)
     assert carried > 100, "hardly anything was carried"
 

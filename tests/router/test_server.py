@@ -1,5 +1,6 @@
 """The program around the app: signals, open streams at the end, and what importing it loads."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 
 from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.http.accepting import LISTENERS, listeners
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -88,7 +91,7 @@ def test_imports_neither_torch_nor_ray_nor_the_worker():
     code = (
         "import sys, moeyard_router.http.server as s;"
         "bad = {'torch', 'ray', 'transformers', 'numpy', 'triton'} & set(sys.modules);"
-        "boundary = {'moeyard_worker.protocol', 'moeyard_worker.wire'};"
+        "boundary = {f'moeyard_worker.{name}' for name in ('protocol', 'wire', 'keys', 'refusals', 'sockets')};"
         "bad |= {m for m in sys.modules if m.startswith('moeyard_worker.')} - boundary;"
         "assert not bad, bad"
     )
@@ -109,3 +112,33 @@ def test_bad_config(change, named):
     workers = (WorkerAddress(rank=0, endpoint="tcp://h:1"),)
     with pytest.raises(ValueError, match=named):
         RouterConfig(**{**CONFIG, "workers": workers, **change})
+
+
+def test_a_turn_of_the_loop_takes_many_connections():
+    """Or a flood of new ones waits in the kernel for as many turns, which are long where many streams run."""
+    count, turns, taken = 64, 0, []
+
+    class Taken(asyncio.Protocol):
+        def connection_made(self, transport):
+            taken.append(transport)
+
+    async def main():
+        nonlocal turns
+        loop = asyncio.get_running_loop()
+        sock = socket.create_server(("127.0.0.1", 0), backlog=count)
+        servers = [await loop.create_server(Taken, sock=each, backlog=count) for each in listeners(sock)]
+        clients = [socket.create_connection(sock.getsockname()) for _ in range(count)]
+        while len(taken) < count and turns < 10 * count:
+            turns += 1
+            await asyncio.sleep(0)
+        for each in (*clients, *taken, *servers):
+            each.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+    assert len(taken) == count
+    assert turns <= count // 2
+
+
+def test_a_router_listens_so(service):
+    assert len(service.server._server.servers) == LISTENERS

@@ -58,6 +58,7 @@ class GenerateEndpoint:
         arrived = time.monotonic()
         record = record_of(scope)
         try:
+            self._fleet.waiters.check(record.key_name)  # before the body is read: refusals must be cheap
             with self._bodies.room() as take:
                 job = await self._job(await read_parts(scope, receive, self._config.max_body_bytes, take))
             await self._run(job, arrived, scope, receive, send)
@@ -84,6 +85,7 @@ class GenerateEndpoint:
         generation = Generation(
             job, reply_id=reply_id, fleet=self._fleet, tokens=tokens, metrics=self._metrics, arrived=arrived,
             client=job.client if session is None else session[:_MAX_SESSION].decode("latin-1"),
+            key=record.key_name,
         )  # fmt: skip
         writer = self._surface.writer(
             job, reply_id=reply_id, model=self._config.model_name, created=int(time.time()), tokens=tokens

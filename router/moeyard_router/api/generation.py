@@ -48,6 +48,7 @@ class Generation:
         metrics: RouterMetrics,
         arrived: float,
         client: str | None = None,
+        key: str | None = None,
     ) -> None:
         self.choices = [Choice(job, index=c.index, tokens=tokens) for c in job.continuations]
         self._job = job
@@ -59,7 +60,7 @@ class Generation:
         self._error: ApiError | None = None
         self._gone = False
         self._ticket: Ticket = fleet.submit(
-            reply_id, [(job.prompts[c.prompt].token_ids, c.sampling) for c in job.continuations], client=client
+            reply_id, [(job.prompts[c.prompt].token_ids, c.sampling) for c in job.continuations], client=client, key=key
         )
         metrics.params_n.observe(len(job.continuations) // len(job.prompts))
 

@@ -13,7 +13,8 @@ class RequestRecord:
     `request_id` is the client's X-Request-Id or one made here; `key_name` the name of the API key that opened the door,
     None where none is asked for. `began` is monotonic seconds. The rest is None until known: `reply_id` (the answer's
     `id`, under which the workers know it), prompt and output tokens over all choices, `first_token` in monotonic
-    seconds, and `failure`, the status of an error that came after the answer had begun.
+    seconds, and `failure`, the status of an error that came after the answer had begun, and `cut`, why its connection
+    was ended here.
     """
 
     request_id: str
@@ -25,6 +26,7 @@ class RequestRecord:
     first_token: float | None = None
     failure: int | None = None
     client_left: bool = False
+    cut: str | None = None
 
 
 def record_of(scope: Any) -> RequestRecord:

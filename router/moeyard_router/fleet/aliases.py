@@ -76,6 +76,8 @@ class VllmFleetAliases(Collector):
         labels = (self._model_name, _ENGINE)
         for name, (field, text) in _GAUGES.items():
             if (value := total(workers, field)) is not None:
+                if field == "num_waiting":
+                    value += self._fleet.waiters.num_sequences
                 yield _one(GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS), labels, value)
         for name, (field, text) in _COUNTERS.items():
             if (value := total(workers, field)) is not None:

@@ -1,23 +1,38 @@
 """Sequences on their way to a rank: chosen, counted, sent."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from moeyard_router.fleet.flights import Flight, Flights
 from moeyard_router.fleet.members import Members
 from moeyard_router.fleet.placement import Placement
 from moeyard_router.fleet.policy import Route
-from moeyard_router.fleet.worker_state import loads
+from moeyard_router.fleet.waiters import Waiters
+from moeyard_router.fleet.worker_state import has_room, loads
 from moeyard_worker.protocol import Abort
 
 
 class Dispatch:
-    """Gives sequences that wait to ranks, by the policy, and takes them back."""
+    """Gives sequences that wait to ranks, by the policy, and takes them back.
 
-    def __init__(self, members: Members, flights: Flights, *, prefix_caching: bool) -> None:
+    `waits` is told why when a sequence finds no rank at all: it waits for the fleet.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        flights: Flights,
+        waiters: Waiters,
+        *,
+        prefix_caching: bool,
+        waits: Callable[[str], None],
+    ) -> None:
         self._members = members
         self._flights = flights
+        self._waiters = waiters
         self._prefix_caching = prefix_caching
+        self._waits = waits
         self._placement = Placement(len(members.addresses), prefix_caching=prefix_caching)
 
     async def read(self, prompts: Iterable[Sequence[int]]) -> None:
@@ -27,19 +42,58 @@ class Dispatch:
             self._placement.read(prompt, known[0].page_size)
             await asyncio.sleep(0)
 
-    def send(self, flight: Flight, rank: int | None = None) -> bool:
-        """Give one that waits to the rank that the policy chooses, or to `rank`; False if none can be used."""
+    def take(self, now: float, flights: Sequence[Flight], rank: int | None, *, whole: bool) -> None:
+        """Send a new request, or let it wait for its turn; one for a `rank` does not wait. `whole`: the fleet runs."""
+        if rank is None and (self._waiters.num_sequences or not whole or not self.has_room()):
+            self._waiters.push(now, flights)
+            return
+        for flight in flights:
+            self._waiters.started(now, flight)
+            self.send(flight, rank)
+
+    def has_room(self) -> bool:
+        """Whether a rank takes one more of those that wait for their turn."""
+        places = self._waiters.worker_places
+        return any(has_room(worker, places) for worker in self._members.workers)
+
+    def drain(self) -> None:
+        """Send those whose turn it is while a rank has room for them."""
+        now = time.monotonic()
+        while self.has_room() and (flights := self._waiters.pop(now)):
+            for flight in flights:
+                self.send(flight)
+        if self._waiters.num_sequences and not self._members.any_usable():
+            self._waits(self._members.unready() or "no worker takes requests")
+
+    def send(self, flight: Flight, rank: int | None = None) -> None:
+        """Give one that waits to the rank that the policy chooses, or to `rank`; if none can be used it still waits."""
         if rank is None:
-            route = self._placement.choose(loads(self._members.workers), flight.prompt, client=flight.client)
+            known = loads(self._members.workers, self._waiters.worker_places)
+            route = self._placement.choose(known, flight.prompt, client=flight.client)
         else:
             route = Route(rank=rank, reason="asked")
         if route is None or route.rank is None:
-            return False
+            self._waits(self._members.unready() or "no worker takes requests")
+            return
         assert flight.ticket is not None, "somebody listens to what waits"
         self._flights.place(flight, route.rank, route.cached_tokens)
         flight.ticket.moved(flight.index, route)
         self._members.workers[route.rank].link.send(flight.submit())
-        return True
+
+    def again(self, flight: Flight, seconds: float) -> None:
+        """A rank will not have it: another may, after so many seconds."""
+        self._flights.unplace(flight)
+        if not seconds:
+            self.send(flight)
+            return
+
+        def send() -> None:
+            flight.pauses = False
+            if self._flights.by_name.get(flight.name) is flight and flight.rank is None:
+                self.send(flight)
+
+        flight.pauses = True
+        asyncio.get_running_loop().call_later(seconds, send)
 
     def abort(self, flight: Flight) -> None:
         """Tell its rank, if it has one, to stop it."""

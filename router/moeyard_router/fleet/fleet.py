@@ -5,7 +5,6 @@ and nothing is lost. What ran on the missing rank waits, with all that its clien
 wherever there is room once every rank is ready again.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.dispatch import Dispatch
 from moeyard_router.fleet.flights import Flight, Flights
+from moeyard_router.fleet.link import Message
 from moeyard_router.fleet.loads import LoadsReader
 from moeyard_router.fleet.members import MemberEvents, Members
 from moeyard_router.fleet.policy import Route
@@ -22,8 +22,9 @@ from moeyard_router.fleet.recovery import Recovery
 from moeyard_router.fleet.replies import Replies
 from moeyard_router.fleet.room import Room
 from moeyard_router.fleet.ticket import Lost, Ticket
+from moeyard_router.fleet.waiters import Waiters
 from moeyard_router.metrics import RouterMetrics
-from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.protocol import Rejected, SamplingParams
 
 _WAITS = Route(rank=None, reason="waits")
 
@@ -56,22 +57,21 @@ class Fleet:
         self._on_change = on_change
         self._on_lost = on_lost
         room = self._room = Room(time.monotonic(), config.max_inflight, config.max_waiting_tokens)
-        self._flights = Flights(room, len(config.workers))
+        self.waiters = Waiters(config, metrics, drain=self._drain, refuse=self._end_here)
+        self._flights = Flights(room, len(config.workers), ended=self.waiters.ended)
         events = MemberEvents(
-            changed=self._changed,
-            messages=lambda rank, messages: self._replies.take(rank, messages),
-            apart=self._apart,
-            lost=self._lost,
-            unfit=self.fail,
+            changed=self._changed, messages=self._take, apart=self._apart, lost=self._lost, unfit=self.fail
         )
         self._members = Members(config, self._flights, events)
-        self._dispatch = Dispatch(self._members, self._flights, prefix_caching=config.prefix_caching)
+        self._dispatch = Dispatch(
+            self._members, self._flights, self.waiters, prefix_caching=config.prefix_caching, waits=self._wait
+        )
         self._recovery = Recovery(config.recovery_timeout, metrics, self.fail)
         self.incidents = self._recovery.incidents
         self.read = self._dispatch.read
         self._replies = Replies(
-            self._members, self._flights, self._recovery, room=room, loads=self.loads, recovers=self._recovers,
-            left=self._count, settle=self._settle, again=self._again,
+            self._members, self._flights, self._recovery, self.waiters, room=room, loads=self.loads,
+            recovers=self._recovers, left=self._count, settle=self._settle, again=self._dispatch.again,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -146,49 +146,49 @@ class Fleet:
         sequences: list[tuple[Sequence[int], SamplingParams]],
         *,
         client: str | None = None,
+        key: str | None = None,
         rank: int | None = None,
     ) -> Ticket:
-        """Send sequences (prompt ids, sampling) to the ranks that the policy chooses for this client, or all to `rank`.
+        """Take sequences (prompt ids, sampling) for the ranks that the policy chooses for `client`, or all for `rank`.
 
-        While no rank can be chosen because the fleet recovers they wait; those for `rank` end if that one is lost.
+        They wait here until a rank has room and the fleet is whole; `key` names whose turn it is then
+        (fleet/waiting.py). Those for a `rank` do not wait, and end if that one is lost.
         Raises `ApiError` 503 if the fleet cannot run them and 429 if it is full; then none was taken.
         """
         problem = self._refuses(rank)
         if problem is not None:
             reason = "fleet_failed" if self.failure is not None else "not_ready"
             raise ApiError(503, problem, reason=reason)
-        self._room.check(time.monotonic(), len(sequences), sum(len(prompt) for prompt, _ in sequences))
+        now, count, tokens = time.monotonic(), len(sequences), sum(len(prompt) for prompt, _ in sequences)
+        if rank is None:
+            self.waiters.check(key, count)
+            self.waiters.displace(now, key, until=lambda: self._room.fits(count, tokens))
+        self._room.check(now, count, tokens)
         ticket = Ticket(self.abandon, self._replies.announced.append)
-        for index, (prompt, sampling) in enumerate(sequences):
-            flight = Flight(
+        flights = [
+            Flight(
                 name=f"{request_id}-{index}", index=index, prompt=prompt, sampling=sampling, client=client,
-                ticket=ticket, carried=rank is None,
-            )  # fmt: skip
+                key=key, ticket=ticket, carried=rank is None,
+            )
+            for index, (prompt, sampling) in enumerate(sequences)
+        ]  # fmt: skip
+        for flight in flights:
             self._flights.enter(flight)
-            ticket.opened(index, flight.name, _WAITS)
-            self._send(flight, rank)
+            ticket.opened(flight.index, flight.name, _WAITS)
+        self._dispatch.take(now, flights, rank, whole=self._recovery.is_whole)
         self._count()
         return ticket
 
-    def _send(self, flight: Flight, rank: int | None = None) -> None:
-        """Give it to a rank, or let it wait for the fleet."""
-        if not self._dispatch.send(flight, rank):
-            self._wait(self._members.unready() or "no worker takes requests")
+    def _take(self, rank: int, messages: list[Message]) -> None:
+        self._replies.take(rank, messages)
+        if self.waiters.num_sequences:
+            self._drain()
 
-    def _again(self, flight: Flight, seconds: float) -> None:
-        """A rank will not have it: another may, after so many seconds."""
-        self._flights.unplace(flight)
-        if not seconds:
-            self._send(flight)
-            return
-
-        def send() -> None:
-            flight.pauses = False
-            if self._flights.by_name.get(flight.name) is flight and flight.rank is None:
-                self._send(flight)
-
-        flight.pauses = True
-        asyncio.get_running_loop().call_later(seconds, send)
+    def _drain(self) -> None:
+        """Who waits for a turn goes to the workers, while these have room."""
+        if self._recovery.is_whole:
+            self._dispatch.drain()
+            self._count()
 
     def abandon(self, request_id: str) -> None:
         """Stop listening to a sequence and tell its worker to stop it. Unknown ids are ignored."""
@@ -214,7 +214,7 @@ class Fleet:
             if flight.ticket is not None:
                 self._dispatch.abort(flight)
                 flight.ticket.put(now, flight.index, Lost(reason))
-        self._flights.clear()
+        self._flights.clear(now)
         self._count()
 
     def fail(self, reason: str) -> None:
@@ -238,17 +238,19 @@ class Fleet:
             "stopping": self.stopping,
             "recovering": self._recovery.reason,
             "inflight": self.num_inflight,
-            "waiting": len(self._flights.waiting()),
+            "waiting": len(self._flights.waiting()) + self.waiters.num_sequences,
             "workers": [worker.describe() for worker in self._members.workers],
         }
 
     def validate(self) -> None:
         """Assert that everything is counted, and that what waits is waited for."""
         self._flights.validate()
+        self.waiters.validate(self._flights.by_name.values())
         self._recovery.validate()
         assert self.failure is None or not self.num_inflight, "a failed fleet has nothing in flight"
         waiting = [f for f in self._flights.waiting() if not f.pauses]
-        assert self._recovery.reason is not None or not waiting, "nobody would ever run what waits"
+        waits_turn = self.waiters.num_sequences and not self._members.any_usable()
+        assert self._recovery.reason is not None or not (waiting or waits_turn), "nobody would ever run what waits"
         assert all(not w.lost or not w.held.sequences for w in self._members.workers), "a lost worker runs nothing"
 
     def _changed(self) -> None:
@@ -256,13 +258,14 @@ class Fleet:
         self._on_change()
 
     def _count(self) -> None:
-        self._metrics.inflight.set(self.num_inflight)
+        self._metrics.inflight.set(self.num_inflight - self.waiters.num_sequences)
 
     def _wait(self, reason: str, lost: int | None = None) -> None:
         """Requests wait for the fleet to be whole; where there is no recovery it has failed."""
         if not self._recovers:
             self.fail(reason)
         elif self.failure is None:
+            self.waiters.hold(time.monotonic())
             self._recovery.begin(reason, lost)
 
     def _apart(self, rank: int | None, reason: str) -> None:
@@ -279,23 +282,25 @@ class Fleet:
             self._wait(reason, rank)
         self._release(rank, reason)
         for flight in self._flights.died(rank) if died else ():
-            self._end_here(flight, f"{flight.deaths} workers were lost while they ran this request: {reason}")
+            why = f"{flight.deaths} workers were lost while they ran this request: {reason}"
+            self._end_here(time.monotonic(), flight, Lost(why))
         self._changed()
         if not told:
             self._on_lost(rank, reason)
 
     def _release(self, rank: int, reason: str) -> None:
         """What ran on a rank waits, but for what must not; that ends."""
-        for flight in self._flights.release(time.monotonic(), rank):
-            self._end_here(flight, reason)
+        now = time.monotonic()
+        for flight in self._flights.release(now, rank):
+            self._end_here(now, flight, Lost(reason))
         self._count()
 
-    def _end_here(self, flight: Flight, reason: str) -> None:
-        now = time.monotonic()
+    def _end_here(self, now: float, flight: Flight, event: Lost | Rejected) -> None:
+        """End it for another reason than its rank's word."""
         self._flights.leave(now, flight, ran=False)
         self._count()
         if flight.ticket is not None:
-            flight.ticket.put(now, flight.index, Lost(reason))
+            flight.ticket.put(now, flight.index, event)
 
     def _settle(self) -> None:
         """If every worker is ready, what waits goes on."""
@@ -308,4 +313,6 @@ class Fleet:
         for flight in waiting:
             self._dispatch.send(flight)
         self._recovery.end(waiting, expects_output=any(f.carried for f in self._flights.by_name.values()))
+        self.waiters.resume(time.monotonic())
+        self._drain()
         self._changed()

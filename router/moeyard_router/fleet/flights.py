@@ -1,8 +1,9 @@
 """The sequences of a fleet: what each was told so far, which rank runs it, and those that wait for one. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from moeyard_router.fleet.fair import Entry
 from moeyard_router.fleet.room import Room
 from moeyard_router.fleet.ticket import Ticket
 from moeyard_worker.protocol import SamplingParams, Submit
@@ -28,6 +29,9 @@ class Flight:
     another. `output` are the ids that were told, `scored` counts the prompt tokens whose log-probabilities were.
     `pending` counts the tokens that its rank is thought to have to compute before the next output; `num_ranks` the
     times that it was given to one. It `pauses` before it asks again for room.
+
+    `entry` is its place in the waiting room (fleet/waiters.py) while its first turn has not come. It was first sent at
+    `sent`, after it `waited`; `charged` are the output tokens that `key` was charged for then (fleet/fair.py).
     """
 
     name: str
@@ -36,6 +40,11 @@ class Flight:
     sampling: SamplingParams
     client: str | None
     ticket: Ticket | None
+    key: str | None = None
+    entry: Entry | None = None
+    sent: float = 0.0
+    waited: float = 0.0
+    charged: float | None = None
     carried: bool = True
     rank: int | None = None
     was_at: int | None = None
@@ -73,12 +82,16 @@ class Flight:
 
 
 class Flights:
-    """All of them by name, in the order in which they came, counted per rank (`held`) and in the fleet's room."""
+    """All of them by name, in the order in which they came, counted per rank (`held`) and in the fleet's room.
 
-    def __init__(self, room: Room, num_ranks: int) -> None:
+    `ended(now, flight, output)` is called for each that has ended, after so many output tokens.
+    """
+
+    def __init__(self, room: Room, num_ranks: int, *, ended: Callable[[float, Flight, int], None]) -> None:
         self.by_name: dict[str, Flight] = {}
         self.held = [Held() for _ in range(num_ranks)]
         self._room = room
+        self._ended = ended
 
     def enter(self, flight: Flight) -> None:
         """A new one, which waits."""
@@ -109,12 +122,16 @@ class Flights:
             self.held[flight.rank].sequences -= 1
             flight.rank, flight.was_at = None, flight.rank
 
-    def leave(self, now: float, flight: Flight, *, ran: bool) -> None:
-        """It has ended; `ran` false: without having made room by running (`Room.left`)."""
+    def leave(self, now: float, flight: Flight, *, ran: bool, output: int | None = None) -> None:
+        """It has ended; `ran` false: without having made room by running (`Room.left`).
+
+        `output` counts its tokens, if more is known of them than what was told.
+        """
         unread = flight.unread
         self.unplace(flight)
         del self.by_name[flight.name]
         self._room.left(now, unread, ran=ran)
+        self._ended(now, flight, len(flight.output) if output is None else output)
 
     def release(self, now: float, rank: int) -> list[Flight]:
         """A rank cannot be reached: what ran there waits, what nobody listens to is gone; returned is what ends."""
@@ -135,8 +152,9 @@ class Flights:
         return [flight for flight in seen if flight.deaths >= MOST_DEATHS]
 
     def waiting(self) -> list[Flight]:
-        """Those without a rank: first those with output, each in the order in which they came."""
-        return sorted((f for f in self.by_name.values() if f.rank is None), key=lambda flight: not flight.output)
+        """Those without a rank whose turn had come: first those with output, each in the order in which they came."""
+        waiting = (f for f in self.by_name.values() if f.rank is None and f.entry is None)
+        return sorted(waiting, key=lambda flight: not flight.output)
 
     def resize(self, num_ranks: int) -> None:
         """There are so many ranks now; those that are gone were released."""
@@ -144,9 +162,11 @@ class Flights:
         del self.held[num_ranks:]
         self.held += [Held() for _ in range(num_ranks - len(self.held))]
 
-    def clear(self) -> None:
+    def clear(self, now: float) -> None:
         """All have ended at once, for the fleet's own reasons."""
-        self.by_name = {}
+        flights, self.by_name = self.by_name, {}
+        for flight in flights.values():
+            self._ended(now, flight, len(flight.output))
         for held in self.held:
             held.sequences = held.pending = 0
         self._room.cleared()
@@ -162,5 +182,9 @@ class Flights:
         for name, flight in self.by_name.items():
             assert flight.ticket is None or flight.ticket.runs(flight.index, name), f"{name} is nobody's"
             assert flight.rank is not None or flight.ticket is not None, f"{name} waits for nobody"
+            assert (flight.entry is None) == (flight.charged is not None), (
+                f"{name} is charged before its turn, or never"
+            )
+            assert flight.rank is None or flight.entry is None, f"{name} waits for its turn, and runs"
             assert flight.rank is not None or not flight.pending, f"{name} is computed by nobody"
             assert flight.deaths < MOST_DEATHS, f"{name} goes on after {flight.deaths} workers"

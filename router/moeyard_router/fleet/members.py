@@ -88,6 +88,10 @@ class Members:
             worker.link.close()
         self._context.destroy(linger=0)
 
+    def any_usable(self) -> bool:
+        """Whether a worker takes requests."""
+        return any(worker.usable for worker in self.workers)
+
     def unready(self) -> str | None:
         """Which worker is not ready for steps with the others, or None: the fleet is whole."""
         for worker in self.workers:

@@ -11,6 +11,7 @@ from moeyard_router.fleet.members import Members
 from moeyard_router.fleet.recovery import Recovery
 from moeyard_router.fleet.room import Room
 from moeyard_router.fleet.ticket import Ticket
+from moeyard_router.fleet.waiters import Waiters
 from moeyard_worker.protocol import Done, PromptLogprobs, Rejected, Snapshot, Tokens
 
 # A carried sequence that found a full queue asks again: its client was let in long ago.
@@ -30,6 +31,7 @@ class Replies:
         members: Members,
         flights: Flights,
         recovery: Recovery,
+        waiters: Waiters,
         *,
         room: Room,
         loads: LoadsReader,
@@ -43,6 +45,7 @@ class Replies:
         self._members = members
         self._flights = flights
         self._incidents = recovery.incidents
+        self._waiters = waiters
         self._room = room
         self._loads = loads
         self._recovers = recovers
@@ -85,6 +88,8 @@ class Replies:
             return
         if not output:
             self._room.read(now, len(flight.prompt))
+            if not flight.waited and not flight.began:
+                self._waiters.answered(now, now - flight.sent)
         if flight.pending:
             self._flights.computed(flight)
         output.extend(message.token_ids)
@@ -103,7 +108,11 @@ class Replies:
         flight = self._flights.by_name.get(message.request_id)
         if flight is None or flight.rank != rank or self._goes_on(rank, flight, message):
             return
-        self._flights.leave(now, flight, ran=isinstance(message, Done))
+        if isinstance(message, Done):
+            self._flights.leave(now, flight, ran=True, output=message.completion_tokens)
+            message = replace(message, queue_seconds=message.queue_seconds + flight.waited)
+        else:
+            self._flights.leave(now, flight, ran=False)
         self._left()
         if isinstance(message, Rejected) and message.reason in ("queue_full", "queue_timeout"):
             # A worker cannot know when the fleet will have room again.

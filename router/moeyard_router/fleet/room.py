@@ -17,6 +17,13 @@ class Room:
         self._most_tokens = most_tokens
         self._ends, self._reads = DrainRate(now), DrainRate(now)  # of sequences, and of prompt tokens
 
+    def fits(self, count: int, tokens: int) -> bool:
+        """Whether `count` sequences with `tokens` prompt tokens may come in."""
+        most = self._most_tokens
+        if self.sequences + count > self._most:
+            return False
+        return most is None or not self.unread_tokens or self.unread_tokens + tokens <= most
+
     def check(self, now: float, count: int, tokens: int) -> None:
         """Raise `ApiError` 429 unless `count` sequences with `tokens` prompt tokens may come in."""
         missing = self.sequences + count - self._most

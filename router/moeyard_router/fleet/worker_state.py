@@ -64,19 +64,38 @@ class WorkerState:
         return entry
 
 
-def loads(workers: Iterable[WorkerState]) -> list[RankLoad]:
-    """What the policy is told of the workers that have spoken."""
+def has_room(worker: WorkerState, places: int | None) -> bool:
+    """Whether a worker takes a sequence that waits: it holds fewer than `places`, and pages for them.
+
+    Sequences that wait there for pages are as good as a full house; for a step's end only, they are not.
+    """
+    s = worker.snapshot
+    if s is None or worker.state != "ready":
+        return False
+    if places is None:
+        return True
+    lacks_pages = s.num_waiting > 0 and s.kv_pages_free * s.page_size < s.num_waiting_tokens
+    return _sequences(worker, s) < places and not (lacks_pages and worker.own_at_snapshot)
+
+
+def loads(workers: Iterable[WorkerState], places: int | None = None) -> list[RankLoad]:
+    """What the policy is told of the workers that have spoken. Those without room are unusable if another has some."""
+    spoken = [(worker, s, has_room(worker, places)) for worker in workers if (s := worker.snapshot) is not None]
+    any_room = any(room for _, _, room in spoken)
     return [
         RankLoad(
             rank=worker.link.rank,
-            usable=worker.usable,
-            # This router's exactly, and those of other routers as of the snapshot.
-            sequences=worker.held.sequences + max(0, s.num_running + s.num_waiting - worker.own_at_snapshot),
+            usable=room if any_room else worker.usable,
+            sequences=_sequences(worker, s),
             pending_tokens=worker.held.pending + max(0, s.num_waiting_tokens - worker.pending_at_snapshot),
             page_size=s.page_size,
             kv_pages=s.kv_pages_total,
             kv_pages_free=s.kv_pages_free,
         )
-        for worker in workers
-        if (s := worker.snapshot) is not None
+        for worker, s, room in spoken
     ]
+
+
+def _sequences(worker: WorkerState, snapshot: Snapshot) -> int:
+    """This router's exactly, and those of other routers as of the snapshot."""
+    return worker.held.sequences + max(0, snapshot.num_running + snapshot.num_waiting - worker.own_at_snapshot)

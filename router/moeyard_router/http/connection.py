@@ -16,8 +16,10 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from moeyard_router.api.direct import EXTENSION
+from moeyard_router.api.record import SCOPE_KEY
 from moeyard_router.errors import ApiError
 from moeyard_router.http.pieces import Outbox, Pieces
+from moeyard_router.http.slow_readers import SlowReader
 
 _HOP_BY_HOP = frozenset((b"upgrade", b"http2-settings"))
 
@@ -25,11 +27,12 @@ _HOP_BY_HOP = frozenset((b"upgrade", b"http2-settings"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
     """`header_bytes`: request line and headers. `header_seconds`: from a connection, or a request's first byte, to the
-    end of its headers. `body_seconds`: from there to the end of its body."""
+    end of its headers. `body_seconds`: from there to the end of its body. `send_seconds`: see `SlowReader`."""
 
     header_bytes: int
     header_seconds: float
     body_seconds: float
+    send_seconds: float
 
 
 class _TooLong(Exception):
@@ -37,15 +40,25 @@ class _TooLong(Exception):
 
 
 class ConnectionProtocol(HttpToolsProtocol):
-    """One connection. `refused` is told the status of every answer that no endpoint gave: 400, 408 or 431."""
+    """One connection. `refused` is told the status of every answer that no endpoint gave: 400, 408 or 431.
+
+    `cut` is told why a connection is aborted.
+    """
 
     def __init__(
-        self, *, limits: ConnectionLimits, refused: Callable[[int], None], outbox: Outbox, **given: Any
+        self,
+        *,
+        limits: ConnectionLimits,
+        refused: Callable[[int], None],
+        cut: Callable[[str], None],
+        outbox: Outbox,
+        **given: Any,
     ) -> None:
         super().__init__(**given)
         self._outbox = outbox
         self._limits = limits
         self._refused = refused
+        self._cut = cut
         self._in_head = True
         self._in_body = False
         self._head_bytes = 0  # of the chunks in which the head arrived
@@ -57,12 +70,35 @@ class ConnectionProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Headers are awaited from now on."""
         super().connection_made(transport)
+        self._reader = SlowReader(self.loop, transport, seconds=self._limits.send_seconds, cut=self._cut_off)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is awaited any more."""
         self._unwatch()
+        self._reader.resumed()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as its answer comes."""
+        super().pause_writing()
+        self._reader.paused()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        super().resume_writing()
+        self._reader.resumed()
+
+    def on_response_complete(self) -> None:
+        """An answer has been written."""
+        super().on_response_complete()
+        self._reader.answered()
+
+    def _cut_off(self) -> None:
+        record: Any = None if self.cycle is None else self.cycle.scope.get(SCOPE_KEY)
+        if record is not None:
+            record.cut = "slow_reader"
+        self._cut("slow_reader")
 
     def data_received(self, data: bytes) -> None:
         """Parse; what cannot become a request is answered here, and the connection closed."""

@@ -151,6 +151,8 @@ class Gate:
                 fields[name] = value
         if record.client_left:
             fields["left"] = 1
+        if record.cut is not None:
+            fields["cut"] = record.cut
         fields["request_id"] = record.request_id
         if record.reply_id is not None:
             fields["reply_id"] = record.reply_id

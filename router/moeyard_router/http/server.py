@@ -22,6 +22,7 @@ from moeyard_router.fleet.aliases import VllmAliases, VllmFleetAliases
 from moeyard_router.fleet.collector import FleetCollector
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
+from moeyard_router.http.accepting import listeners
 from moeyard_router.http.app import create_app
 from moeyard_router.http.connection import ConnectionLimits, ConnectionProtocol
 from moeyard_router.http.files import keep_fresh
@@ -112,9 +113,12 @@ class RouterServer:
                 self._give_up_now()
             if self._stop_requests:
                 self._server.should_exit = True
+            sockets = listeners(self._sock)
             try:
-                await self._server.serve(sockets=[self._sock])
+                await self._server.serve(sockets=sockets)
             finally:
+                for sock in sockets:
+                    sock.close()
                 watching.cancel()
                 freshening.cancel()
                 await asyncio.wait([watching, freshening])
@@ -229,9 +233,14 @@ def _uvicorn_config(
         header_bytes=settings.max_header_bytes,
         header_seconds=settings.header_timeout,
         body_seconds=settings.body_timeout,
+        send_seconds=settings.send_timeout,
     )
     protocol = functools.partial(
-        ConnectionProtocol, limits=limits, refused=functools.partial(metrics.answered, "other"), outbox=Outbox()
+        ConnectionProtocol,
+        limits=limits,
+        refused=functools.partial(metrics.answered, "other"),
+        cut=metrics.cut,
+        outbox=Outbox(),
     )
     config = uvicorn.Config(
         cast(Any, app),  # starlette's and uvicorn's names for the same protocol

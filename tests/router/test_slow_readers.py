@@ -1,0 +1,110 @@
+"""Clients that ask and never read: held for a while, then cut, with their places given back."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+
+import pytest
+
+from moeyard_router.config import DoorConfig
+from moeyard_router.http.slow_readers import SlowReader
+
+TIMEOUT = 0.4
+NUM = 8
+# Some 4 MB, far more than the transport and the kernel's buffers take up.
+BODY = {
+    "messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "n": NUM, "stream": True, "logprobs": True,
+    "top_logprobs": 20, "ignore_eos": True,
+}  # fmt: skip
+
+
+def ask(service):
+    """A connection that has asked and takes up as little as it can."""
+    host, port = service.url.removeprefix("http://").split(":")
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    sock.settimeout(10)
+    sock.connect((host, int(port)))
+    data = json.dumps(BODY).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
+    sock.sendall(head.encode() + data)
+    return sock
+
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level(logging.INFO, "moeyard.access")
+    return lambda: [r.fields for r in caplog.records if r.name == "moeyard.access" and r.fields["method"] == "POST"]
+
+
+def test_a_reader_that_never_reads_is_cut(start, wait_for, lines):
+    service = start(1, send_timeout=TIMEOUT, door=DoorConfig(access_log=True))
+    [worker] = service.workers
+    worker.pace = 0.03  # it would go on for 6 s
+    # What a connection's kernel buffers take up it has from the socket that listens.
+    service.server._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sockets = [ask(service) for _ in range(2)]
+    try:
+        wait_for(lambda: len(service.aborts) == 2 * NUM, "the sequences are ended at their worker")
+        service.wait_idle()
+        wait_for(lambda: len(lines()) == 2, "lines are written")
+        for line in lines():
+            assert (line["status"], line["cut"], line["left"]) == (200, "slow_reader", 1)
+            assert line["output_tokens"] < NUM * 200
+        page = service.client.get("/metrics").text
+        assert 'moeyard_connections_cut_total{model_name="tiny",reason="slow_reader"} 2.0' in page
+        for sock in sockets:
+            with contextlib.suppress(ConnectionResetError):
+                while sock.recv(1 << 20):  # what had left before it was cut; then comes the end
+                    pass
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+class Transport:
+    """So many bytes are unsent."""
+
+    def __init__(self):
+        self.unsent = 0
+        self.aborted = False
+
+    def get_write_buffer_size(self):
+        return self.unsent
+
+    def abort(self):
+        self.aborted = True
+
+
+@pytest.mark.parametrize(
+    ("events", "cut"),
+    [
+        (["paused"], True),
+        (["paused", "resumed"], False),
+        (["paused", "resumed", "paused"], True),
+        (["100", "answered"], True),
+        (["100", "answered", "0"], False),
+        (["100", "answered", "answered", "0"], False),
+        (["0", "answered", "100"], False),
+        (["paused", "100", "answered", "resumed", "0"], False),
+    ],
+)
+def test_what_counts_as_slow(events, cut):
+    async def play():
+        transport, told = Transport(), []
+        loop = asyncio.get_running_loop()
+        reader = SlowReader(loop, transport, seconds=0.01, cut=lambda: told.append(transport.aborted))
+        for event in events:
+            if event.isdigit():
+                transport.unsent = int(event)
+            else:
+                getattr(reader, event)()
+        over = asyncio.Event()
+        loop.call_later(0.03, over.set)
+        await over.wait()
+        assert transport.aborted == cut
+        assert told == ([False] if cut else []), "told once, before the end"
+
+    asyncio.run(play())

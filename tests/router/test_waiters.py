@@ -1,0 +1,164 @@
+"""Requests that wait in a real router: who goes to a worker when, and what ends their wait."""
+
+import asyncio
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tests.router.conftest import ScriptedWorker
+
+from moeyard_router.config import DoorConfig, WorkerAddress
+from moeyard_router.fleet.waiters import ready_sequences
+
+BODY = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
+
+
+def inflight(service):
+    return service.client.get("/v1/fleet").json()
+
+
+def validate(service):
+    """The fleet's own assertions, in its loop."""
+
+    async def check():
+        service.server._fleet.validate()
+
+    asyncio.run_coroutine_threadsafe(check(), service.server._loop).result(5)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+def test_workers_are_given_what_they_run(start, pool, wait_for):
+    service = start(2, worker_places=2, max_inflight=64)
+    for worker in service.workers:
+        worker.paused = True
+    answers = [pool.submit(service.post, "/v1/completions", **BODY) for _ in range(12)]
+    wait_for(lambda: inflight(service)["inflight"] == 12, "all are taken")
+    # Two run on each rank, and one is ready behind them.
+    held = 2 * (2 + ready_sequences(2, 128))
+    assert (len(service.submits), inflight(service)["waiting"]) == (held, 12 - held)
+    assert "moeyard_num_requests_queued{" in service.client.get("/metrics").text
+    for worker in service.workers:
+        worker.paused = False
+    assert {a.result().status_code for a in answers} == {200}
+    assert "moeyard_router_queue_seconds_count" in service.client.get("/metrics").text
+    service.wait_idle()
+
+
+def test_who_leaves_while_it_waits_never_reaches_a_worker(start, pool, wait_for):
+    service = start(1, worker_places=1, max_inflight=64)
+    service.workers[0].paused = True
+    first = [pool.submit(service.post, "/v1/completions", **BODY) for _ in range(ready_sequences(1, 128) + 1)]
+    wait_for(lambda: len(service.submits) == len(first), "the places are taken")
+
+    host, port = service.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sock:
+        data = b'{"prompt": [7, 8], "max_tokens": 2, "n": 3}'
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+        )
+        wait_for(lambda: inflight(service)["waiting"] == 3, "three sequences wait")
+    wait_for(lambda: inflight(service)["waiting"] == 0, "they are gone")
+    service.workers[0].paused = False
+    assert {a.result().status_code for a in first} == {200}
+    assert all(tuple(s.prompt_token_ids) == (5, 6) for s in service.submits)
+    service.wait_idle()
+
+
+def test_a_wait_that_is_too_long_is_a_429(start, pool, wait_for):
+    service = start(1, worker_places=1, max_inflight=64, max_queue_seconds=0.2)
+    service.workers[0].paused = True
+    held = [pool.submit(service.post, "/v1/completions", **BODY) for _ in range(ready_sequences(1, 128) + 1)]
+    wait_for(lambda: len(service.submits) == len(held), "the places are taken")
+    refused = service.post("/v1/completions", **BODY, n=2)
+    assert refused.status_code == 429
+    assert refused.json()["error"]["message"].endswith("for its start")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert 'reason="queue_timeout"} 1.0' in service.client.get("/metrics").text
+    service.workers[0].paused = False
+    assert {a.result().status_code for a in held} == {200}
+    service.wait_idle()
+
+
+def test_who_waits_is_told_when_the_fleet_is_lost(start, pool, wait_for):
+    service = start(1, worker_places=1, max_inflight=64, recovery_timeout=0)
+    service.workers[0].paused = True
+    answers = [pool.submit(service.post, "/v1/completions", **BODY) for _ in range(5)]
+    wait_for(lambda: inflight(service)["inflight"] == 5, "all are taken")
+    service.workers[0].fail("spoilt")
+    assert {a.result().status_code for a in answers} == {503}
+    wait_for(lambda: inflight(service)["inflight"] == 0, "nobody waits for ever")
+
+
+def test_keys_take_turns_and_the_fattest_makes_room(start, pool, wait_for, tmp_path):
+    (tmp_path / "keys").write_text("many:key-of-many\nfew:key-of-few\n")
+    service = start(1, worker_places=1, max_inflight=8, door=DoorConfig(api_key_file=tmp_path / "keys"))
+    service.client.headers["authorization"] = "Bearer key-of-many"
+    service.workers[0].paused = True
+    lock, ended = threading.Lock(), []
+
+    def ask(key):
+        answer = service.client.post("/v1/completions", json=BODY, headers={"authorization": f"Bearer key-of-{key}"})
+        with lock:
+            ended.append((key, answer.status_code))
+
+    many = [pool.submit(ask, "many") for _ in range(8)]
+    wait_for(lambda: inflight(service)["inflight"] == 8, "the fleet is full")
+    few = [pool.submit(ask, "few") for _ in range(2)]
+    # The newest of those who have most make room, so two of them are refused.
+    wait_for(lambda: len(ended) == 2, "there is room for two")
+    assert ended == [("many", 429)] * 2
+    wait_for(lambda: inflight(service)["waiting"] == 8 - 1 - ready_sequences(1, 128), "the others wait")
+    service.workers[0].paused = False
+    for each in (*many, *few):
+        each.result()
+    # Who came last and had nothing so far did not wait for all of the others.
+    order = [tuple(s.prompt_token_ids) for s in service.submits]
+    assert len(order) == 8
+    assert {status for key, status in ended if key == "few"} == {200}
+    assert [key for key, _ in ended[2:]].index("few") < 4
+    service.wait_idle()
+
+
+def test_ready_sequences_are_those_that_end_in_a_step():
+    assert [ready_sequences(64, n) for n in (1, 16, 64, 99, 100, 1000)] == [64, 4, 1, 1, 0, 0]
+    assert [ready_sequences(256, n) for n in (16, 128, 1000)] == [16, 2, 0]
+    assert ready_sequences(1, 10) == 1
+
+
+def test_who_waits_while_the_fleet_recovers_stays(start, pool, wait_for, story):
+    """No limit of time counts then, new ones are taken, and what had a place goes first."""
+    service = start(2, worker_places=1, max_inflight=64, max_queue_seconds=0.5, step_deadline=1.0)
+    one, other = service.workers
+    for worker in service.workers:
+        worker.paused = True
+    held = 2 * (1 + ready_sequences(1, 128))
+    answers = [pool.submit(service.post, "/v1/completions", **BODY) for _ in range(held)]
+    wait_for(lambda: len(service.submits) == held, "the places are taken")
+    other.hold("rank 0 lost at step 8")
+    one.die()
+    wait_for(lambda: service.lost == [0], "its loss must be told")
+    answers += [pool.submit(service.post, "/v1/completions", **{**BODY, "prompt": [7, 8]}) for _ in range(4)]
+    wait_for(lambda: inflight(service)["inflight"] == held + 4, "they are taken, though nothing runs")
+    wait_for(lambda: service.client.get("/v1/fleet/incidents").json()["incidents"][0]["state"] == "recovering", "it is")
+    since = time.monotonic()
+    wait_for(lambda: time.monotonic() - since > 0.8, "longer than anybody may wait in a sound fleet")
+    new = service.workers[0] = ScriptedWorker(0, 2, story, epoch=1)
+    addresses = tuple(WorkerAddress(rank=w.rank, endpoint=w.endpoint) for w in service.workers)
+    service.server.replace_workers(addresses, lambda: None, None)
+    other.paused = False
+    other.go_on(1)
+    assert {a.result().status_code for a in answers} == {200}
+    assert tuple(new.submits[0].prompt_token_ids) == (5, 6), "what had a place goes first"
+    assert sum(tuple(s.prompt_token_ids) == (7, 8) for s in service.submits) == 4, "and nobody was sent before its turn"
+    page = service.client.get("/metrics").text
+    assert 'reason="queue_timeout"' not in page
+    assert 'moeyard_router_queue_seconds_count{model_name="tiny"} 4.0' in page
+    service.wait_idle()
+    validate(service)
