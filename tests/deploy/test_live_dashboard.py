@@ -189,7 +189,10 @@ def test_every_target_is_up(prometheus: str) -> None:
 def test_every_dashboard_query_has_values(prometheus: str, dashboard_queries: list[tuple[str, str]]) -> None:
     queries = dict(dashboard_queries)
     assert len(queries) == len(dashboard_queries)
-    wait_until_all_have_values(prometheus, queries)
+    # Quantiles of what happened never: nothing is lost here. Its counts have values, and are 0.
+    never = {title for title, query in queries.items() if "moeyard_recovery_seconds_bucket" in query}
+    assert len(never) == 3
+    wait_until_all_have_values(prometheus, {title: queries[title] for title in queries.keys() - never})
 
 
 @pytest.mark.usefixtures("traffic")
