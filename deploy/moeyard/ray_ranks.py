@@ -39,10 +39,13 @@ REMEET_SECONDS = 5.0
 class _Member:
     """A rank's actor, and how far it has come: `setup` and `report` are what those calls returned.
 
-    `wait` is the call that returns when it ends or loses a peer, and `loss` what it then told, until it rejoins.
+    `setting_up` is the call that will, once it was made, and `epoch` that of the mesh it binds. `wait` is the call that
+    returns when it ends or loses a peer, and `loss` what it then told, until it rejoins.
     """
 
     actor: Any
+    setting_up: Any = None
+    epoch: int = 0
     setup: dict[str, Any] | None = None
     report: dict[str, Any] | None = None
     started: bool = False
@@ -129,12 +132,19 @@ class RayRanks:
         """Take every member from where it is to its first step in a new epoch."""
         members, epoch = self._members, secrets.randbits(31)
         patience = self._config.step_deadline + CALL_SECONDS
-        new = {r: m.actor.setup.remote(self._spec(self._sized(r), r, epoch)) for r, m in _where(members, _is_new)}
+        for rank, member in _where(members, _is_new):
+            if member.setting_up is None:
+                member.setting_up = member.actor.setup.remote(self._spec(self._sized(rank), rank, epoch))
+                member.epoch = epoch
+        new = {r: m.setting_up for r, m in _where(members, _is_new)}
         # A survivor may still be in its step, and binds when it has found out.
         self._hear_losses(patience)
         old = {r: m.actor.rebind.remote(epoch) for r, m in _where(members, lambda m: not _is_new(m))}
         self._call(old, self._set_up, timeout=patience)
         self._call(new, self._set_up)
+        # Those that were being set up while another epoch began.
+        late = {r: members[r].actor.rebind.remote(epoch) for r in new if members[r].epoch != epoch}
+        self._call(late, self._set_up, timeout=patience)
         mesh = [_setup(m)["mesh"] for m in members]
         self._connect([m.actor.connect.remote(mesh, meet) for m in members], meet + patience)
         unloaded = [(r, m) for r, m in enumerate(members) if m.report is None]

@@ -198,7 +198,7 @@ class Worker:
         self._engine = Engine(
             rank=self._spec.rank,
             world_size=config.num_workers,
-            epoch=self._spec.epoch,
+            epoch=self._mesh.epoch,
             scheduler=scheduler,
             runner=step_runner,
             experts=experts,
