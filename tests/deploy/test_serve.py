@@ -311,7 +311,8 @@ def test_a_worker_lost_too_often_ends_it(command: Callable[..., Command]) -> Non
         next(lines)
         served.workers()[1].kill()
         *_, last = lines
-    said = r"rank [01] was lost 1 times in 60 s: (rank [01] lost|the process of rank [01] has|worker [01] at \S+ is gone)"
+    how = r"(rank [01] lost|the process of rank [01] has|worker [01] at \S+ is gone)"
+    said = rf"rank [01] was lost 1 times in 60 s: {how}"
     assert re.search(rf'"error".*{said}', last), last
     served.check_end(1, within=2 * STOP_SECONDS)
     assert len(re.findall(rf" moeyard.supervisor the fleet has failed: {said}", served.err.read_text())) == 1
