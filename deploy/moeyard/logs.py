@@ -21,7 +21,7 @@ from typing import TextIO
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
-# An access-log line costs some 50 us of CPU, all told (2026-11-22, on cores that others used): 2.5 % of one at the most.
+# An access-log line costs some 50 us of CPU (2026-11-22, on cores that others used): 2.5 % of one at the most.
 LINES_PER_SECOND = 500
 QUEUE_LINES = 4096
 OURS = ("moeyard", "moeyard_router", "moeyard_worker")
