@@ -216,6 +216,7 @@ def test_the_largest_request_that_a_router_sends_comes_through() -> None:
     assert decode(frame, LIMITS) == largest
     # And some that are too long, so that a rank can say so.
     assert decode(encode(submit(2 * MAX_MODEL_LEN)), LIMITS)
+    assert decode(encode(submit(8, grammar=Grammar(kind="regex", text="x" * 2 * MAX_GRAMMAR_BYTES))), LIMITS)
     with pytest.raises(ProtocolError, match=r"a frame of \d+ bytes, at most \d+ are read"):
         decode(frame + bytes(LIMITS.frame_bytes), LIMITS)
 

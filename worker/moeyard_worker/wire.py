@@ -64,11 +64,11 @@ class Limits:
 
 
 def request_limits(max_model_len: int) -> Limits:
-    """Of what a router sends. Prompts of up to twice `max_model_len` tokens are decoded, to be refused by name."""
-    prompt = 8 * max_model_len
+    """Of what a router sends. Prompts and grammars of up to twice what is taken are decoded, to be refused by name."""
+    prompt, grammar = 8 * max_model_len, 2 * MAX_GRAMMAR_BYTES
     return Limits(
-        frame_bytes=prompt + MAX_GRAMMAR_BYTES + 16 * MAX_ENTRIES + SLACK_BYTES,
-        string_bytes=max(prompt, MAX_GRAMMAR_BYTES),
+        frame_bytes=prompt + grammar + 16 * MAX_ENTRIES + SLACK_BYTES,
+        string_bytes=max(prompt, grammar),
         items=MAX_ENTRIES,
     )
 
