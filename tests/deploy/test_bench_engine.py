@@ -177,6 +177,16 @@ def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None
     assert engine.table(result["rows"], engine.COLUMNS).count("\n") == len(wanted)
 
 
+def test_profile_names_what_took_longest(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ("--shape", "moeyard-demo", "--layers", "2", "--device", "cpu", "--dtype", "float32")
+    engine.bench_engine(parse(*shape, "--streams", "2", "--output", "4", "--prefill", "--profile"))
+    lines = capsys.readouterr().out.splitlines()
+    (head,) = (i for i, line in enumerate(lines) if line.startswith("host: "))
+    times = [float(line.split()[0]) for line in lines[head + 1 : head + 11]]
+    assert times == sorted(times, reverse=True)
+    assert any("aten::" in line for line in lines[head + 1 : head + 11])
+
+
 def test_a_run_serves_what_was_asked_for() -> None:
     """Every request gets its tokens, prompts and seeds differ, and rows add up."""
     config = EngineConfig(

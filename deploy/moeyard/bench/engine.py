@@ -13,12 +13,14 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from moeyard.bench.drive import Subject
 from moeyard.bench.figures import of_bound, table
+from moeyard.bench.profile import profiled
 from moeyard.bench.scenarios import Ceilings, Decode, Mixed, Prefill, Scenario
 from moeyard.flags import DEFAULTS
 from moeyard.model_source import checkpoint
@@ -56,7 +58,10 @@ def bench_engine(args: argparse.Namespace) -> int:
     wanted = scenarios(args)
     config = engine_config(args, wanted)
     ceilings = ceilings_of(config)
-    result = measure(configs_of(args, config), wanted, ceilings=ceilings, sampling=sampling_of(args), report=print)
+    result = measure(
+        configs_of(args, config), wanted, ceilings=ceilings, sampling=sampling_of(args), report=print,
+        profile=args.profile,
+    )  # fmt: skip
     print(f"\n{table(result['rows'], COLUMNS)}\n{LEGEND}")
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -70,8 +75,12 @@ def measure(
     ceilings: Ceilings,
     sampling: SamplingParams,
     report: Callable[[str], None],
+    profile: bool = False,
 ) -> dict[str, Any]:
-    """Run the scenarios on one engine after the other; `report` gets a line of text as each figure is known."""
+    """Run the scenarios on one engine after the other; `report` gets a line of text as each figure is known.
+
+    With `profile` each runs once more, and `report` gets where its time went.
+    """
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": platform.machine() if configs[0].device == "cpu" else torch.cuda.get_device_name(configs[0].device),
@@ -90,7 +99,9 @@ def measure(
     rows: list[dict[str, Any]] = []
     resident: dict[str, dict[str, Any]] = {}
     for config in configs:
-        engine, found = _measure_one(config, wanted, ceilings=ceilings, sampling=sampling, report=report)
+        engine, found = _measure_one(
+            config, wanted, ceilings=ceilings, sampling=sampling, report=report, profile=profile
+        )
         facts["engines"].append(engine)
         for row in found:
             if engine["residency"] == 1:
@@ -112,6 +123,7 @@ def _measure_one(
     ceilings: Ceilings,
     sampling: SamplingParams,
     report: Callable[[str], None],
+    profile: bool,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     model = served_model(config)
     subject = Subject(config, check_weights(config, model).spec, sampling)
@@ -134,6 +146,8 @@ def _measure_one(
         for scenario in wanted:
             rows.append({"residency": engine["residency"], **scenario.run(subject, ceilings)})
             report(json.dumps(rows[-1]))
+            if profile:
+                report("\n".join(profiled(partial(scenario.run, subject, ceilings), device=config.device)))
         return engine, rows
     finally:
         subject.close()

@@ -52,4 +52,5 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--expert-slots", type=int, metavar="N", help="the same as a number (default: as many as fit)")
     add("--expert-policy", choices=EXPERT_POLICIES, default=DEFAULTS["expert_policy"], help="default %(default)s")
+    add("--profile", action="store_true", help="run each once more under torch's profiler, and show where time goes")
     add("--json", type=Path, metavar="FILE", help="write all figures there")

@@ -1,6 +1,9 @@
-"""Weights of chance on a real model's scale, for a named architecture without a file: norms 1, the rest N(0, 0.02).
+"""Weights of chance for a named architecture without a file: norms 1, the embedding N(0, 1), the rest N(0, 0.02).
 
-All-tiny weights would send every token to the same experts and flatter whatever is measured. Seeded by the tensor's
+All-tiny weights would send every token to the same experts and flatter whatever is measured. So would an embedding on
+the scale of the rest: what a first layer of chance adds, the mean over the context above all, is larger than such a
+row, and 512 different tokens chose 52 of 128 experts behind two layers (all 128 with rows of N(0, 1)). Where the
+embedding is the head, too, it stays on that scale: a model would repeat its last token for ever. Seeded by the tensor's
 name, so that ranks and runs agree.
 """
 
@@ -39,7 +42,8 @@ class DummyWeights:
             out = torch.zeros(weight.shape, dtype=dtype, device=self._backend.device)
         else:
             # Checkpoints hold in the served dtype what is kept in fp32, and some backends gain from that.
-            out = self._draw(key, weight.shape).to(dtype)
+            wide = weight is self._spec.embed and self._spec.lm_head is not None
+            out = self._draw(key, weight.shape, 1.0 if wide else _SCALE).to(dtype)
         if self._progress is not None:
             self._progress(out.numel() * out.itemsize)
         return self._backend.matrix(out) if weight.matrix else out
@@ -53,7 +57,7 @@ class DummyWeights:
     def check(self, layer: int, expert: int) -> None:
         """There is no file to change."""
 
-    def _draw(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _draw(self, key: str, shape: tuple[int, ...], scale: float = _SCALE) -> torch.Tensor:
         device = self._backend.device
         generator = torch.Generator(device).manual_seed(crc32(key.encode()))
-        return torch.empty(shape, dtype=self._dtype, device=device).normal_(0, _SCALE, generator=generator)
+        return torch.empty(shape, dtype=self._dtype, device=device).normal_(0, scale, generator=generator)
