@@ -32,7 +32,7 @@ from moeyard_kernels.types.expert_residency import (
 )
 
 # Share of a layer's experts that a step needs, from which on it is taken to need those of the next layer, too. Where
-# it was wrong (prompts whose routing had collapsed to 36 of 128 experts, H200, 2026-11-22) prompts took 1.6 times as long.
+# it was wrong (routing that had collapsed to 36 of 128 experts, H200, 2026-11-22) prompts took 1.6 times as long.
 _NEARLY_ALL = 0.9
 
 
