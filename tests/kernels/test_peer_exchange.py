@@ -69,7 +69,9 @@ def in_turn(run: Op, windows: Sequence[PeerWindow], inputs: Sequence[tuple], **a
     """All ranks send, then all wait."""
     for window, given in zip(windows, inputs, strict=True):
         run(*given, window, send=True, wait=False, **arguments)
-    return [run(*given, window, send=False, wait=True, **arguments) for window, given in zip(windows, inputs, strict=True)]
+    return [
+        run(*given, window, send=False, wait=True, **arguments) for window, given in zip(windows, inputs, strict=True)
+    ]
 
 
 def one_exchange(
@@ -81,7 +83,9 @@ def one_exchange(
         kernels.dispatch_rows, windows, list(zip(xs, ids, strict=True)), layer=layer, max_rows=max_rows
     )  # fmt: skip
     sent = [rows.clone().masked_fill_((here < 0).all(1)[:, None], 0) for rows, here in received]
-    outs = [answers(rows, here, rank) for rank, (rows, here) in enumerate(zip(sent, (r[1] for r in received), strict=True))]
+    outs = [
+        answers(rows, here, rank) for rank, (rows, here) in enumerate(zip(sent, (r[1] for r in received), strict=True))
+    ]
     for window, out, of_rank in zip(windows, outs, ids, strict=True):
         kernels.combine_rows(out, window, layer=layer, num_tokens=len(of_rank), send=True, wait=False)
     home = [

@@ -1,4 +1,4 @@
-"""Puts of one GPU into its own memory: what the launches of an exchange cost apart from the way. See `bench/nvlink.py`."""
+"""Puts of one GPU into its own memory: what an exchange costs apart from the way. Real ones: `bench/nvlink.py`."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 DISPATCH, COMBINE = 0, 1
-# What the programs that send a packet add to the receiver's count of arrivals, all together: it says nothing of how many
-# they are.
+# What the programs that send a packet add to the receiver's count of arrivals, all together, however many they are.
 ARRIVED = 1024
 # Integers of 8 bytes to a line of memory: what different ranks write is kept apart.
 LINE = 16
