@@ -414,11 +414,12 @@ def times(rank: Rank) -> str:
         for count in (1, 8, 64, 256, window.shape.max_tokens):
             x, ids = (each.to(rank.device) for each in drawn("times", rank.number, count, hidden))
             out = torch.randn(count * rank.world * TOP_K, hidden, device=rank.device).bfloat16()
-            options: list[tuple[int | None, int | None]] = [(None, None)]
+            options: list[tuple[tuple[int, int] | None, tuple[int, int] | None]] = [(None, None)]
             if count <= 64:
-                options += [(p, None) for p in (1, 4, 16, 64)] + [(None, p) for p in (4, 16, 64, 128)]
+                options += [((p, w), None) for p in (1, 4, 16, 64) if p <= 2 * count for w in (4, 8)]
+                options += [(None, (p, w)) for p in (4, 8, 16, 64, 128) if p <= 8 * count for w in (4, 8)]
             else:
-                options += [(p, p) for p in (32, 64, 128, 256)]
+                options += [((p, w), (p, w)) for p in (32, 64, 128, 256) for w in (4, 8, 16)]
             for first, second in options:
                 us = timed(rank, window, x, ids, out, count, first, second)
                 key = f"H={hidden} T={count} dispatch={first or 'auto'} combine={second or 'auto'}"
@@ -429,14 +430,19 @@ def times(rank: Rank) -> str:
     return f"{len(table)} rows"
 
 
+def packet(wanted: tuple[int, int] | None) -> peer_exchange.PacketConfig | None:
+    """Programs and warps."""
+    return None if wanted is None else peer_exchange.PacketConfig(PROGRAMS=wanted[0], num_warps=wanted[1])
+
+
 def timed(
     rank: Rank, window: PeerWindow, x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, count: int,
-    first: int | None, second: int | None,
+    first: tuple[int, int] | None, second: tuple[int, int] | None,
 ) -> float:  # fmt: skip
     def body() -> None:
         for layer in range(PAIRS_IN_GRAPH):
-            rank.dispatch(x, ids, window, layer=layer, max_rows=count, programs=first)
-            rank.combine(out, window, layer=layer, num_tokens=count, programs=second)
+            rank.dispatch(x, ids, window, layer=layer, max_rows=count, config=packet(first))
+            rank.combine(out, window, layer=layer, num_tokens=count, config=packet(second))
 
     body()
     rank.meet()

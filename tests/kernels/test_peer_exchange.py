@@ -158,9 +158,9 @@ def test_packets_look_the_same_however_many_programs_send_them(programs: int) ->
     """So ranks that run steps of different sizes understand each other."""
     ours, theirs = open_ranks(2), open_ranks(2)
     xs, ids = [random_rows(torch.bfloat16, 6, 40) for _ in "ab"], [random_ids(6, 3, 10) for _ in "ab"]
-    inputs = list(zip(xs, ids, strict=True))
+    inputs, config = list(zip(xs, ids, strict=True)), triton_kernel.PacketConfig(PROGRAMS=programs)
     for window, given in zip(ours, inputs, strict=True):
-        triton_kernel.dispatch_rows(*given, window, layer=0, max_rows=6, send=True, wait=False, programs=programs)
+        triton_kernel.dispatch_rows(*given, window, layer=0, max_rows=6, send=True, wait=False, config=config)
     for window, given in zip(theirs, inputs, strict=True):
         oracle.dispatch_rows(*given, window, layer=0, max_rows=6, send=True, wait=False)
     for rank in range(2):

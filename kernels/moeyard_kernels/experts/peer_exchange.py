@@ -14,12 +14,15 @@ poisons the rank: from then on its launches neither send nor wait. What a poison
 need it find it missing, and the device stays usable.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.rounding import INTERPRETED
+from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types import peer_window as window_types
 from moeyard_kernels.types.peer_window import PeerWindow
 
@@ -37,6 +40,13 @@ _CLEARED = tl.constexpr(1024)
 # Most programs of a launch whose packets have few rows, and of one where they have many.
 _FEW_PROGRAMS, _MANY_PROGRAMS = 128, 512
 _FEW_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PacketConfig(Config):
+    """PROGRAMS send a packet: a power of two, at most ARRIVED."""
+
+    PROGRAMS: int
 
 
 @triton.jit
@@ -227,13 +237,13 @@ def dispatch_rows(
     max_rows: int,
     send: bool,
     wait: bool,
-    programs: int | None = None,
+    config: PacketConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `moeyard_kernels.ops.dispatch_rows`; `programs` of a packet, a power of two."""
+    """See `moeyard_kernels.ops.dispatch_rows`."""
     launch.check_layout("dispatch_rows", x=x, topk_ids=topk_ids, owner=window.owner)
     launch.check_indices("dispatch_rows", low=-1, high=window.owner.shape[0], topk_ids=topk_ids)
     shape, num_tokens = window.shape, topk_ids.shape[0]
-    grid, options = _launch(window, num_tokens, programs if send else 0)
+    grid, options = _launch(window, num_tokens, config, send)
     _dispatch_kernel[grid](
         x.view(torch.int32), topk_ids, window.owner, window.local, window.table, window.state, window.fault,
         num_tokens, window.rank, layer, max_rows, window.limit, K=shape.top_k, IDS=shape.ids_offset,
@@ -251,12 +261,12 @@ def combine_rows(
     num_tokens: int,
     send: bool,
     wait: bool,
-    programs: int | None = None,
+    config: PacketConfig | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.combine_rows`."""
     launch.check_layout("combine_rows", out=out, table=window.table)
     shape = window.shape
-    grid, options = _launch(window, out.shape[0] // shape.world_size, programs if send else 0)
+    grid, options = _launch(window, out.shape[0] // shape.world_size, config, send)
     _combine_kernel[grid](
         out.view(torch.int32), window.table, window.state, window.fault, window.rank, layer, window.limit,
         K=shape.top_k, IDS=shape.ids_offset, HOME=shape.home_offset, SEND=send, WAIT=wait, **options,
@@ -264,18 +274,24 @@ def combine_rows(
     return window.views(window.rank).home[:num_tokens]
 
 
-def _launch(window: PeerWindow, num_rows: int, programs: int | None) -> tuple[tuple[int], dict[str, int]]:
-    """Grid and what both kernels are compiled for; a packet has up to `num_rows`, `programs` is 0 for a mere wait."""
+def default_config(window: PeerWindow, num_rows: int) -> PacketConfig:
+    """For packets of up to `num_rows`: a program a row, as far as all packets together fill the device."""
+    most = (_FEW_PROGRAMS if num_rows <= _FEW_ROWS else _MANY_PROGRAMS) // window.shape.world_size
+    programs = 1 << (max(1, min(num_rows, most)).bit_length() - 1)
+    return PacketConfig(PROGRAMS=programs, num_warps=8 if window.shape.row_bytes >= 8192 else 4)
+
+
+def _launch(
+    window: PeerWindow, num_rows: int, config: PacketConfig | None, send: bool
+) -> tuple[tuple[int], dict[str, int]]:
+    """Grid, and what both kernels are compiled for."""
+    config = config or default_config(window, num_rows)
     shape, words = window.shape, window.shape.row_bytes // 4
-    if programs is None:
-        most = (_FEW_PROGRAMS if num_rows <= _FEW_ROWS else _MANY_PROGRAMS) // shape.world_size
-        programs = 1 << (max(1, min(num_rows, most)).bit_length() - 1)
-    block = min(4096, triton.next_power_of_2(words))
-    return (max(1, programs * shape.world_size),), {
+    return (config.PROGRAMS * shape.world_size if send else 1,), {
         "N": words,
         "WORLD": shape.world_size,
         "HEADS": shape.heads_offset,
         "BW": triton.next_power_of_2(shape.world_size),
-        "BLOCK": block,
-        "num_warps": 8 if block >= 2048 else 4,
+        "BLOCK": min(4096, triton.next_power_of_2(words)),
+        "num_warps": config.num_warps,
     }
