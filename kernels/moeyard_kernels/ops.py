@@ -21,6 +21,7 @@ from moeyard_kernels.door.elementwise import (
 from moeyard_kernels.door.expert_cache import cache_access, gather_experts
 from moeyard_kernels.door.experts import expert_layout, grouped_gemm, moe_reduce_add_norm, moe_weighted_reduce
 from moeyard_kernels.door.linear import head_linear, linear, linear_pair
+from moeyard_kernels.door.peer_exchange import combine_rows, dispatch_rows
 from moeyard_kernels.door.prefill import attn_prefill_varlen
 from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_write_mla
 from moeyard_kernels.door.routing import topk_gate
@@ -43,6 +44,8 @@ __all__ = [
     "attn_combine",
     "attn_prefill_varlen",
     "cache_access",
+    "combine_rows",
+    "dispatch_rows",
     "expert_block_rows",
     "expert_layout",
     "gather_experts",

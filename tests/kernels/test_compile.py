@@ -53,7 +53,7 @@ def test_every_kernel_waits_for_what_it_reads(built: list[dict]) -> None:
     assert [line["kernel"] for line in built if line["early"] and not line["triggers_late"]] == []
     attention = {"_gqa_decode_kernel", "_mla_decode_kernel", "mla_decode_pairs_kernel", "_attn_prefill_kernel"}
     experts = {"_topk_gate_kernel", "_count_kernel", "_place_kernel", "_expert_kernel", "_expert_stream_kernel"}
-    experts |= {"_cache_access_kernel", "_gather_experts_kernel"}
+    experts |= {"_cache_access_kernel", "_gather_experts_kernel", "_dispatch_kernel", "_combine_kernel"}
     late = {line["kernel"] for line in built if not line["early"]}
     assert late == attention | experts | {"attn_prefill_hopper_kernel"}
 

@@ -1,0 +1,92 @@
+"""Puts of one GPU into its own memory: what an exchange costs apart from the way. Real ones: `bench/nvlink.py`."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.experts import peer_exchange
+from moeyard_kernels.ref import peer_exchange as oracle
+from moeyard_kernels.types.peer_window import PeerShape, PeerWindow, open_window
+
+OPS = ("dispatch_rows", "combine_rows")
+_TOP_K, _NUM_EXPERTS = 8, 128
+
+
+class Shared:
+    """A window that is its own copy: the addresses in it are those of its memory."""
+
+    def __init__(self, window: PeerWindow) -> None:
+        self.window = window
+
+    def __deepcopy__(self, memo: Any) -> "Shared":
+        return self
+
+
+def cases() -> Iterator[Case]:
+    """One rank, decode steps: nobody is waited for."""
+    for hidden in (2048, 7168):
+        for num_tokens in (1, 8, 64):
+            x = torch.randn(num_tokens, hidden, dtype=torch.bfloat16, device="cuda")
+            ids = torch.rand(num_tokens, _NUM_EXPERTS, device="cuda").argsort(1)[:, :_TOP_K].contiguous()
+            out = torch.randn(num_tokens * _TOP_K, hidden, dtype=torch.bfloat16, device="cuda")
+            [window] = _windows(1, hidden, num_tokens)
+            shape, shared = f"H={hidden} T={num_tokens} K={_TOP_K}, alone", Shared(window)
+            prove = partial(_prove, hidden, num_tokens)
+            yield Case(
+                op="dispatch_rows",
+                shape=shape,
+                run=partial(_dispatch, x, ids, shared, max_rows=num_tokens),
+                prove=prove,
+                num_bytes=2 * x.nbytes + 2 * ids.nbytes,
+                target=Target("us", 5.0 if num_tokens < 64 else 8.0),
+                early=False,
+            )
+            yield Case(
+                op="combine_rows",
+                shape=shape,
+                run=partial(_combine, out, shared, num_tokens=num_tokens),
+                prove=prove,
+                num_bytes=2 * out.nbytes,
+                target=Target("us", 5.0 if num_tokens < 64 else 12.0),
+                early=False,
+            )
+
+
+def _windows(world_size: int, hidden: int, num_tokens: int) -> list[PeerWindow]:
+    """Ranks of one device."""
+    shape = PeerShape(world_size=world_size, top_k=_TOP_K, row_bytes=2 * hidden, max_tokens=num_tokens)
+    memory = [torch.zeros(shape.num_bytes, dtype=torch.uint8, device="cuda") for _ in range(world_size)]
+    share = _NUM_EXPERTS // world_size
+    owner, local = ([f(e, share) for e in range(_NUM_EXPERTS)] for f in (int.__floordiv__, int.__mod__))
+    return [
+        open_window(shape, memory, rank=rank, dtype=torch.bfloat16, owner=owner, local=local, seconds=1.0)
+        for rank in range(world_size)
+    ]
+
+
+def _dispatch(x: torch.Tensor, ids: torch.Tensor, shared: Shared, *, max_rows: int) -> tuple[torch.Tensor, ...]:
+    return peer_exchange.dispatch_rows(x, ids, shared.window, layer=0, max_rows=max_rows, send=True, wait=True)
+
+
+def _combine(out: torch.Tensor, shared: Shared, *, num_tokens: int) -> torch.Tensor:
+    return peer_exchange.combine_rows(out, shared.window, layer=0, num_tokens=num_tokens, send=True, wait=True)
+
+
+def _prove(hidden: int, num_tokens: int) -> None:
+    """Two ranks of this device, one behind the other: the memory of both as the oracle leaves it."""
+    ours, theirs = (_windows(2, hidden, num_tokens) for _ in range(2))
+    xs = [torch.randn(num_tokens, hidden, dtype=torch.bfloat16, device="cuda") for _ in ours]
+    ids = [torch.rand(num_tokens, _NUM_EXPERTS, device="cuda").argsort(1)[:, :_TOP_K].contiguous() for _ in ours]
+    out = torch.randn(2 * num_tokens * _TOP_K, hidden, dtype=torch.bfloat16, device="cuda")
+    for kernels, windows in ((peer_exchange, ours), (oracle, theirs)):
+        for send in (True, False):
+            for x, chosen, window in zip(xs, ids, windows, strict=True):
+                kernels.dispatch_rows(x, chosen, window, layer=0, max_rows=num_tokens, send=send, wait=not send)
+        for send in (True, False):
+            for window in windows:
+                kernels.combine_rows(out, window, layer=0, num_tokens=num_tokens, send=send, wait=not send)
+    for rank in range(2):
+        assert_bits(f"memory of rank {rank}", ours[rank].memory[rank], theirs[rank].memory[rank])

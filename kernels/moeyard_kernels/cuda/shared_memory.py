@@ -1,0 +1,28 @@
+"""Device memory of every rank of a host, mapped by all: torch's symmetric memory, found through a store.
+
+No process group is made. Each rank maps its peers' memory once, on its own device, and needs no context on theirs; it
+stays mapped while the tensors live, whatever becomes of the peer. Every rank must see all GPUs and take one of its own.
+"""
+
+import torch
+from torch._C._distributed_c10d import Store, _SymmetricMemory
+
+
+def share_memory(
+    num_bytes: int, *, rank: int, world_size: int, device: torch.device, store: Store, name: str
+) -> list[torch.Tensor]:
+    """uint8 [num_bytes] of each rank as `device` sees it, zero at first; every rank calls it with the same `name`.
+
+    A name is used once. Raises RuntimeError where torch cannot share memory, or a peer does not come.
+    """
+    own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+    own.zero_()
+    torch.cuda.synchronize(device)
+    return map_peers(own, rank=rank, world_size=world_size, store=store, name=name)
+
+
+def map_peers(own: torch.Tensor, *, rank: int, world_size: int, store: Store, name: str) -> list[torch.Tensor]:
+    """The memory of all ranks, this one's being `own`; again under another name when peers were replaced."""
+    _SymmetricMemory.set_group_info(name, rank, world_size, store)
+    handle = _SymmetricMemory.rendezvous(own, name)
+    return [own if peer == rank else handle.get_buffer(peer, own.shape, own.dtype) for peer in range(world_size)]

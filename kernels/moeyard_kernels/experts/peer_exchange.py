@@ -1,0 +1,297 @@
+"""Triton: puts into the memory of peers, and the wait for theirs. No host, no barrier, no collective of a library.
+
+    dispatch   rows of x and ids to each peer that owns one of their experts, at [row, source]
+    combine    results of received rows to their source, at [row, k]
+
+Programs of a packet copy their share and then add theirs to the receiver's count of arrivals, with release at system
+scope: whoever has seen the whole count with acquire sees all that was put before. One program waits, and the launch
+ends when it has: what comes behind finds everything. The number of an exchange is kept on the device, so that a
+captured step needs nothing of the host: `dispatch` reads how many were combined and writes how many were dispatched,
+`combine` the other way round, and no launch reads what it writes.
+
+A wait that lasts too long (or that the host ends) writes who is missing, where and when into memory of the host, and
+poisons the rank: from then on its launches neither send nor wait. What a poisoned rank computes reaches nobody, all who
+need it find it missing, and the device stays usable.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.common import launch
+from moeyard_kernels.common.rounding import INTERPRETED
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.types import peer_window as window_types
+from moeyard_kernels.types.peer_window import PeerWindow
+
+_DISPATCH, _COMBINE = tl.constexpr(window_types.DISPATCH), tl.constexpr(window_types.COMBINE)
+_ARRIVED, _LINE = tl.constexpr(window_types.ARRIVED), tl.constexpr(window_types.LINE)
+_COMBINED, _DISPATCHED = tl.constexpr(window_types.COMBINED), tl.constexpr(window_types.DISPATCHED)
+_POISONED, _CLOCK = tl.constexpr(window_types.POISONED), tl.constexpr(window_types.CLOCK)
+_ABORTED = tl.constexpr(window_types.ABORTED)
+_SILENT, _TOO_MANY = tl.constexpr(window_types.SILENT), tl.constexpr(window_types.TOO_MANY)
+
+# Looks between two at the clock, about half a microsecond each.
+_LOOKS = tl.constexpr(512)
+# Ids that the waiting program clears at once.
+_CLEARED = tl.constexpr(1024)
+# Most programs of a launch whose packets have few rows, and of one where they have many.
+_FEW_PROGRAMS, _MANY_PROGRAMS = 128, 512
+_FEW_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PacketConfig(Config):
+    """PROGRAMS send a packet: a power of two, at most ARRIVED."""
+
+    PROGRAMS: int
+
+
+@triton.jit
+def _wide(i):
+    """An integer in 64 bits."""
+    return tl.full((), 0, tl.int64) + i
+
+
+@triton.jit
+def _int64_at(address, OFFSET: tl.constexpr):
+    """What lies OFFSET bytes behind an address, as 8 byte integers."""
+    return tl.multiple_of((address + OFFSET).to(tl.pointer_type(tl.int64)), 16)
+
+
+@triton.jit
+def _int32_at(address, OFFSET: tl.constexpr):
+    return tl.multiple_of((address + OFFSET).to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit
+def _put_row(p_from, p_to, N: tl.constexpr, BLOCK: tl.constexpr):
+    """N words of 4 bytes."""
+    for i in tl.static_range(0, N, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        if N % BLOCK:
+            tl.store(p_to + o, tl.load(p_from + o, mask=o < N), mask=o < N)
+        else:
+            tl.store(p_to + o, tl.load(p_from + o))
+
+
+@triton.jit
+def _arrive(address, PHASE: tl.constexpr, share):
+    """Count this program's share of a packet, behind all that the program has put."""
+    tl.debug_barrier()
+    tl.atomic_add(_int64_at(address, PHASE * _LINE * 8), _wide(share), sem="release", scope="sys")
+
+
+@triton.jit
+def _fail(p_state, p_fault, epoch, layer, ranks, PHASE: tl.constexpr, REASON: tl.constexpr):
+    """Say what is wrong, in the order of `peer_window`, and poison this rank."""
+    tl.store(p_fault + 1, PHASE)
+    tl.store(p_fault + 2, _wide(layer))
+    tl.store(p_fault + 3, ranks)
+    tl.store(p_fault + 4, epoch)
+    tl.store(p_fault + 5, REASON)
+    tl.store(p_fault, 1)
+    tl.store(p_state + _POISONED, 1)
+
+
+@triton.jit
+def _now(p_state):
+    """The clock in nanoseconds, the same for all threads: each has a timer of its own."""
+    tl.atomic_xchg(p_state + _CLOCK, tl.extra.cuda.globaltimer(), sem="relaxed", scope="gpu")
+    return tl.atomic_add(p_state + _CLOCK, tl.full((), 0, tl.int64), sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _await(
+    own, p_state, p_fault, epoch, layer, limit, PHASE: tl.constexpr, HEADS: tl.constexpr, WORLD: tl.constexpr,
+    BW: tl.constexpr,
+):  # fmt: skip
+    """Wait until all packets of a phase have arrived; whether they have."""
+    p_arrived = _int64_at(own, PHASE * _LINE * 8)
+    nothing = tl.full((), 0, tl.int64)
+    goal = epoch * (WORLD * _ARRIVED)
+    # Whatever takes part in a decision is read by one thread, which tells the others.
+    seen = tl.atomic_add(p_arrived, nothing, sem="acquire", scope="sys")
+    if not INTERPRETED:
+        begun, spent = nothing, nothing
+        while (seen < goal) & (spent < limit):
+            looks = 0
+            while (seen < goal) & (looks < _LOOKS):
+                seen = tl.atomic_add(p_arrived, nothing, sem="acquire", scope="sys")
+                looks += 1
+            if seen < goal:
+                now = _now(p_state)
+                begun = tl.where(begun == 0, now, begun)
+                aborted = tl.atomic_add(p_state + _ABORTED, nothing, sem="relaxed", scope="sys")
+                spent = tl.where(aborted != 0, _wide(limit), now - begun)
+    if seen < goal:
+        o_w = tl.arange(0, BW)
+        p_heads = _int64_at(own, HEADS) + (PHASE * WORLD + o_w) * _LINE
+        b_epoch = tl.load(p_heads, mask=o_w < WORLD, other=0, volatile=True)
+        m_missing = (o_w < WORLD) & (b_epoch < epoch)
+        missing = tl.sum(tl.where(m_missing, tl.full([BW], 1, tl.int64) << o_w, 0), 0)
+        _fail(p_state, p_fault, epoch, layer, missing, PHASE, _SILENT)
+    return seen >= goal
+
+
+@triton.jit
+def _settle_ids(
+    own, p_state, p_fault, epoch, layer, max_rows, HEADS: tl.constexpr, IDS: tl.constexpr, WORLD: tl.constexpr,
+    K: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """Ids of the first max_rows rows of each source that it has not: -1, in place of those of an exchange before."""
+    o_w = tl.arange(0, BW)
+    p_counts = _int64_at(own, HEADS) + 1
+    b_count = tl.load(p_counts + o_w * _LINE, mask=o_w < WORLD, other=0, volatile=True)
+    ranks = tl.sum(tl.where(b_count > max_rows, tl.full([BW], 1, tl.int64) << o_w, 0), 0)
+    if ranks > 0:
+        _fail(p_state, p_fault, epoch, layer, ranks, _DISPATCH, _TOO_MANY)
+    p_ids = _int32_at(own, IDS)
+    # Below the least count there is nothing to clear.
+    least = tl.min(tl.where(o_w < WORLD, b_count, max_rows), 0).to(tl.int32) * (WORLD * K)
+    for i in range(least // _CLEARED * _CLEARED, max_rows * WORLD * K, _CLEARED):
+        o_i = i + tl.arange(0, _CLEARED)
+        m_i = o_i < max_rows * WORLD * K
+        b_has = tl.load(p_counts + o_i // K % WORLD * _LINE, mask=m_i, other=0, volatile=True)
+        tl.store(p_ids + o_i, tl.full([_CLEARED], -1, tl.int32), mask=m_i & (o_i // (WORLD * K) >= b_has))
+
+
+@triton.jit(do_not_specialize=["T", "rank", "layer", "max_rows", "limit"])
+def _dispatch_kernel(
+    p_x, p_ids, p_owner, p_local, p_table, p_state, p_fault, T, rank, layer, max_rows, limit, N: tl.constexpr,
+    K: tl.constexpr, WORLD: tl.constexpr, HEADS: tl.constexpr, IDS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
+    BW: tl.constexpr, BLOCK: tl.constexpr, SEND: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """x [T, N] words, ids [T, K]. Grid: (W * any power of two up to ARRIVED,), or (1,) without SEND."""
+    i_p = tl.program_id(0)
+    if tl.load(p_state + _POISONED) != 0:
+        return
+    epoch = tl.load(p_state + _COMBINED) + 1
+    if SEND:
+        # Each rank begins with another peer, and ends with itself.
+        i_w = (rank + 1 + i_p % WORLD) % WORLD
+        i_g, num_g = i_p // WORLD, tl.num_programs(0) // WORLD
+        to = tl.load(p_table + i_w)
+        o_k = tl.arange(0, BK)
+        for i_t in range(i_g, T, num_g):
+            b_id = tl.load(p_ids + _wide(i_t) * K + o_k, mask=o_k < K, other=-1).to(tl.int32)
+            b_owner = tl.load(p_owner + b_id, mask=b_id >= 0, other=-1)
+            b_local = tl.load(p_local + b_id, mask=b_id >= 0, other=-1)
+            b_local = tl.where(b_owner == i_w, b_local, -1)
+            i_row = _wide(i_t) * WORLD + rank
+            tl.store(_int32_at(to, IDS) + i_row * K + o_k, b_local, mask=o_k < K)
+            if tl.max(b_local, 0) >= 0:
+                _put_row(p_x + _wide(i_t) * N, _int32_at(to, ROWS) + i_row * N, N, BLOCK)
+        if i_g == 0:
+            p_head = _int64_at(to, HEADS) + rank * _LINE
+            tl.store(p_head, epoch)
+            tl.store(p_head + 1, _wide(T))
+        _arrive(to, _DISPATCH, _ARRIVED // num_g)
+    if i_p == 0:
+        tl.store(p_state + _DISPATCHED, epoch)
+        if WAIT:
+            own = tl.load(p_table + rank)
+            if _await(own, p_state, p_fault, epoch, layer, limit, _DISPATCH, HEADS, WORLD, BW):
+                _settle_ids(own, p_state, p_fault, epoch, layer, max_rows, HEADS, IDS, WORLD, K, BW)
+
+
+@triton.jit(do_not_specialize=["rank", "layer", "limit"])
+def _combine_kernel(
+    p_out, p_table, p_state, p_fault, rank, layer, limit, N: tl.constexpr, K: tl.constexpr, WORLD: tl.constexpr,
+    HEADS: tl.constexpr, IDS: tl.constexpr, HOME: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr,
+    SEND: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """out [rows, W, K, N] words. Grid: as above."""
+    i_p = tl.program_id(0)
+    if tl.load(p_state + _POISONED) != 0:
+        return
+    epoch = tl.load(p_state + _DISPATCHED)
+    own = tl.load(p_table + rank)
+    if SEND:
+        i_w = (rank + 1 + i_p % WORLD) % WORLD
+        i_g, num_g = i_p // WORLD, tl.num_programs(0) // WORLD
+        to = tl.load(p_table + i_w)
+        num_pairs = tl.load(_int64_at(own, HEADS) + i_w * _LINE + 1).to(tl.int32) * K
+        for i_pair in range(i_g, num_pairs, num_g):
+            i_row = _wide(i_pair // K) * WORLD + i_w
+            i_from = i_row * K + i_pair % K
+            if tl.load(_int32_at(own, IDS) + i_from) >= 0:
+                _put_row(p_out + i_from * N, _int32_at(to, HOME) + _wide(i_pair) * N, N, BLOCK)
+        if i_g == 0:
+            tl.store(_int64_at(to, HEADS) + (WORLD + rank) * _LINE, epoch)
+        _arrive(to, _COMBINE, _ARRIVED // num_g)
+    if i_p == 0:
+        tl.store(p_state + _COMBINED, epoch)
+        if WAIT:
+            _await(own, p_state, p_fault, epoch, layer, limit, _COMBINE, HEADS, WORLD, BW)
+
+
+def dispatch_rows(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    window: PeerWindow,
+    *,
+    layer: int,
+    max_rows: int,
+    send: bool,
+    wait: bool,
+    config: PacketConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `moeyard_kernels.ops.dispatch_rows`."""
+    launch.check_layout("dispatch_rows", x=x, topk_ids=topk_ids, owner=window.owner)
+    launch.check_indices("dispatch_rows", low=-1, high=window.owner.shape[0], topk_ids=topk_ids)
+    shape, num_tokens = window.shape, topk_ids.shape[0]
+    grid, options = _launch(window, num_tokens, config, send)
+    _dispatch_kernel[grid](
+        x.view(torch.int32), topk_ids, window.owner, window.local, window.table, window.state, window.fault,
+        num_tokens, window.rank, layer, max_rows, window.limit, K=shape.top_k, IDS=shape.ids_offset,
+        ROWS=shape.rows_offset, BK=triton.next_power_of_2(shape.top_k), SEND=send, WAIT=wait, **options,
+    )  # fmt: skip
+    mine = window.views(window.rank)
+    return mine.rows[:max_rows].flatten(0, 1), mine.ids[:max_rows].flatten(0, 1)
+
+
+def combine_rows(
+    out: torch.Tensor,
+    window: PeerWindow,
+    *,
+    layer: int,
+    num_tokens: int,
+    send: bool,
+    wait: bool,
+    config: PacketConfig | None = None,
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.combine_rows`."""
+    launch.check_layout("combine_rows", out=out, table=window.table)
+    shape = window.shape
+    grid, options = _launch(window, out.shape[0] // shape.world_size, config, send)
+    _combine_kernel[grid](
+        out.view(torch.int32), window.table, window.state, window.fault, window.rank, layer, window.limit,
+        K=shape.top_k, IDS=shape.ids_offset, HOME=shape.home_offset, SEND=send, WAIT=wait, **options,
+    )  # fmt: skip
+    return window.views(window.rank).home[:num_tokens]
+
+
+def default_config(window: PeerWindow, num_rows: int) -> PacketConfig:
+    """For packets of up to `num_rows`: a program a row, as far as all packets together fill the device."""
+    most = (_FEW_PROGRAMS if num_rows <= _FEW_ROWS else _MANY_PROGRAMS) // window.shape.world_size
+    programs = 1 << (max(1, min(num_rows, most)).bit_length() - 1)
+    return PacketConfig(PROGRAMS=programs, num_warps=8 if window.shape.row_bytes >= 8192 else 4)
+
+
+def _launch(
+    window: PeerWindow, num_rows: int, config: PacketConfig | None, send: bool
+) -> tuple[tuple[int], dict[str, int]]:
+    """Grid, and what both kernels are compiled for."""
+    config = config or default_config(window, num_rows)
+    shape, words = window.shape, window.shape.row_bytes // 4
+    return (config.PROGRAMS * shape.world_size if send else 1,), {
+        "N": words,
+        "WORLD": shape.world_size,
+        "HEADS": shape.heads_offset,
+        "BW": triton.next_power_of_2(shape.world_size),
+        "BLOCK": min(4096, triton.next_power_of_2(words)),
+        "num_warps": config.num_warps,
+    }

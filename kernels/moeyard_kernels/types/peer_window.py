@@ -1,0 +1,170 @@
+"""Memory that every rank of a host reads and writes directly: what lies where in it, and one rank's hold on it.
+
+A rank's memory is what others put to it. Token rows go to a fixed place by source and by the source's own row, so that
+a packet looks the same whatever the sizes of the steps that sender and receiver run; results go to their place at home.
+An exchange has two phases, and in each every rank sends every rank, itself too, one packet, be it empty. As a phase
+ends where all have arrived, nobody is ever two phases ahead: rows and results need no second copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+DISPATCH, COMBINE = 0, 1
+# What the programs that send a packet add to the receiver's count of arrivals, all together, however many they are.
+ARRIVED = 1024
+# Integers of 8 bytes to a line of memory: what different ranks write is kept apart.
+LINE = 16
+# In a rank's own state, which no peer reads: exchanges combined and dispatched so far, whether it has failed, a clock
+# for the wait, and whether the host wants the wait to end.
+COMBINED, DISPATCHED, POISONED, CLOCK, ABORTED, NUM_STATE = 0, 1, 2, 3, 4, 8
+# In the record of a failure: whether there is one, phase, layer, bits of the ranks that are missing, the exchange's
+# number, and what is wrong.
+FAILED, PHASE, LAYER, RANKS, EPOCH, REASON, NUM_FAULT = 0, 1, 2, 3, 4, 5, 8
+SILENT, TOO_MANY = 0, 1
+
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerShape:
+    """The sizes that ranks agree on. `max_tokens` bounds the rows of one rank in one exchange.
+
+    In a rank's memory: [2, LINE] int64, arrivals by phase, the first of each line; [2, W, LINE] int64, heads by phase
+    and source: the number of the exchange, and how many rows the source has; ids [max_tokens, W, K] int32; rows
+    [max_tokens, W, H] by the source's row and the source; home [max_tokens, K, H]. Raises ValueError for rows that are
+    no multiple of 16 bytes and for sizes below 1.
+    """
+
+    world_size: int
+    top_k: int
+    row_bytes: int
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "top_k", "row_bytes", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.row_bytes % 16:
+            raise ValueError(f"peers move rows of a multiple of 16 bytes, got {self.row_bytes}")
+        if self.world_size > 32:
+            raise ValueError(f"at most 32 ranks share memory, got {self.world_size}")
+
+    @property
+    def heads_offset(self) -> int:
+        return 2 * LINE * 8
+
+    @property
+    def ids_offset(self) -> int:
+        return self.heads_offset + 2 * self.world_size * LINE * 8
+
+    @property
+    def rows_offset(self) -> int:
+        return _aligned(self.ids_offset + self.max_tokens * self.world_size * self.top_k * 4)
+
+    @property
+    def home_offset(self) -> int:
+        return _aligned(self.rows_offset + self.max_tokens * self.world_size * self.row_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one rank's memory."""
+        return _aligned(self.home_offset + self.max_tokens * self.top_k * self.row_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerViews:
+    """One rank's memory as tensors; see `PeerShape`."""
+
+    arrivals: torch.Tensor
+    heads: torch.Tensor
+    ids: torch.Tensor
+    rows: torch.Tensor
+    home: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PeerWindow:
+    """Rank `rank`'s hold on the memory of all.
+
+    memory: of each rank, uint8 [num_bytes], as this rank's device sees it. table: [W] int64, their addresses: peers are
+    found there, so that a captured step goes on with others in their place. owner, local: [E] int32, each expert's rank
+    and its number there. state: [NUM_STATE] int64 on the device. fault: [NUM_FAULT] int64 in memory of the host that
+    the device writes. limit: nanoseconds that a phase waits.
+    """
+
+    rank: int
+    shape: PeerShape
+    dtype: torch.dtype
+    memory: tuple[torch.Tensor, ...]
+    table: torch.Tensor
+    owner: torch.Tensor
+    local: torch.Tensor
+    state: torch.Tensor
+    fault: torch.Tensor
+    limit: int
+
+    @property
+    def hidden(self) -> int:
+        return self.shape.row_bytes // self.dtype.itemsize
+
+    def views(self, rank: int) -> PeerViews:
+        """The memory of one rank."""
+        shape, memory = self.shape, self.memory[rank]
+
+        def part(begin: int, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+            return memory[begin : begin + torch.Size(sizes).numel() * dtype.itemsize].view(dtype).view(sizes)
+
+        world, top_k, tokens = shape.world_size, shape.top_k, shape.max_tokens
+        return PeerViews(
+            arrivals=part(0, torch.int64, 2, LINE),
+            heads=part(shape.heads_offset, torch.int64, 2, world, LINE),
+            ids=part(shape.ids_offset, torch.int32, tokens, world, top_k),
+            rows=part(shape.rows_offset, self.dtype, tokens, world, self.hidden),
+            home=part(shape.home_offset, self.dtype, tokens, top_k, self.hidden),
+        )
+
+    def reset(self) -> None:
+        """Begin anew: no exchange so far, no failure. For use before peers may write."""
+        mine = self.views(self.rank)
+        for x in (mine.arrivals, mine.heads, self.state, self.fault):
+            x.zero_()
+
+
+def open_window(
+    shape: PeerShape,
+    memory: Sequence[torch.Tensor],
+    *,
+    rank: int,
+    dtype: torch.dtype,
+    owner: Sequence[int],
+    local: Sequence[int],
+    seconds: float,
+) -> PeerWindow:
+    """The window of `rank` on `memory`; expert e is number local[e] of rank owner[e]. A phase waits `seconds`.
+
+    Raises ValueError for memory of another size.
+    """
+    for peer, each in enumerate(memory):
+        if each.dtype != torch.uint8 or each.shape != (shape.num_bytes,):
+            raise ValueError(f"rank {peer}: memory {each.dtype} {list(each.shape)}, expected uint8 [{shape.num_bytes}]")
+    if len(memory) != shape.world_size or not 0 <= rank < shape.world_size:
+        raise ValueError(f"memory of {len(memory)} ranks, rank {rank}, of {shape.world_size}")
+    device, fault = memory[rank].device, torch.zeros(NUM_FAULT, dtype=torch.int64)
+    return PeerWindow(
+        rank=rank,
+        shape=shape,
+        dtype=dtype,
+        memory=tuple(memory),
+        table=torch.tensor([each.data_ptr() for each in memory], dtype=torch.int64).to(device),
+        owner=torch.tensor(owner, dtype=torch.int32).to(device),
+        local=torch.tensor(local, dtype=torch.int32).to(device),
+        state=torch.zeros(NUM_STATE, dtype=torch.int64, device=device),
+        fault=fault.pin_memory() if device.type == "cuda" else fault,
+        limit=round(seconds * 1e9),
+    )
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

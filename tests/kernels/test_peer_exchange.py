@@ -1,0 +1,231 @@
+"""Rows to the ranks of their experts and home again through shared memory: kernel and oracle, ranks one by one.
+
+Without a GPU the ranks of one process send one after the other, then wait one after the other. On real GPUs, one
+process each, `bench/nvlink.py` compares the same with the same oracle.
+"""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import pytest
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels.bench.case import assert_bits
+from moeyard_kernels.experts import peer_exchange as triton_kernel
+from moeyard_kernels.ref import peer_exchange as oracle
+from moeyard_kernels.types.peer_window import (
+    COMBINE,
+    DISPATCH,
+    EPOCH,
+    FAILED,
+    LAYER,
+    PHASE,
+    POISONED,
+    RANKS,
+    REASON,
+    SILENT,
+    TOO_MANY,
+    PeerShape,
+    PeerWindow,
+    open_window,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+Op = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+
+
+def open_ranks(
+    world_size: int, *, dtype: torch.dtype = torch.bfloat16, hidden: int = 40, top_k: int = 3, max_tokens: int = 6,
+    num_experts: int = 10,
+) -> list[PeerWindow]:  # fmt: skip
+    """Windows of all ranks of one process; experts lie with ranks in no order."""
+    shape = PeerShape(
+        world_size=world_size, top_k=top_k, row_bytes=hidden * dtype.itemsize, max_tokens=max_tokens
+    )  # fmt: skip
+    memory = [torch.zeros(shape.num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(world_size)]
+    owner = [(e * 7 + e // 3) % world_size for e in range(num_experts)]
+    local = [owner[:e].count(owner[e]) for e in range(num_experts)]
+    return [
+        open_window(shape, memory, rank=rank, dtype=dtype, owner=owner, local=local, seconds=2.0)
+        for rank in range(world_size)
+    ]
+
+
+def random_rows(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+    """Any bits, as an exchange only moves them."""
+    words = torch.randint(-(2**15), 2**15, (*sizes[:-1], sizes[-1] * dtype.itemsize // 2)).to(torch.int16)
+    return words.view(dtype).view(sizes).to(DEVICE)
+
+
+def random_ids(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
+    """Distinct experts per row; some masked."""
+    ids = torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].contiguous()
+    ids[torch.rand(ids.shape) < 0.1] = -1
+    return ids.to(DEVICE)
+
+
+def in_turn(run: Op, windows: Sequence[PeerWindow], inputs: Sequence[tuple], **arguments: object) -> list:
+    """All ranks send, then all wait."""
+    for window, given in zip(windows, inputs, strict=True):
+        run(*given, window, send=True, wait=False, **arguments)
+    return [
+        run(*given, window, send=False, wait=True, **arguments) for window, given in zip(windows, inputs, strict=True)
+    ]
+
+
+def one_exchange(
+    kernels: ModuleType, windows: Sequence[PeerWindow], xs: Sequence[torch.Tensor], ids: Sequence[torch.Tensor],
+    *, layer: int, max_rows: int,
+) -> tuple[list, list]:  # fmt: skip
+    """(what each rank received, with rows that were not sent zeroed; what came home, zeroed where nothing did)."""
+    received = in_turn(
+        kernels.dispatch_rows, windows, list(zip(xs, ids, strict=True)), layer=layer, max_rows=max_rows
+    )  # fmt: skip
+    sent = [rows.clone().masked_fill_((here < 0).all(1)[:, None], 0) for rows, here in received]
+    outs = [
+        answers(rows, here, rank) for rank, (rows, here) in enumerate(zip(sent, (r[1] for r in received), strict=True))
+    ]
+    for window, out, of_rank in zip(windows, outs, ids, strict=True):
+        kernels.combine_rows(out, window, layer=layer, num_tokens=len(of_rank), send=True, wait=False)
+    home = [
+        kernels.combine_rows(out, window, layer=layer, num_tokens=len(of_rank), send=False, wait=True)
+        .clone()
+        .masked_fill_((of_rank < 0)[:, :, None], 0)
+        for window, out, of_rank in zip(windows, outs, ids, strict=True)
+    ]
+    return [(rows, here.clone()) for rows, (_, here) in zip(sent, received, strict=True)], home
+
+
+def answers(rows: torch.Tensor, here: torch.Tensor, rank: int) -> torch.Tensor:
+    """A result [R * K, H] of each (row, k), as its row, expert and place among the k choose; any bits."""
+    words = rows.contiguous().view(torch.int16)[:, None, :].repeat(1, here.shape[1], 1)
+    words ^= (here * 37 + rank * 11 + 5).to(torch.int16)[:, :, None]
+    words ^= torch.arange(here.shape[1], dtype=torch.int16, device=here.device)[:, None] * 301
+    return words.view(rows.dtype).flatten(0, 1)
+
+
+COUNTS = [(1, 1), (0, 3), (5, 2, 0), (0, 0, 0, 0), (1, 0, 4, 6), (6, 6, 6, 6)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=("bf16", "fp32"))
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_kernel_and_oracle_put_the_same(counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    ours, theirs = (open_ranks(len(counts), dtype=dtype) for _ in range(2))
+    for layer in range(3):
+        # Other ranks have other rows in each layer, and what was there before must not count.
+        turned = counts[layer % len(counts) :] + counts[: layer % len(counts)]
+        xs = [random_rows(dtype, n + layer, 40) for n in turned]
+        ids = [random_ids(n, 3, 10) for n in turned]
+        most = max(1, *turned, 6 if layer == 1 else 0)
+        got = one_exchange(triton_kernel, ours, xs, ids, layer=layer, max_rows=most)
+        wanted = one_exchange(oracle, theirs, xs, ids, layer=layer, max_rows=most)
+        assert_bits(f"received in layer {layer}", got[0], wanted[0])
+        assert_bits(f"home in layer {layer}", got[1], wanted[1])
+        for rank, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            # Rows that nobody sent are as they were too.
+            assert_bits(f"memory of rank {rank}", a.memory[rank], b.memory[rank])
+            assert a.state[:3].tolist() == b.state[:3].tolist() == [layer + 1, layer + 1, 0]
+            assert int(a.fault[FAILED]) == int(b.fault[FAILED]) == 0
+
+
+@pytest.mark.parametrize("kernels", [triton_kernel, oracle], ids=("kernel", "oracle"))
+def test_every_pair_comes_home_to_its_place(kernels: ModuleType) -> None:
+    """Against plain loops that know of no memory."""
+    windows, counts = open_ranks(3), (4, 0, 5)
+    xs, ids = [random_rows(torch.bfloat16, n, 40) for n in counts], [random_ids(n, 3, 10) for n in counts]
+    received, home = one_exchange(kernels, windows, xs, ids, layer=0, max_rows=5)
+    owner, local = windows[0].owner.tolist(), windows[0].local.tolist()
+    for source, chosen in enumerate(ids):
+        for t, row in enumerate(chosen.tolist()):
+            for rank, (rows, here) in enumerate(received):
+                wanted = [local[e] if e >= 0 and owner[e] == rank else -1 for e in row]
+                assert here[t * 3 + source].tolist() == wanted
+                if max(wanted) >= 0:
+                    assert_bits("row", rows[t * 3 + source], xs[source][t])
+                    by_k = answers(rows[t * 3 + source][None], here[t * 3 + source][None], rank)
+                    for k, e in enumerate(wanted):
+                        if e >= 0:
+                            assert_bits("result", home[source][t, k], by_k[k])
+    for rank, (_, here) in enumerate(received):
+        theirs = here.view(5, 3, 3)
+        for source, n in enumerate(counts):
+            assert (theirs[n:, source] == -1).all(), f"rank {rank}: rows that rank {source} has not"
+
+
+@pytest.mark.parametrize("programs", [1, 2, 8, 64])
+def test_packets_look_the_same_however_many_programs_send_them(programs: int) -> None:
+    """So ranks that run steps of different sizes understand each other."""
+    ours, theirs = open_ranks(2), open_ranks(2)
+    xs, ids = [random_rows(torch.bfloat16, 6, 40) for _ in "ab"], [random_ids(6, 3, 10) for _ in "ab"]
+    inputs, config = list(zip(xs, ids, strict=True)), triton_kernel.PacketConfig(PROGRAMS=programs)
+    for window, given in zip(ours, inputs, strict=True):
+        triton_kernel.dispatch_rows(*given, window, layer=0, max_rows=6, send=True, wait=False, config=config)
+    for window, given in zip(theirs, inputs, strict=True):
+        oracle.dispatch_rows(*given, window, layer=0, max_rows=6, send=True, wait=False)
+    for rank in range(2):
+        assert_bits("memory", ours[rank].memory[rank], theirs[rank].memory[rank])
+
+
+@pytest.mark.parametrize("kernels", [triton_kernel, oracle], ids=("kernel", "oracle"))
+def test_who_is_missing_is_named_and_nobody_goes_on(kernels: ModuleType) -> None:
+    if kernels is oracle and DEVICE.type == "cuda":
+        pytest.skip("the oracle's record is the same on any device")
+    windows = open_ranks(3)
+    xs, ids = [random_rows(torch.bfloat16, 2, 40) for _ in "abc"], [random_ids(2, 3, 10) for _ in "abc"]
+    one_exchange(kernels, windows, xs, ids, layer=0, max_rows=2)
+    for rank in (0, 1):
+        kernels.dispatch_rows(xs[rank], ids[rank], windows[rank], layer=17, max_rows=2, send=True, wait=False)
+    waiting = windows[0]
+    kernels.dispatch_rows(xs[0], ids[0], waiting, layer=17, max_rows=2, send=False, wait=True)
+    torch.cuda.synchronize() if DEVICE.type == "cuda" else None
+    fields = waiting.fault[[FAILED, PHASE, LAYER, RANKS, EPOCH, REASON]].tolist()
+    assert fields == [1, DISPATCH, 17, 0b100, 2, SILENT]
+    assert int(waiting.state[POISONED]) == 1
+    # From then on it sends nothing, so its garbage reaches nobody.
+    before = [window.memory[rank].clone() for rank, window in enumerate(windows)]
+    kernels.combine_rows(xs[0].repeat(9, 1), waiting, layer=17, num_tokens=2, send=True, wait=True)
+    kernels.dispatch_rows(xs[0], ids[0], waiting, layer=18, max_rows=2, send=True, wait=True)
+    for rank, window in enumerate(windows):
+        assert_bits(f"memory of rank {rank}", window.memory[rank], before[rank])
+    for window in windows:
+        window.reset()
+    one_exchange(kernels, windows, xs, ids, layer=0, max_rows=2)
+    assert [window.state[:3].tolist() for window in windows] == [[1, 1, 0]] * 3
+
+
+@pytest.mark.parametrize("kernels", [triton_kernel, oracle], ids=("kernel", "oracle"))
+def test_a_combine_that_does_not_come(kernels: ModuleType) -> None:
+    windows = open_ranks(2)
+    xs, ids = [random_rows(torch.bfloat16, 1, 40) for _ in "ab"], [random_ids(1, 3, 10) for _ in "ab"]
+    received = in_turn(kernels.dispatch_rows, windows, list(zip(xs, ids, strict=True)), layer=3, max_rows=1)
+    out = answers(*received[1], 1)
+    for step in (True, False):
+        kernels.combine_rows(out, windows[1], layer=3, num_tokens=1, send=step, wait=not step)
+    assert windows[1].fault[[FAILED, PHASE, LAYER, RANKS]].tolist() == [1, COMBINE, 3, 0b01]
+
+
+@pytest.mark.parametrize("kernels", [triton_kernel, oracle], ids=("kernel", "oracle"))
+def test_more_rows_than_a_step_was_made_for(kernels: ModuleType) -> None:
+    windows = open_ranks(2)
+    xs, ids = [random_rows(torch.bfloat16, n, 40) for n in (2, 5)], [random_ids(n, 3, 10) for n in (2, 5)]
+    in_turn(kernels.dispatch_rows, windows, list(zip(xs, ids, strict=True)), layer=1, max_rows=4)
+    for window in windows:
+        assert window.fault[[FAILED, PHASE, LAYER, RANKS, REASON]].tolist() == [1, DISPATCH, 1, 0b10, TOO_MANY]
+
+
+def test_bad_arguments_are_named() -> None:
+    window = open_ranks(2)[0]
+    x, ids = random_rows(torch.bfloat16, 2, 40), random_ids(2, 3, 10)
+    with pytest.raises(ValueError, match=r"rows float32 \[2, 40\], expected torch.bfloat16 \[any, 40\]"):
+        ops.dispatch_rows(x.float(), ids, window, layer=0, max_rows=2)
+    with pytest.raises(ValueError, match=r"topk_ids int64 \[2, 2\], expected \[T, 3\]"):
+        ops.dispatch_rows(x, ids[:, :2], window, layer=0, max_rows=2)
+    with pytest.raises(ValueError, match="max_rows 7, the memory holds 6"):
+        ops.dispatch_rows(x, ids, window, layer=0, max_rows=7)
+    with pytest.raises(ValueError, match="expected a multiple of 6 rows"):
+        ops.combine_rows(x, window, layer=0, num_tokens=1)
+    with pytest.raises(ValueError, match="a multiple of 16 bytes, got 74"):
+        PeerShape(world_size=2, top_k=1, row_bytes=74, max_tokens=1)
+    with pytest.raises(ValueError, match="expected uint8"):
+        open_window(window.shape, window.memory[:1] * 2 + (x,), rank=0, dtype=x.dtype, owner=[0], local=[0], seconds=1)
