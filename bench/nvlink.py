@@ -1,8 +1,10 @@
 """The exchange over NVLink on real GPUs, one process each: equal first, then timed.
 
-    python bench/nvlink.py --ranks 2 [--out FOLDER] [--seconds 300]
+    python bench/nvlink.py --ranks 2 [--parts times,faults] [--out FOLDER] [--seconds 300]
 
-Every part has a time limit of its own and is reported when it fails; the table and `nvlink.json` hold what was reached.
+Every part has a time limit of its own and is reported when it fails. FOLDER gets two files: `nvlink.json`, all that was
+measured, and `nvlink.txt`, what was printed; the logs of ranks lie in /tmp/nvlink-logs, their ends are printed when a
+part fails.
 Equality is with the oracle (`moeyard_kernels.ref.peer_exchange`), which every process runs for all ranks on its CPU:
 launch by launch with uneven steps; in graphs of other sizes on every rank of a step; and thousands of replays with
 ranks held up at random, whose results must not change. Then a rank that does not send: named in time, by a limit and by
@@ -12,6 +14,7 @@ replays. `--simulate` runs the same on CPUs in Triton's interpreter, without tim
 
 import argparse
 import faulthandler
+import io
 import json
 import multiprocessing
 import os
@@ -40,6 +43,7 @@ from moeyard_kernels.types.peer_window import PeerShape, PeerWindow, open_window
 
 TOP_K, NUM_EXPERTS = 8, 128
 PAIRS_IN_GRAPH = 20
+LOGS = Path("/tmp/nvlink-logs")
 
 
 @dataclass
@@ -51,6 +55,7 @@ class Rank:
     way: str
     store: Any
     device: torch.device
+    seconds: float
     results: dict[str, Any] = field(default_factory=dict)
     names: int = 0
 
@@ -132,6 +137,13 @@ class Rank:
             torch.empty(1, dtype=torch.uint8, device=self.device).copy_(theirs[:1])
             out.append(theirs)
         return out
+
+    def agreed(self, value: object) -> str:
+        """The first rank's value, on all."""
+        name = self.name()
+        if self.number == 0:
+            self.store.set(name, str(value))
+        return str(self.store.get(name), "utf-8")
 
     def window(self, hidden: int, max_tokens: int, *, seconds: float = 5.0) -> PeerWindow:
         shape = shape_of(self.world, hidden, max_tokens)
@@ -382,18 +394,20 @@ def faults(rank: Rank) -> str:
         if rank.number != victim:
             rows, here = rank.dispatch(x, ids, window, layer=17, max_rows=8)
             rank.combine(answers(rows, here, rank.number), window, layer=17, num_tokens=4)
+            launched = time.monotonic() - begun
             if abort_after is not None:
                 time.sleep(abort_after)
-                one = torch.ones(1, dtype=torch.int64).pin_memory()
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    window.state[fields.ABORTED : fields.ABORTED + 1].copy_(one, non_blocking=True)
+                window.abort()
+            told = time.monotonic() - begun
             torch.cuda.synchronize()
             spent = time.monotonic() - begun
             record = window.fault[: fields.REASON + 1].tolist()
+            what = f"launched at {launched:.2f} s, host's word at {told:.2f} s, ended at {spent:.2f} s of {limit}"
+            rank.say(what, record)
             assert record == [1, fields.DISPATCH, 17, 1 << victim, 4, fields.SILENT], record
-            assert spent < limit + 1, spent
-            assert abort_after is None or spent < 2, spent
-            said.append(f"{spent:.2f} s of {abort_after or limit}")
+            assert spent < limit + 1, what
+            assert abort_after is None or spent < told + 1, what
+            said.append(what if abort_after is not None else f"by itself after {spent:.2f} s of {limit}")
         rank.meet()
         window.reset()
         rank.meet()
@@ -403,31 +417,57 @@ def faults(rank: Rank) -> str:
         check_fault(window)
         assert window.state[:3].tolist() == [1, 1, 0]
         rank.meet()
-    return ", ".join(said) or "the silent one"
+    return "; ".join(said) or "the silent one"
 
 
 def times(rank: Rank) -> str:
-    """Microseconds of dispatch + combine, by hidden size, rows of each rank and programs."""
-    table = rank.results.setdefault("times", {})
-    for hidden in (2048, 7168):
-        window = rank.window(hidden, 2048 if hidden == 2048 else 1024)
-        for count in (1, 8, 64, 256, window.shape.max_tokens):
+    """Microseconds of dispatch + combine, by hidden size, rows of each rank and programs: what runs by itself first.
+
+    Options that are left when the part's time is nearly over are left out.
+    """
+    table, left_out = rank.results.setdefault("table", []), 0
+    end = time.monotonic() + rank.seconds - 5
+    windows = {hidden: rank.window(hidden, most) for hidden, most in ((7168, 1024), (2048, 2048))}
+    places = [
+        (hidden, count) for hidden, w in windows.items() for count in (1, 8, 64, 256, w.shape.max_tokens)
+    ]  # fmt: skip
+    for wanted in ("auto", "options"):
+        for hidden, count in places:
             x, ids = (each.to(rank.device) for each in drawn("times", rank.number, count, hidden))
             out = torch.randn(count * rank.world * TOP_K, hidden, device=rank.device).bfloat16()
-            options: list[tuple[tuple[int, int] | None, tuple[int, int] | None]] = [(None, None)]
-            if count <= 64:
-                options += [((p, w), None) for p in (1, 4, 16, 64) if p <= 2 * count for w in (4, 8)]
-                options += [(None, (p, w)) for p in (4, 8, 16, 64, 128) if p <= 8 * count for w in (4, 8)]
-            else:
-                options += [((p, w), (p, w)) for p in (32, 64, 128, 256) for w in (4, 8, 16)]
-            for first, second in options:
-                us = timed(rank, window, x, ids, out, count, first, second)
-                key = f"H={hidden} T={count} dispatch={first or 'auto'} combine={second or 'auto'}"
-                table[key] = us
-                if rank.number == 0:
-                    rank.say(f"{key}: {us:.2f} us")
+            for first, second in [(None, None)] if wanted == "auto" else options(count):
+                if rank.agreed(time.monotonic() < end) != "True":
+                    left_out += 1
+                    continue
+                us = timed(rank, windows[hidden], x, ids, out, count, first, second)
+                table.append({"hidden": hidden, "tokens": count, "dispatch": first, "combine": second, "us": us})
             del x, ids, out
-    return f"{len(table)} rows"
+    return f"{len(table)} rows, {left_out} left out for want of time"
+
+
+Packets = tuple[tuple[int, int] | None, tuple[int, int] | None]
+
+
+def options(count: int) -> list[Packets]:
+    """Programs and warps of both kernels to try for `count` rows."""
+    if count > 64:
+        return [((p, w), (p, w)) for p in (32, 64, 128, 256) for w in (4, 8, 16)]
+    first = [((p, w), None) for p in (1, 4, 16, 64) if p <= 2 * count for w in (4, 8)]
+    second = [(None, (p, w)) for p in (4, 8, 16, 64, 128) if p <= 8 * count for w in (4, 8)]
+    return [*first, *second]
+
+
+def show_times(table: list[dict[str, Any]]) -> None:
+    """By place: what runs by itself, and the best there is."""
+    print("\n| hidden | tokens per rank | by itself, us | best, us | of (programs, warps): dispatch, combine |")
+    print("|---|---|---|---|---|")
+    for hidden, tokens in dict.fromkeys((row["hidden"], row["tokens"]) for row in table):
+        rows = [row for row in table if (row["hidden"], row["tokens"]) == (hidden, tokens)]
+        best = min(rows, key=lambda row: row["us"])
+        print(
+            f"| {hidden} | {tokens} | {rows[0]['us']:.2f} | {best['us']:.2f} | {best['dispatch'] or 'auto'}, "
+            f"{best['combine'] or 'auto'} |"
+        )
 
 
 def packet(wanted: tuple[int, int] | None) -> peer_exchange.PacketConfig | None:
@@ -504,31 +544,30 @@ PARTS: dict[str, tuple[Callable[[Rank], str], float]] = {
 }
 
 
-def run_rank(number: int, world: int, way: str, port: int, parts: list[str], out: str, simulate: bool) -> None:
-    """One process: the parts one behind the other, until one fails."""
-    log = open(Path(out) / f"{'-'.join(parts)}-{way}-rank{number}.log", "w", buffering=1)  # noqa: SIM115
+def run_rank(number: int, world: int, way: str, port: int, part: str, seconds: float, simulate: bool) -> None:
+    """One process of a part."""
+    log = open(LOGS / f"{part}-{way}-rank{number}.log", "w", buffering=1)  # noqa: SIM115
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     faulthandler.enable()
-    faulthandler.dump_traceback_later(sum(PARTS[p][1] for p in parts if p in PARTS) + 20, exit=True)
+    faulthandler.dump_traceback_later(seconds + 5, exit=True)
     torch.set_num_threads(4)
     device = torch.device("cpu") if simulate else torch.device("cuda", number)
     if not simulate:
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=40))
-    rank = Rank(number, world, way, store, device)
+    rank = Rank(number, world, way, store, device, seconds)
     rank.say(f"pid {os.getpid()} on {device}, way {way}")
     try:
-        for part in parts:
-            begun = time.monotonic()
-            said = probe(rank) if part == "probe" else PARTS[part][0](rank)
-            rank.results[part] = f"ok: {said} ({time.monotonic() - begun:.1f} s)"
-            rank.say(part, rank.results[part])
-            (Path(out) / f"results-{parts[0]}-{number}.json").write_text(json.dumps(rank.results))
+        begun = time.monotonic()
+        said = probe(rank) if part == "probe" else PARTS[part][0](rank)
+        rank.results["said"] = f"ok: {said} ({time.monotonic() - begun:.1f} s)"
+        rank.say(part, rank.results["said"])
+        results_of(part, number).write_text(json.dumps(rank.results))
         rank.meet()
     except BaseException:
         traceback.print_exc()
-        (Path(out) / f"results-{parts[0]}-{number}.json").write_text(json.dumps(rank.results))
+        results_of(part, number).write_text(json.dumps(rank.results))
         log.flush()
         os._exit(1)
     log.flush()
@@ -536,12 +575,19 @@ def run_rank(number: int, world: int, way: str, port: int, parts: list[str], out
     os._exit(0)
 
 
-def fleet(world: int, way: str, parts: list[str], seconds: float, out: Path, simulate: bool) -> tuple[bool, list[dict]]:
-    """Run parts on all ranks within a time; whether all succeeded, and the results of each."""
+def results_of(part: str, rank: int) -> Path:
+    return LOGS / f"results-{part}-{rank}.json"
+
+
+def fleet(world: int, way: str, part: str, seconds: float, simulate: bool) -> tuple[bool, list[dict[str, Any]]]:
+    """Run a part on all ranks within a time; whether all succeeded, and the results of each."""
+    for r in range(world):
+        results_of(part, r).unlink(missing_ok=True)
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     ranks = [
-        context.Process(target=run_rank, args=(r, world, way, store.port, parts, str(out), simulate))
+        # A rank has its time from where it stands: less for what its start takes.
+        context.Process(target=run_rank, args=(r, world, way, store.port, part, max(5.0, seconds - 8), simulate))
         for r in range(world)
     ]
     begun = time.monotonic()
@@ -560,15 +606,30 @@ def fleet(world: int, way: str, parts: list[str], seconds: float, out: Path, sim
             process.kill()
         process.join()
     outcome = "ok" if good else f"FAILED, exit codes {codes}"
-    print(f"== {'+'.join(parts)} ({way}): {outcome}, {time.monotonic() - begun:.1f} s", flush=True)
+    print(f"== {part} ({way}): {outcome}, {time.monotonic() - begun:.1f} s", flush=True)
     found = []
     for r in range(world):
-        file = out / f"results-{parts[0]}-{r}.json"
+        file = results_of(part, r)
         found.append(json.loads(file.read_text()) if file.exists() else {})
+        if "said" in found[-1]:
+            print(f"   rank {r}: {found[-1]['said']}", flush=True)
         if not good:
-            log = out / f"{'-'.join(parts)}-{way}-rank{r}.log"
+            log = LOGS / f"{part}-{way}-rank{r}.log"
             print(f"---- rank {r}, end of its log\n{log.read_text()[-2500:] if log.exists() else ''}", flush=True)
     return good, found
+
+
+class Twice(io.TextIOBase):
+    """What is printed, in a file too."""
+
+    def __init__(self, file: Path) -> None:
+        self.both = (sys.stdout, file.open("w"))
+
+    def write(self, text: str) -> int:
+        for each in self.both:
+            each.write(text)
+            each.flush()
+        return len(text)
 
 
 def main() -> int:
@@ -577,7 +638,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "/tmp/nvlink")))
     parser.add_argument("--seconds", type=float, default=320, help="of all parts together")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS))
+    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS) + "; a probe always runs")
     parser.add_argument("--simulate", action="store_true")
     args = parser.parse_args()
     for name in ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"):
@@ -586,7 +647,12 @@ def main() -> int:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if args.simulate:
         os.environ["TRITON_INTERPRET"] = "1"
-    args.out.mkdir(parents=True, exist_ok=True)
+    parts = [p for p in args.parts.split(",") if p != "probe"]
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no part is named {', '.join(sorted(unknown))}")
+    for folder in (args.out, LOGS):
+        folder.mkdir(parents=True, exist_ok=True)
+    sys.stdout = Twice(args.out / "nvlink.txt")
     end = time.monotonic() + args.seconds
     summary: dict[str, Any] = {"torch": torch.__version__, "ranks": args.ranks}
     if not args.simulate:
@@ -597,7 +663,7 @@ def main() -> int:
     print(summary, flush=True)
     way = ""
     for way in ("file",) if args.simulate else ("store", "group", "ipc"):
-        good, _ = fleet(args.ranks, way, ["probe"], 60, args.out, args.simulate)
+        good, _ = fleet(args.ranks, way, "probe", 40, args.simulate)
         if good:
             break
     else:
@@ -605,22 +671,20 @@ def main() -> int:
         return 1
     summary["way"] = way
     failed = 0
-    for part in [p for p in args.parts if not (args.simulate and p in ("links", "times", "faults"))]:
+    for part in [p for p in parts if not (args.simulate and p in ("links", "times", "faults"))]:
         left = end - time.monotonic()
         if left < 15:
             print(f"== {part}: no time left")
             failed += 1
             continue
-        good, found = fleet(args.ranks, way, [part], min(PARTS[part][1], left), args.out, args.simulate)
+        good, found = fleet(args.ranks, way, part, min(PARTS[part][1], left), args.simulate)
         failed += not good
-        summary[part] = found
-        (args.out / "nvlink.json").write_text(json.dumps(summary, indent=1))
-        print(f"   {found[0].get(part, '')}", flush=True)
-    rows = next((r["times"] for r in summary.get("times", []) if "times" in r), {})
-    if isinstance(rows, dict):
-        print("\n| exchange | us, dispatch + combine |\n|---|---|")
-        for key, us in rows.items():
-            print(f"| {key} | {us:.2f} |")
+        summary[part] = {"ok": good, "ranks": found}
+        if found[0].get("table"):
+            # The slowest rank's time, which all know.
+            summary[part] = {"ok": good, "said": found[0].get("said"), "table": found[0]["table"]}
+            show_times(found[0]["table"])
+        (args.out / "nvlink.json").write_text(json.dumps(summary))
     print(f"{failed} parts failed")
     return 1 if failed else 0
 

@@ -1,11 +1,18 @@
 """Device memory of every rank of a host, mapped by all: torch's symmetric memory, found through a store.
 
-No process group is made. Each rank maps its peers' memory once, on its own device, and needs no context on theirs; it
-stays mapped while the tensors live, whatever becomes of the peer. Every rank must see all GPUs and take one of its own.
+No backend of collectives is started: torch finds ranks through a process group that is only a name and a store. Each
+rank maps its peers' memory once, on its own device, and needs no context on theirs; it stays mapped while the tensors
+live, whatever becomes of the peer. Every rank must see all GPUs and take one of its own.
 """
 
 import torch
-from torch._C._distributed_c10d import Store, _SymmetricMemory
+from torch._C._distributed_c10d import (
+    ProcessGroup,
+    Store,
+    _register_process_group,
+    _SymmetricMemory,
+    _unregister_process_group,
+)
 
 
 def share_memory(
@@ -23,6 +30,11 @@ def share_memory(
 
 def map_peers(own: torch.Tensor, *, rank: int, world_size: int, store: Store, name: str) -> list[torch.Tensor]:
     """The memory of all ranks, this one's being `own`; again under another name when peers were replaced."""
-    _SymmetricMemory.set_group_info(name, rank, world_size, store)
-    handle = _SymmetricMemory.rendezvous(own, name)
+    # Since torch 2.11 the rendezvous asks the registry of groups for rank, size and store, and nothing else of a group.
+    group = ProcessGroup(store, rank, world_size)  # the registry does not keep it alive
+    _register_process_group(name, group)  # type: ignore[arg-type]
+    try:
+        handle = _SymmetricMemory.rendezvous(own, name)
+    finally:
+        _unregister_process_group(name)  # type: ignore[arg-type]
     return [own if peer == rank else handle.get_buffer(peer, own.shape, own.dtype) for peer in range(world_size)]

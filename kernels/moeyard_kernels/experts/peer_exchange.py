@@ -30,7 +30,7 @@ _DISPATCH, _COMBINE = tl.constexpr(window_types.DISPATCH), tl.constexpr(window_t
 _ARRIVED, _LINE = tl.constexpr(window_types.ARRIVED), tl.constexpr(window_types.LINE)
 _COMBINED, _DISPATCHED = tl.constexpr(window_types.COMBINED), tl.constexpr(window_types.DISPATCHED)
 _POISONED, _CLOCK = tl.constexpr(window_types.POISONED), tl.constexpr(window_types.CLOCK)
-_ABORTED = tl.constexpr(window_types.ABORTED)
+_ABORTED, _ABORT = tl.constexpr(window_types.ABORTED), tl.constexpr(window_types.ABORT)
 _SILENT, _TOO_MANY = tl.constexpr(window_types.SILENT), tl.constexpr(window_types.TOO_MANY)
 
 # Looks between two at the clock, about half a microsecond each.
@@ -97,10 +97,10 @@ def _fail(p_state, p_fault, epoch, layer, ranks, PHASE: tl.constexpr, REASON: tl
 
 
 @triton.jit
-def _now(p_state):
-    """The clock in nanoseconds, the same for all threads: each has a timer of its own."""
-    tl.atomic_xchg(p_state + _CLOCK, tl.extra.cuda.globaltimer(), sem="relaxed", scope="gpu")
-    return tl.atomic_add(p_state + _CLOCK, tl.full((), 0, tl.int64), sem="relaxed", scope="gpu")
+def _told(p_word, value):
+    """A value as one thread has it, for all threads: a timer and a look at what changes may differ between them."""
+    tl.atomic_xchg(p_word, value, sem="relaxed", scope="gpu")
+    return tl.atomic_add(p_word, tl.full((), 0, tl.int64), sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -122,9 +122,10 @@ def _await(
                 seen = tl.atomic_add(p_arrived, nothing, sem="acquire", scope="sys")
                 looks += 1
             if seen < goal:
-                now = _now(p_state)
+                now = _told(p_state + _CLOCK, tl.extra.cuda.globaltimer())
                 begun = tl.where(begun == 0, now, begun)
-                aborted = tl.atomic_add(p_state + _ABORTED, nothing, sem="relaxed", scope="sys")
+                # Only read: an atomic on memory of the host is none over PCIe, and would write over the host's word.
+                aborted = _told(p_state + _ABORTED, tl.load(p_fault + _ABORT, volatile=True))
                 spent = tl.where(aborted != 0, _wide(limit), now - begun)
     if seen < goal:
         o_w = tl.arange(0, BW)

@@ -16,12 +16,12 @@ DISPATCH, COMBINE = 0, 1
 ARRIVED = 1024
 # Integers of 8 bytes to a line of memory: what different ranks write is kept apart.
 LINE = 16
-# In a rank's own state, which no peer reads: exchanges combined and dispatched so far, whether it has failed, a clock
-# for the wait, and whether the host wants the wait to end.
+# In a rank's own state, which no peer reads: exchanges combined and dispatched so far, whether it has failed, and for
+# the wait a clock and the host's word, as the one thread that looked at them has told the others.
 COMBINED, DISPATCHED, POISONED, CLOCK, ABORTED, NUM_STATE = 0, 1, 2, 3, 4, 8
 # In the record of a failure: whether there is one, phase, layer, bits of the ranks that are missing, the exchange's
-# number, and what is wrong.
-FAILED, PHASE, LAYER, RANKS, EPOCH, REASON, NUM_FAULT = 0, 1, 2, 3, 4, 5, 8
+# number, and what is wrong. Apart from them what only the host writes: that the wait is to end.
+FAILED, PHASE, LAYER, RANKS, EPOCH, REASON, ABORT, NUM_FAULT = 0, 1, 2, 3, 4, 5, LINE, 2 * LINE
 SILENT, TOO_MANY = 0, 1
 
 _ALIGNMENT = 256
@@ -90,8 +90,8 @@ class PeerWindow:
 
     memory: of each rank, uint8 [num_bytes], as this rank's device sees it. table: [W] int64, their addresses: peers are
     found there, so that a captured step goes on with others in their place. owner, local: [E] int32, each expert's rank
-    and its number there. state: [NUM_STATE] int64 on the device. fault: [NUM_FAULT] int64 in memory of the host that
-    the device writes. limit: nanoseconds that a phase waits.
+    and its number there. state: [NUM_STATE] int64 on the device. fault: [NUM_FAULT] int64 in pinned memory of the host,
+    which the device writes and reads. limit: nanoseconds that a phase waits.
     """
 
     rank: int
@@ -124,6 +124,13 @@ class PeerWindow:
             rows=part(shape.rows_offset, self.dtype, tokens, world, self.hidden),
             home=part(shape.home_offset, self.dtype, tokens, top_k, self.hidden),
         )
+
+    def abort(self) -> None:
+        """End the wait of this rank's launches, now and until `reset`: they fail, naming who is missing.
+
+        For any thread, while a launch waits: a store to memory of the host, no call of CUDA that could queue behind it.
+        """
+        self.fault[ABORT] = 1
 
     def reset(self) -> None:
         """Begin anew: no exchange so far, no failure. For use before peers may write."""
