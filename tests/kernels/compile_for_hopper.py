@@ -94,10 +94,17 @@ def waits(ptx: str) -> bool:
     return first is None or 0 <= body.find("griddepcontrol.wait") < first.start()
 
 
-def triggers_late(ptx: str) -> bool:
-    """Whether the kernel lets the next launch begin only behind its own wait, so that launches complete in order."""
+def triggers_first(ptx: str) -> bool:
+    """Whether the kernel lets the next launch begin while it still waits for those before it."""
     trigger = ptx.find("griddepcontrol.launch_dependents")
-    return trigger < 0 or 0 <= ptx.find("griddepcontrol.wait") < trigger
+    return 0 <= trigger < ptx.find("griddepcontrol.wait")
+
+
+def always_waits(ptx: str) -> bool:
+    """Whether no program can end without having waited: nothing branches ahead of the wait."""
+    body = ptx[ptx.index(".entry") :]
+    wait = body.find("griddepcontrol.wait")
+    return wait >= 0 and re.search(r"\b(bra|ret)\b", body[:wait]) is None
 
 
 def row_sums(ttgir: str) -> list[list[Any]]:
@@ -144,7 +151,7 @@ def main() -> None:
 
     def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         # What may happen ahead of the wait depends on these, and where the parts of a tile lie on the last.
-        variant = (bool(kwargs.get("TAIL")), kwargs.get("BD"))
+        variant = (bool(kwargs.get("TAIL")), kwargs.get("BD"), kwargs.get("GATED"))
         kind = (self.__name__, kwargs.get("launch_pdl", False), kwargs.get("STATIC"), variant)
         if count[kind] >= most:
             return
@@ -168,7 +175,11 @@ def main() -> None:
                 line = {"op": case.op, "shape": case.shape, "kernel": name, "shared": kernel.metadata.shared}
                 line |= {"stack": stack_bytes(kernel.asm["cubin"]), "ptx": digest(kernel.asm["ptx"])}
                 line |= {"early": early, "static": bool(static), "waits": waits(kernel.asm["ptx"])}
-                line |= {"triggers_late": triggers_late(kernel.asm["ptx"]), "row_sums": row_sums(kernel.asm["ttgir"])}
+                line |= {
+                    "triggers_first": triggers_first(kernel.asm["ptx"]),
+                    "always_waits": always_waits(kernel.asm["ptx"]),
+                }
+                line |= {"row_sums": row_sums(kernel.asm["ttgir"])}
                 print(json.dumps(line), flush=True)
             built.clear()
 

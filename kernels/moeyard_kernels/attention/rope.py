@@ -139,8 +139,8 @@ def _rope_kernel(
     INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
     """Grid: T num_blocks, where num_blocks = ceil(N / BN)."""
-    wait_for_previous()
     let_next_begin()
+    wait_for_previous()
     i_t, i_n = token_and_block(num_blocks)
     rotate_block(
         p_x, p_cos, p_sin, p_x, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, 0.0, HALF,

@@ -64,8 +64,8 @@ def _gqa_kernel(
 
     BD > 0: queries and keys are normalised first, by tiles of BD columns.
     """
-    wait_for_previous()
     let_next_begin()
+    wait_for_previous()
     i_t, i_n = token_and_block(num_q_blocks + 1)
     if i_n < num_q_blocks:
         rotate_block(
@@ -97,8 +97,8 @@ def _mla_kernel(
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """Query heads [i_n BN, i_n BN + BN) of one token, or its latent and shared key. Grid: T (num_q_blocks + 1)."""
-    wait_for_previous()
     let_next_begin()
+    wait_for_previous()
     i_t, i_n = token_and_block(num_q_blocks + 1)
     if i_n < num_q_blocks:
         rotate_block(

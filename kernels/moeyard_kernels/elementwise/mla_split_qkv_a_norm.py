@@ -19,8 +19,8 @@ def _mla_split_qkv_a_norm_kernel(
 
     Grid: (num_q_blocks + ceil(num_rows / BRKV),), num_q_blocks = ceil(num_rows / BRQ).
     """
-    wait_for_previous()
     let_next_begin()
+    wait_for_previous()
     i_block = tl.program_id(0)
     if i_block < num_q_blocks:
         norm_rows(p_x, p_q_weight, p_q, i_block, num_rows, stride_x, DQ, DQ, eps, BR=BRQ, BD=BDQ)

@@ -29,8 +29,8 @@ def default_config(num_rows: int, hidden: int) -> RowConfig:
 @triton.jit
 def _residual_add_scaled_kernel(p_hidden, p_shared, p_routed, p_out, scale, H, BH: tl.constexpr):
     """One program sums one row's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
-    wait_for_previous()
     let_next_begin()
+    wait_for_previous()
     i_t = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     m_h = o_h < H

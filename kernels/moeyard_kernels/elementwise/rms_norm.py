@@ -57,8 +57,8 @@ def norm_rows(
 @triton.jit
 def _rms_norm_kernel(p_x, p_weight, p_out, A, B, stride_a, stride_b, D, eps, BR: tl.constexpr, BD: tl.constexpr):
     """Rows (a, b) for a in [i_a BR, i_a BR + BR) and one b. Grid: (ceil(A / BR), B)."""
-    wait_for_previous()
     let_next_begin()
+    wait_for_previous()
     i_b = tl.program_id(1).to(tl.int64)
     norm_rows(
         p_x + i_b * stride_b, p_weight, p_out + i_b * D, tl.program_id(0), A, stride_a, B * D, D, eps, BR=BR, BD=BD
@@ -70,8 +70,8 @@ def _add_rms_norm_kernel(
     p_x, p_residual, p_weight, p_out, p_total, num_rows, D, eps, BR: tl.constexpr, BD: tl.constexpr
 ):
     """Rows [i_r BR, i_r BR + BR) of contiguous [num_rows, D]. Grid: (ceil(num_rows / BR),)."""
-    wait_for_previous()
     let_next_begin()
+    wait_for_previous()
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
     m_d = o_d < D

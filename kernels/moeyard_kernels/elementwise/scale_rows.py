@@ -29,8 +29,8 @@ def default_config(num_rows: int, hidden: int) -> RowConfig:
 @triton.jit
 def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr):
     """One program scales one row's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
-    wait_for_previous()
     let_next_begin()
+    wait_for_previous()
     i_t = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     m_h = o_h < H

@@ -36,8 +36,8 @@ def silu_mul_values(b_gate, b_up, DTYPE: tl.constexpr):
 @triton.jit
 def _silu_mul_kernel(p_x, p_out, stride_x, I, BI: tl.constexpr):  # noqa: E741
     """One program activates one row's columns [i_i BI, i_i BI + BI). Grid: (M, ceil(I / BI))."""
-    wait_for_previous()
     let_next_begin()
+    wait_for_previous()
     i_m = tl.program_id(0).to(tl.int64)
     o_i = tl.program_id(1) * BI + tl.arange(0, BI)
     m_i = o_i < I

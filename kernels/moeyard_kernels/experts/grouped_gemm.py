@@ -113,6 +113,9 @@ def _expert_kernel(
     slots of blocks; without a layout (BP > 0) the ids of P pairs and the slots of experts. HALVES: a block whose second
     half is padding is computed as half a block. Grid: (most blocks * ceil(N / BN),).
     """
+    if GATED:
+        # Every program, also one without work: what comes behind the second product relies on it.
+        wait_for_previous()
     i_b = tl.program_id(0) // tl.cdiv(N, BN)
     i_n = tl.program_id(0) % tl.cdiv(N, BN)
     i_row = i_b.to(tl.int64) * BM
@@ -170,7 +173,7 @@ def _launch(
         padded = triton.next_power_of_2(layout.num_pairs)
     else:
         index, padded = (layout.pairs, layout.slot_of_block, layout.num_blocks), 0
-    options: dict[str, Any] = config.options | ({} if top_k else dict(dependent(w)))
+    options: dict[str, Any] = config.options | dict(dependent(w))
     grid = (_num_blocks(layout) * triton.cdiv(num_out, config.BN),)
     _expert_kernel[grid](
         a, w, d_w, *index, out, layout.num_pairs, N=num_out, K=dim, TOP_K=max(top_k, 1), GATED=top_k > 0,

@@ -66,8 +66,8 @@ def _moe_reduce_add_norm_kernel(
     Their experts are a loop of STAGES stages or, if that is 1, AHEAD at a time.
     """
     DTYPE: tl.constexpr = p_partial.dtype.element_ty
-    wait_for_previous()
     let_next_begin()
+    wait_for_previous()
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_h = tl.arange(0, BD)
     m_r, m_h = o_r < num_rows, o_h < H

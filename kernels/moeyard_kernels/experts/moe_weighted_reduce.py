@@ -32,8 +32,8 @@ def _moe_weighted_reduce_kernel(
     K: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
     """One program sums one token's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
-    wait_for_previous()
     let_next_begin()
+    wait_for_previous()
     i_t = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     m_h = o_h < H

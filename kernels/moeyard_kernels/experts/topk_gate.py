@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, check_layout
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -58,6 +59,8 @@ def _topk_gate_kernel(
     BG: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One token, its experts as [groups, SIZE]. Grid: (T,)."""
+    let_next_begin()
+    wait_for_previous()
     i_t = tl.program_id(0).to(tl.int64)
     o_g, o_s, o_k = tl.arange(0, BG), tl.arange(0, BS), tl.arange(0, BK)
     o_e = o_g[:, None] * SIZE + o_s[None, :]
@@ -138,5 +141,6 @@ def topk_gate(
             BK=triton.next_power_of_2(top_k),
             num_warps=1,
             enable_fp_fusion=False,
+            **dependent(logits),
         )
     return weights, ids

@@ -127,8 +127,8 @@ def _head_linear_kernel(
     """One tile of y [T, H, N]: BM rows and BN outputs of a head. Grid: (H ceil(N / BN) ceil(T / BM),), rows fastest."""
     EVEN_K: tl.constexpr = K % BK == 0
     if not STATIC:
-        wait_for_previous()
         let_next_begin()
+        wait_for_previous()
     tiles_m, tiles_n = tl.cdiv(T, BM), tl.cdiv(N, BN)
     i_m, i_slice = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
     i_h = (i_slice // tiles_n).to(tl.int64)
@@ -149,8 +149,8 @@ def _head_linear_kernel(
         # Triton has no unpacking.
         b_ws = b_ws + (b_w,)  # type: ignore[assignment]  # noqa: RUF005
     if STATIC:
-        wait_for_previous()
         let_next_begin()
+        wait_for_previous()
     b_acc = tl.zeros([BN, BM] if SWAP else [BM, BN], dtype=tl.float32)
     b_xs = ()
     for u in tl.static_range(ROWS_AHEAD):

@@ -50,8 +50,8 @@ def head_linear_hopper_kernel(
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
     if not STATIC:
-        wait_for_previous()
         let_next_begin()
+        wait_for_previous()
     tiles_m, tiles_n = gl.cdiv(T, BM), gl.cdiv(N, BN)
     i_m, i_slice = gl.program_id(0) % tiles_m * BM, gl.program_id(0) // tiles_m
     i_h, i_n = i_slice // tiles_n, i_slice % tiles_n * BN
@@ -62,8 +62,8 @@ def head_linear_hopper_kernel(
         else:
             tma.async_copy_global_to_shared(d_w, [i_h * w_heads + i * _STEP, i_n], bars.index(i), s_w.index(i))
     if STATIC:
-        wait_for_previous()
         let_next_begin()
+        wait_for_previous()
     for i in gl.static_range(STEPS):
         tma.async_copy_global_to_shared(d_x, [i_m, i_h * s_xh + i * _STEP], bars.index(i), s_x.index(i))
     b_acc = gl.zeros([64, BN], gl.float32, L_Y)

@@ -4,7 +4,9 @@ A step is launched and not waited for. Its tokens stay on the device, where the 
 not know yet (`Chunk.fed`), and are copied to the host behind it.
 """
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -162,10 +164,11 @@ class GraphRunner:
         """Capture all buckets, the largest first, so that the others find their memory in its pool."""
         self._warm()
         pool, graphs = torch.cuda.graph_pool_handle(), {}
-        for bucket in sorted(self.buckets(), key=lambda b: (b.rows, b.keys, b.width), reverse=True):
-            inputs = self._inputs(bucket)
-            graphs[bucket] = _Graph(inputs, captured(partial(self._forward, inputs), pool)[0])
-        self._sampler.capture(_below(_ROWS, self._max_rows), pool)
+        with _nothing_collected():
+            for bucket in sorted(self.buckets(), key=lambda b: (b.rows, b.keys, b.width), reverse=True):
+                inputs = self._inputs(bucket)
+                graphs[bucket] = _Graph(inputs, captured(partial(self._forward, inputs), pool)[0])
+            self._sampler.capture(_below(_ROWS, self._max_rows), pool)
         # The smallest first: a step takes the first that holds it.
         self._graphs = dict(reversed(graphs.items()))
 
@@ -254,6 +257,19 @@ class GraphRunner:
         hidden = model.hidden(plan)
         model.sampled(hidden, plan, out=self._sampler.logits[: plan.num_sampled])
         return score(model.head, hidden, step, whole=True) if step.scored else []
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """A graph of an engine that is no more, destroyed by the collector during a capture, would spoil that."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _below(sizes: Sequence[int], most: int) -> list[int]:
