@@ -1,5 +1,6 @@
 """Where a rank listens: for its peers, for routers and for Prometheus, each behind its lock."""
 
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.frontend import Frontend
 from moeyard_worker.engine.metrics import WorkerMetrics
@@ -13,14 +14,16 @@ from moeyard_worker.exchange.wires import MeshLock
 STALL = 12
 
 
-def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int) -> Mesh:
-    """The rank's mesh of an epoch, which nobody has met yet."""
+def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int, placement: Placement) -> Mesh:
+    """The rank's mesh of an epoch, which nobody has met yet: of the ranks that own experts then."""
     config, keys = spec.config, spec.keys
     return build_mesh(
         config.exchange,
         shape=shape,
         rank=spec.rank,
-        world_size=config.num_workers,
+        world_size=max(config.num_workers, spec.rank + 1, max(placement.ranks) + 1),
+        members=placement.ranks,
+        placement=placement,
         epoch=epoch,
         host=spec.host,
         deadline=config.step_deadline,
