@@ -452,3 +452,7 @@ def test_several_routers_carry_and_are_given_up(start, script, wait_for):
     service.server.give_up("enough")
     wait_for(lambda: not service.server._routers, "all routers must end", 10)
     assert service.server.failure == "enough"
+
+
+def test_a_rank_may_be_away_and_come_back(service, launcher):
+    """The others serve without it: its requests go on there, nothing waits for it, and it is ready when it is back."""

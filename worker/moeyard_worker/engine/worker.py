@@ -16,10 +16,7 @@ from typing import Any
 
 import torch
 
-from moeyard_worker.checkpoint.check import DummyCheckpoint, check_weights
-from moeyard_worker.checkpoint.dummy import DummyWeights
-from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts
-from moeyard_worker.checkpoint.staging import StagedExperts, Staging
+from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import SchedulerConfig, loading_rates
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
@@ -32,13 +29,12 @@ from moeyard_worker.engine.loss import Loss
 from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
 from moeyard_worker.engine.recording import open_recorder
 from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.sources import open_weights
 from moeyard_worker.exchange.factory import build_exchange
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
-from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.experts.trace import RoutingRecorder
-from moeyard_worker.models.decoder import Load
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.scheduling.scheduler import Scheduler
 
@@ -147,7 +143,8 @@ class Worker:
         num_state_slots = config.max_num_seqs if state.bytes_per_sequence else 0
         backend = self._device.backend
         begun, staging = time.perf_counter(), self._device.staging()
-        load, source = self._weights(staging)
+        load, source = open_weights(self._checkpoint, self._device.backend, self._dtype, staging, self._advance)
+        slot = model.expert_bytes(self._dtype.itemsize)
         experts = self.experts = ExpertCache(
             backend=backend,
             source=source,
@@ -161,7 +158,7 @@ class Worker:
             recorder=self._recording,
         )
         self._total = self._checkpoint.dense_bytes()
-        self._total += experts.num_preloaded * model.expert_bytes(self._dtype.itemsize)
+        self._total += experts.num_preloaded * slot
         exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
         runner = Runner(
             self._checkpoint.spec,
@@ -224,18 +221,10 @@ class Worker:
             "num_experts": experts.num_experts,
             "skipped": dict(self._checkpoint.skipped),
             "loaded_bytes": self._loaded,
+            "held_bytes": plan.held_bytes(page_bytes=config.page_size * state.bytes_per_token, expert_bytes=slot),
             "load_seconds": seconds,
             "read_rate": read,
         }
-
-    def _weights(self, staging: Staging | None) -> tuple[Load, ExpertSource]:
-        """What gives the dense weights, and what the experts."""
-        checkpoint, backend = self._checkpoint, self._device.backend
-        if isinstance(checkpoint, DummyCheckpoint):
-            drawn = DummyWeights(checkpoint.spec, backend=backend, dtype=self._dtype, progress=self._advance)
-            return drawn.load, drawn
-        loader = DenseLoader(checkpoint, backend=backend, dtype=self._dtype, progress=self._advance, staging=staging)
-        return loader.load, MappedExperts(checkpoint) if staging is None else StagedExperts(checkpoint, staging)
 
     def _plan(self, available: int, ranks_on_host: int) -> MemoryPlan:
         return plan_memory(
@@ -267,6 +256,17 @@ class Worker:
         """End the epoch on all ranks though nobody is lost: `wait` tells all of a loss of nobody, then `rebind`."""
         assert self._engine is not None, "an epoch begins before it ends"
         self._engine.end_epoch(reason)
+
+    def room(self) -> dict[str, Any]:
+        """What experts of others could have here: bytes of memory and of a slot; whether all of its own have one, and
+        whether any can come or go (a recording is of one shard).
+        """
+        return {
+            "available": self._device.available(),
+            "slot_bytes": self._model.expert_bytes(self._dtype.itemsize),
+            "all_resident": self.experts.all_resident,
+            "movable": self.experts.movable and self._recording is None,
+        }
 
     def prepare(self, placement: Placement, room: int = 0) -> int:
         """Read the experts that this rank has in an epoch of this placement and not now, beside steps; returns bytes.
