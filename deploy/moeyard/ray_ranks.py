@@ -60,12 +60,9 @@ class RayRanks:
         takeover: str = "auto",
     ) -> None:
         self.check: Callable[[], None] = lambda: None
-        self._config = config
-        self._make = make
-        self._spec = spec
+        self._config, self._make, self._spec = config, make, spec
         self._members: list[Member] = []
-        self._whole = placement
-        self._now = placement  # of the epoch that runs, or ran last
+        self._whole = self._now = placement  # of all, and of the epoch that runs or ran last
         self._runs = False
         self._takeover = takeover
         self._start_seconds = math.inf  # how long a rank takes from its making to its first step
@@ -115,10 +112,8 @@ class RayRanks:
         return Event(rank=rank, reason=f"rank {rank} has loaded its experts", ready=True)
 
     def _event(self, rank: int, ref: Any) -> Event:
-        member = self._members[rank]
-        member.wait = None
-        event = told(rank, ref)
-        member.loss = event.loss
+        member, event = self._members[rank], told(rank, ref)
+        member.wait, member.loss = None, event.loss
         return event
 
     def recover(self, dead: Collection[int]) -> Recovered | None:

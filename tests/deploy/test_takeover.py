@@ -14,6 +14,7 @@ from moeyard_worker.config.placement import Placement
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.models.families import load_model_config
 
+DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
 WHOLE = Placement.of_shards((1, 2), partition(12, 3))
 WITHOUT_1 = WHOLE.without([1])
 SLOT = 100
@@ -154,8 +155,8 @@ def test_a_loss_while_experts_are_given_back_is_another(supervisor: Supervisor, 
     assert fleet.calls == ["recover [1]", "serve [0, 2]", "admit", "recover [2]", "serve [0]"]
 
 
-def test_a_file_places_experts(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
-    model = load_model_config(checkpoints["mla"])
+def test_a_file_places_experts(tmp_path: Path) -> None:
+    model = load_model_config(DEMO)
     file = tmp_path / "placement.json"
     file.write_text('{"owners": %s}' % [e % 2 for e in range(model.num_experts)])
     assert placement_of(str(file), model, 2).experts(1)[0] == tuple(range(1, model.num_experts, 2))

@@ -30,7 +30,7 @@ from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
 from moeyard_worker.engine.recording import open_recorder
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sources import open_weights
-from moeyard_worker.exchange.factory import build_exchange
+from moeyard_worker.exchange.factory import build_exchange, resolve_kind
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.placement import partition
@@ -136,6 +136,7 @@ class Worker:
         """Everything that `plan` has room for."""
         config, model = self._spec.config, self._model
         owned = self._placement.experts(self._spec.rank)
+        kind = resolve_kind(config.exchange, config.num_workers)
         self._recording = open_recorder(
             config, model, rank=self._spec.rank, experts=owned[0], num_slots=plan.expert_slots
         )
@@ -159,7 +160,7 @@ class Worker:
         )
         self._total = self._checkpoint.dense_bytes()
         self._total += experts.num_preloaded * slot
-        exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
+        exchange = build_exchange(kind, mesh=self._mesh, shape=self._shape, placement=self._placement)
         runner = Runner(
             self._checkpoint.spec,
             load=load,
