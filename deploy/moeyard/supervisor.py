@@ -107,6 +107,7 @@ class Supervisor:
         self._budgets: dict[int, RestartBudget] = {}
         self._said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._ready = False  # somebody who was away may join
+        self._away: frozenset[int] = frozenset()  # whom the router knows to be away, once it has heard
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -142,7 +143,9 @@ class Supervisor:
             self._note(incident, event)
         while not self._said.empty():
             rank, reason = self._said.get()
-            incident.lost.setdefault(rank, reason)
+            # Said before the router had heard that it is: of its successor only the fleet can know.
+            if rank not in self._away:
+                incident.lost.setdefault(rank, reason)
         return incident if incident.lost else None
 
     def _note(self, incident: Incident, event: Event) -> None:
@@ -194,14 +197,14 @@ class Supervisor:
 
     def _hand_over(self, recovered: Recovered, incident: Incident) -> None:
         """The router goes on with these ranks."""
+        self._away = frozenset(rank.rank for rank in recovered.ranks if not rank.frontend)
         # What it has noticed so far is of those that were replaced.
         while not self._said.empty():
             self._said.get()
         seconds = self._clock() - incident.began
         incident.reports = list(recovered.losses)
         self._replace(recovered.ranks, incident.facts(seconds))
-        away = [rank.rank for rank in recovered.ranks if not rank.frontend]
-        how = f"serves without {_named(away)}" if away else "is whole again"
+        how = f"serves without {_named(self._away)}" if self._away else "is whole again"
         log.warning("the fleet %s %.1f s after %s", how, seconds, incident.reason)
 
     def _may_replace(self, rank: int) -> bool:

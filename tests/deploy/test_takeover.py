@@ -137,6 +137,17 @@ def test_who_is_ready_joins(supervisor: Supervisor, fleet: Fleet, caplog: pytest
     assert "the fleet is whole again 0.0 s after rank 1 is back" in caplog.text
 
 
+def test_what_the_router_says_late_of_a_rank_that_is_away_harms_nobody(supervisor: Supervisor, fleet: Fleet) -> None:
+    fleet.answers = [(1,), (), (2,)]
+    turn(supervisor, fleet, Event(rank=1, reason="gone"))
+    supervisor.lost(1, "worker 1 is gone")
+    turn(supervisor, fleet)
+    turn(supervisor, fleet, Event(rank=1, reason="", ready=True))
+    supervisor.lost(2, "worker 2 is gone")
+    turn(supervisor, fleet)
+    assert fleet.calls == ["recover [1]", "serve [0, 2]", "admit", "serve [0, 1, 2]", "recover [2]", "serve [0, 1]"]
+
+
 def test_who_fails_while_it_is_away_is_made_again(supervisor: Supervisor, fleet: Fleet) -> None:
     """The others' epoch goes on, and the router hears nothing; too often, and it ends the fleet all the same."""
     fleet.answers = [(1,), None]
