@@ -15,7 +15,10 @@ from typing import Any
 import zmq
 
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.placement import Placement
+from moeyard_worker.experts.placement import partition
 from moeyard_worker.keys import FleetKeys, RouterKeys
+from moeyard_worker.models.families import load_model_config
 from moeyard_worker.protocol import (
     Abort,
     Done,
@@ -161,9 +164,14 @@ class Client:
 
     def reconnect(self, rank: int, frontend: str) -> None:
         """Forget a rank's connection, with all that was not read from it, for that of the process in its place."""
-        self._poller.unregister(self.sockets[rank])
-        self.sockets[rank].close(0)
+        self.drop(rank)
         self.sockets[rank] = self._connect(frontend)
+
+    def drop(self, rank: int) -> None:
+        """Forget a rank's connection, with all that was not read from it."""
+        if not self.sockets[rank].closed:
+            self._poller.unregister(self.sockets[rank])
+            self.sockets[rank].close(0)
 
     def send(self, rank: int, message: Message) -> None:
         self.sockets[rank].send(encode(message))
@@ -181,6 +189,8 @@ class Client:
 
     def carry_over(self, lost: Sequence[int], to: Sequence[int]) -> list[str]:
         """Have what ran at lost ranks go on at others, by turns, as a router does; the names."""
+        for rank in set(lost).difference(to):
+            self.drop(rank)
         names = [n for n, (rank, _) in self.submits.items() if rank in lost and self.answers[n].end is None]
         for i, name in enumerate(names):
             answer, rank = self.answers[name], to[i % len(to)]
@@ -260,6 +270,55 @@ class Fleet:
     client: Client
     config: EngineConfig
     keys: FleetKeys
+    placement: Placement
+
+    def take_over(self, dead: Sequence[int], *, room: int = 1000) -> list[dict[str, Any]]:
+        """Go on without the dead ones: the survivors take their experts. Returns what these said of the loss."""
+        alive = [rank for rank in self.placement.ranks if rank not in dead]
+        losses = [self.ranks[rank].call("wait") for rank in alive]
+        self.begin_epoch(self.placement.without(dead), losses, room=room)
+        return losses
+
+    def start_again(self, ranks: Sequence[int]) -> None:
+        """New processes in the place of dead ones load their shards, while the others serve."""
+        for rank in ranks:
+            self.ranks[rank].join()
+            self.ranks[rank] = RankProcess()
+            self.ranks[rank].send("setup", _spec(self.config, rank, 0, self.keys, self.whole))
+        for rank in ranks:
+            self.endpoints[rank] = self.ranks[rank].result()
+        for rank in ranks:
+            self.ranks[rank].call("load", 1)
+            self.client.reconnect(rank, self.endpoints[rank]["frontend"])
+
+    def move_to(self, placement: Placement, *, room: int = 1000) -> None:
+        """End the epoch between steps, and begin another with the ranks of this placement."""
+        before = self.placement.ranks
+        self.ranks[before[0]].call("end_epoch", "the test moves experts")
+        losses = [self.ranks[rank].call("wait") for rank in before]
+        assert all(not loss["ranks"] for loss in losses), losses
+        self.begin_epoch(placement, losses, room=room)
+
+    def begin_epoch(self, placement: Placement, losses: Sequence[dict[str, Any]], *, room: int = 1000) -> None:
+        """All ranks of a placement meet and go on, or begin."""
+        started, self.placement = set(self.placement.ranks).difference(self.lost_for_good()), placement
+        ranks, epoch = placement.ranks, secrets.randbits(31)
+        there = [self.ranks[rank] for rank in ranks]
+        met = call_all(there, "rebind", [(epoch, placement)] * len(ranks))
+        call_all(there, "connect", [([each["mesh"] for each in met],)] * len(ranks))
+        call_all(there, "prepare", [(placement, room)] * len(ranks))
+        step = max((loss["steps"] for loss in losses), default=0)
+        for rank in ranks:
+            self.ranks[rank].call("rejoin" if rank in started else "start", step)
+
+    def lost_for_good(self) -> list[int]:
+        """Ranks whose processes have ended."""
+        return [rank for rank, each in enumerate(self.ranks) if not each.process.is_alive()]
+
+    @property
+    def whole(self) -> Placement:
+        """The placement that all ranks began with."""
+        return first_placement(self.config)
 
     def recover(self, dead: Sequence[int]) -> list[dict[str, Any]]:
         """Put new processes in the place of dead ones and begin a new epoch, as a launcher does.
@@ -272,7 +331,7 @@ class Fleet:
         for rank in dead:
             self.ranks[rank].join()
             self.ranks[rank] = RankProcess()
-            self.ranks[rank].send("setup", _spec(self.config, rank, epoch, self.keys))
+            self.ranks[rank].send("setup", _spec(self.config, rank, epoch, self.keys, self.placement))
         for rank in survivors:
             self.ranks[rank].send("rebind", epoch)
         self.endpoints = [rank.result() for rank in self.ranks]
@@ -298,17 +357,21 @@ def call_all(ranks: Sequence[RankProcess], name: str, args: Sequence[tuple[Any, 
 
 
 @contextlib.contextmanager
-def start_fleet(pool: ProcessPool, config: EngineConfig) -> Iterator[Fleet]:
+def start_fleet(pool: ProcessPool, config: EngineConfig, placement: Placement | None = None) -> Iterator[Fleet]:
     """Start a fleet for one case on processes of the pool; invariants are checked and everything stopped at the end."""
     ranks, keys = pool.take(config.num_workers), make_keys()
+    placement = placement or first_placement(config)
     count, epoch = len(ranks), secrets.randbits(31)
-    endpoints = call_all(ranks, "setup", [(_spec(config, rank, epoch, keys),) for rank in range(count)])
+    endpoints = call_all(ranks, "setup", [(_spec(config, rank, epoch, keys, placement),) for rank in range(count)])
     call_all(ranks, "connect", [([e["mesh"] for e in endpoints],)] * count)
     reports = call_all(ranks, "load", [(count,)] * count)
     call_all(ranks, "start", [()] * count)
     client = Client([e["frontend"] for e in endpoints], keys.of_router())
     try:
-        yield Fleet(ranks=ranks, endpoints=endpoints, reports=reports, client=client, config=config, keys=keys)
+        yield Fleet(
+            ranks=ranks, endpoints=endpoints, reports=reports, client=client, config=config, keys=keys,
+            placement=placement,
+        )  # fmt: skip
         alive = [rank for rank in ranks if rank.process.is_alive()]
         call_all(alive, "validate", [()] * len(alive))
     finally:
@@ -318,6 +381,13 @@ def start_fleet(pool: ProcessPool, config: EngineConfig) -> Iterator[Fleet]:
         pool.keep(ranks)
 
 
-def _spec(config: EngineConfig, rank: int, epoch: int, keys: FleetKeys) -> dict[str, Any]:
+def first_placement(config: EngineConfig) -> Placement:
+    """Contiguous shards for all ranks."""
+    assert config.model_path is not None
+    model = load_model_config(config.model_path)
+    return Placement.of_shards(model.moe_layers, partition(model.num_experts, config.num_workers))
+
+
+def _spec(config: EngineConfig, rank: int, epoch: int, keys: FleetKeys, placement: Placement) -> dict[str, Any]:
     spec = {"config": config, "rank": rank, "epoch": epoch, "host": "127.0.0.1", "version": "test"}
-    return {**spec, "keys": keys.of_worker()}
+    return {**spec, "keys": keys.of_worker(), "placement": placement}

@@ -124,8 +124,14 @@ class Drill:
             self._recovery = outcome.ready_seconds
             if incidents:
                 # The ranks know where in a step it was, the router only that a connection broke.
-                outcome.incident = incidents[0]
-                outcome.cause = str(((incidents[0].get("launcher")) or incidents[0])["reason"])
+                # The latest may be that a rank is given its experts back.
+                losses = [
+                    each
+                    for each in incidents
+                    if (each.get("launcher") or each)["lost" if each.get("launcher") else "ranks"]
+                ]
+                outcome.incident = (losses or incidents)[0]
+                outcome.cause = str((outcome.incident.get("launcher") or outcome.incident)["reason"])
         return outcome
 
     async def _signal(self, outcome: Outcome, kind: str, victims: Sequence[tuple[int, psutil.Process]]) -> None:

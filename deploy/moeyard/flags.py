@@ -10,6 +10,7 @@ from typing import Any
 
 from moeyard.door_flags import add_door_arguments, byte_size, count
 from moeyard.model_source import add_model_argument, checkpoint, hub_id
+from moeyard.takeover import MODES as TAKEOVERS
 from moeyard_router.config import METRIC_ALIASES
 from moeyard_worker.config.engine_config import (
     DEVICE_DEFAULTS,
@@ -205,6 +206,19 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=3.0,
         metavar="S",
         help="seconds for open answers on SIGTERM or Ctrl-C; a second signal ends them at once (default %(default)g)",
+    )
+    add(
+        "--expert-placement",
+        metavar="FILE",
+        help='which rank computes which expert, as JSON {"owners": [rank, ...]} for all MoE layers or by layer '
+        "(default: contiguous shards)",
+    )
+    add(
+        "--expert-takeover",
+        choices=TAKEOVERS,
+        default="auto",
+        help="whether the others take a lost rank's experts over until it is back; auto: if they have room and that is "
+        "quicker (default %(default)s)",
     )
     add(
         "--restart-limit",

@@ -30,7 +30,10 @@ class RanksLost(FleetError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """A started rank: where routers and Prometheus reach it, and what it decided while loading."""
+    """A rank: where routers and Prometheus reach it, and what it decided while loading.
+
+    With an empty `frontend` it is away: the others serve without it.
+    """
 
     rank: int
     frontend: str
@@ -48,8 +51,12 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Rank `rank` has ended, for `reason`; or it lives and has lost peers: then `loss` has the fields of its `Loss`."""
+    """Rank `rank` has ended, for `reason`; or it lives and has lost peers: then `loss` has the fields of its `Loss`.
+
+    `ready`: it was away, has loaded its shard, and may join the others.
+    """
 
     rank: int
     reason: str
     loss: dict[str, Any] | None = None
+    ready: bool = False

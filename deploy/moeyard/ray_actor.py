@@ -10,12 +10,13 @@ import ray
 
 from moeyard import logs
 from moeyard.lazy import load
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 
 
 class RankActor:
     """Methods are the worker's own, in its order: setup, connect, load, start, wait, and after a loss rebind, connect,
-    rejoin, wait; `progress` and `stop` any time.
+    prepare, rejoin, wait; `progress` and `stop` any time.
     """
 
     def setup(self, spec: dict[str, Any]) -> dict[str, Any]:
@@ -32,9 +33,21 @@ class RankActor:
         process = psutil.Process()
         return {**self._worker.endpoints(), "node": node, "pid": process.pid, "began": process.create_time()}
 
-    def rebind(self, epoch: int) -> dict[str, Any]:
-        """Bind sockets for peers of another epoch; returns the endpoints."""
-        return self._worker.rebind(epoch)
+    def rebind(self, epoch: int, placement: Placement) -> dict[str, Any]:
+        """Bind sockets for the peers of another epoch, which this placement names; returns the endpoints."""
+        return self._worker.rebind(epoch, placement)
+
+    def room(self) -> dict[str, Any]:
+        """What experts of others could have here: the fields of a `Room`."""
+        return self._worker.room()
+
+    def prepare(self, placement: Placement, room: int) -> int:
+        """Read the experts that the next epoch brings, into `room` more slots at most; returns bytes."""
+        return self._worker.prepare(placement, room)
+
+    def end_epoch(self, reason: str) -> None:
+        """Have all ranks stop between steps and tell a loss of nobody."""
+        self._worker.end_epoch(reason)
 
     def connect(self, mesh: list[dict[str, Any]], timeout: float) -> None:
         """Meet the peers."""

@@ -25,9 +25,11 @@ from moeyard.rank import Event, FleetError, FleetLost, Rank, RanksLost, Recovere
 from moeyard.ray_actor import RankActor
 from moeyard.ray_config import uses_tls, worker_environment
 from moeyard.ray_errors import first_line
-from moeyard.ray_ranks import PROGRESS_SECONDS, STOP_SECONDS, Progress, RayRanks
+from moeyard.ray_member import PROGRESS_SECONDS, STOP_SECONDS, Progress
+from moeyard.ray_ranks import RayRanks
 from moeyard.signals import Interrupts, run_apart
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.keys import FleetKeys
 
 CONNECT_SECONDS = 3.0
@@ -49,6 +51,8 @@ class RayFleet:
         metrics_port_base: int,
         cluster_wait: float = 0.0,
         keys: FleetKeys,
+        placement: Placement,
+        takeover: str = "auto",
     ) -> None:
         self._config = config
         self._keys = keys
@@ -63,7 +67,7 @@ class RayFleet:
         self._check: Callable[[], None] = lambda: None
         # Actors are made, heard and ended under it.
         self._lock = threading.Lock()
-        self._ranks = RayRanks(config, make=self._actor, spec=self._spec)
+        self._ranks = RayRanks(config, make=self._actor, spec=self._spec, placement=placement, takeover=takeover)
 
     def start(self, progress: Progress, *, stage: Callable[[str], None], interrupts: Interrupts) -> list[Rank]:
         """Start Ray and all ranks; `progress(done, total)` gets the bytes loaded over all ranks, `stage` what begins.
@@ -98,8 +102,14 @@ class RayFleet:
         with self._lock:
             return self._ranks.events(timeout)
 
-    def recover(self, dead: Collection[int]) -> Recovered:
-        """Replace ranks and go on in another epoch (`RayRanks.recover`).
+    def admit(self) -> Recovered | None:
+        """See `RayRanks.admit`; raises as `recover`."""
+        with self._lock:
+            self._go_on()
+            return self._ranks.admit()
+
+    def recover(self, dead: Collection[int]) -> Recovered | None:
+        """Replace ranks and go on in another epoch, if that is needed (`RayRanks.recover`).
 
         Raises RanksLost for those to be replaced next, and FleetError when `stop` was called.
         """
@@ -163,13 +173,14 @@ class RayFleet:
         options = self._remote_class.options(scheduling_strategy=strategy, runtime_env=environment, max_restarts=0)
         return options.remote()
 
-    def _spec(self, config: EngineConfig, rank: int, epoch: int) -> dict[str, Any]:
+    def _spec(self, config: EngineConfig, rank: int, epoch: int, placement: Placement) -> dict[str, Any]:
         return {
             "keys": self._keys.of_worker(),
             "config": config,
             "log": self._log,
             "rank": rank,
             "epoch": epoch,
+            "placement": placement,
             "host": self._worker_host,
             "version": __version__,
             "metrics_port": self._metrics_port_base + rank if self._metrics_port_base else 0,

@@ -7,54 +7,45 @@ ranks (`RanksLost`), and `recover` may be called again with these: it goes on wi
 
 import contextlib
 import dataclasses
-import os
+import math
 import secrets
-import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import psutil
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moeyard.rank import Event, Rank, RanksLost, Recovered
-from moeyard.ray_errors import first_line
+from moeyard.ray_member import (
+    PROGRESS_SECONDS,
+    STOP_SECONDS,
+    Member,
+    Progress,
+    follow,
+    is_new,
+    kill_process,
+    lost_of,
+    named,
+    setup_of,
+    told,
+)
+from moeyard.takeover import Room, without
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.placement import Placement
 
-Progress = Callable[[int, int], None]
-
-PROGRESS_SECONDS = 0.2
-STOP_SECONDS = 3.0
 # What a rank that lives may take for a call, beyond the step deadline: its host may be busy starting another.
 CALL_SECONDS = 15.0
 MEET_SECONDS = 20.0
 REMEET_SECONDS = 5.0
 
 
-@dataclass(slots=True)
-class _Member:
-    """A rank's actor, and how far it has come: `setup` and `report` are what those calls returned.
-
-    `setting_up` is the call that will, once it was made, and `epoch` that of the mesh it binds. `wait` is the call that
-    returns when it ends or loses a peer, and `loss` what it then told, until it rejoins.
-    """
-
-    actor: Any
-    setting_up: Any = None
-    epoch: int = 0
-    setup: dict[str, Any] | None = None
-    report: dict[str, Any] | None = None
-    started: bool = False
-    wait: Any = None
-    loss: dict[str, Any] | None = None
-
-
 class RayRanks:
-    """Owner of the actors. `make(rank)` makes one in its place; `spec(config, rank, epoch)` is what its setup is told.
+    """Owner of the actors. `make(rank)` makes one in its place; `spec(config, rank, epoch, placement)` tells its setup.
+
+    `placement` is that of the whole fleet, and `takeover` says when others go on without a rank.
 
     `check` is called between calls of Ray and ends what is going on by an exception.
     """
@@ -64,55 +55,112 @@ class RayRanks:
         config: EngineConfig,
         *,
         make: Callable[[int], Any],
-        spec: Callable[[EngineConfig, int, int], dict[str, Any]],
+        spec: Callable[[EngineConfig, int, int, Placement], dict[str, Any]],
+        placement: Placement,
+        takeover: str = "auto",
     ) -> None:
         self.check: Callable[[], None] = lambda: None
-        self._config = config
-        self._make = make
-        self._spec = spec
-        self._members: list[_Member] = []
+        self._config, self._make, self._spec = config, make, spec
+        self._members: list[Member] = []
+        self._whole = self._now = placement  # of all, and of the epoch that runs or ran last
+        self._runs = False
+        self._takeover = takeover
+        self._start_seconds = math.inf  # how long a rank takes from its making to its first step
         self._reports: list[dict[str, Any]] = []  # of the first start
+        self._nodes: dict[int, str] = {}  # where each rank is, or was last
         self._losses: dict[int, dict[str, Any]] = {}  # what was told of the epoch before, by rank
 
     def launch(self, progress: Progress) -> list[Rank]:
         """Make all actors and take them up to their first step. Raises RanksLost naming the first rank at fault."""
-        self._members = [_Member(self._make(rank)) for rank in range(self._config.num_workers)]
+        begun = time.monotonic()
+        self._members = [Member(self._make(rank)) for rank in range(self._config.num_workers)]
         ranks = self._begin_epoch(progress, meet=MEET_SECONDS)
+        self._start_seconds = time.monotonic() - begun
         self._reports = [rank.report for rank in ranks]
         return ranks
 
     def events(self, timeout: float) -> list[Event]:
-        """What ranks have told within `timeout` seconds, at the latest: each its end, or the loss of a peer."""
+        """What ranks have told within `timeout` seconds, at the latest: each its end, or the loss of a peer.
+
+        Those that are away go on with their start meanwhile.
+        """
         waits = {m.wait: rank for rank, m in enumerate(self._members) if m.wait is not None}
-        if not waits:
+        starts = {m.loading or m.setting_up: rank for rank, m in self._away() if m.report is None}
+        if not waits and not starts:
             time.sleep(timeout)
             return []
-        done, _ = ray.wait(list(waits), num_returns=1, timeout=timeout)
-        return [self._event(waits[ref]) for ref in done]
+        done, _ = ray.wait([*waits, *starts], num_returns=1, timeout=timeout)
+        events = [self._event(waits[ref], ref) if ref in waits else self._advance(starts[ref], ref) for ref in done]
+        return [event for event in events if event is not None]
 
-    def _event(self, rank: int) -> Event:
+    def _away(self) -> list[tuple[int, Member]]:
+        """Who has been made anew while an epoch of the others runs."""
+        return [(r, m) for r, m in enumerate(self._members) if self._runs and not m.started and m.setting_up]
+
+    def _advance(self, rank: int, ref: Any) -> Event | None:
+        """A rank that is away was set up, or has loaded its shard, or could not."""
         member = self._members[rank]
-        ref, member.wait = member.wait, None
         try:
-            member.loss = ray.get(ref)
-        except RayTaskError as error:
-            return Event(rank=rank, reason=first_line(error.cause or error))
-        except RayActorError:
-            return Event(rank=rank, reason=f"the process of rank {rank} has ended")
+            result = ray.get(ref)
         except RayError as error:
-            return Event(rank=rank, reason=first_line(error))
-        if member.loss is None:
-            return Event(rank=rank, reason="it stopped")
-        return Event(rank=rank, reason=member.loss["reason"], loss=member.loss)
+            return Event(rank=rank, reason=str(lost_of(rank, error)))
+        if member.setup is None:
+            self._set_up(rank, result)
+            member.loading = member.actor.load.remote(1)
+            return None
+        self._loaded(rank, result)
+        return Event(rank=rank, reason=f"rank {rank} has loaded its experts", ready=True)
 
-    def recover(self, dead: Collection[int]) -> Recovered:
-        """New actors for `dead`, whatever these do, and another epoch for all. Raises RanksLost: call it again."""
+    def _event(self, rank: int, ref: Any) -> Event:
+        member, event = self._members[rank], told(rank, ref)
+        member.wait, member.loss = None, event.loss
+        return event
+
+    def recover(self, dead: Collection[int]) -> Recovered | None:
+        """New actors for `dead`, whatever these do, and another epoch: for all, or for those that can take over.
+
+        None if no other epoch is needed, as they were away. Raises RanksLost: call it again.
+        """
         for rank in dead:
             self.fence(rank)
-            self._members[rank] = _Member(self._make(rank))
-        self._losses = {}
-        ranks = self._begin_epoch(lambda done, total: None, meet=REMEET_SECONDS)
+            self._members[rank] = Member(self._make(rank))
+        if self._runs and not set(dead).intersection(self._now.ranks):
+            self._set_all_up(secrets.randbits(31))
+            return None
+        return self._go_on(self._taken_over)
+
+    def admit(self) -> Recovered | None:
+        """Give those that were away and have loaded their experts back, between steps, in another epoch.
+
+        None if there is nobody. Raises RanksLost: call `recover`.
+        """
+        ready = [rank for rank, member in self._away() if member.report is not None]
+        if not ready:
+            return None
+        missing = [r for r, m in enumerate(self._members) if not m.started and r not in ready]
+        with contextlib.suppress(RayError):  # boundary: who has ended is found by the others
+            who = self._members[self._now.ranks[0]].actor
+            ray.get(who.end_epoch.remote(f"{named(ready)} is back"), timeout=CALL_SECONDS)
+        return self._go_on(lambda: (self._whole.without(missing) if missing else self._whole, {}))
+
+    def _go_on(self, choose: Callable[[], tuple[Placement, Mapping[int, int]]]) -> Recovered:
+        self._losses, self._runs = {}, False
+        ranks = self._begin_epoch(lambda done, total: None, meet=REMEET_SECONDS, choose=choose)
         return Recovered(ranks=tuple(ranks), losses=tuple(self._losses.values()))
+
+    def _taken_over(self) -> tuple[Placement, Mapping[int, int]]:
+        """The placement to go on with now that losses are known, and the slots that its ranks may take in addition."""
+        there = {r: m for r, m in enumerate(self._members) if m.started}
+        away = set(range(len(self._members))).difference(there)
+        if not away or not there:
+            return self._whole, {}
+        rooms: dict[int, Room] = {}
+        asked = {r: m.actor.room.remote() for r, m in there.items()}
+        self._call(asked, lambda rank, room: rooms.update({rank: Room(**room)}), timeout=CALL_SECONDS)
+        return without(
+            away, mode=self._takeover, whole=self._whole, before=self._now, rooms=rooms, nodes=self._nodes,
+            reports=self._reports, start_seconds=self._start_seconds,
+        )  # fmt: skip
 
     def fence(self, rank: int) -> None:
         """End a rank's process, also one that is stopped and hears nothing: when it wakes it must harm nobody."""
@@ -128,51 +176,71 @@ class RayRanks:
             remote = ray.remote(num_cpus=0, scheduling_strategy=there)(kill_process)
             remote.remote(setup["pid"], setup["began"])
 
-    def _begin_epoch(self, progress: Progress, *, meet: float) -> list[Rank]:
-        """Take every member from where it is to its first step in a new epoch."""
-        members, epoch = self._members, secrets.randbits(31)
-        patience = self._config.step_deadline + CALL_SECONDS
-        for rank, member in _where(members, _is_new):
-            if member.setting_up is None:
-                member.setting_up = member.actor.setup.remote(self._spec(self._sized(rank), rank, epoch))
-                member.epoch = epoch
-        new = {r: m.setting_up for r, m in _where(members, _is_new)}
+    def _begin_epoch(
+        self, progress: Progress, *, meet: float,
+        choose: Callable[[], tuple[Placement, Mapping[int, int]]] | None = None,
+    ) -> list[Rank]:  # fmt: skip
+        """Take every member of the epoch's placement from where it is to its first step in it.
+
+        `choose` says which placement, once losses are known; None: that of all.
+        """
+        epoch, patience = secrets.randbits(31), self._config.step_deadline + CALL_SECONDS
+        self._set_all_up(epoch)
         # A survivor may still be in its step, and binds when it has found out.
         self._hear_losses(patience)
-        old = {r: m.actor.rebind.remote(epoch) for r, m in _where(members, lambda m: not _is_new(m))}
+        placement, slots = choose() if choose is not None else (self._whole, {})
+        # Nobody meets others while it still loads on its own.
+        self._call(
+            {r: m.loading for r, m in enumerate(self._members) if r in placement.ranks and m.loads}, self._loaded
+        )
+        members = {rank: self._members[rank] for rank in placement.ranks}
+        new = {r: m.setting_up for r, m in members.items() if is_new(m)}
+        old = {r: m.actor.rebind.remote(epoch, placement) for r, m in members.items() if not is_new(m)}
         self._call(old, self._set_up, timeout=patience)
         self._call(new, self._set_up)
         # Those that were being set up while another epoch began.
-        late = {r: members[r].actor.rebind.remote(epoch) for r in new if members[r].epoch != epoch}
+        late = {r: members[r].actor.rebind.remote(epoch, placement) for r in new if members[r].epoch != epoch}
         self._call(late, self._set_up, timeout=patience)
-        mesh = [_setup(m)["mesh"] for m in members]
-        self._connect([m.actor.connect.remote(mesh, meet) for m in members], meet + patience)
-        unloaded = [(r, m) for r, m in enumerate(members) if m.report is None]
-        per_node = Counter(_setup(m)["node"] for _, m in unloaded)
-        loads = {r: m.actor.load.remote(per_node[_setup(m)["node"]]) for r, m in unloaded}
-        self._follow(loads, progress)
+        mesh = [setup_of(m)["mesh"] for m in members.values()]
+        self._connect({r: m.actor.connect.remote(mesh, meet) for r, m in members.items()}, meet + patience)
+        unloaded = {r: m for r, m in members.items() if m.report is None}
+        per_node = Counter(setup_of(m)["node"] for m in unloaded.values())
+        loads = {r: m.actor.load.remote(per_node[setup_of(m)["node"]]) for r, m in unloaded.items()}
+        follow(loads, unloaded, progress, check=self.check)
         self._call(loads, self._loaded)
-        step = max((m.loss["steps"] for m in members if m.loss is not None), default=0)
-        begun = {r: (m.actor.rejoin if m.started else m.actor.start).remote(step) for r, m in enumerate(members)}
-        for member in members:
+        moved = {r: m for r, m in members.items() if m.has != placement.experts(r)}
+        self._call({r: m.actor.prepare.remote(placement, slots.get(r, 0)) for r, m in moved.items()})
+        step = max((m.loss["steps"] for m in members.values() if m.loss is not None), default=0)
+        begun = {r: (m.actor.rejoin if m.started else m.actor.start).remote(step) for r, m in members.items()}
+        for rank, member in members.items():
             # Before it is known whether all have begun: those that have will tell of those that have not.
             member.started, member.loss, member.wait = True, None, member.actor.wait.remote()
+            member.has = placement.experts(rank)
+        self._now = placement
         self._call(begun, timeout=patience)
-        return [
-            Rank(
-                rank=rank,
-                frontend=_setup(member)["frontend"],
-                metrics_url=_setup(member)["metrics_url"],
-                report=member.report or {},
-            )
-            for rank, member in enumerate(members)
-        ]
+        self._runs = True
+        return [self._rank(rank) for rank in range(len(self._members))]
+
+    def _set_all_up(self, epoch: int) -> None:
+        """Have every new actor begin its setup; others do not wait for that."""
+        for rank, member in enumerate(self._members):
+            if is_new(member) and member.setting_up is None:
+                member.setting_up = member.actor.setup.remote(self._spec(self._sized(rank), rank, epoch, self._whole))
+                member.epoch = epoch
+
+    def _rank(self, rank: int) -> Rank:
+        member = self._members[rank]
+        if not member.started:
+            return Rank(rank=rank, frontend="", metrics_url="", report={})
+        setup = setup_of(member)
+        return Rank(rank=rank, frontend=setup["frontend"], metrics_url=setup["metrics_url"], report=member.report or {})
 
     def _set_up(self, rank: int, setup: dict[str, Any]) -> None:
         self._members[rank].setup = (self._members[rank].setup or {}) | setup
+        self._nodes[rank] = setup_of(self._members[rank])["node"]
 
     def _loaded(self, rank: int, report: dict[str, Any]) -> None:
-        self._members[rank].report = report
+        self._members[rank].report, self._members[rank].has = report, self._whole.experts(rank)
 
     def _sized(self, rank: int) -> EngineConfig:
         """The config of a rank's process: one that takes another's place decides as that did."""
@@ -190,7 +258,7 @@ class RayRanks:
         limit = time.monotonic() + patience
         while silent := {r for r, m in enumerate(self._members) if m.started and m.loss is None}:
             for event in self.events(PROGRESS_SECONDS):
-                if event.loss is None:
+                if event.loss is None and not event.ready:
                     raise RanksLost([event.rank], event.reason)
             self.check()
             if time.monotonic() > limit:
@@ -202,12 +270,12 @@ class RayRanks:
             if named and member.loss is not None:
                 raise RanksLost(named, member.loss["reason"])
 
-    def _connect(self, calls: list[Any], timeout: float) -> None:
+    def _connect(self, calls: dict[int, Any], timeout: float) -> None:
         """Let all meet. That one does not answer is said by another, so where nobody died, who is new is named."""
         try:
-            self._call(dict(enumerate(calls)), timeout=timeout)
+            self._call(calls, timeout=timeout)
         except RanksLost as lost:
-            fresh = {r for r, m in enumerate(self._members) if not m.started}
+            fresh = {r for r in calls if not self._members[r].started}
             if isinstance(lost.__cause__, RayActorError) or not fresh:
                 raise
             raise RanksLost(fresh, str(lost), exit_code=lost.exit_code) from lost
@@ -234,29 +302,13 @@ class RayRanks:
                 try:
                     took(rank, ray.get(ref))
                 except RayError as error:
-                    lost = lost or _lost(rank, error)
+                    lost = lost or lost_of(rank, error)
             if pending and limit is not None and time.monotonic() > limit:
                 late = sorted(pending.values())
                 lost = lost or RanksLost(late, f"worker {late[0]} did not answer within {timeout:.0f} s")
                 break
         if lost is not None:
             raise lost
-
-    def _follow(self, loads: dict[int, Any], progress: Progress) -> None:
-        """Report progress until every load has ended, well or badly."""
-        calls = list(loads.values())
-        while calls:
-            _, pending = ray.wait(calls, num_returns=len(calls), timeout=PROGRESS_SECONDS)
-            self.check()
-            try:
-                asked = [self._members[rank].actor.progress.remote() for rank in loads]
-                parts = ray.get(asked, timeout=STOP_SECONDS)
-                progress(sum(done for done, _ in parts), sum(total for _, total in parts))
-            except RayError:
-                # Its cause, if any, is raised by the load itself.
-                pass
-            if not pending:
-                return
 
     def stop(self) -> None:
         """Let every rank end in good order for a while, then end it."""
@@ -266,35 +318,3 @@ class RayRanks:
         for member in self._members:
             ray.kill(member.actor)
         self._members = []
-
-
-def kill_process(pid: int, began: float) -> None:
-    """SIGKILL for a process of this host, unless its number is another's by now: `began` is when it was created."""
-    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # boundary: it has ended
-        if abs(psutil.Process(pid).create_time() - began) < 1.0:
-            os.kill(pid, signal.SIGKILL)
-
-
-def _lost(rank: int, error: RayError) -> RanksLost:
-    """The loss of a rank whose call failed; its own words, if it has any."""
-    if isinstance(error, RayTaskError):
-        lost = RanksLost([rank], first_line(error.cause or error), exit_code=2)
-    elif isinstance(error, RayActorError):
-        lost = RanksLost([rank], f"worker {rank} died while starting: {first_line(error)}")
-    else:
-        lost = RanksLost([rank], f"Ray could not run worker {rank}: {first_line(error)}")
-    lost.__cause__ = error
-    return lost
-
-
-def _is_new(member: _Member) -> bool:
-    return member.setup is None
-
-
-def _setup(member: _Member) -> dict[str, Any]:
-    assert member.setup is not None, "a rank is set up before it meets others"
-    return member.setup
-
-
-def _where(members: list[_Member], holds: Callable[[_Member], bool]) -> Iterable[tuple[int, _Member]]:
-    return [(rank, member) for rank, member in enumerate(members) if holds(member)]

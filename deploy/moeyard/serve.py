@@ -19,6 +19,7 @@ from moeyard.door_flags import door_fields
 from moeyard.lazy import load
 from moeyard.listen import bind, outside_url, reachable_url
 from moeyard.logs import LogConfig
+from moeyard.placing import placement_of
 from moeyard.rank import Rank
 from moeyard.routers import RouterProcesses
 from moeyard.signals import noted
@@ -35,9 +36,9 @@ from moeyard_router.text.answer_formats import AnswerFormats
 from moeyard_router.text.chat import open_codec
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.memory import MemoryPlan, plan_memory
-from moeyard_worker.experts.placement import partition
 from moeyard_worker.experts.trace import rank_path
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
@@ -76,7 +77,9 @@ def serve(
     open_certificate(door)
     model = served_model(config)
     api = api_settings(args, config)
-    formats = check_before_start(config, model, api=api, local=args.ray_address is None).formats
+    placement = placement_of(args.expert_placement, model, config.num_workers)
+    checked = check_before_start(config, model, api=api, local=args.ray_address is None, placement=placement)
+    formats = checked.formats
     sock = bind(args.host, args.port, shared=args.routers > 1)
     warn_if_open(door, args.host)
     if args.ray_address is None:
@@ -96,6 +99,8 @@ def serve(
             metrics_port_base=args.metrics_port_base,
             cluster_wait=args.wait_for_cluster,
             keys=keys,
+            placement=placement,
+            takeover=args.expert_takeover,
         )
         try:
             interrupts.check()
@@ -158,7 +163,7 @@ def serve(
 
 def addresses(ranks: Sequence[Rank]) -> tuple[WorkerAddress, ...]:
     """Where a router finds these ranks."""
-    return tuple(WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url) for r in ranks)
+    return tuple(WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url or None) for r in ranks)
 
 
 def router_config(
@@ -230,12 +235,14 @@ class Checked:
     plan: MemoryPlan | None
 
 
-def check_before_start(config: EngineConfig, model: ModelConfig, *, api: ApiSettings, local: bool) -> Checked:
+def check_before_start(
+    config: EngineConfig, model: ModelConfig, *, api: ApiSettings, local: bool, placement: Placement | None = None
+) -> Checked:
     """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
     checkpoint = check_weights(config, model)
     codec = open_codec(None if config.model_path is None else Path(config.model_path), api.chat_template)
     formats = answer_formats_of(codec, api)
-    shards = partition(model.num_experts, config.num_workers)
+    placement = placement or placement_of(None, model, config.num_workers)
     if local:
         check_trace(config)
     if not local or config.device != "cpu":
@@ -248,7 +255,7 @@ def check_before_start(config: EngineConfig, model: ModelConfig, *, api: ApiSett
         itemsize=itemsize,
         resident_bytes=checkpoint.resident_bytes(itemsize, footprint),
         footprints=footprint,
-        num_local_experts=len(shards[0]) * len(model.moe_layers),
+        num_local_experts=max(placement.num_owned(rank) for rank in placement.ranks),
         available=available_memory() // config.num_workers,
     )
     return Checked(formats=formats, plan=plan)

@@ -28,8 +28,15 @@ class Recoverable(Protocol):
         """What ranks have told within so many seconds."""
         ...
 
-    def recover(self, dead: Collection[int]) -> Recovered:
-        """Replace ranks and go on; raises RanksLost for those to be replaced next, FleetError when it is stopped."""
+    def recover(self, dead: Collection[int]) -> Recovered | None:
+        """Replace ranks and go on; raises RanksLost for those to be replaced next, FleetError when it is stopped.
+
+        None if the others serve without them already, and go on with that.
+        """
+        ...
+
+    def admit(self) -> Recovered | None:
+        """Go on with those that were away and are ready, if any; raises as `recover`, which then is to be called."""
         ...
 
 
@@ -99,6 +106,8 @@ class Supervisor:
         self._limit, self._window = limit, window
         self._budgets: dict[int, RestartBudget] = {}
         self._said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._ready = False  # somebody who was away may join
+        self._away: frozenset[int] = frozenset()  # whom the router knows to be away, once it has heard
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -117,9 +126,15 @@ class Supervisor:
 
     def _run(self) -> None:
         while not self._stopping.is_set() and self.failure is None:
-            incident = self.listen()
-            if incident is not None:
-                self.recover(incident)
+            self.turn()
+
+    def turn(self) -> None:
+        """Act on what has happened within a moment."""
+        incident = self.listen()
+        if incident is not None:
+            self.recover(incident)
+        elif self._ready:
+            self.admit()
 
     def listen(self) -> Incident | None:
         """What has happened within a moment, if it is a loss."""
@@ -128,10 +143,15 @@ class Supervisor:
             self._note(incident, event)
         while not self._said.empty():
             rank, reason = self._said.get()
-            incident.lost.setdefault(rank, reason)
+            # Said before the router had heard that it is: of its successor only the fleet can know.
+            if rank not in self._away:
+                incident.lost.setdefault(rank, reason)
         return incident if incident.lost else None
 
     def _note(self, incident: Incident, event: Event) -> None:
+        if event.ready:
+            self._ready = True
+            return
         if event.loss is None:
             incident.lost[event.rank] = event.reason
             return
@@ -156,14 +176,36 @@ class Supervisor:
                 continue
             except FleetError:
                 return  # it is being stopped
-            # What the router has noticed so far is of those that were replaced.
-            while not self._said.empty():
-                self._said.get()
-            seconds = self._clock() - incident.began
-            incident.reports = list(recovered.losses)
-            self._replace(recovered.ranks, incident.facts(seconds))
-            log.warning("the fleet is whole again %.1f s after %s", seconds, incident.reason)
+            if recovered is None:
+                log.warning("%s starts once more; the others serve", _named(dead))
+            else:
+                self._hand_over(recovered, incident)
             return
+
+    def admit(self) -> None:
+        """Have who was away join the others, and give them their experts back."""
+        self._ready, incident = False, Incident(began=self._clock())
+        try:
+            recovered = self._fleet.admit()
+            if recovered is not None:
+                self._hand_over(recovered, incident)
+        except RanksLost as error:
+            incident.lost = dict.fromkeys(error.ranks, str(error))
+            self.recover(incident)
+        except FleetError:
+            return  # it is being stopped
+
+    def _hand_over(self, recovered: Recovered, incident: Incident) -> None:
+        """The router goes on with these ranks."""
+        self._away = frozenset(rank.rank for rank in recovered.ranks if not rank.frontend)
+        # What it has noticed so far is of those that were replaced.
+        while not self._said.empty():
+            self._said.get()
+        seconds = self._clock() - incident.began
+        incident.reports = list(recovered.losses)
+        self._replace(recovered.ranks, incident.facts(seconds))
+        how = f"serves without {_named(self._away)}" if self._away else "is whole again"
+        log.warning("the fleet %s %.1f s after %s", how, seconds, incident.reason)
 
     def _may_replace(self, rank: int) -> bool:
         budget = self._budgets.setdefault(rank, RestartBudget(self._limit - 1, self._window))

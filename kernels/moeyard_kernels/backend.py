@@ -11,7 +11,7 @@ state in the form that the backend's kernels want. H counts hidden, T = num_toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from moeyard_kernels.types.gate import GateRule
 from moeyard_kernels.types.step import StepRows
@@ -120,6 +120,19 @@ class ExpertSlots(Protocol):
         self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None
     ) -> ExpertRun:
         """rows [R, H] for local ids experts [R, K] (-1: not here); prompt [R] bool marks prompt rows (None: none)."""
+        ...
+
+
+@runtime_checkable
+class MovableSlots(ExpertSlots, Protocol):
+    """Slots of which there may be more or fewer later, where a rank's experts may change."""
+
+    def pack(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Own:
+        """One expert as `write` would put it into a slot, in memory of its own. In any thread, beside steps."""
+        ...
+
+    def rearrange(self, order: Sequence[Own]) -> None:
+        """From now on there are len(order) slots: number s is what slot order[s] was, or what `pack` gave, or None."""
         ...
 
 

@@ -11,11 +11,19 @@ METRIC_ALIASES = ("vllm",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAddress:
-    """Where one rank listens: `endpoint` is its ZMQ ROUTER address, `metrics_url` its Prometheus page if it has one."""
+    """Where one rank listens: `endpoint` is its ZMQ ROUTER address, `metrics_url` its Prometheus page if it has one.
+
+    With an empty `endpoint` the rank is away, and the others serve without it.
+    """
 
     rank: int
     endpoint: str
     metrics_url: str | None = None
+
+    @property
+    def away(self) -> bool:
+        """Whether the others serve without it."""
+        return not self.endpoint
 
 
 _LEAST_ONE = ("max_body_bytes", "max_buffered_bytes", "max_header_bytes", "intake_processes")

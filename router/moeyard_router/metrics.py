@@ -27,7 +27,7 @@ LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(7) for digit 
 CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 # As the router sees a worker, which may not have spoken yet.
-_WORKER_STATES = ("connecting", "ready", "recovering", "failed", "stopping")
+_WORKER_STATES = ("connecting", "ready", "recovering", "failed", "stopping", "away")
 
 
 class RouterMetrics:

@@ -282,7 +282,10 @@ LONG_ANSWER = {"prompt": "x", "max_tokens": 400, "temperature": 0, "ignore_eos":
 
 
 def test_a_lost_worker_costs_no_request(command: Callable[..., Command]) -> None:
-    """A stream through it has the text that it would have had; then an end of the launcher while it recovers again."""
+    """A stream through it has the text that it would have had: the other takes its experts over, and gives them back.
+
+    Then both are lost, and the launcher ends while it recovers.
+    """
     served = command("serve", DEMO, "--workers", "2", "--port", "0")
     served.wait_ready()
     expected = httpx.post(f"{served.url}/v1/completions", json=LONG_ANSWER, timeout=60).json()["choices"][0]["text"]
@@ -292,11 +295,15 @@ def test_a_lost_worker_costs_no_request(command: Callable[..., Command]) -> None
         text += lines
     assert text.pop() == "[DONE]"
     assert "".join(json.loads(line)["choices"][0]["text"] for line in text) == expected
+    served.wait_for(lambda: " the fleet is whole again " in served.err.read_text(), BUSY_READY_SECONDS)
     served.wait_for(lambda: httpx.get(f"{served.url}/readyz").status_code == 200, BUSY_READY_SECONDS)
-    (incident,) = httpx.get(f"{served.url}/v1/fleet/incidents").json()["incidents"]
-    assert re.search(r"rank [01] lost (at|after) step \d+", json.dumps(incident)), incident
-    assert re.search(r" the fleet is whole again [\d.]+ s after rank [01] lost ", served.err.read_text())
-    served.workers()[0].kill()
+    back, lost = httpx.get(f"{served.url}/v1/fleet/incidents").json()["incidents"]
+    assert re.search(r"rank [01] lost (at|after) step \d+", json.dumps(lost)), lost
+    assert re.search(r"rank [01] is back", json.dumps(back)), back
+    then = r"(.*\n)* ?.* the fleet is whole again [\d.]+ s after rank \1 is back"
+    assert re.search(rf" serves without rank ([01]) [\d.]+ s after rank \1 lost {then}", served.err.read_text())
+    for worker in served.workers():
+        worker.kill()
     served.wait_for(lambda: "recovering" in httpx.get(f"{served.url}/readyz").text, 10)
     assert httpx.get(f"{served.url}/livez").status_code == 200
     served.process.send_signal(signal.SIGINT)

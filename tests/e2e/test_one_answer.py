@@ -2,7 +2,8 @@
 
 Every combination of ranks, exchange, expert slots, policy, prefill chunk and KV pages runs the same requests, alone and
 in a mixed batch, with prefix misses and hits, and must return what one rank with everything resident returns for each
-request alone. Preemption comes from a pool of pages too small for the batch. A choice of them runs two steps deep.
+request alone. So do placements of experts by chance.
+Preemption comes from a pool of pages too small for the batch. A choice of them runs two steps deep.
 """
 
 import itertools
@@ -15,6 +16,7 @@ import pytest
 from tests.fleet import Answer, Fleet, ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.models.families import load_model_config
 
 PAGE = 16
@@ -34,17 +36,22 @@ class Case:
     chunk: int
     pages: str
     deep: int = 1
+    scattered: bool = False
 
     def __str__(self) -> str:
         name = f"{self.ranks}ranks-{self.exchange}-{self.slots}-{self.policy}-chunk{self.chunk}-{self.pages}"
-        return name if self.deep == 1 else f"{name}-{self.deep}deep"
+        return name + f"-{self.deep}deep" * (self.deep > 1) + "-scattered" * self.scattered
 
 
 def cases() -> list[Case]:
-    """The whole product; one rank has no exchange to choose."""
+    """The whole product; one rank has no exchange to choose. With chunks of 64 any expert lies anywhere."""
     exchanges, slots, policies, chunks = ("shm", "tcp"), ("min", "half", "all"), ("slru", "lru"), (16, 64, 2048)
     product = itertools.product((1, 2, 4), exchanges, slots, policies, chunks, NUM_PAGES)
-    return [Case(*values) for values in product if not (values[0] == 1 and values[1] == "tcp")]
+    return [
+        Case(*values, scattered=values[0] > 1 and values[4] == 64)
+        for values in product
+        if not (values[0] == 1 and values[1] == "tcp")
+    ]
 
 
 def requests() -> dict[str, tuple[list[int], dict[str, Any]]]:
@@ -78,6 +85,17 @@ def config(case: Case, model: Path) -> EngineConfig:
         max_num_seqs=16,
         async_scheduling=case.deep == 2,
     )
+
+
+def placement(case: Case, model: Path) -> Placement | None:
+    """Of a scattered case: each layer's experts dealt by chance, unevenly; None for contiguous shards."""
+    if not case.scattered:
+        return None
+    read, chance = load_model_config(model), random.Random(str(case))
+    rows = [[chance.randrange(case.ranks) for _ in range(read.num_experts)] for _ in read.moe_layers]
+    for row, rank in zip(itertools.cycle(rows), range(case.ranks), strict=False):
+        row[rank] = rank  # everybody has one somewhere
+    return Placement(read.moe_layers, tuple(map(tuple, rows)))
 
 
 def bits(answer: Answer) -> tuple[Any, ...]:
@@ -116,7 +134,7 @@ def expected(processes: ProcessPool, checkpoints: dict[str, Path]) -> dict[str, 
 
 def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, tuple[Any, ...]]) -> None:
     """Run the requests of one case and compare bits."""
-    with start_fleet(processes, config(case, model)) as fleet:
+    with start_fleet(processes, config(case, model), placement(case, model)) as fleet:
         # A miss alone, then all at once on one rank ("c" hits its prefix, scarce pages preempt), then hits alone.
         assert run_alone(fleet, "alone", "c", 0) == expected["c"]
         assert run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0)) == expected
@@ -155,7 +173,7 @@ def test_two_steps_in_flight(
 GQA_CASES = [
     Case(1, "shm", "min", "slru", 16, "scarce"),
     Case(1, "shm", "half", "lru", 64, "ample"),
-    Case(2, "shm", "half", "slru", 64, "scarce"),
+    Case(2, "shm", "half", "slru", 64, "scarce", scattered=True),
     Case(2, "tcp", "min", "lru", 2048, "ample"),
     Case(4, "tcp", "half", "slru", 16, "ample"),
     Case(4, "shm", "min", "lru", 64, "scarce"),
@@ -173,7 +191,7 @@ BF16_CASES = {
         Case(2, "shm", "all", "slru", 2048, "ample"),
         Case(2, "tcp", "min", "slru", 64, "scarce"),
         Case(4, "shm", "half", "slru", 2048, "scarce"),
-        Case(4, "tcp", "min", "lru", 16, "ample"),
+        Case(4, "tcp", "min", "lru", 16, "ample", scattered=True),
         Case(4, "tcp", "all", "lru", 64, "scarce"),
     ],
     "gqa_bf16": [

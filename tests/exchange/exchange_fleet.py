@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -13,6 +13,7 @@ import torch
 import zmq
 from exchange_reference import Observed, Scenario, expert_outputs, make_layer
 
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Exchange, ExchangeError
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.lockstep import Lockstep
@@ -84,11 +85,18 @@ class Fleet:
         return [self.result(rank) for rank in range(len(self.pipes))]
 
     def connect(
-        self, kind: str, shape: ExchangeShape, *, deadline: float = 30.0, hosts: str | None = None
-    ) -> list[MeshEndpoint]:
-        """Build mesh and exchange on all ranks; `hosts[r]` is the pretended host of rank r."""
-        endpoints = self.call(open_mesh, kind, shape, len(self.pipes), deadline, hosts)
-        results = self.call(connect_exchange, kind, shape, endpoints)
+        self, kind: str, shape: ExchangeShape, *, deadline: float = 30.0, hosts: str | None = None,
+        placement: Placement | None = None, members: Sequence[int] | None = None,
+    ) -> list[MeshEndpoint]:  # fmt: skip
+        """Build mesh and exchange on all ranks; `hosts[r]` is the pretended host of rank r.
+
+        Process i is rank members[i]; without a `placement` of their experts they own contiguous shards.
+        """
+        members = range(len(self.pipes)) if members is None else members
+        endpoints = self.call(open_mesh, kind, shape, members, deadline, hosts)
+        if placement is None:
+            placement = Placement.of_shards(range(6), partition(shape.num_experts, len(endpoints)))
+        results = self.call(connect_exchange, kind, shape, endpoints, placement)
         assert results == [None] * len(self.pipes), results
         return endpoints
 
@@ -109,24 +117,28 @@ def _serve(rank: int, pipe: Connection) -> None:
 
 
 def open_mesh(
-    state: Rank, kind: str, shape: ExchangeShape, world_size: int, deadline: float, hosts: str | None
+    state: Rank, kind: str, shape: ExchangeShape, members: Sequence[int], deadline: float, hosts: str | None
 ) -> MeshEndpoint:
     """First phase of the rendezvous."""
+    host_id = hosts[state.rank] if hosts else None
+    state.rank = members[state.rank]
     state.mesh = build_mesh(
         kind,
         shape=shape,
         rank=state.rank,
-        world_size=world_size,
+        world_size=max(members) + 1,
+        members=members,
         deadline=deadline,
-        host_id=hosts[state.rank] if hosts else None,
+        host_id=host_id,
     )
     return state.mesh.endpoint()
 
 
-def connect_exchange(state: Rank, kind: str, shape: ExchangeShape, endpoints: list[MeshEndpoint]) -> None:
+def connect_exchange(
+    state: Rank, kind: str, shape: ExchangeShape, endpoints: list[MeshEndpoint], placement: Placement
+) -> None:
     """Second phase."""
     state.mesh.connect(endpoints)
-    placement = partition(shape.num_experts, len(endpoints))
     state.exchange = build_exchange(kind, mesh=state.mesh, shape=shape, placement=placement)
 
 

@@ -5,6 +5,7 @@ from zlib import crc32
 
 import torch
 
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.shape import ExchangeShape
 
 
@@ -85,21 +86,24 @@ def expert_outputs(shape: ExchangeShape, experts: torch.Tensor, rank: int, numbe
     return rows.view(*experts.shape, shape.hidden)
 
 
-def reference(shape: ExchangeShape, placement: tuple[range, ...], layers: list[Layer], number: int) -> list[Observed]:
-    """What every rank must observe for the ranks' inputs `layers`."""
-    seen = []
+def reference(
+    shape: ExchangeShape, placement: Placement, layers: dict[int, Layer], number: int, index: int
+) -> dict[int, Observed]:
+    """What every rank must observe for the ranks' inputs `layers`, in the placement's layer number `index`."""
+    seen = {}
     dtype = getattr(torch, shape.dtype)
-    homes = [torch.empty(*layer.topk_ids.shape, shape.hidden, dtype=dtype) for layer in layers]
-    for rank, experts in enumerate(placement):
+    homes = {rank: torch.empty(*each.topk_ids.shape, shape.hidden, dtype=dtype) for rank, each in layers.items()}
+    for rank in layers:
+        experts = placement.experts(rank)[index]
         rows: list[torch.Tensor] = []
         local: list[list[int]] = []
         prompt: list[bool] = []
         places: list[tuple[int, int]] = []
-        for source, layer in enumerate(layers):
+        for source, layer in layers.items():
             for token, chosen in enumerate(layer.topk_ids.tolist()):
                 if any(expert in experts for expert in chosen):
                     rows.append(layer.x[token])
-                    local.append([expert - experts.start if expert in experts else -1 for expert in chosen])
+                    local.append([experts.index(expert) if expert in experts else -1 for expert in chosen])
                     prompt.append(token < layer.num_prompt)
                     places.append((source, token))
         ids = torch.tensor(local, dtype=torch.int64).view(len(rows), shape.top_k)
@@ -108,13 +112,11 @@ def reference(shape: ExchangeShape, placement: tuple[range, ...], layers: list[L
             for k in range(shape.top_k):
                 if local[row][k] >= 0:
                     homes[source][token, k] = outputs[row, k]
-        seen.append(
-            Observed(
-                rows=torch.stack(rows) if rows else torch.empty(0, shape.hidden, dtype=dtype),
-                experts=local,
-                prompt=prompt,
-                home=homes[rank],
-            )
+        seen[rank] = Observed(
+            rows=torch.stack(rows) if rows else torch.empty(0, shape.hidden, dtype=dtype),
+            experts=local,
+            prompt=prompt,
+            home=homes[rank],
         )
     return seen
 

@@ -1,5 +1,6 @@
 """Every exchange gives every rank the same bits as the plain loops of exchange_reference.py."""
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import torch
 from exchange_fleet import Fleet, close, run_layers
 from exchange_reference import SCENARIOS, Scenario, bits, make_layer, reference
 
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.placement import partition
 
@@ -16,13 +18,30 @@ NUM_LAYERS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One fleet. `hosts[r]` is the pretended host of rank r."""
+    """One fleet. `hosts[i]` is the pretended host of the i-th rank; `away` there is one more, which is not there."""
 
     name: str
     kind: str
     ranks: int
     dtype: str
     hosts: str | None = None
+    shuffled: bool = False
+    away: int | None = None
+
+    @property
+    def members(self) -> list[int]:
+        """Ranks that are there."""
+        return [rank for rank in range(self.ranks + (self.away is not None)) if rank != self.away]
+
+    @property
+    def placement(self) -> Placement:
+        """Contiguous shards, or of any owner in any layer: also such that own nothing of it."""
+        if not self.shuffled:
+            return Placement.of_shards(range(6), partition(self.shape.num_experts, self.ranks))
+        chance = random.Random(self.name)
+        rows = [tuple(chance.choice(self.members) for _ in range(self.shape.num_experts)) for _ in range(4)]
+        alone = (self.members[-1],) * self.shape.num_experts
+        return Placement(tuple(range(6)), (*rows, alone, alone))
 
     @property
     def shape(self) -> ExchangeShape:
@@ -41,6 +60,14 @@ SETUPS = [
     for ranks in worlds
     for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16"))
 ]
+SETUPS += [
+    Setup(name=f"{name}-{ranks}ranks-{away}away", kind=kind, ranks=ranks, dtype="float32", shuffled=True, away=away,
+          hosts=hosts)
+    for name, kind, ranks, away, hosts in (
+        ("shm", "zmq", 3, None, None), ("shm", "zmq", 2, 1, None), ("shm", "zmq", 1, 0, None),
+        ("tcp", "zmq-tcp", 3, 0, None), ("two_hosts", "zmq", 3, 2, "aba"),
+    )
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=SETUPS, ids=lambda setup: setup.name)
@@ -48,7 +75,7 @@ def connected(request: pytest.FixtureRequest) -> Iterator[tuple[Setup, Fleet, li
     """A fleet of one setup, and its number of steps so far."""
     setup: Setup = request.param
     with Fleet(setup.ranks) as fleet:
-        fleet.connect(setup.kind, setup.shape, hosts=setup.hosts)
+        fleet.connect(setup.kind, setup.shape, hosts=setup.hosts, placement=setup.placement, members=setup.members)
         yield setup, fleet, [0]
         assert fleet.call(close) == [None] * setup.ranks
 
@@ -58,11 +85,10 @@ def test_same_bits_as_the_reference(connected: tuple[Setup, Fleet, list[int]], s
     setup, fleet, steps = connected
     seen = fleet.call(run_layers, setup.shape, scenario, steps[0], NUM_LAYERS)
     steps[0] += 1
-    placement = partition(setup.shape.num_experts, setup.ranks)
     for number in range(NUM_LAYERS):
-        layers = [make_layer(setup.shape, scenario, rank, number) for rank in range(setup.ranks)]
-        for rank, expected in enumerate(reference(setup.shape, placement, layers, number)):
-            got = seen[rank][number]
+        layers = {rank: make_layer(setup.shape, scenario, rank, number) for rank in setup.members}
+        for rank, expected in reference(setup.shape, setup.placement, layers, number, 2 * number).items():
+            got = seen[setup.members.index(rank)][number]
             where = f"rank {rank}, layer {number}"
             assert got.rows.shape == expected.rows.shape, where
             assert torch.equal(bits(got.rows), bits(expected.rows)), where

@@ -1,39 +1,42 @@
-"""The vectorized routing against plain loops, for any ids, sources and shards."""
+"""The vectorized routing against plain loops, for any ids, sources and owners."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeyard_worker.exchange.routing import route
+from moeyard_worker.exchange.routing import LayerTables, pairs_of, route
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[int], range, int]:
+def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[int], list[int], int]:
     num_experts, top_k = draw(st.integers(1, 9)), draw(st.integers(1, 4))
     sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
     num_pairs = sum(sizes) * top_k
     ids = draw(st.lists(st.integers(-1, num_experts - 1), min_size=num_pairs, max_size=num_pairs))
-    start = draw(st.integers(0, num_experts - 1))
-    experts = range(start, draw(st.integers(start + 1, num_experts)))
+    experts = sorted(draw(st.sets(st.integers(0, num_experts - 1))))
     return np.array(ids, np.int64).reshape(-1, top_k), sizes, experts, num_experts
 
 
 @given(cases())
-def test_route_equals_the_loops(case: tuple[np.ndarray, list[int], range, int]) -> None:
+def test_route_equals_the_loops(case: tuple[np.ndarray, list[int], list[int], int]) -> None:
     ids, sizes, experts, num_experts = case
     bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-    got = route(ids, token_bounds=bounds, experts=experts, num_experts=num_experts)
+    owners = [7 if expert in experts else 3 for expert in range(num_experts)]
+    tables = LayerTables.of(owners, 7)
+    got = route(ids, token_bounds=bounds, local=tables.local)
 
     top_k = ids.shape[1]
     rows = [token for token, chosen in enumerate(ids.tolist()) if any(e in experts for e in chosen)]
     pairs = [pair for pair, expert in enumerate(ids.reshape(-1).tolist()) if expert in experts]
     assert got.row_tokens.tolist() == rows
     assert got.experts.tolist() == [
-        [expert - experts.start if expert in experts else -1 for expert in ids[token].tolist()] for token in rows
+        [experts.index(expert) if expert in experts else -1 for expert in ids[token].tolist()] for token in rows
     ]
     assert got.pairs.tolist() == pairs
     assert got.row_pairs.tolist() == [rows.index(pair // top_k) * top_k + pair % top_k for pair in pairs]
+    elsewhere = [pair for pair, expert in enumerate(ids.reshape(-1).tolist()) if expert >= 0 and pair not in pairs]
+    assert pairs_of(ids.reshape(-1), tables.owner, 3).tolist() == elsewhere
     for start, stop, source in zip(bounds, bounds[1:], range(len(sizes)), strict=False):
         assert rows[got.row_bounds[source] : got.row_bounds[source + 1]] == [r for r in rows if start <= r < stop]
         own = pairs[got.pair_bounds[source] : got.pair_bounds[source + 1]]
@@ -43,4 +46,4 @@ def test_route_equals_the_loops(case: tuple[np.ndarray, list[int], range, int]) 
 @pytest.mark.parametrize("expert", [-2, 4])
 def test_an_id_out_of_range_is_refused(expert: int) -> None:
     with pytest.raises(AssertionError, match="an expert id is out of range"):
-        route(np.array([[0], [expert]]), token_bounds=[0, 2], experts=range(4), num_experts=4)
+        route(np.array([[0], [expert]]), token_bounds=[0, 2], local=LayerTables.of([0] * 4, 0).local)

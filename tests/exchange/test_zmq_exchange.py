@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.factory import build_exchange, build_mesh, resolve_kind
 from moeyard_worker.exchange.frames import Phase, pack_tag
@@ -16,6 +17,12 @@ from moeyard_worker.exchange.zmq_exchange import ZmqExchange
 from moeyard_worker.experts.placement import partition
 
 SHAPE = ExchangeShape(num_experts=4, top_k=2, hidden=8, dtype="float32", max_tokens=3)
+
+
+def placed(ranks: int, experts: int = 4) -> Placement:
+    return Placement.of_shards(range(8), partition(experts, ranks))
+
+
 X = torch.arange(16.0).view(2, 8)
 IDS = torch.tensor([[0, 1], [2, 3]])
 
@@ -23,7 +30,7 @@ IDS = torch.tensor([[0, 1], [2, 3]])
 @pytest.fixture
 def alone() -> Iterator[ZmqExchange]:
     """A fleet of one rank."""
-    exchange = ZmqExchange(Mesh(rank=0, world_size=1, slab_bytes=SHAPE.slab_bytes), shape=SHAPE, placement=(range(4),))
+    exchange = ZmqExchange(Mesh(rank=0, world_size=1, slab_bytes=SHAPE.slab_bytes), shape=SHAPE, placement=placed(1))
     yield exchange
     exchange.close()
 
@@ -37,7 +44,7 @@ def with_peer(request: pytest.FixtureRequest) -> Iterator[tuple[str, ZmqExchange
     thread.start()
     meshes[0].connect(endpoints)
     thread.join()
-    exchange = ZmqExchange(meshes[0], shape=SHAPE, placement=partition(4, 2))
+    exchange = ZmqExchange(meshes[0], shape=SHAPE, placement=placed(2))
     exchange.begin_step(9)
     yield request.param, exchange, meshes[1]
     exchange.close()
@@ -157,15 +164,15 @@ def test_the_kinds() -> None:
 def test_one_rank_builds_without_peers(kind: str, expected: type) -> None:
     mesh = build_mesh(kind, shape=SHAPE, rank=0, world_size=1)
     mesh.connect([mesh.endpoint()])
-    exchange = build_exchange(kind, mesh=mesh, shape=SHAPE, placement=partition(4, 1))
+    exchange = build_exchange(kind, mesh=mesh, shape=SHAPE, placement=placed(1))
     assert type(exchange) is expected
     exchange.close()
 
 
-@pytest.mark.parametrize("placement", [(range(4), range(4)), (range(2, 4), range(2)), (range(4),)])
-def test_a_placement_must_cover_the_experts_in_order(placement: tuple[range, ...]) -> None:
-    mesh = build_mesh("zmq", shape=SHAPE, rank=0, world_size=2)
-    with pytest.raises(ValueError, match="does not place 4 experts on 2 ranks"):
+@pytest.mark.parametrize("placement", [placed(2, experts=6), placed(3)], ids=["experts", "ranks"])
+def test_a_placement_must_be_of_the_experts_and_on_ranks_that_are_there(placement: Placement) -> None:
+    mesh = build_mesh("zmq", shape=SHAPE, rank=0, world_size=4, members=(0, 1, 3))
+    with pytest.raises(ValueError, match=r"there are 4 and ranks \(0, 1, 3\)"):
         ZmqExchange(mesh, shape=SHAPE, placement=placement)
     mesh.close()
 

@@ -52,7 +52,9 @@ def tell(service: Any, wait_for: Callable[..., float]) -> None:
 
 
 def loads(rank: int) -> ExpertLoads:
-    return ExpertLoads(rank=rank, layers=(1, 2), first_expert=3 * rank, num_experts=3, rows=(1, 2, 3, 4, 5, 6 + rank))
+    return ExpertLoads(
+        rank=rank, layers=(1, 2), experts=tuple(range(3 * rank, 3 * rank + 3)), rows=(1, 2, 3, 4, 5, 6 + rank)
+    )
 
 
 def samples(service: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -227,7 +229,7 @@ def test_experts_are_asked_only_when_somebody_looks(start: Any, wait_for: Callab
     tell(service, wait_for)
     answer = service.client.get("/v1/fleet/experts").json()
     assert [r["rank"] for r in answer["ranks"]] == [0, 1]
-    assert answer["ranks"][1] == {"rank": 1, "layers": [1, 2], "first_expert": 3, "rows": [[1, 2, 3], [4, 5, 7]]}
+    assert answer["ranks"][1] == {"rank": 1, "layers": [1, 2], "experts": [3, 4, 5], "rows": [[1, 2, 3], [4, 5, 7]]}
     # Within a second the answer is the same one: many who look cost as much as one.
     service.workers[0].loads = None
     assert service.client.get("/v1/fleet/experts").json()["ranks"] == answer["ranks"]

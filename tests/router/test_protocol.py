@@ -73,7 +73,7 @@ def instances(cls):
         else:
             kwargs[field.name] = VALUES[field.type]
     if cls is ExpertLoads:  # rows are [layers, experts]
-        kwargs |= {"layers": st.just((1, 2)), "num_experts": st.just(2)}
+        kwargs |= {"layers": st.just((1, 2)), "experts": st.just((4, 7))}
         kwargs["rows"] = st.just(()) | st.tuples(ints, ints, ints, ints)
     return st.builds(cls, **kwargs)
 
@@ -197,6 +197,6 @@ def test_a_batch_of_the_wrong_shape():
 
 
 def test_expert_loads_have_a_number_for_every_expert_or_none():
-    message = ExpertLoads(rank=0, layers=(1, 2), first_expert=0, num_experts=4, rows=(1,) * 7)
+    message = ExpertLoads(rank=0, layers=(1, 2), experts=(0, 1, 2, 3), rows=(1,) * 7)
     with pytest.raises(ProtocolError, match=r"expert_loads\.rows: 7 numbers for 2 layers of 4 experts"):
         decode(encode(message))

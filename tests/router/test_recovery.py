@@ -48,7 +48,22 @@ class Launcher:
         addresses = tuple(WorkerAddress(rank=w.rank, endpoint=w.endpoint) for w in self.workers)
         self.service.server.replace_workers(addresses, then, incident)
 
+    def leave(self, *ranks):
+        """The others go on without these, in an epoch of their own."""
+        self.epoch += 1
+        there = [w for w in self.workers if w.rank not in ranks]
+        for worker in there:
+            worker.snapshot = dataclasses.replace(worker.snapshot, world_size=len(there))
+        addresses = tuple(
+            WorkerAddress(rank=w.rank, endpoint="" if w.rank in ranks else w.endpoint) for w in self.workers
+        )
+        self.service.server.replace_workers(addresses, lambda: None)
+        for worker in there:
+            worker.go_on(self.epoch)
+
     def together(self):
+        for worker in self.workers:
+            worker.snapshot = dataclasses.replace(worker.snapshot, world_size=len(self.workers))
         for worker in self.workers:
             worker.go_on(self.epoch)
 
@@ -452,3 +467,37 @@ def test_several_routers_carry_and_are_given_up(start, script, wait_for):
     service.server.give_up("enough")
     wait_for(lambda: not service.server._routers, "all routers must end", 10)
     assert service.server.failure == "enough"
+
+
+def test_a_rank_may_be_away_and_come_back(launched, wait_for):
+    """The others serve without it: its requests go on there, nothing waits for it, and it is ready when it is back."""
+    service, launcher = launched
+    asked = bodies()
+    with ThreadPoolExecutor(len(asked)) as pool:
+        expected = list(pool.map(lambda body: folded(service, body), asked))
+        answers = [pool.submit(folded, service, body) for body in asked]
+        wait_for(lambda: service.workers[1].submits, "something must run there")
+        launcher.kill(1)
+        wait_for(lambda: service.lost == [1], "its loss must be told")
+        launcher.leave(1)
+        assert [answer.result() for answer in answers] == expected
+        wait_for(lambda: service.client.get("/readyz").status_code == 200, "two are a fleet")
+        states = [worker["state"] for worker in service.client.get("/v1/fleet").json()["workers"]]
+        assert states == ["ready", "away", "ready"]
+        targets = service.client.get("/metrics").text
+        assert 'state="away"} 1.0' in targets
+        assert service.lost == [1], "nobody misses who is away"
+        # Back between steps: the others hold for a moment, and their requests stay.
+        answers = [pool.submit(folded, service, body) for body in asked]
+        wait_for(lambda: service.workers[0].submits and service.workers[2].submits, "they must run")
+
+        for rank in (0, 2):
+            service.workers[rank].hold("rank 1 is back")
+        launcher.heal(1)
+        assert [answer.result() for answer in answers] == expected
+        carried = [incident["requests_carried"] for incident in incidents(service)]
+        assert carried[0] == 0, "what runs at the others stays there"
+
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "all are back")
+    assert [worker["state"] for worker in service.client.get("/v1/fleet").json()["workers"]] == ["ready"] * 3
+    validate(service)

@@ -275,15 +275,15 @@ class Snapshot:
 class ExpertLoads:
     """Rows that each expert of a rank has computed since the start: `rows` is [layer, expert], row by row.
 
-    `layers` are the MoE layers in order, `num_experts` the rank's experts of each, whose global ids begin at
-    `first_expert`. `rows` is empty where the host does not know it: a GPU counts no rows for the host.
+    `layers` are the MoE layers in order, `experts` the global ids that are the rank's in any of them, ascending; of
+    those that are elsewhere in a layer it has computed none. `rows` is empty where the host does not know it: a GPU
+    counts no rows for the host.
     """
 
     type: ClassVar[str] = "expert_loads"
     rank: int
     layers: tuple[int, ...]
-    first_expert: int
-    num_experts: int
+    experts: tuple[int, ...]
     rows: tuple[int, ...]
 
 

@@ -278,6 +278,6 @@ def _check_values(message: Any, where: str) -> None:
         raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs, at most {MAX_PROMPT_LOGPROBS} at once")
     if isinstance(message, Tokens) and message.logprobs and len(message.logprobs) != len(message.token_ids):
         raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs for {len(message.token_ids)} tokens")
-    if isinstance(message, ExpertLoads) and len(message.rows) not in (0, len(message.layers) * message.num_experts):
-        shape = f"{len(message.layers)} layers of {message.num_experts} experts"
+    if isinstance(message, ExpertLoads) and len(message.rows) not in (0, len(message.layers) * len(message.experts)):
+        shape = f"{len(message.layers)} layers of {len(message.experts)} experts"
         raise ProtocolError(f"{where}.rows: {len(message.rows)} numbers for {shape}")

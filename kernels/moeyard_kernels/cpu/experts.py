@@ -39,6 +39,21 @@ class CpuExpertSlots:
         self.down[slot] = _packed(self._down)
         return (self._gate_up.numel() + self._down.numel()) * self._down.itemsize
 
+    def pack(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `MovableSlots.pack`."""
+        dtype = self._down.dtype
+        return _packed(torch.cat((gate, up)).to(dtype)), _packed(down.to(dtype))
+
+    def rearrange(self, order: Sequence[int | tuple[torch.Tensor, torch.Tensor] | None]) -> None:
+        """See `MovableSlots.rearrange`."""
+        empty = self._down.new_empty(0)
+        slots = [
+            (empty, empty) if each is None else (self.gate_up[each], self.down[each]) if isinstance(each, int) else each
+            for each in order
+        ]
+        self.gate_up, self.down = [gate_up for gate_up, _ in slots], [down for _, down in slots]
+        self.num_slots = len(slots)
+
     def slot_table(self, slots: Sequence[int]) -> Sequence[int]:
         """The slots themselves."""
         return slots

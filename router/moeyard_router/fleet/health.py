@@ -56,7 +56,7 @@ class Health:
         while self._warm != self._fleet.generation:
             generation = self._fleet.generation
             if self._fleet.unavailable() is None:
-                ranks = range(len(self._fleet.addresses))
+                ranks = self._ranks()
                 problems = await asyncio.gather(*(self._canary(rank) for rank in ranks))
                 self._problem = next((p for p in problems if p is not None), None)
                 if self._problem is None:
@@ -72,7 +72,7 @@ class Health:
 
     async def _watch(self, changed: asyncio.Event) -> None:
         """Until other workers are there."""
-        ranks = itertools.cycle(range(len(self._fleet.addresses)))
+        ranks = itertools.cycle(self._ranks())
         while self._warm == self._fleet.generation:
             idle = time.monotonic() - (self._fleet.last_progress or 0.0)
             wait = self._config.canary_interval - idle
@@ -86,6 +86,10 @@ class Health:
                     await asyncio.sleep(_RETRY_SECONDS)
             else:
                 await asyncio.sleep(min(1.0, self._config.canary_interval))
+
+    def _ranks(self) -> list[int]:
+        """Those that are not away."""
+        return [address.rank for address in self._fleet.addresses if not address.away]
 
     async def _canary(self, rank: int) -> str | None:
         """Run one token of prompt and two of output on `rank`; what went wrong, or None."""

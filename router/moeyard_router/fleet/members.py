@@ -43,6 +43,7 @@ class Members:
         self._flights = flights
         self._events = events
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._replaced = False
         self._reconnecting: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -51,14 +52,17 @@ class Members:
             self.workers.append(self._open(address))
 
     def replace(self, addresses: tuple[WorkerAddress, ...]) -> list[int]:
-        """Connect to those of `addresses` that are new, which are returned; the others stay. Raises as `start`.
+        """Connect to those of `addresses` that are new; the others stay. Raises as `start`.
 
-        Before, `lost` is called for workers that are there and whose places are taken.
+        Returns the ranks that are new or away since. Before, `lost` is called for workers that are there and whose
+        places are taken, or empty from now on.
         """
+        self._replaced = True
         new = [a.rank for a in addresses if not self._stays(a)]
         for rank in range(len(self.workers)):
             if rank in new or rank >= len(addresses):
-                self.lose(rank, f"worker {rank} was replaced", replaced=True)
+                away = rank < len(addresses) and addresses[rank].away
+                self.lose(rank, f"worker {rank} {'is away' if away else 'was replaced'}", replaced=True)
         self.addresses = addresses
         del self.workers[len(addresses) :]
         self._flights.resize(len(addresses))
@@ -68,7 +72,8 @@ class Members:
 
     def _stays(self, address: WorkerAddress) -> bool:
         worker = self.workers[address.rank] if address.rank < len(self.workers) else None
-        return worker is not None and not worker.lost and worker.link.endpoint == address.endpoint
+        same = worker is not None and worker.link.endpoint == address.endpoint
+        return worker is not None and same and (address.away or not worker.lost)
 
     def lose(self, rank: int, reason: str, *, replaced: bool = False) -> None:
         """A worker is lost: another must take its place, unless it is `replaced` already."""
@@ -94,16 +99,15 @@ class Members:
 
     def unready(self) -> str | None:
         """Which worker is not ready for steps with the others, or None: the fleet is whole."""
-        for worker in self.workers:
+        there = [worker for worker in self.workers if not worker.away]
+        for worker in there:
             if worker.state != "ready":
                 what = "is not connected yet" if worker.state == "connecting" else f"is {worker.state}"
                 return f"worker {worker.link.rank} at {worker.link.endpoint} {what}"
         # Those that stay are of a new epoch, and know of other ranks, before this router does.
-        said = {(w.snapshot.epoch, w.snapshot.world_size) for w in self.workers if w.snapshot is not None}
-        if {world for _, world in said} != {len(self.workers)}:
-            return (
-                f"the workers count {', '.join(str(world) for _, world in sorted(said))} ranks, not {len(self.workers)}"
-            )
+        said = {(w.snapshot.epoch, w.snapshot.world_size) for w in there if w.snapshot is not None}
+        if {world for _, world in said} != {len(there)}:
+            return f"the workers count {', '.join(str(world) for _, world in sorted(said))} ranks, not {len(there)}"
         if len(said) > 1:
             return f"the workers are of epochs {', '.join(str(epoch) for epoch, _ in sorted(said))}"
         return None
@@ -132,7 +136,8 @@ class Members:
     def _mismatch(self, rank: int, said: Snapshot) -> str | None:
         """What makes a worker another than the one that is served, or None. How many ranks it counts may change."""
         config, worker = self._config, self.workers[rank]
-        world = len(self.workers) if worker.snapshot is None else said.world_size
+        known = worker.snapshot is not None or self._replaced
+        world = said.world_size if known else sum(not each.away for each in self.workers)
         if (said.rank, said.world_size, said.vocab_size) != (rank, world, config.vocab_size):
             return (
                 f"the worker at {worker.link.endpoint} is rank {said.rank} of {said.world_size} with "
@@ -148,8 +153,9 @@ class Members:
     def _open(self, address: WorkerAddress) -> WorkerState:
         events = LinkEvents(up=self._up, messages=self._events.messages, broke=self._broke, lost=self.lose)
         link = WorkerLink(address, context=self._context, config=self._config, events=events)
-        link.open()
-        return WorkerState(link, self._flights.held[address.rank])
+        if not address.away:
+            link.open()
+        return WorkerState(link, self._flights.held[address.rank], lost=address.away)
 
     def _up(self, rank: int) -> None:
         self.workers[rank].connected = True

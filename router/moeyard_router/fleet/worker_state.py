@@ -32,10 +32,15 @@ class WorkerState:
 
     @property
     def state(self) -> str:
-        """connecting, ready, recovering, failed or stopping."""
+        """connecting, ready, recovering, failed, stopping or away."""
         if self.lost:
-            return "failed"
+            return "away" if self.away else "failed"
         return self.snapshot.state if self.connected and self.snapshot is not None else "connecting"
+
+    @property
+    def away(self) -> bool:
+        """Whether the others serve without it."""
+        return not self.link.endpoint
 
     @property
     def usable(self) -> bool:

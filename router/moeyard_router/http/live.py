@@ -141,12 +141,12 @@ class LiveView:
         return {"counters": counters, "histograms": histograms}
 
     async def experts(self) -> dict[str, Any]:
-        """Rows that each expert has computed, per rank: `rows[i]` of layer `layers[i]`, by local expert."""
+        """Rows that each expert has computed, per rank: `rows[i]` of layer `layers[i]`, by the expert of `experts`."""
         loads = await self._fleet.loads.read()
         return {"time": time.time(), "generation": self._fleet.generation, "ranks": [_by_layer(each) for each in loads]}
 
 
 def _by_layer(loads: ExpertLoads) -> dict[str, Any]:
-    size = loads.num_experts
+    size = len(loads.experts)
     rows = [loads.rows[start : start + size] for start in range(0, len(loads.rows), size)]
-    return {"rank": loads.rank, "layers": loads.layers, "first_expert": loads.first_expert, "rows": rows}
+    return {"rank": loads.rank, "layers": loads.layers, "experts": loads.experts, "rows": rows}

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.keys import WorkerKeys
 
 
@@ -10,6 +11,7 @@ from moeyard_worker.keys import WorkerKeys
 class WorkerSpec:
     """What one rank is told at start. `epoch` is a random number of this fleet: frames of another one are refused.
 
+    `placement` says which experts the rank loads, and which ranks it meets first (None: contiguous shards, all ranks).
     `keys` lock its sockets; without any, whoever reaches them may speak (a single rank in its own process).
     """
 
@@ -20,3 +22,4 @@ class WorkerSpec:
     version: str
     metrics_port: int = 0
     keys: WorkerKeys | None = None
+    placement: Placement | None = None

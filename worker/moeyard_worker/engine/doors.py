@@ -1,9 +1,10 @@
 """Where a rank listens: for its peers, for routers and for Prometheus, each behind its lock."""
 
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.frontend import Frontend
 from moeyard_worker.engine.metrics import WorkerMetrics
-from moeyard_worker.exchange.factory import build_mesh
+from moeyard_worker.exchange.factory import build_mesh, resolve_kind
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.wires import MeshLock
@@ -13,14 +14,17 @@ from moeyard_worker.exchange.wires import MeshLock
 STALL = 12
 
 
-def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int) -> Mesh:
-    """The rank's mesh of an epoch, which nobody has met yet."""
+def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int, placement: Placement) -> Mesh:
+    """The rank's mesh of an epoch, which nobody has met yet: of the ranks that own experts then."""
     config, keys = spec.config, spec.keys
     return build_mesh(
-        config.exchange,
+        # Of the fleet as it began: with one rank left it is still one that had peers, and may have them again.
+        resolve_kind(config.exchange, config.num_workers),
         shape=shape,
         rank=spec.rank,
-        world_size=config.num_workers,
+        world_size=max(placement.ranks) + 1,
+        members=placement.ranks,
+        placement=placement,
         epoch=epoch,
         host=spec.host,
         deadline=config.step_deadline,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import zmq
 
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.device import LaunchedStep, StepRunner
 from moeyard_worker.engine.faults import RankFault, name_of, not_finite
 from moeyard_worker.engine.frontend import Frontend, in_frames
@@ -42,7 +43,6 @@ IDLE_CHECK_SECONDS = 1.0  # how long a rank stays idle before it checks its own 
 
 class Engine:
     """Owns the loop; everything it drives is handed in. `run` is called in one thread, `rejoin` and `stop` from any.
-
     `on_loss` is told in the loop of what ended an epoch; then the loop waits for `rejoin`.
     """
 
@@ -50,7 +50,6 @@ class Engine:
         self,
         *,
         rank: int,
-        world_size: int,
         epoch: int,
         scheduler: Scheduler,
         runner: StepRunner,
@@ -62,10 +61,7 @@ class Engine:
         on_loss: Callable[[Loss], None] = lambda loss: None,
         grammars: Grammars | None = None,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.epoch = epoch
-        self.step = 0
+        self.rank, self.epoch, self.step = rank, epoch, 0
         self.failure: str | None = None
         self._scheduler = scheduler
         self._runner = runner
@@ -82,7 +78,6 @@ class Engine:
         self._grammars = GrammarQueue(grammars, self._wake_up)
         self._reporter = Reporter(
             rank=rank,
-            world_size=world_size,
             epoch=epoch,
             scheduler=scheduler,
             grammars=self._grammars,
@@ -90,7 +85,8 @@ class Engine:
             metrics=metrics,
         )
         self._on_loss = on_loss
-        self._next: tuple[Mesh, int] | None = None  # what `rejoin` was given
+        self._next: tuple[Mesh, int, Placement] | None = None  # what `rejoin` was given
+        self._ending: str | None = None  # what `end_epoch` was given
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._closing = threading.Lock()
         self._closed = False
@@ -107,9 +103,14 @@ class Engine:
         self._stopping = True
         self._wake_up()
 
-    def rejoin(self, mesh: Mesh, step: int) -> None:
-        """Go on with the peers of a connected mesh of another epoch after step `step`; for a rank that told a loss."""
-        self._next = (mesh, step)
+    def rejoin(self, mesh: Mesh, step: int, placement: Placement) -> None:
+        """Go on with the peers of a connected mesh of another epoch after step `step`; also to begin, before `run`."""
+        self._next = (mesh, step, placement)
+        self._wake_up()
+
+    def end_epoch(self, reason: str) -> None:
+        """End the epoch on all ranks between steps; `on_loss` is told of a loss of nobody. From any thread."""
+        self._ending = reason
         self._wake_up()
 
     def _wake_up(self) -> None:
@@ -130,7 +131,6 @@ class Engine:
         Whatever ends this rank, routers hear nothing of the requests that it leaves: they go on elsewhere. Only those
         that are known to have caused the fault end here, by its name.
         """
-        self._watch_peers()
         try:
             while not self._stopping:
                 self._turn()
@@ -151,6 +151,8 @@ class Engine:
     def _turn(self) -> None:
         if self._next is not None:
             self._begin_epoch(*self._next)
+        if self._ending and not self.failure:
+            self._lose(ExchangeError(self._mesh.fail(self._ending, planned=True)))
         self._take_messages()
         for reply in self._scheduler.expire(time.monotonic()):
             self._send(reply.client, reply.message)
@@ -289,17 +291,19 @@ class Engine:
             running=self._scheduler.running(),
             waiting=self._scheduler.num_waiting,
         )
-        log.error("%s", loss)
+        log.log(logging.ERROR if loss.ranks else logging.INFO, "%s", loss)
         self._scheduler.roll_back()
         self._report(force=True)
         self._on_loss(loss)
 
-    def _begin_epoch(self, mesh: Mesh, step: int) -> None:
-        """Go on where the loss of a peer left this rank."""
-        self._next = None
+    def _begin_epoch(self, mesh: Mesh, step: int, placement: Placement) -> None:
+        """Go on where the end of the epoch before left this rank."""
+        self._next = self._ending = None
         self._mesh, self._lockstep = mesh, Lockstep(mesh)
-        self._exchange.attach(mesh)
+        self._experts.adopt(placement.experts(self.rank))
+        self._exchange.attach(mesh, placement)
         self.epoch = self._reporter.epoch = mesh.epoch
+        self._reporter.num_ranks = len(mesh.members)
         self.step, self.failure = step, None
         self._watch_peers()
         log.info("epoch %d begins after step %d", self.epoch, step)

@@ -64,6 +64,11 @@ class MemoryPlan:
     resident_bytes: int
     reasons: tuple[str, ...]
 
+    def held_bytes(self, *, page_bytes: int, expert_bytes: int) -> int:
+        """All that the rank takes, with pages and slots of these sizes."""
+        slots = (self.expert_slots + self.stream_slots) * expert_bytes
+        return self.resident_bytes + self.reserve.total + self.num_pages * page_bytes + slots
+
     def __str__(self) -> str:
         return (
             f"{format_size(self.available)} free: dense weights {format_size(self.resident_bytes)}; "

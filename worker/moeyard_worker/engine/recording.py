@@ -8,17 +8,19 @@ from moeyard_worker.models.model_config import ModelConfig
 
 
 def open_recorder(
-    config: EngineConfig, model: ModelConfig, *, rank: int, experts: range, num_slots: int
+    config: EngineConfig, model: ModelConfig, *, rank: int, experts: tuple[int, ...], num_slots: int
 ) -> RoutingRecorder | None:
     """Begin the recording of a rank with these experts and slots; None if none is asked for. Raises OSError."""
     if config.record_routing is None:
         return None
+    if list(experts) != list(range(experts[0], experts[0] + len(experts))):
+        raise ValueError("--record-routing is of contiguous shards: leave out --expert-placement")
     header = TraceHeader(
         rank=rank,
         world_size=config.num_workers,
         layers=model.moe_layers,
-        experts_start=experts.start,
-        experts_stop=experts.stop,
+        experts_start=experts[0],
+        experts_stop=experts[-1] + 1,
         top_k=model.top_k,
         num_slots=num_slots,
         policy=config.expert_policy,

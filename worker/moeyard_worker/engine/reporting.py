@@ -14,13 +14,12 @@ PEERS_SECONDS = 1.0
 
 
 class Reporter:
-    """Makes the snapshots of one rank in `epoch`. `step` is that of the last one that was due."""
+    """Makes the snapshots of one rank in `epoch`, of `num_ranks`. `step` is that of the last one that was due."""
 
     def __init__(
         self,
         *,
         rank: int,
-        world_size: int,
         epoch: int,
         scheduler: Scheduler,
         grammars: GrammarQueue,
@@ -29,7 +28,8 @@ class Reporter:
     ) -> None:
         self.step = 0
         self.epoch = epoch
-        self._identity = (rank, world_size)
+        self.num_ranks = 1
+        self._rank = rank
         self._scheduler = scheduler
         self._grammars = grammars
         self._experts = experts
@@ -57,14 +57,13 @@ class Reporter:
 
     def snapshot(self, step: int, failure: str | None) -> Snapshot:
         """How the rank is now, in step `step`; `failure` is why it does not step."""
-        rank, world_size = self._identity
         scheduler = self._scheduler
         stats, experts = scheduler.stats, self._experts.stats.counters
         # A device that finds every expert in its slot counts nothing for the host.
         counted = experts.num_hits + experts.num_misses > 0
         return Snapshot(
-            rank=rank,
-            world_size=world_size,
+            rank=self._rank,
+            world_size=self.num_ranks,
             epoch=self.epoch,
             step=step,
             state="ready" if failure is None else "recovering",

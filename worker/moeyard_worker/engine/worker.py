@@ -2,8 +2,9 @@
 
 Life: construct (sockets bound, nothing loaded) -> `endpoints` -> `connect` (meet the peers) -> `load` (weights, caches)
 -> `start` -> `wait` until the engine ends, or has lost a peer: then `rebind` (a mesh of the next epoch) -> `connect` ->
-`rejoin` -> `wait` again, with all that was loaded. `progress` and `stop` may be called at any time, from any thread.
-What crosses a method is plain values, so that a launcher needs no torch to drive a worker.
+`prepare` if it has other experts then -> `rejoin` -> `wait` again. `progress` and `stop` may be called at any time, in
+any thread. A rank that joins others later loads before it meets them. All that
+crosses a method is plain values.
 """
 
 import logging
@@ -15,11 +16,9 @@ from typing import Any
 
 import torch
 
-from moeyard_worker.checkpoint.check import DummyCheckpoint, check_weights
-from moeyard_worker.checkpoint.dummy import DummyWeights
-from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts
-from moeyard_worker.checkpoint.staging import StagedExperts, Staging
+from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import SchedulerConfig, loading_rates
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
 from moeyard_worker.engine.doors import bind_frontend, bind_mesh, serve_metrics
@@ -30,13 +29,12 @@ from moeyard_worker.engine.loss import Loss
 from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
 from moeyard_worker.engine.recording import open_recorder
 from moeyard_worker.engine.runner import Runner
-from moeyard_worker.exchange.factory import build_exchange
+from moeyard_worker.engine.sources import open_weights
+from moeyard_worker.exchange.factory import build_exchange, resolve_kind
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
-from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.experts.trace import RoutingRecorder
-from moeyard_worker.models.decoder import Load
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.scheduling.scheduler import Scheduler
 
@@ -57,10 +55,10 @@ class Worker:
         self._model = served_model(config)
         self._checkpoint = check_weights(config, self._model)
         self._dtype: torch.dtype = getattr(torch, self._model.served_dtype(config.dtype))
-        self._placement = partition(self._model.num_experts, config.num_workers)
-        self._experts = self._placement[spec.rank]
+        shards = partition(self._model.num_experts, config.num_workers) if spec.placement is None else ()
+        self._placement = spec.placement or Placement.of_shards(self._model.moe_layers, shards)
         self._shape = exchange_shape(config, self._model)
-        self._mesh = bind_mesh(spec, self._shape, spec.epoch)
+        self._mesh = bind_mesh(spec, self._shape, spec.epoch, self._placement)
         try:
             self._metrics, self._metrics_port = serve_metrics(spec)
             # What is planned for a sequence later is at most this.
@@ -90,10 +88,11 @@ class Worker:
             "mesh": asdict(self._mesh.endpoint()),
         }
 
-    def rebind(self, epoch: int) -> dict[str, Any]:
-        """Bind a mesh of another epoch, for a rank whose `wait` has told of a loss or whose peers did not meet."""
+    def rebind(self, epoch: int, placement: Placement | None = None) -> dict[str, Any]:
+        """Bind a mesh of another epoch, by another placement if one is given: after `wait` or if peers did not meet."""
+        self._placement = placement or self._placement
         self._mesh.close()
-        self._mesh = bind_mesh(self._spec, self._shape, epoch)
+        self._mesh = bind_mesh(self._spec, self._shape, epoch, self._placement)
         self._metrics.refused["peer"] = self._mesh.refused
         return self.endpoints()
 
@@ -101,7 +100,7 @@ class Worker:
         """Meet the peers within `timeout` seconds: their endpoints in rank order."""
         self._mesh.connect([MeshEndpoint(**fields) for fields in mesh], timeout=timeout)
         if self._available is None:
-            # No rank loads before all have met: in `load` peers of this host would already be taking what is measured.
+            # At the start none loads before all have met: in `load` peers of this host would already take of it.
             self._available = self._device.available()
 
     def progress(self) -> tuple[int, int]:
@@ -114,11 +113,12 @@ class Worker:
     def load(self, ranks_on_host: int) -> dict[str, Any]:
         """Load this rank's weights and allocate its caches; returns what was decided (sizes in bytes).
 
-        `ranks_on_host` workers share evenly what was free on the host when they had met. Raises ValueError when
-        something does not fit and CheckpointError for a bad file.
+        `ranks_on_host` workers share evenly what was free on the host when they had met, or is now. Raises ValueError
+        when something does not fit and CheckpointError for a bad file.
         """
         config = self._spec.config
-        assert self._available is not None, "load comes after connect"
+        if self._available is None:
+            self._available = self._device.available()
         plan = self._plan(self._available // ranks_on_host, ranks_on_host)
         for reason in plan.reasons:
             log.info("rank %d: %s", self._spec.rank, reason)
@@ -135,19 +135,22 @@ class Worker:
     def _build(self, plan: MemoryPlan) -> dict[str, Any]:
         """Everything that `plan` has room for."""
         config, model = self._spec.config, self._model
+        owned = self._placement.experts(self._spec.rank)
+        kind = resolve_kind(config.exchange, config.num_workers)
         self._recording = open_recorder(
-            config, model, rank=self._spec.rank, experts=self._experts, num_slots=plan.expert_slots
+            config, model, rank=self._spec.rank, experts=owned[0], num_slots=plan.expert_slots
         )
         state = model.state_spec(self._dtype.itemsize)
         num_state_slots = config.max_num_seqs if state.bytes_per_sequence else 0
         backend = self._device.backend
         begun, staging = time.perf_counter(), self._device.staging()
-        load, source = self._weights(staging)
+        load, source = open_weights(self._checkpoint, self._device.backend, self._dtype, staging, self._advance)
+        slot = model.expert_bytes(self._dtype.itemsize)
         experts = self.experts = ExpertCache(
             backend=backend,
             source=source,
             layers=model.moe_layers,
-            experts=self._experts,
+            experts=owned,
             hidden=model.hidden_size,
             intermediate=model.moe_intermediate_size,
             dtype=self._dtype,
@@ -156,8 +159,8 @@ class Worker:
             recorder=self._recording,
         )
         self._total = self._checkpoint.dense_bytes()
-        self._total += experts.num_preloaded * model.expert_bytes(self._dtype.itemsize)
-        exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
+        self._total += experts.num_preloaded * slot
+        exchange = build_exchange(kind, mesh=self._mesh, shape=self._shape, placement=self._placement)
         runner = Runner(
             self._checkpoint.spec,
             load=load,
@@ -197,7 +200,6 @@ class Worker:
         )
         self._engine = Engine(
             rank=self._spec.rank,
-            world_size=config.num_workers,
             epoch=self._mesh.epoch,
             scheduler=scheduler,
             runner=step_runner,
@@ -220,18 +222,10 @@ class Worker:
             "num_experts": experts.num_experts,
             "skipped": dict(self._checkpoint.skipped),
             "loaded_bytes": self._loaded,
+            "held_bytes": plan.held_bytes(page_bytes=config.page_size * state.bytes_per_token, expert_bytes=slot),
             "load_seconds": seconds,
             "read_rate": read,
         }
-
-    def _weights(self, staging: Staging | None) -> tuple[Load, ExpertSource]:
-        """What gives the dense weights, and what the experts."""
-        checkpoint, backend = self._checkpoint, self._device.backend
-        if isinstance(checkpoint, DummyCheckpoint):
-            drawn = DummyWeights(checkpoint.spec, backend=backend, dtype=self._dtype, progress=self._advance)
-            return drawn.load, drawn
-        loader = DenseLoader(checkpoint, backend=backend, dtype=self._dtype, progress=self._advance, staging=staging)
-        return loader.load, MappedExperts(checkpoint) if staging is None else StagedExperts(checkpoint, staging)
 
     def _plan(self, available: int, ranks_on_host: int) -> MemoryPlan:
         return plan_memory(
@@ -240,7 +234,7 @@ class Worker:
             itemsize=self._dtype.itemsize,
             resident_bytes=self._checkpoint.resident_bytes(self._dtype.itemsize, self._device.footprints),
             footprints=self._device.footprints,
-            num_local_experts=len(self._experts) * len(self._model.moe_layers),
+            num_local_experts=self._placement.num_owned(self._spec.rank),
             available=available,
             # Peers of one host reserve theirs when they are constructed.
             slab_allocated=self._mesh.own_slab is not None,
@@ -250,14 +244,37 @@ class Worker:
     def start(self, step: int = 0) -> None:
         """Run the engine in a thread of its own; its peers have begun `step` steps."""
         assert self._engine is not None, "start comes after load"
-        self._engine.step = step
+        self._engine.rejoin(self._mesh, step, self._placement)
         self._thread = threading.Thread(target=self._run, name=f"engine-{self._spec.rank}", daemon=True)
         self._thread.start()
 
     def rejoin(self, step: int) -> None:
         """Go on with the peers of the mesh that was bound and connected last, after step `step`."""
         assert self._engine is not None, "only a rank that has started may rejoin"
-        self._engine.rejoin(self._mesh, step)
+        self._engine.rejoin(self._mesh, step, self._placement)
+
+    def end_epoch(self, reason: str) -> None:
+        """End the epoch on all ranks though nobody is lost: `wait` tells all of a loss of nobody, then `rebind`."""
+        assert self._engine is not None, "an epoch begins before it ends"
+        self._engine.end_epoch(reason)
+
+    def room(self) -> dict[str, Any]:
+        """What experts of others could have here: bytes of memory and of a slot; whether all of its own have one, and
+        whether any can come or go (a recording is of one shard).
+        """
+        return {
+            "available": self._device.available(),
+            "slot_bytes": self._model.expert_bytes(self._dtype.itemsize),
+            "all_resident": self.experts.all_resident,
+            "movable": self.experts.movable and self._recording is None,
+        }
+
+    def prepare(self, placement: Placement, room: int = 0) -> int:
+        """Read the experts that this rank has in an epoch of this placement and not now, beside steps; returns bytes.
+
+        They may take up to `room` slots more than there are. From the next `rejoin` on it has them, and no others.
+        """
+        return self.experts.prepare(placement.experts(self._spec.rank), room=room)
 
     def _run(self) -> None:
         assert self._engine is not None

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from moeyard_worker.config.placement import Placement
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatched:
@@ -47,8 +49,8 @@ class Exchange(Protocol):
     world_size: int
     stats: ExchangeStats
 
-    def attach(self, mesh: Any) -> None:
-        """Go on over another connected `Mesh` of as many ranks; what was begun over the one before is given up."""
+    def attach(self, mesh: Any, placement: Placement) -> None:
+        """Go on over another connected `Mesh` by another placement; what was begun over the one before is given up."""
         ...
 
     def begin_step(self, step: int) -> None:

@@ -1,8 +1,10 @@
 """Choosing and building the exchange of a fleet, in the two phases that a rendezvous needs."""
 
+from collections.abc import Sequence
 from typing import cast
 
 from moeyard_worker.config.engine_config import EXCHANGES, ExchangeKind
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.mesh import Mesh
@@ -31,6 +33,8 @@ def build_mesh(
     shape: ExchangeShape,
     rank: int,
     world_size: int,
+    members: Sequence[int] | None = None,
+    placement: Placement | None = None,
     epoch: int = 0,
     host: str = "127.0.0.1",
     deadline: float = 5.0,
@@ -38,24 +42,28 @@ def build_mesh(
     host_id: str | None = None,
     lock: MeshLock | None = None,
 ) -> Mesh:
-    """First phase, on every rank: bind. Publish `mesh.endpoint()`, then call `mesh.connect` with all endpoints."""
+    """First phase, on every rank: bind. Publish `mesh.endpoint()`, then call `mesh.connect` with all endpoints.
+
+    `members` are the ranks of this epoch (None: all); where a `placement` is given, all must have the same.
+    """
     kind = resolve_kind(kind, world_size)
     return Mesh(
         rank=rank,
         world_size=world_size,
+        members=members,
         epoch=epoch,
         host=host,
         deadline=deadline,
         stall=stall,
         transport="tcp" if kind == "zmq-tcp" else "shm",
         slab_bytes=0 if kind == "local" else shape.slab_bytes,
-        fingerprint=shape.fingerprint,
+        fingerprint=shape.fingerprint + (f" placement={placement.fingerprint}" if placement else ""),
         host_id=host_id,
         lock=lock,
     )
 
 
-def build_exchange(kind: str, *, mesh: Mesh, shape: ExchangeShape, placement: tuple[range, ...]) -> Exchange:
+def build_exchange(kind: str, *, mesh: Mesh, shape: ExchangeShape, placement: Placement) -> Exchange:
     """Second phase: the exchange over a connected mesh (of one rank: the local exchange, unless zmq is asked for)."""
     if resolve_kind(kind, mesh.world_size) == "local":
         return LocalExchange()

@@ -2,6 +2,7 @@
 
 import torch
 
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Dispatched, ExchangeStats
 from moeyard_worker.exchange.mesh import Mesh
 
@@ -17,8 +18,9 @@ class LocalExchange:
         self._step_rows = (0, 0)
         self._prompt: torch.Tensor | None = None
 
-    def attach(self, mesh: Mesh) -> None:
-        """No peer is ever lost."""
+    def attach(self, mesh: Mesh, placement: Placement) -> None:
+        """No peer is ever lost, and there is nobody else to own an expert."""
+        assert placement.ranks == (0,), placement.ranks
 
     def begin_step(self, step: int) -> None:
         """Nothing to agree on with oneself."""

@@ -22,7 +22,7 @@ class Lockstep:
         self.wait_seconds: list[float] = []
 
     def agree(self, step: int, num_tokens: int) -> tuple[int, ...]:
-        """Take part in `step` with `num_tokens` rows; returns every rank's number of rows, by rank.
+        """Take part in `step` with `num_tokens` rows; returns every rank's number of rows, by rank (0: it is away).
 
         Raises ExchangeError when a peer is lost, silent beyond the deadline, or plans another step.
         """
@@ -33,7 +33,8 @@ class Lockstep:
         for peer in mesh.peers:
             mesh.send(peer, plan)
         frames = mesh.recv_all(Phase.PLAN, layer=None, since=start)
-        counts = [num_tokens] * mesh.world_size
+        counts = [0] * mesh.world_size
+        counts[mesh.rank] = num_tokens
         for peer in mesh.peers:
             counts[peer] = self._num_tokens(peer, bytes(frames[peer]))
         self.wait_seconds.append(perf_counter() - start)

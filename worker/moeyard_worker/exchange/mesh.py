@@ -25,7 +25,7 @@ from moeyard_worker.exchange.rendezvous import (
     check_place,
     handshake_for,
     host_identity,
-)
+)  # fmt: skip
 from moeyard_worker.exchange.slab import SharedFile
 from moeyard_worker.exchange.wires import LAST_LOOK_S, MeshLock, Wires
 
@@ -40,6 +40,7 @@ PATIENCE_SHARE = 1 / 8
 class Mesh:
     """This rank's connections to its peers. Life: construct (binds), publish `endpoint()`, `connect`, use, `close`.
 
+    Ranks are numbers below `world_size`; `members` are those of this epoch (None: all).
     A peer without a sign of life for `deadline` seconds is lost; one that lives is waited for up to `stall` seconds
     (None: also `deadline`): it may read cold experts. `transport` "shm" uses unix sockets and shared memory with peers
     of the same host and TCP with others; "tcp" TCP with all. `slab_bytes` is the size of the memory each rank shares,
@@ -56,6 +57,7 @@ class Mesh:
         *,
         rank: int,
         world_size: int,
+        members: Sequence[int] | None = None,
         epoch: int = 0,
         host: str = "127.0.0.1",
         deadline: float = 5.0,
@@ -66,14 +68,10 @@ class Mesh:
         host_id: str | None = None,
         lock: MeshLock | None = None,
     ) -> None:
-        check_place(rank, world_size, host=host, deadline=deadline, transport=transport)
-        self.rank = rank
-        self.world_size = world_size
-        self.epoch = epoch
-        self.deadline = deadline
-        self._stall = deadline if stall is None else stall
-        self.slab_bytes = slab_bytes
-        self.step = 0
+        self.members = tuple(range(world_size) if members is None else sorted(members))
+        check_place(rank, world_size, self.members, host=host, deadline=deadline, transport=transport)
+        self.rank, self.world_size, self.epoch, self.deadline = rank, world_size, epoch, deadline
+        self._stall, self.slab_bytes, self.step = deadline if stall is None else stall, slab_bytes, 0
         self.failure: str | None = None
         self.finding: Finding | None = None
         self.peer_slabs: dict[int, SharedFile] = {}
@@ -81,16 +79,16 @@ class Mesh:
         self._own_directory: str | None = None
         self._wires: Wires | None = None
         self._connected = False
-        shared = self._shared = transport == "shm" and world_size > 1
+        shared = self._shared = transport == "shm" and len(self.members) > 1
         if shared:
             self._own_directory = tempfile.mkdtemp(prefix="moeyard-")
         try:
             if shared and slab_bytes:
                 self.own_slab = SharedFile.create(slab_bytes)
-            if world_size > 1:
+            if len(self.members) > 1:
                 self._wires = Wires(
                     rank=rank,
-                    world_size=world_size,
+                    members=self.members,
                     host=host,
                     ipc_directory=self._own_directory,
                     # Where the wait itself is as short, it only names the dead link of an idle fleet.
@@ -107,6 +105,7 @@ class Mesh:
         self._endpoint = MeshEndpoint(
             rank=rank,
             world_size=world_size,
+            members=self.members,
             epoch=epoch,
             host_id=host_id or host_identity(),
             fingerprint=f"{transport} {fingerprint}".strip(),
@@ -121,7 +120,7 @@ class Mesh:
         return self._endpoint
 
     def connect(self, endpoints: Sequence[MeshEndpoint], timeout: float = 20.0) -> None:
-        """Connect to every peer, map its memory, exchange handshakes; all `endpoints`, own one included, in rank order.
+        """Connect to every peer, map its memory, exchange handshakes; `endpoints` of all members in rank order.
 
         Then no file of this mesh has a name. Raises ExchangeError naming the ranks that did not answer within `timeout`
         seconds, or the one that disagrees.
@@ -130,10 +129,11 @@ class Mesh:
         check_endpoints(endpoints, self._endpoint)
         if self._wires is None:
             return
-        for peer in self.peers:
-            self._connect_peer(self._wires, endpoints[peer])
+        for endpoint in endpoints:
+            if endpoint.rank != self.rank:
+                self._connect_peer(self._wires, endpoint)
         unsent, unheard = set(self.peers), set(self.peers)
-        handshakes = {peer: handshake_for(endpoints[peer], self._endpoint) for peer in self.peers}
+        handshakes = {endpoint.rank: handshake_for(endpoint, self._endpoint) for endpoint in endpoints}
         while True:
             unsent -= {peer for peer in unsent if self._wires.send(peer, handshakes[peer])}
             if not unsent and not unheard:
@@ -165,7 +165,7 @@ class Mesh:
         return tracker
 
     def recv_all(self, phase: Phase, *, layer: int | None, since: float) -> list[Frame]:
-        """One frame of every peer, by rank (b"" for this rank), each with exactly the tag of the current step.
+        """One frame of every peer, by rank (b"" at other places), each with exactly the tag of the current step.
 
         `since` (perf_counter seconds) is when the wait began. Raises ExchangeError naming a peer that is lost, silent
         for too long, or sent anything else.
@@ -201,12 +201,12 @@ class Mesh:
         for peer in sorted(self._wires.lost):
             self._raise(AFTER_STEP, [peer], f"rank {peer} {self._wires.lost[peer]} after step {self.step}")
 
-    def fail(self, reason: str) -> str:
+    def fail(self, reason: str, *, planned: bool = False) -> str:
         """Poison: end this epoch for `reason`; returns the reason that all ranks give, which may be another.
 
-        Waits for the peers as `agree_on_finding` says. The first reason stays.
+        Waits for the peers as `agree_on_finding` says. The first reason stays. `planned`: nobody is lost.
         """
-        return self._settle(OWN_FAULT, [self.rank], reason)
+        return self._settle(AFTER_STEP if planned else OWN_FAULT, [] if planned else [self.rank], reason)
 
     def close(self) -> None:
         """Close the sockets, drop the shared memory (it lives under views still held). Safe to call twice."""

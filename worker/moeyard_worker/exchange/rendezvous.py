@@ -22,6 +22,7 @@ class MeshEndpoint:
 
     rank: int
     world_size: int
+    members: tuple[int, ...]
     epoch: int
     host_id: str
     fingerprint: str
@@ -40,17 +41,17 @@ def host_identity() -> str:
 
 
 def check_endpoints(endpoints: Sequence[MeshEndpoint], own: MeshEndpoint) -> None:
-    """Raise ExchangeError when `endpoints` is not this fleet in rank order, naming the first rank that disagrees."""
-    if len(endpoints) != own.world_size:
-        raise ExchangeError(f"{len(endpoints)} endpoints for {own.world_size} ranks")
-    for rank, endpoint in enumerate(endpoints):
+    """Raise ExchangeError when `endpoints` is not all members in rank order, naming the first rank that disagrees."""
+    if len(endpoints) != len(own.members):
+        raise ExchangeError(f"{len(endpoints)} endpoints for {len(own.members)} ranks")
+    for place, (rank, endpoint) in enumerate(zip(own.members, endpoints, strict=True)):
         if endpoint.rank != rank:
-            raise ExchangeError(f"endpoint {rank} is of rank {endpoint.rank}: give them in rank order")
-        for name in ("world_size", "epoch", "fingerprint", "slab_bytes"):
+            raise ExchangeError(f"endpoint {place} is of rank {endpoint.rank}: give them in rank order")
+        for name in ("world_size", "members", "epoch", "fingerprint", "slab_bytes"):
             theirs, ours = getattr(endpoint, name), getattr(own, name)
             if theirs != ours:
                 raise ExchangeError(f"rank {rank} has {name} {theirs!r}, rank {own.rank} has {ours!r}")
-    if endpoints[own.rank] != own:
+    if endpoints[own.members.index(own.rank)] != own:
         raise ExchangeError(f"endpoint {own.rank} is not the one rank {own.rank} published")
 
 
@@ -72,7 +73,9 @@ def check_handshake(frame: bytes | memoryview, peer: int, own: MeshEndpoint) -> 
     return f"what connected as rank {peer} of {own.world_size}, epoch {own.epoch}, is {theirs}"
 
 
-def check_place(rank: int, world_size: int, *, host: str, deadline: float, transport: str) -> None:
+def check_place(
+    rank: int, world_size: int, members: Sequence[int], *, host: str, deadline: float, transport: str
+) -> None:
     """Raise ValueError for a rank outside its fleet, no deadline, an unknown transport, or a wildcard: ranks listen on
     one address.
     """
@@ -80,6 +83,8 @@ def check_place(rank: int, world_size: int, *, host: str, deadline: float, trans
         raise ValueError(f"transport must be shm or tcp, got {transport!r}")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}")
+    if rank not in members or not set(members) <= set(range(world_size)):
+        raise ValueError(f"rank {rank} of {world_size}, of whom {members} are there")
     if deadline <= 0:
         raise ValueError(f"the step deadline must be positive, got {deadline}")
     if host in ("", "*", "0.0.0.0", "::"):

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ class Wires:
         self,
         *,
         rank: int,
-        world_size: int,
+        members: Sequence[int],
         host: str,
         ipc_directory: str | None,
         heartbeat_timeout: float,
@@ -117,11 +118,11 @@ class Wires:
         self._lock = lock
         self.refusals = Refusals(log)
         self._ipv6 = ":" in host
-        self.peers = tuple(peer for peer in range(world_size) if peer != rank)
+        self.peers = tuple(peer for peer in members if peer != rank)
         self.inbox: dict[int, deque[Frame]] = {peer: deque() for peer in self.peers}
         self.lost: dict[int, str] = {}
-        self.tcp = [""] * world_size
-        self.ipc = [""] * world_size
+        self.tcp = [""] * (max(members) + 1)
+        self.ipc = [""] * (max(members) + 1)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._monitors: dict[int, zmq.Socket[bytes]] = {}

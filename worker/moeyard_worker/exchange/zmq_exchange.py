@@ -16,11 +16,12 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStats
 from moeyard_worker.exchange.frames import TAG_BYTES, Frame, Phase, pack_tag
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.outbox import Outbox
-from moeyard_worker.exchange.routing import Routing, pairs_of, route
+from moeyard_worker.exchange.routing import LayerTables, Routing, pairs_of, route
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.slab import Slab
 
@@ -51,33 +52,43 @@ class _Source:
 
 
 class ZmqExchange:
-    """`Exchange` over a connected mesh, on the CPU. `placement[r]` are the (contiguous) experts of rank r.
+    """`Exchange` over a connected mesh, on the CPU.
+
+    A step's ranks are the mesh's `members`; any other that the placement names is an error, whoever owns nothing takes
+    part.
 
     `rows` of a dispatch and the result of `combine` live in memory that is used again: the former is valid until the
     `combine` of the same layer, the latter until the next `dispatch`.
     """
 
-    def __init__(self, mesh: Mesh, *, shape: ExchangeShape, placement: tuple[range, ...]) -> None:
-        if len(placement) != mesh.world_size or [e for shard in placement for e in shard] != [
-            *range(shape.num_experts)
-        ]:
-            raise ValueError(f"{placement} does not place {shape.num_experts} experts on {mesh.world_size} ranks")
+    def __init__(self, mesh: Mesh, *, shape: ExchangeShape, placement: Placement) -> None:
         self.rank = mesh.rank
-        self.world_size = mesh.world_size
         self.stats = ExchangeStats()
         self._shape = shape
-        self._placement = placement
         self._row_bytes = shape.row_bytes
         self._row_type = np.dtype(f"V{shape.row_bytes}")
         self._dtype = getattr(torch, shape.dtype)
         self._rows = torch.empty(0, shape.hidden, dtype=self._dtype)
         self._raw_rows = self._as_rows(self._rows)
-        self.attach(mesh)
+        nothing = np.empty((0, shape.top_k), np.int64)
+        self._absent = _Source(nothing, self._raw_rows, 0, picked=False)
+        self.attach(mesh, placement)
 
-    def attach(self, mesh: Mesh) -> None:
-        """See `Exchange.attach`. Memory shared over the mesh before is not used again: who was lost may write it."""
+    def attach(self, mesh: Mesh, placement: Placement) -> None:
+        """See `Exchange.attach`. Memory shared over the mesh before is not used again: who was lost may write it.
+
+        Raises ValueError for a placement of another number of experts, or on ranks that are not there.
+        """
         shape = self._shape
-        assert (mesh.rank, mesh.world_size, mesh.slab_bytes) == (self.rank, self.world_size, shape.slab_bytes), shape
+        assert (mesh.rank, mesh.slab_bytes) == (self.rank, shape.slab_bytes), shape
+        if placement.num_experts != shape.num_experts or not set(placement.ranks) <= set(mesh.members):
+            raise ValueError(
+                f"a placement of {placement.num_experts} experts on ranks {placement.ranks}: there are "
+                f"{shape.num_experts} and ranks {mesh.members}"
+            )
+        self.world_size = mesh.world_size
+        kinds = {owners: LayerTables.of(owners, mesh.rank) for owners in set(placement.owners)}
+        self._tables = {layer: kinds[owners] for layer, owners in zip(placement.layers, placement.owners, strict=True)}
         self._mesh = mesh
         self._slab = Slab(shape, mesh.own_slab.memory if mesh.own_slab else bytearray(shape.slab_bytes))
         self._home = self._slab.home_tensor(shape)
@@ -106,15 +117,15 @@ class ZmqExchange:
         own = _Source(ids, self._as_rows(x)[:num_tokens], num_prompt, picked=False)
         remote_pairs = self._send_tokens(own, layer)
         frames = self._mesh.recv_all(Phase.DISPATCH, layer=layer, since=start)
-        sources = [self._source(peer, frame, layer) if peer != self.rank else own for peer, frame in enumerate(frames)]
+        sources = [self._source(peer, frame, layer) if frame else self._absent for peer, frame in enumerate(frames)]
+        sources[self.rank] = own
         token_bounds = [0]
         for source in sources:
             token_bounds.append(token_bounds[-1] + len(source.ids))
         routing = route(
             np.concatenate([source.ids for source in sources]),
             token_bounds=token_bounds,
-            experts=self._placement[self.rank],
-            num_experts=shape.num_experts,
+            local=self._tables[layer].local,
         )
         self._open = ZmqHandle(layer, num_tokens, routing, token_bounds, remote_pairs)
         dispatched = Dispatched(
@@ -182,7 +193,7 @@ class ZmqExchange:
                 self._mesh.send(peer, head)
         remote_pairs = {}
         for peer, outbox in self._far.items():
-            pairs = pairs_of(own.ids.reshape(-1), self._placement[peer])
+            pairs = pairs_of(own.ids.reshape(-1), self._tables[layer].owner, peer)
             tokens = np.unique(pairs // top_k)
             rows_start = _HEAD_BYTES + 4 * own.ids.size
             frame = outbox.frame(rows_start + tokens.size * row_bytes)

@@ -7,56 +7,35 @@ is asked here, layer by layer. Both decide alike.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from operator import add
 from typing import Any
 
 import torch
 
-from moeyard_kernels.backend import Backend, ExpertResidency, ExpertRun
+from moeyard_kernels.backend import Backend, ExpertResidency, ExpertRun, MovableSlots
 from moeyard_kernels.types.expert_residency import ResidencyCounts
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.base import ExpertSource
+from moeyard_worker.experts.owned import Change, Owned, first_residents, of_layers
 from moeyard_worker.experts.policies import start_policy
-from moeyard_worker.experts.policy import SEGMENTS, Counters, Placed
+from moeyard_worker.experts.policy import SEGMENTS, ExpertKey, Placed, ResidencyPolicy
+from moeyard_worker.experts.stats import CacheStats, Counting, needed
 from moeyard_worker.experts.store import HostStore
 from moeyard_worker.experts.trace import RoutingRecorder
 from moeyard_worker.protocol import ExpertLoads
 
-# Seconds between two looks at what a device has counted.
-_LOOK_SECONDS = 0.2
-
-
-@dataclass(slots=True)
-class CacheStats:
-    """Running totals that the metrics read.
-
-    `bytes_copied` counts bytes written into slots, the start's filling included. `stall_seconds` holds, per access with
-    misses since the last drain, the wall time spent waiting for copies (where the host waits), `copy_seconds` all of it
-    (on a GPU the time of gathering what decode rows missed, beside rows that hit). `load_imbalance` maps a
-    layer to the rows of its busiest local expert over the mean of all local experts, at the layer's last access with
-    rows (where the host knows them), and `expert_rows` to the rows that each local expert has computed in all.
-    `records_dropped` counts accesses that could not be recorded, None where nothing is recorded.
-    """
-
-    counters: Counters = field(default_factory=Counters)
-    bytes_copied: int = 0
-    copy_seconds: float = 0.0
-    stall_seconds: list[float] = field(default_factory=list)
-    load_imbalance: dict[int, float] = field(default_factory=dict)
-    expert_rows: dict[int, list[int]] = field(default_factory=dict)
-    records_dropped: int | None = None
+_LOOK_SECONDS = 0.2  # between two looks at what a device has counted
 
 
 class ExpertCache:
     """Keeps up to `num_slots` of a rank's experts in the backend's memory and computes dispatched rows with them.
 
-    `layers` are the MoE layers in order and `experts` the global ids this rank owns in each of them; `dtype` is the
-    served one (the source's tensors are rounded to it). Slots beyond the number of experts are not allocated; if there
-    are fewer, the backend's `stream_slots` come on top. `preload` must be called before the first `run`.
-
-    Raises ValueError for fewer than 1 slot or an unknown policy. Not thread-safe.
+    `layers` are the MoE layers in order and `experts` the global ids this rank owns in each of them (a range: the same
+    in all); `dtype` is the served one (the source's tensors are rounded to it). Slots beyond the number of experts are
+    not allocated; if there are fewer, the backend's `stream_slots` come on top. `preload` must be called before the
+    first `run`. Policy and kernels know local ids.
+    Its experts may change between steps (`prepare`, then `adopt`) if the backend's slots can move: `movable`.
+    Raises ValueError for fewer than 1 slot, an unknown policy, or layers with different numbers of experts where the
+    backend decides residency. Not thread-safe but for `prepare`.
     """
 
     def __init__(
@@ -65,7 +44,7 @@ class ExpertCache:
         backend: Backend,
         source: ExpertSource,
         layers: Sequence[int],
-        experts: range,
+        experts: range | Owned,
         hidden: int,
         intermediate: int,
         dtype: torch.dtype,
@@ -73,24 +52,23 @@ class ExpertCache:
         policy: str = "slru",
         recorder: RoutingRecorder | None = None,
     ) -> None:
-        assert experts, "a rank owns at least one expert per layer"
-        assert experts.step == 1, f"a shard is contiguous, got {experts}"
         assert len(set(layers)) == len(layers) > 0, f"layers must be distinct, got {layers}"
-        self.stats = CacheStats()
         self._layers = tuple(layers)
         self._index = {layer: i for i, layer in enumerate(layers)}
-        self._experts = experts
-        self._policy = start_policy(
-            policy, layers=layers, experts=experts, num_slots=num_slots, num_streams=backend.stream_slots
-        )
-        self._recorder = recorder
-        self._step = 0
-        # Sees each layer's rows before they are computed, for measurements; not what a captured graph replays.
+        self._owned = of_layers(experts, len(layers))
+        self._counting = Counting(self._layers, self._owned)
+        self.stats = self._counting.stats
+        self._policy_name, self._num_streams = policy, backend.stream_slots
+        self._policy = self._start_policy(num_slots, None)
+        self._change: Change | None = None
+        self._recorder, self._step = recorder, 0
+        # Sees each layer's rows before they are computed; not what a captured graph replays.
         self.observer: Callable[[int, Dispatched], None] | None = None
+        self._expert_bytes = 3 * hidden * intermediate * dtype.itemsize
         self._store = HostStore(source, hidden=hidden, intermediate=intermediate)
         self._loaded = False
         self._slots = backend.expert_slots(
-            num_slots=self.num_slots + (0 if self.all_resident else backend.stream_slots),
+            num_slots=self.num_slots + self._num_passing,
             hidden=hidden,
             intermediate=intermediate,
             dtype=dtype,
@@ -101,23 +79,40 @@ class ExpertCache:
                 self._slots,
                 policy=policy,
                 num_layers=len(layers),
-                num_experts=len(experts),
+                num_experts=self._width,
                 num_slots=self.num_slots,
             )
-        self._looked = 0.0
-        self._slot_bytes = 0
-        # With everything resident the policy is not asked. Experts sit in the order of `start_policy`, and what the
-        # policy would count follows from whether a decode row has used it: _unsettled[L] are the local ids that none
-        # has.
-        self._tables = (
-            {
-                layer: self._slots.slot_table(range(i * len(experts), (i + 1) * len(experts)))
-                for i, layer in enumerate(layers)
-            }
-            if self.all_resident
-            else {}
+        if self._residency is not None and len({len(each) for each in self._owned}) > 1:
+            raise ValueError("this device caches experts only where a rank owns as many in every layer")
+        # Misses and evictions before its experts last changed.
+        self._looked, self._slot_bytes, self._missed = 0.0, 0, (0, 0)
+        # With everything resident the policy is not asked.
+        self._tables = self._resident_tables()
+
+    def _start_policy(self, num_slots: int, resident: list[ExpertKey] | None) -> ResidencyPolicy:
+        """The policy over local ids; without `resident` every slot holds one of the first experts of its layer."""
+        even = len({len(each) for each in self._owned}) == 1
+        if resident is None and not even and num_slots > 0:
+            num_slots = min(num_slots, self.num_experts)
+            resident = first_residents(self._layers, self._owned, num_slots)
+        return start_policy(
+            self._policy_name,
+            layers=self._layers,
+            experts=range(self._width),
+            num_slots=num_slots,
+            num_streams=self._num_streams,
+            resident=resident,
         )
-        self._unsettled = {layer: set(range(len(experts))) for layer in layers}
+
+    def _resident_tables(self) -> dict[int, Any]:
+        """The slots of every layer's experts where all have theirs."""
+        if not self.all_resident:
+            return {}
+        slot_of = {key: slot for slot, key in enumerate(self._policy.resident)}
+        return {
+            layer: self._slots.slot_table([slot_of[layer, i] for i in range(len(each))])
+            for layer, each in zip(self._layers, self._owned, strict=True)
+        }
 
     @property
     def num_slots(self) -> int:
@@ -127,7 +122,22 @@ class ExpertCache:
     @property
     def num_experts(self) -> int:
         """Experts of this rank over all layers."""
-        return len(self._layers) * len(self._experts)
+        return sum(map(len, self._owned))
+
+    @property
+    def _width(self) -> int:
+        """Experts of this rank in the layer where it has most."""
+        return max(map(len, self._owned))
+
+    @property
+    def _num_passing(self) -> int:
+        """Slots that only prompts' misses pass through."""
+        return 0 if self.all_resident else self._num_streams
+
+    @property
+    def movable(self) -> bool:
+        """Whether `prepare` and `adopt` may be called."""
+        return self._residency is None and isinstance(self._slots, MovableSlots)
 
     @property
     def all_resident(self) -> bool:
@@ -154,12 +164,12 @@ class ExpertCache:
         done = progress or (lambda written: None)
         if self._residency is None:
             for slot, (layer, expert) in enumerate(self._policy.resident):
-                written = self._fill(slot, layer, expert)
+                written = self._fill(slot, layer, self._owned[self._index[layer]][expert])
                 self.stats.bytes_copied += written
                 done(written)
         else:
             for i, layer in enumerate(self._layers):
-                for local, expert in enumerate(self._experts):
+                for local, expert in enumerate(self._owned[i]):
                     done(self._residency.put(i, local, *self._store.read(layer, expert)))
             self.stats.bytes_copied += self._residency.start()
             self._slot_bytes = self.stats.bytes_copied // self.num_slots
@@ -177,17 +187,16 @@ class ExpertCache:
         assert self._loaded, "call preload() before the first run"
         if self.observer is not None:
             self.observer(layer, dispatched)
-        run = self._slots.begin(
-            dispatched.rows, dispatched.experts, num_experts=len(self._experts), prompt=dispatched.prompt
-        )
+        owned = self._owned[self._index[layer]]
+        run = self._slots.begin(dispatched.rows, dispatched.experts, num_experts=len(owned), prompt=dispatched.prompt)
         if self._recorder is not None:
-            decode, prefill = _needed(run)
+            decode, prefill = needed(run)
             self._recorder.record(
-                step=self._step, layer=layer, decode=self._global(decode), prefill=self._global(prefill)
+                step=self._step, layer=layer, decode=[owned[i] for i in decode], prefill=[owned[i] for i in prefill]
             )
         if self.all_resident:
             if run.known_counts is not None:
-                self._count_resident(layer, run)
+                self._counting.count_resident(layer, run, self._policy.settled)
             run.compute(self._tables[layer])
         elif self._residency is not None:
             self._residency.run(self._index[layer], run)
@@ -217,15 +226,56 @@ class ExpertCache:
         self.stats.bytes_copied = (self.num_slots + counters.num_misses) * self._slot_bytes
 
     def loads(self, rank: int) -> ExpertLoads:
-        """The rows that this rank's experts have computed; none where the host has not learned of any."""
-        known, nothing = self.stats.expert_rows, [0] * len(self._experts)
-        return ExpertLoads(
-            rank=rank,
-            layers=self._layers,
-            first_expert=self._experts.start,
-            num_experts=len(self._experts),
-            rows=tuple(chain.from_iterable(known.get(layer, nothing) for layer in self._layers)) if known else (),
-        )
+        """See `Counting.loads`."""
+        return self._counting.loads(rank)
+
+    def prepare(self, experts: range | Owned, *, room: int = 0) -> int:
+        """Read what `adopt` will need to have these experts, beside steps; returns the bytes that were read.
+
+        A cache that holds all its experts takes up to `room` slots more for those that come; what has no slot, and in
+        a cache that does not hold all, is read when it is needed. The last call counts.
+        """
+        slots, owned = self._slots, of_layers(experts, len(self._layers))
+        assert isinstance(slots, MovableSlots), "the experts of this backend stay"
+        change = Change(owned, min(sum(map(len, owned)), self.num_slots + (room if self.all_resident else 0)))
+        written = 0
+        if self.all_resident and owned != self._owned:
+            for layer, expert in change.missing(self._residents(), self._layers):
+                change.packed[layer, expert] = slots.pack(*self._store.read(layer, expert))
+                self._store.check(layer, expert)
+                written += self._expert_bytes
+        self._change = change
+        return written
+
+    def adopt(self, owned: Owned) -> None:
+        """Have these experts from now on, between steps; what was not prepared is read now. Uses are counted anew."""
+        change, self._change, slots = self._change, None, self._slots
+        if owned == self._owned:
+            return
+        assert isinstance(slots, MovableSlots), "the experts of this backend stay"
+        if change is None or change.owned != owned:
+            change = Change(owned, min(sum(map(len, owned)), self.num_slots))
+        places = {key: slot for slot, key in enumerate(self._residents())}
+        missing = change.missing(places, self._layers)
+        stay = {(layer, e) for layer, each in zip(self._layers, owned, strict=True) for e in each}
+        resident = [key for key in places if key in stay][: change.num_slots]
+        order: list[Any] = [places[key] for key in resident]
+        for key in missing:
+            order.append(change.packed.get(key) or slots.pack(*self._store.read(*key)))
+            self._store.check(*key)
+        self.stats.bytes_copied += len(missing) * self._expert_bytes
+        self._owned = owned
+        index = [{expert: i for i, expert in enumerate(each)} for each in owned]
+        local = [(layer, index[self._index[layer]][expert]) for layer, expert in (*resident, *missing)]
+        self._policy = self._start_policy(len(local), local)
+        slots.rearrange([*order, *[None] * self._num_passing])
+        self._tables = self._resident_tables()
+        self._counting.change(owned)
+        self._missed = (self.stats.counters.num_misses, self.stats.counters.num_evictions)
+
+    def _residents(self) -> list[ExpertKey]:
+        """(layer, global id) of what each slot of the policy holds."""
+        return [(layer, self._owned[self._index[layer]][i]) for layer, i in self._policy.resident]
 
     def validate(self) -> None:
         """Assert every invariant, of the policy too."""
@@ -233,24 +283,25 @@ class ExpertCache:
         if self._residency is not None:
             self._residency.validate()
         if self.all_resident:
-            assert self.stats.counters.num_misses == self.stats.counters.num_evictions == 0
+            assert (self.stats.counters.num_misses, self.stats.counters.num_evictions) == self._missed
 
     def _run_waves(self, layer: int, run: ExpertRun) -> None:
-        decode, prefill = _needed(run)
-        self._observe_load(layer, run.counts)
+        decode, prefill = needed(run)
+        self._counting.observe_load(layer, run.counts)
         stalls: list[float] = []
-        for wave in self._policy.access(layer, self._global(decode), self._global(prefill)):
+        owned = self._owned[self._index[layer]]
+        for wave in self._policy.access(layer, decode, prefill):
             self.stats.counters.count(wave)
             hits = [placed for placed in wave if placed.hit is not None]
             misses = [placed for placed in wave if placed.hit is None]
             if hits:
-                run.compute(self._table(hits))
+                run.compute(self._table(hits, len(owned)))
             if misses:
                 begun = time.perf_counter()
                 for placed in misses:
-                    self.stats.bytes_copied += self._fill(placed.slot, layer, placed.expert)
+                    self.stats.bytes_copied += self._fill(placed.slot, layer, owned[placed.expert])
                 stalls.append(time.perf_counter() - begun)
-                run.compute(self._table(misses))
+                run.compute(self._table(misses, len(owned)))
         if stalls:
             self.stats.stall_seconds.append(sum(stalls))
             self.stats.copy_seconds += sum(stalls)
@@ -261,49 +312,9 @@ class ExpertCache:
         self._store.check(layer, expert)
         return written
 
-    def _table(self, wave: list[Placed]) -> Any:
-        """The slots of these experts, -1 for all others."""
-        slots = [-1] * len(self._experts)
+    def _table(self, wave: list[Placed], num_experts: int) -> Any:
+        """The slots of these experts, -1 for all others of the layer."""
+        slots = [-1] * num_experts
         for placed in wave:
-            slots[placed.expert - self._experts.start] = placed.slot
+            slots[placed.expert] = placed.slot
         return self._slots.slot_table(slots)
-
-    def _observe_load(self, layer: int, counts: Sequence[int]) -> None:
-        total = sum(counts)
-        if total:
-            self.stats.load_imbalance[layer] = max(counts) * len(counts) / total
-            before = self.stats.expert_rows.get(layer)
-            self.stats.expert_rows[layer] = list(counts) if before is None else list(map(add, before, counts))
-
-    def _global(self, local: list[int]) -> list[int]:
-        first = self._experts.start
-        return [first + i for i in local]
-
-    def _count_resident(self, layer: int, run: ExpertRun) -> None:
-        """Count what the policy would: all hits, settled ones where decode rows have used the expert before."""
-        self._observe_load(layer, run.counts)
-        decode, prefill = _needed(run)
-        hits = self.stats.counters.hits
-        settled = self._policy.settled
-        unsettled = self._unsettled[layer]
-        if unsettled:
-            fresh = unsettled.intersection(decode)
-            unsettled -= fresh
-            hits["probation", "decode"] += len(fresh)
-            hits[settled, "decode"] += len(decode) - len(fresh)
-            num_unsettled = len(unsettled.intersection(prefill))
-            hits["probation", "prefill"] += num_unsettled
-            hits[settled, "prefill"] += len(prefill) - num_unsettled
-        else:
-            hits[settled, "decode"] += len(decode)
-            hits[settled, "prefill"] += len(prefill)
-
-
-def _needed(run: ExpertRun) -> tuple[list[int], list[int]]:
-    """Local ids of the experts that a decode row needs, and of those that only prompt rows need, ascending."""
-    decode: list[int] = []
-    prefill: list[int] = []
-    for local, (count, num_decode) in enumerate(zip(run.counts, run.decode_counts, strict=True)):
-        if count:
-            (decode if num_decode else prefill).append(local)
-    return decode, prefill

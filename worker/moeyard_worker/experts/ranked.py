@@ -25,7 +25,10 @@ class RankedPolicy:
 
     settled: ClassVar[Segment]
 
-    def __init__(self, *, layers: Sequence[int], experts: range, num_slots: int, num_streams: int) -> None:
+    def __init__(
+        self, *, layers: Sequence[int], experts: range, num_slots: int, num_streams: int,
+        resident: Sequence[ExpertKey] | None = None,
+    ) -> None:  # fmt: skip
         if num_slots < 1 or num_streams < 1:
             raise ValueError(
                 f"an expert cache needs at least 1 slot and 1 for prompts, got {num_slots} and {num_streams}"
@@ -38,8 +41,12 @@ class RankedPolicy:
         self.num_slots = min(num_slots, len(layers) * len(experts))
         self._num_streams = num_streams
         self._limit = wave_limit(self.num_slots)
-        counts = slots_of_layers(self.num_slots, len(layers))
-        self._keys = [i * self._width + expert for i, count in enumerate(counts) for expert in range(count)]
+        if resident is None:
+            counts = slots_of_layers(self.num_slots, len(layers))
+            self._keys = [i * self._width + expert for i, count in enumerate(counts) for expert in range(count)]
+        else:
+            assert len(resident) == num_slots, (len(resident), num_slots)
+            self._keys = [self._key(layer, expert) for layer, expert in resident]
         self._slot_of = [-1] * (len(layers) * self._width)
         for slot, key in enumerate(self._keys):
             self._slot_of[key] = slot

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from moeyard_kernels.types.expert_ranks import RECENT, add_use, idle_rank, now_at, recent_rank
-from moeyard_worker.experts.policy import Segment
+from moeyard_worker.experts.policy import ExpertKey, Segment
 from moeyard_worker.experts.ranked import RankedPolicy
 
 
@@ -29,9 +29,14 @@ class SegmentedLru(RankedPolicy):
 
     settled: ClassVar[Segment] = "protected"
 
-    def __init__(self, *, layers: Sequence[int], experts: range, num_slots: int, num_streams: int) -> None:
+    def __init__(
+        self, *, layers: Sequence[int], experts: range, num_slots: int, num_streams: int,
+        resident: Sequence[ExpertKey] | None = None,
+    ) -> None:  # fmt: skip
         self._uses = [0] * (len(layers) * len(experts))
-        super().__init__(layers=layers, experts=experts, num_slots=num_slots, num_streams=num_streams)
+        super().__init__(
+            layers=layers, experts=experts, num_slots=num_slots, num_streams=num_streams, resident=resident
+        )
 
     def _first_rank(self, key: int) -> int:
         return idle_rank(key, uses=0)

@@ -37,7 +37,7 @@ export class Experts {
     const ranks = now?.ranks.filter((each) => each.rows.length) ?? [];
     if (!ranks.length) return null;
     const old = since ? [] : this.samples[0].ranks;
-    const owners = ranks.flatMap((each) => each.rows[0].map((_, i) => ({ rank: each.rank, expert: each.first_expert + i })));
+    const owners = ranks.flatMap((each) => each.rows[0].map((_, i) => ({ rank: each.rank, expert: each.experts[i] })));
     const rows = ranks[0].layers.map((_, l) => ranks.flatMap((each) => {
       const past = old.find((o) => o.rank === each.rank)?.rows[l];
       return each.rows[l].map((count, i) => count - (past?.[i] ?? 0));

@@ -1,0 +1,112 @@
+"""One rank's actor as the launcher keeps it, and what is said when a call of it fails."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from moeyard.rank import Event, RanksLost
+from moeyard.ray_errors import first_line
+
+Progress = Callable[[int, int], None]
+
+PROGRESS_SECONDS = 0.2
+STOP_SECONDS = 3.0
+
+
+@dataclass(slots=True)
+class Member:
+    """A rank's actor, and how far it has come: `setup` and `report` are what those calls returned.
+
+    `setting_up` and `loading` are the calls that will, once they were made, and `epoch` that of the mesh it binds.
+    `wait` is the call that returns when it ends or loses a peer, and `loss` what it then told, until it rejoins. `has`
+    are the experts that it serves with, or will when it starts.
+    """
+
+    actor: Any
+    setting_up: Any = None
+    loading: Any = None
+    has: Any = None
+    epoch: int = 0
+    setup: dict[str, Any] | None = None
+    report: dict[str, Any] | None = None
+    started: bool = False
+    wait: Any = None
+    loss: dict[str, Any] | None = None
+
+    @property
+    def loads(self) -> bool:
+        """Whether it loads while others do not wait for that."""
+        return self.loading is not None and self.report is None
+
+
+def kill_process(pid: int, began: float) -> None:
+    """SIGKILL for a process of this host, unless its number is another's by now: `began` is when it was created."""
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # boundary: it has ended
+        if abs(psutil.Process(pid).create_time() - began) < 1.0:
+            os.kill(pid, signal.SIGKILL)
+
+
+def lost_of(rank: int, error: RayError) -> RanksLost:
+    """The loss of a rank whose call failed; its own words, if it has any."""
+    if isinstance(error, RayTaskError):
+        lost = RanksLost([rank], first_line(error.cause or error), exit_code=2)
+    elif isinstance(error, RayActorError):
+        lost = RanksLost([rank], f"worker {rank} died while starting: {first_line(error)}")
+    else:
+        lost = RanksLost([rank], f"Ray could not run worker {rank}: {first_line(error)}")
+    lost.__cause__ = error
+    return lost
+
+
+def is_new(member: Member) -> bool:
+    return member.setup is None
+
+
+def setup_of(member: Member) -> dict[str, Any]:
+    assert member.setup is not None, "a rank is set up before it meets others"
+    return member.setup
+
+
+def named(ranks: Collection[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in sorted(ranks))
+
+
+def told(rank: int, ref: Any) -> Event:
+    """What the end of a rank's `wait`, which is there, says."""
+    try:
+        loss = ray.get(ref)
+    except RayTaskError as error:
+        return Event(rank=rank, reason=first_line(error.cause or error))
+    except RayActorError:
+        return Event(rank=rank, reason=f"the process of rank {rank} has ended")
+    except RayError as error:
+        return Event(rank=rank, reason=first_line(error))
+    if loss is None:
+        return Event(rank=rank, reason="it stopped")
+    return Event(rank=rank, reason=loss["reason"], loss=loss)
+
+
+def follow(
+    loads: Mapping[int, Any], members: Mapping[int, Member], progress: Progress, *, check: Callable[[], None]
+) -> None:
+    """Report progress until every load has ended, well or badly; `check` is called meanwhile."""
+    calls = list(loads.values())
+    while calls:
+        _, pending = ray.wait(calls, num_returns=len(calls), timeout=PROGRESS_SECONDS)
+        check()
+        try:
+            asked = [members[rank].actor.progress.remote() for rank in loads]
+            parts = ray.get(asked, timeout=STOP_SECONDS)
+            progress(sum(done for done, _ in parts), sum(total for _, total in parts))
+        except RayError:
+            # Its cause, if any, is raised by the load itself.
+            pass
+        if not pending:
+            return

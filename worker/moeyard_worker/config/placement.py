@@ -1,0 +1,110 @@
+"""Which rank computes which expert of which layer: a value that belongs to an epoch, as its mesh does. Pure.
+
+Ranks keep their numbers: those that are away own nothing, and the others are its `ranks`.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+MAX_RANKS = 1 << 16  # a frame's tag has 16 bits for its source
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`owners[i][e]` is the rank that computes expert e of `layers[i]`, the MoE layers by their number in the model.
+
+    Raises ValueError unless every layer has as many experts, one at least, and owners that can be ranks.
+    """
+
+    layers: tuple[int, ...]
+    owners: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.layers or len(self.layers) != len(self.owners) or list(self.layers) != sorted({*self.layers}):
+            raise ValueError(f"owners of {len(self.owners)} layers for the MoE layers {self.layers}")
+        counts = {len(row) for row in self.owners}
+        if len(counts) != 1 or not min(counts):
+            raise ValueError(f"every MoE layer has as many experts, one at least, got {sorted(counts)}")
+        if any(not 0 <= owner < MAX_RANKS for row in self.owners for owner in row):
+            raise ValueError(f"an expert's owner is a rank in [0, {MAX_RANKS})")
+
+    @staticmethod
+    def of_shards(layers: Iterable[int], shards: Sequence[Collection[int]]) -> "Placement":
+        """The same shards in every layer: `shards[r]` are the experts of rank r, which together are 0 to E - 1."""
+        owner = {expert: rank for rank, shard in enumerate(shards) for expert in shard}
+        count = sum(len(shard) for shard in shards)
+        if sorted(owner) != list(range(count)):
+            raise ValueError(f"{shards} does not place each of {count} experts once")
+        row, layers = tuple(owner[expert] for expert in range(count)), tuple(layers)
+        return Placement(layers, (row,) * len(layers))
+
+    @staticmethod
+    def parse(text: str, *, layers: Sequence[int], num_experts: int, num_ranks: int) -> "Placement":
+        """A placement file: JSON, {"owners": [rank of expert 0, ...]} for all MoE layers, or by layer's number.
+
+        Raises ValueError, in one line, for anything else than each expert of each layer on a rank below `num_ranks`,
+        and for a rank without any expert.
+        """
+        try:
+            found: Any = json.loads(text)["owners"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError('it is no JSON object with "owners"') from error
+        by_layer = {str(layer): found for layer in layers} if isinstance(found, list) else found
+        if not isinstance(by_layer, Mapping) or set(by_layer) != {str(layer) for layer in layers}:
+            raise ValueError(f"its owners are not those of the MoE layers {layers[0]} to {layers[-1]}")
+        for layer, row in by_layer.items():
+            sound = isinstance(row, list) and len(row) == num_experts
+            if not sound or any(type(owner) is not int or not 0 <= owner < num_ranks for owner in row):
+                raise ValueError(
+                    f"layer {layer} does not name one of {num_ranks} ranks for each of {num_experts} experts"
+                )
+        placed = Placement(tuple(layers), tuple(tuple(by_layer[str(layer)]) for layer in layers))
+        if idle := sorted(set(range(num_ranks)).difference(placed.ranks)):
+            raise ValueError(f"rank {idle[0]} owns no expert")
+        return placed
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Who owns anything, ascending."""
+        return tuple(sorted({owner for row in self.owners for owner in row}))
+
+    @property
+    def num_experts(self) -> int:
+        """Of each layer."""
+        return len(self.owners[0])
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that is equal exactly when two placements are."""
+        return hashlib.sha256(json.dumps([self.layers, self.owners]).encode()).hexdigest()[:16]
+
+    def experts(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The experts of a rank in each of `layers`, ascending: the order of its local ids."""
+        return tuple(tuple(expert for expert, owner in enumerate(row) if owner == rank) for row in self.owners)
+
+    def num_owned(self, rank: int) -> int:
+        """How many (layer, expert) a rank owns."""
+        return sum(row.count(rank) for row in self.owners)
+
+    def without(self, away: Collection[int]) -> "Placement":
+        """The same with the experts of `away` dealt to the others, in each layer to whoever has fewest by then.
+
+        What the others own stays theirs. Raises ValueError if nobody is left.
+        """
+        left = [rank for rank in self.ranks if rank not in away]
+        if not left:
+            raise ValueError(f"nobody is left without ranks {sorted(away)}")
+        return Placement(self.layers, tuple(_dealt(row, left) for row in self.owners))
+
+
+def _dealt(row: tuple[int, ...], left: list[int]) -> tuple[int, ...]:
+    held, out = {rank: row.count(rank) for rank in left}, []
+    for owner in row:
+        rank = owner if owner in held else min(left, key=lambda each: (held[each], each))
+        held[rank] += rank != owner
+        out.append(rank)
+    return tuple(out)

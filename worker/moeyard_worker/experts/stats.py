@@ -1,0 +1,99 @@
+"""What an expert cache counts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import add
+
+from moeyard_kernels.backend import ExpertRun
+from moeyard_worker.experts.owned import Owned
+from moeyard_worker.experts.policy import Counters, Segment
+from moeyard_worker.protocol import ExpertLoads
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Running totals that the metrics read.
+
+    `bytes_copied` counts bytes written into slots, the start's filling included. `stall_seconds` holds, per access with
+    misses since the last drain, the wall time spent waiting for copies (where the host waits), `copy_seconds` all of it
+    (on a GPU the time of gathering what decode rows missed, beside rows that hit). `load_imbalance` maps a
+    layer to the rows of its busiest local expert over the mean of all local experts, at the layer's last access with
+    rows (where the host knows them), and `expert_rows` to the rows that each local expert has computed in all.
+    `records_dropped` counts accesses that could not be recorded, None where nothing is recorded.
+    """
+
+    counters: Counters = field(default_factory=Counters)
+    bytes_copied: int = 0
+    copy_seconds: float = 0.0
+    stall_seconds: list[float] = field(default_factory=list)
+    load_imbalance: dict[int, float] = field(default_factory=dict)
+    expert_rows: dict[int, list[int]] = field(default_factory=dict)
+    records_dropped: int | None = None
+
+
+class Counting:
+    """The counts of a cache of `owned` experts of `layers`, by local id, and what follows from them."""
+
+    def __init__(self, layers: tuple[int, ...], owned: Owned) -> None:
+        self.stats = CacheStats()
+        self._layers = layers
+        self._owned = owned
+        # The local ids that no decode row has used, where everything is resident.
+        self._unsettled = {layer: set(range(len(each))) for layer, each in zip(layers, owned, strict=True)}
+
+    def change(self, owned: Owned) -> None:
+        """Other experts from now on: those that stay keep their rows, but all are unsettled."""
+        rows = self.stats.expert_rows
+        for layer, old, new in zip(self._layers, self._owned, owned, strict=True):
+            self._unsettled[layer] = set(range(len(new)))
+            if layer in rows:
+                counted = dict(zip(old, rows[layer], strict=True))
+                rows[layer] = [counted.get(expert, 0) for expert in new]
+        self._owned = owned
+        self.stats.load_imbalance.clear()
+
+    def loads(self, rank: int) -> ExpertLoads:
+        """The rows that the experts have computed; none where the host has not learned of any."""
+        known = self.stats.expert_rows
+        experts = tuple(sorted(set(chain.from_iterable(self._owned))))
+        rows: list[int] = []
+        for layer, each in zip(self._layers, self._owned, strict=True) if known else ():
+            counted = dict(zip(each, known.get(layer, ()), strict=False))
+            rows += [counted.get(expert, 0) for expert in experts]
+        return ExpertLoads(rank=rank, layers=self._layers, experts=experts, rows=tuple(rows))
+
+    def observe_load(self, layer: int, counts: Sequence[int]) -> None:
+        total = sum(counts)
+        if total:
+            self.stats.load_imbalance[layer] = max(counts) * len(counts) / total
+            before = self.stats.expert_rows.get(layer)
+            self.stats.expert_rows[layer] = list(counts) if before is None else list(map(add, before, counts))
+
+    def count_resident(self, layer: int, run: ExpertRun, settled: Segment) -> None:
+        """Count what the policy would: all hits, settled ones where decode rows have used the expert before."""
+        self.observe_load(layer, run.counts)
+        decode, prefill = needed(run)
+        hits = self.stats.counters.hits
+        unsettled = self._unsettled[layer]
+        if unsettled:
+            fresh = unsettled.intersection(decode)
+            unsettled -= fresh
+            hits["probation", "decode"] += len(fresh)
+            hits[settled, "decode"] += len(decode) - len(fresh)
+            num_unsettled = len(unsettled.intersection(prefill))
+            hits["probation", "prefill"] += num_unsettled
+            hits[settled, "prefill"] += len(prefill) - num_unsettled
+        else:
+            hits[settled, "decode"] += len(decode)
+            hits[settled, "prefill"] += len(prefill)
+
+
+def needed(run: ExpertRun) -> tuple[list[int], list[int]]:
+    """Local ids of the experts that a decode row needs, and of those that only prompt rows need, ascending."""
+    decode: list[int] = []
+    prefill: list[int] = []
+    for local, (count, num_decode) in enumerate(zip(run.counts, run.decode_counts, strict=True)):
+        if count:
+            (decode if num_decode else prefill).append(local)
+    return decode, prefill
