@@ -30,15 +30,15 @@ MAY_IMPORT = {
 # The rooms of the worker: what each may import beside itself, and how many lines it may have. A room that outgrows its
 # budget wants another look at what it does before it gets more.
 ROOMS = {
-    "config": ((), 560),
+    "config": ((), 670),
     "state": (("config",), 350),
     "scheduling": (("config", "state"), 1190),
-    "exchange": (("config",), 1990),
-    "experts": (("config", "exchange"), 1200),
+    "exchange": (("config",), 2050),
+    "experts": (("config", "exchange"), 1370),
     "layers": (("config", "state", "exchange"), 550),
     "models": (("config", "state", "exchange", "layers"), 900),
     "checkpoint": (("config", "layers", "models"), 700),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 3400),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 3480),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
