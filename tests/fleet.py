@@ -319,5 +319,5 @@ def start_fleet(pool: ProcessPool, config: EngineConfig) -> Iterator[Fleet]:
 
 
 def _spec(config: EngineConfig, rank: int, epoch: int, keys: FleetKeys) -> dict[str, Any]:
-    spec = {"config": config, "rank": rank, "epoch": epoch, "host": "127.0.0.1", "version": "test"}
+    spec = {"config": config, "rank": rank, "epoch": epoch, "host": "127.0.0.1", "version": "test", "gpu": rank}
     return {**spec, "keys": keys.of_worker()}

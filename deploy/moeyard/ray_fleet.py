@@ -172,6 +172,8 @@ class RayFleet:
             "epoch": epoch,
             "host": self._worker_host,
             "version": __version__,
+            # A cluster's Ray shows each worker its own GPU only.
+            "gpu": rank if self._address is None else 0,
             "metrics_port": self._metrics_port_base + rank if self._metrics_port_base else 0,
         }
 

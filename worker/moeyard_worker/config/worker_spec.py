@@ -10,7 +10,8 @@ from moeyard_worker.keys import WorkerKeys
 class WorkerSpec:
     """What one rank is told at start. `epoch` is a random number of this fleet: frames of another one are refused.
 
-    `keys` lock its sockets; without any, whoever reaches them may speak (a single rank in its own process).
+    `keys` lock its sockets; without any, whoever reaches them may speak (a single rank in its own process). `gpu`:
+    which of the GPUs that its process sees is its own, where `config.device` is "cuda".
     """
 
     config: EngineConfig
@@ -20,3 +21,4 @@ class WorkerSpec:
     version: str
     metrics_port: int = 0
     keys: WorkerKeys | None = None
+    gpu: int = 0

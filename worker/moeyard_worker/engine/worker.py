@@ -53,7 +53,7 @@ class Worker:
         torch.set_num_threads(spec.config.threads)
         self._spec = spec
         config = spec.config
-        self._device = make_device(config)
+        self._device = make_device(config, spec.gpu)
         self._model = served_model(config)
         self._checkpoint = check_weights(config, self._model)
         self._dtype: torch.dtype = getattr(torch, self._model.served_dtype(config.dtype))
@@ -114,12 +114,12 @@ class Worker:
     def load(self, ranks_on_host: int) -> dict[str, Any]:
         """Load this rank's weights and allocate its caches; returns what was decided (sizes in bytes).
 
-        `ranks_on_host` workers share evenly what was free on the host when they had met. Raises ValueError when
-        something does not fit and CheckpointError for a bad file.
+        `ranks_on_host` workers share evenly what was free on the host when they had met; a GPU is its
+        worker's own. Raises ValueError when something does not fit and CheckpointError for a bad file.
         """
         config = self._spec.config
         assert self._available is not None, "load comes after connect"
-        plan = self._plan(self._available // ranks_on_host, ranks_on_host)
+        plan = self._plan(self._available // (ranks_on_host if self._device.shared else 1), ranks_on_host)
         for reason in plan.reasons:
             log.info("rank %d: %s", self._spec.rank, reason)
         try:
@@ -157,7 +157,11 @@ class Worker:
         )
         self._total = self._checkpoint.dense_bytes()
         self._total += experts.num_preloaded * model.expert_bytes(self._dtype.itemsize)
-        exchange = build_exchange(config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement)
+        exchange = build_exchange(
+            config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device
+        )
+        if not (exchange.captures or config.enforce_eager or config.device == "cpu"):
+            log.info("the exchange goes through the host: steps are launched kernel by kernel, none is captured")
         runner = Runner(
             self._checkpoint.spec,
             load=load,

@@ -46,6 +46,8 @@ class Exchange(Protocol):
     rank: int
     world_size: int
     stats: ExchangeStats
+    # Whether a CUDA graph can hold it: it moves rows without the host.
+    captures: bool
 
     def attach(self, mesh: Any) -> None:
         """Go on over another connected `Mesh` of as many ranks; what was begun over the one before is given up."""

@@ -57,6 +57,8 @@ class ZmqExchange:
     `combine` of the same layer, the latter until the next `dispatch`.
     """
 
+    captures = False
+
     def __init__(self, mesh: Mesh, *, shape: ExchangeShape, placement: tuple[range, ...]) -> None:
         if len(placement) != mesh.world_size or [e for shard in placement for e in shard] != [
             *range(shape.num_experts)
