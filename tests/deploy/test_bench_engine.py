@@ -177,6 +177,18 @@ def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None
     assert engine.table(result["rows"], engine.COLUMNS).count("\n") == len(wanted)
 
 
+def test_streams_whose_prompts_come_in_small_pieces() -> None:
+    """Those that began first are still there when the last begins."""
+    shape = ("--shape", "moeyard-demo", "--layers", "2", "--device", "cpu")
+    args = parse(*shape, "--streams", "7", "--prompt", "20", "--output", "3", "--chunk", "8", "--prefill")
+    wanted = engine.scenarios(args)
+    config = engine.engine_config(args, wanted)
+    result = engine.measure(
+        [config], wanted, ceilings=Ceilings(copy=1e9), sampling=engine.sampling_of(args), report=lambda _: None
+    )
+    assert result["rows"][0]["step_ms"]["p50"] > 0
+
+
 def test_profile_names_what_took_longest(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ("--shape", "moeyard-demo", "--layers", "2", "--device", "cpu", "--dtype", "float32")
     engine.bench_engine(parse(*shape, "--streams", "2", "--output", "4", "--prefill", "--profile"))

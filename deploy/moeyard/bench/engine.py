@@ -241,7 +241,7 @@ def engine_config(args: argparse.Namespace, wanted: Sequence[Scenario]) -> Engin
     page = usual["page_size"]
     chunk = args.chunk or usual["prefill_chunk"]
     streams = max(count for count, _ in (each.requests(chunk) for each in wanted))
-    rows = max(chunk, streams, *(each.chunk + each.streams for each in wanted if isinstance(each, Mixed)))
+    rows = max(chunk, 2 * streams, *(each.chunk + each.streams for each in wanted if isinstance(each, Mixed)))
     needs = [each.requests(min(rows, usual["mixed_prefill_tokens"] or rows)) for each in wanted]
     config = EngineConfig(
         model_path=None if args.model is None else checkpoint(args),

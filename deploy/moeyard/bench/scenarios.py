@@ -54,8 +54,9 @@ class Decode:
         return self.streams, self.prompt + self._asked(step_rows)
 
     def _asked(self, step_rows: int) -> int:
-        # The first prompts' streams answer while the last prompts are computed, and all of them a little longer.
-        return self.output + -(-self.streams * self.prompt // step_rows) + 8
+        # The first prompts' streams answer while the last prompts are computed, in the rows that decoding leaves of a
+        # step, and all of them a little longer.
+        return self.output + -(-self.streams * self.prompt // max(1, step_rows - self.streams)) + 8
 
     def run(self, subject: Subject, ceilings: Ceilings) -> dict[str, Any]:
         """Latencies; the floor is what a step half-way through must read, at the copy bandwidth."""
