@@ -119,6 +119,8 @@ class Worker:
         """
         config = self._spec.config
         assert self._available is not None, "load comes after connect"
+        # A launcher may call from any thread, and each has a device of its own.
+        self._device.activate()
         plan = self._plan(self._available // (ranks_on_host if self._device.shared else 1), ranks_on_host)
         for reason in plan.reasons:
             log.info("rank %d: %s", self._spec.rank, reason)
