@@ -389,5 +389,5 @@ def first_placement(config: EngineConfig) -> Placement:
 
 
 def _spec(config: EngineConfig, rank: int, epoch: int, keys: FleetKeys, placement: Placement) -> dict[str, Any]:
-    spec = {"config": config, "rank": rank, "epoch": epoch, "host": "127.0.0.1", "version": "test"}
+    spec = {"config": config, "rank": rank, "epoch": epoch, "host": "127.0.0.1", "version": "test", "gpu": rank}
     return {**spec, "keys": keys.of_worker(), "placement": placement}

@@ -82,7 +82,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="expert-parallel ranks, one Ray actor each (default %(default)s)",
     )
-    add("--device", default=DEFAULTS["device"], metavar="NAME", help="cpu, cuda or cuda:N (default %(default)s)")
+    add(
+        "--device",
+        default=DEFAULTS["device"],
+        metavar="NAME",
+        help="cpu, cuda (a GPU each) or cuda:N (default %(default)s)",
+    )
     add("--host", default="127.0.0.1", help="address of the API (default %(default)s)")
     add("--port", type=port, default=8000, help="port of the API, 0 picks one (default %(default)s)")
     add(

@@ -183,6 +183,8 @@ class RayFleet:
             "placement": placement,
             "host": self._worker_host,
             "version": __version__,
+            # A cluster's Ray shows each worker its own GPU only.
+            "gpu": rank if self._address is None else 0,
             "metrics_port": self._metrics_port_base + rank if self._metrics_port_base else 0,
         }
 

@@ -39,6 +39,7 @@ def test_engine_sizes_are_positive(name: str, value: int) -> None:
         ({"dtype": "float16"}, "dtype 'float16' is not one of auto, float32, bfloat16"),
         ({"expert_policy": "fifo"}, "expert_policy 'fifo' is not one of slru, lru"),
         ({"exchange": "local", "num_workers": 2}, "for one worker, got 2"),
+        ({"device": "cuda:1", "num_workers": 2}, "is one GPU, num_workers 2 take one each; use device 'cuda'"),
         ({"expert_slots": 4, "expert_memory": 4096}, "not both"),
         ({"page_size": 24}, "must divide 64 .*, got 24"),
         ({"page_size": 128}, "must divide 64 .*, got 128"),
@@ -90,6 +91,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         config.page_size = 32  # type: ignore[misc]
     assert EngineConfig(model_path="m", page_size=64).page_size == 64
     assert EngineConfig(model_path="m", num_workers=1, exchange="local").exchange == "local"
+    assert EngineConfig(model_path="m", num_workers=4, device="cuda").num_workers == 4
 
 
 @pytest.mark.parametrize(

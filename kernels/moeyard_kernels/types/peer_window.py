@@ -126,10 +126,8 @@ class PeerWindow:
         )
 
     def abort(self) -> None:
-        """End the wait of this rank's launches, now and until `reset`: they fail, naming who is missing.
-
-        For any thread, while a launch waits: a store to memory of the host, no call of CUDA that could queue behind it.
-        """
+        """End the wait of this rank's launches, until `reset`: they fail, naming who is missing. For any thread."""
+        # A store to memory of the host: a call of CUDA could queue behind the launch that waits.
         self.fault[ABORT] = 1
 
     def reset(self) -> None:

@@ -91,7 +91,8 @@ class EngineConfig:
     model_path: a checkpoint's directory; None where load_format is "dummy", which draws weights of chance for `shape`,
     a published architecture, cut to its first num_layers if that is set. "auto" is "safetensors", all that is read.
     expert_slots and expert_memory: at most one is set; neither means as many as fit. kv_memory None means auto.
-    async_scheduling: a step is planned while the one before runs. device: "cpu", "cuda" (the first GPU) or "cuda:N".
+    async_scheduling: a step is planned while the one before runs. device: "cpu", "cuda:N" (of one worker) or "cuda":
+    each worker takes a GPU of its own, the first of a host its first.
     enforce_eager: no step is captured in a CUDA graph. mesh_encryption: of activations that go over TCP.
     """
 
@@ -134,9 +135,9 @@ class EngineConfig:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is not cpu, cuda or cuda:N")
-        if self.device != "cpu" and self.num_workers > 1:
+        if ":" in self.device and self.num_workers > 1:
             raise ValueError(
-                f"device {self.device!r} serves with one worker so far, got num_workers {self.num_workers}"
+                f"device {self.device!r} is one GPU, num_workers {self.num_workers} take one each; use device 'cuda'"
             )
         if self.device != "cpu" and self.record_routing is not None and not self.enforce_eager:
             raise ValueError("record_routing on a GPU needs enforce_eager: a captured step tells the host of no expert")

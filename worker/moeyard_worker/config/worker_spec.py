@@ -13,6 +13,7 @@ class WorkerSpec:
 
     `placement` says which experts the rank loads, and which ranks it meets first (None: contiguous shards, all ranks).
     `keys` lock its sockets; without any, whoever reaches them may speak (a single rank in its own process).
+    `gpu`: which of the GPUs that its process sees is its own, where `config.device` is "cuda".
     """
 
     config: EngineConfig
@@ -23,3 +24,4 @@ class WorkerSpec:
     metrics_port: int = 0
     keys: WorkerKeys | None = None
     placement: Placement | None = None
+    gpu: int = 0

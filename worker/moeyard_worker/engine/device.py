@@ -63,6 +63,10 @@ class Device(Protocol):
     def backend(self) -> Backend: ...
     @property
     def footprints(self) -> Footprints: ...
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks of a host take of the same memory."""
+        ...
 
     def available(self) -> int:
         """Bytes that this rank may still take of the memory it computes in."""
@@ -89,6 +93,7 @@ class CpuDevice:
     """The CPUs of the host, which all its ranks share."""
 
     footprints: Footprints = cpu_footprint
+    shared = True
 
     def __init__(self, config: EngineConfig) -> None:
         self.backend = CpuBackend(page_size=config.page_size)
@@ -116,14 +121,18 @@ class CudaDevice:
     """One GPU, for one rank. Raises ValueError with what is missing."""
 
     footprints: Footprints = cuda_footprint
+    shared = False
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, gpu: int) -> None:
         if not torch.cuda.is_available():
             raise ValueError(f"--device {config.device}: torch {torch.__version__} sees no CUDA GPU here")
-        self._device = torch.device(config.device if ":" in config.device else "cuda:0")
+        self._device = torch.device(config.device if ":" in config.device else f"cuda:{gpu}")
         count = torch.cuda.device_count()
         if self._device.index >= count:
-            raise ValueError(f"--device {config.device}: there are {count} GPUs, the last is cuda:{count - 1}")
+            asked = f"--device {config.device}"
+            if config.num_workers > 1:
+                asked += f" --workers {config.num_workers} takes a GPU each"
+            raise ValueError(f"{asked}: there are {count} GPUs, the last is cuda:{count - 1}")
         capability = torch.cuda.get_device_capability(self._device)
         if capability < LEAST_CAPABILITY:
             name = torch.cuda.get_device_name(self._device)
@@ -158,11 +167,14 @@ class CudaDevice:
             runner, self.backend, max_rows=config.max_num_seqs, max_pages=max_pages,
             max_prompt=config.max_batch_tokens, captures_prompts=not plan.stream_slots,
         )  # fmt: skip
-        if not config.enforce_eager:
+        if not config.enforce_eager and runner.captures:
             graphs.capture()
         return graphs
 
 
-def make_device(config: EngineConfig) -> Device:
-    """The device that `config.device` names; raises ValueError with one line when it cannot be had."""
-    return CpuDevice(config) if config.device == "cpu" else CudaDevice(config)
+def make_device(config: EngineConfig, gpu: int = 0) -> Device:
+    """The device that `config.device` names, of "cuda" GPU number `gpu`.
+
+    Raises ValueError with one line when it cannot be had.
+    """
+    return CpuDevice(config) if config.device == "cpu" else CudaDevice(config, gpu)

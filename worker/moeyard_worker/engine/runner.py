@@ -62,6 +62,8 @@ class Runner:
         self.page_size = page_size = backend.page_size
         self.backend = backend
         self.dtype = dtype
+        # Whether its steps can be captured in a graph.
+        self.captures = exchange.captures
 
         def arrays(layer: int) -> dict[str, torch.Tensor]:
             state = config.attention[layer].state()

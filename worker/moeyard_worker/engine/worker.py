@@ -51,7 +51,7 @@ class Worker:
         torch.set_num_threads(spec.config.threads)
         self._spec = spec
         config = spec.config
-        self._device = make_device(config)
+        self._device = make_device(config, spec.gpu)
         self._model = served_model(config)
         self._checkpoint = check_weights(config, self._model)
         self._dtype: torch.dtype = getattr(torch, self._model.served_dtype(config.dtype))
@@ -113,13 +113,15 @@ class Worker:
     def load(self, ranks_on_host: int) -> dict[str, Any]:
         """Load this rank's weights and allocate its caches; returns what was decided (sizes in bytes).
 
-        `ranks_on_host` workers share evenly what was free on the host when they had met, or is now. Raises ValueError
-        when something does not fit and CheckpointError for a bad file.
+        `ranks_on_host` workers share evenly what was free on the host when they had met, or is now; a GPU is its
+        worker's own. Raises ValueError when something does not fit and CheckpointError for a bad file.
         """
         config = self._spec.config
+        # A launcher may call from any thread, and each has a device of its own.
+        self._device.activate()
         if self._available is None:
             self._available = self._device.available()
-        plan = self._plan(self._available // ranks_on_host, ranks_on_host)
+        plan = self._plan(self._available // (ranks_on_host if self._device.shared else 1), ranks_on_host)
         for reason in plan.reasons:
             log.info("rank %d: %s", self._spec.rank, reason)
         try:
@@ -160,17 +162,15 @@ class Worker:
         )
         self._total = self._checkpoint.dense_bytes()
         self._total += experts.num_preloaded * slot
-        exchange = build_exchange(kind, mesh=self._mesh, shape=self._shape, placement=self._placement)
-        runner = Runner(
-            self._checkpoint.spec,
-            load=load,
-            backend=backend,
-            exchange=exchange,
-            experts=experts,
-            dtype=self._dtype,
-            num_pages=plan.num_pages,
-            num_state_slots=num_state_slots,
+        exchange = build_exchange(
+            kind, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device
         )
+        if not (exchange.captures or config.enforce_eager or config.device == "cpu"):
+            log.info("the exchange goes through the host: steps are launched kernel by kernel, none is captured")
+        runner = Runner(
+            self._checkpoint.spec, load=load, backend=backend, exchange=exchange, experts=experts, dtype=self._dtype,
+            num_pages=plan.num_pages, num_state_slots=num_state_slots,
+        )  # fmt: skip
         experts.preload(self._advance)
         self._device.finish()
         self._doing = "capturing steps"

@@ -48,6 +48,8 @@ class Exchange(Protocol):
     rank: int
     world_size: int
     stats: ExchangeStats
+    # Whether a CUDA graph can hold it: it moves rows without the host.
+    captures: bool
 
     def attach(self, mesh: Any, placement: Placement) -> None:
         """Go on over another connected `Mesh` by another placement; what was begun over the one before is given up."""

@@ -3,14 +3,19 @@
 from collections.abc import Sequence
 from typing import cast
 
+import torch
+
 from moeyard_worker.config.engine_config import EXCHANGES, ExchangeKind
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.exchange.staged import StagedExchange
 from moeyard_worker.exchange.wires import MeshLock
 from moeyard_worker.exchange.zmq_exchange import ZmqExchange
+
+_CPU = torch.device("cpu")
 
 
 def resolve_kind(kind: str, world_size: int) -> ExchangeKind:
@@ -63,8 +68,14 @@ def build_mesh(
     )
 
 
-def build_exchange(kind: str, *, mesh: Mesh, shape: ExchangeShape, placement: Placement) -> Exchange:
-    """Second phase: the exchange over a connected mesh (of one rank: the local exchange, unless zmq is asked for)."""
+def build_exchange(
+    kind: str, *, mesh: Mesh, shape: ExchangeShape, placement: Placement, device: torch.device = _CPU
+) -> Exchange:
+    """Second phase: the exchange over a connected mesh (of one rank: the local exchange, unless zmq is asked for).
+
+    `device` is where this rank computes.
+    """
     if resolve_kind(kind, mesh.world_size) == "local":
         return LocalExchange()
-    return ZmqExchange(mesh, shape=shape, placement=placement)
+    exchange = ZmqExchange(mesh, shape=shape, placement=placement)
+    return exchange if device.type == "cpu" else StagedExchange(exchange, device)

@@ -12,6 +12,7 @@ class LocalExchange:
 
     rank = 0
     world_size = 1
+    captures = True
 
     def __init__(self) -> None:
         self.stats = ExchangeStats()

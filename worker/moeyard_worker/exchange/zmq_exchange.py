@@ -61,6 +61,8 @@ class ZmqExchange:
     `combine` of the same layer, the latter until the next `dispatch`.
     """
 
+    captures = False
+
     def __init__(self, mesh: Mesh, *, shape: ExchangeShape, placement: Placement) -> None:
         self.rank = mesh.rank
         self.stats = ExchangeStats()

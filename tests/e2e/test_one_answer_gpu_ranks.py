@@ -1,0 +1,112 @@
+"""One answer over several GPUs: ids and log-probability bits of a request, however many ranks serve it.
+
+Ranks, each on a GPU of its own, over {shared memory, TCP} x {one deep, two deep} x {experts in slots: all, half}, alone
+and mixed, prefix missed and hit; against each request alone on one rank, launch by launch and in graphs.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoints import make_checkpoint
+from tests.e2e.test_one_answer import requests, run_alone, run_mixed
+from tests.e2e.test_one_answer_gpu import MODELS
+from tests.fleet import ProcessPool, start_fleet
+
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, ExchangeKind
+from moeyard_worker.models.families import load_model_config
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
+
+NUM_PAGES, PAGE_SIZE = 64, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One fleet."""
+
+    ranks: int
+    exchange: ExchangeKind
+    deep: int = 1
+    slots: str = "all"
+    eager: bool = False
+
+    def __str__(self) -> str:
+        launched = "eager" if self.eager else "graphs"
+        return f"{self.ranks}ranks-{self.exchange}-{self.deep}deep-{self.slots}-{launched}"
+
+
+CASES = [Case(1, "auto"), Case(1, "zmq")]
+CASES += [
+    Case(*values)
+    for values in itertools.product(
+        [ranks for ranks in (2, 4) if ranks <= NUM_GPUS], ("zmq", "zmq-tcp"), (1, 2), ("all", "half")
+    )
+]
+
+
+def config(case: Case, model: Path) -> EngineConfig:
+    read = load_model_config(model)
+    total = read.num_experts * len(read.moe_layers) // case.ranks
+    return EngineConfig(
+        model_path=str(model),
+        device="cuda",
+        num_workers=case.ranks,
+        exchange=case.exchange,
+        kv_memory=NUM_PAGES * PAGE_SIZE * read.state_spec(DTYPE_BYTES[read.dtype]).bytes_per_token,
+        page_size=PAGE_SIZE,
+        prefill_chunk=16,
+        max_batch_tokens=256,
+        max_num_seqs=8,
+        expert_slots=None if case.slots == "all" else total // 2,
+        enforce_eager=case.eager,
+        async_scheduling=case.deep == 2,
+        # A first step compiles its kernels.
+        step_deadline=10.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def gpu_ranks() -> Iterator[ProcessPool]:
+    pool = ProcessPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module", params=[f"{kind}-{dtype}" for kind in ("mla", "gqa") for dtype in DTYPE_BYTES])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, gpu_ranks: ProcessPool
+) -> tuple[Path, dict[str, tuple[Any, ...]]]:
+    """A checkpoint, and what each request is answered alone by one rank, launch by launch."""
+    kind, dtype = request.param.split("-")
+    family, overrides = MODELS[kind]
+    model = make_checkpoint(tmp_path_factory.mktemp(kind), family, dtype=getattr(torch, dtype), **overrides)
+    with start_fleet(gpu_ranks, config(Case(1, "auto", eager=True), model)) as fleet:
+        return model, {name: run_alone(fleet, "reference", name, 0) for name in requests()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_ranks: ProcessPool) -> None:
+    model, expected = served
+    with start_fleet(gpu_ranks, config(case, model)) as fleet:
+        last = case.ranks - 1
+        # The other ranks have no row.
+        assert run_alone(fleet, "alone", "c", last) == expected["c"]
+        spread = {name: i % case.ranks for i, name in enumerate(requests())}
+        assert run_mixed(fleet, "mixed", spread) == expected
+        assert run_alone(fleet, "again", "c", last) == expected["c"]
+        assert fleet.call("stats")[last]["prefix_hit_tokens"] > 0
+
+
+def test_more_workers_than_gpus_are_named(gpu_ranks: ProcessPool, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "qwen3_moe", num_experts=4 * (NUM_GPUS + 1))
+    refused = pytest.raises(
+        RuntimeError, match=rf"--workers {NUM_GPUS + 1} takes a GPU each: there are {NUM_GPUS} GPUs"
+    )
+    with refused, start_fleet(gpu_ranks, config(Case(NUM_GPUS + 1, "zmq"), model)):
+        pass

@@ -1,0 +1,150 @@
+"""Ranks of the GPUs' backend over the host's exchange: what one rank computes, to the bit.
+
+Two or three ranks in threads of this process, each with its shard of the experts; on the CPU their kernels are the
+oracles. A rank without rows takes part in every step.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+
+from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
+from moeyard_worker.engine.local import PAGE_SIZE, local_runner
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.exchange.base import Exchange
+from moeyard_worker.exchange.factory import build_exchange, build_mesh
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.exchange.staged import StagedExchange
+from moeyard_worker.exchange.zmq_exchange import ZmqExchange
+from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.experts.placement import partition
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.scheduling.step import Chunk, Step
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_PAGES = 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("staged"), "qwen3_moe", dtype=torch.bfloat16)
+
+
+def backend() -> CudaBackend:
+    return CudaBackend(page_size=PAGE_SIZE, device=DEVICE)
+
+
+def rank_runner(directory: Path, exchange: Exchange) -> Runner:
+    """A rank with its shard, every expert of it in a slot."""
+    config, own = load_model_config(directory), backend()
+    opened, shard = open_checkpoint(directory, config), partition(config.num_experts, exchange.world_size)
+    experts = ExpertCache(
+        backend=own,
+        source=MappedExperts(opened),
+        layers=config.moe_layers,
+        experts=shard[exchange.rank],
+        hidden=config.hidden_size,
+        intermediate=config.moe_intermediate_size,
+        dtype=torch.bfloat16,
+        num_slots=len(shard[exchange.rank]) * len(config.moe_layers),
+    )
+    experts.preload()
+    return Runner(
+        opened.spec,
+        load=DenseLoader(opened, backend=own, dtype=torch.bfloat16).load,
+        backend=own,
+        exchange=exchange,
+        experts=experts,
+        dtype=torch.bfloat16,
+        num_pages=NUM_PAGES,
+    )
+
+
+def prompt(length: int) -> tuple[int, ...]:
+    return tuple(torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(length)).tolist())
+
+
+def chunk(ids: tuple[int, ...], start: int, end: int, *, is_prompt: bool) -> Chunk:
+    return Chunk(
+        key=(b"", ""), start=start, token_ids=ids[start:end], pages=tuple(range(8)), prompt=is_prompt, num_sampled=1
+    )  # fmt: skip
+
+
+def steps_of(length: int) -> list[Step]:
+    """A prompt in two chunks, then two rows of output."""
+    ids = prompt(length)
+    return [
+        Step(prefill=(chunk(ids, 0, length - 12, is_prompt=True),)),
+        Step(prefill=(chunk(ids, length - 12, length - 2, is_prompt=True),)),
+        *(Step(decode=(chunk(ids, at, at + 1, is_prompt=False),)) for at in (length - 2, length - 1)),
+    ]
+
+
+def run_steps(runner: Runner, steps: list[Step], begin: Callable[[int], None]) -> list[torch.Tensor]:
+    seen = []
+    for number, step in enumerate(steps):
+        begin(number)
+        seen.append(runner.forward(step)[: len(step.sample_rows)].cpu())
+    return seen
+
+
+def connected(world: int, shape: ExchangeShape) -> list[Mesh]:
+    meshes = [build_mesh("zmq", shape=shape, rank=rank, world_size=world, deadline=30) for rank in range(world)]
+    endpoints = [mesh.endpoint() for mesh in meshes]
+    threads = [threading.Thread(target=mesh.connect, args=(endpoints,)) for mesh in meshes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return meshes
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
+    config = load_model_config(checkpoint)
+    shape = ExchangeShape(
+        num_experts=config.num_experts, top_k=config.top_k, hidden=config.hidden_size, dtype="bfloat16", max_tokens=64
+    )
+    placement = partition(config.num_experts, world)
+    exchanges = [
+        StagedExchange(ZmqExchange(mesh, shape=shape, placement=placement), DEVICE) for mesh in connected(world, shape)
+    ]
+    # The second rank begins two steps late, the third has no row at all.
+    plans = [[*steps_of(50), Step.empty(), Step.empty()], [Step.empty(), Step.empty(), *steps_of(37)]]
+    plans += [[Step.empty()] * 6] * (world - 2)
+    runners = [rank_runner(checkpoint, exchange) for exchange in exchanges]
+    with ThreadPoolExecutor(world) as pool:
+        runs = [
+            pool.submit(run_steps, runner, plan, exchange.begin_step)
+            for runner, plan, exchange in zip(runners, plans, exchanges, strict=True)
+        ]
+        seen = [run.result(timeout=60) for run in runs]
+    for exchange in exchanges:
+        exchange.close()
+    for of_rank, length in zip(seen, (50, 37), strict=False):
+        alone = local_runner(checkpoint, dtype=torch.bfloat16, num_pages=NUM_PAGES, backend=backend())
+        wanted = run_steps(alone, steps_of(length), lambda number: None)
+        got = [logits for logits in of_rank if len(logits)]
+        assert len(got) == len(wanted)
+        for number, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
+            assert torch.isfinite(theirs).all()
+            assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32)), f"length {length}, step {number}"
+
+
+def test_only_what_leaves_the_host_alone_is_captured(checkpoint: Path) -> None:
+    shape = ExchangeShape(num_experts=4, top_k=2, hidden=8, dtype="float32", max_tokens=3)
+    mesh = build_mesh("zmq", shape=shape, rank=0, world_size=1)
+    gpu = build_exchange("zmq", mesh=mesh, shape=shape, placement=(range(4),), device=torch.device("cuda:0"))
+    cpu = build_exchange("zmq", mesh=mesh, shape=shape, placement=(range(4),))
+    assert (type(gpu), type(cpu)) == (StagedExchange, ZmqExchange)
+    assert not gpu.captures
+    assert not cpu.captures
+    assert local_runner(checkpoint, dtype=torch.bfloat16, num_pages=1).captures
+    gpu.close()
