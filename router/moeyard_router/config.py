@@ -11,11 +11,15 @@ METRIC_ALIASES = ("vllm",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAddress:
-    """Where one rank listens: `endpoint` is its ZMQ ROUTER address, `metrics_url` its Prometheus page if it has one."""
+    """Where one rank listens: `endpoint` is its ZMQ ROUTER address, `metrics_url` its Prometheus page if it has one.
+
+    One that is `draining` takes no new sequences.
+    """
 
     rank: int
     endpoint: str
     metrics_url: str | None = None
+    draining: bool = False
 
 
 _LEAST_ONE = ("max_body_bytes", "max_buffered_bytes", "max_header_bytes", "intake_processes")
