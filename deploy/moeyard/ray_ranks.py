@@ -5,22 +5,19 @@ ones get new actors, every rank binds a mesh of the next epoch, and all go on to
 ranks (`RanksLost`), and `recover` may be called again with these: it goes on with what is sound.
 """
 
-import contextlib
 import dataclasses
-import os
 import secrets
-import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from moeyard.fencing import kill_process
 from moeyard.rank import Event, Rank, RanksLost, Recovered
 from moeyard.ray_errors import first_line
 from moeyard_worker.config.engine_config import EngineConfig
@@ -71,6 +68,9 @@ class RayRanks:
         self._make = make
         self._spec = spec
         self._members: list[_Member] = []
+        self._spares: dict[int, _Member] = {}  # processes that are to take a rank's place
+        self._changes: dict[int, Mapping[str, Any]] = {}  # how the processes of ranks are to differ from the config
+        self._changes_before: dict[int, Mapping[str, Any]] = {}
         self._reports: list[dict[str, Any]] = []  # of the first start
         self._losses: dict[int, dict[str, Any]] = {}  # what was told of the epoch before, by rank
 
@@ -109,10 +109,39 @@ class RayRanks:
         """New actors for `dead`, whatever these do, and another epoch for all. Raises RanksLost: call it again."""
         for rank in dead:
             self.fence(rank)
-            self._members[rank] = _Member(self._make(rank))
+            self._members[rank] = self._spares.pop(rank) if rank in self._spares else _Member(self._make(rank))
         self._losses = {}
         ranks = self._begin_epoch(lambda done, total: None, meet=REMEET_SECONDS)
+        for rank in dead:
+            self._changes_before.pop(rank, None)
         return Recovered(ranks=tuple(ranks), losses=tuple(self._losses.values()))
+
+    def prepare(self, rank: int, changes: Mapping[str, Any], actor: Any) -> None:
+        """Set `actor`, unless it is None, up for a rank's place, and note how it and its successors are to differ."""
+        self._changes_before[rank] = self._changes.get(rank, {})
+        self._changes[rank] = {**self._changes_before[rank], **changes}
+        if actor is not None:
+            epoch = secrets.randbits(31)
+            setting_up = actor.setup.remote(self._spec(self._sized(rank), rank, epoch))
+            self._spares[rank] = _Member(actor, setting_up=setting_up, epoch=epoch)
+
+    def prepared(self, rank: int) -> bool:
+        """Whether that one is set up; raises RanksLost with its words if it cannot."""
+        spare = self._spares[rank]
+        if not ray.wait([spare.setting_up], timeout=0)[0]:
+            return False
+        try:
+            spare.setup = ray.get(spare.setting_up)
+        except RayError as error:
+            raise _lost(rank, error) from error
+        return True
+
+    def abandon(self, rank: int) -> None:
+        """Undo `prepare`, if `recover` has not used it."""
+        if (spare := self._spares.pop(rank, None)) is not None:
+            ray.kill(spare.actor)
+        if rank in self._changes_before:
+            self._changes[rank] = self._changes_before.pop(rank)
 
     def fence(self, rank: int) -> None:
         """End a rank's process, also one that is stopped and hears nothing: when it wakes it must harm nobody."""
@@ -178,12 +207,9 @@ class RayRanks:
         """The config of a rank's process: one that takes another's place decides as that did."""
         if not self._reports:
             return self._config
-        return dataclasses.replace(
-            self._config,
-            max_model_len=self._reports[rank]["max_model_len"],
-            expert_slots=self._reports[rank]["expert_slots"],
-            expert_memory=None,
-        )
+        report = self._reports[rank]
+        decided = {"max_model_len": report["max_model_len"], "expert_slots": report["expert_slots"]}
+        return dataclasses.replace(self._config, **{**decided, "expert_memory": None, **self._changes.get(rank, {})})
 
     def _hear_losses(self, patience: float) -> None:
         """Wait until every started rank has told its loss; raises RanksLost for who ends, is named, or is silent."""
@@ -263,16 +289,9 @@ class RayRanks:
         stops = [member.actor.stop.remote() for member in self._members]
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
-        for member in self._members:
+        for member in (*self._members, *self._spares.values()):
             ray.kill(member.actor)
         self._members = []
-
-
-def kill_process(pid: int, began: float) -> None:
-    """SIGKILL for a process of this host, unless its number is another's by now: `began` is when it was created."""
-    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # boundary: it has ended
-        if abs(psutil.Process(pid).create_time() - began) < 1.0:
-            os.kill(pid, signal.SIGKILL)
 
 
 def _lost(rank: int, error: RayError) -> RanksLost:

@@ -19,7 +19,7 @@ from moeyard.logs import LogConfig
 from moeyard.signals import ending_signals
 from moeyard.supervisor import RestartBudget
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.fleet.draining import Drain
+from moeyard_router.fleet.orders import UNKNOWN, Drain
 from moeyard_router.http.context import log_context
 from moeyard_router.http.process import (
     Drained,
@@ -200,7 +200,7 @@ class RouterProcesses:
         counts = [router.drained for router in self._routers]
         if self._drained is not None and None not in counts:
             then, self._drained = self._drained, None
-            then(sum(count or 0 for count in counts))
+            then(UNKNOWN if UNKNOWN in counts else sum(count or 0 for count in counts))
 
     def _take(self, router: _Router) -> None:
         try:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered
+from moeyard.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,9 @@ class Supervisor:
         limit: int = LIMIT,
         window: float = WINDOW_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        upkeep: Upkeep | None = None,
     ) -> None:
+        self._upkeep = upkeep
         self.failure: str | None = None
         self._fleet, self._replace, self._clock = fleet, replace, clock
         self._give_up = give_up
@@ -110,6 +113,8 @@ class Supervisor:
     def stop(self) -> None:
         """Act on nothing any more. What is going on ends when the fleet is stopped."""
         self._stopping.set()
+        if self._upkeep is not None:
+            self._upkeep.close("the server is stopping")
 
     def lost(self, rank: int, reason: str) -> None:
         """The router has lost a rank for good, whatever its process does."""
@@ -120,6 +125,8 @@ class Supervisor:
             incident = self.listen()
             if incident is not None:
                 self.recover(incident)
+            elif self._upkeep is not None:
+                self._upkeep.turn(self.restart)
 
     def listen(self) -> Incident | None:
         """What has happened within a moment, if it is a loss."""
@@ -139,31 +146,50 @@ class Supervisor:
         for rank in event.loss["ranks"]:
             incident.lost.setdefault(rank, event.reason)
 
-    def recover(self, incident: Incident) -> None:
-        """Replace who is lost, and who is lost meanwhile, until the fleet goes on or has to be given up."""
+    def restart(self, rank: int) -> bool:
+        """Replace a rank because somebody asked for it; True if the fleet goes on. It counts as no loss."""
+        return self.recover(Incident(began=self._clock(), lost={rank: f"rank {rank} is restarted"}), asked=rank)
+
+    def recover(self, incident: Incident, *, asked: int | None = None) -> bool:
+        """Replace who is lost, and who is lost meanwhile, until the fleet goes on (True) or has to be given up.
+
+        The loss of the one that was `asked` for is on purpose.
+        """
         dead: frozenset[int] = frozenset(incident.lost)
+        purpose: frozenset[int] = frozenset() if asked is None else frozenset((asked,))
         while not self._stopping.is_set():
-            for rank in sorted(dead):
+            for rank in sorted(dead - purpose):
                 if not self._may_replace(rank):
                     self._end(f"rank {rank} was lost {self._limit} times in {self._window:g} s: {incident.lost[rank]}")
-                    return
-            log.warning("lost %s: %s; replacing", _named(dead), incident.reason)
+                    return False
+            if dead == purpose:
+                log.info("replacing rank %d, as it was asked for; the others will say that it is lost", asked)
+            else:
+                log.warning("lost %s: %s; replacing", _named(dead), incident.reason)
             try:
                 recovered = self._fleet.recover(dead)
             except RanksLost as error:
-                dead = error.ranks
+                if self._upkeep is not None and purpose & error.ranks:
+                    self._upkeep.failed(purpose & error.ranks)
+                dead, purpose = error.ranks, frozenset()
                 incident.lost |= dict.fromkeys(dead, str(error))
                 continue
             except FleetError:
-                return  # it is being stopped
+                return False  # it is being stopped
             # What the router has noticed so far is of those that were replaced.
             while not self._said.empty():
                 self._said.get()
             seconds = self._clock() - incident.began
-            incident.reports = list(recovered.losses)
-            self._replace(recovered.ranks, incident.facts(seconds))
-            log.warning("the fleet is whole again %.1f s after %s", seconds, incident.reason)
-            return
+            planned = set(incident.lost) == {asked}
+            if not planned:
+                incident.reports = list(recovered.losses)
+            self._replace(recovered.ranks, {**incident.facts(seconds), **({"planned": True} if planned else {})})
+            level = logging.INFO if planned else logging.WARNING
+            log.log(level, "the fleet is whole again %.1f s after %s", seconds, incident.reason)
+            if self._upkeep is not None:
+                self._upkeep.replaced(set(incident.lost) - {asked})
+            return True
+        return False
 
     def _may_replace(self, rank: int) -> bool:
         budget = self._budgets.setdefault(rank, RestartBudget(self._limit - 1, self._window))
@@ -174,6 +200,8 @@ class Supervisor:
         # A rank that computes, or reads cold experts, beyond the deadline in one layer looks dead to its peers.
         slow = "; if it was only slow, raise --step-deadline or lower --prefill-chunk" if "silent" in reason else ""
         log.error("the fleet has failed: %s%s", reason, slow)
+        if self._upkeep is not None:
+            self._upkeep.close(f"the fleet has failed: {reason}")
         self._give_up(reason)
 
 

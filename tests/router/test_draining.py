@@ -22,7 +22,7 @@ from tests.router.test_recovery import (
     validate,
 )
 
-from moeyard_router.fleet.draining import Drain
+from moeyard_router.fleet.orders import Drain
 
 
 @pytest.fixture(scope="module")

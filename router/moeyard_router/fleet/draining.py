@@ -6,24 +6,10 @@ alone, and a rank does not know of it.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from moeyard_router.fleet.dispatch import Dispatch
+from moeyard_router.fleet.orders import UNKNOWN, Drain
 from moeyard_router.fleet.recovery import Recovery
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drain:
-    """From now on `ranks`, and no others, take no new sequences.
-
-    `rank` is the one that the answer is about. `carry`: what it has goes on at others, if another takes sequences.
-    `leaves`: its process is about to be replaced, so that its end is nobody's fault and requests wait until then.
-    """
-
-    ranks: tuple[int, ...]
-    rank: int
-    carry: bool = False
-    leaves: bool = False
 
 
 class Draining:
@@ -36,7 +22,7 @@ class Draining:
         self._changed = changed
 
     def take(self, order: Drain) -> int:
-        """Returns how many sequences of clients `order.rank` has then."""
+        """Returns how many sequences of clients `order.rank` has then, or UNKNOWN."""
         now = time.monotonic()
         self._members.drain(order.ranks)
         if order.carry:
@@ -53,6 +39,8 @@ class Draining:
         if self._recovery.is_whole:
             self._dispatch.drain()
         self._changed()
+        if not self._recovery.is_whole and not order.leaves:
+            return UNKNOWN
         # A canary is sent to every rank by its number; it tries a drained one, too.
         return sum(f.rank == order.rank and f.carried for f in self._flights.by_name.values())
 

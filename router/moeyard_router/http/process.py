@@ -17,7 +17,7 @@ from typing import Any
 import uvloop
 
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.fleet.draining import Drain
+from moeyard_router.fleet.orders import Drain
 from moeyard_router.http.server import RouterServer, freeze_start_up
 from moeyard_router.http.siblings import Siblings
 

@@ -20,9 +20,9 @@ from moeyard_router.api.large import Bodies
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.aliases import VllmAliases, VllmFleetAliases
 from moeyard_router.fleet.collector import FleetCollector
-from moeyard_router.fleet.draining import Drain
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
+from moeyard_router.fleet.orders import Drain
 from moeyard_router.http.accepting import listeners
 from moeyard_router.http.app import create_app
 from moeyard_router.http.connection import ConnectionLimits, ConnectionProtocol
