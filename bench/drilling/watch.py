@@ -38,7 +38,7 @@ def recovered(
 
 def unready_seconds(changes: Sequence[tuple[float, bool, str]], begun: float, now: float) -> float:
     """Of the time from `begun` to `now` that in which the last change was one to unreadiness."""
-    ends = [*(when for when, _, _ in changes[1:]), now]
+    ends = [when for when, _, _ in changes[1:]] + [now] * bool(changes)
     spans = [(max(when, begun), end) for (when, ready, _), end in zip(changes, ends, strict=True) if not ready]
     return sum(max(0.0, end - start) for start, end in spans)
 
