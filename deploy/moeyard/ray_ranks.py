@@ -64,9 +64,7 @@ class RayRanks:
         spec: Callable[[EngineConfig, int, int], dict[str, Any]],
     ) -> None:
         self.check: Callable[[], None] = lambda: None
-        self._config = config
-        self._make = make
-        self._spec = spec
+        self._config, self._make, self._spec = config, make, spec
         self._members: list[_Member] = []
         self._spares: dict[int, _Member] = {}  # processes that are to take a rank's place
         self._changes: dict[int, Mapping[str, Any]] = {}  # how the processes of ranks are to differ from the config
@@ -112,8 +110,7 @@ class RayRanks:
             self._members[rank] = self._spares.pop(rank) if rank in self._spares else _Member(self._make(rank))
         self._losses = {}
         ranks = self._begin_epoch(lambda done, total: None, meet=REMEET_SECONDS)
-        for rank in dead:
-            self._changes_before.pop(rank, None)
+        self._changes_before = {r: changes for r, changes in self._changes_before.items() if r not in dead}
         return Recovered(ranks=tuple(ranks), losses=tuple(self._losses.values()))
 
     def prepare(self, rank: int, changes: Mapping[str, Any], actor: Any) -> None:
@@ -121,9 +118,8 @@ class RayRanks:
         self._changes_before[rank] = self._changes.get(rank, {})
         self._changes[rank] = {**self._changes_before[rank], **changes}
         if actor is not None:
-            epoch = secrets.randbits(31)
-            setting_up = actor.setup.remote(self._spec(self._sized(rank), rank, epoch))
-            self._spares[rank] = _Member(actor, setting_up=setting_up, epoch=epoch)
+            # The epoch of its mesh is not known yet: 0 is nobody's.
+            self._spares[rank] = _Member(actor, actor.setup.remote(self._spec(self._sized(rank), rank, 0)))
 
     def prepared(self, rank: int) -> bool:
         """Whether that one is set up; raises RanksLost with its words if it cannot."""
@@ -139,6 +135,9 @@ class RayRanks:
     def abandon(self, rank: int) -> None:
         """Undo `prepare`, if `recover` has not used it."""
         if (spare := self._spares.pop(rank, None)) is not None:
+            # Let it put away what it has in shared memory.
+            ray.wait([spare.setting_up], timeout=STOP_SECONDS)
+            ray.wait([spare.actor.stop.remote()], timeout=STOP_SECONDS)
             ray.kill(spare.actor)
         if rank in self._changes_before:
             self._changes[rank] = self._changes_before.pop(rank)
@@ -286,10 +285,11 @@ class RayRanks:
 
     def stop(self) -> None:
         """Let every rank end in good order for a while, then end it."""
-        stops = [member.actor.stop.remote() for member in self._members]
+        every = [*self._members, *self._spares.values()]
+        stops = [member.actor.stop.remote() for member in every]
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
-        for member in (*self._members, *self._spares.values()):
+        for member in every:
             ray.kill(member.actor)
         self._members = []
 

@@ -43,7 +43,10 @@ class Restartable(Protocol):
 
 @dataclass(slots=True)
 class _Errand:
-    """A command on its way: `ranks` are still to be done, the first of them now, in `phase`, since `since`."""
+    """A command on its way: `ranks` are still to be done, the first of them now, in `phase`; it drains since `since`.
+
+    `left` are the sequences that it had when it was last asked; `waits`: it was said that the fleet is not whole.
+    """
 
     name: str
     ranks: list[int]
@@ -53,6 +56,7 @@ class _Errand:
     phase: str = "settle"
     since: float = 0.0
     left: int = UNKNOWN
+    waits: bool = False
     done: list[int] = field(default_factory=list)
     words: "queue.SimpleQueue[str | Refused | None]" = field(default_factory=queue.SimpleQueue)
 
@@ -172,7 +176,11 @@ class Upkeep:
         now = self._clock()
         if errand.phase == "settle":
             if self._order(Drain(ranks=tuple(sorted(self._drained)), rank=rank)) == UNKNOWN:
-                return  # a fleet that recovers has other cares
+                # A fleet that recovers has other cares.
+                if not errand.waits:
+                    errand.words.put("waiting for the fleet to be whole")
+                errand.waits = True
+                return
             beside = errand.name == "restart" and self._fleet.prepare(rank, errand.changes)
             if beside:
                 errand.words.put(f"rank {rank}: its next process starts")
@@ -211,7 +219,7 @@ class Upkeep:
 
     def _next(self, errand: _Errand) -> None:
         errand.done.append(errand.ranks.pop(0))
-        errand.phase, errand.left, errand.since = "settle", UNKNOWN, self._clock()
+        errand.phase, errand.left, errand.since, errand.waits = "settle", UNKNOWN, self._clock(), False
         if not errand.ranks:
             self._end(errand, None)
 
