@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -61,8 +63,12 @@ def ask(url: str, i: int) -> dict[str, Any]:
     return {"ids": ids, "text": text, "logprobs": logprobs}
 
 
-def test_a_rolling_restart_under_load_changes_nothing(command: Callable[..., Command], folder: str) -> None:
-    server = command("serve", DEMO, "--workers", "2", "--port", "0")
+def test_a_rolling_restart_under_load_changes_nothing(
+    command: Callable[..., Command], folder: str, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO, model)
+    server = command("serve", str(model), "--workers", "2", "--port", "0", "--served-model-name", "demo")
     server.wait_ready()
     streams = 6
     with ThreadPoolExecutor(streams) as pool:
@@ -94,6 +100,18 @@ def test_a_rolling_restart_under_load_changes_nothing(command: Callable[..., Com
     assert [(each["planned"], each["reason"], each["launcher"]["planned"]) for each in page] == [
         (True, f"worker {rank} is being restarted", True) for rank in (1, 0)
     ]
+
+    # What cannot start is found out before anything is taken away.
+    weights = next(model.glob("*.safetensors"))
+    weights.rename(tmp_path / "elsewhere")
+    alive = {process.pid for process in server.workers()}
+    refused = run("restart", "--worker", "0")
+    assert refused.returncode == 1, refused.stdout
+    assert "moeyard: the next process of rank 0 does not start: " in refused.stderr
+    assert "has " not in refused.stderr, "it was not drained"
+    server.wait_for(lambda: {process.pid for process in server.workers()} == alive, 20)
+    assert ask(server.url, 0) == expected[0]
+    (tmp_path / "elsewhere").rename(weights)
 
     drained = run("drain", "--worker", "1", "--drain-timeout", "0")
     assert drained.returncode == 0, drained.stderr

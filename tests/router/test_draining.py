@@ -208,11 +208,14 @@ def test_of_several_routers_all_know_and_a_new_one_too(start, story, wait_for):
                 return [json.loads(line[6:]) for line in answer.iter_lines() if line and line != "data: [DONE]"]
 
     with ThreadPoolExecutor(12) as pool:
+        first.paused = second.paused = True
         streams = [pool.submit(ask, i) for i in range(12)]
-        wait_for(lambda: len(first.submits) + len(second.submits) == 12, "they must run")
+        wait_for(lambda: len(first.runs) + len(second.runs) == 12, "they must run", seconds=30)
         assert drain(service, 1) == len(second.runs) > 0
         assert drain(service, 1, carry=True) == 0
         wait_for(lambda: not second.runs, "it must be empty")
+        wait_for(lambda: len(first.runs) == 12, "it must have all")
+        first.paused = second.paused = False
         assert all("error" not in event for stream in streams for event in stream.result(20))
     second.submits.clear()
     for process in (p for p in multiprocessing.active_children() if p.name == "router-0"):
