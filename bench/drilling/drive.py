@@ -14,7 +14,7 @@ from drilling.faults import Fault, Moments, silence
 from drilling.load import Client, Exchange, Load
 from drilling.server import Server, read_json
 from drilling.streams import Answer, Difference, compare
-from drilling.watch import Watch
+from drilling.watch import SETTLED_SECONDS, Watch
 
 # A stopped rank is woken so much later, if it still exists.
 STOPPED_SECONDS = 20.0
@@ -90,6 +90,9 @@ class Drill:
         if fault.kind == "router":
             await self._kill_router(outcome)
             return outcome
+        if fault.kind == "restart":
+            await self._restart(outcome, order)
+            return outcome
         poisoned = None
         if fault.kind == "exception":
             poisoned = asyncio.create_task(self._client.run(exchange := Exchange(self._bad_ask(), first)))
@@ -133,6 +136,37 @@ class Drill:
                 outcome.incident = (losses or incidents)[0]
                 outcome.cause = str((outcome.incident.get("launcher") or outcome.incident)["reason"])
         return outcome
+
+    async def _restart(self, outcome: Outcome, order: Sequence[int]) -> None:
+        """One rank or all of them, drained for a moment and restarted. Of all its seconds those are told in which no
+        token came, and in which the server was not ready.
+        """
+        first, seconds = time.monotonic(), self._rng.uniform(0, 2)
+        outcome.ranks = sorted(order) if self._rng.random() < 0.3 else list(order[:1])
+        words = ["--worker", str(outcome.ranks[0])] if len(outcome.ranks) == 1 else []
+        if outcome.moment.startswith(("idle", "nearly")):
+            self._load.resume()
+        code, said = await self._server.command("restart", "--drain-timeout", f"{seconds:.2f}", *words)
+        outcome.note = f"drained for {seconds:.1f} s at most"
+        last = time.monotonic()
+        outcome.ready_seconds, outcome.cause = await self._watch.ready_after(
+            last, patience=self._patience, notice=SETTLED_SECONDS
+        )
+        met = [e for e in self._load.history if e.ended is None or e.ended > first]
+        if not await self._load.ended(met, END_SECONDS if outcome.ready_seconds is not None else 10.0):
+            outcome.note = f"{sum(e.ended is None for e in met)} requests never ended"
+        await self._judge(outcome, met)
+        if code:
+            outcome.failed += 1
+            outcome.errors.append(f"moeyard restart ended with code {code}")
+        if outcome.ready_seconds is None:
+            self._lost_at = first
+            return
+        outcome.ready_seconds = self._watch.unready_seconds(first, time.monotonic()) / len(outcome.ranks)
+        quiet = silence(first, [at for e in met for at in e.arrivals], grace=last - first)
+        if quiet is not None:
+            outcome.output_seconds = outcome.silence_seconds = quiet[1] - quiet[0]
+        outcome.cause = said
 
     async def _signal(self, outcome: Outcome, kind: str, victims: Sequence[tuple[int, psutil.Process]]) -> None:
         """Stop or kill the first of `victims`, and a second one at once or while the first is being replaced."""

@@ -1,5 +1,6 @@
 """`moeyard serve` as a black box: its processes, which of them is which rank, and what it leaves behind."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -89,6 +90,19 @@ class Server:
                     if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports:
                         found[ports[connection.laddr.port]] = process
         return found
+
+    async def command(self, *words: str) -> tuple[int, str]:
+        """`moeyard` with these words, said to this server's control door: its exit code, and the last it said."""
+        port = self.url.rpartition(":")[2]
+        environment = {**os.environ, "PYTHONPATH": source_path()}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "moeyard", *words, "--port", port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+        out, _ = await process.communicate()
+        return process.returncode or 0, out.decode().strip().rpartition("\n")[2]
 
     def stop(self, seconds: float = 30.0) -> int | None:
         """SIGTERM; its exit code, None if it had to be killed. Nothing of it runs afterwards."""

@@ -36,6 +36,13 @@ def recovered(
     return (at - begun, wrong) if ready and now - at > SETTLED_SECONDS else None
 
 
+def unready_seconds(changes: Sequence[tuple[float, bool, str]], begun: float, now: float) -> float:
+    """Of the time from `begun` to `now` that in which the last change was one to unreadiness."""
+    ends = [when for when, _, _ in changes[1:]] + [now] * bool(changes)
+    spans = [(max(when, begun), end) for (when, ready, _), end in zip(changes, ends, strict=True) if not ready]
+    return sum(max(0.0, end - start) for start, end in spans)
+
+
 class Watch:
     """Polls /readyz and keeps every change. `start` it in a loop, `close` it there."""
 
@@ -85,6 +92,10 @@ class Watch:
             if given_up or now - begun > patience:
                 return None, text
             await asyncio.sleep(POLL_SECONDS)
+
+    def unready_seconds(self, begun: float, now: float) -> float:
+        """For how long in all it was not ready since `begun`."""
+        return unready_seconds(self.changes, begun, now)
 
     async def incidents(self) -> list[dict[str, Any]]:
         """What /v1/fleet/incidents lists, the latest first."""

@@ -11,6 +11,7 @@ from moeyard import __version__
 from moeyard.api_flags import add_api_arguments
 from moeyard.bench.engine_flags import add_bench_arguments
 from moeyard.bench.server.flags import add_server_arguments
+from moeyard.control_flags import add_drain_arguments, add_restart_arguments, add_undrain_arguments
 from moeyard.door_config import add_door_arguments, door_config, log_config
 from moeyard.entry import INTERRUPTED, leave
 from moeyard.flags import add_engine_arguments, add_source_arguments, engine_config
@@ -79,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     engine.set_defaults(run=run_bench_engine)
 
     add_people_commands(commands)
+    add_upkeep_commands(commands)
 
     sim = commands.add_parser("cache-sim", help="replay recorded routing through an expert-cache policy")
     sim.add_argument("file", help="what --record-routing wrote")
@@ -112,6 +114,23 @@ def add_people_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
     completion = commands.add_parser("completion", help="print what makes a shell complete these commands")
     completion.add_argument("shell", choices=SHELLS, help='e.g. eval "$(moeyard completion bash)" in ~/.bashrc')
     completion.set_defaults(run=run_completion)
+
+
+def add_upkeep_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """What is done to ranks of a server that runs on this machine."""
+    for name, add, text in (
+        ("drain", add_drain_arguments, "take a rank's requests away; it computes its experts for the others"),
+        ("undrain", add_undrain_arguments, "let a drained rank take requests again"),
+        ("restart", add_restart_arguments, "drain ranks and give them new processes, one after the other"),
+    ):
+        command = commands.add_parser(name, help=text)
+        add(command)
+        command.set_defaults(run=run_upkeep)
+
+
+def run_upkeep(args: argparse.Namespace) -> int:
+    """`moeyard drain`, `undrain` and `restart`."""
+    return int(getattr(load("moeyard.control_client"), args.command)(args))
 
 
 def run_serve(args: argparse.Namespace) -> int:

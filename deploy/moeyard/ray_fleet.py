@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import psutil
@@ -120,6 +120,33 @@ class RayFleet:
             except RayError as error:
                 raise RanksLost(dead, first_line(error)) from error
 
+    def prepare(self, rank: int, changes: Mapping[str, Any]) -> bool:
+        """Have `rank`'s next process differ by `changes` (fields of EngineConfig), and start it now, beside the rank.
+
+        False where it has to wait for the end of the other: a GPU has no room for two, and a fixed port is taken.
+        Raises FleetError when `stop` was called.
+        """
+        with self._lock:
+            self._go_on()
+            beside = self._config.device == "cpu" and not self._metrics_port_base
+            try:
+                self._ranks.prepare(rank, changes, self._actor(rank, beside=True) if beside else None)
+            except RayError as error:
+                raise RanksLost([rank], first_line(error)) from error
+            return beside
+
+    def prepared(self, rank: int) -> bool:
+        """Whether that process has started; raises RanksLost with its own words if it cannot."""
+        with self._lock:
+            self._go_on()
+            return self._ranks.spares.prepared(rank)
+
+    def abandon(self, rank: int) -> None:
+        """End that process, and forget what was to be changed, unless it has taken its place."""
+        with self._lock:
+            if not self._stopping.is_set():
+                self._ranks.spares.abandon(rank)
+
     def _connect(self) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
         if self._address is None:
@@ -165,13 +192,13 @@ class RayFleet:
                 return False
         return True
 
-    def _actor(self, rank: int) -> Any:
-        """A process for a rank, at its place."""
+    def _actor(self, rank: int, *, beside: bool = False) -> Any:
+        """A process for a rank, at its place; one `beside` the rank's own does not wait for that one's CPU."""
         # Nodes of a cluster do not inherit the launcher's environment (ray_config.prepare_local).
         environment = {"env_vars": worker_environment(self._config.threads)} if self._address else None
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-        options = self._remote_class.options(scheduling_strategy=strategy, runtime_env=environment, max_restarts=0)
-        return options.remote()
+        options = {"scheduling_strategy": strategy, "runtime_env": environment, "max_restarts": 0}
+        return self._remote_class.options(**options, **({"num_cpus": 0} if beside else {})).remote()
 
     def _spec(self, config: EngineConfig, rank: int, epoch: int, placement: Placement) -> dict[str, Any]:
         return {

@@ -1,13 +1,9 @@
 """One rank's actor as the launcher keeps it, and what is said when a call of it fails."""
 
-import contextlib
-import os
-import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -44,13 +40,6 @@ class Member:
     def loads(self) -> bool:
         """Whether it loads while others do not wait for that."""
         return self.loading is not None and self.report is None
-
-
-def kill_process(pid: int, began: float) -> None:
-    """SIGKILL for a process of this host, unless its number is another's by now: `began` is when it was created."""
-    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # boundary: it has ended
-        if abs(psutil.Process(pid).create_time() - began) < 1.0:
-            os.kill(pid, signal.SIGKILL)
 
 
 def lost_of(rank: int, error: RayError) -> RanksLost:

@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from moeyard.fencing import kill_process
 from moeyard.rank import Event, Rank, RanksLost, Recovered
 from moeyard.ray_member import (
     PROGRESS_SECONDS,
@@ -26,12 +27,12 @@ from moeyard.ray_member import (
     Progress,
     follow,
     is_new,
-    kill_process,
     lost_of,
     named,
     setup_of,
     told,
 )
+from moeyard.spares import Spares
 from moeyard.takeover import Room, without
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
@@ -66,6 +67,7 @@ class RayRanks:
         self._runs = False
         self._takeover = takeover
         self._start_seconds = math.inf  # how long a rank takes from its making to its first step
+        self.spares = Spares()
         self._reports: list[dict[str, Any]] = []  # of the first start
         self._nodes: dict[int, str] = {}  # where each rank is, or was last
         self._losses: dict[int, dict[str, Any]] = {}  # what was told of the epoch before, by rank
@@ -116,18 +118,20 @@ class RayRanks:
         member.wait, member.loss = None, event.loss
         return event
 
-    def recover(self, dead: Collection[int]) -> Recovered | None:
-        """New actors for `dead`, whatever these do, and another epoch: for all, or for those that can take over.
+    def recover(self, dead: Collection[int], *, whole: bool = False) -> Recovered | None:
+        """New actors for `dead`, whatever these do, and another epoch: for all (if `whole`), or for who can take over.
 
         None if no other epoch is needed, as they were away. Raises RanksLost: call it again.
         """
         for rank in dead:
             self.fence(rank)
-            self._members[rank] = Member(self._make(rank))
+            self._members[rank] = self.spares.take(rank) or Member(self._make(rank))
         if self._runs and not set(dead).intersection(self._now.ranks):
             self._set_all_up(secrets.randbits(31))
             return None
-        return self._go_on(self._taken_over)
+        recovered = self._go_on((lambda: (self._whole, {})) if whole else self._taken_over)
+        self.spares.used(dead)
+        return recovered
 
     def admit(self) -> Recovered | None:
         """Give those that were away and have loaded their experts back, between steps, in another epoch.
@@ -161,6 +165,14 @@ class RayRanks:
             away, mode=self._takeover, whole=self._whole, before=self._now, rooms=rooms, nodes=self._nodes,
             reports=self._reports, start_seconds=self._start_seconds,
         )  # fmt: skip
+
+    def prepare(self, rank: int, changes: Mapping[str, Any], actor: Any) -> None:
+        """Set `actor`, unless it is None, up for a rank's place, and note how it and its successors are to differ."""
+        self.spares.note(rank, changes)
+        if actor is not None:
+            # The epoch of its mesh is not known yet: 0 is nobody's.
+            spec = self._spec(self._sized(rank), rank, 0, self._whole)
+            self.spares.members[rank] = Member(actor, actor.setup.remote(spec))
 
     def fence(self, rank: int) -> None:
         """End a rank's process, also one that is stopped and hears nothing: when it wakes it must harm nobody."""
@@ -246,11 +258,10 @@ class RayRanks:
         """The config of a rank's process: one that takes another's place decides as that did."""
         if not self._reports:
             return self._config
+        report = self._reports[rank]
+        decided = {"max_model_len": report["max_model_len"], "expert_slots": report["expert_slots"]}
         return dataclasses.replace(
-            self._config,
-            max_model_len=self._reports[rank]["max_model_len"],
-            expert_slots=self._reports[rank]["expert_slots"],
-            expert_memory=None,
+            self._config, **{**decided, "expert_memory": None, **self.spares.changes.get(rank, {})}
         )
 
     def _hear_losses(self, patience: float) -> None:
@@ -312,9 +323,10 @@ class RayRanks:
 
     def stop(self) -> None:
         """Let every rank end in good order for a while, then end it."""
-        stops = [member.actor.stop.remote() for member in self._members]
+        every = [*self._members, *self.spares.members.values()]
+        stops = [member.actor.stop.remote() for member in every]
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
-        for member in self._members:
+        for member in every:
             ray.kill(member.actor)
         self._members = []

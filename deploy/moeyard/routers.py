@@ -19,8 +19,10 @@ from moeyard.logs import LogConfig
 from moeyard.signals import ending_signals
 from moeyard.supervisor import RestartBudget
 from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.fleet.orders import UNKNOWN, Drain
 from moeyard_router.http.context import log_context
 from moeyard_router.http.process import (
+    Drained,
     GiveUp,
     Ready,
     Replace,
@@ -53,18 +55,19 @@ class _Router:
         self.seat = seat
         self.ready = False
         self.replacing = False
+        self.drained: int | None = 0  # what it said to the last `Drain`, None: nothing yet
         self.process: BaseProcess = context.Process(
             target=run_logged, args=(config, seat, theirs, log), name=f"router-{seat.index}", daemon=True
         )
         self.process.start()
         theirs.close()
 
-    def say(self, message: Replace | GiveUp | Stop) -> None:
+    def say(self, message: Replace | Drain | GiveUp | Stop) -> None:
         """Nothing is heard by a process that has ended; `RouterProcesses` notices that by itself."""
         try:
             self.pipe.send(message)
         except (BrokenPipeError, ConnectionResetError):
-            self.replacing = False
+            self.replacing, self.drained = False, self.drained or 0
 
 
 class RouterProcesses:
@@ -98,6 +101,7 @@ class RouterProcesses:
         self._routers: list[_Router] = []
         self._heard, self._tell = multiprocessing.Pipe(duplex=False)
         self._then: Callable[[], None] | None = None
+        self._drained: Callable[[int], None] | None = None
         self._stopping = False
 
     def replace_workers(
@@ -109,6 +113,11 @@ class RouterProcesses:
         """As `RouterServer.replace_workers`; `then` is called when all routers have them. From any thread."""
         self._then = then
         self._tell.send(Replace(workers, incident))
+
+    def drain(self, order: Drain, then: Callable[[int], None]) -> None:
+        """As `RouterServer.drain`; `then` gets the sum over all routers. From any thread, one order at a time."""
+        self._drained = then
+        self._tell.send(order)
 
     def give_up(self, reason: str) -> None:
         """As `RouterServer.give_up`: `run` returns. From any thread."""
@@ -164,16 +173,34 @@ class RouterProcesses:
             else:
                 self._ended(router)
 
-    def _told(self, message: Replace | GiveUp | Stop) -> None:
+    def _told(self, message: Replace | Drain | GiveUp | Stop) -> None:
         if isinstance(message, Replace):
             self._lost.clear()
             self._config = dataclasses.replace(self._config, workers=message.workers)
+        elif isinstance(message, Drain):
+            self._order(message)
+            return
         else:
             self._stopping = True
             self.failure = self.failure or (message.reason if isinstance(message, GiveUp) else None)
         for router in self._routers:
             router.replacing = isinstance(message, Replace)
             router.say(message)
+
+    def _order(self, order: Drain) -> None:
+        """All routers take it, and those that are started later know of it."""
+        workers = tuple(dataclasses.replace(w, draining=w.rank in order.ranks) for w in self._config.workers)
+        self._config = dataclasses.replace(self._config, workers=workers)
+        for router in self._routers:
+            router.drained = None
+            router.say(order)
+        self._all_drained()
+
+    def _all_drained(self) -> None:
+        counts = [router.drained for router in self._routers]
+        if self._drained is not None and None not in counts:
+            then, self._drained = self._drained, None
+            then(UNKNOWN if UNKNOWN in counts else sum(count or 0 for count in counts))
 
     def _take(self, router: _Router) -> None:
         try:
@@ -191,6 +218,9 @@ class RouterProcesses:
         elif isinstance(message, Replaced):
             router.replacing = False
             self._replaced()
+        elif isinstance(message, Drained):
+            router.drained = message.sequences
+            self._all_drained()
 
     def _take_loss(self, loss: WorkerLost) -> None:
         """Pass on what no other router has told; a worker that was replaced meanwhile is nobody's loss."""
@@ -208,6 +238,7 @@ class RouterProcesses:
         self._routers.remove(router)
         router.pipe.close()
         self._replaced()
+        self._all_drained()
         if self._stopping:
             return
         _log.error(

@@ -7,14 +7,17 @@ on stderr and leaves no process behind.
 import argparse
 import dataclasses
 import os
+import queue
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moeyard import __version__, logs, ray_config
 from moeyard.api_flags import ApiSettings, answer_formats_of, api_settings
+from moeyard.control import ControlDoor
+from moeyard.control_commands import commands, open_door
 from moeyard.door_flags import door_fields
 from moeyard.lazy import load
 from moeyard.listen import bind, outside_url, reachable_url
@@ -25,8 +28,10 @@ from moeyard.routers import RouterProcesses
 from moeyard.signals import noted
 from moeyard.startup import startup
 from moeyard.supervisor import Supervisor
+from moeyard.upkeep import Upkeep
 from moeyard_kernels.cpu import footprint
 from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
+from moeyard_router.fleet.orders import UNKNOWN, Drain
 from moeyard_router.http.context import log_context
 from moeyard_router.http.keys import KeyRing
 from moeyard_router.http.origins import is_loopback
@@ -44,6 +49,8 @@ from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.sockets import make_keys
 
+# For routers to take an order; one that is busy for longer is asked again.
+ORDER_SECONDS = 5.0
 DUMMY_NOTE = (
     'weights of chance and no tokenizer: prompts are token ids ("prompt": [1, 2, 3] of /v1/completions), answers are '
     "token ids and mean nothing"
@@ -88,6 +95,7 @@ def serve(
         ray_config.prepare_remote()
     keys = make_keys()
     supervisor: Supervisor | None = None
+    control: ControlDoor | None = None
     failure: str | None = None
     with noted() as interrupts:
         # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
@@ -128,12 +136,16 @@ def serve(
                 if on_ready is not None:
                     on_ready(running)
 
+            upkeep = Upkeep(fleet, len(ranks), order=lambda order: ordered(server, order))
             supervisor = Supervisor(
                 fleet,
-                replace=lambda ranks, incident: server.replace_workers(addresses(ranks), lambda: None, incident),
+                replace=lambda ranks, incident: server.replace_workers(
+                    addresses(ranks, upkeep.drained), lambda: None, incident
+                ),
                 give_up=lambda reason: server.give_up(reason),
                 limit=args.restart_limit,
                 window=args.restart_window,
+                upkeep=upkeep,
             )
             server: RouterServer | RouterProcesses
             if args.routers == 1:
@@ -143,6 +155,7 @@ def serve(
                     router, sock, count=args.routers, on_ready=ready, on_lost=supervisor.lost, log=log
                 )
             supervisor.start()
+            control = open_door(router.port, commands(upkeep, config))
             interrupts.check()
             if isinstance(server, RouterServer):
                 run_router(server)
@@ -154,6 +167,8 @@ def serve(
             interrupts.check()
             raise
         finally:
+            if control is not None:
+                control.close()
             if supervisor is not None:
                 supervisor.stop()
             fleet.stop()
@@ -161,9 +176,22 @@ def serve(
     return 1 if failure or (supervisor is not None and supervisor.failure is not None) else 0
 
 
-def addresses(ranks: Sequence[Rank]) -> tuple[WorkerAddress, ...]:
-    """Where a router finds these ranks."""
-    return tuple(WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url or None) for r in ranks)
+def addresses(ranks: Sequence[Rank], drained: Collection[int] = ()) -> tuple[WorkerAddress, ...]:
+    """Where a router finds these ranks, of which some take no new requests."""
+    return tuple(
+        WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url or None, draining=r.rank in drained)
+        for r in ranks
+    )
+
+
+def ordered(server: RouterServer | RouterProcesses, order: Drain) -> int:
+    """What all routers answer to an order, waited for from another thread than theirs."""
+    answers: queue.SimpleQueue[int] = queue.SimpleQueue()
+    server.drain(order, answers.put)
+    try:
+        return answers.get(timeout=ORDER_SECONDS)
+    except queue.Empty:
+        return UNKNOWN
 
 
 def router_config(

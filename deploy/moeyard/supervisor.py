@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered
+from moeyard.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +29,10 @@ class Recoverable(Protocol):
         """What ranks have told within so many seconds."""
         ...
 
-    def recover(self, dead: Collection[int]) -> Recovered | None:
+    def recover(self, dead: Collection[int], *, whole: bool) -> Recovered | None:
         """Replace ranks and go on; raises RanksLost for those to be replaced next, FleetError when it is stopped.
 
-        None if the others serve without them already, and go on with that.
+        `whole`: all go on together, nobody takes over. None if the others serve without them already, and still do.
         """
         ...
 
@@ -99,7 +100,9 @@ class Supervisor:
         limit: int = LIMIT,
         window: float = WINDOW_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        upkeep: Upkeep | None = None,
     ) -> None:
+        self._upkeep = upkeep
         self.failure: str | None = None
         self._fleet, self._replace, self._clock = fleet, replace, clock
         self._give_up = give_up
@@ -119,6 +122,8 @@ class Supervisor:
     def stop(self) -> None:
         """Act on nothing any more. What is going on ends when the fleet is stopped."""
         self._stopping.set()
+        if self._upkeep is not None:
+            self._upkeep.close("the server is stopping")
 
     def lost(self, rank: int, reason: str) -> None:
         """The router has lost a rank for good, whatever its process does."""
@@ -135,6 +140,8 @@ class Supervisor:
             self.recover(incident)
         elif self._ready:
             self.admit()
+        elif self._upkeep is not None and not self._away:
+            self._upkeep.turn(self.restart)
 
     def listen(self) -> Incident | None:
         """What has happened within a moment, if it is a loss."""
@@ -159,28 +166,45 @@ class Supervisor:
         for rank in event.loss["ranks"]:
             incident.lost.setdefault(rank, event.reason)
 
-    def recover(self, incident: Incident) -> None:
-        """Replace who is lost, and who is lost meanwhile, until the fleet goes on or has to be given up."""
+    def restart(self, rank: int) -> bool:
+        """Replace a rank because somebody asked for it; True if the fleet goes on. It counts as no loss."""
+        return self.recover(Incident(began=self._clock(), lost={rank: f"rank {rank} is restarted"}), asked=rank)
+
+    def recover(self, incident: Incident, *, asked: int | None = None) -> bool:
+        """Replace who is lost, and who is lost meanwhile, until the fleet goes on (True) or has to be given up.
+
+        The loss of the one that was `asked` for is on purpose.
+        """
         dead: frozenset[int] = frozenset(incident.lost)
+        purpose: frozenset[int] = frozenset() if asked is None else frozenset((asked,))
         while not self._stopping.is_set():
-            for rank in sorted(dead):
+            for rank in sorted(dead - purpose):
                 if not self._may_replace(rank):
                     self._end(f"rank {rank} was lost {self._limit} times in {self._window:g} s: {incident.lost[rank]}")
-                    return
-            log.warning("lost %s: %s; replacing", _named(dead), incident.reason)
+                    return False
+            if dead == purpose:
+                log.info("replacing rank %d, as it was asked for; the others will say that it is lost", asked)
+            else:
+                log.warning("lost %s: %s; replacing", _named(dead), incident.reason)
             try:
-                recovered = self._fleet.recover(dead)
+                # Whoever is replaced on purpose is back in a moment: nobody takes over.
+                recovered = self._fleet.recover(dead, whole=asked is not None)
             except RanksLost as error:
-                dead = error.ranks
+                if self._upkeep is not None and purpose & error.ranks:
+                    self._upkeep.failed(purpose & error.ranks)
+                dead, purpose = error.ranks, frozenset()
                 incident.lost |= dict.fromkeys(dead, str(error))
                 continue
             except FleetError:
-                return  # it is being stopped
+                return False  # it is being stopped
             if recovered is None:
                 log.warning("%s starts once more; the others serve", _named(dead))
             else:
-                self._hand_over(recovered, incident)
-            return
+                self._hand_over(recovered, incident, planned=set(incident.lost) == {asked})
+            if self._upkeep is not None:
+                self._upkeep.replaced(set(incident.lost) - {asked})
+            return True
+        return False
 
     def admit(self) -> None:
         """Have who was away join the others, and give them their experts back."""
@@ -195,17 +219,19 @@ class Supervisor:
         except FleetError:
             return  # it is being stopped
 
-    def _hand_over(self, recovered: Recovered, incident: Incident) -> None:
+    def _hand_over(self, recovered: Recovered, incident: Incident, *, planned: bool = False) -> None:
         """The router goes on with these ranks."""
         self._away = frozenset(rank.rank for rank in recovered.ranks if not rank.frontend)
         # What it has noticed so far is of those that were replaced.
         while not self._said.empty():
             self._said.get()
         seconds = self._clock() - incident.began
-        incident.reports = list(recovered.losses)
-        self._replace(recovered.ranks, incident.facts(seconds))
+        if not planned:
+            incident.reports = list(recovered.losses)
+        self._replace(recovered.ranks, {**incident.facts(seconds), **({"planned": True} if planned else {})})
         how = f"serves without {_named(self._away)}" if self._away else "is whole again"
-        log.warning("the fleet %s %.1f s after %s", how, seconds, incident.reason)
+        level = logging.INFO if planned else logging.WARNING
+        log.log(level, "the fleet %s %.1f s after %s", how, seconds, incident.reason)
 
     def _may_replace(self, rank: int) -> bool:
         budget = self._budgets.setdefault(rank, RestartBudget(self._limit - 1, self._window))
@@ -216,6 +242,8 @@ class Supervisor:
         # A rank that computes, or reads cold experts, beyond the deadline in one layer looks dead to its peers.
         slow = "; if it was only slow, raise --step-deadline or lower --prefill-chunk" if "silent" in reason else ""
         log.error("the fleet has failed: %s%s", reason, slow)
+        if self._upkeep is not None:
+            self._upkeep.close(f"the fleet has failed: {reason}")
         self._give_up(reason)
 
 

@@ -13,12 +13,14 @@ METRIC_ALIASES = ("vllm",)
 class WorkerAddress:
     """Where one rank listens: `endpoint` is its ZMQ ROUTER address, `metrics_url` its Prometheus page if it has one.
 
-    With an empty `endpoint` the rank is away, and the others serve without it.
+    With an empty `endpoint` the rank is away, and the others serve without it. One that is
+    `draining` takes no new sequences.
     """
 
     rank: int
     endpoint: str
     metrics_url: str | None = None
+    draining: bool = False
 
     @property
     def away(self) -> bool:

@@ -27,7 +27,7 @@ LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(7) for digit 
 CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 # As the router sees a worker, which may not have spoken yet.
-_WORKER_STATES = ("connecting", "ready", "recovering", "failed", "stopping", "away")
+_WORKER_STATES = ("connecting", "ready", "draining", "recovering", "failed", "stopping", "away")
 
 
 class RouterMetrics:
@@ -99,6 +99,7 @@ class RouterMetrics:
         self.recovery_seconds = histogram(
             "recovery_seconds", "From a loss until the fleet was whole again.", RECOVERY_BUCKETS
         )
+        self.restarts = counter("worker_restarts", "Times that the fleet was whole again after a restart on purpose.")
         self.carried = counter("requests_carried", "Sequences that went on at another rank or connection.")
         self.recomputed = counter(
             "tokens_recomputed", "Tokens of carried sequences that no cache was thought to hold at their new rank."

@@ -18,7 +18,7 @@ from drilling.load import Exchange
 from drilling.poison import poison
 from drilling.soak import Held, Sample, table
 from drilling.streams import Answer, Difference, compare, compare_ids
-from drilling.watch import recovered
+from drilling.watch import recovered, unready_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -115,6 +115,14 @@ def test_prompt_logprobs_are_part_of_an_answer() -> None:
     third.take(body(-1.25))
     assert not compare(first, second)
     assert compare(first, third) == Difference(different=1)
+
+
+def test_unready_time_adds_up() -> None:
+    changes = [(1.0, True, ""), (4.0, False, "a"), (6.0, True, ""), (8.0, False, "b"), (8.5, True, "")]
+    assert unready_seconds(changes, 0.0, 10.0) == 2.5
+    assert unready_seconds(changes, 5.0, 10.0) == 1.5
+    assert unready_seconds(changes[:2], 0.0, 10.0) == 6.0
+    assert unready_seconds([], 0.0, 10.0) == 0.0
 
 
 def test_plans_are_seeded_and_of_every_kind() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.dispatch import Dispatch
+from moeyard_router.fleet.draining import Draining
 from moeyard_router.fleet.flights import Flight, Flights
 from moeyard_router.fleet.link import Message
 from moeyard_router.fleet.loads import LoadsReader
@@ -69,6 +70,7 @@ class Fleet:
         self._recovery = Recovery(config.recovery_timeout, metrics, self.fail)
         self.incidents = self._recovery.incidents
         self.read = self._dispatch.read
+        self.drain = Draining(self._dispatch, self._recovery, self._changed).take
         self._replies = Replies(
             self._members, self._flights, self._recovery, self.waiters, room=room, loads=self.loads,
             recovers=self._recovers, left=self._count, settle=self._settle, again=self._dispatch.again,
@@ -254,7 +256,7 @@ class Fleet:
         assert all(not w.lost or not w.held.sequences for w in self._members.workers), "a lost worker runs nothing"
 
     def _changed(self) -> None:
-        self._metrics.set_workers([w.state for w in self._members.workers])
+        self._metrics.set_workers([w.shown for w in self._members.workers])
         self._on_change()
 
     def _count(self) -> None:

@@ -28,7 +28,8 @@ class Flight:
     listens any more; then only its end is awaited. One that was sent to a rank to try that rank is not `carried` to
     another. `output` are the ids that were told, `scored` counts the prompt tokens whose log-probabilities were.
     `pending` counts the tokens that its rank is thought to have to compute before the next output; `num_ranks` the
-    times that it was given to one. It `pauses` before it asks again for room.
+    times that it was given to one. It `pauses` before it asks again for room. `left` are ranks that were told to stop
+    it so that another could go on with it, and have not said yet that they have.
 
     `entry` is its place in the waiting room (fleet/waiters.py) while its first turn has not come. It was first sent at
     `sent`, after it `waited`; `charged` are the output tokens that `key` was charged for then (fleet/fair.py).
@@ -54,6 +55,7 @@ class Flight:
     num_ranks: int = 0
     pauses: bool = False
     deaths: int = 0
+    left: frozenset[int] = frozenset()
 
     @property
     def num_tokens(self) -> int:
@@ -135,6 +137,8 @@ class Flights:
 
     def release(self, now: float, rank: int) -> list[Flight]:
         """A rank cannot be reached: what ran there waits, what nobody listens to is gone; returned is what ends."""
+        for flight in self.by_name.values():
+            flight.left -= {rank}
         there = [flight for flight in self.by_name.values() if flight.rank == rank]
         for flight in there:
             if flight.ticket is None:

@@ -17,7 +17,8 @@ class Incident:
     the seconds since then; `ranks` are those that were lost. `whole_seconds` lasted until every rank was ready,
     `output_seconds` until one of the sequences in flight got its next token (None if there was none). `carried` counts
     sequences that went on at another rank or connection, `recomputed_tokens` the tokens of their prompts and outputs
-    that no cache was thought to hold. `launcher` is what the launcher knows of it.
+    that no cache was thought to hold. `launcher` is what the launcher knows of it. `planned` is the rank that somebody
+    had restarted, if nothing else befell the fleet meanwhile.
     """
 
     reason: str
@@ -30,12 +31,14 @@ class Incident:
     carried: int = 0
     recomputed_tokens: int = 0
     failure: str | None = None
+    planned: int | None = None
     launcher: Mapping[str, Any] | None = None
 
     def say(self, now: float, reason: str, rank: int | None) -> None:
         """One more thing that was heard; `rank` is one that was lost."""
         if rank is not None and rank not in self.ranks:
             self.ranks.append(rank)
+            self.planned = self.planned if rank == self.planned else None
         if len(self.reports) < _REPORTS:
             self.reports.append((now - self.began, reason))
 
@@ -44,6 +47,7 @@ class Incident:
         over = "failed" if self.failure is not None else "recovered"
         return {
             "state": "recovering" if self.whole_seconds is None and self.failure is None else over,
+            "planned": self.planned is not None,
             "when": self.when,
             "reason": self.reason,
             "ranks": sorted(self.ranks),

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 import zmq
 
@@ -21,7 +21,8 @@ class MemberEvents:
 
     `apart(rank, reason)`: the fleet cannot run steps for now; what ran on `rank`, unless it is None, has ended there.
     `lost(rank, reason, died, replaced)`: a worker is not coming back; `died` is false for one that was told to stop,
-    `replaced` true for one whose place is taken already. `unfit`: it never will, it is none for this fleet.
+    `replaced` true for one whose place is taken already, or will be without a word from here. `unfit`: it never will,
+    it is none for this fleet.
     """
 
     changed: Callable[[], None]
@@ -68,7 +69,15 @@ class Members:
         self._flights.resize(len(addresses))
         for rank in new:
             self.workers[rank : rank + 1] = [self._open(addresses[rank])]
+        for worker, address in zip(self.workers, addresses, strict=True):
+            worker.draining, worker.leaving = address.draining, False
         return new
+
+    def drain(self, ranks: Collection[int]) -> None:
+        """These take no new sequences, and all others do."""
+        self.addresses = tuple(replace(a, draining=a.rank in ranks) for a in self.addresses)
+        for worker in self.workers:
+            worker.draining = worker.link.rank in ranks
 
     def _stays(self, address: WorkerAddress) -> bool:
         worker = self.workers[address.rank] if address.rank < len(self.workers) else None
@@ -80,10 +89,10 @@ class Members:
         worker = self.workers[rank]
         if worker.lost:
             return
-        died = worker.state != "stopping" and not worker.stopped
+        died = worker.state != "stopping" and not worker.stopped and not worker.leaving
         worker.lost = True
         worker.link.close()
-        self._events.lost(rank, reason, died, replaced)
+        self._events.lost(rank, reason, died, replaced or worker.leaving)
 
     def close(self) -> None:
         """Close all sockets."""
@@ -97,10 +106,16 @@ class Members:
         """Whether a worker takes requests."""
         return any(worker.usable for worker in self.workers)
 
+    def any_open(self) -> bool:
+        """Whether a worker takes new ones."""
+        return any(worker.open for worker in self.workers)
+
     def unready(self) -> str | None:
         """Which worker is not ready for steps with the others, or None: the fleet is whole."""
         there = [worker for worker in self.workers if not worker.away]
         for worker in there:
+            if worker.leaving:
+                return f"worker {worker.link.rank} is being restarted"
             if worker.state != "ready":
                 what = "is not connected yet" if worker.state == "connecting" else f"is {worker.state}"
                 return f"worker {worker.link.rank} at {worker.link.endpoint} {what}"
@@ -155,7 +170,7 @@ class Members:
         link = WorkerLink(address, context=self._context, config=self._config, events=events)
         if not address.away:
             link.open()
-        return WorkerState(link, self._flights.held[address.rank], lost=address.away)
+        return WorkerState(link, self._flights.held[address.rank], lost=address.away, draining=address.draining)
 
     def _up(self, rank: int) -> None:
         self.workers[rank].connected = True
@@ -169,7 +184,7 @@ class Members:
         worker.link.close()
         again = self._open(self.addresses[rank])
         again.broke, again.epoch = now, None if worker.snapshot is None else worker.snapshot.epoch
-        again.stopped = worker.state == "stopping"
+        again.stopped, again.leaving = worker.state == "stopping", worker.leaving
         self.workers[rank] = again
         self._events.apart(rank, reason)
 

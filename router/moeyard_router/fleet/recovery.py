@@ -25,13 +25,17 @@ class Recovery:
         """Of the incident that lasts."""
         return None if self.incidents.open is None else self.incidents.open.reason
 
-    def begin(self, reason: str, lost: int | None = None) -> None:
-        """Not all of the fleet is there, for this reason too; `lost` is a rank that another worker must take."""
+    def begin(self, reason: str, lost: int | None = None, planned: int | None = None) -> None:
+        """Not all of the fleet is there, for this reason too; `lost` is a rank that another worker must take.
+
+        `planned` is one that will be, because somebody asked for it.
+        """
         now, incident = time.monotonic(), self.incidents.open
         if incident is None:
             self.is_whole = False
             incident = self.incidents.begin(now, time.time(), reason)
             late = f"the fleet was not whole again within {self._seconds:g} s: {reason}"
+            incident.planned = planned
             self._bound = asyncio.get_running_loop().call_later(self._seconds, self._late, late)
         incident.say(now, reason, lost)
 
@@ -42,14 +46,21 @@ class Recovery:
         incident = self.incidents.whole(time.monotonic(), expects_output=expects_output)
         if incident is None or incident.whole_seconds is None:
             return
-        self._metrics.recoveries.inc()
-        self._metrics.recovery_seconds.observe(incident.whole_seconds)
+        if incident.planned is None:
+            self._metrics.recoveries.inc()
+            self._metrics.recovery_seconds.observe(incident.whole_seconds)
+        else:
+            self._metrics.restarts.inc()
         for flight in waiting:
             if flight.began:
                 incident.carried += 1
                 incident.recomputed_tokens += flight.pending
-        self._metrics.carried.inc(incident.carried)
-        self._metrics.recomputed.inc(incident.recomputed_tokens)
+        self.carried(incident.carried, incident.recomputed_tokens)
+
+    def carried(self, sequences: int, recomputed_tokens: int) -> None:
+        """So many went on at another rank or connection."""
+        self._metrics.carried.inc(sequences)
+        self._metrics.recomputed.inc(recomputed_tokens)
 
     def fail(self, reason: str) -> None:
         """Nothing is waited for any more."""

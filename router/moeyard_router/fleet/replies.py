@@ -106,6 +106,9 @@ class Replies:
 
     def _end(self, now: float, rank: int, message: Done | Rejected) -> None:
         flight = self._flights.by_name.get(message.request_id)
+        if flight is not None and rank in flight.left:
+            flight.left -= {rank}
+            return
         if flight is None or flight.rank != rank or self._goes_on(rank, flight, message):
             return
         if isinstance(message, Done):

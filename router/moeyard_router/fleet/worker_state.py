@@ -16,7 +16,8 @@ class WorkerState:
     """Connection, latest snapshot, and what this router has sent there (`held`).
 
     `lost` is one that is not coming back. One whose connection broke, and may, is a new one: `broke` is when (monotonic
-    seconds), `epoch` what it must answer with, `stopped` whether it was about to end anyway.
+    seconds), `epoch` what it must answer with, `stopped` whether it was about to end anyway. A `draining` one takes no
+    new sequences; one that is `leaving` is about to be replaced, because somebody asked for it.
     """
 
     link: WorkerLink
@@ -29,6 +30,8 @@ class WorkerState:
     broke: float = -math.inf
     epoch: int | None = None
     stopped: bool = False
+    draining: bool = False
+    leaving: bool = False
 
     @property
     def state(self) -> str:
@@ -47,6 +50,16 @@ class WorkerState:
         """Whether it takes requests; while it recovers they wait there."""
         return self.state in ("ready", "recovering")
 
+    @property
+    def shown(self) -> str:
+        """The state for people who count: a ready one that drains is draining."""
+        return "draining" if self.draining and self.state == "ready" else self.state
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes new sequences, too."""
+        return self.usable and not self.draining
+
     def take(self, snapshot: Snapshot) -> None:
         """Keep the latest word of the worker beside what was unanswered when it came."""
         self.snapshot, self.own_at_snapshot, self.pending_at_snapshot = (
@@ -62,6 +75,7 @@ class WorkerState:
             "endpoint": self.link.endpoint,
             "connected": self.connected,
             "state": self.state,
+            "draining": self.draining,
             "router_inflight": self.held.sequences,
         }
         if self.snapshot is not None:
@@ -75,7 +89,7 @@ def has_room(worker: WorkerState, places: int | None) -> bool:
     Sequences that wait there for pages are as good as a full house; for a step's end only, they are not.
     """
     s = worker.snapshot
-    if s is None or worker.state != "ready":
+    if s is None or worker.state != "ready" or worker.draining:
         return False
     if places is None:
         return True
@@ -84,13 +98,17 @@ def has_room(worker: WorkerState, places: int | None) -> bool:
 
 
 def loads(workers: Iterable[WorkerState], places: int | None = None) -> list[RankLoad]:
-    """What the policy is told of the workers that have spoken. Those without room are unusable if another has some."""
+    """What the policy is told of the workers that have spoken. Those without room are unusable if another has some.
+
+    One that drains is usable where all do: then what is asked for here has run before, and has to go on.
+    """
     spoken = [(worker, s, has_room(worker, places)) for worker in workers if (s := worker.snapshot) is not None]
     any_room = any(room for _, _, room in spoken)
+    any_open = any(worker.open for worker, _, _ in spoken)
     return [
         RankLoad(
             rank=worker.link.rank,
-            usable=room if any_room else worker.usable,
+            usable=room if any_room else worker.open if any_open else worker.usable,
             sequences=_sequences(worker, s),
             pending_tokens=worker.held.pending + max(0, s.num_waiting_tokens - worker.pending_at_snapshot),
             page_size=s.page_size,

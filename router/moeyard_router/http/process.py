@@ -1,7 +1,8 @@
 """One of several router processes that share a port, and what it says to the process that started it.
 
 It sends `Ready` once every worker has decoded, `WorkerLost` when one is lost, `Replaced` when it has taken other
-workers, and takes `Replace`, `GiveUp` and `Stop`. When whoever started it is gone, it stops.
+workers, `Drained` to every `Drain`, and takes `Replace`, `GiveUp` and `Stop`. When whoever started it is gone, it
+stops.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from typing import Any
 import uvloop
 
 from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.fleet.orders import Drain
 from moeyard_router.http.server import RouterServer, freeze_start_up
 from moeyard_router.http.siblings import Siblings
 
@@ -52,6 +54,13 @@ class GiveUp:
     """Nothing will bring the fleet back, and why: end all requests, then yourself."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The last `Drain` was carried out, and this router has so many sequences at its rank."""
+
+    sequences: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +130,8 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
             message = Stop()
         if isinstance(message, Replace):
             server.replace_workers(message.workers, lambda: pipe.send(Replaced()), message.incident)
+        elif isinstance(message, Drain):
+            server.drain(message, lambda sequences: pipe.send(Drained(sequences)))
         elif isinstance(message, GiveUp):
             server.give_up(message.reason)
         elif isinstance(message, Stop):

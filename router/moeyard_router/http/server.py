@@ -22,6 +22,7 @@ from moeyard_router.fleet.aliases import VllmAliases, VllmFleetAliases
 from moeyard_router.fleet.collector import FleetCollector
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
+from moeyard_router.fleet.orders import Drain
 from moeyard_router.http.accepting import listeners
 from moeyard_router.http.app import create_app
 from moeyard_router.http.connection import ConnectionLimits, ConnectionProtocol
@@ -160,6 +161,18 @@ class RouterServer:
 
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(replace)
+
+    def drain(self, order: Drain, then: Callable[[int], None]) -> None:
+        """Take an order about ranks that take no new sequences, and call `then` in the loop with those that are there.
+
+        From any thread; without a loop that runs, nothing happens.
+        """
+
+        def drain() -> None:
+            then(0 if self._fleet is None else self._fleet.drain(order))
+
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(drain)
 
     def give_up(self, reason: str) -> None:
         """Nothing will bring the fleet back: everything in flight ends with that error, and then `serve` does.

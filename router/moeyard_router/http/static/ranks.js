@@ -60,11 +60,12 @@ function card(rank) {
 
 function fill(box, worker, index, history) {
   const snapshot = worker.snapshot, tokens = (s) => s.workers[index]?.snapshot?.generation_tokens;
-  const state = { ready: "ready", failed: "failed" }[worker.state] ?? "warming";
+  const shown = worker.draining && worker.state === "ready" ? "draining" : worker.state;
+  const state = { ready: "ready", failed: "failed" }[shown] ?? "warming";
   box.classList.toggle("failed", state === "failed");
   const pill = box.querySelector(".pill");
   pill.className = `pill ${state}`;
-  pill.textContent = worker.state;
+  pill.textContent = shown;
   const rate = history.rate(tokens, RATE_SPAN);
   box.querySelector("b").replaceChildren(amount(rate), " ", make("small", { text: "tokens/s" }));
   drawSpark(box.querySelector("svg"), history, tokens);

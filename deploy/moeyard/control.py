@@ -1,0 +1,137 @@
+"""The control door of a running `moeyard serve`: named commands of whoever may also end it.
+
+A Unix socket in a directory of its user (mode 0700): the system's own permissions say who may give commands, and no key
+has to be made, kept or sent. One JSON object per line. A client sends {"command": NAME, ...}; it is answered by
+{"say": TEXT} while that takes its time, and at last by {"done": TEXT} or {"error": TEXT, "code": EXIT_CODE}.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import socketserver
+import stat
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moeyard.upkeep import Refused, Say
+
+log = logging.getLogger(__name__)
+
+# Takes the fields of a command and what tells its progress; returns its last word, or raises Refused or ValueError.
+Command = Callable[[Mapping[str, Any], Say], str]
+
+MAX_LINE = 64 * 1024
+_READ_SECONDS = 5.0
+_MOST = 16  # connections at once
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: process, user, group
+
+
+def directory() -> Path:
+    """Where the doors of this user's servers are."""
+    return Path(tempfile.gettempdir()) / f"moeyard-control-{os.getuid()}"
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a directory is this user's alone; what others may write to could be anybody's door."""
+    with contextlib.suppress(OSError):  # boundary: it is not there
+        found = folder.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return False
+
+
+class _Server(socketserver.ThreadingUnixStreamServer):
+    """A thread per connection, and not more than some of them."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, path: Path, commands: Mapping[str, Command]) -> None:
+        self.commands = commands
+        self._places = threading.BoundedSemaphore(_MOST)
+        super().__init__(str(path), _Handler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Only this user and root, whatever became of the directory's mode."""
+        found = request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        user = _CREDENTIALS.unpack(found)[1]
+        return user in (0, os.getuid()) and self._places.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Give the place back."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A bug of a command: its client sees the connection end."""
+        log.exception("a command at the control door failed")
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    """One command."""
+
+    timeout = _READ_SECONDS
+    server: _Server
+
+    def handle(self) -> None:
+        """Read it, carry it out, answer. A client that has left leaves its command to go on."""
+        try:
+            fields = json.loads(self.rfile.readline(MAX_LINE))
+            name = str(fields.get("command"))
+        except (ValueError, AttributeError, TimeoutError):
+            self._answer(error="a command is one line with a JSON object", code=2)
+            return
+        command = self.server.commands.get(name)
+        if command is None:
+            known = ", ".join(sorted(self.server.commands))
+            self._answer(error=f"this server knows no command '{name:.40}', but {known}", code=2)
+            return
+        log.info("control door: %s", json.dumps(fields)[:200])
+        try:
+            done = command(fields, lambda text: self._answer(say=text))
+        except ValueError as error:
+            self._answer(error=str(error), code=getattr(error, "exit_code", 2))
+        else:
+            self._answer(done=done)
+
+    def _answer(self, **fields: Any) -> None:
+        with contextlib.suppress(OSError):  # boundary: it has left
+            self.connection.sendall(json.dumps(fields).encode() + b"\n")
+
+
+class ControlDoor:
+    """Listens from construction to `close`. Raises OSError where it cannot, ValueError for a directory of others."""
+
+    def __init__(self, port: int, commands: Mapping[str, Command]) -> None:
+        folder = directory()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not is_ours(folder):
+            raise ValueError(f"{folder} is not this user's alone")
+        self._path = folder / f"{port}-{os.getpid()}.sock"
+        self._path.unlink(missing_ok=True)
+        self._server = _Server(self._path, commands)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="control", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more commands; those that run are ended by whoever runs them."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+        self._path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def refused_as_text() -> Any:
+    """KeyError and TypeError of a command's fields as what they are: a client of another version."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise Refused(f"a field of the command is missing or of another type: {error}", 2) from error

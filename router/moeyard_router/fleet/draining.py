@@ -1,0 +1,56 @@
+"""Ranks that take no new sequences: what they have runs to its end there, or goes on elsewhere when it is told to.
+
+A drained rank stays in lockstep with the others, whose tokens need its experts. So draining is the routers' affair
+alone, and a rank does not know of it.
+"""
+
+import time
+from collections.abc import Callable
+
+from moeyard_router.fleet.dispatch import Dispatch
+from moeyard_router.fleet.orders import UNKNOWN, Drain
+from moeyard_router.fleet.recovery import Recovery
+
+
+class Draining:
+    """Carries out what `Drain` says. `changed` is called when ranks have begun or ceased to take sequences."""
+
+    def __init__(self, dispatch: Dispatch, recovery: Recovery, changed: Callable[[], None]) -> None:
+        self._dispatch = dispatch
+        self._members, self._flights, self._waiters = dispatch.members, dispatch.flights, dispatch.waiters
+        self._recovery = recovery
+        self._changed = changed
+
+    def take(self, order: Drain) -> int:
+        """Returns how many sequences of clients `order.rank` has then, or UNKNOWN."""
+        now = time.monotonic()
+        self._members.drain(order.ranks)
+        if order.carry:
+            self._carry(order.rank)
+        if not self._members.any_open():
+            # Who waits does so because of us.
+            self._waiters.hold(now)
+        elif self._recovery.is_whole:
+            self._waiters.resume(now)
+        if order.leaves and order.rank < len(self._members.workers):
+            self._members.workers[order.rank].leaving = True
+            self._waiters.hold(now)
+            self._recovery.begin(f"worker {order.rank} is being restarted", planned=order.rank)
+        if self._recovery.is_whole:
+            self._dispatch.drain()
+        self._changed()
+        if not self._recovery.is_whole and not order.leaves:
+            return UNKNOWN
+        # A canary is sent to every rank by its number; it tries a drained one, too.
+        return sum(f.rank == order.rank and f.carried for f in self._flights.by_name.values())
+
+    def _carry(self, rank: int) -> None:
+        if not self._members.any_open():
+            return  # it stays until another can take it
+        there = [f for f in self._flights.by_name.values() if f.rank == rank and f.carried and f.ticket is not None]
+        recomputed = 0
+        for flight in there:
+            self._dispatch.carry(flight, whole=self._recovery.is_whole)
+            recomputed += flight.pending
+        if self._recovery.is_whole:  # those that wait are counted when it is
+            self._recovery.carried(len(there), recomputed)

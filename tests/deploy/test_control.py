@@ -1,0 +1,184 @@
+"""The control door: found by the command line, for its user alone, and one line with an exit code for all else."""
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeyard import control
+from moeyard.cli import main
+from moeyard.control import Command, ControlDoor, Say
+from moeyard.control_commands import check_changes, commands, open_door
+from moeyard.upkeep import Refused, Upkeep
+from moeyard_worker.config.engine_config import EngineConfig
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where doors are; pytest's own folders have names that are too long for a socket."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield control.directory()
+
+
+@pytest.fixture
+def doors(folder: Path) -> Iterator[Callable[..., ControlDoor]]:
+    with ExitStack() as stack:
+
+        def start(port: int, **known: Command) -> ControlDoor:
+            door = ControlDoor(port, known)
+            stack.callback(door.close)
+            return door
+
+        yield start
+
+
+def echo(fields: Mapping[str, Any], say: Say) -> str:
+    say("on its way")
+    return json.dumps(fields)
+
+
+def run(*words: str) -> int:
+    """The command line's exit code."""
+    try:
+        return main(list(words))
+    except SystemExit as error:
+        return int(str(error.code))
+
+
+def refuse(fields: Mapping[str, Any], say: Say) -> str:
+    raise Refused("busy: rank 1 is being drained, for 3 s; wait for its end")
+
+
+def test_a_command_gets_there_and_back(doors: Callable[..., ControlDoor], capsys: pytest.CaptureFixture[str]) -> None:
+    doors(8000, drain=echo, restart=echo, undrain=refuse)
+    assert run("drain", "--worker", "1", "--drain-timeout", "2.5") == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"command": "drain", "rank": 1, "seconds": 2.5}
+    assert told.err == "on its way\n"
+    assert run("restart", "--prefill-chunk", "64", "--kv-memory", "1MiB") == 0
+    told = capsys.readouterr()
+    changes = {"prefill_chunk": 64, "kv_memory": 1024**2}
+    assert json.loads(told.out) == {"command": "restart", "ranks": [], "seconds": 30.0, "changes": changes}
+    assert run("restart", "--worker", "2", "--drain-timeout", "0") == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == [2]
+    assert run("undrain", "--worker", "1") == 1
+    told = capsys.readouterr()
+    assert told.err == "moeyard: busy: rank 1 is being drained, for 3 s; wait for its end\n"
+    assert told.out == ""
+
+
+def test_which_server(doors: Callable[..., ControlDoor], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("drain", "--worker", "0") == 1
+    assert capsys.readouterr().err == f"moeyard: no server of this user runs here (its door would be in {folder})\n"
+    doors(8000, drain=echo)
+    doors(8001, drain=refuse)
+    # One that was killed leaves its socket.
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(folder / "8002-1.sock"))
+    assert run("drain", "--worker", "0") == 2
+    said = "several servers of this user run here, at ports 8000, 8001; name one with --port"
+    assert capsys.readouterr().err == f"moeyard: {said}\n"
+    assert run("drain", "--worker", "0", "--port", "8000") == 0
+    assert run("drain", "--worker", "0", "--port", "8002") == 1
+    assert "no server of this user runs here at port 8002" in capsys.readouterr().err
+    assert run("drain", "--worker", "x") == 2
+    assert run("drain") == 2, "a drain is of one rank"
+
+
+def test_only_its_user_may_come_in(doors: Callable[..., ControlDoor], folder: Path) -> None:
+    doors(8000, drain=echo)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o770)
+    assert run("drain", "--worker", "0") == 1, "others may have put it there"
+    assert open_door(8001, {}) is None, "a server serves without a door"
+    folder.chmod(0o700)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_somebody_else_is_not_heard_whatever_the_mode(doors: Callable[..., ControlDoor], folder: Path) -> None:
+    door = doors(8000, drain=echo)
+    for path in (folder.parent, folder):
+        path.chmod(0o777)
+    door._path.chmod(0o777)
+    said = """if True:
+        import os, socket, sys
+        os.setuid(int(sys.argv[2]))
+        end = socket.socket(socket.AF_UNIX)
+        end.connect(sys.argv[1])
+        try:
+            end.sendall(b"{}\\n")
+            print(end.recv(1000))
+        except OSError:
+            print(b"")
+    """
+    command = [sys.executable, "-I", "-c", said, str(door._path)]
+    for user, heard in ((65534, False), (0, True)):
+        told = subprocess.run([*command, str(user)], capture_output=True, text=True, check=True).stdout
+        assert ("knows no command" in told) == heard
+
+
+def test_nonsense_is_answered(doors: Callable[..., ControlDoor]) -> None:
+    door = doors(8000, drain=echo, scale=echo)
+
+    def ask(line: bytes) -> dict[str, Any]:
+        with socket.socket(socket.AF_UNIX) as end:
+            end.connect(str(door._path))
+            end.sendall(line)
+            return dict(json.loads(end.makefile().readline()))
+
+    bad = {"error": "a command is one line with a JSON object", "code": 2}
+    for line in (b"\n", b"GET / HTTP/1.1\r\n", b"[]\n", b"7\n", b'{"command": "drain"' + b" " * 70000 + b"\n"):
+        assert ask(line) == bad
+    assert ask(b'{"command": "fly"}\n') == {"error": "this server knows no command 'fly', but drain, scale", "code": 2}
+    assert ask(b'{"command": null}\n')["code"] == 2
+    assert ask(b"{}\n")["code"] == 2
+
+
+def test_whoever_leaves_stops_nothing(doors: Callable[..., ControlDoor]) -> None:
+    left, done = threading.Event(), threading.Event()
+
+    def slow(fields: Mapping[str, Any], say: Say) -> str:
+        assert left.wait(5)
+        for _ in range(100):
+            say("x" * 1000)
+        done.set()
+        return ""
+
+    door = doors(8000, drain=slow)
+    with socket.socket(socket.AF_UNIX) as end:
+        end.connect(str(door._path))
+        end.sendall(b'{"command": "drain"}\n')
+    left.set()
+    assert done.wait(5)
+
+
+def test_the_fields_of_commands() -> None:
+    config = EngineConfig(model_path="x", num_workers=2, exchange="zmq")
+    known = commands(Upkeep(None, 2, order=lambda order: 0), config)  # type: ignore[arg-type]
+    assert sorted(known) == ["drain", "restart", "undrain"]
+    for name, fields in (
+        ("drain", {}),
+        ("drain", {"rank": None, "seconds": 1}),
+        ("undrain", {"rank": []}),
+        ("restart", {"ranks": 1, "seconds": 1, "changes": {}}),
+    ):
+        with pytest.raises(Refused, match="a field of the command is missing or of another type"):
+            known[name](fields, print)
+    with pytest.raises(Refused, match="there is no rank 9; this server has ranks 0 and 1"):
+        known["drain"]({"rank": 9, "seconds": 1.0}, print)
+    assert check_changes(config, {"threads": 2}) == {"threads": 2}
+    with pytest.raises(Refused, match=r"dtype, page_size must be the same on all ranks: restart the server"):
+        check_changes(config, {"page_size": 8, "dtype": "float32"})
+    with pytest.raises(Refused, match=r"--threads must be 1 or 2, got 3|threads must be 1 or 2, got 3"):
+        check_changes(config, {"threads": 3})
