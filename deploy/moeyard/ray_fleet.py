@@ -28,6 +28,7 @@ from moeyard.ray_errors import first_line
 from moeyard.ray_ranks import PROGRESS_SECONDS, STOP_SECONDS, Progress, RayRanks
 from moeyard.signals import Interrupts, run_apart
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.exchange.leftovers import sweep
 from moeyard_worker.keys import FleetKeys
 
 CONNECT_SECONDS = 3.0
@@ -190,6 +191,8 @@ class RayFleet:
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it ended meanwhile
                 process.kill()
+        # Ranks that were killed before they met leave names on this host.
+        sweep()
 
     def _stop_ranks(self) -> None:
         self._ranks.stop()

@@ -126,7 +126,7 @@ def shared_files() -> set[Path]:
 
 def own_folders() -> set[Path]:
     """Where ranks that meet have their sockets."""
-    return set(Path(tempfile.gettempdir()).glob("moeyard-????????"))
+    return set(Path(tempfile.gettempdir()).glob("moeyard-mesh-*"))
 
 
 def other_shared_files(before: set[Path]) -> set[Path]:
