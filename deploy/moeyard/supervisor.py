@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered
+from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered, Unrecoverable
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,9 @@ class Recoverable(Protocol):
         ...
 
     def recover(self, dead: Collection[int]) -> Recovered:
-        """Replace ranks and go on; raises RanksLost for those to be replaced next, FleetError when it is stopped."""
+        """Replace ranks and go on. Raises RanksLost for those to be replaced next, Unrecoverable, or FleetError when it
+        is stopped.
+        """
         ...
 
 
@@ -154,6 +156,9 @@ class Supervisor:
                 dead = error.ranks
                 incident.lost |= dict.fromkeys(dead, str(error))
                 continue
+            except Unrecoverable as error:
+                self._end(f"{incident.reason}; {error}")
+                return
             except FleetError:
                 return  # it is being stopped
             # What the router has noticed so far is of those that were replaced.

@@ -318,6 +318,21 @@ def test_a_worker_lost_too_often_ends_it(command: Callable[..., Command]) -> Non
     assert len(re.findall(rf" moeyard.supervisor the fleet has failed: {said}", served.err.read_text())) == 1
 
 
+def test_without_rays_head_it_serves_until_a_worker_is_lost(command: Callable[..., Command]) -> None:
+    served = command("serve", DEMO, "--workers", "2", "--port", "0")
+    served.wait_ready()
+    (head,) = (process for process in served.processes() if process.name() == "gcs_server")
+    head.kill()
+    told = r" moeyard.ray_fleet Ray's gcs_server has ended: serving goes on, but a rank that is lost now cannot be rep"
+    served.wait_for(lambda: re.search(told, served.err.read_text()) is not None, 10)
+    assert chat(served.url).status_code == 200
+    assert [httpx.get(f"{served.url}/{page}").status_code for page in ("livez", "readyz")] == [200, 200]
+    served.workers()[1].kill()
+    served.check_end(1, within=2 * STOP_SECONDS)
+    said = r" the fleet has failed: .*; Ray's gcs_server has ended, and without it no rank can be started\n"
+    assert len(re.findall(said, served.err.read_text())) == 1
+
+
 @contextlib.contextmanager
 def stream_of(served: Command, **body: Any) -> Iterator[Iterator[str]]:
     """The data of a streamed completion's events, one by one."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered
+from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered, Unrecoverable
 from moeyard.supervisor import RestartBudget, Supervisor
 
 
@@ -172,3 +172,11 @@ def test_a_fleet_that_is_being_stopped_is_left_alone() -> None:
     desk.turn(Event(rank=1, reason="gone"))
     assert desk.handed == []
     assert desk.given_up == []
+
+
+def test_where_nothing_can_be_replaced_it_ends_at_once() -> None:
+    desk = Desk()
+    desk.fleet.answers = [Unrecoverable("Ray's gcs_server has ended, and without it no rank can be started")]
+    desk.turn(Event(rank=1, reason="gone"))
+    said = "gone; Ray's gcs_server has ended, and without it no rank can be started"
+    assert desk.given_up == [desk.supervisor.failure] == [said]
