@@ -1,11 +1,10 @@
-"""Several routers before one fleet: a process each, one port, one end."""
+"""The routers before one fleet: a process each, one port, one end."""
 
 import dataclasses
 import logging
 import multiprocessing
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
@@ -31,6 +30,7 @@ from moeyard_router.http.process import (
     WorkerLost,
     run_router_process,
 )
+from moeyard_worker.exchange.leftovers import Folder
 
 # A router that ends by itself is started again: three times a minute, then it is no accident.
 _LIMIT, _WINDOW_SECONDS = 3, 60.0
@@ -125,20 +125,21 @@ class RouterProcesses:
             self.stop()
 
         before = {number: signal.signal(number, heard) for number in ending_signals()}
-        with tempfile.TemporaryDirectory(prefix="moeyard-routers-") as directory:
-            try:
-                self._routers = [
-                    _Router(self._config, self._seat(i, Path(directory)), self._log) for i in range(self._count)
-                ]
-                while self._routers:
-                    self._turn()
-            finally:
-                for router in self._routers:
-                    router.process.kill()
-                    router.process.join()
-                self._sock.close()
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+        folder = Folder()
+        try:
+            self._routers = [
+                _Router(self._config, self._seat(i, Path(folder.path)), self._log) for i in range(self._count)
+            ]
+            while self._routers:
+                self._turn()
+        finally:
+            for router in self._routers:
+                router.process.kill()
+                router.process.join()
+            folder.remove()
+            self._sock.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _seat(self, index: int, directory: Path) -> Seat:
         return Seat(

@@ -1,7 +1,7 @@
 """`moeyard serve`: check everything that can be checked cheaply, start the fleet, put the router in front of it.
 
-The launcher's own process runs the router and never imports torch. Whatever fails before the fleet is ready is one line
-on stderr and leaves no process behind.
+The launcher's own process starts Ray and the routers, watches both, and never imports torch. Whatever fails before the
+fleet is ready is one line on stderr and leaves no process behind.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
 from moeyard_router.http.context import log_context
 from moeyard_router.http.keys import KeyRing
 from moeyard_router.http.origins import is_loopback
-from moeyard_router.http.server import RouterServer, run_router
 from moeyard_router.http.tls import open_certificate
 from moeyard_router.text.answer_formats import AnswerFormats
 from moeyard_router.text.chat import open_codec
@@ -77,7 +76,7 @@ def serve(
     model = served_model(config)
     api = api_settings(args, config)
     formats = check_before_start(config, model, api=api, local=args.ray_address is None).formats
-    sock = bind(args.host, args.port, shared=args.routers > 1)
+    sock = bind(args.host, args.port, shared=True)
     warn_if_open(door, args.host)
     if args.ray_address is None:
         ray_config.prepare_local(config.threads)
@@ -130,20 +129,12 @@ def serve(
                 limit=args.restart_limit,
                 window=args.restart_window,
             )
-            server: RouterServer | RouterProcesses
-            if args.routers == 1:
-                server = RouterServer(router, sock, on_ready=ready, on_lost=supervisor.lost)
-            else:
-                server = RouterProcesses(
-                    router, sock, count=args.routers, on_ready=ready, on_lost=supervisor.lost, log=log
-                )
+            # Also a single one has a process of its own: what kills it leaves the fleet as it is.
+            server = RouterProcesses(router, sock, count=args.routers, on_ready=ready, on_lost=supervisor.lost, log=log)
             supervisor.start()
             interrupts.check()
-            if isinstance(server, RouterServer):
-                run_router(server)
-            else:
-                server.run()
-                failure = server.failure
+            server.run()
+            failure = server.failure
         except Exception:
             # Ctrl-C in a terminal reaches Ray's processes too: what then fails here is not what happened.
             interrupts.check()

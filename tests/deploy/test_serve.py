@@ -80,6 +80,11 @@ class Command:
         """The ranks' processes."""
         return [p for p in self.processes() if "".join(p.cmdline()).startswith("ray::RankActor")]
 
+    def router(self) -> psutil.Process:
+        """The process that has the API's port, if it is the only one."""
+        (found,) = (p for p in self.processes() if "multiprocessing.spawn" in " ".join(p.cmdline()))
+        return found
+
     def wait_ready(self) -> float:
         """Seconds until the ready line."""
         self.wait_for(lambda: READY.search(self.out.read_text()) is not None, BUSY_READY_SECONDS)
@@ -126,7 +131,7 @@ def shared_files() -> set[Path]:
 
 def own_folders() -> set[Path]:
     """Where ranks that meet have their sockets."""
-    return set(Path(tempfile.gettempdir()).glob("moeyard-mesh-*"))
+    return set(Path(tempfile.gettempdir()).glob("moeyard-sockets-*"))
 
 
 def other_shared_files(before: set[Path]) -> set[Path]:
@@ -245,15 +250,41 @@ def test_memory_of_workers(service: Command) -> None:
     assert all(size.rss < MAX_WORKER_BYTES for size in sizes)
 
 
+def test_a_killed_router_finds_the_fleet_again(service: Command) -> None:
+    """Another takes its port; the ranks stay, with all they hold, and are rid of what the dead one had asked for."""
+    workers = {worker.pid for worker in service.workers()}
+    answer = chat(service.url).json()["choices"]
+    router = service.router()
+    with stream_of(service, **{**LONG_ANSWER, "max_tokens": 900}) as lines:
+        next(lines)
+        router.kill()
+        with pytest.raises(httpx.TransportError):
+            list(lines)
+    begun = time.monotonic()
+
+    def ready() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{service.url}/readyz").status_code == 200
+        return False
+
+    service.wait_for(ready, 60)
+    print(f"ready {time.monotonic() - begun:.1f} s after its router was killed")
+    assert chat(service.url).json()["choices"] == answer
+    assert {worker.pid for worker in service.workers()} == workers
+    ranks = f"{service.url}/v1/fleet/live"
+    service.wait_for(lambda: not httpx.get(ranks).json()["totals"]["num_running"], 10)
+    assert len(re.findall(r"router 0 ended by itself \(exit code -9\)", service.err.read_text())) == 1
+
+
 def cpu_seconds(processes: list[psutil.Process]) -> float:
     return sum(sum(p.cpu_times()[:2]) for p in processes)
 
 
 def test_idle_fleet_sleeps(service: Command) -> None:
-    """Workers and router; Ray's own daemons are shown beside them."""
+    """Workers, launcher and router; Ray's own daemons are shown beside them."""
     time.sleep(SETTLE_SECONDS)
     workers = service.workers()
-    router = [psutil.Process(service.process.pid)]
+    router = [psutil.Process(service.process.pid), service.router()]
     rest = [p for p in service.processes() if p not in workers + router]
     groups = {"workers": workers, "router": router, "Ray": rest}
     # What wakes up costs more while the host is busy, up to twice as much: the quietest of three windows counts.

@@ -80,8 +80,8 @@ def test_what_was_killed_before_it_met_goes_with_the_next_one() -> None:
 
 def test_only_what_nobody_holds_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    held, left, other = Folder(), tmp_path / f"moeyard-mesh-{1:016x}", tmp_path / "moeyard-mesh-notes"
-    young, old = tmp_path / f".moeyard-mesh-{2:016x}", tmp_path / f".moeyard-slab-{3:032x}"
+    held, left, other = Folder(), tmp_path / f"moeyard-sockets-{1:016x}", tmp_path / "moeyard-sockets-notes"
+    young, old = tmp_path / f".moeyard-sockets-{2:016x}", tmp_path / f".moeyard-slab-{3:032x}"
     (left / "sockets").mkdir(parents=True)
     for path in (other, young, old):
         path.touch()

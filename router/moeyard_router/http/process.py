@@ -1,4 +1,4 @@
-"""One of several router processes that share a port, and what it says to the process that started it.
+"""A router process, which may share its port with others, and what it says to the process that started it.
 
 It sends `Ready` once every worker has decoded, `WorkerLost` when one is lost, `Replaced` when it has taken other
 workers, and takes `Replace`, `GiveUp` and `Stop`. When whoever started it is gone, it stops.
@@ -102,15 +102,18 @@ class Seat:
 
 
 def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> None:
-    """The whole life of such a process. Ctrl-C, and the end of a terminal, reach it through whoever started it."""
-    for number in (signal.SIGINT, signal.SIGHUP):
+    """The whole life of such a process. Whatever signal ends a server reaches it through whoever started it.
+
+    A terminal, or systemd, signals both: heard twice, it would end open streams at once.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     server = RouterServer(
         config,
         _listening(seat.address),
         on_ready=lambda: pipe.send(Ready()),
         on_lost=lambda rank, why: pipe.send(WorkerLost(rank, server.workers[rank].endpoint, why)),
-        siblings=Siblings(seat.directory, index=seat.index, count=seat.count),
+        siblings=None if seat.count == 1 else Siblings(seat.directory, index=seat.index, count=seat.count),
     )
 
     def told() -> None:
@@ -129,7 +132,6 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
     async def main() -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(pipe.fileno(), told)
-        loop.add_signal_handler(signal.SIGTERM, server.stop)
         await server.serve()
 
     freeze_start_up()

@@ -20,8 +20,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 SHARED_DIRECTORY = "/dev/shm"
-# The first is a rank's memory in SHARED_DIRECTORY, the second the folder of its sockets.
-SLAB, FOLDER = "moeyard-slab-", "moeyard-mesh-"
+# The first is a rank's memory in SHARED_DIRECTORY, the second a folder of sockets, of a rank or of routers.
+SLAB, FOLDER = "moeyard-slab-", "moeyard-sockets-"
 _NAMES = re.compile(rf"\.?({SLAB}|{FOLDER})[0-9a-f]+")
 # Under a dotted name nobody stays longer than a system call takes.
 _DOTTED_SECONDS = 60.0
