@@ -132,6 +132,10 @@ class RayFleet:
         with self._lock:
             return self._ranks.events(timeout)
 
+    def end_of(self, rank: int) -> str | None:
+        """See `RayRanks.end_of`."""
+        return self._ranks.end_of(rank)
+
     def recover(self, dead: Collection[int]) -> Recovered:
         """Replace ranks and go on in another epoch (`RayRanks.recover`).
 

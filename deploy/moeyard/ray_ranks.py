@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moeyard.rank import Event, Rank, RanksLost, Recovered
 from moeyard.ray_errors import first_line
+from moeyard.vitals import Vitals
 from moeyard_worker.config.engine_config import EngineConfig
 
 Progress = Callable[[int, int], None]
@@ -72,6 +73,7 @@ class RayRanks:
         self._spec = spec
         self._members: list[_Member] = []
         self._reports: list[dict[str, Any]] = []  # of the first start
+        self._vitals = Vitals()
         self._losses: dict[int, dict[str, Any]] = {}  # what was told of the epoch before, by rank
 
     def launch(self, progress: Progress) -> list[Rank]:
@@ -83,6 +85,7 @@ class RayRanks:
 
     def events(self, timeout: float) -> list[Event]:
         """What ranks have told within `timeout` seconds, at the latest: each its end, or the loss of a peer."""
+        self._vitals.look(_setup(m)["pid"] for m in self._members if _is_here(m))
         waits = {m.wait: rank for rank, m in enumerate(self._members) if m.wait is not None}
         if not waits:
             time.sleep(timeout)
@@ -114,6 +117,11 @@ class RayRanks:
         ranks = self._begin_epoch(lambda done, total: None, meet=REMEET_SECONDS)
         return Recovered(ranks=tuple(ranks), losses=tuple(self._losses.values()))
 
+    def end_of(self, rank: int) -> str | None:
+        """How the process of a lost rank was last seen; None where it is on another host."""
+        member = self._members[rank]
+        return self._vitals.describe(_setup(member)["pid"]) if _is_here(member) else None
+
     def fence(self, rank: int) -> None:
         """End a rank's process, also one that is stopped and hears nothing: when it wakes it must harm nobody."""
         member = self._members[rank]
@@ -121,7 +129,7 @@ class RayRanks:
         setup = member.setup
         if setup is None:
             return
-        if setup["node"] == ray.get_runtime_context().get_node_id():
+        if _is_here(member):
             kill_process(setup["pid"], setup["began"])
         else:
             there = NodeAffinitySchedulingStrategy(setup["node"], soft=False)
@@ -289,6 +297,11 @@ def _lost(rank: int, error: RayError) -> RanksLost:
 
 def _is_new(member: _Member) -> bool:
     return member.setup is None
+
+
+def _is_here(member: _Member) -> bool:
+    """Whether its process is of this host, and known."""
+    return member.setup is not None and member.setup["node"] == ray.get_runtime_context().get_node_id()
 
 
 def _setup(member: _Member) -> dict[str, Any]:

@@ -28,6 +28,10 @@ class Recoverable(Protocol):
         """What ranks have told within so many seconds."""
         ...
 
+    def end_of(self, rank: int) -> str | None:
+        """How the process of a lost rank was last seen, if that is known."""
+        ...
+
     def recover(self, dead: Collection[int]) -> Recovered:
         """Replace ranks and go on. Raises RanksLost for those to be replaced next, Unrecoverable, or FleetError when it
         is stopped.
@@ -58,10 +62,14 @@ class RestartBudget:
 
 @dataclass(slots=True)
 class Incident:
-    """One loss and what came of it: `reports` has what each surviving rank told, `lost` maps ranks to reasons."""
+    """One loss and what came of it: `reports` has what each surviving rank told, `lost` maps ranks to reasons.
+
+    `ends` has how their processes were last seen.
+    """
 
     began: float
     lost: dict[int, str] = field(default_factory=dict)
+    ends: dict[int, str | None] = field(default_factory=dict)
     reports: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -73,7 +81,7 @@ class Incident:
 
     def facts(self, seconds: float) -> dict[str, Any]:
         """For people, as JSON."""
-        lost = [{"rank": rank, "reason": reason} for rank, reason in sorted(self.lost.items())]
+        lost = [{"rank": r, "reason": reason, "process": self.ends.get(r)} for r, reason in sorted(self.lost.items())]
         return {"reason": self.reason, "lost": lost, "seconds": seconds, "reports": self.reports}
 
 
@@ -146,10 +154,14 @@ class Supervisor:
         dead: frozenset[int] = frozenset(incident.lost)
         while not self._stopping.is_set():
             for rank in sorted(dead):
+                end = incident.ends[rank] = self._fleet.end_of(rank)
                 if not self._may_replace(rank):
-                    self._end(f"rank {rank} was lost {self._limit} times in {self._window:g} s: {incident.lost[rank]}")
+                    also = "" if end is None else f"; {end}"
+                    lost = f"rank {rank} was lost {self._limit} times in {self._window:g} s"
+                    self._end(f"{lost}: {incident.lost[rank]}{also}")
                     return
-            log.warning("lost %s: %s; replacing", _named(dead), incident.reason)
+            ends = "".join(f"; rank {rank}: {end}" for rank, end in sorted(incident.ends.items()) if end is not None)
+            log.warning("lost %s: %s; replacing%s", _named(dead), incident.reason, ends)
             try:
                 recovered = self._fleet.recover(dead)
             except RanksLost as error:
