@@ -32,6 +32,7 @@ from moeyard_router.http.origins import is_loopback
 from moeyard_router.http.tls import open_certificate
 from moeyard_router.text.answer_formats import AnswerFormats
 from moeyard_router.text.chat import open_codec
+from moeyard_router.text.patterns import check_patterns
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
 from moeyard_worker.engine.host_memory import available_memory
@@ -113,11 +114,15 @@ def serve(
                 keys=keys.of_router(),
             )
 
+            was_ready = False
+
             def ready() -> None:
+                nonlocal was_ready
                 if interrupts.count:
-                    # It came before the router had handlers of its own.
+                    # It came before the routers had a handler.
                     server.stop()
                     return
+                was_ready = True
                 running = report_ready(router, ranks, seconds=time.monotonic() - begun)
                 if on_ready is not None:
                     on_ready(running)
@@ -135,6 +140,9 @@ def serve(
             interrupts.check()
             server.run()
             failure = server.failure
+            if not was_ready and failure is None and supervisor.failure is None:
+                # Ended by a signal while its routers were being started.
+                raise KeyboardInterrupt
         except Exception:
             # Ctrl-C in a terminal reaches Ray's processes too: what then fails here is not what happened.
             interrupts.check()
@@ -225,6 +233,8 @@ def check_before_start(config: EngineConfig, model: ModelConfig, *, api: ApiSett
     """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
     checkpoint = check_weights(config, model)
     codec = open_codec(None if config.model_path is None else Path(config.model_path), api.chat_template)
+    if config.model_path is not None:
+        check_patterns(Path(config.model_path) / "tokenizer.json")
     formats = answer_formats_of(codec, api)
     shards = partition(model.num_experts, config.num_workers)
     if local:
