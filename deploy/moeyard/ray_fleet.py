@@ -110,7 +110,7 @@ class RayFleet:
         """Whether the private Ray's head has ended, which nothing brings back: what it knew was in its memory."""
         if self._head is None:
             return False
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it has ended, which is the question
             return self._head.status() == psutil.STATUS_ZOMBIE
         return True
 

@@ -59,8 +59,7 @@ class Folder:
 
 def _show(dotted: Path, fd: int) -> Path:
     """Hold what `fd` is open at, and give it its name."""
-    # A file system without locks gives none to those who sweep either.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # boundary: a file system without locks gives none to those who sweep either
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return dotted.rename(dotted.with_name(dotted.name.removeprefix(".")))
 
@@ -80,8 +79,7 @@ def sweep() -> list[Path]:
 
 def _take(path: Path) -> bool:
     """Remove what nobody holds; whether that was so."""
-    # It may vanish at any moment: its maker lives, or another sweeps too.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # boundary: its maker holds it, or it has just vanished
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             stat = os.fstat(fd)
