@@ -1,7 +1,8 @@
 """A router process, which may share its port with others, and what it says to the process that started it.
 
 It sends `Ready` once every worker has decoded, `WorkerLost` when one is lost, `Replaced` when it has taken other
-workers, and takes `Replace`, `GiveUp` and `Stop`. When whoever started it is gone, it stops.
+workers, and takes `Replace`, `GiveUp` and `Stop`. When whoever started it is gone, so are the workers
+soon: what is open ends by name, and so does it.
 """
 
 import asyncio
@@ -121,7 +122,7 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
             message = pipe.recv()
         except (EOFError, ConnectionResetError):
             asyncio.get_running_loop().remove_reader(pipe.fileno())
-            message = Stop()
+            message = GiveUp("moeyard serve has ended, and its workers with it")
         if isinstance(message, Replace):
             server.replace_workers(message.workers, lambda: pipe.send(Replaced()), message.incident)
         elif isinstance(message, GiveUp):
