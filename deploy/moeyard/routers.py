@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from moeyard import logs
+from moeyard.last_resort import ENDING
 from moeyard.logs import LogConfig
 from moeyard.signals import ending_signals
 from moeyard.supervisor import RestartBudget
@@ -56,7 +58,14 @@ class _Router:
         self.process: BaseProcess = context.Process(
             target=run_logged, args=(config, seat, theirs, log), name=f"router-{seat.index}", daemon=True
         )
-        self.process.start()
+        # Ctrl-C in a terminal reaches it too, before it can say that it does not listen. (The tracker, started with the
+        # first process, would unblock what is blocked here.)
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         theirs.close()
 
     def say(self, message: Replace | GiveUp | Stop) -> None:

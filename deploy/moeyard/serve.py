@@ -7,6 +7,7 @@ fleet is ready is one line on stderr and leaves no process behind.
 import argparse
 import dataclasses
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -141,8 +142,9 @@ def serve(
             server.run()
             failure = server.failure
             if not was_ready and failure is None and supervisor.failure is None:
-                # Ended by a signal while its routers were being started.
-                raise KeyboardInterrupt
+                # Ended by a signal while its routers were being started: as one that came before them.
+                interrupts.note(signal.SIGTERM, None)
+                interrupts.check()
         except Exception:
             # Ctrl-C in a terminal reaches Ray's processes too: what then fails here is not what happened.
             interrupts.check()

@@ -107,8 +107,10 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
 
     A terminal, or systemd, signals both: heard twice, it would end open streams at once.
     """
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    ending = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    for number in ending:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ending)
     server = RouterServer(
         config,
         _listening(seat.address),
