@@ -33,6 +33,7 @@ from drilling.load import Client, Load, references
 from drilling.poison import poison
 from drilling.report import COLUMNS, as_json, line, summary
 from drilling.server import ROOT, Server, ServerError, serve_flags
+from drilling.short_memory import controller
 from drilling.soak import soak
 from drilling.watch import Watch
 
@@ -44,6 +45,9 @@ POISONED_TOKEN = 4090
 def main() -> int:
     """Command line; returns the exit code."""
     args = parse()
+    if args.fault == "oom" and controller() is None:
+        print("drills: --fault oom needs root and control groups with memory", file=sys.stderr)
+        return 2
     # Whoever ends a drill ends its server too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="moeyard-drills-") as name:

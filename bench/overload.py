@@ -288,7 +288,11 @@ async def drill(args: argparse.Namespace, url: str, router: psutil.Process | Non
         print(row(f"flood, {args.factor:g}x", flooded, args.seconds))
         print(row(f"beside it, {args.light:g}x", lit, args.seconds))
     else:
-        print(row(f"flood, {args.factor:g}x", await flood, args.seconds))
+        flooded = await flood
+        print(row(f"flood, {args.factor:g}x", flooded, args.seconds))
+    # Until then it fills the places that were free, whose prompts take what they take.
+    since = min(asked.due for asked in flooded) + 1.0
+    print(row("after its first second", [asked for asked in flooded if asked.due >= since], args.seconds - 1.0))
     watching.cancel()
     await asyncio.wait([watching])
     print(f"\nin the flood: {watch}")

@@ -7,10 +7,10 @@ import contextlib
 import multiprocessing
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -39,7 +39,7 @@ from moeyard_worker.wire import decode, encode
 CALL_SECONDS = 60.0
 
 
-def _serve(connection: Connection) -> None:
+def serve(connection: Connection) -> None:
     """A rank's process: builds a Worker for each case and calls its methods as told."""
     from moeyard_worker.config.worker_spec import WorkerSpec
     from moeyard_worker.engine.worker import Worker
@@ -76,10 +76,10 @@ def _serve(connection: Connection) -> None:
 class RankProcess:
     """One rank's process and the pipe to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[..., None] = serve, *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, child = context.Pipe()
-        self.process = context.Process(target=_serve, args=(child,), daemon=True)
+        self.process = context.Process(target=run, args=(child, *args), daemon=True)
         self.process.start()
         child.close()
 
@@ -284,7 +284,7 @@ class Fleet:
         for rank in ranks:
             self.ranks[rank].join()
             self.ranks[rank] = RankProcess()
-            self.ranks[rank].send("setup", _spec(self.config, rank, 0, self.keys, self.whole))
+            self.ranks[rank].send("setup", _spec(self.config, rank, 0, self.keys, self.whole, self.hosts))
         for rank in ranks:
             self.endpoints[rank] = self.ranks[rank].result()
         for rank in ranks:
@@ -320,18 +320,21 @@ class Fleet:
         """The placement that all ranks began with."""
         return first_placement(self.config)
 
-    def recover(self, dead: Sequence[int]) -> list[dict[str, Any]]:
+    hosts: Sequence[str]
+    make: Callable[[int], RankProcess]
+
+    def recover(self, dead: Sequence[int], losses: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
         """Put new processes in the place of dead ones and begin a new epoch, as a launcher does.
 
-        Returns what the survivors said of the loss.
+        Returns what the survivors said of the loss, which may have been heard before (`losses`).
         """
         survivors = [rank for rank in range(len(self.ranks)) if rank not in dead]
-        losses = [self.ranks[rank].call("wait") for rank in survivors]
+        losses = losses or [self.ranks[rank].call("wait") for rank in survivors]
         epoch = secrets.randbits(31)
         for rank in dead:
             self.ranks[rank].join()
-            self.ranks[rank] = RankProcess()
-            self.ranks[rank].send("setup", _spec(self.config, rank, epoch, self.keys, self.placement))
+            self.ranks[rank] = self.make(rank)
+            self.ranks[rank].send("setup", _spec(self.config, rank, epoch, self.keys, self.placement, self.hosts))
         for rank in survivors:
             self.ranks[rank].send("rebind", epoch)
         self.endpoints = [rank.result() for rank in self.ranks]
@@ -346,7 +349,7 @@ class Fleet:
         return losses
 
     def call(self, name: str) -> list[Any]:
-        """One inspection call on every rank (see `_serve`)."""
+        """One inspection call on every rank (see `serve`)."""
         return call_all(self.ranks, name, [()] * len(self.ranks))
 
 
@@ -356,13 +359,33 @@ def call_all(ranks: Sequence[RankProcess], name: str, args: Sequence[tuple[Any, 
     return [rank.result() for rank in ranks]
 
 
+class Pool(Protocol):
+    """Where processes come from, and go when a fleet has ended."""
+
+    def take(self, count: int) -> list[RankProcess]: ...
+
+    def keep(self, ranks: Sequence[RankProcess]) -> None: ...
+
+
 @contextlib.contextmanager
-def start_fleet(pool: ProcessPool, config: EngineConfig, placement: Placement | None = None) -> Iterator[Fleet]:
-    """Start a fleet for one case on processes of the pool; invariants are checked and everything stopped at the end."""
+def start_fleet(
+    pool: Pool,
+    config: EngineConfig,
+    placement: Placement | None = None,
+    *,
+    hosts: Sequence[str] = (),
+    make: Callable[[int], RankProcess] = lambda rank: RankProcess(),
+) -> Iterator[Fleet]:
+    """Start a fleet for one case on processes of the pool; invariants are checked and everything stopped at the end.
+
+    `hosts` are the addresses of the ranks (default: all of this host), `make` makes one in a lost one's place.
+    """
     ranks, keys = pool.take(config.num_workers), make_keys()
     placement = placement or first_placement(config)
     count, epoch = len(ranks), secrets.randbits(31)
-    endpoints = call_all(ranks, "setup", [(_spec(config, rank, epoch, keys, placement),) for rank in range(count)])
+    endpoints = call_all(
+        ranks, "setup", [(_spec(config, rank, epoch, keys, placement, hosts),) for rank in range(count)]
+    )
     call_all(ranks, "connect", [([e["mesh"] for e in endpoints],)] * count)
     reports = call_all(ranks, "load", [(count,)] * count)
     call_all(ranks, "start", [()] * count)
@@ -371,6 +394,7 @@ def start_fleet(pool: ProcessPool, config: EngineConfig, placement: Placement | 
         yield Fleet(
             ranks=ranks, endpoints=endpoints, reports=reports, client=client, config=config, keys=keys,
             placement=placement,
+            hosts=hosts, make=make,
         )  # fmt: skip
         alive = [rank for rank in ranks if rank.process.is_alive()]
         call_all(alive, "validate", [()] * len(alive))
@@ -388,6 +412,9 @@ def first_placement(config: EngineConfig) -> Placement:
     return Placement.of_shards(model.moe_layers, partition(model.num_experts, config.num_workers))
 
 
-def _spec(config: EngineConfig, rank: int, epoch: int, keys: FleetKeys, placement: Placement) -> dict[str, Any]:
-    spec = {"config": config, "rank": rank, "epoch": epoch, "host": "127.0.0.1", "version": "test", "gpu": rank}
+def _spec(
+    config: EngineConfig, rank: int, epoch: int, keys: FleetKeys, placement: Placement, hosts: Sequence[str] = ()
+) -> dict[str, Any]:
+    host = hosts[rank] if hosts else "127.0.0.1"
+    spec = {"config": config, "rank": rank, "epoch": epoch, "host": host, "version": "test", "gpu": rank}
     return {**spec, "keys": keys.of_worker(), "placement": placement}

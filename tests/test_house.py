@@ -33,7 +33,7 @@ ROOMS = {
     "config": ((), 670),
     "state": (("config",), 350),
     "scheduling": (("config", "state"), 1190),
-    "exchange": (("config",), 2050),
+    "exchange": (("config",), 2180),
     "experts": (("config", "exchange"), 1370),
     "layers": (("config", "state", "exchange"), 550),
     "models": (("config", "state", "exchange", "layers"), 900),
@@ -42,10 +42,10 @@ ROOMS = {
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
-    "text": ((), 2530),
-    "fleet": ((), 2860),
+    "text": ((), 2620),
+    "fleet": ((), 3000),
     "api": (("text", "fleet"), 4330),
-    "http": (("text", "fleet", "api"), 2330),
+    "http": (("text", "fleet", "api"), 2370),
 }
 ROUTER_FILES = ("config", "errors", "metrics")
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.

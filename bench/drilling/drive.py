@@ -13,6 +13,7 @@ from drilling.asks import FIRST_ID, Ask
 from drilling.faults import Fault, Moments, silence
 from drilling.load import Client, Exchange, Load
 from drilling.server import Server, read_json
+from drilling.short_memory import short_of_memory
 from drilling.streams import Answer, Difference, compare
 from drilling.watch import SETTLED_SECONDS, Watch
 
@@ -22,6 +23,8 @@ STOPPED_SECONDS = 20.0
 END_SECONDS = 120.0
 # A rank that is stopped is missed at its step deadline; one that is killed at once.
 NOTICE_SECONDS = 15.0
+# A rank that computes wants memory within a step.
+STARVE_SECONDS = 10.0
 # Ray's own processes notice the end of their driver half a minute later; workers end at once.
 ORPHAN_SECONDS = 75.0
 
@@ -135,6 +138,8 @@ class Drill:
                 ]
                 outcome.incident = (losses or incidents)[0]
                 outcome.cause = str((outcome.incident.get("launcher") or outcome.incident)["reason"])
+                if fault.kind == "oom":
+                    outcome.note = "; ".join(str(lost["process"]) for lost in outcome.incident["launcher"]["lost"])
         return outcome
 
     async def _restart(self, outcome: Outcome, order: Sequence[int]) -> None:
@@ -175,6 +180,9 @@ class Drill:
             return
         (rank, process), *others = victims
         outcome.ranks.append(rank)
+        if kind == "oom":
+            await self._starve(outcome, process)
+            return
         with contextlib.suppress(psutil.NoSuchProcess):
             process.suspend() if kind == "stop" else process.kill()
         if kind == "kill-two" and others:
@@ -191,6 +199,14 @@ class Drill:
             outcome.moment += f", again +{1000 * pause:.0f} ms"
             with contextlib.suppress(psutil.NoSuchProcess):
                 second[1].kill()
+
+    async def _starve(self, outcome: Outcome, process: psutil.Process) -> None:
+        """Leave a process to the kernel, which kills it when it next wants memory."""
+        with short_of_memory(process.pid):
+            deadline = time.monotonic() + STARVE_SECONDS
+            # Its group can be removed once it is reaped.
+            while process.is_running() and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
 
     async def _wake(self, process: psutil.Process) -> str:
         """Continue a stopped process after a while, if it is still there."""

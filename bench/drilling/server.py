@@ -80,6 +80,14 @@ class Server:
                     found.append(process)
         return found
 
+    def router_process(self) -> psutil.Process:
+        """The router's process, a child of the launcher; raises psutil.NoSuchProcess while there is none."""
+        for process in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):  # it ended meanwhile
+                if "multiprocessing.spawn" in " ".join(process.cmdline()):
+                    return process
+        raise psutil.NoSuchProcess(self.process.pid, msg="no router runs")
+
     def ranks(self, fleet: dict[str, Any]) -> dict[int, psutil.Process]:
         """The process of each rank that /v1/fleet (`fleet`) tells of: it listens at the rank's endpoint."""
         ports = {int(worker["endpoint"].rpartition(":")[2]): worker["rank"] for worker in fleet["workers"]}

@@ -117,7 +117,7 @@ async def sample(server: Server, samples: list[Sample]) -> None:
     while True:
         with contextlib.suppress(psutil.Error):  # a rank has just been killed
             ranks = [process.memory_info().rss for process in server.rank_processes()]
-            router = psutil.Process(server.process.pid).memory_info().rss
+            router = server.router_process().memory_info().rss
             samples.append(Sample(time.monotonic() - begun, router, max(ranks, default=0)))
         await asyncio.sleep(SAMPLE_SECONDS)
 
@@ -126,8 +126,8 @@ async def held(server: Server, watch: Watch) -> Held:
     """What the server holds now; `pages` are those that sequences hold, prefix-cached ones are free."""
     fleet: dict[str, Any] = await read_json(watch.http, "/v1/fleet") or {"inflight": 0, "workers": []}
     told = [worker["snapshot"] for worker in fleet["workers"] if "snapshot" in worker]
-    router = psutil.Process(server.process.pid)
     with contextlib.suppress(psutil.Error):
+        router = server.router_process()
         established = [c for c in router.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
         return Held(
             running=fleet["inflight"] + sum(s["num_running"] + s["num_waiting"] for s in told),

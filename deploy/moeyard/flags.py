@@ -247,11 +247,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds for a Ray cluster to have as many CPUs (and GPUs) as there are workers (default %(default)g)",
     )
-    add(
-        "--worker-host",
-        metavar="ADDR",
-        help="address workers bind (default: 127.0.0.1, or each node's own in a cluster)",
-    )
+    bound = "address workers bind (default: 127.0.0.1, or each node's own in a cluster)"
+    add("--worker-host", metavar="ADDR", help=bound)
     add(
         "--metrics-port-base",
         type=port,

@@ -15,6 +15,12 @@ class FleetLost(FleetError):
     exit_code = 1
 
 
+class Unrecoverable(FleetError):
+    """Ranks cannot be replaced any more, in this process's life; those that live go on."""
+
+    exit_code = 1
+
+
 class RanksLost(FleetError):
     """Some ranks have to be replaced before the fleet can go on.
 

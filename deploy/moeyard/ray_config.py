@@ -25,6 +25,8 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         # The driver gets SIGTERM to stop: no stack trace for it.
         "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Ranks and the launcher would end themselves a minute after Ray's head, which they do not need to serve.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "2000000",
         # Ray's own metrics and task history: nobody looks at them here, and idle processes would wake to send them.
         "RAY_enable_metrics_collection": "0",
         "RAY_task_events_report_interval_ms": "0",

@@ -6,6 +6,7 @@ it.
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -19,9 +20,10 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeyard import __version__
+from moeyard.last_resort import end_tree
 from moeyard.listen import check_ports
 from moeyard.logs import LogConfig
-from moeyard.rank import Event, FleetError, FleetLost, Rank, RanksLost, Recovered
+from moeyard.rank import Event, FleetError, FleetLost, Rank, RanksLost, Recovered, Unrecoverable
 from moeyard.ray_actor import RankActor
 from moeyard.ray_config import uses_tls, worker_environment
 from moeyard.ray_errors import first_line
@@ -30,12 +32,16 @@ from moeyard.ray_ranks import RayRanks
 from moeyard.signals import Interrupts, run_apart
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
+from moeyard_worker.exchange.leftovers import sweep
 from moeyard_worker.keys import FleetKeys
 
 CONNECT_SECONDS = 3.0
 # Length 0, type SETTINGS, no flags, stream 0 (RFC 9113, 4.1 and 6.5).
 HTTP2_EMPTY_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 PLACEMENT_SECONDS = 60.0
+HEAD = "gcs_server"
+
+log = logging.getLogger(__name__)
 
 
 class RayFleet:
@@ -62,6 +68,9 @@ class RayFleet:
         self._metrics_port_base = metrics_port_base
         self._cluster_wait = cluster_wait
         self._group: Any = None
+        # The one daemon of a private Ray without which it starts nothing; serving does not need it.
+        self._head: psutil.Process | None = None
+        self._headless_told = False
         self._stopping = threading.Event()
         self._remote_class: Any = None
         self._check: Callable[[], None] = lambda: None
@@ -76,7 +85,12 @@ class RayFleet:
 
         Raises FleetError when Ray, the placement or a worker cannot start.
         """
-        self._check = self._ranks.check = interrupts.check
+
+        def check() -> None:
+            interrupts.check()
+            self._check_head()
+
+        self._check = self._ranks.check = check
         if self._address is not None:
             check_reachable(self._address)
         stage("starting Ray" if self._address is None else f"joining Ray at {self._address}")
@@ -94,13 +108,37 @@ class RayFleet:
     def _go_on(self) -> None:
         if self._stopping.is_set():
             raise FleetError("the fleet is being stopped")
+        self._check_head()
+
+    def _headless(self) -> bool:
+        """Whether the private Ray's head has ended, which nothing brings back: what it knew was in its memory."""
+        if self._head is None:
+            return False
+        with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it has ended, which is the question
+            return self._head.status() == psutil.STATUS_ZOMBIE
+        return True
+
+    def _check_head(self) -> None:
+        if self._headless():
+            raise Unrecoverable(f"Ray's {HEAD} has ended, and without it no rank can be started")
 
     def events(self, timeout: float) -> list[Event]:
         """See `RayRanks.events`; nothing once `stop` was called."""
         if self._stopping.is_set():
             return []
+        if not self._headless_told and self._headless():
+            self._headless_told = True
+            log.error(
+                "Ray's %s has ended: serving goes on, but a rank that is lost now cannot be replaced and ends moeyard "
+                "serve with exit code 1; restart it when it suits",
+                HEAD,
+            )
         with self._lock:
             return self._ranks.events(timeout)
+
+    def end_of(self, rank: int) -> str | None:
+        """See `RayRanks.end_of`."""
+        return self._ranks.end_of(rank)
 
     def admit(self) -> Recovered | None:
         """See `RayRanks.admit`; raises as `recover`."""
@@ -111,7 +149,8 @@ class RayFleet:
     def recover(self, dead: Collection[int]) -> Recovered | None:
         """Replace ranks and go on in another epoch, if that is needed (`RayRanks.recover`).
 
-        Raises RanksLost for those to be replaced next, and FleetError when `stop` was called.
+        Raises RanksLost for those to be replaced next, Unrecoverable when Ray can start no rank any more, and
+        FleetError when `stop` was called.
         """
         with self._lock:
             self._go_on()
@@ -161,6 +200,9 @@ class RayFleet:
             run_apart(lambda: ray.init(address=self._address or "local", **options))
         except (ConnectionError, RuntimeError, TimeoutError, RayError) as error:
             raise FleetLost(f"{failed}: {first_line(error)}") from error
+        if self._address is None:
+            children = psutil.Process().children(recursive=True)
+            self._head = next((process for process in children if process.name() == HEAD), None)
 
     def _place(self, stage: Callable[[str], None]) -> None:
         count = self._config.num_workers
@@ -223,6 +265,9 @@ class RayFleet:
             # Whoever replaces ranks notices at its next look; a call after `shutdown` would start another Ray.
             with self._lock:
                 self._stop_ranks()
+        if self._headless():
+            # Ray's own end would wait for it for ever, where other daemons still run.
+            end_tree(os.getpid())
         # Also ends what an interrupted ray.init had started.
         ray.shutdown()
         # Ray leaves its agents to notice the end by themselves, half a minute later.
@@ -230,6 +275,8 @@ class RayFleet:
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it ended meanwhile
                 process.kill()
+        # Ranks that were killed before they met leave names on this host.
+        sweep()
 
     def _stop_ranks(self) -> None:
         self._ranks.stop()

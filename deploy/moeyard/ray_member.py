@@ -1,5 +1,6 @@
 """One rank's actor as the launcher keeps it, and what is said when a call of it fails."""
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,11 @@ def is_new(member: Member) -> bool:
     return member.setup is None
 
 
+def is_here(member: Member) -> bool:
+    """Whether its process is of this host, and known."""
+    return member.setup is not None and member.setup["node"] == ray.get_runtime_context().get_node_id()
+
+
 def setup_of(member: Member) -> dict[str, Any]:
     assert member.setup is not None, "a rank is set up before it meets others"
     return member.setup
@@ -99,3 +105,35 @@ def follow(
             pass
         if not pending:
             return
+
+
+def gather(
+    calls: Mapping[int, Any],
+    took: Callable[[int, Any], None],
+    *,
+    timeout: float | None,
+    check: Callable[[], None],
+    at_once: bool,
+) -> None:
+    """Give `took` the result of one call per rank; raises RanksLost with the first one's own message.
+
+    That is `at_once`, or after all have been heard. `check` is called meanwhile.
+    """
+    pending = {ref: rank for rank, ref in calls.items()}
+    limit = None if timeout is None else time.monotonic() + timeout
+    lost: RanksLost | None = None
+    while pending and not (lost and at_once):
+        done, _ = ray.wait(list(pending), num_returns=1, timeout=PROGRESS_SECONDS)
+        check()
+        for ref in done:
+            rank = pending.pop(ref)
+            try:
+                took(rank, ray.get(ref))
+            except RayError as error:
+                lost = lost or lost_of(rank, error)
+        if pending and limit is not None and time.monotonic() > limit:
+            late = sorted(pending.values())
+            lost = lost or RanksLost(late, f"worker {late[0]} did not answer within {timeout:.0f} s")
+            break
+    if lost is not None:
+        raise lost

@@ -16,9 +16,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from moeyard.fencing import kill_process
+from moeyard.fencing import fence_process
 from moeyard.rank import Event, Rank, RanksLost, Recovered
 from moeyard.ray_member import (
     PROGRESS_SECONDS,
@@ -26,6 +25,8 @@ from moeyard.ray_member import (
     Member,
     Progress,
     follow,
+    gather,
+    is_here,
     is_new,
     lost_of,
     named,
@@ -34,6 +35,7 @@ from moeyard.ray_member import (
 )
 from moeyard.spares import Spares
 from moeyard.takeover import Room, without
+from moeyard.vitals import Vitals
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
 
@@ -70,6 +72,7 @@ class RayRanks:
         self.spares = Spares()
         self._reports: list[dict[str, Any]] = []  # of the first start
         self._nodes: dict[int, str] = {}  # where each rank is, or was last
+        self._vitals = Vitals()
         self._losses: dict[int, dict[str, Any]] = {}  # what was told of the epoch before, by rank
 
     def launch(self, progress: Progress) -> list[Rank]:
@@ -86,6 +89,7 @@ class RayRanks:
 
         Those that are away go on with their start meanwhile.
         """
+        self._vitals.look(setup_of(m)["pid"] for m in self._members if is_here(m))
         waits = {m.wait: rank for rank, m in enumerate(self._members) if m.wait is not None}
         starts = {m.loading or m.setting_up: rank for rank, m in self._away() if m.report is None}
         if not waits and not starts:
@@ -174,19 +178,18 @@ class RayRanks:
             spec = self._spec(self._sized(rank), rank, 0, self._whole)
             self.spares.members[rank] = Member(actor, actor.setup.remote(spec))
 
+    def end_of(self, rank: int) -> str | None:
+        """How the process of a lost rank was last seen; None where it is on another host."""
+        member = self._members[rank]
+        return self._vitals.describe(setup_of(member)["pid"]) if is_here(member) else None
+
     def fence(self, rank: int) -> None:
         """End a rank's process, also one that is stopped and hears nothing: when it wakes it must harm nobody."""
         member = self._members[rank]
         ray.kill(member.actor)
         setup = member.setup
-        if setup is None:
-            return
-        if setup["node"] == ray.get_runtime_context().get_node_id():
-            kill_process(setup["pid"], setup["began"])
-        else:
-            there = NodeAffinitySchedulingStrategy(setup["node"], soft=False)
-            remote = ray.remote(num_cpus=0, scheduling_strategy=there)(kill_process)
-            remote.remote(setup["pid"], setup["began"])
+        if setup is not None:
+            fence_process(setup["node"], setup["pid"], setup["began"])
 
     def _begin_epoch(
         self, progress: Progress, *, meet: float,
@@ -302,24 +305,7 @@ class RayRanks:
 
         While a fleet recovers, that is after all have been heard: what the sound ones did is not done again.
         """
-        pending = {ref: rank for rank, ref in calls.items()}
-        limit = None if timeout is None else time.monotonic() + timeout
-        lost: RanksLost | None = None
-        while pending and not (lost and not self._reports):
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=PROGRESS_SECONDS)
-            self.check()
-            for ref in done:
-                rank = pending.pop(ref)
-                try:
-                    took(rank, ray.get(ref))
-                except RayError as error:
-                    lost = lost or lost_of(rank, error)
-            if pending and limit is not None and time.monotonic() > limit:
-                late = sorted(pending.values())
-                lost = lost or RanksLost(late, f"worker {late[0]} did not answer within {timeout:.0f} s")
-                break
-        if lost is not None:
-            raise lost
+        gather(calls, took, timeout=timeout, check=self.check, at_once=not self._reports)
 
     def stop(self) -> None:
         """Let every rank end in good order for a while, then end it."""

@@ -1,13 +1,13 @@
-"""Several routers before one fleet: a process each, one port, one end."""
+"""The routers before one fleet: a process each, one port, one end."""
 
 import dataclasses
 import logging
 import multiprocessing
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from moeyard import logs
+from moeyard.last_resort import ENDING
 from moeyard.logs import LogConfig
 from moeyard.signals import ending_signals
 from moeyard.supervisor import RestartBudget
@@ -33,6 +34,7 @@ from moeyard_router.http.process import (
     WorkerLost,
     run_router_process,
 )
+from moeyard_worker.exchange.leftovers import Folder
 
 # A router that ends by itself is started again: three times a minute, then it is no accident.
 _LIMIT, _WINDOW_SECONDS = 3, 60.0
@@ -59,7 +61,14 @@ class _Router:
         self.process: BaseProcess = context.Process(
             target=run_logged, args=(config, seat, theirs, log), name=f"router-{seat.index}", daemon=True
         )
-        self.process.start()
+        # Ctrl-C in a terminal reaches it too, before it can say that it does not listen. (The tracker, started with the
+        # first process, would unblock what is blocked here.)
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         theirs.close()
 
     def say(self, message: Replace | Drain | GiveUp | Stop) -> None:
@@ -134,20 +143,21 @@ class RouterProcesses:
             self.stop()
 
         before = {number: signal.signal(number, heard) for number in ending_signals()}
-        with tempfile.TemporaryDirectory(prefix="moeyard-routers-") as directory:
-            try:
-                self._routers = [
-                    _Router(self._config, self._seat(i, Path(directory)), self._log) for i in range(self._count)
-                ]
-                while self._routers:
-                    self._turn()
-            finally:
-                for router in self._routers:
-                    router.process.kill()
-                    router.process.join()
-                self._sock.close()
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+        folder = Folder()
+        try:
+            self._routers = [
+                _Router(self._config, self._seat(i, Path(folder.path)), self._log) for i in range(self._count)
+            ]
+            while self._routers:
+                self._turn()
+        finally:
+            for router in self._routers:
+                router.process.kill()
+                router.process.join()
+            folder.remove()
+            self._sock.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _seat(self, index: int, directory: Path) -> Seat:
         return Seat(

@@ -1,13 +1,13 @@
 """`moeyard serve`: check everything that can be checked cheaply, start the fleet, put the router in front of it.
 
-The launcher's own process runs the router and never imports torch. Whatever fails before the fleet is ready is one line
-on stderr and leaves no process behind.
+The launcher's own process starts Ray and the routers, watches both, and never imports torch. Whatever fails before the
+fleet is ready is one line on stderr and leaves no process behind.
 """
 
 import argparse
 import dataclasses
 import os
-import queue
+import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -28,17 +28,16 @@ from moeyard.routers import RouterProcesses
 from moeyard.signals import noted
 from moeyard.startup import startup
 from moeyard.supervisor import Supervisor
-from moeyard.upkeep import Upkeep
+from moeyard.upkeep import Upkeep, ordered
 from moeyard_kernels.cpu import footprint
 from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
-from moeyard_router.fleet.orders import UNKNOWN, Drain
 from moeyard_router.http.context import log_context
 from moeyard_router.http.keys import KeyRing
 from moeyard_router.http.origins import is_loopback
-from moeyard_router.http.server import RouterServer, run_router
 from moeyard_router.http.tls import open_certificate
 from moeyard_router.text.answer_formats import AnswerFormats
 from moeyard_router.text.chat import open_codec
+from moeyard_router.text.patterns import check_patterns
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
 from moeyard_worker.config.placement import Placement
@@ -49,8 +48,6 @@ from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.sockets import make_keys
 
-# For routers to take an order; one that is busy for longer is asked again.
-ORDER_SECONDS = 5.0
 DUMMY_NOTE = (
     'weights of chance and no tokenizer: prompts are token ids ("prompt": [1, 2, 3] of /v1/completions), answers are '
     "token ids and mean nothing"
@@ -87,7 +84,7 @@ def serve(
     placement = placement_of(args.expert_placement, model, config.num_workers)
     checked = check_before_start(config, model, api=api, local=args.ray_address is None, placement=placement)
     formats = checked.formats
-    sock = bind(args.host, args.port, shared=args.routers > 1)
+    sock = bind(args.host, args.port, shared=True)
     warn_if_open(door, args.host)
     if args.ray_address is None:
         ray_config.prepare_local(config.threads)
@@ -127,11 +124,15 @@ def serve(
                 keys=keys.of_router(),
             )
 
+            was_ready = False
+
             def ready() -> None:
+                nonlocal was_ready
                 if interrupts.count:
-                    # It came before the router had handlers of its own.
+                    # It came before the routers had a handler.
                     server.stop()
                     return
+                was_ready = True
                 running = report_ready(router, ranks, seconds=time.monotonic() - begun)
                 if on_ready is not None:
                     on_ready(running)
@@ -147,21 +148,17 @@ def serve(
                 window=args.restart_window,
                 upkeep=upkeep,
             )
-            server: RouterServer | RouterProcesses
-            if args.routers == 1:
-                server = RouterServer(router, sock, on_ready=ready, on_lost=supervisor.lost)
-            else:
-                server = RouterProcesses(
-                    router, sock, count=args.routers, on_ready=ready, on_lost=supervisor.lost, log=log
-                )
+            # Also a single one has a process of its own: what kills it leaves the fleet as it is.
+            server = RouterProcesses(router, sock, count=args.routers, on_ready=ready, on_lost=supervisor.lost, log=log)
             supervisor.start()
             control = open_door(router.port, commands(upkeep, config))
             interrupts.check()
-            if isinstance(server, RouterServer):
-                run_router(server)
-            else:
-                server.run()
-                failure = server.failure
+            server.run()
+            failure = server.failure
+            if not was_ready and failure is None and supervisor.failure is None:
+                # Ended by a signal while its routers were being started: as one that came before them.
+                interrupts.note(signal.SIGTERM, None)
+                interrupts.check()
         except Exception:
             # Ctrl-C in a terminal reaches Ray's processes too: what then fails here is not what happened.
             interrupts.check()
@@ -182,16 +179,6 @@ def addresses(ranks: Sequence[Rank], drained: Collection[int] = ()) -> tuple[Wor
         WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url or None, draining=r.rank in drained)
         for r in ranks
     )
-
-
-def ordered(server: RouterServer | RouterProcesses, order: Drain) -> int:
-    """What all routers answer to an order, waited for from another thread than theirs."""
-    answers: queue.SimpleQueue[int] = queue.SimpleQueue()
-    server.drain(order, answers.put)
-    try:
-        return answers.get(timeout=ORDER_SECONDS)
-    except queue.Empty:
-        return UNKNOWN
 
 
 def router_config(
@@ -269,6 +256,8 @@ def check_before_start(
     """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
     checkpoint = check_weights(config, model)
     codec = open_codec(None if config.model_path is None else Path(config.model_path), api.chat_template)
+    if config.model_path is not None:
+        check_patterns(Path(config.model_path) / "tokenizer.json")
     formats = answer_formats_of(codec, api)
     placement = placement or placement_of(None, model, config.num_workers)
     if local:

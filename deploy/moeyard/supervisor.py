@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered
+from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered, Unrecoverable
 from moeyard.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,13 @@ class Recoverable(Protocol):
         """What ranks have told within so many seconds."""
         ...
 
+    def end_of(self, rank: int) -> str | None:
+        """How the process of a lost rank was last seen, if that is known."""
+        ...
+
     def recover(self, dead: Collection[int], *, whole: bool) -> Recovered | None:
-        """Replace ranks and go on; raises RanksLost for those to be replaced next, FleetError when it is stopped.
+        """Replace ranks and go on; raises RanksLost for those to be replaced next, Unrecoverable, or FleetError when
+        it is stopped.
 
         `whole`: all go on together, nobody takes over. None if the others serve without them already, and still do.
         """
@@ -64,10 +69,14 @@ class RestartBudget:
 
 @dataclass(slots=True)
 class Incident:
-    """One loss and what came of it: `reports` has what each surviving rank told, `lost` maps ranks to reasons."""
+    """One loss and what came of it: `reports` has what each surviving rank told, `lost` maps ranks to reasons.
+
+    `ends` has how their processes were last seen.
+    """
 
     began: float
     lost: dict[int, str] = field(default_factory=dict)
+    ends: dict[int, str | None] = field(default_factory=dict)
     reports: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -79,7 +88,7 @@ class Incident:
 
     def facts(self, seconds: float) -> dict[str, Any]:
         """For people, as JSON."""
-        lost = [{"rank": rank, "reason": reason} for rank, reason in sorted(self.lost.items())]
+        lost = [{"rank": r, "reason": reason, "process": self.ends.get(r)} for r, reason in sorted(self.lost.items())]
         return {"reason": self.reason, "lost": lost, "seconds": seconds, "reports": self.reports}
 
 
@@ -179,13 +188,19 @@ class Supervisor:
         purpose: frozenset[int] = frozenset() if asked is None else frozenset((asked,))
         while not self._stopping.is_set():
             for rank in sorted(dead - purpose):
+                end = incident.ends[rank] = self._fleet.end_of(rank)
                 if not self._may_replace(rank):
-                    self._end(f"rank {rank} was lost {self._limit} times in {self._window:g} s: {incident.lost[rank]}")
+                    also = "" if end is None else f"; {end}"
+                    lost = f"rank {rank} was lost {self._limit} times in {self._window:g} s"
+                    self._end(f"{lost}: {incident.lost[rank]}{also}")
                     return False
             if dead == purpose:
                 log.info("replacing rank %d, as it was asked for; the others will say that it is lost", asked)
             else:
-                log.warning("lost %s: %s; replacing", _named(dead), incident.reason)
+                ends = "".join(
+                    f"; rank {rank}: {end}" for rank, end in sorted(incident.ends.items()) if end is not None
+                )
+                log.warning("lost %s: %s; replacing%s", _named(dead), incident.reason, ends)
             try:
                 # Whoever is replaced on purpose is back in a moment: nobody takes over.
                 recovered = self._fleet.recover(dead, whole=asked is not None)
@@ -195,6 +210,9 @@ class Supervisor:
                 dead, purpose = error.ranks, frozenset()
                 incident.lost |= dict.fromkeys(dead, str(error))
                 continue
+            except Unrecoverable as error:
+                self._end(f"{incident.reason}; {error}")
+                return False
             except FleetError:
                 return False  # it is being stopped
             if recovered is None:

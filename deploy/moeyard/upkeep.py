@@ -16,6 +16,9 @@ from moeyard_router.fleet.orders import UNKNOWN, Drain
 
 Say = Callable[[str], None]
 
+# For routers to take an order; one that is busy for longer is asked again.
+ORDER_SECONDS = 5.0
+
 
 class Refused(ValueError):
     """A command that is not carried out, or not to its end. `exit_code` 2: another attempt changes nothing."""
@@ -38,6 +41,14 @@ class Restartable(Protocol):
 
     def abandon(self, rank: int) -> None:
         """The rank stays, or is replaced by another as it was."""
+        ...
+
+
+class Ordered(Protocol):
+    """What is used of the routers."""
+
+    def drain(self, order: Drain, answer: Callable[[int], None]) -> None:
+        """Have all take an order; `answer` gets, from any thread, what they say together."""
         ...
 
 
@@ -245,6 +256,16 @@ class Upkeep:
         with self._lock:
             self._errand = None
         errand.words.put(word)
+
+
+def ordered(server: Ordered, order: Drain) -> int:
+    """What all routers answer to an order, waited for from another thread than theirs."""
+    answers: queue.SimpleQueue[int] = queue.SimpleQueue()
+    server.drain(order, answers.put)
+    try:
+        return answers.get(timeout=ORDER_SECONDS)
+    except queue.Empty:
+        return UNKNOWN
 
 
 def _told(errand: _Errand, now: float) -> str:

@@ -80,6 +80,11 @@ class Command:
         """The ranks' processes."""
         return [p for p in self.processes() if "".join(p.cmdline()).startswith("ray::RankActor")]
 
+    def router(self) -> psutil.Process:
+        """The process that has the API's port, if it is the only one."""
+        (found,) = (p for p in self.processes() if "multiprocessing.spawn" in " ".join(p.cmdline()))
+        return found
+
     def wait_ready(self) -> float:
         """Seconds until the ready line."""
         self.wait_for(lambda: READY.search(self.out.read_text()) is not None, BUSY_READY_SECONDS)
@@ -126,7 +131,7 @@ def shared_files() -> set[Path]:
 
 def own_folders() -> set[Path]:
     """Where ranks that meet have their sockets."""
-    return set(Path(tempfile.gettempdir()).glob("moeyard-????????"))
+    return set(Path(tempfile.gettempdir()).glob("moeyard-sockets-*"))
 
 
 def other_shared_files(before: set[Path]) -> set[Path]:
@@ -245,15 +250,41 @@ def test_memory_of_workers(service: Command) -> None:
     assert all(size.rss < MAX_WORKER_BYTES for size in sizes)
 
 
+def test_a_killed_router_finds_the_fleet_again(service: Command) -> None:
+    """Another takes its port; the ranks stay, with all they hold, and are rid of what the dead one had asked for."""
+    workers = {worker.pid for worker in service.workers()}
+    answer = chat(service.url).json()["choices"]
+    router = service.router()
+    with stream_of(service, **{**LONG_ANSWER, "max_tokens": 900}) as lines:
+        next(lines)
+        router.kill()
+        with pytest.raises(httpx.TransportError):
+            list(lines)
+    begun = time.monotonic()
+
+    def ready() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{service.url}/readyz").status_code == 200
+        return False
+
+    service.wait_for(ready, 60)
+    print(f"ready {time.monotonic() - begun:.1f} s after its router was killed")
+    assert chat(service.url).json()["choices"] == answer
+    assert {worker.pid for worker in service.workers()} == workers
+    ranks = f"{service.url}/v1/fleet/live"
+    service.wait_for(lambda: not httpx.get(ranks).json()["totals"]["num_running"], 10)
+    assert len(re.findall(r"router 0 ended by itself \(exit code -9\)", service.err.read_text())) == 1
+
+
 def cpu_seconds(processes: list[psutil.Process]) -> float:
     return sum(sum(p.cpu_times()[:2]) for p in processes)
 
 
 def test_idle_fleet_sleeps(service: Command) -> None:
-    """Workers and router; Ray's own daemons are shown beside them."""
+    """Workers, launcher and router; Ray's own daemons are shown beside them."""
     time.sleep(SETTLE_SECONDS)
     workers = service.workers()
-    router = [psutil.Process(service.process.pid)]
+    router = [psutil.Process(service.process.pid), service.router()]
     rest = [p for p in service.processes() if p not in workers + router]
     groups = {"workers": workers, "router": router, "Ray": rest}
     # What wakes up costs more while the host is busy, up to twice as much: the quietest of three windows counts.
@@ -325,6 +356,21 @@ def test_a_worker_lost_too_often_ends_it(command: Callable[..., Command]) -> Non
     assert len(re.findall(rf" moeyard.supervisor the fleet has failed: {said}", served.err.read_text())) == 1
 
 
+def test_without_rays_head_it_serves_until_a_worker_is_lost(command: Callable[..., Command]) -> None:
+    served = command("serve", DEMO, "--workers", "2", "--port", "0")
+    served.wait_ready()
+    (head,) = (process for process in served.processes() if process.name() == "gcs_server")
+    head.kill()
+    told = r" moeyard.ray_fleet Ray's gcs_server has ended: serving goes on, but a rank that is lost now cannot be rep"
+    served.wait_for(lambda: re.search(told, served.err.read_text()) is not None, 10)
+    assert chat(served.url).status_code == 200
+    assert [httpx.get(f"{served.url}/{page}").status_code for page in ("livez", "readyz")] == [200, 200]
+    served.workers()[1].kill()
+    served.check_end(1, within=2 * STOP_SECONDS)
+    said = r" the fleet has failed: .*; Ray's gcs_server has ended, and without it no rank can be started\n"
+    assert len(re.findall(said, served.err.read_text())) == 1
+
+
 @contextlib.contextmanager
 def stream_of(served: Command, **body: Any) -> Iterator[Iterator[str]]:
     """The data of a streamed completion's events, one by one."""
@@ -349,7 +395,9 @@ def test_a_fault_restarts_the_only_worker(command: Callable[..., Command], tmp_p
     named = r"rank 0: logits of step \d+ are not finite: request cmpl-\w+-0"
     assert bad.status_code == 503
     assert re.search(named, bad.json()["error"]["message"])
-    again = rf" lost rank 0: {named}; replacing\n(.*\n)* ?.* the fleet is whole again [\d.]+ s after {named}\n"
+    end = rf"process {worker.pid} still runs, and is killed"
+    lost, whole = rf" lost rank 0: {named}; replacing; rank 0: {end}\n", r" the fleet is whole again [\d.]+ s after "
+    again = rf"{lost}(.*\n)* ?.*{whole}{named}\n"
     served.wait_for(lambda: re.search(again, served.err.read_text()) is not None, BUSY_READY_SECONDS)
     served.wait_for(lambda: httpx.get(f"{served.url}/readyz").status_code == 200, 10)
     assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()["choices"] == before

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered
+from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered, Unrecoverable
 from moeyard.supervisor import RestartBudget, Supervisor
 
 
@@ -22,6 +22,10 @@ class Fleet:
         self.replaced: list[set[int]] = []
         self.answers: list[Exception] = []
         self.losses: tuple[dict[str, Any], ...] = ()
+        self.ends: dict[int, str] = {}
+
+    def end_of(self, rank: int) -> str | None:
+        return self.ends.get(rank)
 
     def events(self, timeout: float) -> list[Event]:
         return self.heard.pop(0) if self.heard else []
@@ -85,7 +89,7 @@ def test_whoever_ended_is_replaced_and_named_by_the_survivors(caplog: pytest.Log
     (incident,) = desk.handed
     assert incident == {
         "reason": "rank 1 lost at step 9, plan",
-        "lost": [{"rank": 1, "reason": "the process of rank 1 has ended"}],
+        "lost": [{"rank": 1, "reason": "the process of rank 1 has ended", "process": None}],
         "seconds": 0.0,
         "reports": [told],
     }
@@ -172,3 +176,21 @@ def test_a_fleet_that_is_being_stopped_is_left_alone() -> None:
     desk.turn(Event(rank=1, reason="gone"))
     assert desk.handed == []
     assert desk.given_up == []
+
+
+def test_where_nothing_can_be_replaced_it_ends_at_once() -> None:
+    desk = Desk()
+    desk.fleet.answers = [Unrecoverable("Ray's gcs_server has ended, and without it no rank can be started")]
+    desk.turn(Event(rank=1, reason="gone"))
+    said = "gone; Ray's gcs_server has ended, and without it no rank can be started"
+    assert desk.given_up == [desk.supervisor.failure] == [said]
+
+
+def test_how_a_process_ended_is_told_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk(limit=2)
+    desk.fleet.ends = {1: "process 4711 has ended; 0.4 s before it had 9 GiB"}
+    desk.turn(Event(rank=1, reason="gone"))
+    assert desk.handed[0]["lost"] == [{"rank": 1, "reason": "gone", "process": desk.fleet.ends[1]}]
+    assert caplog.messages[0] == f"lost rank 1: gone; replacing; rank 1: {desk.fleet.ends[1]}"
+    desk.turn(Event(rank=1, reason="gone again"))
+    assert desk.given_up == [f"rank 1 was lost 2 times in 60 s: gone again; {desk.fleet.ends[1]}"]

@@ -31,6 +31,11 @@ For debugging consider passing CUDA_LAUNCH_BLOCKING=1"""
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"),
             "rank 2: out of device memory at step 812: CUDA out of memory. Tried to allocate 2.00 GiB.",
         ),
+        (MemoryError(), "rank 2: out of host memory at step 812: MemoryError"),
+        (
+            MemoryError("Unable to allocate 9.31 GiB for an array"),
+            "rank 2: out of host memory at step 812: Unable to allocate 9.31 GiB for an array",
+        ),
         (RankFault("logits of step 9 are not finite: request r"), "rank 2: logits of step 9 are not finite: request r"),
         (AssertionError("page 7 is owned twice"), "rank 2 failed at step 812: AssertionError: page 7 is owned twice"),
         (RuntimeError("no such thing"), "rank 2 failed at step 812: RuntimeError: no such thing"),
@@ -39,6 +44,12 @@ For debugging consider passing CUDA_LAUNCH_BLOCKING=1"""
 )
 def test_names(error: BaseException, named: str) -> None:
     assert name_of(error, rank=2, step=812) == named
+
+
+def test_torch_without_host_memory_is_named() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert name_of(caught.value, rank=2, step=812).startswith("rank 2: out of host memory at step 812: ")
 
 
 def test_an_error_of_the_accelerator_is_named() -> None:

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from moeyard.listen import bind
+from moeyard_router.http.process import Ready, Seat, SharedAddress, run_router_process
 
 
 def ask(service, **body):
@@ -112,3 +113,26 @@ def test_a_lost_worker_is_told_once_and_named(start, wait_for):
     answer = ask(service)
     assert answer.status_code == 503
     assert "is gone" in answer.json()["error"]["message"]
+
+
+def test_a_router_whose_launcher_is_gone_ends_by_name(start, tmp_path):
+    """At once, so that the port is free for the next one; the workers end by themselves."""
+    service = start(num_workers=1)
+    service.workers[0].pace = 0.05
+    config = service.server._config
+    with bind("127.0.0.1", 0, shared=True) as sock:
+        seat = Seat(index=0, count=1, address=SharedAddress.of(sock), directory=tmp_path)
+        ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=run_router_process, args=(config, seat, theirs))
+        process.start()
+        theirs.close()
+        assert isinstance(ours.recv(), Ready)
+        body = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=10) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            ours.close()
+            assert "moeyard serve has ended, and its workers with it" in [line for line in lines if line][-1]
+        process.join(10)
+        assert process.exitcode == 0

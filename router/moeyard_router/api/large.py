@@ -89,9 +89,11 @@ def _head(head: dict[str, Any]) -> bytes:
     return _ANSWER.pack(len(data)) + data
 
 
-def read_config(source: BinaryIO) -> RouterConfig:
-    """The configuration, which a process is told before anything else."""
-    return CONFIGS.validate_json(source.read(_ANSWER.unpack(source.read(_ANSWER.size))[0]))
+def read_config(source: BinaryIO) -> RouterConfig | None:
+    """The configuration, which a process is told before anything else; None if its router ended before that."""
+    head = source.read(_ANSWER.size)
+    data = b"" if len(head) < _ANSWER.size else source.read(_ANSWER.unpack(head)[0])
+    return CONFIGS.validate_json(data) if data else None
 
 
 def read_request(source: BinaryIO) -> tuple[str, bytes] | None:

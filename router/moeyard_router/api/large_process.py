@@ -20,7 +20,8 @@ _MOST_MEMORY = 512 * 1024 * 1024  # bytes: a process that has kept more gives th
 
 def main() -> None:
     """Answer until standard input ends."""
-    config = read_config(sys.stdin.buffer)
+    if (config := read_config(sys.stdin.buffer)) is None:
+        return
     # Whatever prints writes to standard error, so that nothing stands between answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

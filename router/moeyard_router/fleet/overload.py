@@ -57,8 +57,14 @@ class Overload:
         if self.active(now):
             self._until = now + CALM
 
-    def answered(self, now: float, seconds: float) -> None:
-        """A sequence that had not waited had its first token so long after it was sent to a worker."""
-        if not self.active(now):
-            before = seconds if self._first_token is None else self._first_token
+    def answered(self, now: float, seconds: float, running: int = 0) -> None:
+        """A sequence that had not waited had its first token so long after it was sent; so many run by now.
+
+        Where more than half of the places are taken a later one tells nothing of a quiet fleet: a flood fills all
+        places at once before it is known to be one, and their first tokens come after all their prompts.
+        """
+        if self.active(now):
+            return
+        before = seconds if self._first_token is None else self._first_token
+        if seconds < before or 2 * running <= self.places:
             self._first_token = before + (_SOONER if seconds < before else _LATER) * (seconds - before)

@@ -11,7 +11,7 @@ from moeyard_router.fleet.waiting import WaitingRoom
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Rejected
 
-_TICK = 0.02  # seconds between looks at who has waited too long, while anybody waits
+_TICK = 0.01  # seconds between looks at who has waited too long, while anybody waits
 _FIRST_GUESS = 128.0  # output tokens, before any answer has ended
 _NEW = 0.02  # weight of the latest answer
 _LONG = 100  # output tokens of which one more or less does not matter
@@ -110,7 +110,7 @@ class Waiters:
 
     def answered(self, now: float, seconds: float) -> None:
         """A sequence that had not waited had its first token so long after it was sent."""
-        self._room.overload.answered(now, seconds)
+        self._room.overload.answered(now, seconds, self._room.queue.num_running)
 
     def ended(self, now: float, flight: Flight, output: int) -> None:
         """It has ended after so many tokens, wherever it was."""

@@ -1,8 +1,8 @@
-"""One of several router processes that share a port, and what it says to the process that started it.
+"""A router process, which may share its port with others, and what it says to the process that started it.
 
 It sends `Ready` once every worker has decoded, `WorkerLost` when one is lost, `Replaced` when it has taken other
-workers, `Drained` to every `Drain`, and takes `Replace`, `GiveUp` and `Stop`. When whoever started it is gone, it
-stops.
+workers, `Drained` to every `Drain`, and takes `Replace`, `GiveUp` and `Stop`. When whoever started it is gone, so are
+the workers soon: what is open ends by name, and so does it.
 """
 
 import asyncio
@@ -111,15 +111,20 @@ class Seat:
 
 
 def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> None:
-    """The whole life of such a process. Ctrl-C, and the end of a terminal, reach it through whoever started it."""
-    for number in (signal.SIGINT, signal.SIGHUP):
+    """The whole life of such a process. Whatever signal ends a server reaches it through whoever started it.
+
+    A terminal, or systemd, signals both: heard twice, it would end open streams at once.
+    """
+    ending = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    for number in ending:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ending)
     server = RouterServer(
         config,
         _listening(seat.address),
         on_ready=lambda: pipe.send(Ready()),
         on_lost=lambda rank, why: pipe.send(WorkerLost(rank, server.workers[rank].endpoint, why)),
-        siblings=Siblings(seat.directory, index=seat.index, count=seat.count),
+        siblings=None if seat.count == 1 else Siblings(seat.directory, index=seat.index, count=seat.count),
     )
 
     def told() -> None:
@@ -127,7 +132,7 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
             message = pipe.recv()
         except (EOFError, ConnectionResetError):
             asyncio.get_running_loop().remove_reader(pipe.fileno())
-            message = Stop()
+            message = GiveUp("moeyard serve has ended, and its workers with it")
         if isinstance(message, Replace):
             server.replace_workers(message.workers, lambda: pipe.send(Replaced()), message.incident)
         elif isinstance(message, Drain):
@@ -140,7 +145,6 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
     async def main() -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(pipe.fileno(), told)
-        loop.add_signal_handler(signal.SIGTERM, server.stop)
         await server.serve()
 
     freeze_start_up()

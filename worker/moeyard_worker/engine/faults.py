@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 # How torch and Triton begin what CUDA told them; what follows on other lines is advice.
 _CUDA = re.compile(r"(?:CUDA error: |Triton Error \[CUDA\]: )([^\n]+)")
+# How torch says that a CPU has no more memory, somewhere behind a place in its own source.
+_HOST_MEMORY = "DefaultCPUAllocator: "
 _NAMED = 4
 
 
@@ -33,6 +35,8 @@ def name_of(error: BaseException, *, rank: int, step: int) -> str:
         return f"rank {rank}: {error}"
     if type(error).__name__ == "OutOfMemoryError":
         return f"rank {rank}: out of device memory at step {step}: {_first_line(error)}"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _HOST_MEMORY in str(error)):
+        return f"rank {rank}: out of host memory at step {step}: {_first_line(error) or type(error).__name__}"
     if isinstance(error, RuntimeError) and (found := _CUDA.search(str(error))) is not None:
         return f"rank {rank}: CUDA error: {found[1].rstrip('.')} at step {step}"
     return f"rank {rank} failed at step {step}: {type(error).__name__}: {error}"

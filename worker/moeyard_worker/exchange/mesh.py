@@ -5,8 +5,6 @@ all ranks fail at once and with the same reason; after that every call raises th
 """
 
 import secrets
-import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Literal, NoReturn
@@ -16,6 +14,7 @@ import zmq
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.finding import AFTER_STEP, OWN_FAULT, Finding, cut_reason
 from moeyard_worker.exchange.frames import NO_LAYER, TAG_BYTES, Frame, Phase, Tag, decode_tag, pack_tag
+from moeyard_worker.exchange.leftovers import Folder, sweep
 from moeyard_worker.exchange.naming import is_poison, name_frame, name_ranks, place_of, told_by, where_in_step
 from moeyard_worker.exchange.poisoning import agree_on_finding, tell_settled
 from moeyard_worker.exchange.rendezvous import (
@@ -76,12 +75,13 @@ class Mesh:
         self.finding: Finding | None = None
         self.peer_slabs: dict[int, SharedFile] = {}
         self.own_slab: SharedFile | None = None
-        self._own_directory: str | None = None
+        self._folder: Folder | None = None
         self._wires: Wires | None = None
         self._connected = False
         shared = self._shared = transport == "shm" and len(self.members) > 1
         if shared:
-            self._own_directory = tempfile.mkdtemp(prefix="moeyard-")
+            sweep()
+            self._folder = Folder()
         try:
             if shared and slab_bytes:
                 self.own_slab = SharedFile.create(slab_bytes)
@@ -90,7 +90,7 @@ class Mesh:
                     rank=rank,
                     members=self.members,
                     host=host,
-                    ipc_directory=self._own_directory,
+                    ipc_directory=self._folder.path if self._folder else None,
                     # Where the wait itself is as short, it only names the dead link of an idle fleet.
                     heartbeat_timeout=2 * deadline if stall is None else deadline,
                     max_frame_bytes=slab_bytes + FRAME_SLACK_BYTES,
@@ -315,6 +315,5 @@ class Mesh:
             self._wires.unlink()
         if self.own_slab is not None:
             self.own_slab.unlink()
-        if self._own_directory is not None:
-            shutil.rmtree(self._own_directory, ignore_errors=True)
-            self._own_directory = None
+        if self._folder is not None:
+            self._folder.remove()

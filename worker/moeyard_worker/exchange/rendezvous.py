@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.frames import FrameError, Handshake, decode_handshake, encode_handshake
-from moeyard_worker.exchange.slab import SHARED_DIRECTORY
+from moeyard_worker.exchange.leftovers import SHARED_DIRECTORY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

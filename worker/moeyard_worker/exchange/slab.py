@@ -13,15 +13,13 @@ its place there. One copy of each region is enough, because the chain of a layer
 import errno
 import mmap
 import os
-import secrets
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from moeyard_worker.exchange.leftovers import SHARED_DIRECTORY, make_file
 from moeyard_worker.exchange.shape import ExchangeShape
-
-SHARED_DIRECTORY = "/dev/shm"
 
 
 class Slab:
@@ -60,10 +58,10 @@ class SharedFile:
     def create(size: int) -> "SharedFile":
         """Reserve `size` bytes under an unpredictable name, mode 0600. Raises OSError naming the room there is.
 
-        The pages are reserved now: a file of holes would kill the process with SIGBUS when the file system is full.
+        The pages are reserved now: a file of holes would kill the process with SIGBUS when the file system is full. As
+        long as they are mapped here the name is held (`leftovers`): a mapping keeps a descriptor of its own.
         """
-        path = str(Path(SHARED_DIRECTORY) / f"moeyard-{secrets.token_hex(16)}")
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        path, fd = make_file(SHARED_DIRECTORY)
         try:
             os.posix_fallocate(fd, 0, size)
             return SharedFile(path, mmap.mmap(fd, size))

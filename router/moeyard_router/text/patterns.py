@@ -1,0 +1,93 @@
+"""The regular expressions of a tokenizer.json, tried on texts that make bad ones backtrack, where that can be stopped.
+
+Tokenizers' engine (Oniguruma) backtracks: an expression such as `(a+)+$` takes twice as long for every further "a". It
+gives up a match after ten million steps, by a panic, but there are as many matches as characters, and it holds whoever
+tokenizes meanwhile. So before a checkpoint is served its expressions are tried in a process of their own, each for
+CPU_SECONDS. What this finds is what chance and carelessness bring about, and the plain attack; a text may be thought of
+that it does not try.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
+
+CPU_SECONDS = 2.0  # for all texts of one expression; those of the families served here take less than 0.1
+LENGTH = 1000  # characters of a text: what takes quadratic time passes, what takes more does not
+# Where tokenizer.json has expressions; beside them is its vocabulary, which is large.
+_PARTS = ("normalizer", "pre_tokenizer", "decoder")
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from moeyard_router.text import patterns; "
+
+
+def patterns_of(tokenizer: Any) -> list[str]:
+    """The distinct expressions of a parsed tokenizer.json, in the order in which they stand there."""
+
+    def walk(node: Any) -> Iterator[str]:
+        if isinstance(node, dict):
+            if isinstance(found := node.get("Regex"), str):
+                yield found
+            for value in node.values():
+                yield from walk(value)
+        elif isinstance(node, list):
+            for value in node:
+                yield from walk(value)
+
+    return list(dict.fromkeys(found for part in _PARTS for found in walk(tokenizer.get(part))))
+
+
+def texts_for(pattern: str) -> Iterator[str]:
+    """Long runs of what an expression may repeat, each with ends that keep it from matching."""
+    own = dict.fromkeys(c for c in pattern if c.isalnum())
+    for unit in (*own, "a", "A", "1", " ", "\n", ".", "'", "é", "中", "aA", "a ", "1a", ". ", " \n")[:32]:
+        run = unit * (LENGTH // len(unit))
+        yield from (run, f"{run}!", f"{run}\0", f"!{run}a!")
+
+
+def check_patterns(path: Path) -> None:
+    """Raise ValueError that names the file and the expression which takes too long, or is none.
+
+    A file that is not read here, or is no object, is somebody else's to refuse.
+    """
+    try:
+        tokenizer = orjson.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return
+    patterns = patterns_of(tokenizer) if isinstance(tokenizer, dict) else []
+    if not patterns:
+        return
+    command = [sys.executable, "-c", f"{_START}patterns.try_all()", json.dumps(sys.path)]
+    done = subprocess.run(
+        command, input=json.dumps(patterns).encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
+    )
+    said = done.stdout.split()
+    if done.returncode == 0 and len(said) == len(patterns):
+        return
+    pattern = patterns[max(0, len(said) - 1)]
+    if done.returncode == -signal.SIGPROF:
+        what = f"backtracks for more than {CPU_SECONDS:g} s on texts of {LENGTH} characters"
+    else:
+        what = f"makes the tokenizer fail on texts of {LENGTH} characters (exit code {done.returncode})"
+    raise ValueError(
+        f"{path}: its regular expression {pattern[:200]!r} {what}, so a client could stop the server; mend it, or "
+        "serve another checkpoint"
+    )
+
+
+def try_all() -> None:
+    """The process's side: expressions as JSON on stdin, the number of each on stdout before it is tried."""
+
+    for number, pattern in enumerate(json.loads(sys.stdin.buffer.read())):
+        print(number, flush=True)
+        split = Split(Regex(pattern), "isolated")
+        # Its default is to end the process, in whatever code it is.
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        for text in texts_for(pattern):
+            split.pre_tokenize_str(text)
+        signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,0 +1,16 @@
+"""1,500 half-open connections (bench/half_open.py): the router serves meanwhile, and they are cut on time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_half_open_connections_hold_nobody_up():
+    folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
+    command = [sys.executable, str(ROOT / "bench/half_open.py"), "--header-timeout", "3", "--body-timeout", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": folders})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": 500 cut after") == 3
