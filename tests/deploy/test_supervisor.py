@@ -30,7 +30,8 @@ class Fleet:
     def events(self, timeout: float) -> list[Event]:
         return self.heard.pop(0) if self.heard else []
 
-    def recover(self, dead: Collection[int]) -> Recovered:
+    def recover(self, dead: Collection[int], *, whole: bool) -> Recovered:
+        assert not whole, "nobody asked for it"
         self.replaced.append(set(dead))
         if self.answers:
             raise self.answers.pop(0)
@@ -126,9 +127,9 @@ def test_what_the_router_said_of_those_that_were_replaced_is_forgotten() -> None
     desk = Desk()
     recover = desk.fleet.recover
 
-    def late(dead: Collection[int]) -> Recovered:
+    def late(dead: Collection[int], *, whole: bool) -> Recovered:
         desk.supervisor.lost(1, "worker 1 is gone")
-        return recover(dead)
+        return recover(dead, whole=whole)
 
     desk.fleet.recover = late  # type: ignore[method-assign]
     desk.turn(Event(rank=1, reason="gone"))

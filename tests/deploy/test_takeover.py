@@ -84,7 +84,11 @@ class Fleet:
     def events(self, timeout: float) -> list[Event]:
         return self.heard.pop(0) if self.heard else []
 
-    def recover(self, dead: Collection[int]) -> Recovered | None:
+    def end_of(self, rank: int) -> str | None:
+        return None
+
+    def recover(self, dead: Collection[int], *, whole: bool) -> Recovered | None:
+        assert not whole, "nobody asked for it"
         self.calls.append(f"recover {sorted(dead)}")
         return self._answer()
 

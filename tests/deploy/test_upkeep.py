@@ -22,6 +22,7 @@ class Fleet:
         self.starting: list[bool | Exception] = []  # what `prepared` says, in turn
         self.answers: list[Exception] = []  # of `recover`
         self.heard: list[list[Event]] = []
+        self.whole: bool | None = None  # whether nobody was to take over
 
     def prepare(self, rank: int, changes: Mapping[str, Any]) -> bool:
         self.log.append(("prepare", rank, dict(changes)))
@@ -39,7 +40,11 @@ class Fleet:
     def events(self, timeout: float) -> list[Event]:
         return self.heard.pop(0) if self.heard else []
 
-    def recover(self, dead: Collection[int]) -> Recovered:
+    def end_of(self, rank: int) -> str | None:
+        return None
+
+    def recover(self, dead: Collection[int], *, whole: bool) -> Recovered:
+        self.whole = whole
         self.log.append(("recover", *sorted(dead)))
         if self.answers:
             raise self.answers.pop(0)
@@ -165,6 +170,7 @@ def test_one_rank_after_the_other_is_restarted(desk: Desk, caplog: pytest.LogCap
     assert desk.fleet.log == [step for each in steps for step in each]
     assert desk.upkeep.drained == frozenset()
     assert [incident["reason"] for incident in desk.handed] == [f"rank {rank} is restarted" for rank in range(3)]
+    assert desk.fleet.whole, "nobody takes over who is back in a moment"
     assert all(incident["planned"] and not incident["reports"] for incident in desk.handed), "nobody is to blame"
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 

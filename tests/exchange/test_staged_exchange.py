@@ -15,6 +15,7 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.local import PAGE_SIZE, local_runner
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.base import Exchange
@@ -112,7 +113,7 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
     shape = ExchangeShape(
         num_experts=config.num_experts, top_k=config.top_k, hidden=config.hidden_size, dtype="bfloat16", max_tokens=64
     )
-    placement = partition(config.num_experts, world)
+    placement = Placement.of_shards(config.moe_layers, partition(config.num_experts, world))
     exchanges = [
         StagedExchange(ZmqExchange(mesh, shape=shape, placement=placement), DEVICE) for mesh in connected(world, shape)
     ]
@@ -141,8 +142,9 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
 def test_only_what_leaves_the_host_alone_is_captured(checkpoint: Path) -> None:
     shape = ExchangeShape(num_experts=4, top_k=2, hidden=8, dtype="float32", max_tokens=3)
     mesh = build_mesh("zmq", shape=shape, rank=0, world_size=1)
-    gpu = build_exchange("zmq", mesh=mesh, shape=shape, placement=(range(4),), device=torch.device("cuda:0"))
-    cpu = build_exchange("zmq", mesh=mesh, shape=shape, placement=(range(4),))
+    placement = Placement.of_shards((0,), partition(4, 1))
+    gpu = build_exchange("zmq", mesh=mesh, shape=shape, placement=placement, device=torch.device("cuda:0"))
+    cpu = build_exchange("zmq", mesh=mesh, shape=shape, placement=placement)
     assert (type(gpu), type(cpu)) == (StagedExchange, ZmqExchange)
     assert not gpu.captures
     assert not cpu.captures

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from moeyard_router.fleet.dispatch import Dispatch
+from moeyard_router.fleet.flights import Flight
 from moeyard_router.fleet.orders import UNKNOWN, Drain
 from moeyard_router.fleet.recovery import Recovery
 
@@ -41,13 +42,19 @@ class Draining:
         self._changed()
         if not self._recovery.is_whole and not order.leaves:
             return UNKNOWN
-        # A canary is sent to every rank by its number; it tries a drained one, too.
-        return sum(f.rank == order.rank and f.carried for f in self._flights.by_name.values())
+        return len(self._there(order.rank))
+
+    def _there(self, rank: int) -> list[Flight]:
+        """What somebody waits for there, and not what a rank was told to stop and has not said yet that it did.
+
+        Nor a canary, which is sent to every rank by its number: it tries a drained one, too.
+        """
+        return [f for f in self._flights.by_name.values() if f.rank == rank and f.carried and f.ticket is not None]
 
     def _carry(self, rank: int) -> None:
         if not self._members.any_open():
             return  # it stays until another can take it
-        there = [f for f in self._flights.by_name.values() if f.rank == rank and f.carried and f.ticket is not None]
+        there = self._there(rank)
         recomputed = 0
         for flight in there:
             self._dispatch.carry(flight, whole=self._recovery.is_whole)
