@@ -18,7 +18,7 @@ from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.keys import FleetKeys, RouterKeys
-from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import (
     Abort,
     Done,
@@ -407,8 +407,7 @@ def start_fleet(
 
 def first_placement(config: EngineConfig) -> Placement:
     """Contiguous shards for all ranks."""
-    assert config.model_path is not None
-    model = load_model_config(config.model_path)
+    model = served_model(config)
     return Placement.of_shards(model.moe_layers, partition(model.num_experts, config.num_workers))
 
 

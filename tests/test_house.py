@@ -43,7 +43,7 @@ ROOMS = {
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
     "text": ((), 2620),
-    "fleet": ((), 3000),
+    "fleet": ((), 3020),
     "api": (("text", "fleet"), 4330),
     "http": (("text", "fleet", "api"), 2370),
 }

@@ -81,7 +81,7 @@ def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog):
     assert {ask(service).status_code for _ in range(12)} == {200}
     wait_for(lambda: ended(service) == 12, "a count went missing")
     page = service.client.get("/metrics").text
-    assert page.count("moeyard_workers{") == 6, "what is the fleet's is said once"
+    assert page.count("moeyard_workers{") == 7, "what is the fleet's is said once"
     assert re.search(r'moeyard_workers\{[^}]*state="ready"[^}]*\} 2\.0', page)
     check_page(service, page)
 
