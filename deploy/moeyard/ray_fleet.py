@@ -146,7 +146,7 @@ class RayFleet:
             self._go_on()
             return self._ranks.admit()
 
-    def recover(self, dead: Collection[int]) -> Recovered | None:
+    def recover(self, dead: Collection[int], *, whole: bool = False) -> Recovered | None:
         """Replace ranks and go on in another epoch, if that is needed (`RayRanks.recover`).
 
         Raises RanksLost for those to be replaced next, Unrecoverable when Ray can start no rank any more, and
@@ -155,7 +155,7 @@ class RayFleet:
         with self._lock:
             self._go_on()
             try:
-                return self._ranks.recover(dead)
+                return self._ranks.recover(dead, whole=whole)
             except RayError as error:
                 raise RanksLost(dead, first_line(error)) from error
 

@@ -139,8 +139,12 @@ class Supervisor:
         self._said.put((rank, reason))
 
     def _run(self) -> None:
-        while not self._stopping.is_set() and self.failure is None:
-            self.turn()
+        try:
+            while not self._stopping.is_set() and self.failure is None:
+                self.turn()
+        except Exception as error:  # boundary: a fleet that nobody watches any more must not look as if it were
+            log.exception("the supervisor failed")
+            self._end(f"{type(error).__name__}: {error}")
 
     def turn(self) -> None:
         """Act on what has happened within a moment."""
