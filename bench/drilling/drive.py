@@ -84,7 +84,7 @@ class Drill:
 
     async def inflict(self, number: int, fault: Fault) -> Outcome:
         """One fault, from its moment to the end of every request that it met."""
-        fleet = await read_json(self._watch.http, "/v1/fleet")
+        fleet = await self._whole_fleet()
         ranks = self._server.ranks(fleet) if fleet else {}
         order = self._rng.sample(sorted(ranks), len(ranks))
         outcome = Outcome(number=number, fault=fault.kind, moment=await self._moments.wait(fault.moment, 30.0))
@@ -141,6 +141,15 @@ class Drill:
                 if fault.kind == "oom":
                     outcome.note = "; ".join(str(lost["process"]) for lost in outcome.incident["launcher"]["lost"])
         return outcome
+
+    async def _whole_fleet(self) -> dict[str, Any] | None:
+        """What /v1/fleet says once nobody is away, or has been for too long: all are there to be hit."""
+        limit = time.monotonic() + END_SECONDS
+        while True:
+            fleet = await read_json(self._watch.http, "/v1/fleet")
+            if not fleet or all(worker["endpoint"] for worker in fleet["workers"]) or time.monotonic() > limit:
+                return fleet
+            await asyncio.sleep(0.1)
 
     async def _restart(self, outcome: Outcome, order: Sequence[int]) -> None:
         """One rank or all of them, drained for a moment and restarted. Of all its seconds those are told in which no

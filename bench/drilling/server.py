@@ -90,7 +90,8 @@ class Server:
 
     def ranks(self, fleet: dict[str, Any]) -> dict[int, psutil.Process]:
         """The process of each rank that /v1/fleet (`fleet`) tells of: it listens at the rank's endpoint."""
-        ports = {int(worker["endpoint"].rpartition(":")[2]): worker["rank"] for worker in fleet["workers"]}
+        there = [worker for worker in fleet["workers"] if worker["endpoint"]]
+        ports = {int(worker["endpoint"].rpartition(":")[2]): worker["rank"] for worker in there}
         found = {}
         for process in self.rank_processes():
             with contextlib.suppress(psutil.Error):  # it ended meanwhile

@@ -19,7 +19,7 @@ from moeyard.upkeep import Upkeep
 log = logging.getLogger(__name__)
 
 LIMIT, WINDOW_SECONDS = 3, 60.0
-_LISTEN_SECONDS = 0.1
+_LISTEN_SECONDS = 0.2
 
 
 class Recoverable(Protocol):
