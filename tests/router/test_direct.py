@@ -214,6 +214,38 @@ def test_ends_while_pieces_are_pushed(job_of, tool_codec, ending, size):
     assert (plain == "gone") if ending == "gone" else (b'"error"' in plain and b"[DONE]" not in plain)
 
 
+@pytest.mark.parametrize("ending", ["lost", "aborted", "gone"])
+def test_ends_together_with_the_first_tokens(job_of, tool_codec, ending):
+    """What ends an answer is told by the same step as its last tokens: nothing comes behind it that would wake anyone."""
+    job = job_of("chat", SAID)
+
+    async def both():
+        out = []
+        for with_direct in (False, True):
+            fleet = fleet_of_one()
+            answer = Answer(fleet, tool_codec, job, "chat", "same", with_direct=with_direct)
+            fleet._replies.take(0, [Tokens(request_id="same-0", **words(job, 0, ids_of(tool_codec, "chat")[:3], 0))])
+            if ending == "lost":
+                fleet.fail("worker 0 is gone")
+            elif ending == "aborted":
+                counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 3}
+                fleet._replies.take(0, [Done(request_id="same-0", finish_reason="abort", **counts)])
+            else:
+                answer.generation.disconnect()
+            try:
+                await asyncio.wait_for(answer.task, 5)
+            except endpoints.ClientGone:
+                out.append("gone")
+            else:
+                out.append(answer.data)
+            fleet.close()
+        return out
+
+    plain, direct = asyncio.run(both())
+    assert direct == plain
+    assert (plain == "gone") if ending == "gone" else (b'"content"' in plain and b'"error"' in plain)
+
+
 def test_a_reader_that_stops_and_goes_on(job_of, tool_codec):
     """While it does not read, its tokens wait in the fleet's mailbox, and nothing is written."""
     job, ids = job_of("completion", PLAIN), ids_of(tool_codec, "completion")

@@ -90,6 +90,8 @@ class Generation:
 
         Returns when it does not, when all choices are finished, and when `step` has something else to tell.
         """
+        if self._gone or self._error is not None:
+            return  # it came together with the last tokens that `step` told; nothing will come behind it
         faults: list[Exception] = []
 
         def read() -> None:
