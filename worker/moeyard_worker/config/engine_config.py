@@ -26,6 +26,9 @@ EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp")
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
 DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
 EXPERT_POLICIES: tuple[str, ...] = ("slru", "lru")
+SPECULATIONS: tuple[str, ...] = ("mtp",)
+# Tokens drafted behind every one at most.
+MAX_DRAFTS = 3
 LOAD_FORMATS: tuple[str, ...] = ("auto", "safetensors", "dummy")
 _LIMITS = ("max_batch_tokens", "max_num_seqs", "prefill_chunk", "max_waiting")
 
@@ -64,7 +67,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _require_positive(self, ("num_pages", "page_size", "max_model_len", "vocab_size", "chunk_alignment", *_LIMITS))
         _require_rows(self)
-        for name, low, high in (("max_in_flight", 1, 2), ("num_drafts", 0, 3)):
+        for name, low, high in (("max_in_flight", 1, 2), ("num_drafts", 0, MAX_DRAFTS)):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} must be in [{low}, {high}], got {getattr(self, name)}")
         if self.num_state_slots < 0:
@@ -94,6 +97,7 @@ class EngineConfig:
     async_scheduling: a step is planned while the one before runs. device: "cpu", "cuda:N" (of one worker) or "cuda":
     each worker takes a GPU of its own, the first of a host its first.
     enforce_eager: no step is captured in a CUDA graph. mesh_encryption: of activations that go over TCP.
+    speculate: "mtp" drafts `draft_tokens` tokens behind every one with the checkpoint's layer for that; None: nothing.
     """
 
     model_path: str | None
@@ -123,6 +127,8 @@ class EngineConfig:
     enforce_eager: bool = False
     step_deadline: float = 5.0
     threads: int = 1
+    speculate: str | None = None
+    draft_tokens: int = 2
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -146,6 +152,7 @@ class EngineConfig:
         _require_positive(self, ("mixed_prefill_tokens",))
         _require_source(self)
         _require_rows(self)
+        _require_speculation(self)
         if self.max_queue_seconds is not None and not 0 < self.max_queue_seconds < float("inf"):
             raise ValueError(f"max_queue_seconds must be a positive number of seconds, got {self.max_queue_seconds}")
         if not 0 < self.step_deadline < float("inf"):
@@ -161,6 +168,11 @@ class EngineConfig:
         if 64 % self.page_size:
             raise ValueError(f"page_size must divide 64 (attention splits keys every 64 tokens), got {self.page_size}")
 
+    @property
+    def num_drafts(self) -> int:
+        """Tokens drafted behind every one at most; 0 without speculation."""
+        return 0 if self.speculate is None else self.draft_tokens
+
 
 def _require_source(config: EngineConfig) -> None:
     """Raise ValueError unless the weights come from one place: a checkpoint, or chance for a shape."""
@@ -173,6 +185,24 @@ def _require_source(config: EngineConfig) -> None:
         raise ValueError(f"a shape ({config.shape}) has no checkpoint to read: it goes with load_format dummy")
     if config.num_layers is not None and config.shape is None:
         raise ValueError(f"num_layers {config.num_layers} cuts a shape, and none is given")
+
+
+def _require_speculation(config: EngineConfig) -> None:
+    """Raise ValueError unless what is asked of speculation can be had."""
+    if config.speculate not in (None, *SPECULATIONS):
+        raise ValueError(f"speculate {config.speculate!r} is not one of {', '.join(SPECULATIONS)}")
+    if not 1 <= config.draft_tokens <= MAX_DRAFTS:
+        raise ValueError(f"draft_tokens must be in [1, {MAX_DRAFTS}], got {config.draft_tokens}")
+    if config.speculate is None:
+        return
+    if config.device != "cpu":
+        raise ValueError(f"speculate {config.speculate} runs on a CPU only so far, not on {config.device}")
+    rows = config.max_num_seqs * (1 + config.draft_tokens)
+    if rows > config.max_batch_tokens:
+        raise ValueError(
+            f"max_num_seqs {config.max_num_seqs} with draft_tokens {config.draft_tokens} needs {rows} rows of a step, "
+            f"which exceeds max_batch_tokens {config.max_batch_tokens}"
+        )
 
 
 def _require_positive(config: SchedulerConfig | EngineConfig, names: tuple[str, ...]) -> None:

@@ -137,8 +137,7 @@ class Worker:
     def _build(self, plan: MemoryPlan) -> dict[str, Any]:
         """Everything that `plan` has room for."""
         config, model = self._spec.config, self._model
-        owned = self._placement.experts(self._spec.rank)
-        kind = resolve_kind(config.exchange, config.num_workers)
+        owned, kind = self._placement.experts(self._spec.rank), resolve_kind(config.exchange, config.num_workers)
         self._recording = open_recorder(
             config, model, rank=self._spec.rank, experts=owned[0], num_slots=plan.expert_slots
         )
@@ -190,6 +189,7 @@ class Worker:
                 max_queue_seconds=config.max_queue_seconds,
                 prefix_caching=config.prefix_caching and state.prefix_reusable,
                 max_in_flight=2 if config.async_scheduling else 1,
+                num_drafts=config.num_drafts,
                 num_state_slots=num_state_slots,
                 chunk_alignment=state.chunk_alignment,
             )

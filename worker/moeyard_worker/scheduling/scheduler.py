@@ -19,7 +19,7 @@ from moeyard_worker.protocol import Done, Rejected, Submit, TokenLogprob
 from moeyard_worker.scheduling.admission import duplicate, queue_full, refusal
 from moeyard_worker.scheduling.completion import end_of, expired, farewell, take_tokens
 from moeyard_worker.scheduling.holdings import Holdings
-from moeyard_worker.scheduling.planning import Place, StepBuilder, by_urgency, make_chunk, num_rows
+from moeyard_worker.scheduling.planning import Place, StepBuilder, by_urgency, make_chunk, num_rows, num_wanted
 from moeyard_worker.scheduling.request import Accepted, Constraint, Reply, Request, SchedulerStats
 from moeyard_worker.scheduling.roster import Roster
 from moeyard_worker.scheduling.scoring import tell_scores
@@ -140,7 +140,7 @@ class Scheduler:
     def schedule(self, now: float) -> Step:
         """Plan the next step. It must be completed by `complete`, in order of planning; an empty one need not be."""
         assert len(self._flights) < self.config.max_in_flight, "the previous step was not completed"
-        builder = StepBuilder(self.config.max_batch_tokens)
+        builder = StepBuilder(self.config.max_batch_tokens, self.config.num_drafts)
         outputs, prompts = by_urgency(self._roster.running)
         num_preemptions = self.stats.num_preemptions
         for request, place in outputs:
@@ -199,6 +199,8 @@ class Scheduler:
         length = place.max_start + rows
         if length > self._holdings.reach(request) and not self._reserve(request, length, builder):
             return False
+        if place.fed is not None or length >= request.length:
+            self._holdings.extend(request, num_wanted(request, length, self.config), len(self._roster.running))
         builder.add(request, make_chunk(request, place, rows))
         return True
 
