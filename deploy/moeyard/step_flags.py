@@ -19,7 +19,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculate",
         choices=("off", *SPECULATIONS),
         default="off",
-        help="mtp: draft tokens with the checkpoint's layer for multi-token prediction and verify them in the next step; no "
+        help="mtp: draft tokens with the checkpoint's layer for multi-token prediction, verify them a step later; no "
         "answer changes (default %(default)s)",
     )
     add(
