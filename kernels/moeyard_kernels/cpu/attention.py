@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from moeyard_kernels.cpu.attn_prefill import attn_prefill
 from moeyard_kernels.cpu.decode import gqa_decode, mla_decode
 from moeyard_kernels.cpu.plan import CpuPlan, PromptSegment, pad_heads
+from moeyard_kernels.cpu.snapkv import latest, snapkv
 from moeyard_kernels.ref.rms_norm import rms_norm
 from moeyard_kernels.ref.rope import rope as rotate
 
@@ -65,10 +66,27 @@ class CpuGqa:
             out[part.begin : part.end] = attn_prefill(
                 q[part.begin : part.end], k, v, start=part.start, scale=self._scale, window=self._window
             )
+            if part.kept is not None:
+                self._compact(q, k, v, part)
         if plan.num_decode:
             rows = slice(plan.num_prompt, plan.num_tokens)
             out[rows] = self._decode(q[rows], plan)
         return out
+
+    def _compact(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PromptSegment) -> None:
+        """Copy what is kept of a prompt, k and v [Hkv, L, D], to places of its own: the others may be shared.
+
+        Where a sliding window hides the rest, each layer keeps the latest: then a place's distance is its position's.
+        """
+        kept = part.kept
+        assert kept is not None, "nothing is to be compacted"
+        if self._window is None:
+            rows = q[part.end - kept.window : part.end]
+            found = snapkv(rows, k, length=kept.length, scale=self._scale, budget=kept.count)
+        else:
+            found = latest(kept.length, kept.count).expand(k.shape[0], -1)
+        for flat, x in ((self._flat_k, k), (self._flat_v, v)):
+            flat.index_copy_(1, kept.entries, x.gather(1, found.unsqueeze(2).expand(-1, -1, x.shape[2])))
 
     def _decode(self, q: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
         return gqa_decode(q, self._k, self._v, plan=plan.decode[self._window], scale=self._scale)
@@ -127,13 +145,15 @@ class CpuMla:
         k_nope, v = kv[..., :nope], kv[..., nope : nope + self._v_dim]
         k_rope = rows[:, self._rank :].expand(heads, -1, -1)
         here = slice(part.begin, part.end)
-        return attn_prefill(
-            torch.cat((q[here, :, :nope], q_rope[here]), -1),
-            torch.cat((k_nope, k_rope), -1),
-            v,
-            start=part.start,
-            scale=self._scale,
-        )
+        queries, keys = torch.cat((q[here, :, :nope], q_rope[here]), -1), torch.cat((k_nope, k_rope), -1)
+        if part.kept is not None:
+            kept = part.kept
+            # One latent is the key of all heads, so they choose together.
+            found = snapkv(
+                queries[-kept.window :], keys, length=kept.length, scale=self._scale, budget=kept.count, shared=True
+            )
+            self._flat.index_copy_(0, kept.entries, rows.index_select(0, found[0]))
+        return attn_prefill(queries, keys, v, start=part.start, scale=self._scale)
 
     def _decode(self, q: torch.Tensor, q_rope: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
         """[padded decode rows, Hq, Dv] in the absorbed form; both products run over padded rows."""

@@ -42,7 +42,7 @@ def attn_prefill_lse(
         return out, lse
     end = start + num_rows
     low = 0 if window is None else max(0, start - window + 1) // BLOCK * BLOCK
-    k32, v32 = _blocks(k, low, end), _blocks(v, low, end)
+    k32, v32 = key_blocks(k, low, end), key_blocks(v, low, end)
     q32 = q.new_zeros(
         num_kv_heads, num_q_heads // num_kv_heads, num_rows + -num_rows % ROW_TILE, dim, dtype=torch.float32
     )
@@ -56,7 +56,7 @@ def attn_prefill_lse(
     return out, lse
 
 
-def _blocks(x: torch.Tensor, low: int, end: int) -> torch.Tensor:
+def key_blocks(x: torch.Tensor, low: int, end: int) -> torch.Tensor:
     """x [heads, L, D] from position `low` to the end of the block that holds end - 1, as fp32, zeros past `end`."""
     stop = end + -end % BLOCK
     if x.shape[1] >= stop:

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from moeyard_kernels.cpu.decode_plan import DecodePlan, plan_decode
 from moeyard_kernels.cpu.linear import padded_rows
 from moeyard_kernels.types.decode_tables import BLOCK
-from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at
-from moeyard_kernels.types.step import ChunkRows, StepRows
+from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, entries_of
+from moeyard_kernels.types.step import ChunkRows, CompactionRows, StepRows
 
 # The absorbed products of latent attention see decode rows in multiples of this many: fewer than four rows take another
 # path of the CPU's matrix product, with other bits.
@@ -21,13 +21,25 @@ class PromptSegment:
     """Rows [begin, end) are one prompt chunk; the first sits at position `start`.
 
     `pages` [n] int64 hold positions 0 to at least start + end - begin, in order and rounded up to whole attention
-    blocks (the last page repeats: what it adds is never seen).
+    blocks (the last page repeats: what it adds is never seen). `kept`: what is kept of the prompt, None for all.
     """
 
-    __slots__ = ("begin", "end", "pages", "start")
+    __slots__ = ("begin", "end", "kept", "pages", "start")
 
-    def __init__(self, begin: int, end: int, start: int, pages: torch.Tensor) -> None:
-        self.begin, self.end, self.start, self.pages = begin, end, start, pages
+    def __init__(self, begin: int, end: int, start: int, pages: torch.Tensor, kept: "Kept | None") -> None:
+        self.begin, self.end, self.start, self.pages, self.kept = begin, end, start, pages, kept
+
+
+class Kept:
+    """What is kept of a prompt of `length` positions, of which the last `window` choose: `entries` [count] int64 are
+    the places that it gets, page * page_size + offset.
+    """
+
+    __slots__ = ("count", "entries", "length", "window")
+
+    def __init__(self, length: int, compaction: CompactionRows, page_size: int) -> None:
+        self.length, self.count, self.window = length, compaction.kept, compaction.window
+        self.entries = torch.from_numpy(entries_of(compaction.pages, np.arange(self.count), page_size))
 
 
 class CpuPlan:
@@ -63,7 +75,7 @@ class CpuPlan:
         for chunk in chunks:
             start, end = chunk.start, begin + len(chunk.token_ids)
             if end == begin + 1:
-                page, offset = divmod(start, page_size)
+                page, offset = divmod(start - chunk.dropped, page_size)
                 token_ids[begin], positions[begin] = chunk.token_ids[0], start
                 entries[begin] = chunk.pages[page] * page_size + offset
             else:
@@ -73,7 +85,10 @@ class CpuPlan:
                 entries[begin:end] = entries_at(chunk, position, page_size)
             if chunk.prompt:
                 pages = torch.from_numpy(_block_pages(chunk, page_size))
-                self.segments.append(PromptSegment(begin, end, start, pages))
+                kept = None
+                if chunk.compaction is not None:
+                    kept = Kept(start + end - begin, chunk.compaction, page_size)
+                self.segments.append(PromptSegment(begin, end, start, pages, kept))
             begin = end
         self.num_sampled = len(step.sample_rows)
         sample_rows = np.zeros(padded_rows(self.num_sampled), dtype=np.int64)

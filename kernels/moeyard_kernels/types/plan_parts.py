@@ -25,13 +25,18 @@ class Rotations:
 
 
 def entries_at(chunk: ChunkRows, positions: np.ndarray, page_size: int) -> np.ndarray:
-    """Where in the pages a chunk's sequence keeps `positions`: page * page_size + offset."""
-    return np.asarray(chunk.pages)[positions // page_size] * page_size + positions % page_size
+    """Where in the pages a chunk's sequence keeps `positions` of its rows: page * page_size + offset."""
+    return entries_of(chunk.pages, positions - chunk.dropped, page_size)
+
+
+def entries_of(pages: Sequence[int], places: np.ndarray, page_size: int) -> np.ndarray:
+    """page * page_size + offset of these places of a sequence."""
+    return np.asarray(pages)[places // page_size] * page_size + places % page_size
 
 
 def page_table(chunks: Sequence[ChunkRows], page_size: int) -> np.ndarray:
-    """[chunks, most pages, at least 1] int64 of the pages that hold known positions, zeros behind."""
-    used = [-(-(chunk.start + len(chunk.token_ids)) // page_size) for chunk in chunks]
+    """[chunks, most pages, at least 1] int64 of the pages that hold kept positions, zeros behind."""
+    used = [-(-(chunk.start - chunk.dropped + len(chunk.token_ids)) // page_size) for chunk in chunks]
     table = np.zeros((len(chunks), max(used, default=1)), dtype=np.int64)
     for row, chunk, count in zip(table, chunks, used, strict=True):
         row[:count] = chunk.pages[:count]
@@ -41,5 +46,6 @@ def page_table(chunks: Sequence[ChunkRows], page_size: int) -> np.ndarray:
 def decode_table(decode: Sequence[ChunkRows], page_size: int) -> tuple[np.ndarray, list[int]]:
     """One row of pages and one length per decode row; each row of a chunk sees one position more than that before."""
     counts = [len(chunk.token_ids) for chunk in decode]
-    kv_lens = [c.start + 1 + row for c, count in zip(decode, counts, strict=True) for row in range(count)]
+    firsts = [c.start - c.dropped + 1 for c in decode]
+    kv_lens = [first + row for first, count in zip(firsts, counts, strict=True) for row in range(count)]
     return np.repeat(page_table(decode, page_size), counts, axis=0), kv_lens

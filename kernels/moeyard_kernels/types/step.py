@@ -7,11 +7,26 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
+class CompactionRows(Protocol):
+    """What is kept of a prompt once it is computed: `kept` positions, which each layer chooses by the queries of the
+    last `window`, go to `pages` in order.
+    """
+
+    @property
+    def kept(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def pages(self) -> Sequence[int]: ...
+
+
 class ChunkRows(Protocol):
     """Consecutive rows of one sequence: `token_ids[i]` sits at position `start + i`.
 
-    `pages` holds positions 0 to at least start + len(token_ids) - 1 in order; `state_slot` is the sequence's slot of
-    recurrent state, -1 where the model has none. `prompt` selects the arithmetic (prompt or decode formula).
+    `pages` holds positions 0 to at least start + len(token_ids) - 1 in order, but for `dropped` of them before `start`
+    that were not kept: position p has place p - dropped, and p is what rotates it. `state_slot` is the sequence's slot
+    of recurrent state, -1 where the model has none. `prompt` selects the arithmetic (prompt or decode formula).
+    `compaction`, in the chunk that ends a prompt and holds at least its window: what is kept, None for all.
     """
 
     @property
@@ -21,9 +36,13 @@ class ChunkRows(Protocol):
     @property
     def pages(self) -> Sequence[int]: ...
     @property
+    def dropped(self) -> int: ...
+    @property
     def state_slot(self) -> int: ...
     @property
     def prompt(self) -> bool: ...
+    @property
+    def compaction(self) -> CompactionRows | None: ...
 
 
 class StepRows(Protocol):

@@ -18,6 +18,17 @@ class Chunk:
     pages: tuple[int, ...]
     prompt: bool
     state_slot: int = -1
+    dropped: int = 0
+    compaction: "Compaction | None" = None
+
+
+@dataclass
+class Compaction:
+    """A `CompactionRows`."""
+
+    kept: int
+    window: int
+    pages: tuple[int, ...]
 
 
 @dataclass
@@ -55,6 +66,25 @@ def test_rows_of_a_mixed_step() -> None:
     first_pages = decode.page_ids.view(-1, 16)[:, :3].tolist()
     assert [pages[:2] for pages in first_pages] == [[7, 1], [6, 6], [6, 8]]
     assert (decode.mask == 0).sum((1, 2)).tolist() == [10, 4, 5]
+
+
+def test_rows_behind_dropped_positions() -> None:
+    step = Step(
+        prefill=(Chunk(6, (14, 15, 16), (2, 9, 4), True, compaction=Compaction(kept=5, window=2, pages=(8, 6, 1))),),
+        decode=(
+            Chunk(13, (17,), (7, 3), False, dropped=6),
+            Chunk(20, (18, 19), (5, 0, 12), False, dropped=12),
+            Chunk(2, (20,), (10,), False),
+        ),
+    )
+    done = plan(step, page_size=4)
+    assert done.positions.tolist()[:7] == [6, 7, 8, 13, 20, 21, 2], "rows are rotated by their positions"
+    assert done.entries.tolist()[3:] == [3 * 4 + 3, 12 * 4, 12 * 4 + 1, 10 * 4 + 2]
+    assert (done.decode[None].mask == 0).sum((1, 2)).tolist() == [8, 9, 10, 3], "and attend to what is kept"
+    [kept] = [segment.kept for segment in done.segments]
+    assert kept is not None
+    assert (kept.length, kept.count, kept.window) == (9, 5, 2)
+    assert kept.entries.tolist() == [32, 33, 34, 35, 24]
 
 
 def test_sampled_rows_are_padded() -> None:
