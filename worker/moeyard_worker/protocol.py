@@ -23,12 +23,14 @@ RejectReason = Literal[
     "queue_full", "queue_timeout", "prompt_too_long", "never_fits", "bad_request", "duplicate", "fleet_failed"
 ]
 WorkerState = Literal["ready", "recovering", "failed", "stopping"]
+KvMethod = Literal["snapkv"]
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 REJECT_REASONS: tuple[str, ...] = get_args(RejectReason)
 WORKER_STATES: tuple[str, ...] = get_args(WorkerState)
 GRAMMAR_KINDS: tuple[str, ...] = get_args(GrammarKind)
+KV_METHODS: tuple[str, ...] = get_args(KvMethod)
 # The most UTF-8 bytes of a grammar's text, a schema of a thousand lines: what a rank spends on one grows with it.
 MAX_GRAMMAR_BYTES = 65536
 
@@ -78,13 +80,31 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvCompression:
+    """What is kept of a prompt's keys and values once it is computed.
+
+    `method` "snapkv" (arXiv 2404.14469): `budget` positions, which each layer chooses by the prompt's last `window`
+    queries; these stay, and 1 <= window <= budget. A prompt of `budget` tokens or fewer is kept whole.
+    """
+
+    method: str
+    budget: int
+    window: int = 32
+
+    def kept(self, num_prompt: int) -> int:
+        """How many of a prompt's positions are kept."""
+        return min(self.budget, num_prompt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request's tokens are chosen. The router fills every field; `seed` is always explicit.
 
     Units and ranges: `temperature` >= 0 (0 is greedy); `top_p` in (0, 1]; `top_k` >= 0 (0 is off); `min_p` in [0, 1];
     penalties as OpenAI (presence, frequency in [-2, 2]) and CTRL (repetition > 0, 1 is off); `logprobs` None for none,
     otherwise the number of alternatives reported beside the chosen token, 0 to MAX_LOGPROBS. `prompt_logprobs` is the
-    same for every prompt token but the first. `max_tokens` 0 computes the prompt and ends.
+    same for every prompt token but the first. `max_tokens` 0 computes the prompt and ends. `kv_compression` None keeps
+    all of the prompt for the tokens behind it; log-probabilities of the prompt never depend on it.
 
     With a `grammar` an end-of-sequence token is let through where the answer may end there; where nothing else may
     follow it ends the answer, whatever `min_tokens` and `ignore_eos` say.
@@ -106,6 +126,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    kv_compression: KvCompression | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ import msgpack
 from moeyard_worker.protocol import (
     FINISH_REASONS,
     GRAMMAR_KINDS,
+    KV_METHODS,
     MAX_GRAMMAR_BYTES,
     MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
@@ -26,6 +27,7 @@ from moeyard_worker.protocol import (
     Done,
     ExpertLoads,
     Grammar,
+    KvCompression,
     Message,
     PromptLogprobs,
     Rejected,
@@ -37,7 +39,7 @@ from moeyard_worker.protocol import (
     Tokens,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 # UTF-8 bytes of a request's name; a router's are "chatcmpl-", 32 digits and the number of the choice.
 MAX_NAME_BYTES = 256
 # The most entries of a request's `logit_bias` and `stop_token_ids` together (a router takes 1024 of each).
@@ -126,7 +128,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, TokenLogprob):
         # There are many of them; msgpack takes tuples as they are.
         return {"logprob": value.logprob, "rank": value.rank, "top": value.top}
-    if isinstance(value, SamplingParams | Grammar):
+    if isinstance(value, SamplingParams | Grammar | KvCompression):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
@@ -246,6 +248,10 @@ _RULES: MappingProxyType[Any, tuple[Callable[[Any], bool], Callable[[Any, str], 
             lambda v: v is None or isinstance(v, dict),
             lambda v, where: v if v is None else _build(Grammar, v, where),
         ),
+        KvCompression | None: (
+            lambda v: v is None or isinstance(v, dict),
+            lambda v, where: v if v is None else _build(KvCompression, v, where),
+        ),
         tuple[TokenLogprob, ...]: (
             lambda v: isinstance(v, list) and all(isinstance(x, dict) for x in v),
             lambda v, where: tuple(_build(TokenLogprob, x, where) for x in v),
@@ -255,7 +261,7 @@ _RULES: MappingProxyType[Any, tuple[Callable[[Any], bool], Callable[[Any, str], 
 _FIELD_RULES = MappingProxyType(
     {
         cls: {f.name: _RULES[f.type] for f in fields(cls)}
-        for cls in (*get_args(Message), SamplingParams, Grammar, TokenLogprob)
+        for cls in (*get_args(Message), SamplingParams, Grammar, KvCompression, TokenLogprob)
     }
 )
 _CHOICES = MappingProxyType(
@@ -264,6 +270,7 @@ _CHOICES = MappingProxyType(
         Rejected: ("reason", REJECT_REASONS),
         Snapshot: ("state", WORKER_STATES),
         Grammar: ("kind", GRAMMAR_KINDS),
+        KvCompression: ("method", KV_METHODS),
     }
 )
 

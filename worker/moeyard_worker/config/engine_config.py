@@ -44,7 +44,8 @@ class SchedulerConfig:
     `queue_timeout`; None: as long as it takes.
     max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3.
     num_state_slots: sequences with state of their own beside pages, 0 when the model has none.
-    chunk_alignment: what every prompt chunk but the last ends at a multiple of.
+    chunk_alignment: what every prompt chunk but the last ends at a multiple of. kv_compression: whether prompts can be
+    kept in part; never where state is kept per sequence.
     """
 
     num_pages: int
@@ -63,6 +64,7 @@ class SchedulerConfig:
     num_drafts: int = 0
     num_state_slots: int = 0
     chunk_alignment: int = 1
+    kv_compression: bool = False
 
     def __post_init__(self) -> None:
         _require_positive(self, ("num_pages", "page_size", "max_model_len", "vocab_size", "chunk_alignment", *_LIMITS))
@@ -79,6 +81,8 @@ class SchedulerConfig:
                 f"which exceeds max_batch_tokens {self.max_batch_tokens}"
             )
         _require_positive(self, ("mixed_prefill_tokens",))
+        if self.kv_compression and self.num_state_slots:
+            raise ValueError(f"kv_compression goes without state per sequence, got {self.num_state_slots} state slots")
         for name in ("prefill_chunk", "max_batch_tokens", "mixed_prefill_tokens"):
             if (getattr(self, name) or self.chunk_alignment) < self.chunk_alignment:
                 raise ValueError(

@@ -95,7 +95,8 @@ class _Tail:
         if request.ended or self.result.error is not None or len(self.drafts) < number - 1:
             return False
         # The row that gives it sits two positions before it.
-        return self.end + number < request.limit and self.end + number - 2 < len(self._chunk.pages) * page_size
+        pages, dropped = self._chunk.behind
+        return self.end + number < request.limit and self.end + number - 2 - dropped < len(pages) * page_size
 
     def row_of_next(self) -> SampledRow:
         """What the next draft is chosen by."""
@@ -106,14 +107,16 @@ class _Tail:
 
     def chunk(self, number: int) -> Chunk:
         """The row of pass `number`: it reads the draft before."""
+        pages, dropped = self._chunk.behind
         return Chunk(
             key=self._chunk.key,
             start=self.end + number - 2,
             token_ids=(self.drafts[-1],),
-            pages=self._chunk.pages,
+            pages=pages,
             state_slot=self._chunk.state_slot,
             prompt=False,
             num_sampled=1,
+            dropped=dropped,
         )
 
 

@@ -192,6 +192,7 @@ class Worker:
                 num_drafts=config.num_drafts,
                 num_state_slots=num_state_slots,
                 chunk_alignment=state.chunk_alignment,
+                kv_compression=config.device == "cpu" and not num_state_slots,
             )
         )
         step_runner = self.runner = self._device.step_runner(runner, config, plan)

@@ -1,7 +1,8 @@
 """Which requests can never run on a rank, whatever else it does; and what is said to those that cannot now. Pure."""
 
 from moeyard_worker.config.engine_config import SchedulerConfig
-from moeyard_worker.protocol import Rejected, Submit
+from moeyard_worker.protocol import Rejected, SamplingParams, Submit
+from moeyard_worker.scheduling.request import num_dropped
 from moeyard_worker.scheduling.sampling_check import sampling_error
 
 
@@ -40,7 +41,10 @@ def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
             "prompt_too_long",
             f"{len(prompt)} prompt tokens + max_tokens {params.max_tokens} exceed the limit of {limit}",
         )
-    pages = -(-max(num_positions(total, config), len(prompt)) // config.page_size)
+    wrong = _compression_error(params, config)
+    if wrong is not None:
+        return no("bad_request", wrong)
+    pages = num_pages(len(prompt), params, config)
     if pages > config.num_pages:
         return no("never_fits", f"the request needs {pages} KV pages, this worker has {config.num_pages}")
     return None
@@ -56,6 +60,29 @@ def queue_full(request_id: str, num_waiting: int) -> Rejected:
     """The answer to a request behind as many as may wait."""
     message = f"{num_waiting} requests are waiting"
     return Rejected(request_id=request_id, reason="queue_full", message=message, retry_after=1.0)
+
+
+def _compression_error(params: SamplingParams, config: SchedulerConfig) -> str | None:
+    """Why this rank cannot keep a prompt in part as it is asked to; None when it can, or is not asked to."""
+    if params.kv_compression is None:
+        return None
+    if not config.kv_compression:
+        return "kv_compression is for models whose state is all in pages, on a CPU so far"
+    rows = min(config.prefill_chunk, config.max_batch_tokens, config.mixed_prefill_tokens or config.max_batch_tokens)
+    # A chunk may end so much earlier than it could, and the next has to hold the window all the same.
+    rows -= config.chunk_alignment - 1
+    window = params.kv_compression.window
+    if window > rows:
+        return f"kv_compression: the window of {window} exceeds the {rows} prompt rows that a step has at least"
+    return None
+
+
+def num_pages(num_prompt: int, params: SamplingParams, config: SchedulerConfig) -> int:
+    """Pages that a request holds at most. One whose prompt is kept in part holds both for a while."""
+    positions = max(num_positions(num_prompt + params.max_tokens, config), num_prompt)
+    dropped = num_dropped(params, num_prompt)
+    kept = -(-(positions - dropped) // config.page_size)
+    return kept + -(-num_prompt // config.page_size) if dropped else kept
 
 
 def num_positions(total: int, config: SchedulerConfig) -> int:

@@ -25,10 +25,16 @@ class Holdings:
         """Pages of `length` positions."""
         return -(-length // self._page_size)
 
+    def pages_to_start(self, request: Request) -> int:
+        """Pages for all known tokens: where not all of the prompt is kept, its own and those of what is."""
+        kept = self.pages_for(request.length - request.num_dropped)
+        return kept + self.pages_for(len(request.prompt)) if request.num_dropped else kept
+
     def known_prefix(self, request: Request) -> list[int]:
         """Pages of other requests that hold the beginning of this one's prompt."""
-        # At least the last prompt position is computed, because its logits choose the first output token.
-        reusable = len(request.prompt) - 1
+        # At least the last prompt position is computed, because its logits choose the first output token; or all those
+        # whose queries choose what is kept.
+        reusable = len(request.prompt) - request.window
         if request.sampling.prompt_logprobs is not None:
             # Pages hold no logits: a position whose next token is still to be scored is computed here.
             reusable = min(reusable, request.num_scored)
@@ -39,7 +45,7 @@ class Holdings:
         """Whether a slot is free, and the pages for all known tokens beside the `cached` ones."""
         if self.slots.num_slots and not self.slots.num_free:
             return False
-        needed = self.pages_for(request.length) - len(cached)
+        needed = self.pages_to_start(request) - len(cached)
         return needed <= self.pool.num_free - self.pool.num_idle(cached)
 
     def can_start_first(self, waiting: Iterable[Request], count: int, num_running: int) -> bool:
@@ -48,7 +54,7 @@ class Holdings:
             return True
         if num_running + count > self._max_num_seqs or (self.slots.num_slots and count > self.slots.num_free):
             return False
-        return sum(self.pages_for(r.length) for r in islice(waiting, count)) <= self.pool.num_free
+        return sum(self.pages_to_start(r) for r in islice(waiting, count)) <= self.pool.num_free
 
     def start(self, request: Request, cached: list[int]) -> None:
         """Give the request a slot, the `cached` pages, whose positions count as computed, and the rest for its tokens.
@@ -56,7 +62,10 @@ class Holdings:
         All pages of the prompt at once: prompts that are still being computed must not starve each other.
         """
         self.pool.acquire(cached)
-        request.pages = cached + self.pool.allocate(self.pages_for(request.length) - len(cached))
+        if request.num_dropped:
+            request.compact = self.pool.allocate(self.pages_for(request.length - request.num_dropped))
+        length = len(request.prompt) if request.num_dropped else request.length
+        request.pages = cached + self.pool.allocate(self.pages_for(length) - len(cached))
         if self.slots.num_slots:
             request.state_slot = self.slots.allocate()
         request.num_computed = len(cached) * self._page_size
@@ -68,14 +77,22 @@ class Holdings:
         return self.pool.num_free * self._page_size
 
     def reach(self, request: Request) -> int:
-        """Positions that the request's pages hold."""
-        return len(request.pages) * self._page_size
+        """Positions that the request's pages hold, those of its prompt that are not kept among them."""
+        return len(request.kept_pages) * self._page_size + request.num_dropped
+
+    def missing(self, request: Request, length: int) -> int:
+        """Pages that the request lacks for `length` positions, its prompt among them."""
+        return self.pages_for(length - request.num_dropped) - len(request.kept_pages)
+
+    def grow(self, request: Request, count: int) -> None:
+        """Give the request so many pages more, for what comes behind its prompt."""
+        request.kept_pages.extend(self.pool.allocate(count))
 
     def extend(self, request: Request, length: int, num_others: int) -> None:
         """Give the request pages for `length` positions if `num_others` are free beside them: it can do without."""
-        missing = self.pages_for(length) - len(request.pages)
+        missing = self.missing(request, length)
         if 0 < missing <= self.pool.num_free - num_others:
-            request.pages += self.pool.allocate(missing)
+            self.grow(request, missing)
 
     def register(self, request: Request) -> None:
         """Make newly filled prompt pages findable; a page shared with output positions never is."""
@@ -84,9 +101,14 @@ class Holdings:
             self.pool.register(request.pages[i], request.hashes[i])
         request.num_registered = max(request.num_registered, full)
 
+    def settle(self, request: Request) -> None:
+        """Free the pages of a prompt of which what is kept was copied. Others, and the index, may hold them still."""
+        self.pool.release(request.pages)
+        request.pages, request.compact = request.compact, []
+
     def give_back(self, request: Request) -> None:
         """Free the pages behind the known tokens: they were reserved for drafts that were refused."""
-        kept = self.pages_for(request.length)
+        kept = self.pages_for(request.length - request.num_dropped)
         if len(request.pages) > kept:
             self.pool.release(request.pages[kept:])
             del request.pages[kept:]
@@ -95,7 +117,8 @@ class Holdings:
         """Free all that the request holds, which no step in flight may name any more."""
         assert not request.in_flight, f"a step in flight still names {request.key}"
         self.pool.release(request.pages)
-        request.pages = []
+        self.pool.release(request.compact)
+        request.pages, request.compact = [], []
         if request.state_slot >= 0:
             self.slots.release(request.state_slot)
             request.state_slot = -1
@@ -103,14 +126,22 @@ class Holdings:
     def validate(self, holders: Iterable[Request]) -> None:
         """Assert that every page and slot is free or held as the requests say, and covers what they computed."""
         requests = list(holders)
-        self.pool.validate(r.pages for r in requests)
+        self.pool.validate(pages for r in requests for pages in (r.pages, r.compact))
         self.slots.validate(r.state_slot for r in requests if r.state_slot >= 0)
         for r in requests:
-            assert len(r.pages) >= self.pages_for(r.num_computed), f"{r.key} computed past its pages"
+            assert len(r.pages) >= self.pages_for(r.num_places), f"{r.key} computed past its pages"
+            compacts = bool(r.pages and r.num_dropped and r.num_computed < len(r.prompt))
+            assert bool(r.compact) == compacts, f"{r.key} was compacted and does not know, or the other way round"
             assert (r.state_slot >= 0) == bool(r.pages and self.slots.num_slots), (
                 f"{r.key} has no slot, or one too many"
             )
             for chunk in r.in_flight:
-                named = tuple(r.pages[: len(chunk.pages)])
+                held = r.kept_pages if chunk.dropped else r.pages
+                named = tuple(held[: len(chunk.pages)])
                 assert (named, r.state_slot) == (chunk.pages, chunk.state_slot), f"{r.key} lost what a step names"
-                assert len(chunk.pages) >= self.pages_for(chunk.max_start + chunk.num_tokens), "rows without a page"
+                end = chunk.max_start + chunk.num_tokens
+                assert len(chunk.pages) >= self.pages_for(end - chunk.dropped), "rows without a page"
+                assert chunk.dropped == (0 if chunk.prompt else r.num_dropped), "a place is taken for a position"
+                if chunk.compaction is not None:
+                    kept = chunk.compaction.pages
+                    assert tuple(r.compact[: len(kept)]) == kept, f"{r.key} lost what its prompt is copied to"

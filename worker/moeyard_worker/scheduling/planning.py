@@ -7,7 +7,7 @@ from typing import NamedTuple
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.scheduling.request import Request
 from moeyard_worker.scheduling.scoring import rows_to_score
-from moeyard_worker.scheduling.step import Chunk, Step
+from moeyard_worker.scheduling.step import Chunk, Compaction, Step
 
 
 class Place(NamedTuple):
@@ -91,7 +91,11 @@ def num_rows(request: Request, place: Place, *, budget: int, config: SchedulerCo
     if start < num_prompt:
         left = num_prompt - start
         rows = min(budget, config.prefill_chunk, left)
-        return rows if rows == left else rows - (start + rows) % config.chunk_alignment
+        if rows == left:
+            return rows
+        # The last chunk is never shorter than what chooses in it, however the others are cut.
+        rows = min(rows, left - request.window)
+        return rows - (start + rows) % config.chunk_alignment
     if start >= request.limit:
         # Certain to end with the step in flight.
         return 0
@@ -114,7 +118,7 @@ def num_wanted(request: Request, length: int, config: SchedulerConfig) -> int:
 
 def make_chunk(request: Request, place: Place, rows: int) -> Chunk:
     """The next `rows` rows of a request, whose pages are reserved."""
-    start, num_sampled = place.start, 0
+    start, num_sampled, num_prompt = place.start, 0, len(request.prompt)
     if place.fed is not None:
         token_ids, num_sampled = (0,) * rows, rows
     else:
@@ -128,14 +132,26 @@ def make_chunk(request: Request, place: Place, rows: int) -> Chunk:
         key=request.key,
         start=start,
         token_ids=token_ids,
-        pages=tuple(request.pages),
+        pages=tuple(request.pages if start < num_prompt else request.kept_pages),
         state_slot=request.state_slot,
-        prompt=start < len(request.prompt),
+        prompt=start < num_prompt,
         num_sampled=num_sampled,
         fed=place.fed,
         slack=place.max_start - start,
         scoring=rows_to_score(request, start, start + rows),
         following=None if num_sampled or place.fed is not None else _token_at(request, start + rows),
+        dropped=0 if start < num_prompt else request.num_dropped,
+        compaction=_compaction(request) if start < num_prompt == start + rows else None,
+    )
+
+
+def _compaction(request: Request) -> Compaction | None:
+    """What the chunk that ends the prompt is to keep of it; None for all."""
+    dropped = request.num_dropped
+    if not dropped:
+        return None
+    return Compaction(
+        kept=len(request.prompt) - dropped, dropped=dropped, window=request.window, pages=tuple(request.compact)
     )
 
 

@@ -74,7 +74,9 @@ class Request:
     """One request while it lives, and after its end while a step in flight still names it.
 
     `serial` is its place in the order of arrival. `num_computed` positions have their state in `pages` (and in slot
-    `state_slot`), as of the last completed step: a refused draft is undone by not counting it. `drafts` are proposed
+    `state_slot`), as of the last completed step: a refused draft is undone by not counting it. It has a logical length
+    and a kept one: `num_dropped` positions of its prompt are given up once that is computed. Until then `compact` are
+    the pages for what is kept and all that follows, afterwards they are its `pages`. `drafts` are proposed
     for the positions after the last token. `in_flight` are its chunks in planned steps that are not completed, oldest
     first; `sample_index` is the place of the newest one among the sampled chunks of its step. `num_scored`: positions
     whose next token's log-probability has been sent, counted if `prompt_logprobs` are asked for. `num_given`: output
@@ -92,6 +94,8 @@ class Request:
     output: list[int] = field(default_factory=list)
     drafts: tuple[int, ...] = ()
     pages: list[int] = field(default_factory=list)
+    compact: list[int] = field(default_factory=list)
+    num_dropped: int = 0
     state_slot: int = -1
     running: bool = False
     ended: bool = False
@@ -129,6 +133,7 @@ class Request:
             output=output,
             num_scored=submit.num_scored,
             num_given=len(output),
+            num_dropped=num_dropped(submit.sampling, len(prompt)),
         )
 
     @property
@@ -146,10 +151,32 @@ class Request:
         """Positions that are ever computed: the whole prompt, and all output but the last token, never fed back."""
         return len(self.prompt) + max(self.sampling.max_tokens, 1) - 1
 
+    @property
+    def window(self) -> int:
+        """Rows that the chunk which ends the prompt holds at least: those that choose what is kept of it."""
+        kept = self.sampling.kv_compression
+        return kept.window if self.num_dropped and kept is not None else 1
+
+    @property
+    def kept_pages(self) -> list[int]:
+        """The pages of positions behind the prompt, and of what is kept of it."""
+        return self.compact or self.pages
+
+    @property
+    def num_places(self) -> int:
+        """Places in `pages` that are taken as of the last completed step: the kept length."""
+        return self.num_computed - (self.num_dropped if self.num_computed >= len(self.prompt) else 0)
+
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Token ids at positions [start, end), as far as known; they do not cross the end of the prompt."""
         p = len(self.prompt)
         return self.prompt[start:end] if start < p else tuple(self.output[start - p : end - p])
+
+
+def num_dropped(sampling: SamplingParams, num_prompt: int) -> int:
+    """Positions of a prompt that are given up once it is computed; none where no token comes behind it."""
+    kept = sampling.kv_compression
+    return 0 if kept is None or not sampling.max_tokens else num_prompt - kept.kept(num_prompt)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 The router refuses bad ones too, but a worker must survive any router: one request may never end a step of the fleet.
 """
 
-from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
+from moeyard_worker.protocol import KV_METHODS, MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
 
 
 def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
@@ -39,4 +39,10 @@ def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
         size = len(params.grammar.text.encode(errors="replace"))
         if size > MAX_GRAMMAR_BYTES:
             return f"the grammar has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
+    kept = params.kv_compression
+    if kept is not None:
+        if kept.method not in KV_METHODS:
+            return f"kv_compression knows {', '.join(KV_METHODS)}, got {kept.method!r:.80}"
+        if not 1 <= kept.window <= kept.budget:
+            return f"kv_compression wants 1 <= window <= budget, got window {kept.window} and budget {kept.budget}"
     return None

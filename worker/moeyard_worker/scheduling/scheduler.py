@@ -206,7 +206,7 @@ class Scheduler:
 
     def _reserve(self, request: Request, length: int, builder: StepBuilder) -> bool:
         """Give the request pages for `length` positions, preempting later ones; False when it has to do without."""
-        missing = self._holdings.pages_for(length) - len(request.pages)
+        missing = self._holdings.missing(request, length)
         while missing > self.pool.num_free:
             victim = self._victim(request, builder)
             if victim is None:
@@ -215,7 +215,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is request:
                 return False
-        request.pages += self.pool.allocate(missing)
+        self._holdings.grow(request, missing)
         return True
 
     def _victim(self, request: Request, builder: StepBuilder) -> Request | None:
@@ -282,6 +282,8 @@ class Scheduler:
         if chunk.prompt:
             self.stats.prefill_tokens += chunk.num_tokens
             self._holdings.register(request)
+        if chunk.compaction is not None:
+            self._holdings.settle(request)
         if result is not None:
             return self._accept(request, chunk, result, now)
         if request.sampling.max_tokens or request.num_computed < len(request.prompt):

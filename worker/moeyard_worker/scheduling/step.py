@@ -18,12 +18,27 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compaction:
+    """What is kept of a prompt: `kept` positions, chosen by the queries of its last `window`, first of all of `pages`.
+
+    `dropped`: how many are not. `pages` may reach further, for what comes behind the prompt.
+    """
+
+    kept: int
+    dropped: int
+    window: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Consecutive rows of one request that one step computes.
 
     `key`: client and request id. `token_ids[i]` sits at position `start + i`. `pages`: the request's page table, which
-    covers at least positions [0, max_start + num_tokens). `state_slot`: where its state per sequence lives, -1 for a
-    model that has none; a chunk that starts at 0 starts from a blank state, whatever the slot held before.
+    covers at least positions [0, max_start + num_tokens) but for the `dropped` ones of its prompt that were not kept:
+    position p has place p - dropped there. `compaction`: what is kept from here on, in the chunk that ends its prompt;
+    None for all. `state_slot`: where its state per sequence lives, -1 for a model that has none; a chunk that starts at
+    0 starts from a blank state, whatever the slot held before.
     `prompt` selects the arithmetic: positions of the prompt use the prompt formula, output positions the decode
     formula, however they are scheduled (one answer).
 
@@ -51,6 +66,8 @@ class Chunk:
     slack: int = 0
     scoring: Scoring | None = None
     following: int | None = None
+    dropped: int = 0
+    compaction: Compaction | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -64,8 +81,15 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """One past the last position (with the least start), which is also the key/value length of its last row."""
+        """One past the last position (with the least start)."""
         return self.start + len(self.token_ids)
+
+    @property
+    def behind(self) -> tuple[tuple[int, ...], int]:
+        """`pages` and `dropped` of the positions behind it."""
+        if self.compaction is not None:
+            return self.compaction.pages, self.compaction.dropped
+        return self.pages, self.dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
