@@ -5,6 +5,8 @@ and of its formula (prompt or decode). Pages are blank when they are handed out.
 position, or one computed with the wrong formula, changes all that follows; what each chunk reads is compared with the
 states of its request alone, which `states_alone` computes without pages. A slot holds the states of all positions.
 
+A prompt of which a part is kept leaves the states that a hash of them prefers, and its window, in pages of their own.
+
 It feeds the rows whose tokens the host does not know, and proposes drafts: true ones, wrong ones, fewer than asked for.
 """
 
@@ -16,6 +18,24 @@ from moeyard_worker.scheduling.request import Accepted, accept
 from moeyard_worker.scheduling.step import Chunk, Step
 
 Cell = int | None
+# Of a prompt's states how many are kept, and how many of its last positions always are; None: all are.
+Kept = tuple[int, int] | None
+
+
+def kept_of(params: SamplingParams, prompt: tuple[int, ...]) -> Kept:
+    """What a request for tokens wants kept of its prompt, if that is not all."""
+    asked = params.kv_compression
+    if asked is None or not params.max_tokens or asked.budget >= len(prompt):
+        return None
+    return asked.budget, asked.window
+
+
+def compacted(states: list[Cell], kept: tuple[int, int]) -> list[Cell]:
+    """What is kept of a prompt's states, in order."""
+    count, window = kept
+    before = range(len(states) - window)
+    best = sorted(before, key=lambda i: (hash((states[i], 3)), i))[: count - window]
+    return [*(states[i] for i in sorted(best)), *states[len(states) - window :]]
 
 
 def state_of(earlier: list[Cell], token_id: int, *, prompt: bool) -> int:
@@ -25,18 +45,30 @@ def state_of(earlier: list[Cell], token_id: int, *, prompt: bool) -> int:
 
 
 @lru_cache(maxsize=256)
-def states_alone(prompt: tuple[int, ...], vocab_size: int, length: int) -> list[Cell]:
+def states_alone(prompt: tuple[int, ...], vocab_size: int, length: int, kept: Kept = None) -> list[Cell]:
     """The fake states of the first `length` positions of a request that nothing else touches, and nothing stops."""
     states: list[Cell] = []
+    seen = states
     for position in range(length):
+        if position == len(prompt) and kept is not None:
+            seen = compacted(states, kept)
         token_id = prompt[position] if position < len(prompt) else (states[-1] or 0) % vocab_size
-        states.append(state_of(states, token_id, prompt=position < len(prompt)))
+        states.append(state_of(seen, token_id, prompt=position < len(prompt)))
+        if seen is not states:
+            seen.append(states[-1])
     return states
+
+
+def places_alone(states: list[Cell], num_prompt: int, kept: Kept) -> list[Cell]:
+    """What is in a request's places once it has these states."""
+    if kept is None or len(states) < num_prompt:
+        return states
+    return compacted(states[:num_prompt], kept) + states[num_prompt:]
 
 
 def tokens_alone(config: SchedulerConfig, prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], str]:
     """Output tokens and finish reason of a request that nothing else touches."""
-    states = states_alone(prompt, config.vocab_size, config.max_model_len)
+    states = states_alone(prompt, config.vocab_size, config.max_model_len, kept_of(params, prompt))
     output: list[int] = []
     for state in states[len(prompt) - 1 :] if params.max_tokens else ():
         assert state is not None
@@ -67,7 +99,7 @@ class Device:
         # Of each sampled chunk of the latest step: where its last accepted token sits, the token, drafts behind it.
         self.latest: list[tuple[int, int, tuple[int, ...]]] = []
 
-    def run(self, step: Step, prompts: list[tuple[int, ...]], fresh: list[list[int]]) -> list[Accepted]:
+    def run(self, step: Step, prompts: list[tuple[tuple[int, ...], Kept]], fresh: list[list[int]]) -> list[Accepted]:
         """Compute a step: `prompts[i]` is that of chunk i's request, `fresh[i]` the pages it is the first to name."""
         fed, self.latest = self.latest, []
         results = []
@@ -86,21 +118,29 @@ class Device:
                 results.append(self._sample(chunk, token_ids, states))
         return results
 
-    def _compute(self, chunk: Chunk, start: int, token_ids: tuple[int, ...], prompt: tuple[int, ...]) -> list[Cell]:
-        """States of all positions of the chunk's request up to its last row."""
-        config, size = self.config, self.config.page_size
+    def _compute(
+        self, chunk: Chunk, start: int, token_ids: tuple[int, ...], asked: tuple[tuple[int, ...], Kept]
+    ) -> list[Cell]:
+        """States in all places of the chunk's request up to its last row, and behind it."""
+        config, size, (prompt, kept) = self.config, self.config.page_size, asked
         assert start + chunk.num_tokens <= config.max_model_len, "a position that the model does not have"
-        states = [self.cells[chunk.pages[i // size]][i % size] for i in range(start)]
-        assert states == states_alone(prompt, config.vocab_size, config.max_model_len)[:start], (
-            "others' states are read"
-        )
+        states = [self.cells[chunk.pages[i // size]][i % size] for i in range(start - chunk.dropped)]
+        alone = states_alone(prompt, config.vocab_size, config.max_model_len, kept)[:start]
+        assert states == places_alone(alone, len(prompt), kept), "others' states are read"
         if chunk.state_slot >= 0:
             assert start == 0 or self.slots[chunk.state_slot][:start] == states, "the slot is another's, or stale"
-        for position, token_id in enumerate(token_ids, start=start):
+        for place, token_id in enumerate(token_ids, start=len(states)):
             states.append(state_of(states, token_id, prompt=chunk.prompt))
-            self.cells[chunk.pages[position // size]][position % size] = states[-1]
+            self.cells[chunk.pages[place // size]][place % size] = states[-1]
         if chunk.state_slot >= 0:
             self.slots[chunk.state_slot] = list(states)
+        if chunk.compaction is None:
+            return states
+        assert kept is not None
+        assert chunk.num_tokens >= chunk.compaction.window, "what chooses is not in the chunk"
+        states = compacted(states, kept)
+        for place, state in enumerate(states):
+            self.cells[chunk.compaction.pages[place // size]][place % size] = state
         return states
 
     def _sample(self, chunk: Chunk, token_ids: tuple[int, ...], states: list[Cell]) -> Accepted:
@@ -109,7 +149,7 @@ class Device:
         count = accept(token_ids[len(token_ids) - chunk.num_sampled + 1 :], sampled)
         end = first + count
         drafts = self._propose(states[:end], sampled[count - 1])
-        self.latest.append((end, sampled[count - 1], drafts))
+        self.latest.append((end + chunk.behind[1], sampled[count - 1], drafts))
         return Accepted(tuple(sampled[:count]), drafts=drafts)
 
     def _propose(self, states: list[Cell], token_id: int) -> tuple[int, ...]:

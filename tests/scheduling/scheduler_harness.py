@@ -7,7 +7,7 @@ tokens are compared with those of the request alone.
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from tests.scheduling.fake_device import Device, score_alone, states_alone, tokens_alone
+from tests.scheduling.fake_device import Device, Kept, kept_of, score_alone, states_alone, tokens_alone
 
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import (
@@ -36,12 +36,26 @@ class Live:
     computed: int | None = None  # positions with a state; None while it holds none
     scored: int = 0  # prompt tokens of which a log-probability was told
     pages: tuple[int, ...] = ()
+    # Those that what is kept of its prompt is copied to; they are its `pages` once that is done.
+    compact: tuple[int, ...] = ()
     first_start: int | None = None
     in_flight: list[Chunk] = field(default_factory=list)
 
     @property
     def prompt(self) -> tuple[int, ...]:
         return self.submit.prompt_token_ids
+
+    @property
+    def kept(self) -> Kept:
+        return kept_of(self.submit.sampling, self.prompt)
+
+    @property
+    def dropped(self) -> int:
+        return 0 if self.kept is None else len(self.prompt) - self.kept[0]
+
+    def pages_to_start(self, size: int) -> int:
+        """Pages of all that is known, and of the whole prompt beside what is kept of it."""
+        return -(-(len(self.known) - self.dropped) // size) + (-(-len(self.prompt) // size) if self.dropped else 0)
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -85,7 +99,13 @@ class Harness:
         if total > config.max_model_len:
             return "prompt_too_long"
         positions = max(total - (not config.num_drafts or config.max_in_flight == 1), len(prompt))
-        if positions > config.num_pages * config.page_size:
+        asked, kept = submit.sampling.kv_compression, kept_of(submit.sampling, prompt)
+        rows = min(config.prefill_chunk, config.max_batch_tokens, config.mixed_prefill_tokens or 1 << 30)
+        if asked is not None and (not config.kv_compression or asked.window + config.chunk_alignment - 1 > rows):
+            return "bad_request"
+        both = 0 if kept is None else -(-len(prompt) // config.page_size)
+        positions -= 0 if kept is None else len(prompt) - kept[0]
+        if -(-positions // config.page_size) + both > config.num_pages:
             return "never_fits"
         waiting = sorted((r for r in self.live.values() if r.computed is None), key=lambda r: r.arrival)
         excess = len(waiting) + 1 - config.max_waiting
@@ -98,8 +118,8 @@ class Harness:
         config = self.config
         running = sum(1 for r in self.live.values() if r.computed is not None)
         holders = [r for r in (*self.live.values(), *self.leaving) if r.computed is not None]
-        used = {page for r in holders for page in r.pages}
-        needed = sum(-(-len(r.known) // config.page_size) for r in first)
+        used = {page for r in holders for page in r.pages} | self._reserved()
+        needed = sum(r.pages_to_start(config.page_size) for r in first)
         return (
             running + count <= config.max_num_seqs
             and (not config.num_state_slots or len(holders) + count <= config.num_state_slots)
@@ -146,7 +166,7 @@ class Harness:
         self.scheduler.roll_back()
         for request in self.live.values():
             if request.in_flight and self.config.num_state_slots:
-                request.computed, request.pages = None, ()
+                request.computed, request.pages, request.compact = None, (), ()
             request.in_flight.clear()
         self.flights.clear()
         self.leaving.clear()
@@ -196,7 +216,7 @@ class Harness:
         for key, request in self.live.items():
             if key not in running:
                 assert not request.in_flight, "a request yields what a step in flight names"
-                request.computed, request.pages = None, ()
+                request.computed, request.pages, request.compact = None, (), ()
         planned = Planned(step, [self.live[chunk.key] for chunk in step.chunks], [])
         for chunk, request in zip(step.chunks, planned.requests, strict=True):
             planned.fresh.append(self._check_chunk(chunk, request, prompt=chunk in step.prefill))
@@ -216,10 +236,11 @@ class Harness:
         """Check one planned chunk by what is known; returns the pages that it is the first to name."""
         config, size, num_prompt = self.config, self.config.page_size, len(request.prompt)
         limit = num_prompt + max(request.submit.sampling.max_tokens, 1) - 1
-        num_old = len(request.pages)
-        if request.computed is None:
-            num_old = self._check_start(chunk, request)
-        assert chunk.pages[:num_old] == request.pages[:num_old], "a page table only grows"
+        started = self._check_start(chunk, request) if request.computed is None else None
+        kept = bool(chunk.dropped and request.compact)
+        table = request.compact if kept else request.pages
+        num_old = len(table) if started is None else started
+        assert chunk.pages[:num_old] == table[:num_old], "a page table only grows"
         assert chunk.prompt == prompt == (chunk.start < num_prompt)
         assert (chunk.state_slot >= 0) == bool(config.num_state_slots)
         before = request.in_flight[-1] if request.in_flight else None
@@ -241,11 +262,34 @@ class Harness:
             assert chunk.end <= num_prompt, "a prompt chunk crosses the end of the prompt"
             assert chunk.end == num_prompt or chunk.end % config.chunk_alignment == 0
         assert chunk.scoring == self._expected_scoring(chunk, request)
-        assert len(chunk.pages) * size >= chunk.max_start + chunk.num_tokens
+        assert chunk.dropped == (0 if prompt else request.dropped)
+        assert len(chunk.pages) * size >= chunk.max_start + chunk.num_tokens - chunk.dropped
         fresh = list(chunk.pages[num_old:])
-        request.pages = chunk.pages
+        if kept:
+            request.compact = chunk.pages
+        else:
+            request.pages = chunk.pages
+        fresh += self._check_compaction(chunk, request)
         request.in_flight.append(chunk)
         return fresh
+
+    def _check_compaction(self, chunk: Chunk, request: Live) -> list[int]:
+        """What the end of a prompt keeps of it, in pages of its own, which it is the first to name."""
+        found, num_prompt = chunk.compaction, len(request.prompt)
+        if request.kept is None or chunk.end != num_prompt or not chunk.prompt:
+            assert found is None
+            return []
+        assert found is not None
+        assert (found.kept, found.dropped, found.window) == (request.kept[0], request.dropped, request.kept[1])
+        assert chunk.num_tokens >= found.window, "what chooses is not in the chunk"
+        assert len(found.pages) * self.config.page_size >= found.kept
+        fresh = [page for page in found.pages if page not in request.compact]
+        request.compact = found.pages
+        return fresh
+
+    def _reserved(self) -> set[int]:
+        """Pages for what will be kept of prompts, which no step names yet."""
+        return {page for request in self.scheduler._roster.holders() for page in request.compact}
 
     def _expected_scoring(self, chunk: Chunk, request: Live) -> Scoring | None:
         """Every prompt token but the first is told of once, whatever is computed again."""
@@ -283,6 +327,7 @@ class Harness:
         assert chunk.start % size == chunk.start % self.config.chunk_alignment == 0
         assert chunk.start < len(request.prompt)
         assert chunk.start == 0 or self.config.prefix_caching
+        assert request.kept is None or chunk.start <= len(request.prompt) - request.kept[1]
         assert request.submit.sampling.prompt_logprobs is None or chunk.start <= request.scored
         reused = [cell for page in chunk.pages[: chunk.start // size] for cell in self.device.cells[page]]
         assert reused == states_alone(request.prompt, self.config.vocab_size, chunk.start), (
@@ -308,6 +353,11 @@ class Harness:
         for request in (*self.live.values(), *self.leaving):
             for index, page in enumerate(request.pages):
                 holders.setdefault(page, []).append((request, index))
+            done = request.computed is not None and request.computed >= len(request.prompt)
+            for page in request.compact or (request.pages if done and request.dropped else ()):
+                assert page not in self.scheduler.pool._hash_of, f"page {page} is compacted and can be found"
+                holders.setdefault(page, [(request, 0)])
+                assert len(holders[page]) == 1, f"page {page} is compacted and shared"
         for page, held in holders.items():
             if len(held) > 1:
                 ends = {(index + 1) * self.config.page_size for _, index in held}
@@ -342,6 +392,8 @@ class Harness:
                     self.leaving.remove(request)
                 continue
             assert request.computed is not None
+            if chunk.compaction is not None:
+                request.pages, request.compact = request.compact, ()
             request.computed += chunk.num_tokens - chunk.num_sampled
             if result is not None:
                 request.computed += len(result.token_ids)
@@ -350,12 +402,13 @@ class Harness:
         for request in self.live.values():
             if self.config.num_drafts and not request.in_flight:
                 # What was reserved for refused drafts is given back.
-                request.pages = request.pages[: -(-len(request.known) // self.config.page_size)]
+                length = len(request.known) - (request.dropped if (request.computed or 0) >= len(request.prompt) else 0)
+                request.pages = request.pages[: -(-length // self.config.page_size)]
         self.check()
         return replies
 
     def _run(self, planned: Planned) -> None:
-        prompts = [request.prompt for request in planned.requests]
+        prompts = [(request.prompt, request.kept) for request in planned.requests]
         planned.results = self.device.run(planned.step, prompts, planned.fresh)
 
     def _check_replies(self, replies: list[Reply], expected: list[tuple[Live, tuple[int, ...]]]) -> None:
@@ -417,7 +470,7 @@ class Harness:
         if self.config.max_in_flight == 1:
             order = [self.live[r.key].arrival for r in (*roster.running, *roster.waiting)]
             assert order == sorted(order), "first come is not first served"
-        used = {page for request in (*self.live.values(), *self.leaving) for page in request.pages}
+        used = {page for request in (*self.live.values(), *self.leaving) for page in request.pages} | self._reserved()
         assert scheduler.pool.num_free == self.config.num_pages - len(used)
         slots = [
             c.state_slot for r in (*self.live.values(), *self.leaving) for c in r.in_flight[:1] if c.state_slot >= 0

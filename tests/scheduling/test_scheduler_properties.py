@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.scheduling.scheduler_harness import Harness
 
 from moeyard_worker.config.engine_config import SchedulerConfig
-from moeyard_worker.protocol import SamplingParams, Submit
+from moeyard_worker.protocol import KvCompression, SamplingParams, Submit
 
 VOCAB = 11
 # Prompts are cut from few texts, so that many share a prefix of whole pages.
@@ -39,6 +39,16 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         num_drafts=num_drafts,
         num_state_slots=num_state_slots,
         chunk_alignment=alignment,
+        kv_compression=num_state_slots == 0 and draw(st.booleans()),
+    )
+
+
+@st.composite
+def compressions(draw: st.DrawFn) -> KvCompression | None:
+    window = draw(st.integers(1, 4))
+    return draw(
+        st.none()
+        | st.builds(KvCompression, method=st.just("snapkv"), budget=st.integers(window, 20), window=st.just(window))
     )
 
 
@@ -53,6 +63,7 @@ def submits(draw: st.DrawFn) -> Submit:
         stop_token_ids=draw(st.sampled_from(((), (3,)))),
         ignore_eos=draw(st.booleans()),
         prompt_logprobs=draw(st.sampled_from((None, None, 0, 2))),
+        kv_compression=draw(st.none() | compressions()),
     )
     prompt = (*text[: draw(st.integers(0, 20))], *tail)
     return Submit(request_id=draw(st.sampled_from("pqrstuvw")), prompt_token_ids=prompt, sampling=sampling)
@@ -110,11 +121,11 @@ def test_any_life_of_a_scheduler(config: SchedulerConfig, eager: bool, life: lis
     harness.drain()
 
 
-def random_life(rng: random.Random, *, max_in_flight: int, num_drafts: int) -> Harness:
+def random_life(rng: random.Random, *, max_in_flight: int, num_drafts: int, compressed: bool = False) -> Harness:
     """A busy life over a pool that holds about two of the requests; runs to the end."""
     page_size = rng.choice((1, 2, 4))
     config = SchedulerConfig(
-        num_pages=48 // page_size,
+        num_pages=(40 if compressed else 48) // page_size,
         page_size=page_size,
         max_model_len=40,
         vocab_size=VOCAB,
@@ -124,11 +135,17 @@ def random_life(rng: random.Random, *, max_in_flight: int, num_drafts: int) -> H
         prefill_chunk=rng.choice((2, 5, 32)),
         max_in_flight=max_in_flight,
         num_drafts=num_drafts,
+        kv_compression=compressed,
     )
     harness = Harness(config, eager=rng.random() < 0.5)
     for i in range(12):
-        prompt = rng.choice(TEXTS)[: rng.randint(1, 20)]
-        sampling = SamplingParams(max_tokens=rng.randint(5, 20), prompt_logprobs=rng.choice((None, None, 1)))
+        prompt = rng.choice(TEXTS)[: rng.randint(1, 12 if compressed else 20)]
+        sampling = SamplingParams(
+            # Prompts give pages back, so outputs are what makes them scarce.
+            max_tokens=rng.randint(14, 24) if compressed else rng.randint(5, 20),
+            prompt_logprobs=rng.choice((None, None, 1)),
+            kv_compression=KvCompression(method="snapkv", budget=rng.randint(2, 9), window=2) if compressed else None,
+        )
         harness.submit(Submit(request_id=f"r{i}", prompt_token_ids=prompt, sampling=sampling))
         for _ in range(rng.randint(0, 4)):
             harness.step()
@@ -138,11 +155,13 @@ def random_life(rng: random.Random, *, max_in_flight: int, num_drafts: int) -> H
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_busy_lives_preempt_and_reuse(seed: int, max_in_flight: int, num_drafts: int) -> None:
+@pytest.mark.parametrize("compressed", [False, True])
+def test_busy_lives_preempt_and_reuse(seed: int, compressed: bool, max_in_flight: int, num_drafts: int) -> None:
     """What holds is worth something only if meanwhile pools are tight, prompts are reused, ends are seen late, and
     drafts are right and wrong."""
     lives = [
-        random_life(random.Random(seed + i), max_in_flight=max_in_flight, num_drafts=num_drafts) for i in range(25)
+        random_life(random.Random(seed + i), max_in_flight=max_in_flight, num_drafts=num_drafts, compressed=compressed)
+        for i in range(25)
     ]
     stats = [harness.scheduler.stats for harness in lives]
     assert sum(1 for s in stats if s.num_preemptions > 0) > 12

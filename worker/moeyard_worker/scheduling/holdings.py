@@ -95,16 +95,17 @@ class Holdings:
             self.grow(request, missing)
 
     def register(self, request: Request) -> None:
-        """Make newly filled prompt pages findable; a page shared with output positions never is."""
+        """Make newly filled prompt pages findable; a page shared with output positions never is.
+
+        A whole prompt of which what is kept was copied needs its pages no more; others, and the index, may.
+        """
         full = min(request.num_computed // self._page_size, len(request.hashes))
         for i in range(request.num_registered, full):
             self.pool.register(request.pages[i], request.hashes[i])
         request.num_registered = max(request.num_registered, full)
-
-    def settle(self, request: Request) -> None:
-        """Free the pages of a prompt of which what is kept was copied. Others, and the index, may hold them still."""
-        self.pool.release(request.pages)
-        request.pages, request.compact = request.compact, []
+        if request.compact and request.num_computed >= len(request.prompt):
+            self.pool.release(request.pages)
+            request.pages, request.compact = request.compact, []
 
     def give_back(self, request: Request) -> None:
         """Free the pages behind the known tokens: they were reserved for drafts that were refused."""

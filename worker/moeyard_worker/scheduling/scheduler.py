@@ -282,8 +282,6 @@ class Scheduler:
         if chunk.prompt:
             self.stats.prefill_tokens += chunk.num_tokens
             self._holdings.register(request)
-        if chunk.compaction is not None:
-            self._holdings.settle(request)
         if result is not None:
             return self._accept(request, chunk, result, now)
         if request.sampling.max_tokens or request.num_computed < len(request.prompt):

@@ -1,0 +1,121 @@
+"""A prompt of which a part is kept: two lengths of one sequence, pages that come and go, what can be found again."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.scheduling.scheduler_harness import Harness
+
+from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.protocol import KvCompression, Rejected, SamplingParams, Submit
+from moeyard_worker.scheduling.step import Compaction
+
+CONFIG = SchedulerConfig(
+    num_pages=32, page_size=4, max_model_len=100, vocab_size=100, max_batch_tokens=16, max_num_seqs=4,
+    prefill_chunk=16, kv_compression=True,
+)  # fmt: skip
+PROMPT = tuple(range(30))
+
+
+def submit(name: str, budget: int | None = 10, window: int = 3, **sampling: Any) -> Submit:
+    asked = None if budget is None else KvCompression(method="snapkv", budget=budget, window=window)
+    params = SamplingParams(**{"max_tokens": 6, "kv_compression": asked, **sampling})
+    return Submit(request_id=name, prompt_token_ids=PROMPT, sampling=params)
+
+
+def test_places_go_by_what_is_kept_and_rows_by_their_position() -> None:
+    harness = Harness(CONFIG)
+    harness.submit(submit("r"))
+    first, last = harness.step(), harness.plan()
+    assert [(c.start, c.num_tokens, c.compaction) for c in first.prefill] == [(0, 16, None)]
+    [chunk] = last.prefill
+    assert (chunk.start, chunk.num_tokens, len(chunk.pages), chunk.dropped) == (16, 14, 8, 0)
+    assert chunk.compaction == Compaction(kept=10, dropped=20, window=3, pages=chunk.compaction.pages)
+    assert len(chunk.compaction.pages) == 3
+    # Both are held until the copy is made, and then the prompt's are free.
+    assert harness.scheduler.pool.num_free == 32 - 8 - 3
+    harness.finish(last)
+    assert harness.scheduler.pool.num_free == 32 - 3
+    starts = []
+    while harness.live:
+        [row] = harness.step().decode
+        assert (row.dropped, row.pages[:3]) == (20, chunk.compaction.pages)
+        starts.append((row.start, len(row.pages)))
+    assert starts == [(30, 3), (31, 3), (32, 4), (33, 4), (34, 4)]
+    harness.drain()
+
+
+def test_the_window_is_never_cut() -> None:
+    """Behind a full chunk of 16 there would be 2 rows left: a window of 5 takes rows from it."""
+    harness = Harness(CONFIG)
+    harness.submit(replace(submit("r", window=5, max_tokens=1), prompt_token_ids=PROMPT[:18]))
+    found = []
+    while harness.live:
+        found += [chunk.num_tokens for chunk in harness.step().prefill]
+    assert found == [13, 5]
+
+
+def test_found_prefixes_leave_the_window_to_be_computed_and_what_is_kept_is_never_found() -> None:
+    harness = Harness(CONFIG)
+    harness.submit(submit("plain", None))
+    harness.drain()
+    harness.submit(submit("kept", window=5))
+    assert [(c.start, c.num_tokens) for c in harness.step().prefill] == [(24, 6)]
+    harness.drain()
+    # The pages of its prompt stay where all can find them; those it was copied to are nobody's now.
+    harness.submit(submit("plain", None))
+    assert [(c.start, c.num_tokens) for c in harness.step().prefill] == [(28, 2)]
+    harness.drain()
+
+
+def test_a_lost_step_and_a_lost_rank_compact_again() -> None:
+    harness = Harness(CONFIG)
+    harness.submit(submit("r", max_tokens=9))
+    harness.step()
+    for _ in range(2):
+        assert harness.plan().prefill[0].compaction is not None
+        harness.roll_back()
+    for _ in range(4):
+        harness.step()
+    harness.roll_back()
+    harness.carry("r")
+    again = []
+    while harness.live:
+        step = harness.step()
+        again += [(c.start, c.num_tokens, c.prompt, c.dropped) for c in step.chunks]
+    # Its whole pages were found again; its output runs as output, behind what is kept.
+    assert again[:2] == [(24, 6, True, 0), (30, 4, False, 20)]
+
+
+@pytest.mark.parametrize(("budget", "sampling"), [(30, {}), (31, {}), (10, {"max_tokens": 0})], ids=str)
+def test_nothing_happens_where_nothing_is_dropped(budget: int, sampling: dict[str, Any]) -> None:
+    plain, asked = Harness(CONFIG), Harness(CONFIG)
+    plain.submit(submit("r", None, **sampling))
+    asked.submit(submit("r", budget, **sampling))
+    while plain.live:
+        assert plain.step() == asked.step()
+    assert not asked.live
+
+
+@pytest.mark.parametrize(
+    ("changes", "request_", "words"),
+    [
+        ({}, submit("r", 3, 4), "wants 1 <= window <= budget, got window 4 and budget 3"),
+        ({}, submit("r", 3, 0), "wants 1 <= window <= budget, got window 0 and budget 3"),
+        ({}, submit("r", 40, 17), "the window of 17 exceeds the 16 prompt rows"),
+        ({"mixed_prefill_tokens": 8}, submit("r", 40, 9), "the window of 9 exceeds the 8 prompt rows"),
+        ({"kv_compression": False}, submit("r"), "on a CPU so far"),
+        ({"num_pages": 11}, submit("r"), "the request needs 12 KV pages, this worker has 11"),
+    ],
+)
+def test_refusals_say_both_numbers(changes: dict[str, Any], request_: Submit, words: str) -> None:
+    rejected = Harness(replace(CONFIG, **changes)).scheduler.add(request_, b"a", 0.0)
+    assert isinstance(rejected, Rejected)
+    assert words in rejected.message
+
+
+def test_an_unknown_method_is_named() -> None:
+    asked = replace(submit("r").sampling, kv_compression=KvCompression(method="h2o", budget=4, window=2))
+    rejected = Harness(CONFIG).scheduler.add(replace(submit("r"), sampling=asked), b"a", 0.0)
+    assert isinstance(rejected, Rejected)
+    assert "knows snapkv, got 'h2o'" in rejected.message
