@@ -101,7 +101,9 @@ class Harness:
         positions = max(total - (not config.num_drafts or config.max_in_flight == 1), len(prompt))
         asked, kept = submit.sampling.kv_compression, kept_of(submit.sampling, prompt)
         rows = min(config.prefill_chunk, config.max_batch_tokens, config.mixed_prefill_tokens or 1 << 30)
-        if asked is not None and (not config.kv_compression or asked.window + config.chunk_alignment - 1 > rows):
+        if asked is not None and not config.kv_compression:
+            return "bad_request"
+        if kept is not None and kept[1] + config.chunk_alignment - 1 > rows:
             return "bad_request"
         both = 0 if kept is None else -(-len(prompt) // config.page_size)
         positions -= 0 if kept is None else len(prompt) - kept[0]

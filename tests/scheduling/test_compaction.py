@@ -102,8 +102,8 @@ def test_nothing_happens_where_nothing_is_dropped(budget: int, sampling: dict[st
     [
         ({}, submit("r", 3, 4), "wants 1 <= window <= budget, got window 4 and budget 3"),
         ({}, submit("r", 3, 0), "wants 1 <= window <= budget, got window 0 and budget 3"),
-        ({}, submit("r", 40, 17), "the window of 17 exceeds the 16 prompt rows"),
-        ({"mixed_prefill_tokens": 8}, submit("r", 40, 9), "the window of 9 exceeds the 8 prompt rows"),
+        ({}, submit("r", 20, 17), "the window of 17 exceeds the 16 prompt rows"),
+        ({"mixed_prefill_tokens": 8}, submit("r", 20, 9), "the window of 9 exceeds the 8 prompt rows"),
         ({"kv_compression": False}, submit("r"), "on a CPU so far"),
         ({"num_pages": 11}, submit("r"), "the request needs 12 KV pages, this worker has 11"),
     ],

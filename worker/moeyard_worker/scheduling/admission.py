@@ -41,7 +41,7 @@ def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
             "prompt_too_long",
             f"{len(prompt)} prompt tokens + max_tokens {params.max_tokens} exceed the limit of {limit}",
         )
-    wrong = _compression_error(params, config)
+    wrong = _compression_error(len(prompt), params, config)
     if wrong is not None:
         return no("bad_request", wrong)
     pages = num_pages(len(prompt), params, config)
@@ -62,7 +62,7 @@ def queue_full(request_id: str, num_waiting: int) -> Rejected:
     return Rejected(request_id=request_id, reason="queue_full", message=message, retry_after=1.0)
 
 
-def _compression_error(params: SamplingParams, config: SchedulerConfig) -> str | None:
+def _compression_error(num_prompt: int, params: SamplingParams, config: SchedulerConfig) -> str | None:
     """Why this rank cannot keep a prompt in part as it is asked to; None when it can, or is not asked to."""
     if params.kv_compression is None:
         return None
@@ -72,7 +72,7 @@ def _compression_error(params: SamplingParams, config: SchedulerConfig) -> str |
     # A chunk may end so much earlier than it could, and the next has to hold the window all the same.
     rows -= config.chunk_alignment - 1
     window = params.kv_compression.window
-    if window > rows:
+    if window > rows and num_dropped(params, num_prompt):
         return f"kv_compression: the window of {window} exceeds the {rows} prompt rows that a step has at least"
     return None
 

@@ -1,0 +1,133 @@
+"""A prompt of which a part is kept: one answer for a budget, however it is computed, and what the model is given.
+
+With drafts at once: verifying on a compacted cache yields what one row after the other does.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.test_speculation import DEMO, Rank, Told
+from tokenizers import Tokenizer
+
+from moeyard_worker.engine.local import local_runner
+from moeyard_worker.protocol import KvCompression, SamplingParams
+from moeyard_worker.scheduling.step import Chunk, Compaction, Step
+
+Requests = dict[str, tuple[list[int], SamplingParams]]
+
+
+def prompts() -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    texts = [json.loads(line)["text"] for line in (DEMO / "heldout.jsonl").read_text().splitlines()[:6]]
+    return [tokenizer.encode(text).ids[:count] for text, count in zip(texts, (90, 70, 120, 90, 50, 33), strict=True)]
+
+
+def requests() -> Requests:
+    a, b, c, _, d, e = prompts()
+    common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+
+    def kept(budget: int, window: int) -> KvCompression:
+        return KvCompression(method="snapkv", budget=budget, window=window)
+
+    seeded = {"temperature": 0.8, "seed": 3}
+    return {
+        "greedy": (a, SamplingParams(**common, temperature=0.0, logprobs=2, kv_compression=kept(40, 16))),
+        # The same prompt: found where it was left by the first.
+        "shared": (a, SamplingParams(**common, temperature=0.0, logprobs=2, kv_compression=kept(25, 8))),
+        "seeded": (b, SamplingParams(**common, **seeded, logprobs=0, prompt_logprobs=1, kv_compression=kept(17, 16))),
+        "long": (c, SamplingParams(**common, temperature=0.0, kv_compression=kept(64, 5))),
+        "whole": (d, SamplingParams(**common, temperature=0.0, logprobs=0, kv_compression=kept(50, 32))),
+        "plain": (e, SamplingParams(**common, **seeded, logprobs=1)),
+        "silent": (c, SamplingParams(max_tokens=0, temperature=0.0, kv_compression=kept(8, 4))),
+    }
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Rank]:
+    rank = Rank(DEMO)
+    yield rank
+    rank.worker.stop()
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[Rank]:
+    rank = Rank(DEMO, speculate="mtp", draft_tokens=3)
+    yield rank
+    rank.worker.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Rank) -> dict[str, Told]:
+    """Each request alone, its prompt in one chunk."""
+    return {name: plain.run({name: request})[0][name] for name, request in requests().items()}
+
+
+def without(requests: Requests) -> Requests:
+    return {name: (prompt, replace(params, kv_compression=None)) for name, (prompt, params) in requests.items()}
+
+
+def test_a_budget_changes_answers_and_only_those_it_should(plain: Rank, expected: dict[str, Told]) -> None:
+    whole = {name: plain.run({name: request})[0][name] for name, request in without(requests()).items()}
+    for name in ("whole", "plain", "silent"):
+        assert whole[name] == expected[name], "nothing was to be dropped"
+    for name in ("greedy", "shared", "seeded", "long"):
+        assert whole[name].token_ids != expected[name].token_ids
+        # The first token is computed with the whole prompt, as are the prompt's log-probabilities.
+        assert whole[name].token_ids[0] == expected[name].token_ids[0]
+        assert whole[name].prompt_logprobs == expected[name].prompt_logprobs
+    assert expected["greedy"].token_ids != expected["shared"].token_ids
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"prefill_chunk": 16}, {"prefill_chunk": 23, "max_in_flight": 2}, {"max_batch_tokens": 64},
+    {"prefix_caching": False, "prefill_chunk": 17}, {"num_pages": 16}, {"num_pages": 17, "max_in_flight": 2},
+], ids=str)  # fmt: skip
+def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+    told, stats = plain.run(requests(), **changes)
+    assert told == expected
+    assert (stats.num_preemptions > 0) == ("num_pages" in changes)
+    assert (stats.prefix_hit_tokens > 0) == changes.get("prefix_caching", True)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"num_drafts": 1, "prefill_chunk": 16}, {"num_drafts": 2, "max_in_flight": 2}, {"num_pages": 17},
+], ids=str)  # fmt: skip
+def test_drafts_are_verified_on_what_is_kept(
+    drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]
+) -> None:
+    told, stats = drafting.run(requests(), **changes)
+    assert told == expected
+    assert stats.accepted[0] > 0.4 * stats.drafts[0], "the drafting layer is compacted too, and drafts well"
+
+
+def test_kept_keys_are_rotated_by_their_positions_and_read_from_their_places() -> None:
+    """A budget of all but one drops what scored least; the row behind it sees the rest as if nothing had moved."""
+    runner = local_runner(DEMO, dtype=torch.float32, num_pages=32)
+    prompt = tuple(prompts()[2])
+    n, pages = len(prompt), tuple(range(8))
+
+    def answer(budget: int, *, dropped: int, start: int) -> torch.Tensor:
+        kept = Compaction(kept=budget, dropped=n - budget, window=16, pages=tuple(range(10, 19)))
+        chunk = Chunk(
+            key=(b"", ""), start=0, token_ids=prompt, pages=pages, prompt=True, num_sampled=1, compaction=kept
+        )
+        runner.forward(Step(prefill=(chunk,)))
+        row = Chunk(
+            key=(b"", ""), start=start, token_ids=(7,), pages=kept.pages, prompt=False, num_sampled=1, dropped=dropped
+        )
+        return runner.forward(Step(decode=(row,)))[0].log_softmax(-1)
+
+    plain = Chunk(key=(b"", ""), start=0, token_ids=prompt, pages=pages, prompt=True, num_sampled=1)
+    runner.forward(Step(prefill=(plain,)))
+    row = Chunk(key=(b"", ""), start=n, token_ids=(7,), pages=pages, prompt=False, num_sampled=1)
+    wanted = runner.forward(Step(decode=(row,)))[0].log_softmax(-1)
+    near = (answer(n - 1, dropped=1, start=n) - wanted).abs().max()
+    assert 0 < near < 0.5
+    # Taken for one length, the row would sit at its place and be rotated by it: far from that.
+    half = answer(n // 2, dropped=n - n // 2, start=n)
+    confused = answer(n // 2, dropped=0, start=n // 2)
+    assert (half - wanted).abs().max() < (confused - wanted).abs().max()
