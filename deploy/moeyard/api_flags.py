@@ -1,6 +1,7 @@
 """Flags of what clients see of a model: its names, its chat template, what holds where their requests do not say."""
 
 import argparse
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from moeyard_router.text.answer_formats import AUTO, REASONING_PARSERS, TOOL_PAR
 from moeyard_router.text.chat import Codec
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.fields import Fields, read_json
+from moeyard_worker.protocol import KV_METHODS, KvCompression
 
 GENERATION_CONFIG = "generation_config.json"
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
@@ -29,6 +31,7 @@ class ApiSettings:
     tool_call_parser: str
     reasoning_parser: str
     enable_auto_tool_choice: bool | None
+    kv_compression: KvCompression | None = None
 
     def describe_defaults(self) -> str | None:
         """One line about the sampling defaults, or None without any."""
@@ -54,6 +57,12 @@ def add_api_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHICH",
         help=f"sampling where requests do not say: auto is by the checkpoint's {GENERATION_CONFIG}, none (or vllm) is "
         "OpenAI's defaults, a directory has such a file (default %(default)s)",
+    )
+    add(
+        "--kv-compression",
+        metavar="JSON",
+        help='what is kept of prompts where requests do not say: {"method": "snapkv", "budget": 2048, "window": 32}, '
+        "which changes answers; docs/snapkv.md (default: all)",
     )
     add(
         "--tool-call-parser",
@@ -82,6 +91,9 @@ def api_settings(args: argparse.Namespace, config: EngineConfig) -> ApiSettings:
     if not all(names) or len(set(names)) < len(names):
         raise ValueError(f"--served-model-name: names must differ and not be empty, got {', '.join(map(repr, names))}")
     file = generation_file(args.generation_config, config.model_path)
+    kept = None if args.kv_compression is None else kv_compression(args.kv_compression)
+    if kept is not None and config.device != "cpu":
+        raise ValueError(f"--kv-compression runs on a CPU only so far, not on {config.device}")
     return ApiSettings(
         names=names,
         chat_template=args.chat_template,
@@ -90,7 +102,27 @@ def api_settings(args: argparse.Namespace, config: EngineConfig) -> ApiSettings:
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         enable_auto_tool_choice=args.enable_auto_tool_choice,
+        kv_compression=kept,
     )
+
+
+def kv_compression(text: str) -> KvCompression:
+    """What --kv-compression means; raises `ValueError` with one line."""
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict) or not {"method", "budget"} <= given.keys() <= {"method", "budget", "window"}:
+        raise ValueError(f'--kv-compression: expected {{"method": "snapkv", "budget": N, "window": N}}, got {text}')
+    if given["method"] not in KV_METHODS:
+        raise ValueError(f"--kv-compression: method {given['method']!r} is not one of {', '.join(KV_METHODS)}")
+    for name in ("budget", "window"):
+        if name in given and type(given[name]) is not int:
+            raise ValueError(f"--kv-compression: {name} is {given[name]!r}, expected an integer")
+    found = KvCompression(**given)
+    if not 1 <= found.window <= found.budget:
+        raise ValueError(f"--kv-compression: window {found.window} must be in [1, budget {found.budget}]")
+    return found
 
 
 def answer_formats_of(codec: Codec, api: ApiSettings) -> AnswerFormats:

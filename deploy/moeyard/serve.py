@@ -197,6 +197,7 @@ def router_config(
         model_path=None if config.model_path is None else Path(config.model_path),
         chat_template=api.chat_template,
         sampling_defaults=api.defaults,
+        kv_compression=api.kv_compression,
         tool_call_parser=api.tool_call_parser,
         reasoning_parser=api.reasoning_parser,
         enable_auto_tool_choice=api.enable_auto_tool_choice,

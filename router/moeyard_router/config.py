@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from moeyard_worker.keys import RouterKeys
+from moeyard_worker.protocol import KvCompression
 
 METRIC_ALIASES = ("vllm",)
 
@@ -124,7 +125,8 @@ class RouterConfig:
     requests wait for a fleet that is not whole; with 0 a lost worker ends all of them, and the fleet, at once.
     `canary_interval` is the idle time after which one tiny request proves that the fleet still decodes, and
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
-    `prefix_caching` says whether workers reuse prompts' beginnings, so that sending them to one rank pays.
+    `kv_compression` holds for requests that do not say. `prefix_caching` says whether workers reuse the beginnings of
+    prompts, so that sending them to one rank pays.
     `metric_aliases` adds other programs' names to /metrics: "vllm" is the only set there is.
     `keys` are shown to the workers, and tell that it is them; with None nothing is locked (workers of a test).
     `version` is what /version answers.
@@ -138,6 +140,7 @@ class RouterConfig:
     model_aliases: tuple[str, ...] = ()
     chat_template: Path | None = None
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    kv_compression: KvCompression | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     enable_auto_tool_choice: bool | None = None

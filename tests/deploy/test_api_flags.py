@@ -1,6 +1,7 @@
 """Flags of the API and the file that flags may stand in: what they mean, and one line for what they cannot."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from moeyard.config_file import with_config_file
 from moeyard.flags import engine_config
 from moeyard_router.config import SamplingDefaults
 from moeyard_router.text.chat import TextCodec
+from moeyard_worker.protocol import KvCompression
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
 # What Qwen3 ships, and more.
@@ -185,3 +187,27 @@ def test_parsers_of_tool_calls_and_reasoning(tmp_path: Path) -> None:
     assert not answer_formats_of(calling, settings(str(DEMO), "--no-enable-auto-tool-choice")).auto_tools
     with pytest.raises(ValueError, match=r"^--enable-auto-tool-choice: .* name one with --tool-call-parser: hermes"):
         answer_formats_of(plain, settings(str(DEMO), "--enable-auto-tool-choice"))
+
+
+def test_what_is_kept_of_prompts() -> None:
+    assert settings(str(DEMO)).kv_compression is None
+    said = settings(str(DEMO), "--kv-compression", '{"method": "snapkv", "budget": 256}')
+    assert said.kv_compression == KvCompression(method="snapkv", budget=256, window=32)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("snapkv", 'expected {"method": "snapkv", "budget": N, "window": N}, got snapkv'),
+        ('{"method": "snapkv"}', "expected {"),
+        ('{"method": "snapkv", "budget": 40, "pool": 5}', "expected {"),
+        ('{"method": "h2o", "budget": 40}', "method 'h2o' is not one of snapkv"),
+        ('{"method": "snapkv", "budget": 40.5}', "budget is 40.5, expected an integer"),
+        ('{"method": "snapkv", "budget": 31}', "window 32 must be in [1, budget 31]"),
+    ],
+)
+def test_what_cannot_be_kept_of_prompts(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=f"^--kv-compression: .*{re.escape(says)}"):
+        settings(str(DEMO), "--kv-compression", text)
+    with pytest.raises(ValueError, match="on a CPU only so far, not on cuda:0"):
+        settings(str(DEMO), "--device", "cuda:0", "--kv-compression", '{"method": "snapkv", "budget": 40}')

@@ -14,10 +14,12 @@ from moeyard_worker import protocol
 from moeyard_worker.protocol import (
     FINISH_REASONS,
     GRAMMAR_KINDS,
+    KV_METHODS,
     REJECT_REASONS,
     WORKER_STATES,
     ExpertLoads,
     Grammar,
+    KvCompression,
     SamplingParams,
     Submit,
     TokenBatch,
@@ -41,7 +43,13 @@ VALUES = {
     Sequence[int]: st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple),
     dict[int, float]: st.dictionaries(ints, floats, max_size=3),
 }
-CHOICES = {"finish_reason": FINISH_REASONS, "reason": REJECT_REASONS, "state": WORKER_STATES, "kind": GRAMMAR_KINDS}
+CHOICES = {
+    "finish_reason": FINISH_REASONS,
+    "reason": REJECT_REASONS,
+    "state": WORKER_STATES,
+    "kind": GRAMMAR_KINDS,
+    "method": KV_METHODS,
+}
 
 
 logprobs = st.builds(
@@ -64,6 +72,8 @@ def instances(cls):
             kwargs[field.name] = instances(SamplingParams)
         elif field.type == Grammar | None:
             kwargs[field.name] = st.none() | instances(Grammar)
+        elif field.type == KvCompression | None:
+            kwargs[field.name] = st.none() | instances(KvCompression)
         elif field.type == tuple[TokenLogprob, ...]:
             kwargs[field.name] = st.just(())
         elif field.type == tuple[Tokens, ...]:

@@ -91,10 +91,6 @@ class KvCompression:
     budget: int
     window: int = 32
 
-    def kept(self, num_prompt: int) -> int:
-        """How many of a prompt's positions are kept."""
-        return min(self.budget, num_prompt)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -127,6 +123,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     kv_compression: KvCompression | None = None
+
+    def kept(self, num_prompt: int) -> int:
+        """How many of a prompt's positions are kept for the tokens behind it; all where there are none."""
+        asked = self.kv_compression
+        return num_prompt if asked is None or not self.max_tokens else min(asked.budget, num_prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import secrets
 
+from moeyard_router.api.compression import compression_of
 from moeyard_router.api.schema import ChatRequest, CompletionRequest
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, bad_request
@@ -72,6 +73,7 @@ class Limits:
             ignore_eos=bool(request.ignore_eos),
             logprobs=logprobs,
             prompt_logprobs=max(scores, default=None),
+            kv_compression=compression_of(request.kv_compression, self._config.kv_compression),
         )
 
     def _max_tokens(self, request: CompletionRequest | ChatRequest, prompt_tokens: int) -> int:

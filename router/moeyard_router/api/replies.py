@@ -148,7 +148,10 @@ class ReplyWriter:
         return orjson.dumps(answer)
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Token counts; each prompt counts once. Cached tokens are absent until the workers have told them."""
+        """Token counts; each prompt counts once. Cached tokens are absent until the workers have told them.
+
+        Kept ones are there where not all of a prompt need be: what the answer was given of it.
+        """
         prompt = sum(len(p.token_ids) for p in self._job.prompts)
         output = sum(c.num_tokens for c in choices)
         usage: dict[str, Any] = {
@@ -160,6 +163,10 @@ class ReplyWriter:
         cached = [c.cached_tokens for c in choices[::per_prompt]]
         if None not in cached:
             usage["prompt_tokens_details"] = {"cached_tokens": sum(c for c in cached if c is not None)}
+        sampling = self._job.continuations[0].sampling
+        if sampling.kv_compression is not None:
+            kept = sum(sampling.kept(len(p.token_ids)) for p in self._job.prompts)
+            usage.setdefault("prompt_tokens_details", {})["kept_tokens"] = kept
         return usage
 
     @property

@@ -154,11 +154,8 @@ class Worker:
             experts=owned,
             hidden=model.hidden_size,
             intermediate=model.moe_intermediate_size,
-            dtype=self._dtype,
-            num_slots=plan.expert_slots,
-            policy=config.expert_policy,
-            recorder=self._recording,
-        )
+            dtype=self._dtype, num_slots=plan.expert_slots, policy=config.expert_policy, recorder=self._recording,
+        )  # fmt: skip
         self._total = self._checkpoint.dense_bytes()
         self._total += experts.num_preloaded * slot
         exchange = build_exchange(

@@ -175,8 +175,7 @@ class Request:
 
 def num_dropped(sampling: SamplingParams, num_prompt: int) -> int:
     """Positions of a prompt that are given up once it is computed; none where no token comes behind it."""
-    kept = sampling.kv_compression
-    return 0 if kept is None or not sampling.max_tokens else num_prompt - kept.kept(num_prompt)
+    return num_prompt - sampling.kept(num_prompt)
 
 
 @dataclass(slots=True)

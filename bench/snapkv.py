@@ -1,0 +1,101 @@
+"""What a prompt kept in part costs in quality: loss of the text behind it, by what is kept. On a CPU.
+
+Every text of a file gives its first tokens as a prompt and the next ones as its continuation, which is fed row by row
+behind what is kept of the prompt. Kept are: all, SnapKV's choice, the last positions, and positions of chance with the
+same window. A text that is too short is left out.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from moeyard_kernels.cpu import attention
+from moeyard_kernels.cpu.snapkv import latest, snapkv
+from moeyard_worker.engine.local import local_runner
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.scheduling.step import Chunk, Compaction, Step
+
+Choice = Callable[..., torch.Tensor]
+
+
+def last(q: torch.Tensor, k: torch.Tensor, *, length: int, budget: int, shared: bool = False, **_: Any) -> torch.Tensor:
+    return latest(length, budget).expand(1 if shared else k.shape[0], -1)
+
+
+def by_chance(seed: int) -> Choice:
+    chance = torch.Generator().manual_seed(seed)
+
+    def choose(
+        q: torch.Tensor, k: torch.Tensor, *, length: int, budget: int, shared: bool = False, **_: Any
+    ) -> torch.Tensor:
+        window = q.shape[0]
+        rows = [
+            torch.randperm(length - window, generator=chance)[: budget - window].sort().values
+            for _ in range(1 if shared else k.shape[0])
+        ]
+        return torch.cat((torch.stack(rows), latest(length, window).expand(len(rows), -1)), 1)
+
+    return choose
+
+
+def loss(runner: Runner, prompt: tuple[int, ...], behind: tuple[int, ...], *, budget: int, window: int) -> torch.Tensor:
+    """Nats of each token of `behind` but the first."""
+    count, size = len(prompt), runner.page_size
+    pages = -(-(count + len(behind)) // size)
+    own, copied = tuple(range(pages)), tuple(range(pages, 2 * pages))
+    dropped = max(count - budget, 0)
+    kept = Compaction(kept=budget, dropped=dropped, window=window, pages=copied) if dropped else None
+    first = Chunk(key=(b"", ""), start=0, token_ids=prompt, pages=own, prompt=True, num_sampled=1, compaction=kept)
+    runner.forward(Step(prefill=(first,)))
+    rows = Chunk(
+        key=(b"", ""), start=count, token_ids=behind[:-1], pages=copied if dropped else own, prompt=False,
+        num_sampled=len(behind) - 1, dropped=dropped,
+    )  # fmt: skip
+    logits = runner.forward(Step(decode=(rows,)))[: len(behind) - 1]
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(behind[1:]), reduction="none")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("deploy/demo"))
+    parser.add_argument("--texts", type=Path, default=Path("deploy/demo/heldout.jsonl"))
+    parser.add_argument("--prompt", type=int, default=768, help="tokens of each prompt")
+    parser.add_argument("--continuation", type=int, default=128, help="tokens behind it")
+    parser.add_argument("--count", type=int, default=32, help="texts at most")
+    parser.add_argument("--window", type=int, default=32)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25, 0.12], help="budgets, of the prompt")
+    args = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    length = args.prompt + args.continuation
+    lines = args.texts.read_text().splitlines()
+    encoded = (tokenizer.encode(json.loads(line)["text"]).ids for line in lines)
+    texts = [tuple(ids[:length]) for ids in encoded if len(ids) >= length][: args.count]
+    runner = local_runner(args.model, dtype=torch.float32, num_pages=2 * -(-length // 16) + 2)
+    print(f"{len(texts)} texts, prompts of {args.prompt}, continuations of {args.continuation}, window {args.window}")
+
+    def mean(choice: Choice, budget: int) -> torch.Tensor:
+        attention.snapkv = choice
+        found = [
+            loss(runner, t[: args.prompt], t[args.prompt :], budget=budget, window=args.window).mean() for t in texts
+        ]
+        return torch.stack(found)
+
+    whole = mean(snapkv, args.prompt)
+    print("| budget | kept | loss (nats per token) | above all kept, with its standard error |\n|---|---|---|---|")
+    print(f"| {args.prompt} | all | {whole.mean():.4f} | |")
+    for share in args.shares:
+        budget = round(args.prompt * share)
+        for name, choice in (("SnapKV", snapkv), ("the last", last), ("by chance", by_chance(1))):
+            found = mean(choice, budget)
+            more = found - whole
+            error = more.std() / len(texts) ** 0.5
+            print(f"| {budget} | {name} | {found.mean():.4f} | {more.mean():+.4f} ({error:.4f}) |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
