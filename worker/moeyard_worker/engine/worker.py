@@ -159,8 +159,7 @@ class Worker:
             policy=config.expert_policy,
             recorder=self._recording,
         )
-        self._total = self._checkpoint.dense_bytes()
-        self._total += experts.num_preloaded * slot
+        self._total = self._checkpoint.dense_bytes() + experts.num_preloaded * slot
         exchange = build_exchange(
             kind, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device
         )
@@ -190,6 +189,7 @@ class Worker:
                 prefix_caching=config.prefix_caching and state.prefix_reusable,
                 max_in_flight=2 if config.async_scheduling else 1,
                 num_drafts=config.num_drafts,
+                adaptive_drafts=config.draft_tokens is None,
                 num_state_slots=num_state_slots,
                 chunk_alignment=state.chunk_alignment,
             )
