@@ -10,7 +10,7 @@ from typing import Any
 
 from moeyard.door_flags import add_door_arguments, byte_size, count
 from moeyard.model_source import add_model_argument, checkpoint, hub_id
-from moeyard.step_flags import add_step_arguments, speculation_fields
+from moeyard.step_flags import add_step_arguments, default_seqs, speculation_fields
 from moeyard.takeover import MODES as TAKEOVERS
 from moeyard_router.config import METRIC_ALIASES
 from moeyard_worker.config.engine_config import (
@@ -302,7 +302,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         page_size=usual["page_size"],
         max_batch_tokens=rows,
         # Only a default may be lowered without a word.
-        max_num_seqs=args.max_num_seqs or min(DEFAULTS["max_num_seqs"], rows),
+        max_num_seqs=args.max_num_seqs or default_seqs(args, rows),
         prefill_chunk=args.prefill_chunk or usual["prefill_chunk"],
         mixed_prefill_tokens=args.mixed_prefill_tokens or usual["mixed_prefill_tokens"],
         max_waiting=args.max_waiting,

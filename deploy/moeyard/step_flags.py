@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from moeyard_worker.config.engine_config import MAX_DRAFTS, SPECULATIONS
+from moeyard_worker.config.engine_config import DEFAULT_SEQS, MAX_DRAFTS, SPECULATIONS
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +24,27 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--draft-tokens",
-        type=int,
-        default=2,
+        type=draft_tokens,
+        default="auto",
         metavar="K",
-        help=f"with --speculate: tokens drafted behind every one, 1 to {MAX_DRAFTS} (default %(default)s)",
+        help=f"with --speculate: tokens drafted behind every one, 1 to {MAX_DRAFTS}, or auto: from step to step as "
+        "many as have turned out to be worth it, or none (default %(default)s)",
     )
+
+
+def draft_tokens(text: str) -> int | None:
+    """argparse type of --draft-tokens; None for auto."""
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_DRAFTS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto or a number from 1 to {MAX_DRAFTS}")
+    return int(text)
+
+
+def default_seqs(args: argparse.Namespace, rows: int) -> int:
+    """Sequences that a step of so many rows has room for, each with its drafts, but not more than by default."""
+    each = 1 if args.speculate == "off" else 1 + (args.draft_tokens or MAX_DRAFTS)
+    return max(min(DEFAULT_SEQS, rows // each), 1)
 
 
 def speculation_fields(args: argparse.Namespace) -> dict[str, Any]:

@@ -93,7 +93,8 @@ def config(case: Case, model: Path) -> EngineConfig:
         max_num_seqs=16,
         async_scheduling=case.deep == 2,
         speculate="mtp" if case.drafts else None,
-        draft_tokens=case.drafts or 1,
+        # Three: up to three, each rank by its own lights.
+        draft_tokens=None if case.drafts == 3 else case.drafts or 1,
     )
 
 

@@ -100,7 +100,7 @@ class Rank:
                     continue
             launched = flights.popleft()
             assert not launched.unsound
-            for reply in scheduler.complete(launched.step, launched.results, 0.0, launched.scores):
+            for reply in scheduler.complete(launched.step, launched.results, number * 0.01, launched.scores):
                 self._hear(told, reply.message)
             scheduler.validate()
 
@@ -174,7 +174,7 @@ def drafting() -> Iterator[Rank]:
 
 @pytest.mark.parametrize("changes", [
     {"num_drafts": 1}, {"num_drafts": 2}, {}, {"prefill_chunk": 7}, {"prefill_chunk": 16, "max_in_flight": 2},
-    {"num_pages": 8}, {"num_pages": 9, "num_drafts": 1, "max_in_flight": 2},
+    {"num_pages": 8}, {"adaptive_drafts": True}, {"num_pages": 9, "num_drafts": 1, "max_in_flight": 2},
 ], ids=str)  # fmt: skip
 def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
     told, stats = drafting.run(requests(), **changes)

@@ -30,6 +30,8 @@ SPECULATIONS: tuple[str, ...] = ("mtp",)
 # Tokens drafted behind every one at most.
 MAX_DRAFTS = 3
 LOAD_FORMATS: tuple[str, ...] = ("auto", "safetensors", "dummy")
+# Sequences that run at once on a rank.
+DEFAULT_SEQS = 64
 _LIMITS = ("max_batch_tokens", "max_num_seqs", "prefill_chunk", "max_waiting")
 
 
@@ -42,7 +44,8 @@ class SchedulerConfig:
     that has rows of output too, whose tokens wait for them; None: as many as fit. max_waiting: queued requests that
     cannot start yet, before `queue_full`. max_queue_seconds: how long a request may wait for its start before
     `queue_timeout`; None: as long as it takes.
-    max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3.
+    max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3;
+    adaptive_drafts: as many of them as have turned out to be worth it.
     num_state_slots: sequences with state of their own beside pages, 0 when the model has none.
     chunk_alignment: what every prompt chunk but the last ends at a multiple of. kv_compression: whether prompts can be
     kept in part; never where state is kept per sequence.
@@ -54,7 +57,7 @@ class SchedulerConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     max_batch_tokens: int = 512
-    max_num_seqs: int = 64
+    max_num_seqs: int = DEFAULT_SEQS
     prefill_chunk: int = 512
     mixed_prefill_tokens: int | None = None
     max_waiting: int = 1024
@@ -62,6 +65,7 @@ class SchedulerConfig:
     prefix_caching: bool = True
     max_in_flight: int = 1
     num_drafts: int = 0
+    adaptive_drafts: bool = False
     num_state_slots: int = 0
     chunk_alignment: int = 1
     kv_compression: bool = False
@@ -102,6 +106,7 @@ class EngineConfig:
     each worker takes a GPU of its own, the first of a host its first.
     enforce_eager: no step is captured in a CUDA graph. mesh_encryption: of activations that go over TCP.
     speculate: "mtp" drafts `draft_tokens` tokens behind every one with the checkpoint's layer for that; None: nothing.
+    draft_tokens None: from step to step as many as are worth it, MAX_DRAFTS at most.
     """
 
     model_path: str | None
@@ -121,7 +126,7 @@ class EngineConfig:
     page_size: int = 16
     max_model_len: int | None = None
     max_batch_tokens: int = 512
-    max_num_seqs: int = 64
+    max_num_seqs: int = DEFAULT_SEQS
     prefill_chunk: int = 512
     mixed_prefill_tokens: int | None = None
     max_waiting: int = 1024
@@ -132,7 +137,7 @@ class EngineConfig:
     step_deadline: float = 5.0
     threads: int = 1
     speculate: str | None = None
-    draft_tokens: int = 2
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -175,7 +180,7 @@ class EngineConfig:
     @property
     def num_drafts(self) -> int:
         """Tokens drafted behind every one at most; 0 without speculation."""
-        return 0 if self.speculate is None else self.draft_tokens
+        return 0 if self.speculate is None else self.draft_tokens or MAX_DRAFTS
 
 
 def _require_source(config: EngineConfig) -> None:
@@ -195,16 +200,16 @@ def _require_speculation(config: EngineConfig) -> None:
     """Raise ValueError unless what is asked of speculation can be had."""
     if config.speculate not in (None, *SPECULATIONS):
         raise ValueError(f"speculate {config.speculate!r} is not one of {', '.join(SPECULATIONS)}")
-    if not 1 <= config.draft_tokens <= MAX_DRAFTS:
+    if config.draft_tokens is not None and not 1 <= config.draft_tokens <= MAX_DRAFTS:
         raise ValueError(f"draft_tokens must be in [1, {MAX_DRAFTS}], got {config.draft_tokens}")
     if config.speculate is None:
         return
     if config.device != "cpu":
         raise ValueError(f"speculate {config.speculate} runs on a CPU only so far, not on {config.device}")
-    rows = config.max_num_seqs * (1 + config.draft_tokens)
+    rows, drafts = config.max_num_seqs * (1 + config.num_drafts), config.draft_tokens or "auto"
     if rows > config.max_batch_tokens:
         raise ValueError(
-            f"max_num_seqs {config.max_num_seqs} with draft_tokens {config.draft_tokens} needs {rows} rows of a step, "
+            f"max_num_seqs {config.max_num_seqs} with draft_tokens {drafts} needs {rows} rows of a step, "
             f"which exceeds max_batch_tokens {config.max_batch_tokens}"
         )
 

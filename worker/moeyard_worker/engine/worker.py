@@ -156,8 +156,7 @@ class Worker:
             intermediate=model.moe_intermediate_size,
             dtype=self._dtype, num_slots=plan.expert_slots, policy=config.expert_policy, recorder=self._recording,
         )  # fmt: skip
-        self._total = self._checkpoint.dense_bytes()
-        self._total += experts.num_preloaded * slot
+        self._total = self._checkpoint.dense_bytes() + experts.num_preloaded * slot
         exchange = build_exchange(
             kind, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device
         )
@@ -187,6 +186,7 @@ class Worker:
                 prefix_caching=config.prefix_caching and state.prefix_reusable,
                 max_in_flight=2 if config.async_scheduling else 1,
                 num_drafts=config.num_drafts,
+                adaptive_drafts=config.draft_tokens is None,
                 num_state_slots=num_state_slots,
                 chunk_alignment=state.chunk_alignment,
                 kv_compression=config.device == "cpu" and not num_state_slots,

@@ -4,6 +4,7 @@ A rank with work starts a step by sending its plan; an idle rank joins when it s
 blocks on its own sockets and `Mesh.poll_sockets`.
 """
 
+from collections import Counter
 from time import perf_counter
 from typing import NamedTuple
 
@@ -22,12 +23,14 @@ class Agreed(NamedTuple):
 class Lockstep:
     """Agrees on steps over a connected mesh (of one rank: with itself).
 
-    wait_seconds: the wall time of each `agree` since the owner last cleared the list.
+    wait_seconds: the wall time of each `agree` since the owner last cleared the list. steps: how many steps were agreed
+    on since then, by their passes of drafting.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.wait_seconds: list[float] = []
+        self.steps: Counter[int] = Counter()
 
     def agree(self, step: int, num_tokens: int, num_drafts: int = 0) -> Agreed:
         """Take part in `step` with `num_tokens` rows and drafts behind them: as many as the rank that wants most.
@@ -48,6 +51,7 @@ class Lockstep:
             theirs = self._plan(peer, bytes(frames[peer]))
             counts[peer], num_drafts = theirs.num_tokens, max(num_drafts, theirs.num_drafts)
         self.wait_seconds.append(perf_counter() - start)
+        self.steps[num_drafts] += 1
         return Agreed(tuple(counts), num_drafts)
 
     def peer_started(self, step: int) -> bool:

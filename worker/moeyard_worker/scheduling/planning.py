@@ -22,11 +22,12 @@ class Place(NamedTuple):
 class StepBuilder:
     """A step in the making. `budget`: rows left. `closed`: nobody is admitted any more. `held` is not planned.
 
-    `num_drafts`: what is drafted behind every sampled token.
+    `num_drafts`: what is drafted behind every sampled token, `least_drafts` where prompts are among them.
     """
 
     budget: int
     num_drafts: int = 0
+    least_drafts: int = 0
     closed: bool = False
     held: Request | None = None
     prefill: list[tuple[Request, Chunk]] = field(default_factory=list)
@@ -48,6 +49,7 @@ class StepBuilder:
                 index += 1
         # Rows that nothing is sampled from keep what drafts will attend to: one pass does that.
         num_drafts = self.num_drafts if index else min(self.num_drafts, len(planned))
+        num_drafts = max(num_drafts, self.least_drafts if self.prefill else 0)
         step = Step(
             prefill=tuple(c for _, c in self.prefill), decode=tuple(c for _, c in self.decode), num_drafts=num_drafts
         )
