@@ -60,6 +60,12 @@ def loss(runner: Runner, prompt: tuple[int, ...], behind: tuple[int, ...], *, bu
     return torch.nn.functional.cross_entropy(logits, torch.tensor(behind[1:]), reduction="none")
 
 
+def more(found: torch.Tensor, than: torch.Tensor) -> str:
+    """The mean difference over texts, with its standard error."""
+    difference = found - than
+    return f"{difference.mean():+.4f} ({difference.std() / len(found) ** 0.5:.4f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("deploy/demo"))
@@ -86,15 +92,16 @@ def main() -> None:
         return torch.stack(found)
 
     whole = mean(snapkv, args.prompt)
-    print("| budget | kept | loss (nats per token) | above all kept, with its standard error |\n|---|---|---|---|")
-    print(f"| {args.prompt} | all | {whole.mean():.4f} | |")
+    print("| budget | kept | loss (nats per token) | above all kept | above SnapKV |\n|---|---|---|---|---|")
+    print(f"| {args.prompt} | all | {whole.mean():.4f} | | |")
     for share in args.shares:
         budget = round(args.prompt * share)
+        chosen = None
         for name, choice in (("SnapKV", snapkv), ("the last", last), ("by chance", by_chance(1))):
             found = mean(choice, budget)
-            more = found - whole
-            error = more.std() / len(texts) ** 0.5
-            print(f"| {budget} | {name} | {found.mean():.4f} | {more.mean():+.4f} ({error:.4f}) |", flush=True)
+            chosen = found if chosen is None else chosen
+            beside = "" if found is chosen else more(found, chosen)
+            print(f"| {budget} | {name} | {found.mean():.4f} | {more(found, whole)} | {beside} |", flush=True)
 
 
 if __name__ == "__main__":
