@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.router.conftest import scripted_logprob
+from tests.router.scripted_worker import scripted_logprob
 from tests.router.tool_model import ASK, CALL, NOW, SECOND, THOUGHT, WEATHER
 
 from moeyard_router.api import endpoints
@@ -216,7 +216,7 @@ def test_ends_while_pieces_are_pushed(job_of, tool_codec, ending, size):
 
 @pytest.mark.parametrize("ending", ["lost", "aborted", "gone"])
 def test_ends_together_with_the_first_tokens(job_of, tool_codec, ending):
-    """What ends an answer is told by the same step as its last tokens: nothing comes behind it that would wake anyone."""
+    """One step tells the tokens and what ends them; nothing comes behind that would wake anyone."""
     job = job_of("chat", SAID)
 
     async def both():
