@@ -14,7 +14,7 @@ set_cpu_environment()
 import torch  # noqa: E402 - after its settings
 
 # Other processes of a machine may take its cores for a while; what a property says does not depend on that. The suite
-# tries the same examples every time, so that what it finds is a change's fault; `--hypothesis-profile search` tries others.
+# tries the same examples every time: what it finds is a fault of a change. `--hypothesis-profile search` tries others.
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.register_profile("same examples", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("same examples")

@@ -257,7 +257,8 @@ class RouterProcesses:
             router.process.exitcode,
         )
         if self._budget.take(time.monotonic()):
-            self._routers.append(_Router(self._config, router.seat, self._log))
+            config = dataclasses.replace(self._config, restarted=self._on_ready is None)
+            self._routers.append(_Router(config, router.seat, self._log))
             return
         self.failure = f"routers ended {_LIMIT + 1} times in {_WINDOW_SECONDS:g} s"
         _log.error("%s; restart moeyard serve", self.failure)

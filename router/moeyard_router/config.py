@@ -126,6 +126,8 @@ class RouterConfig:
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
     `prefix_caching` says whether workers reuse prompts' beginnings, so that sending them to one rank pays.
     `metric_aliases` adds other programs' names to /metrics: "vllm" is the only set there is.
+    `restarted`: this router is in the place of one that served these workers. Requests that come before they are all
+    connected wait, as they do while a fleet recovers; a first router refuses them by 503.
     `keys` are shown to the workers, and tell that it is them; with None nothing is locked (workers of a test).
     `version` is what /version answers.
     """
@@ -166,6 +168,7 @@ class RouterConfig:
     prefix_caching: bool = True
     metric_aliases: tuple[str, ...] = ()
     door: DoorConfig = DoorConfig()
+    restarted: bool = False
     keys: RouterKeys | None = None
     version: str = "unknown"
 

@@ -67,7 +67,7 @@ class Fleet:
         self._dispatch = Dispatch(
             self._members, self._flights, self.waiters, prefix_caching=config.prefix_caching, waits=self._wait
         )
-        self._recovery = Recovery(config.recovery_timeout, metrics, self.fail)
+        self._recovery = Recovery(config.recovery_timeout, metrics, self.fail, was_whole=config.restarted)
         self.incidents = self._recovery.incidents
         self.read = self._dispatch.read
         self.drain = Draining(self._dispatch, self._recovery, self._changed).take

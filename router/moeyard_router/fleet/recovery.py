@@ -10,11 +10,16 @@ from moeyard_router.metrics import RouterMetrics
 
 
 class Recovery:
-    """An incident is open while the fleet is not whole, once it was; `late` is told why when that lasts `seconds`."""
+    """An incident is open while the fleet is not whole, once it was; `late` is told why when that lasts `seconds`.
 
-    def __init__(self, seconds: float, metrics: RouterMetrics, late: Callable[[str], None]) -> None:
+    `was_whole`: it was for another router, before this one was started.
+    """
+
+    def __init__(
+        self, seconds: float, metrics: RouterMetrics, late: Callable[[str], None], *, was_whole: bool = False
+    ) -> None:
         self.incidents = Incidents()
-        self.is_whole = self.was_whole = False
+        self.is_whole, self.was_whole = False, was_whole
         self._seconds = seconds
         self._metrics = metrics
         self._late = late
