@@ -217,7 +217,7 @@ def test_ends_while_pieces_are_pushed(job_of, tool_codec, ending, size):
 
 @pytest.mark.parametrize("ending", ["lost", "aborted", "gone"])
 def test_ends_together_with_the_first_tokens(job_of, tool_codec, ending):
-    """What ends an answer is told by the same step as its last tokens: nothing comes behind it that would wake anyone."""
+    """What ends an answer comes in the same step as its last tokens: nothing behind it would wake anyone."""
     job = job_of("chat", SAID)
 
     async def both():
