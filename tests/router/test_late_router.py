@@ -9,6 +9,7 @@ from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Snapshot
 
+
 def address(rank, port):
     return WorkerAddress(rank=rank, endpoint=f"tcp://127.0.0.1:{port}" if port else "")
 
