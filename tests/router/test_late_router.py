@@ -1,4 +1,4 @@
-"""A router that is started again meets a fleet that is not what it was told: its launcher's word comes a moment later."""
+"""A router that is started again meets a fleet that is not what it was told: its launcher speaks a moment later."""
 
 import asyncio
 
