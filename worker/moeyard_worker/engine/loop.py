@@ -293,7 +293,7 @@ class Engine:
             waiting=self._scheduler.num_waiting,
         )
         log.log(logging.ERROR if loss.ranks else logging.INFO, "%s", loss)
-        self._scheduler.roll_back()
+        self._scheduler.roll_back(time.monotonic())
         self._report(force=True)
         self._on_loss(loss)
 
