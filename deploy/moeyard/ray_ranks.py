@@ -110,7 +110,8 @@ class RayRanks:
             result = ray.get(ref)
         except RayError as error:
             return Event(rank=rank, reason=str(lost_of(rank, error)))
-        if member.setup is None:
+        if member.loading is None:
+            # One that was set up beside the rank whose place it took is so before this, too.
             self._set_up(rank, result)
             member.loading = member.actor.load.remote(1)
             return None

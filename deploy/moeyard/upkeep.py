@@ -90,7 +90,8 @@ class Upkeep:
         self._fleet, self._num_ranks, self._order, self._clock = fleet, num_ranks, order, clock
         self._lock = threading.Lock()
         self._drained: frozenset[int] = frozenset()
-        self._given_back: queue.SimpleQueue[int] = queue.SimpleQueue()
+        # Each with the errand that it came after, which alone it may stop.
+        self._given_back: queue.SimpleQueue[tuple[int, _Errand | None]] = queue.SimpleQueue()
         self._errand: _Errand | None = None
         self._closed: str | None = None
 
@@ -116,7 +117,7 @@ class Upkeep:
     def undrain(self, rank: int) -> str:
         """Let a rank take requests again, also one that is being drained or is about to be restarted."""
         self._check(rank)
-        self._given_back.put(rank)
+        self._given_back.put((rank, self._errand))
         return f"rank {rank} takes requests"
 
     def restart(self, ranks: Sequence[int], *, seconds: float, changes: Mapping[str, Any], say: Say) -> str:
@@ -130,7 +131,7 @@ class Upkeep:
     def turn(self, restart: Callable[[int], bool]) -> None:
         """Go on with what was asked for; `restart(rank)` replaces one, and says whether the fleet goes on."""
         while not self._given_back.empty():
-            self._give_back(self._given_back.get())
+            self._give_back(*self._given_back.get())
         errand = self._errand
         if errand is None:
             return
@@ -234,9 +235,8 @@ class Upkeep:
         if not errand.ranks:
             self._end(errand, None)
 
-    def _give_back(self, rank: int) -> None:
-        errand = self._errand
-        if errand is not None and errand.ranks[0] == rank and (rank in self._drained or errand.phase == "prepare"):
+    def _give_back(self, rank: int, errand: _Errand | None) -> None:
+        if errand is not None and errand is self._errand and errand.ranks[0] == rank:
             self._abandon(errand, f"rank {rank} was given back by `moeyard undrain`")
             return
         self._drained -= {rank}

@@ -299,6 +299,24 @@ def test_a_wait_ends_by_abort_or_time(grammars: Grammars, monkeypatch: pytest.Mo
     assert waiting.add(b"a", submit("later", slow), 0.0) is None
 
 
+def test_a_client_that_is_gone_takes_the_rest_of_its_requests_along(grammars: Grammars) -> None:
+    """What the first of them is told shows that it is gone: the others are over then, in the same turn of the loop."""
+    woken = threading.Semaphore(0)
+    waiting = GrammarQueue(grammars, woken.release)
+    bad = Grammar(kind="regex", text="[")
+    for client, name in ((b"gone", "first"), (b"gone", "second"), (b"here", "third")):
+        assert waiting.add(client, submit(name, bad), 0.0) is None
+    for _ in range(3):
+        assert woken.acquire(timeout=30)
+    told = []
+    for each, _ in waiting.ready(1.0):
+        told.append(each.submit.request_id)
+        if each.client == b"gone":
+            waiting.abort_client(b"gone")
+    assert told == ["first", "third"]
+    assert len(waiting) == 0
+
+
 @pytest.mark.parametrize("deep", [False, True], ids=["one deep", "two deep"])
 def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bool) -> None:
     """Rows with a grammar beside others: the same tokens and log-probabilities as by `choose`, fed or not."""

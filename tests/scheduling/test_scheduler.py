@@ -131,6 +131,26 @@ def test_a_request_that_waits_too_long_ends_by_name() -> None:
     assert Scheduler(CONFIG).expire(now=1e9) == []
 
 
+def test_nobody_expires_for_the_time_in_which_nothing_runs() -> None:
+    """A peer was lost, and another takes its place: who waits has waited for as long as there were steps."""
+    scheduler = Scheduler(replace(CONFIG, max_num_seqs=1, max_queue_seconds=10.0))
+    for name, now in (("p", 0.0), ("q", 1.0)):
+        assert scheduler.add(submit(name, 5), b"a", now=now) is None
+    scheduler.schedule(now=0.0)
+    scheduler.roll_back(now=5.0)
+    assert scheduler.add(submit("r", 5), b"a", now=20.0) is None
+    assert scheduler.expire(now=50.0) == []
+    assert scheduler.schedule(now=60.0).num_tokens
+    assert scheduler.expire(now=65.9) == []
+    [reply] = scheduler.expire(now=66.0)
+    assert isinstance(reply.message, Rejected)
+    assert reply.message.message == "the request waited 10.0 s and did not start; the limit is 10 s"
+    assert reply.message.request_id == "q"
+    assert scheduler.expire(now=69.9) == []
+    assert len(scheduler.expire(now=70.0)) == 1
+    scheduler.validate()
+
+
 def test_a_preempted_request_has_started_and_does_not_expire() -> None:
     harness = Harness(replace(CONFIG, num_pages=4, max_queue_seconds=1.0))
     for name in "pq":

@@ -138,7 +138,7 @@ class Fleet:
     def _refuses(self, rank: int | None) -> str | None:
         """Why a request (for `rank`, unless it is None) cannot even wait here."""
         if self.failure is None and self.stopping is None and self._recovers and self._recovery.was_whole:
-            ready = rank is None or self._members.workers[rank].state == "ready"
+            ready = rank is None or [w.state for w in self._members.workers[rank : rank + 1]] == ["ready"]
             return None if ready else f"worker {rank} is not ready"
         return self.unavailable()
 
@@ -154,7 +154,7 @@ class Fleet:
         """Take sequences (prompt ids, sampling) for the ranks that the policy chooses for `client`, or all for `rank`.
 
         They wait here until a rank has room and the fleet is whole; `key` names whose turn it is then
-        (fleet/waiting.py). Those for a `rank` do not wait, and end if that one is lost.
+        (fleet/waiting.py). Those for a `rank` try it: they do not wait, need no room, and end if that one is lost.
         Raises `ApiError` 503 if the fleet cannot run them and 429 if it is full; then none was taken.
         """
         problem = self._refuses(rank)
@@ -165,7 +165,7 @@ class Fleet:
         if rank is None:
             self.waiters.check(key, count)
             self.waiters.displace(now, key, until=lambda: self._room.fits(count, tokens))
-        self._room.check(now, count, tokens)
+            self._room.check(now, count, tokens)
         ticket = Ticket(self.abandon, self._replies.announced.append)
         flights = [
             Flight(

@@ -149,9 +149,12 @@ class Members:
         return before is not None and said.step > before.step
 
     def _mismatch(self, rank: int, said: Snapshot) -> str | None:
-        """What makes a worker another than the one that is served, or None. How many ranks it counts may change."""
+        """What makes a worker another than the one that is served, or None. How many ranks it counts may change.
+
+        Where others take lost ones' places it may have done so before this router, if it has just started, is told.
+        """
         config, worker = self._config, self.workers[rank]
-        known = worker.snapshot is not None or self._replaced
+        known = worker.snapshot is not None or self._replaced or config.recovery_timeout > 0
         world = said.world_size if known else sum(not each.away for each in self.workers)
         if (said.rank, said.world_size, said.vocab_size) != (rank, world, config.vocab_size):
             return (

@@ -62,14 +62,15 @@ class GrammarQueue:
         return None
 
     def ready(self, now: float) -> Iterator[tuple[Compiling, Constraint | Rejected]]:
-        """Those whose wait is over, in order of arrival: with what holds them to their grammar, or a refusal."""
+        """Those whose wait is over, in order of arrival: with what holds them to their grammar, or a refusal.
+
+        Between two of them the caller may end others, by `abort_client`: these are left out.
+        """
         for key, each in list(self._waiting.items()):
-            if each.compiled.done():
-                del self._waiting[key]
-                yield each, self._result(each)
-            elif now - each.arrived > COMPILE_SECONDS:
-                del self._waiting[key]
-                yield each, _bad(each.submit, f"the grammar was not compiled within {COMPILE_SECONDS:.0f} s")
+            done = each.compiled.done()
+            if (done or now - each.arrived > COMPILE_SECONDS) and self._waiting.pop(key, None) is not None:
+                late = f"the grammar was not compiled within {COMPILE_SECONDS:.0f} s"
+                yield each, self._result(each) if done else _bad(each.submit, late)
 
     def _result(self, each: Compiling) -> Constraint | Rejected:
         assert self._grammars is not None, "somebody compiled it"

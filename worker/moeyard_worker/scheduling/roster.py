@@ -25,6 +25,19 @@ class Roster:
         self.running: list[Request] = []
         self.leaving: list[Request] = []
         self._num_entered = 0
+        self._held: float | None = None  # since when nothing runs, if nothing does
+
+    def hold(self, now: float) -> None:
+        """Nothing runs for a while: nobody is late for the time that this takes."""
+        if self._held is None:
+            self._held = now
+
+    def resume(self, now: float) -> None:
+        """It runs again, if it did not."""
+        if self._held is not None:
+            for request in self.waiting:
+                request.excused += now - max(self._held, request.arrived)
+            self._held = None
 
     def enter(self, request: Request) -> None:
         """A request waits: a new one behind all others, one that was begun elsewhere before all new ones."""
@@ -35,8 +48,10 @@ class Roster:
 
     def late(self, arrived: float) -> list[Request]:
         """Those that have waited since `arrived` or longer and never ran; in order of arrival."""
+        if self._held is not None:
+            return []
         new = (r for r in self.waiting if r.started is None and not r.output)
-        return list(takewhile(lambda r: r.arrived <= arrived, new))
+        return list(takewhile(lambda r: r.arrived + r.excused <= arrived, new))
 
     def start_first(self) -> Request:
         """The first that waits runs."""

@@ -101,12 +101,12 @@ class Scheduler:
         return None if request is None else self._finish(request, "abort")
 
     def expire(self, now: float) -> list[Reply]:
-        """End the requests that have waited for `max_queue_seconds` and never ran; a preempted one has run."""
+        """End those that have waited for `max_queue_seconds` while steps ran, and never did; a preempted one has."""
         limit = self.config.max_queue_seconds
         late = [] if limit is None else self._roster.late(now - limit)
         for request in late:
             self._finish(request, "abort")
-        return [Reply(r.client, expired(r, now - r.arrived, limit)) for r in late]
+        return [Reply(r.client, expired(r, now - r.arrived - r.excused, limit)) for r in late]
 
     def abort_client(self, client: bytes) -> None:
         """End all requests of a client that can no longer be reached."""
@@ -122,11 +122,12 @@ class Scheduler:
         """The names of the requests that take part in steps, by age."""
         return [r.request_id for r in self._roster.running]
 
-    def roll_back(self) -> None:
-        """Give up the steps in flight, which the device may run no more when another is planned.
+    def roll_back(self, now: float) -> None:
+        """Give up the steps in flight, which the device may run no more when another is planned. Until then all wait.
 
         Requests are as the last completed step left them. A slot's state cannot be taken back: it is computed anew.
         """
+        self._roster.hold(now)
         self._flights.clear()
         for request in self._roster.leaving:
             request.in_flight.clear()
@@ -140,6 +141,7 @@ class Scheduler:
     def schedule(self, now: float) -> Step:
         """Plan the next step. It must be completed by `complete`, in order of planning; an empty one need not be."""
         assert len(self._flights) < self.config.max_in_flight, "the previous step was not completed"
+        self._roster.resume(now)
         builder = StepBuilder(self.config.max_batch_tokens)
         outputs, prompts = by_urgency(self._roster.running)
         num_preemptions = self.stats.num_preemptions
