@@ -317,6 +317,44 @@ def test_a_client_that_is_gone_takes_the_rest_of_its_requests_along(grammars: Gr
     assert len(waiting) == 0
 
 
+def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a flood of slow grammars that were given up, the next one is compiled at once; so is one of theirs."""
+    go_on, begun, compile_one = threading.Event(), list[str](), grammars._compile
+    started = threading.Semaphore(0)
+
+    def compile_slowly(grammar: Grammar) -> Any:
+        begun.append(grammar.text)
+        started.release()
+        assert go_on.wait(30)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", compile_slowly)
+    waiting = GrammarQueue(grammars, lambda: None)
+    flood = [Grammar(kind="regex", text=f"flood{number}[0-9]") for number in range(12)]
+    try:
+        for number, grammar in enumerate(flood):
+            client = b"gone" if number % 3 == 0 else b"a"
+            assert waiting.add(client, submit(f"f{number}", grammar), 0.0) is None
+        assert waiting.add(b"b", submit("shares", flood[5]), 9.0) is None
+        for _ in range(2):  # it has two threads
+            assert started.acquire(timeout=30)
+        waiting.abort_client(b"gone")
+        for number in range(1, 12, 3):
+            assert waiting.abort(b"a", f"f{number}") is not None
+        assert len(list(waiting.ready(COMPILE_SECONDS + 1))) == 4, "those of a that are left are too late"
+        assert len(waiting) == 1
+        assert waiting.add(b"b", submit("again", flood[7]), 11.0) is None
+    finally:
+        go_on.set()
+    results = {}
+    for each in list(waiting._waiting.values()):
+        each.compiled.result(timeout=30)
+    for each, made in waiting.ready(12.0):
+        results[each.submit.request_id] = made
+    assert {name: type(made) for name, made in results.items()} == {"shares": Constraint, "again": Constraint}
+    assert set(begun) == {flood[0].text, flood[1].text, flood[5].text, flood[7].text}
+
+
 @pytest.mark.parametrize("deep", [False, True], ids=["one deep", "two deep"])
 def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bool) -> None:
     """Rows with a grammar beside others: the same tokens and log-probabilities as by `choose`, fed or not."""

@@ -76,11 +76,11 @@ class Grammars:
     def compile(self, grammar: Grammar) -> "Future[LLMatcher]":
         """The grammar's matcher, to be copied and never used; its exception is a GrammarError.
 
-        Called by one thread. What was asked for before, its error too, is remembered.
+        Called by one thread, which may cancel it. What was asked for before, its error too, is remembered.
         """
         assert self.refusal is None, self.refusal
         found = self._compiled.pop(grammar, None)
-        if found is None:
+        if found is None or found.cancelled():
             found = self._compiling.submit(self._compile, grammar)
         self._compiled[grammar] = found
         while len(self._compiled) > _KEPT:
