@@ -184,7 +184,7 @@ class Bench:
                 self._steps += 1
                 self.worker.experts.begin_step(self._steps)
                 before = flights[-1] if flights else None
-                flights.append(self.worker.runner.launch(step, scheduler.requests(step), before=before))
+                flights.append(self.worker.runner.launch(step, scheduler.requests(step), before=before, num_drafts=0))
                 if len(flights) < deep:
                     continue
             done = flights.popleft()

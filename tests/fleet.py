@@ -63,7 +63,10 @@ def serve(connection: Connection) -> None:
                 result = None
             elif name == "stats":
                 stats = worker.scheduler.stats
-                result = {n: getattr(stats, n) for n in ("num_preemptions", "prefix_hit_tokens", "prefill_tokens")}
+                result = {
+                    n: getattr(stats, n)
+                    for n in ("num_preemptions", "prefix_hit_tokens", "prefill_tokens", "drafts", "accepted")
+                }
                 result["num_free"] = worker.scheduler.pool.num_free
                 result["num_pages"] = worker.scheduler.pool.num_pages
             else:

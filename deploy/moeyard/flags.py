@@ -10,6 +10,7 @@ from typing import Any
 
 from moeyard.door_flags import add_door_arguments, byte_size, count
 from moeyard.model_source import add_model_argument, checkpoint, hub_id
+from moeyard.step_flags import add_step_arguments, default_seqs, speculation_fields
 from moeyard.takeover import MODES as TAKEOVERS
 from moeyard_router.config import METRIC_ALIASES
 from moeyard_worker.config.engine_config import (
@@ -185,12 +186,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_door_arguments(parser)
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its first token")
-    add(
-        "--async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        help="plan a step while the one before runs (default: on a GPU)",
-    )
-    add("--enforce-eager", action="store_true", help="capture no step in a CUDA graph")
+    add_step_arguments(parser)
     add(
         "--step-deadline",
         type=float,
@@ -306,7 +302,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         page_size=usual["page_size"],
         max_batch_tokens=rows,
         # Only a default may be lowered without a word.
-        max_num_seqs=args.max_num_seqs or min(DEFAULTS["max_num_seqs"], rows),
+        max_num_seqs=args.max_num_seqs or default_seqs(args, rows),
         prefill_chunk=args.prefill_chunk or usual["prefill_chunk"],
         mixed_prefill_tokens=args.mixed_prefill_tokens or usual["mixed_prefill_tokens"],
         max_waiting=args.max_waiting,
@@ -314,6 +310,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         prefix_caching=not args.no_prefix_caching,
         async_scheduling=asynchronous,
         enforce_eager=args.enforce_eager,
+        **speculation_fields(args),
         step_deadline=args.step_deadline,
         threads=args.threads,
     )

@@ -49,6 +49,8 @@ ROUTER_OTHERS = (
     "moeyard_fleet_expert_cache_misses_total",
     "moeyard_fleet_expert_cache_evictions_total",
     "moeyard_fleet_expert_cache_slots",
+    "moeyard_fleet_spec_decode_draft_tokens_total",
+    "moeyard_fleet_spec_decode_accepted_tokens_total",
 )
 WORKER_HISTOGRAMS = (
     "moeyard_queue_seconds",
@@ -78,6 +80,9 @@ WORKER_OTHERS = (
     "moeyard_kv_cache_usage_ratio",
     "moeyard_expert_cache_slots",
     "moeyard_expert_load_imbalance",
+    "moeyard_spec_decode_draft_tokens_total",
+    "moeyard_spec_decode_accepted_tokens_total",
+    "moeyard_spec_decode_steps_total",
     "moeyard_refused_total",
     "moeyard_build_info",
 )

@@ -103,6 +103,11 @@ def test_truncated_file(spoilt: Path) -> None:
     check_refused(moeyard("serve", str(spoilt), "--port", "0"), str(file), "download")
 
 
+def test_speculation_without_a_layer_for_it(checkpoint: Path) -> None:
+    outcome = moeyard("serve", str(checkpoint), "--port", "0", "--speculate", "mtp")
+    check_refused(outcome, f"--speculate mtp: {checkpoint}", "no layer for multi-token prediction")
+
+
 def test_file_cut_within_its_header(spoilt: Path) -> None:
     os.truncate(spoilt / "model.safetensors", 20)
     check_refused(moeyard("serve", str(spoilt), "--port", "0"), str(spoilt / "model.safetensors"))
@@ -196,6 +201,12 @@ def test_dead_ray_address() -> None:
         (["serve", "--ssl-keyfile", "key.pem"], ["--ssl-keyfile", "--ssl-certfile"]),
         (["serve", "--allowed-origins", "chat.example.com"], ["--allowed-origins", "chat.example.com", "https://"]),
         (["serve", "--log-level", "loud"], ["--log-level", "loud", "warning"]),
+        (["serve", "--speculate", "mtp", "--draft-tokens", "4"], ["--draft-tokens", "'4' is not auto", "1 to 3"]),
+        (["serve", "--speculate", "mtp", "--device", "cuda"], ["speculate mtp", "CPU only"]),
+        (
+            ["serve", "--speculate", "mtp", "--max-num-seqs", "9", "--max-batch-tokens", "17"],
+            ["--max-num-seqs 9", "--draft-tokens auto", "36 rows", "--max-batch-tokens 17"],
+        ),
         (["serve", "--bogus"], ["--bogus", "--help"]),
         (["bogus"], ["bogus", "serve", "--help"]),
         ([], ["COMMAND", "--help"]),

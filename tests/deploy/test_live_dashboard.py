@@ -83,10 +83,10 @@ class Running:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of `moeyard serve` over the demo checkpoint with two ranks and a small expert cache."""
+    """URL of `moeyard serve` over the demo checkpoint with two ranks and a small expert cache, which speculates."""
     port = free_port()
     command = [sys.executable, "-m", "moeyard", "serve", str(ROOT / "deploy" / "demo")]
-    command += ["--workers", "2", "--port", str(port), "--expert-slots", str(EXPERT_SLOTS)]
+    command += ["--workers", "2", "--port", str(port), "--expert-slots", str(EXPERT_SLOTS), "--speculate", "mtp"]
     running = Running(command, tmp_path_factory.mktemp("fleet") / "log")
     url = f"http://127.0.0.1:{port}"
     try:

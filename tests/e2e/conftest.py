@@ -8,6 +8,8 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.fleet import ProcessPool
 
+DEMO = Path(__file__).resolve().parents[2] / "deploy/demo"
+
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[ProcessPool]:
@@ -19,14 +21,16 @@ def processes() -> Iterator[ProcessPool]:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One checkpoint per attention kind and dtype, with 8 experts each.
+    """One checkpoint per attention kind and dtype, with 8 experts each, and the bundled one.
 
     mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE) are fp32 and have a tokenizer; mla_bf16 is DeepSeek-V3 again,
-    gqa_bf16 Mixtral with a window that is shorter than most prompts.
+    gqa_bf16 Mixtral with a window that is shorter than most prompts. demo is the bundled model, whose layer for
+    multi-token prediction is right as a rule.
     """
     root = tmp_path_factory.mktemp("checkpoints")
     bf16 = torch.bfloat16
     return {
+        "demo": DEMO,
         "mla": make_checkpoint(root / "mla", "deepseek_v3", tokenizer=True),
         "gqa": make_checkpoint(root / "gqa", "qwen3_moe", tokenizer=True),
         "mla_bf16": make_checkpoint(root / "mla_bf16", "deepseek_v3", dtype=bf16),

@@ -3,7 +3,7 @@
 Every combination of ranks, exchange, expert slots, policy, prefill chunk and KV pages runs the same requests, alone and
 in a mixed batch, with prefix misses and hits, and must return what one rank with everything resident returns for each
 request alone. So do placements of experts by chance.
-Preemption comes from a pool of pages too small for the batch. A choice of them runs two steps deep.
+Preemption comes from a pool of pages too small for the batch. A choice of them runs two steps deep, another speculates.
 """
 
 import itertools
@@ -18,10 +18,10 @@ from tests.fleet import Answer, Fleet, ProcessPool, start_fleet
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.model_config import ModelConfig
 
 PAGE = 16
 NUM_PAGES = {"ample": 256, "scarce": 10}
-LOCAL_EXPERTS = {1: 8, 2: 4, 4: 2}
 VOCAB = 272
 
 
@@ -37,10 +37,12 @@ class Case:
     pages: str
     deep: int = 1
     scattered: bool = False
+    drafts: int = 0
 
     def __str__(self) -> str:
         name = f"{self.ranks}ranks-{self.exchange}-{self.slots}-{self.policy}-chunk{self.chunk}-{self.pages}"
-        return name + f"-{self.deep}deep" * (self.deep > 1) + "-scattered" * self.scattered
+        name += f"-{self.deep}deep" * (self.deep > 1) + "-scattered" * self.scattered
+        return name + f"-{self.drafts}drafts" * (self.drafts > 0)
 
 
 def cases() -> list[Case]:
@@ -67,10 +69,16 @@ def requests() -> dict[str, tuple[list[int], dict[str, Any]]]:
     }
 
 
+def read_model(case: Case, model: Path) -> ModelConfig:
+    """With the layer that a case drafts with."""
+    read = load_model_config(model)
+    return read.with_drafts() if case.drafts else read
+
+
 def config(case: Case, model: Path) -> EngineConfig:
     """The engine configuration of a case."""
-    read = load_model_config(model)
-    total = LOCAL_EXPERTS[case.ranks] * len(read.moe_layers)
+    read = read_model(case, model)
+    total = read.num_experts // case.ranks * len(read.moe_layers)
     bytes_per_token = read.state_spec(DTYPE_BYTES[read.dtype]).bytes_per_token
     return EngineConfig(
         model_path=str(model),
@@ -84,6 +92,9 @@ def config(case: Case, model: Path) -> EngineConfig:
         max_batch_tokens=256,
         max_num_seqs=16,
         async_scheduling=case.deep == 2,
+        speculate="mtp" if case.drafts else None,
+        # Three: up to three, each rank by its own lights.
+        draft_tokens=None if case.drafts == 3 else case.drafts or 1,
     )
 
 
@@ -91,7 +102,7 @@ def placement(case: Case, model: Path) -> Placement | None:
     """Of a scattered case: each layer's experts dealt by chance, unevenly; None for contiguous shards."""
     if not case.scattered:
         return None
-    read, chance = load_model_config(model), random.Random(str(case))
+    read, chance = read_model(case, model), random.Random(str(case))
     rows = [[chance.randrange(case.ranks) for _ in range(read.num_experts)] for _ in read.moe_layers]
     for row, rank in zip(itertools.cycle(rows), range(case.ranks), strict=False):
         row[rank] = rank  # everybody has one somewhere
@@ -144,8 +155,11 @@ def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, t
             assert run_mixed(fleet, "spread", spread) == expected
         stats = fleet.call("stats")[0]
         assert stats["prefix_hit_tokens"] > 0
-        assert (stats["num_preemptions"] > 0) == (case.pages == "scarce"), stats
+        # With drafts a request may have ended before pages run out (tests/engine/test_speculation.py preempts them).
+        assert (stats["num_preemptions"] > 0) == (case.pages == "scarce") or case.drafts, stats
         assert stats["num_free"] == stats["num_pages"] == NUM_PAGES[case.pages]  # so it ran in the checkpoint's dtype
+        if case.drafts:
+            assert stats["accepted"][0] > 0.25 * stats["drafts"][0] > 0, stats
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
@@ -168,6 +182,21 @@ def test_two_steps_in_flight(
     kind: str, case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]
 ) -> None:
     check(case, processes, checkpoints[kind], expected[kind])
+
+
+SPECULATED_CASES = [
+    Case(1, "shm", "half", "slru", 16, "scarce", drafts=3),
+    Case(2, "shm", "all", "slru", 64, "ample", drafts=2, scattered=True),
+    Case(2, "tcp", "min", "lru", 16, "scarce", drafts=1, deep=2),
+    Case(4, "shm", "half", "slru", 2048, "scarce", drafts=3),
+]
+
+
+@pytest.mark.parametrize("case", SPECULATED_CASES, ids=str)
+def test_speculation(
+    case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]
+) -> None:
+    check(case, processes, checkpoints["demo"], expected["demo"])
 
 
 GQA_CASES = [

@@ -53,6 +53,15 @@ def test_engine_sizes_are_positive(name: str, value: int) -> None:
         ({"shape": "s", "model_path": None}, r"a shape \(s\) has no checkpoint"),
         ({"num_layers": 2}, "num_layers 2 cuts a shape, and none is given"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"speculate": "eagle"}, "speculate 'eagle' is not one of mtp"),
+        ({"draft_tokens": 0}, r"draft_tokens must be in \[1, 3\], got 0"),
+        ({"draft_tokens": 4}, r"draft_tokens must be in \[1, 3\], got 4"),
+        ({"speculate": "mtp", "device": "cuda"}, "speculate mtp runs on a CPU only so far, not on cuda"),
+        ({"speculate": "mtp", "max_batch_tokens": 128}, "64 with draft_tokens auto needs 256 rows of a step.* 128"),
+        (
+            {"speculate": "mtp", "draft_tokens": 1, "max_num_seqs": 9, "max_batch_tokens": 17},
+            "max_num_seqs 9 with draft_tokens 1 needs 18 rows of a step, which exceeds max_batch_tokens 17",
+        ),
     ],
     ids=str,
 )

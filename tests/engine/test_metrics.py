@@ -1,5 +1,6 @@
 """What a rank's metrics say of a step."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.metrics import REFUSALS, WorkerMetrics
 from moeyard_worker.engine.worker import Worker
+from moeyard_worker.scheduling.scheduler import Scheduler
 
 
 @pytest.fixture
@@ -64,3 +66,22 @@ def test_what_was_refused_is_counted_by_door_and_reason() -> None:
     page = generate_latest(metrics.registry).decode()
     assert 'moeyard_refused_total{door="router",rank="3",reason="message"} 2.0' in page
     assert page.count("moeyard_refused_total{") == sum(map(len, REFUSALS.values()))
+
+
+def test_drafts_are_counted_by_place_and_steps_by_depth(parts: dict[str, Any]) -> None:
+    metrics = WorkerMetrics(rank=3, version="test")
+    metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=None, **parts)
+    assert "moeyard_spec_decode_steps_total{" not in generate_latest(metrics.registry).decode()
+    config = replace(parts["scheduler"].config, num_drafts=2)
+    parts["scheduler"] = scheduler = Scheduler(config)
+    stats, lockstep = scheduler.stats, parts["lockstep"]
+    for _ in range(2):
+        stats.drafts, stats.accepted = [9, 8], [6, 3]
+        lockstep.agree(lockstep.mesh.step + 1, 2, 2)
+        lockstep.agree(lockstep.mesh.step + 1, 2, 0)
+        metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=None, **parts)
+    page = generate_latest(metrics.registry).decode()
+    assert 'moeyard_spec_decode_draft_tokens_total{position="1",rank="3"} 9.0' in page
+    assert 'moeyard_spec_decode_accepted_tokens_total{position="2",rank="3"} 3.0' in page
+    assert 'moeyard_spec_decode_steps_total{drafts="2",rank="3"} 2.0' in page
+    assert 'moeyard_spec_decode_steps_total{drafts="0",rank="3"} 2.0' in page

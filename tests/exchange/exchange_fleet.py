@@ -216,12 +216,12 @@ def join_when_started(state: Rank, step: int, num_tokens: int) -> tuple[int, ...
         poller.register(socket, zmq.POLLIN)
     while not lockstep.peer_started(step):
         poller.poll()
-    return lockstep.agree(step, num_tokens)
+    return lockstep.agree(step, num_tokens).num_tokens
 
 
 def agree(state: Rank, step: int, num_tokens: int) -> tuple[int, ...]:
     """Start `step`."""
-    return Lockstep(state.mesh).agree(step, num_tokens)
+    return Lockstep(state.mesh).agree(step, num_tokens).num_tokens
 
 
 def close(state: Rank) -> None:

@@ -35,7 +35,7 @@ def tags(draw: st.DrawFn) -> Tag:
     return Tag(epoch=draw(U32), step=draw(U64), layer=layer, phase=phase, source=draw(U16))
 
 
-PLANS = st.builds(PlanFrame, epoch=U32, step=U64, source=U16, num_tokens=U32)
+PLANS = st.builds(PlanFrame, epoch=U32, step=U64, source=U16, num_tokens=U32, num_drafts=st.integers(0, 2**8 - 1))
 HANDSHAKES = st.builds(Handshake, rank=U16, world_size=U16, epoch=U32, token=st.text())
 FINDINGS = st.builds(
     Finding,
@@ -135,7 +135,7 @@ def test_a_field_out_of_range_is_not_encoded(tag: Tag, message: str) -> None:
 
 def test_errors_say_what_is_wrong() -> None:
     frame = encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5))
-    with pytest.raises(FrameError, match="frame version 9, this side speaks 2"):
+    with pytest.raises(FrameError, match="frame version 9, this side speaks 3"):
         decode_tag(frame[:2] + b"\x09" + frame[3:])
     with pytest.raises(FrameError, match="77 is not a valid Phase"):
         decode_tag(frame[:3] + b"\x4d" + frame[4:])
@@ -145,3 +145,5 @@ def test_errors_say_what_is_wrong() -> None:
         decode_tag(b"xx" + frame[2:])
     with pytest.raises(FrameError, match="5000000000 tokens"):
         encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5_000_000_000))
+    with pytest.raises(FrameError, match="256 drafts"):
+        encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5, num_drafts=256))

@@ -63,7 +63,7 @@ def test_what_a_peer_says_before_it_ends_is_heard(ends: int, transport: Literal[
 
 def test_one_rank_agrees_with_itself() -> None:
     lockstep = Lockstep(Mesh(rank=0, world_size=1))
-    assert lockstep.agree(0, 7) == (7,)
+    assert lockstep.agree(0, 7, 2) == ((7,), 2)
     assert not lockstep.peer_started(1)
     assert len(lockstep.wait_seconds) == 1
 
@@ -93,14 +93,14 @@ def test_peer_started_sees_a_plan_and_leaves_it(pair: tuple[Mesh, Mesh]) -> None
     first, second = pair
     idle, busy = Lockstep(first), []
     assert not idle.peer_started(0)
-    starter = threading.Thread(target=lambda: busy.append(Lockstep(second).agree(0, 9)))
+    starter = threading.Thread(target=lambda: busy.append(Lockstep(second).agree(0, 9, 3)))
     starter.start()
     while not idle.peer_started(0):
         first.poll_sockets()[0].poll(10_000)
     assert idle.peer_started(0)
-    assert idle.agree(0, 0) == (0, 9)
+    assert idle.agree(0, 0) == ((0, 9), 3), "all ranks make the passes that one wants"
     starter.join()
-    assert busy == [(0, 9)]
+    assert busy == [((0, 9), 3)]
     assert len(idle.wait_seconds) == 1
 
 
@@ -140,5 +140,5 @@ def test_a_plan_for_another_step_ends_the_agreement(pair: tuple[Mesh, Mesh]) -> 
 def test_a_plan_of_the_wrong_size_is_named(pair: tuple[Mesh, Mesh]) -> None:
     first, second = pair
     second.send(0, encode_plan_frame(PlanFrame(epoch=1, step=5, source=1, num_tokens=1)) + b"x")
-    with pytest.raises(ExchangeError, match="rank 1 sent a bad plan: a plan frame has 24 bytes, got 25"):
+    with pytest.raises(ExchangeError, match="rank 1 sent a bad plan: a plan frame has 25 bytes, got 26"):
         Lockstep(first).agree(5, 1)

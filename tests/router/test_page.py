@@ -22,6 +22,7 @@ OURS = [path for path in sorted(STATIC.iterdir()) if not path.name.startswith("u
 TOLD = {
     "generation_tokens": 70, "prefill_tokens": 40, "prefix_query_tokens": 40, "prefix_hit_tokens": 16,
     "preemptions": 1, "expert_hits": 30, "expert_misses": 10, "expert_evictions": 9, "expert_slots": 24,
+    "draft_tokens": 20, "accepted_tokens": 15,
 }  # fmt: skip
 
 
@@ -32,7 +33,8 @@ SAME = {
     "prefix_query_tokens": "prefix_cache_query_tokens_total", "preemptions": "preemptions_total",
     "prefix_hit_tokens": "prefix_cache_hit_tokens_total", "expert_hits": "expert_cache_hits_total",
     "expert_misses": "expert_cache_misses_total", "expert_evictions": "expert_cache_evictions_total",
-    "expert_slots": "expert_cache_slots",
+    "expert_slots": "expert_cache_slots", "draft_tokens": "spec_decode_draft_tokens_total",
+    "accepted_tokens": "spec_decode_accepted_tokens_total",
 }  # fmt: skip
 
 

@@ -242,7 +242,8 @@ class Snapshot:
     a peer was lost, the rank keeps what it has and takes requests, and goes on when the fleet is whole again.
     KV pages are counted for this rank; `kv_pages_free` includes pages that only the prefix index holds.
     From `generation_tokens` on: running totals of this rank since its start, as its own metrics have them, and its
-    expert slots. None where the rank does not know (hits of experts that a device looks up without telling the host).
+    expert slots. None where the rank does not know (hits of experts that a device looks up without telling the host) or
+    does nothing of the kind: drafts verified, and those of them that were accepted.
     """
 
     type: ClassVar[str] = "snapshot"
@@ -269,6 +270,8 @@ class Snapshot:
     expert_misses: int | None = None
     expert_evictions: int | None = None
     expert_slots: int | None = None
+    draft_tokens: int | None = None
+    accepted_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

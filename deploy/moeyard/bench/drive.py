@@ -95,7 +95,7 @@ class Run:
             if step.chunks:
                 experts.begin_step(len(self.records) + len(flights) + 1)
                 before = flights[-1][0] if flights else None
-                launched = runner.launch(step, scheduler.requests(step), before=before)
+                launched = runner.launch(step, scheduler.requests(step), before=before, num_drafts=step.num_drafts)
                 flights.append((launched, time.perf_counter() - begun))
                 if len(flights) < scheduler.config.max_in_flight:
                     continue

@@ -43,6 +43,8 @@ _COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "prefix_cache_queries": ("prefix_query_tokens", "Prompt tokens looked up in the prefix indexes."),
         "prefix_cache_hits": ("prefix_hit_tokens", "Prompt tokens found in the prefix indexes."),
+        "spec_decode_num_draft_tokens": ("draft_tokens", "Drafts that were verified."),
+        "spec_decode_num_accepted_tokens": ("accepted_tokens", "Drafts that were verified and accepted."),
         "num_preemptions": ("preemptions", "Sequences preempted for lack of pages."),
     }
 )

@@ -28,6 +28,8 @@ _COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "prefix_cache_hit_tokens": ("prefix_hit_tokens", "Prompt tokens that a rank found in its prefix index."),
         "preemptions": ("preemptions", "Sequences that a rank preempted for lack of pages."),
         "engine_steps": ("step", "Lockstep steps of a rank."),
+        "spec_decode_draft_tokens": ("draft_tokens", "Drafts that a rank verified."),
+        "spec_decode_accepted_tokens": ("accepted_tokens", "Drafts that a rank verified and accepted."),
         "expert_cache_hits": ("expert_hits", "Needed experts that a rank found in a slot."),
         "expert_cache_misses": ("expert_misses", "Needed experts that a rank copied into a slot."),
         "expert_cache_evictions": ("expert_evictions", "Experts whose slot a rank took."),

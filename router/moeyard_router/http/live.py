@@ -37,6 +37,8 @@ _FLEET_SUMS = (
     "preemptions",
     "expert_hits",
     "expert_misses",
+    "draft_tokens",
+    "accepted_tokens",
 )
 
 

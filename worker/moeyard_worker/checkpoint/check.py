@@ -13,6 +13,7 @@ from moeyard_worker.checkpoint.index import INDEX_NAME, SINGLE_NAME, STORED_DTYP
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
 from moeyard_worker.layers.weights import num_elements
+from moeyard_worker.models.family import Names
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.spec import ModelSpec, model_spec
 
@@ -70,7 +71,7 @@ def check_checkpoint(index: CheckpointIndex, config: ModelConfig) -> CheckedChec
     expected = spec.expected()
     skipped: dict[str, str] = {}
     for key in index.entries:
-        reason = None if key in expected else _skip_reason(index, config, key, spec.names.lm_head)
+        reason = None if key in expected else _skip_reason(index, config, key, spec.names)
         if reason is not None:
             skipped[key] = reason
     problems = list(_problems(index, expected, skipped))
@@ -80,13 +81,15 @@ def check_checkpoint(index: CheckpointIndex, config: ModelConfig) -> CheckedChec
     return CheckedCheckpoint(index=index, spec=spec, skipped=MappingProxyType(skipped))
 
 
-def _skip_reason(index: CheckpointIndex, config: ModelConfig, key: str, lm_head: str) -> str | None:
+def _skip_reason(index: CheckpointIndex, config: ModelConfig, key: str, names: Names) -> str | None:
     layer = re.match(r"model\.layers\.(\d+)\.", key)
-    if layer and config.num_layers <= int(layer[1]) < config.num_layers + config.num_mtp_layers:
+    if layer and len(config.attention) <= int(layer[1]) < config.num_layers + config.num_mtp_layers:
         return "multi-token prediction layer"
+    if config.drafts and key in (names.layer.format(i=config.num_layers) + copy for copy in names.copies):
+        return "the model's own embedding or head once more"
     if key.endswith("rotary_emb.inv_freq"):
         return "computed from config.json"
-    if key == lm_head and config.tie_word_embeddings:
+    if key == names.lm_head and config.tie_word_embeddings:
         return "tied to the embedding"
     if 0 in index.entries[key].shape:
         return "holds no elements"

@@ -26,7 +26,12 @@ EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp")
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
 DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
 EXPERT_POLICIES: tuple[str, ...] = ("slru", "lru")
+SPECULATIONS: tuple[str, ...] = ("mtp",)
+# Tokens drafted behind every one at most.
+MAX_DRAFTS = 3
 LOAD_FORMATS: tuple[str, ...] = ("auto", "safetensors", "dummy")
+# Sequences that run at once on a rank.
+DEFAULT_SEQS = 64
 _LIMITS = ("max_batch_tokens", "max_num_seqs", "prefill_chunk", "max_waiting")
 
 
@@ -39,7 +44,8 @@ class SchedulerConfig:
     that has rows of output too, whose tokens wait for them; None: as many as fit. max_waiting: queued requests that
     cannot start yet, before `queue_full`. max_queue_seconds: how long a request may wait for its start before
     `queue_timeout`; None: as long as it takes.
-    max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3.
+    max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3;
+    adaptive_drafts: as many of them as have turned out to be worth it.
     num_state_slots: sequences with state of their own beside pages, 0 when the model has none.
     chunk_alignment: what every prompt chunk but the last ends at a multiple of.
     """
@@ -50,7 +56,7 @@ class SchedulerConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     max_batch_tokens: int = 512
-    max_num_seqs: int = 64
+    max_num_seqs: int = DEFAULT_SEQS
     prefill_chunk: int = 512
     mixed_prefill_tokens: int | None = None
     max_waiting: int = 1024
@@ -58,13 +64,14 @@ class SchedulerConfig:
     prefix_caching: bool = True
     max_in_flight: int = 1
     num_drafts: int = 0
+    adaptive_drafts: bool = False
     num_state_slots: int = 0
     chunk_alignment: int = 1
 
     def __post_init__(self) -> None:
         _require_positive(self, ("num_pages", "page_size", "max_model_len", "vocab_size", "chunk_alignment", *_LIMITS))
         _require_rows(self)
-        for name, low, high in (("max_in_flight", 1, 2), ("num_drafts", 0, 3)):
+        for name, low, high in (("max_in_flight", 1, 2), ("num_drafts", 0, MAX_DRAFTS)):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} must be in [{low}, {high}], got {getattr(self, name)}")
         if self.num_state_slots < 0:
@@ -94,6 +101,8 @@ class EngineConfig:
     async_scheduling: a step is planned while the one before runs. device: "cpu", "cuda:N" (of one worker) or "cuda":
     each worker takes a GPU of its own, the first of a host its first.
     enforce_eager: no step is captured in a CUDA graph. mesh_encryption: of activations that go over TCP.
+    speculate: "mtp" drafts `draft_tokens` tokens behind every one with the checkpoint's layer for that; None: nothing.
+    draft_tokens None: from step to step as many as are worth it, MAX_DRAFTS at most.
     """
 
     model_path: str | None
@@ -113,7 +122,7 @@ class EngineConfig:
     page_size: int = 16
     max_model_len: int | None = None
     max_batch_tokens: int = 512
-    max_num_seqs: int = 64
+    max_num_seqs: int = DEFAULT_SEQS
     prefill_chunk: int = 512
     mixed_prefill_tokens: int | None = None
     max_waiting: int = 1024
@@ -123,6 +132,8 @@ class EngineConfig:
     enforce_eager: bool = False
     step_deadline: float = 5.0
     threads: int = 1
+    speculate: str | None = None
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -146,6 +157,7 @@ class EngineConfig:
         _require_positive(self, ("mixed_prefill_tokens",))
         _require_source(self)
         _require_rows(self)
+        _require_speculation(self)
         if self.max_queue_seconds is not None and not 0 < self.max_queue_seconds < float("inf"):
             raise ValueError(f"max_queue_seconds must be a positive number of seconds, got {self.max_queue_seconds}")
         if not 0 < self.step_deadline < float("inf"):
@@ -161,6 +173,11 @@ class EngineConfig:
         if 64 % self.page_size:
             raise ValueError(f"page_size must divide 64 (attention splits keys every 64 tokens), got {self.page_size}")
 
+    @property
+    def num_drafts(self) -> int:
+        """Tokens drafted behind every one at most; 0 without speculation."""
+        return 0 if self.speculate is None else self.draft_tokens or MAX_DRAFTS
+
 
 def _require_source(config: EngineConfig) -> None:
     """Raise ValueError unless the weights come from one place: a checkpoint, or chance for a shape."""
@@ -173,6 +190,24 @@ def _require_source(config: EngineConfig) -> None:
         raise ValueError(f"a shape ({config.shape}) has no checkpoint to read: it goes with load_format dummy")
     if config.num_layers is not None and config.shape is None:
         raise ValueError(f"num_layers {config.num_layers} cuts a shape, and none is given")
+
+
+def _require_speculation(config: EngineConfig) -> None:
+    """Raise ValueError unless what is asked of speculation can be had."""
+    if config.speculate not in (None, *SPECULATIONS):
+        raise ValueError(f"speculate {config.speculate!r} is not one of {', '.join(SPECULATIONS)}")
+    if config.draft_tokens is not None and not 1 <= config.draft_tokens <= MAX_DRAFTS:
+        raise ValueError(f"draft_tokens must be in [1, {MAX_DRAFTS}], got {config.draft_tokens}")
+    if config.speculate is None:
+        return
+    if config.device != "cpu":
+        raise ValueError(f"speculate {config.speculate} runs on a CPU only so far, not on {config.device}")
+    rows, drafts = config.max_num_seqs * (1 + config.num_drafts), config.draft_tokens or "auto"
+    if rows > config.max_batch_tokens:
+        raise ValueError(
+            f"max_num_seqs {config.max_num_seqs} with draft_tokens {drafts} needs {rows} rows of a step, "
+            f"which exceeds max_batch_tokens {config.max_batch_tokens}"
+        )
 
 
 def _require_positive(config: SchedulerConfig | EngineConfig, names: tuple[str, ...]) -> None:

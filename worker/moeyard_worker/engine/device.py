@@ -51,8 +51,11 @@ class LaunchedStep(Protocol):
 class StepRunner(Protocol):
     """What the engine's loop drives."""
 
-    def launch(self, step: Step, requests: Sequence[Request], *, before: Any) -> LaunchedStep:
-        """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon."""
+    def launch(self, step: Step, requests: Sequence[Request], *, before: Any, num_drafts: int) -> LaunchedStep:
+        """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon.
+
+        Up to `num_drafts` tokens are drafted behind those that it samples.
+        """
         ...
 
 

@@ -199,8 +199,11 @@ class GraphRunner:
         self._sampler.last_ids[: inputs.num_sampled] = ops.sample(logits).ids
 
     @torch.inference_mode()
-    def launch(self, step: Step, requests: Sequence[Request], *, before: GraphLaunched | None) -> GraphLaunched:
+    def launch(
+        self, step: Step, requests: Sequence[Request], *, before: GraphLaunched | None, num_drafts: int = 0
+    ) -> GraphLaunched:
         """See `Runner.launch`; returns before the step has run."""
+        assert num_drafts == 0, "drafts are made on a CPU only"
         begun = torch.cuda.Event(enable_timing=True)
         begun.record()
         sampler, count = self._sampler, len(step.sample_rows)

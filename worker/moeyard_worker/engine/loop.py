@@ -236,12 +236,12 @@ class Engine:
 
     def _launch(self, step: Step, started: float) -> None:
         """One lockstep step; idle ranks take part with no rows."""
-        self._lockstep.agree(self.step + 1, step.num_tokens)
+        depth = self._lockstep.agree(self.step + 1, step.num_tokens, step.num_drafts).num_drafts
         self.step += 1
         self._exchange.begin_step(self.step)
         self._experts.begin_step(self.step)
         before = self._launched[-1][0] if self._launched else None
-        launched = self._runner.launch(step, self._scheduler.requests(step), before=before)
+        launched = self._runner.launch(step, self._scheduler.requests(step), before=before, num_drafts=depth)
         self._launched.append((launched, self.step, started))
 
     def _complete(self, launched: LaunchedStep, number: int, started: float) -> None:

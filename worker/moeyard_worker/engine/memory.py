@@ -97,15 +97,17 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     Values per row, in fp32: the residual, its norm, a block's input and output (4 H) beside the larger of attention
     (`Footprint.per_row`) and MLP: gate, up, activation and product (4 I), the experts' outputs sorted and back in place
     (2 K H), and with peers the rows gathered from all of them, in a buffer that grows by doubling, and frames both ways
-    (4 W H). Then the logits of every sequence and of SCORED_ROWS, twice, and one row of the sampler's fp64 scratch.
+    (4 W H); with drafts a step's states stay beside the pair that joins them with tokens (3 H). Then the logits of all
+    sampled rows and of SCORED_ROWS, twice, and one row of the sampler's fp64 scratch.
     tests/engine/test_memory.py measures the peak against it.
     """
     hidden, peers = model.hidden_size, config.num_workers
     attention = max(kind.footprint(footprints).per_row for kind in model.attention_kinds())
     wide = max(model.intermediate_size, model.shared_intermediate_size, model.moe_intermediate_size)
     moved = 2 * model.top_k * hidden + (4 * peers * hidden if peers > 1 else 0)
-    row = 4 * hidden + max(attention, 4 * wide + moved)
-    logits = model.vocab_size * (2 * _FP32 * (config.max_num_seqs + SCORED_ROWS) + 64)
+    row = (7 if model.drafts else 4) * hidden + max(attention, 4 * wide + moved)
+    sampled = config.max_num_seqs * (1 + config.num_drafts)
+    logits = model.vocab_size * (2 * _FP32 * (sampled + SCORED_ROWS) + 64)
     return int((config.max_batch_tokens * row * _FP32 + logits + footprints.FIXED) * footprints.ALLOCATED)
 
 

@@ -110,6 +110,9 @@ class WorkerMetrics:
                 ("expert_cache_bytes", "Bytes of expert weights moved", ("direction",)),
                 ("expert_copy_seconds", "Time in which missing experts were copied", ()),
                 ("routing_records_dropped", "Accesses not recorded, because the file could not be written", ()),
+                ("spec_decode_draft_tokens", "Drafts verified, by their place behind a known token", ("position",)),
+                ("spec_decode_accepted_tokens", "Drafts that were right and whose forerunners were", ("position",)),
+                ("spec_decode_steps", "Lockstep steps by how many tokens were drafted behind every one", ("drafts",)),
                 ("exchange_bytes", "Bytes of activations exchanged with peers", ("direction",)),
             )
         }
@@ -171,6 +174,8 @@ class WorkerMetrics:
         self._advance("exchange_bytes", exchange.stats.bytes_sent, "sent")
         self._advance("exchange_bytes", exchange.stats.bytes_received, "received")
         _drain(lockstep.wait_seconds, self.lockstep_wait)
+        if scheduler.config.num_drafts:
+            self._observe_drafts(scheduler, lockstep)
         self._observe_experts(experts)
 
     def _observe_scheduler(self, scheduler: Scheduler) -> None:
@@ -183,6 +188,15 @@ class WorkerMetrics:
         _drain(stats.queue_seconds, self.queue_seconds)
         _drain(stats.prefill_seconds, self.prefill_seconds)
         _drain(stats.token_seconds, self.token_seconds)
+
+    def _observe_drafts(self, scheduler: Scheduler, lockstep: Lockstep) -> None:
+        stats = scheduler.stats
+        for j, (verified, accepted) in enumerate(zip(stats.drafts, stats.accepted, strict=True)):
+            self._advance("spec_decode_draft_tokens", verified, str(j + 1))
+            self._advance("spec_decode_accepted_tokens", accepted, str(j + 1))
+        for num_drafts, count in lockstep.steps.items():
+            self._counters["spec_decode_steps"].labels(self._rank, str(num_drafts)).inc(count)
+        lockstep.steps.clear()
 
     def observe_load(self, scheduler: Scheduler) -> None:
         """Bring the gauges of running and waiting requests and of KV pages up to date."""

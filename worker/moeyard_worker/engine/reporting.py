@@ -85,4 +85,6 @@ class Reporter:
             expert_misses=experts.num_misses if counted else None,
             expert_evictions=experts.num_evictions if counted else None,
             expert_slots=self._experts.num_slots,
+            draft_tokens=sum(stats.drafts) if stats.drafts else None,
+            accepted_tokens=sum(stats.accepted) if stats.drafts else None,
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moeyard_kernels.backend import Backend
+from moeyard_worker.engine.drafting import Speculation
 from moeyard_worker.engine.sampling import (
     SampledRow,
     accepted,
@@ -20,6 +21,7 @@ from moeyard_worker.engine.scoring import Scores, score, told, unsound_scores
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.moe import Experts
 from moeyard_worker.models.decoder import Decoder, Load
+from moeyard_worker.models.mtp import Drafter
 from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
@@ -77,7 +79,14 @@ class Runner:
             )
 
         with torch.inference_mode():
-            self.model = Decoder(spec, backend=backend, load=load, exchange=exchange, experts=experts, allocate=arrays)
+            model = Decoder(spec, backend=backend, load=load, exchange=exchange, experts=experts, allocate=arrays)
+            self.model = model
+            self.speculation: Speculation | None = None
+            if spec.draft is not None:
+                drafter = Drafter(spec.draft, model.more_layers[0], model=model, backend=backend, load=load)
+                self.speculation = Speculation(
+                    drafter, model=model, backend=backend, eos_token_ids=config.eos_token_ids
+                )
 
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
@@ -88,8 +97,12 @@ class Runner:
         return self.model.forward(self.backend.plan(step))
 
     @torch.inference_mode()
-    def launch(self, step: Step, requests: Sequence[Request], *, before: Launched | None) -> Launched:
+    def launch(
+        self, step: Step, requests: Sequence[Request], *, before: Launched | None, num_drafts: int = 0
+    ) -> Launched:
         """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon.
+
+        Up to `num_drafts` tokens are drafted behind them; all ranks make as many passes for that.
 
         Here the step has run when this returns, and rows that another backend would feed on its device are fed from the
         results before. Raises ExchangeError when a peer is lost.
@@ -102,6 +115,9 @@ class Runner:
         chosen = choose(logits, rows, self.config.eos_token_ids)
         found = chosen_logits(logits, torch.tensor([token_id for token_id, _ in chosen], dtype=torch.int64))
         results = accepted(fed, chosen, errors_of(rows))
+        if num_drafts:
+            assert self.speculation is not None, "drafts were agreed on without a layer that makes any"
+            results = self.speculation.draft(fed, plan, hidden, requests, rows, results, num_passes=num_drafts)
         _look_ahead(fed, requests, rows, results)
         scores = told(step, score(self.model.head, hidden, step)) if step.scored else []
         bad = unsound(fed, requests, found) + unsound_scores(step, scores)

@@ -65,7 +65,7 @@ def feed(step: Step, before: Yielded | None) -> Step:
     """
     if before is None or all(chunk.fed is None for chunk in step.decode):
         return step
-    return Step(prefill=step.prefill, decode=tuple(_fed(chunk, before.results) for chunk in step.decode))
+    return replace(step, decode=tuple(_fed(chunk, before.results) for chunk in step.decode))
 
 
 def _fed(chunk: Chunk, results: Sequence[Accepted]) -> Chunk:

@@ -137,8 +137,7 @@ class Worker:
     def _build(self, plan: MemoryPlan) -> dict[str, Any]:
         """Everything that `plan` has room for."""
         config, model = self._spec.config, self._model
-        owned = self._placement.experts(self._spec.rank)
-        kind = resolve_kind(config.exchange, config.num_workers)
+        owned, kind = self._placement.experts(self._spec.rank), resolve_kind(config.exchange, config.num_workers)
         self._recording = open_recorder(
             config, model, rank=self._spec.rank, experts=owned[0], num_slots=plan.expert_slots
         )
@@ -160,8 +159,7 @@ class Worker:
             policy=config.expert_policy,
             recorder=self._recording,
         )
-        self._total = self._checkpoint.dense_bytes()
-        self._total += experts.num_preloaded * slot
+        self._total = self._checkpoint.dense_bytes() + experts.num_preloaded * slot
         exchange = build_exchange(
             kind, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device
         )
@@ -190,6 +188,8 @@ class Worker:
                 max_queue_seconds=config.max_queue_seconds,
                 prefix_caching=config.prefix_caching and state.prefix_reusable,
                 max_in_flight=2 if config.async_scheduling else 1,
+                num_drafts=config.num_drafts,
+                adaptive_drafts=config.draft_tokens is None,
                 num_state_slots=num_state_slots,
                 chunk_alignment=state.chunk_alignment,
             )

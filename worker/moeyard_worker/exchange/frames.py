@@ -15,13 +15,13 @@ import msgpack
 from moeyard_worker.exchange.finding import MAX_REASON_BYTES, Finding
 
 MAGIC = b"mY"
-VERSION = 2
+VERSION = 3
 NO_LAYER = 0xFFFF
 # The round of a poison frame that says what all agreed on; rounds of agreement begin at 1.
 SETTLED = 0
 
 _TAG = Struct("<2sBBHHIQ")
-_PLAN = Struct("<I")
+_PLAN = Struct("<IB")
 _POISON = Struct("<HQIH")
 TAG_BYTES = _TAG.size
 
@@ -60,12 +60,15 @@ class Tag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFrame:
-    """A rank's part in lockstep step `step`: it takes part with `num_tokens` rows (0 for an idle rank)."""
+    """A rank's part in lockstep step `step`: it takes part with `num_tokens` rows (0 for an idle rank) and wants
+    `num_drafts` passes of drafting behind them.
+    """
 
     epoch: int
     step: int
     source: int
     num_tokens: int
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +129,9 @@ def encode_plan_frame(plan: PlanFrame) -> bytes:
     tag = encode_tag(Tag(epoch=plan.epoch, step=plan.step, layer=None, phase=Phase.PLAN, source=plan.source))
     if not 0 <= plan.num_tokens < 2**32:
         raise FrameError(f"{plan.num_tokens} tokens in a plan")
-    return tag + _PLAN.pack(plan.num_tokens)
+    if not 0 <= plan.num_drafts < 2**8:
+        raise FrameError(f"{plan.num_drafts} drafts in a plan")
+    return tag + _PLAN.pack(plan.num_tokens, plan.num_drafts)
 
 
 def decode_plan_frame(frame: bytes) -> PlanFrame:
@@ -136,8 +141,8 @@ def decode_plan_frame(frame: bytes) -> PlanFrame:
         raise FrameError(f"expected a plan, got {tag}")
     if len(frame) != TAG_BYTES + _PLAN.size:
         raise FrameError(f"a plan frame has {TAG_BYTES + _PLAN.size} bytes, got {len(frame)}")
-    (num_tokens,) = _PLAN.unpack_from(frame, TAG_BYTES)
-    return PlanFrame(epoch=tag.epoch, step=tag.step, source=tag.source, num_tokens=num_tokens)
+    num_tokens, num_drafts = _PLAN.unpack_from(frame, TAG_BYTES)
+    return PlanFrame(epoch=tag.epoch, step=tag.step, source=tag.source, num_tokens=num_tokens, num_drafts=num_drafts)
 
 
 def encode_poison(tag: Tag, poison: PoisonFrame) -> bytes:

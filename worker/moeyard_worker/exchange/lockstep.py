@@ -4,41 +4,55 @@ A rank with work starts a step by sending its plan; an idle rank joins when it s
 blocks on its own sockets and `Mesh.poll_sockets`.
 """
 
+from collections import Counter
 from time import perf_counter
+from typing import NamedTuple
 
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.frames import FrameError, Phase, PlanFrame, decode_plan_frame, encode_plan_frame
 from moeyard_worker.exchange.mesh import Mesh
 
 
+class Agreed(NamedTuple):
+    """What a step will be: the rows of each rank, by rank (0: it is away), and how many passes of drafting all make."""
+
+    num_tokens: tuple[int, ...]
+    num_drafts: int
+
+
 class Lockstep:
     """Agrees on steps over a connected mesh (of one rank: with itself).
 
-    wait_seconds: the wall time of each `agree` since the owner last cleared the list.
+    wait_seconds: the wall time of each `agree` since the owner last cleared the list. steps: how many steps were agreed
+    on since then, by their passes of drafting.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.wait_seconds: list[float] = []
+        self.steps: Counter[int] = Counter()
 
-    def agree(self, step: int, num_tokens: int) -> tuple[int, ...]:
-        """Take part in `step` with `num_tokens` rows; returns every rank's number of rows, by rank (0: it is away).
+    def agree(self, step: int, num_tokens: int, num_drafts: int = 0) -> Agreed:
+        """Take part in `step` with `num_tokens` rows and drafts behind them: as many as the rank that wants most.
 
         Raises ExchangeError when a peer is lost, silent beyond the deadline, or plans another step.
         """
         start = perf_counter()
         mesh = self.mesh
         mesh.step = step
-        plan = encode_plan_frame(PlanFrame(epoch=mesh.epoch, step=step, source=mesh.rank, num_tokens=num_tokens))
+        own = PlanFrame(epoch=mesh.epoch, step=step, source=mesh.rank, num_tokens=num_tokens, num_drafts=num_drafts)
+        plan = encode_plan_frame(own)
         for peer in mesh.peers:
             mesh.send(peer, plan)
         frames = mesh.recv_all(Phase.PLAN, layer=None, since=start)
         counts = [0] * mesh.world_size
         counts[mesh.rank] = num_tokens
         for peer in mesh.peers:
-            counts[peer] = self._num_tokens(peer, bytes(frames[peer]))
+            theirs = self._plan(peer, bytes(frames[peer]))
+            counts[peer], num_drafts = theirs.num_tokens, max(num_drafts, theirs.num_drafts)
         self.wait_seconds.append(perf_counter() - start)
-        return tuple(counts)
+        self.steps[num_drafts] += 1
+        return Agreed(tuple(counts), num_drafts)
 
     def peer_started(self, step: int) -> bool:
         """Whether a peer's plan for `step` is here, so that this rank must join even without work. Never blocks.
@@ -55,9 +69,9 @@ class Lockstep:
                 raise self._failed(f"rank {peer} plans the wrong step: expected step {step}, got {plan}")
         return bool(arrived)
 
-    def _num_tokens(self, peer: int, frame: bytes) -> int:
+    def _plan(self, peer: int, frame: bytes) -> PlanFrame:
         try:
-            return decode_plan_frame(frame).num_tokens
+            return decode_plan_frame(frame)
         except FrameError as error:
             raise self._failed(f"rank {peer} sent a bad plan: {error}") from error
 

@@ -59,11 +59,11 @@ class Decoder:
         self, spec: ModelSpec, *, backend: Backend, load: Load, exchange: Exchange, experts: Experts, allocate: Allocate
     ) -> None:
         config = spec.config
-        self._backend, self._eps = backend, config.rms_eps
+        self._backend, self.eps = backend, config.rms_eps
         self._embed = load(spec.embed)
         kinds = {attention.rope for attention in config.attention if attention.rope is not None}
         ropes = {k: rope_table(k, max_position=config.max_position, device=backend.device) for k in kinds}
-        self._layers = [
+        layers = [
             DecoderLayer(
                 spec,
                 layer,
@@ -77,6 +77,8 @@ class Decoder:
             )
             for i, (layer, attention) in enumerate(zip(spec.layers, config.attention, strict=True))
         ]
+        # Behind the model's own there may be one that `drafter` is given.
+        self._layers, self.more_layers = layers[: config.num_layers], layers[config.num_layers :]
         # The norm behind each layer: of the next, or the last of all.
         self._following = [*(layer.input_norm for layer in self._layers[1:]), load(spec.norm)]
         self._lm_head = self._embed if spec.lm_head is None else load(spec.lm_head)
@@ -92,12 +94,16 @@ class Decoder:
         """[num_rows, H]: what the head reads, of every row of the step."""
         if not plan.num_tokens:
             return self._idle(plan)
-        residual = self._embed.index_select(0, plan.token_ids)
-        x = self._backend.rms_norm(residual, self._layers[0].input_norm, self._eps)
+        residual = self.embed(plan.token_ids)
+        x = self._backend.rms_norm(residual, self._layers[0].input_norm, self.eps)
         for layer, following in zip(self._layers, self._following, strict=True):
             x = layer.attention.forward(x, plan)
             x, residual = layer.transform(x, residual, following, plan)
         return x
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[M, H] of M tokens."""
+        return self._embed.index_select(0, token_ids)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """Logits [M, V] of rows x [M, H] of `hidden`, in their dtype; a row's bits do not depend on the others."""

@@ -13,7 +13,8 @@ class Names:
 
     `layer` holds {i}. `moe` lists where the MoE block may sit, the published place first. `expert` are the names of an
     expert's gate, up and down projection, each followed by ".weight". A fused file stores all experts of a layer in
-    `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I].
+    `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I]. `token_norm` to `draft_norm` belong to a layer
+    of multi-token prediction, and so do the `copies` of the model's own embedding and head.
     """
 
     embed: str = "model.embed_tokens.weight"
@@ -29,6 +30,11 @@ class Names:
     gate_bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts."
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    token_norm: str = "enorm.weight"
+    hidden_norm: str = "hnorm.weight"
+    join: str = "eh_proj.weight"
+    draft_norm: str = "shared_head.norm.weight"
+    copies: tuple[str, str] = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

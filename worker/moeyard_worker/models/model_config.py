@@ -1,7 +1,7 @@
 """A checkpoint's config.json in one normal form, whatever its family and the age of its keys. Pure: loads no torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.layers.attention import Attention
@@ -28,7 +28,8 @@ class ModelConfig:
 
     `attention` has one entry per layer. `shared_intermediate_size` is the width of all shared experts together, 0
     without any. `dtype` is the checkpoint's. `eos_token_ids` joins generation_config.json and config.json.
-    `num_mtp_layers` are stored after the last layer and not served.
+    `num_mtp_layers` for multi-token prediction are stored after the last layer. With `drafts` the first of them is
+    served, as layer number `num_layers`, which `attention` and `moe_layers` then have too.
     """
 
     family: str
@@ -49,6 +50,23 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     num_mtp_layers: int
+    drafts: bool = False
+
+    def with_drafts(self) -> "ModelConfig":
+        """The same with its first layer of multi-token prediction served; raises ValueError if it has none.
+
+        That layer is one as the last is, with experts (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+        """
+        if not self.num_mtp_layers:
+            raise ValueError(
+                "this model has no layer for multi-token prediction (its config.json says num_nextn_predict_layers 0)"
+            )
+        return replace(
+            self,
+            attention=(*self.attention, self.attention[-1]),
+            moe_layers=(*self.moe_layers, self.num_layers),
+            drafts=True,
+        )
 
     @property
     def top_k(self) -> int:

@@ -103,6 +103,13 @@ def shape_model(name: str, num_layers: int | None = None) -> ModelConfig:
 def served_model(config: EngineConfig) -> ModelConfig:
     """What `config` serves: a checkpoint's model, or a shape. Raises ValueError saying what is wrong with it."""
     if config.shape is not None:
-        return shape_model(config.shape, config.num_layers)
-    assert config.model_path is not None, "EngineConfig demands one of both"
-    return load_model_config(config.model_path)
+        model = shape_model(config.shape, config.num_layers)
+    else:
+        assert config.model_path is not None, "EngineConfig demands one of both"
+        model = load_model_config(config.model_path)
+    if config.speculate is None:
+        return model
+    try:
+        return model.with_drafts()
+    except ValueError as error:
+        raise ValueError(f"--speculate {config.speculate}: {config.model_path or config.shape}: {error}") from None

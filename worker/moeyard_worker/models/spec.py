@@ -40,8 +40,25 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSpec:
+    """What a layer of multi-token prediction has beside what every layer has.
+
+    The norms of the embedding and of the hidden state, the product that joins them [H, 2 H], and the norm before the
+    head; embedding and head are the model's own.
+    """
+
+    token_norm: Weight
+    hidden_norm: Weight
+    join: Weight
+    norm: Weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The whole model; `lm_head` is None when the embedding is used for it."""
+    """The whole model; `lm_head` is None when the embedding is used for it.
+
+    `layers` are the model's and, where `config.drafts`, one of multi-token prediction; `draft` has its other weights.
+    """
 
     config: ModelConfig
     names: Names
@@ -49,6 +66,7 @@ class ModelSpec:
     norm: Weight
     lm_head: Weight | None
     layers: tuple[LayerSpec, ...]
+    draft: DraftSpec | None = None
 
     def dense(self) -> Iterator[Weight]:
         """All weights that every rank holds, in the order they are loaded."""
@@ -61,6 +79,8 @@ class ModelSpec:
         yield self.norm
         if self.lm_head is not None:
             yield self.lm_head
+        if self.draft is not None:
+            yield from (self.draft.token_norm, self.draft.hidden_norm, self.draft.join, self.draft.norm)
 
     def resident_bytes(self, itemsize: int, footprints: Footprints) -> int:
         """Bytes of everything that every rank holds but experts and state, served in values of `itemsize` bytes.
@@ -104,7 +124,18 @@ def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
         embed=weight(names.embed, config.vocab_size, hidden),
         norm=weight(names.norm, hidden),
         lm_head=lm_head,
-        layers=tuple(_layer(config, names, i, keys) for i in range(config.num_layers)),
+        layers=tuple(_layer(config, names, i, keys) for i in range(len(config.attention))),
+        draft=_draft(config, names) if config.drafts else None,
+    )
+
+
+def _draft(config: ModelConfig, names: Names) -> DraftSpec:
+    prefix, hidden = names.layer.format(i=config.num_layers), config.hidden_size
+    return DraftSpec(
+        token_norm=weight(prefix + names.token_norm, hidden),
+        hidden_norm=weight(prefix + names.hidden_norm, hidden),
+        join=matrix(prefix + names.join, hidden, 2 * hidden),
+        norm=weight(prefix + names.draft_norm, hidden),
     )
 
 

@@ -71,6 +71,12 @@ class Holdings:
         """Positions that the request's pages hold."""
         return len(request.pages) * self._page_size
 
+    def extend(self, request: Request, length: int, num_others: int) -> None:
+        """Give the request pages for `length` positions if `num_others` are free beside them: it can do without."""
+        missing = self.pages_for(length) - len(request.pages)
+        if 0 < missing <= self.pool.num_free - num_others:
+            request.pages += self.pool.allocate(missing)
+
     def register(self, request: Request) -> None:
         """Make newly filled prompt pages findable; a page shared with output positions never is."""
         full = min(request.num_computed // self._page_size, len(request.hashes))

@@ -20,9 +20,14 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class StepBuilder:
-    """A step in the making. `budget`: rows left. `closed`: nobody is admitted any more. `held` is not planned."""
+    """A step in the making. `budget`: rows left. `closed`: nobody is admitted any more. `held` is not planned.
+
+    `num_drafts`: what is drafted behind every sampled token, `least_drafts` where prompts are among them.
+    """
 
     budget: int
+    num_drafts: int = 0
+    least_drafts: int = 0
     closed: bool = False
     held: Request | None = None
     prefill: list[tuple[Request, Chunk]] = field(default_factory=list)
@@ -42,7 +47,12 @@ class StepBuilder:
             if chunk.num_sampled:
                 request.sample_index = index
                 index += 1
-        step = Step(prefill=tuple(c for _, c in self.prefill), decode=tuple(c for _, c in self.decode))
+        # Rows that nothing is sampled from keep what drafts will attend to: one pass does that.
+        num_drafts = self.num_drafts if index else min(self.num_drafts, len(planned))
+        num_drafts = max(num_drafts, self.least_drafts if self.prefill else 0)
+        step = Step(
+            prefill=tuple(c for _, c in self.prefill), decode=tuple(c for _, c in self.decode), num_drafts=num_drafts
+        )
         return step, tuple(r for r, _ in planned)
 
 
@@ -97,6 +107,13 @@ def num_rows(request: Request, place: Place, *, budget: int, config: SchedulerCo
     return min(budget, 1 + num_drafts, max(request.limit - place.max_start, 1))
 
 
+def num_wanted(request: Request, length: int, config: SchedulerConfig) -> int:
+    """Positions that a step wants pages for which computes `length` of them and samples: all drafts but the first are
+    made by rows behind those.
+    """
+    return min(length + max(config.num_drafts - 1, 0), max(request.limit, length))
+
+
 def make_chunk(request: Request, place: Place, rows: int) -> Chunk:
     """The next `rows` rows of a request, whose pages are reserved."""
     start, num_sampled = place.start, 0
@@ -120,4 +137,13 @@ def make_chunk(request: Request, place: Place, rows: int) -> Chunk:
         fed=place.fed,
         slack=place.max_start - start,
         scoring=rows_to_score(request, start, start + rows),
+        following=None if num_sampled or place.fed is not None else _token_at(request, start + rows),
     )
+
+
+def _token_at(request: Request, position: int) -> int | None:
+    """The token at a position, if it is known: of the prompt or of the output."""
+    if position >= request.length:
+        return None
+    num_prompt = len(request.prompt)
+    return request.prompt[position] if position < num_prompt else request.output[position - num_prompt]

@@ -18,8 +18,9 @@ from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import Done, Rejected, Submit, TokenLogprob
 from moeyard_worker.scheduling.admission import duplicate, queue_full, refusal
 from moeyard_worker.scheduling.completion import end_of, expired, farewell, take_tokens
+from moeyard_worker.scheduling.depth import Drafting
 from moeyard_worker.scheduling.holdings import Holdings
-from moeyard_worker.scheduling.planning import Place, StepBuilder, by_urgency, make_chunk, num_rows
+from moeyard_worker.scheduling.planning import Place, StepBuilder, by_urgency, make_chunk, num_rows, num_wanted
 from moeyard_worker.scheduling.request import Accepted, Constraint, Reply, Request, SchedulerStats
 from moeyard_worker.scheduling.roster import Roster
 from moeyard_worker.scheduling.scoring import tell_scores
@@ -41,6 +42,7 @@ class Scheduler:
         self.config = config
         self._holdings = Holdings(config)
         self.stats = SchedulerStats(drafts=[0] * config.num_drafts, accepted=[0] * config.num_drafts)
+        self._drafting = Drafting(config.num_drafts, adaptive=config.adaptive_drafts)
         self._roster = Roster()
         self._flights: deque[_Flight] = deque()
 
@@ -142,7 +144,7 @@ class Scheduler:
         """Plan the next step. It must be completed by `complete`, in order of planning; an empty one need not be."""
         assert len(self._flights) < self.config.max_in_flight, "the previous step was not completed"
         self._roster.resume(now)
-        builder = StepBuilder(self.config.max_batch_tokens)
+        builder = StepBuilder(self.config.max_batch_tokens, self._drafting.wish(self.num_running), self._drafting.least)
         outputs, prompts = by_urgency(self._roster.running)
         num_preemptions = self.stats.num_preemptions
         for request, place in outputs:
@@ -164,9 +166,7 @@ class Scheduler:
     def _admit(self, builder: StepBuilder, now: float) -> None:
         """Start waiting requests, first come first served, while rows, slots and pages for their whole prompt last."""
         config, roster, holdings = self.config, self._roster, self._holdings
-        while (
-            roster.waiting and builder.budget > 0 and not builder.closed and len(roster.running) < config.max_num_seqs
-        ):
+        while roster.waiting and builder.budget > 0 and not builder.closed and self.num_running < config.max_num_seqs:
             request = roster.waiting[0]
             cached = holdings.known_prefix(request)
             if not holdings.can_start(request, cached):
@@ -201,6 +201,8 @@ class Scheduler:
         length = place.max_start + rows
         if length > self._holdings.reach(request) and not self._reserve(request, length, builder):
             return False
+        if place.fed is not None or length >= request.length:
+            self._holdings.extend(request, num_wanted(request, length, self.config), len(self._roster.running))
         builder.add(request, make_chunk(request, place, rows))
         return True
 
@@ -257,8 +259,8 @@ class Scheduler:
             return []
         assert self._flights, "no step is in flight"
         assert self._flights[0].step is step, "another step was planned before this one"
-        flight = self._flights.popleft()
-        remaining, told = iter(results), iter(scores)
+        self._drafting.completed(step, results, now)
+        flight, remaining, told = self._flights.popleft(), iter(results), iter(scores)
         replies: list[Reply] = []
         for chunk, request in zip(step.chunks, flight.requests, strict=True):
             request.in_flight.pop(0)
@@ -293,9 +295,8 @@ class Scheduler:
     def _accept(self, request: Request, chunk: Chunk, result: Accepted, now: float) -> list[Reply]:
         if result.error is not None:
             return [Reply(request.client, self._finish(request, "error", result.error))]
-        tokens, reason = take_tokens(
-            request, chunk, result, eos_token_ids=self.config.eos_token_ids, stats=self.stats, now=now
-        )
+        eos = self.config.eos_token_ids
+        tokens, reason = take_tokens(request, chunk, result, eos_token_ids=eos, stats=self.stats, now=now)
         replies = [Reply(request.client, tokens)]
         if reason is not None:
             return [*replies, Reply(request.client, self._finish(request, reason))]

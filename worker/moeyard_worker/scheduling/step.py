@@ -36,7 +36,8 @@ class Chunk:
     zeros, and the start is any of [start, max_start], at most `slack` later (0 without drafts). All rows of a fed chunk
     are sampled; a row that no draft is proposed for may hold any token.
 
-    `scoring` is None unless log-probabilities of the prompt are asked for.
+    `scoring` is None unless log-probabilities of the prompt are asked for. `following` is the token behind the last row
+    where it is known and will be wanted for drafts; None for one that is sampled.
     """
 
     key: RequestKey
@@ -49,6 +50,7 @@ class Chunk:
     fed: int | None = None
     slack: int = 0
     scoring: Scoring | None = None
+    following: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -71,11 +73,13 @@ class Step:
     """One lockstep step of one rank: prompt chunks first, then decode chunks; rows are numbered in that order.
 
     A decode chunk has one row as a rule, and several when drafts are verified or when output positions are recomputed
-    after a preemption.
+    after a preemption. `num_drafts`: how many tokens are to be drafted behind the sampled ones; the ranks agree on the
+    most that one of them wants.
     """
 
     prefill: tuple[Chunk, ...] = ()
     decode: tuple[Chunk, ...] = ()
+    num_drafts: int = 0
 
     @staticmethod
     def empty() -> "Step":

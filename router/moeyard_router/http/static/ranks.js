@@ -19,6 +19,8 @@ export function showTiles(history) {
     const found = history.quantiles(name, [0.5, 0.95], MINUTE);
     tile(id, found ? seconds(found[0]) : ["–", ""], found ? `p95 ${secondsText(found[1])}` : "none in a minute");
   }
+  const drafts = history.growth((s) => s.totals.draft_tokens, MINUTE), kept = history.growth((s) => s.totals.accepted_tokens, MINUTE);
+  if (drafts > 0) byId("tile-tpot").children[2].textContent += `, ${percent(kept / drafts)} % of drafts kept`;
   tile("tile-requests", [amount(totals.num_running), ""], totals.num_waiting == null ? "" : `${amount(totals.num_waiting)} waiting`);
   const pages = live.workers.reduce((sum, w) => sum + (w.snapshot?.kv_pages_total ?? 0), 0);
   tile("tile-kv", [percent(totals.kv_usage), "%"], pages ? `of ${amount(pages)} pages` : "");

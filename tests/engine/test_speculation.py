@@ -1,0 +1,261 @@
+"""Speculation changes nothing: tokens, log-probability bits and ends of requests, whatever is drafted, with one rank.
+
+The bundled model drafts well (about four of five tokens), a copy of it whose layer is noise drafts badly. The same over
+ranks and processes is in tests/e2e/test_speculation.py.
+"""
+
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.checkpoints import make_checkpoint
+from tests.deploy.tiny_demo import make_demo
+from tokenizers import Tokenizer
+
+from moeyard_worker.checkpoint.check import check_weights
+from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.worker import Worker
+from moeyard_worker.models.shapes import served_model
+from moeyard_worker.protocol import Done, Grammar, PromptLogprobs, SamplingParams, Submit, TokenLogprob, Tokens
+from moeyard_worker.scheduling.request import SchedulerStats
+from moeyard_worker.scheduling.scheduler import Scheduler
+
+DEMO = Path(__file__).resolve().parents[2] / "deploy/demo"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}}, "required": ["a"]}
+
+
+@dataclass(slots=True)
+class Told:
+    """Everything that one request was told."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    end: tuple[str, int | None] | None = None
+
+
+Depth = Callable[[int, int], int]
+
+
+class Rank:
+    """A worker in process, stepped by hand as its engine would step it."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        config = EngineConfig(model_path=str(model), kv_memory=4 << 20, **options)
+        self.worker = Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
+        self.worker.connect([self.worker.endpoints()["mesh"]])
+        self.worker.load(1)
+
+    def run(
+        self, requests: dict[str, tuple[list[int], SamplingParams]], depth: Depth = lambda number, wanted: wanted,
+        **changes: Any,
+    ) -> tuple[dict[str, Told], SchedulerStats]:  # fmt: skip
+        """All requests at once, but for the first, which they follow.
+
+        `depth` of a step's number and wish says what its ranks agree on.
+        """
+        scheduler = Scheduler(replace(self.worker.scheduler.config, **changes))
+        told = {name: Told() for name in requests}
+        names = list(requests)
+        for some in (names[:1], names[1:]):
+            self._add(scheduler, {name: requests[name] for name in some})
+            self._step(scheduler, told, depth)
+        assert scheduler.pool.num_free == scheduler.config.num_pages
+        self.worker.experts.validate()
+        return told, scheduler.stats
+
+    def _add(self, scheduler: Scheduler, requests: dict[str, tuple[list[int], SamplingParams]]) -> None:
+        for name, (prompt, params) in requests.items():
+            held = None
+            if params.grammar is not None:
+                grammars = self.worker.grammars
+                assert grammars is not None
+                held = grammars.constraint(grammars.compile(params.grammar).result(), params)
+            submit = Submit(request_id=name, prompt_token_ids=tuple(prompt), sampling=params)
+            assert scheduler.add(submit, b"client", 0.0, held) is None
+
+    def _step(self, scheduler: Scheduler, told: dict[str, Told], depth: Depth) -> None:
+        flights: deque[Any] = deque()
+        number = 0
+        while scheduler.has_work() or flights:
+            step = scheduler.schedule(0.0)
+            if step.chunks:
+                number += 1
+                before = flights[-1] if flights else None
+                flights.append(
+                    self.worker.runner.launch(
+                        step, scheduler.requests(step), before=before, num_drafts=depth(number, step.num_drafts)
+                    )
+                )
+                if len(flights) < scheduler.config.max_in_flight:
+                    continue
+            launched = flights.popleft()
+            assert not launched.unsound
+            for reply in scheduler.complete(launched.step, launched.results, number * 0.01, launched.scores):
+                self._hear(told, reply.message)
+            scheduler.validate()
+
+    @staticmethod
+    def _hear(told: dict[str, Told], message: Any) -> None:
+        if isinstance(message, Tokens):
+            told[message.request_id].token_ids += message.token_ids
+            told[message.request_id].logprobs += message.logprobs
+        elif isinstance(message, PromptLogprobs):
+            told[message.request_id].prompt_logprobs += message.logprobs
+        else:
+            assert isinstance(message, Done), message
+            assert message.error is None, message
+            told[message.request_id].end = (message.finish_reason, message.stop_token_id)
+
+
+def prompts() -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    texts = [json.loads(line)["text"] for line in (DEMO / "heldout.jsonl").read_text().splitlines()[:6]]
+    return [tokenizer.encode(text).ids[:count] for text, count in zip(texts, (5, 33, 64, 20, 90, 17), strict=True)]
+
+
+def requests() -> dict[str, tuple[list[int], SamplingParams]]:
+    """Everything that a request can ask for of its tokens, some of it on each."""
+    a, b, c, d, e, f = prompts()
+    common: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+    seeded = {"temperature": 0.8, "seed": 11}
+    schema = Grammar(kind="json_schema", text=json.dumps(SCHEMA))
+    return {
+        "silent": (e, SamplingParams(max_tokens=0, temperature=0.0)),
+        "greedy": (a, SamplingParams(**common, temperature=0.0, logprobs=3)),
+        "seeded": (b, SamplingParams(**common, **seeded, top_p=0.95, top_k=40, logprobs=0, prompt_logprobs=2)),
+        "penalised": (
+            c,
+            SamplingParams(
+                **common,
+                temperature=0.6,
+                seed=5,
+                repetition_penalty=1.3,
+                presence_penalty=0.4,
+                frequency_penalty=0.2,
+                logit_bias={7: -3.0, 20: 2.0},
+            ),
+        ),
+        # Stopped by some token behind the least number of them, most of which are accepted drafts.
+        "stopped": (d, SamplingParams(max_tokens=60, temperature=0.0, min_tokens=6, stop_token_ids=tuple(range(200)))),
+        "short": (e, SamplingParams(max_tokens=1, temperature=0.0)),
+        "shared": (e, SamplingParams(**common, temperature=0.0)),
+        "grammar": (f, SamplingParams(max_tokens=24, **seeded, grammar=schema, logprobs=1)),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Told]:
+    """Each request alone, on a rank that does not speculate and has not loaded the layer for it."""
+    rank = Rank(DEMO)
+    found = {name: rank.run({name: request})[0][name] for name, request in requests().items()}
+    rank.worker.stop()
+    assert found["stopped"].end is not None
+    assert found["stopped"].end[0] == "stop"
+    assert 6 <= len(found["stopped"].token_ids) < 60
+    return found
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[Rank]:
+    rank = Rank(DEMO, speculate="mtp", draft_tokens=3)
+    yield rank
+    rank.worker.stop()
+
+
+@pytest.mark.parametrize("changes", [
+    {"num_drafts": 1}, {"num_drafts": 2}, {}, {"prefill_chunk": 7}, {"prefill_chunk": 16, "max_in_flight": 2},
+    {"num_pages": 8}, {"adaptive_drafts": True}, {"num_pages": 9, "num_drafts": 1, "max_in_flight": 2},
+], ids=str)  # fmt: skip
+def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+    told, stats = drafting.run(requests(), **changes)
+    assert told == expected
+    assert (stats.num_preemptions > 0) == ("num_pages" in changes)
+    assert 0.5 < stats.accepted[0] / stats.drafts[0] < 1
+    assert all(count > 0 for count in stats.accepted)
+    # Found prefixes hold what the layer keeps, too: the prompt of "shared" is that of those before it.
+    assert stats.prefix_hit_tokens > 0 or "num_pages" in changes
+
+
+def test_answers_stay_while_the_depth_changes_from_step_to_step(drafting: Rank, expected: dict[str, Told]) -> None:
+    chance = random.Random(3)
+    depths: list[int] = []
+
+    def depth(_number: int, wanted: int) -> int:
+        depths.append(min(wanted, chance.randrange(4)))
+        return depths[-1]
+
+    told, stats = drafting.run(requests(), depth)
+    assert told == expected
+    assert set(depths) == {0, 1, 2, 3}
+    assert stats.accepted[0] > 0
+    assert drafting.run(requests(), num_drafts=0)[0] == expected
+
+
+def test_answers_stay_with_few_expert_slots(expected: dict[str, Told]) -> None:
+    rank = Rank(DEMO, speculate="mtp", expert_slots=9)
+    told, stats = rank.run(requests())
+    rank.worker.stop()
+    assert told == expected
+    assert stats.accepted[0] > 0.5 * stats.drafts[0]
+    # The layer's experts are in the cache as any other's.
+    assert 6 in rank.worker.experts.stats.expert_rows
+    assert rank.worker.experts.stats.counters.num_misses > 0
+
+
+def test_drafts_of_noise_change_nothing(tmp_path: Path, expected: dict[str, Told]) -> None:
+    for path in DEMO.glob("*.json"):
+        (tmp_path / path.name).symlink_to(path)
+    tensors = load_file(DEMO / "model.safetensors")
+    join = tensors["model.layers.6.eh_proj.weight"]
+    noise = torch.randn(join.shape, generator=torch.Generator().manual_seed(1))
+    tensors["model.layers.6.eh_proj.weight"] = noise.to(join.dtype)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    rank = Rank(tmp_path, speculate="mtp", draft_tokens=3)
+    told, stats = rank.run(requests())
+    rank.worker.stop()
+    assert told == expected
+    assert stats.accepted[0] < 0.1 * stats.drafts[0]
+
+
+def test_the_layer_is_loaded_only_if_it_is_asked_for(tmp_path: Path) -> None:
+    make_demo(tmp_path)
+    plain, config = EngineConfig(model_path=str(tmp_path)), EngineConfig(model_path=str(tmp_path), speculate="mtp")
+    without, model = served_model(plain), served_model(config)
+    assert model.moe_layers == (*without.moe_layers, 2)
+    assert model.state_spec(4).bytes_per_token == without.state_spec(4).bytes_per_token * 3 // 2
+    skipped = check_weights(plain, without).skipped
+    assert set(skipped.values()) == {"multi-token prediction layer"}
+    checked = check_weights(config, model)
+    assert checked.skipped == {
+        f"model.layers.2.{name}": "the model's own embedding or head once more"
+        for name in ("embed_tokens.weight", "shared_head.head.weight")
+    }
+    assert checked.dense_bytes() > check_weights(plain, without).dense_bytes()
+
+
+def test_a_layer_without_its_join_is_incomplete(tmp_path: Path) -> None:
+    make_demo(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.2.eh_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = EngineConfig(model_path=str(tmp_path), speculate="mtp")
+    with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.2\.eh_proj\.weight of shape \[32, 64\]"):
+        check_weights(config, served_model(config))
+
+
+def test_a_checkpoint_without_such_a_layer(tmp_path: Path) -> None:
+    config = EngineConfig(model_path=str(make_checkpoint(tmp_path, "deepseek_v3")), speculate="mtp")
+    with pytest.raises(
+        ValueError, match=r"^--speculate mtp: .*: this model has no layer for multi-token prediction \("
+    ):
+        served_model(config)

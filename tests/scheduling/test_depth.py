@@ -1,0 +1,87 @@
+"""The depth of drafts that pays: found, kept, found again when it changes; whatever a busy machine does meanwhile."""
+
+import random
+
+import pytest
+
+from moeyard_worker.scheduling.depth import Depth, Drafting
+from moeyard_worker.scheduling.request import Accepted
+from moeyard_worker.scheduling.step import Chunk, Step
+
+
+def live(
+    depth: Depth, chance: random.Random, *, right: float, seconds: dict[int, float], sequences: int, steps: int
+) -> list[int]:
+    """So many steps: drafts are right with probability `right`, `seconds` is by depth, one step in ten takes thrice."""
+    chosen, before = [], 0
+    for _ in range(steps):
+        k = depth.choose(sequences)
+        for _ in range(sequences if before else 0):
+            accepted = next((j for j in range(before) if chance.random() > right), before)
+            depth.verified(before, accepted)
+        depth.took(sequences, k, seconds[k] * (3 if chance.random() < 0.1 else chance.uniform(0.95, 1.05)))
+        chosen.append(k)
+        before = k
+    return chosen
+
+
+CHEAP = {0: 1.0, 1: 1.2, 2: 1.4, 3: 1.6}
+DEAR = {0: 1.0, 1: 1.9, 2: 2.8, 3: 3.7}
+
+
+@pytest.mark.parametrize(("right", "seconds", "best"), [
+    (0.9, CHEAP, 3), (0.35, CHEAP, 1), (0.02, CHEAP, 0), (0.8, DEAR, 0), (0.8, {**DEAR, 1: 1.2}, 1),
+])  # fmt: skip
+def test_finds_what_gives_most_tokens_a_second(right: float, seconds: dict[int, float], best: int, seed: int) -> None:
+    depth = Depth(3)
+    chosen = live(depth, random.Random(seed), right=right, seconds=seconds, sequences=4, steps=1500)
+    assert set(chosen[:40]) == {0, 1, 2, 3}, "all are tried"
+    late = chosen[500:]
+    assert late.count(best) > 0.9 * len(late)
+    assert len(set(late)) > 1, "others are tried again"
+
+
+def test_follows_what_changes(seed: int) -> None:
+    depth, chance = Depth(3), random.Random(seed)
+    live(depth, chance, right=0.9, seconds=CHEAP, sequences=1, steps=600)
+    # Another text, of which nothing is guessed.
+    chosen = live(depth, chance, right=0.05, seconds=CHEAP, sequences=1, steps=600)
+    assert chosen[300:].count(0) > 0.9 * 300
+    # Drafts are made in trials only, and these tell that they are right again.
+    chosen = live(depth, chance, right=0.95, seconds=CHEAP, sequences=1, steps=9000)
+    assert chosen[-1000:].count(0) < 0.1 * 1000
+
+
+def test_every_number_of_sequences_has_a_depth_of_its_own(seed: int) -> None:
+    depth, chance = Depth(2), random.Random(seed)
+    for _ in range(3):
+        one = live(depth, chance, right=0.8, seconds=CHEAP, sequences=1, steps=200)
+        many = live(depth, chance, right=0.8, seconds=DEAR, sequences=16, steps=200)
+    assert one[50:].count(2) > 0.9 * 150
+    assert many[50:].count(0) > 0.9 * 150
+
+
+def test_without_a_choice_it_is_the_most() -> None:
+    drafting = Drafting(2, adaptive=False)
+    assert [drafting.wish(n) for n in (0, 1, 9)] == [1, 2, 2]
+    assert Drafting(0, adaptive=True).wish(3) == 0
+
+
+def row(num_sampled: int) -> Chunk:
+    return Chunk(
+        key=(b"", ""), start=4, token_ids=(1,) * num_sampled, pages=(0,), prompt=False, num_sampled=num_sampled
+    )
+
+
+def test_a_step_with_prompts_says_nothing_of_time() -> None:
+    """Nor does the step behind it, which verifies what another depth has drafted."""
+    drafting = Drafting(1, adaptive=True)
+    result = [Accepted((7,), drafts=(8,))]
+    decode, prompt = Step(decode=(row(1),)), Step(prefill=(row(1),))
+    now = 0.0
+    for step, seconds in ((prompt, 50.0), (decode, 60.0), (decode, 1.0), (prompt, 70.0), (decode, 80.0), (decode, 1.5)):
+        now += seconds
+        drafting.completed(step, result, now)
+    depth = drafting._depth
+    assert depth is not None
+    assert {key: list(times) for key, times in depth._seconds.items()} == {(1, 1): [1.0, 1.5]}
