@@ -179,6 +179,21 @@ def test_drafts_are_taken_back(bench: Bench, grammars: Grammars) -> None:
     assert constraint.mask(known) == wanted
 
 
+@pytest.mark.parametrize("rule", ["max_tokens=3", 'stop="!"'])
+def test_rules_that_count_or_stop_take_drafts_back_too(bench: Bench, grammars: Grammars, rule: str) -> None:
+    """llguidance rolls none back in which a lexeme has `max_tokens=` or `stop=`."""
+    grammar = Grammar(kind="lark", text=f"start: number\nnumber[{rule}]: /[0-9]*/")
+    constraint, other = held(grammars, grammar), held(grammars, grammar)
+    output = ids(bench, "12")
+    for kept in (len(output), 1, 0):
+        constraint.mask([*output, *ids(bench, "3")])
+        taken_back = constraint.mask(output[:kept])
+        assert taken_back.error is None
+        assert taken_back == held(grammars, grammar).mask(output[:kept])
+    for length in range(len(output) + 1):
+        assert constraint.mask(output[:length]) == other.mask(output[:length])
+
+
 def test_what_is_expected_is_what_is_said(bench: Bench, grammars: Grammars) -> None:
     constraint, other = held(grammars, KINDS["schema"]), held(grammars, KINDS["schema"])
     output = ids(bench, '{"a": 12}')

@@ -47,6 +47,8 @@ def shapes(chunks: tuple[Chunk, ...]) -> list[tuple[str, int, int, bool]]:
         (submit("r", 3, temperature=float("nan")), "bad_request", "temperature .*, got nan"),
         (submit("r", 3, top_p=0.0), "bad_request", "top_p .*, got 0.0"),
         (submit("r", 3, top_k=-1), "bad_request", "top_k .*, got -1"),
+        (submit("r", 3, top_k=2**63), "bad_request", "top_k .*, got 9223372036854775808"),
+        (submit("r", 3, stop_token_ids=tuple(range(4001))), "bad_request", "name 4001 tokens, at most 4000"),
         (submit("r", 3, min_p=1.5), "bad_request", "min_p .*, got 1.5"),
         (submit("r", 3, repetition_penalty=0.0), "bad_request", "repetition_penalty .*, got 0.0"),
         (submit("r", 3, presence_penalty=2.5), "bad_request", "presence_penalty .*, got 2.5"),
