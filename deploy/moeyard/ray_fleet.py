@@ -205,7 +205,7 @@ class RayFleet:
             return True
 
     def resize_stage(self) -> str | None:
-        """What that waits for, None if nothing any more; raises FleetError for what goes wrong."""
+        """What that waits for (`Resizing.stage`), None if nothing any more; raises FleetError for what goes wrong."""
         with self._lock:
             self._go_on()
             stage = self._ranks.resize_stage()

@@ -1,5 +1,6 @@
 """Ranks on their way into a fleet, or out of it, beside the steps of those that serve."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,8 +8,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from moeyard.rank import RanksLost
 from moeyard.ray_member import STOP_SECONDS, Member, lost_of, named, setup_of
 from moeyard.resize_plan import ResizePlan
+
+ANSWER_SECONDS = 15.0
 
 
 class Resizing:
@@ -31,13 +35,18 @@ class Resizing:
         self.plan = plan
         self.members = {rank: Member(actor, actor.setup.remote(spec(rank))) for rank, actor in actors.items()}
         self._stay = stay
+        self._asked: dict[int, Any] = {}
+        self._patience = 0.0
         self._reading = {
             rank: member.actor.prepare.remote(plan.placement, plan.slots.get(rank, 0))
             for rank, member in (stay.items() if moves else ())
         }
 
     def stage(self) -> str | None:
-        """What is waited for, None when nothing is. Never blocks. Raises RanksLost with the words of who cannot."""
+        """What is waited for, None when nothing is. Never blocks. Raises RanksLost with the words of who cannot.
+
+        "" while those that came are asked whether they are there still, which they must be before others stop for them.
+        """
         for rank, member in self.members.items():
             if member.setup is None and (result := _taken(rank, member.setting_up)) is not None:
                 member.setup = result
@@ -57,7 +66,21 @@ class Resizing:
         for rank in [rank for rank, ref in self._reading.items() if _taken(rank, ref) is not None]:
             self._stay[rank].read = self.plan.placement.experts(rank)
             del self._reading[rank]
-        return f"reading experts at {named(self._reading)}" if self._reading else None
+        if self._reading:
+            return f"reading experts at {named(self._reading)}"
+        return None if self._all_here() else ""
+
+    def _all_here(self) -> bool:
+        """Whether all that came have answered since the last time that this was so."""
+        if not self._asked:
+            self._asked = {rank: member.actor.progress.remote() for rank, member in self.members.items()}
+            self._patience = time.monotonic() + ANSWER_SECONDS
+            return not self._asked
+        silent = [rank for rank, ref in self._asked.items() if _taken(rank, ref) is None]
+        if silent and time.monotonic() > self._patience:
+            raise RanksLost(silent, f"worker {silent[0]} has loaded its experts, and does not answer any more")
+        self._asked = {} if not silent else self._asked
+        return not silent
 
     @property
     def reading(self) -> list[Any]:

@@ -15,7 +15,7 @@ class Resizable(Protocol):
         ...
 
     def resize_stage(self) -> str | None:
-        """What that waits for, None if nothing any more; raises FleetError."""
+        """What that waits for, "" for a moment, None if nothing any more; raises FleetError."""
         ...
 
     def end_resize(self) -> None:
@@ -56,7 +56,7 @@ class Scaling:
         if not self._began and not self._begin():
             return False
         stage = self._fleet.resize_stage()
-        if stage is not None and stage != self._stage:
+        if stage and stage != self._stage:
             self._say(stage)
         self._stage = stage
         if not self._emptied() or stage is not None:
@@ -98,7 +98,8 @@ class Scaling:
         left = sum(held)
         if left != self._left:
             if self._left == UNKNOWN:
-                self._say(f"{named(sorted(self.leaving))} take no new requests, and have {left}")
+                who, one = named(sorted(self.leaving)), len(self.leaving) == 1
+                self._say(f"{who} {'takes' if one else 'take'} no new requests, and {'has' if one else 'have'} {left}")
             self._left = left
         if not left:
             return True

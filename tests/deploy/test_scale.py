@@ -16,7 +16,7 @@ __all__ = ["command", "folder"]  # fixtures
 def test_two_four_two_under_load(command: Callable[..., Command], folder: str) -> None:
     server = command("serve", DEMO, "--workers", "2", "--port", "0", "--served-model-name", "demo")
     server.wait_ready()
-    streams = 6
+    streams = 4
     with ThreadPoolExecutor(streams) as pool:
         expected = list(pool.map(lambda i: ask(server.url, i), range(streams)))
         assert all(len(each["ids"]) == 60 + 5 * i for i, each in enumerate(expected))
