@@ -46,7 +46,11 @@ class Draining:
 
     def _pause(self, now: float, leaving: Sequence[int], size: int | None) -> None:
         """Nothing runs until these ranks have others in their places, or the fleet has another `size`."""
-        what = f"worker {leaving[0]} is being restarted" if size is None else f"going on with {size} workers"
+        what = (
+            f"worker {leaving[0]} is being restarted"
+            if size is None
+            else f"going on with {size} worker{'s'[: size > 1]}"
+        )
         self._members.pause(leaving, what)
         self._waiters.hold(now)
         self._recovery.begin(what, planned=leaving, scales=size is not None)
