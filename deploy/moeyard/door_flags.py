@@ -78,7 +78,7 @@ def door_fields(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any
     each = config.max_num_seqs + config.max_waiting
     return {
         "max_inflight": config.num_workers * each,
-        "inflight_per_worker": each if args.max_inflight is None else None,
+        **({"inflight_per_worker": each} if args.max_inflight is None else {}),
         "worker_places": config.max_num_seqs,
         "max_queue_seconds": config.max_queue_seconds,
         **{name: value for name, value in given.items() if value is not None},
