@@ -91,7 +91,7 @@ class Desk:
         if incident is not None:
             self.supervisor.recover(incident)
         else:
-            self.upkeep.turn(self.supervisor.restart)
+            self.upkeep.turn(self.supervisor.restart, self.supervisor.scale)
 
     def begin(self, command: Callable[[list[str]], str]) -> "Asked":
         """Give a command from a thread of its own, up to the moment when it waits."""

@@ -57,7 +57,7 @@ class Fleet:
         self._metrics = metrics
         self._on_change = on_change
         self._on_lost = on_lost
-        room = self._room = Room(time.monotonic(), config.max_inflight, config.max_waiting_tokens)
+        room = self._room = Room(time.monotonic(), config.most_inflight(len(config.workers)), config.max_waiting_tokens)
         self.waiters = Waiters(config, metrics, drain=self._drain, refuse=self._end_here)
         self._flights = Flights(room, len(config.workers), ended=self.waiters.ended)
         events = MemberEvents(
@@ -93,6 +93,7 @@ class Fleet:
             self.end_all(self.failure or "the workers were started again")
         self.failure = None
         new = self._members.replace(addresses)
+        self.waiters.resize(len(addresses), self._room)
         if self._recovers and (new or not self._recovery.is_whole):
             self._wait("workers were replaced")
         self._dispatch.forget(new)
@@ -306,9 +307,8 @@ class Fleet:
 
     def _settle(self) -> None:
         """If every worker is ready, what waits goes on."""
-        if self._recovery.is_whole or self.given_up or self._members.unready() is not None:
-            return
-        if self.failure is not None and not self._recovers:
+        over = self.given_up or (self.failure is not None and not self._recovers)
+        if over or self._recovery.is_whole or self._members.unready() is not None:
             return
         self.failure = None
         waiting = self._flights.waiting()
