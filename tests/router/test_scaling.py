@@ -6,22 +6,20 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.router.conftest import ScriptedWorker
-from tests.router.test_draining import drain, story
-from tests.router.test_recovery import COMPLETIONS, Launcher, bodies, folded, in_flight, incidents, prepared, validate
+from tests.router.launcher import COMPLETIONS, Launcher, bodies, folded, in_flight, incidents, prepared, validate
+from tests.router.scripted_worker import ScriptedWorker
+from tests.router.test_draining import drain
 
 from moeyard_router.config import WorkerAddress
 from moeyard_router.fleet.orders import Drain
-
-__all__ = ["story"]  # the fixture
 
 
 class Scaled:
     """A service that has two workers at first, and what a launcher does to give it others."""
 
-    def __init__(self, start, story, **options):
-        self.service = start(2, prepare=lambda worker: prepared(worker, story), step_deadline=1.0, **options)
-        self.story, self.epoch = story, 0
+    def __init__(self, start, script, **options):
+        self.service = start(2, prepare=lambda worker: prepared(worker, script), step_deadline=1.0, **options)
+        self.script, self.epoch = script, 0
         self.left = []
 
     def announce(self, size):
@@ -36,8 +34,8 @@ class Scaled:
         for worker in workers:
             worker.hold("an epoch ends as it was asked to")
         while len(workers) < size:
-            new = ScriptedWorker(len(workers), size, self.story, epoch=self.epoch, state="recovering")
-            prepared(new, self.story)
+            new = ScriptedWorker(len(workers), size, self.script, epoch=self.epoch, state="recovering")
+            prepared(new, self.script)
             workers.append(new)
         self.left += workers[size:]
         del workers[size:]
@@ -61,11 +59,11 @@ class Scaled:
 
 
 @pytest.fixture
-def scaled(start, story):
+def scaled(start, script):
     made = []
 
     def make(**options):
-        made.append(Scaled(start, story, **options))
+        made.append(Scaled(start, script, **options))
         return made[0]
 
     yield make
@@ -138,7 +136,7 @@ def test_a_loss_meanwhile_is_a_loss(scaled, wait_for):
     fleet.announce(3)
     service.workers[1].die()
     wait_for(lambda: service.lost == [1], "its loss must be told")
-    launcher = Launcher(service, fleet.story)
+    launcher = Launcher(service, fleet.script)
     launcher.heal(1)
     service.complete(prompt="after", max_tokens=3)
     assert [each["planned"] for each in incidents(service)] == [False]

@@ -133,6 +133,15 @@ def test_a_request_that_waits_too_long_ends_by_name() -> None:
     assert Scheduler(CONFIG).expire(now=1e9) == []
 
 
+def test_a_request_that_waited_for_its_grammar_expires_behind_one_that_came_later() -> None:
+    scheduler = Scheduler(replace(CONFIG, max_num_seqs=1, max_queue_seconds=3.0))
+    for name, arrived in (("runs", 0.0), ("later", 2.0), ("compiled", 1.0)):
+        assert scheduler.add(submit(name, 5), b"a", now=arrived) is None
+        scheduler.schedule(now=2.0) if name == "runs" else None
+    assert [reply.message.request_id for reply in scheduler.expire(now=4.0)] == ["compiled"]
+    assert [reply.message.request_id for reply in scheduler.expire(now=5.0)] == ["later"]
+
+
 def test_nobody_expires_for_the_time_in_which_nothing_runs() -> None:
     """A peer was lost, and another takes its place: who waits has waited for as long as there were steps."""
     scheduler = Scheduler(replace(CONFIG, max_num_seqs=1, max_queue_seconds=10.0))

@@ -3,7 +3,6 @@
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from itertools import takewhile
 
 from moeyard_worker.scheduling.request import Request
 from moeyard_worker.scheduling.step import Chunk, RequestKey
@@ -47,11 +46,14 @@ class Roster:
         insort(self.waiting, request, key=_serial)
 
     def late(self, arrived: float) -> list[Request]:
-        """Those that have waited since `arrived` or longer and never ran; in order of arrival."""
+        """Those that have waited since `arrived` or longer and never ran, as they wait.
+
+        One whose grammar took long stands behind others that came later.
+        """
         if self._held is not None:
             return []
         new = (r for r in self.waiting if r.started is None and not r.output)
-        return list(takewhile(lambda r: r.arrived + r.excused <= arrived, new))
+        return [r for r in new if r.arrived + r.excused <= arrived]
 
     def start_first(self) -> Request:
         """The first that waits runs."""

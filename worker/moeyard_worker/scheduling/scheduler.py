@@ -257,7 +257,6 @@ class Scheduler:
         assert len(scores) == len(step.scored), f"{len(scores)} scores for {len(step.scored)} scored chunks"
         if not step.chunks:
             return []
-        assert self._flights, "no step is in flight"
         assert self._flights[0].step is step, "another step was planned before this one"
         self._drafting.completed(step, results, now)
         flight, remaining, told = self._flights.popleft(), iter(results), iter(scores)
