@@ -108,7 +108,7 @@ class Fleet:
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     for module in (ray_ranks, ray_member, spares):
         monkeypatch.setattr(module, "ray", Ray())
-    monkeypatch.setattr(ray_ranks, "fence_process", lambda node, pid, began: None)
+    monkeypatch.setattr(ray_member, "fence_process", lambda node, pid, began: None)
     return Fleet()
 
 
