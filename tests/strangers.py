@@ -34,15 +34,20 @@ def knock(address: str) -> Iterator[socket.socket]:
         yield connection
 
 
-def say(address: str, *parts: bytes) -> bytes:
-    """Connect, say it all whether it is wanted or not, and leave; what was answered to the first part."""
+def mechanism(address: str) -> bytes:
+    """How whoever listens there wants to be greeted, 20 bytes: it tells once it has heard a version."""
+    with knock(address) as connection, connection.makefile("rb") as answer:
+        connection.sendall(GREETING[:11])
+        return answer.read(32)[12:]
+
+
+def say(address: str, *parts: bytes) -> None:
+    """Connect, say it all whether it is wanted or not, and leave; what is answered to the first part is waited for."""
     with knock(address) as connection, contextlib.suppress(ConnectionError):  # boundary: turned away while it speaks
         connection.sendall(parts[0])
-        answer = connection.recv(64, socket.MSG_WAITALL)
+        connection.recv(64)
         for part in parts[1:]:
             connection.sendall(part)
-        return answer
-    return b""
 
 
 def one_byte_and_gone(address: str, kind: bytes = b"PAIR") -> None:

@@ -30,20 +30,20 @@ MAY_IMPORT = {
 # The rooms of the worker: what each may import beside itself, and how many lines it may have. A room that outgrows its
 # budget wants another look at what it does before it gets more.
 ROOMS = {
-    "config": ((), 670),
+    "config": ((), 730),
     "state": (("config",), 350),
-    "scheduling": (("config", "state"), 1190),
-    "exchange": (("config",), 2180),
+    "scheduling": (("config", "state"), 1370),
+    "exchange": (("config",), 2210),
     "experts": (("config", "exchange"), 1370),
     "layers": (("config", "state", "exchange"), 550),
-    "models": (("config", "state", "exchange", "layers"), 900),
+    "models": (("config", "state", "exchange", "layers"), 990),
     "checkpoint": (("config", "layers", "models"), 700),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 3480),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 3680),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
     "text": ((), 2620),
-    "fleet": ((), 3020),
+    "fleet": ((), 3080),
     "api": (("text", "fleet"), 4330),
     "http": (("text", "fleet", "api"), 2370),
 }

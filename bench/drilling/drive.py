@@ -93,8 +93,8 @@ class Drill:
         if fault.kind == "router":
             await self._kill_router(outcome)
             return outcome
-        if fault.kind == "restart":
-            await self._restart(outcome, order)
+        if fault.kind in ("restart", "scale"):
+            await self._ask(outcome, fault.kind, order)
             return outcome
         poisoned = None
         if fault.kind == "exception":
@@ -151,16 +151,24 @@ class Drill:
                 return fleet
             await asyncio.sleep(0.1)
 
-    async def _restart(self, outcome: Outcome, order: Sequence[int]) -> None:
-        """One rank or all of them, drained for a moment and restarted. Of all its seconds those are told in which no
-        token came, and in which the server was not ready.
+    async def _ask(self, outcome: Outcome, name: str, order: Sequence[int]) -> None:
+        """One rank or all of them, drained for a moment and restarted; or one or two more, and as many as before again.
+
+        Of all its seconds those are told in which no token came, and in which the server was not ready.
         """
         first, seconds = time.monotonic(), self._rng.uniform(0, 2)
-        outcome.ranks = sorted(order) if self._rng.random() < 0.3 else list(order[:1])
-        words = ["--worker", str(outcome.ranks[0])] if len(outcome.ranks) == 1 else []
+        if name == "restart":
+            outcome.ranks = sorted(order) if self._rng.random() < 0.3 else list(order[:1])
+            commands = [["--worker", str(outcome.ranks[0])] if len(outcome.ranks) == 1 else []]
+        else:
+            outcome.ranks = [len(order) + i for i in range(self._rng.randint(1, 2))]
+            commands = [[str(outcome.ranks[-1] + 1)], [str(len(order))]]
         if outcome.moment.startswith(("idle", "nearly")):
             self._load.resume()
-        code, said = await self._server.command("restart", "--drain-timeout", f"{seconds:.2f}", *words)
+        code, said = 0, ""
+        for words in commands:
+            if not code:
+                code, said = await self._server.command(name, "--drain-timeout", f"{seconds:.2f}", *words)
         outcome.note = f"drained for {seconds:.1f} s at most"
         last = time.monotonic()
         outcome.ready_seconds, outcome.cause = await self._watch.ready_after(
@@ -172,11 +180,12 @@ class Drill:
         await self._judge(outcome, met)
         if code:
             outcome.failed += 1
-            outcome.errors.append(f"moeyard restart ended with code {code}")
+            outcome.errors.append(f"moeyard {name} ended with code {code}: {said}")
         if outcome.ready_seconds is None:
             self._lost_at = first
             return
-        outcome.ready_seconds = self._watch.unready_seconds(first, time.monotonic()) / len(outcome.ranks)
+        outcome.ready_seconds = self._watch.unready_seconds(first, time.monotonic())
+        outcome.ready_seconds /= len(outcome.ranks) if name == "restart" else len(commands)
         quiet = silence(first, [at for e in met for at in e.arrivals], grace=last - first)
         if quiet is not None:
             outcome.output_seconds = outcome.silence_seconds = quiet[1] - quiet[0]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from drilling.load import Exchange, Load
 
-KINDS = ("kill", "stop", "kill-two", "kill-in-recovery", "router", "exception", "restart", "oom")
+KINDS = ("kill", "stop", "kill-two", "kill-in-recovery", "router", "exception", "restart", "scale", "oom")
 MOMENTS = ("prefill", "decode", "exchange", "idle")
 # One round of a drill of every kind: (fault, moment, how often).
 ROUND = (

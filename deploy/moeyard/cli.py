@@ -11,7 +11,7 @@ from moeyard import __version__
 from moeyard.api_flags import add_api_arguments
 from moeyard.bench.engine_flags import add_bench_arguments
 from moeyard.bench.server.flags import add_server_arguments
-from moeyard.control_flags import add_drain_arguments, add_restart_arguments, add_undrain_arguments
+from moeyard.control_flags import add_drain_arguments, add_restart_arguments, add_scale_arguments, add_undrain_arguments
 from moeyard.door_config import add_door_arguments, door_config, log_config
 from moeyard.entry import INTERRUPTED, leave
 from moeyard.flags import add_engine_arguments, add_source_arguments, engine_config
@@ -122,6 +122,7 @@ def add_upkeep_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
         ("drain", add_drain_arguments, "take a rank's requests away; it computes its experts for the others"),
         ("undrain", add_undrain_arguments, "let a drained rank take requests again"),
         ("restart", add_restart_arguments, "drain ranks and give them new processes, one after the other"),
+        ("scale", add_scale_arguments, "have more workers, or fewer, while requests run"),
     ):
         command = commands.add_parser(name, help=text)
         add(command)
@@ -129,7 +130,7 @@ def add_upkeep_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run_upkeep(args: argparse.Namespace) -> int:
-    """`moeyard drain`, `undrain` and `restart`."""
+    """`moeyard drain`, `undrain`, `restart` and `scale`."""
     return int(getattr(load("moeyard.control_client"), args.command)(args))
 
 

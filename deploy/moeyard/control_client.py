@@ -1,4 +1,4 @@
-"""`moeyard drain | undrain | restart`: what they say to the control door of a server on this machine."""
+"""`moeyard drain | undrain | restart | scale`: what they say to the control door of a server on this machine."""
 
 import argparse
 import contextlib
@@ -72,3 +72,8 @@ def restart(args: argparse.Namespace) -> int:
     changes = {name: value for name in CHANGEABLE if (value := getattr(args, name)) is not None}
     ranks = [] if args.worker is None else [args.worker]
     return command(args, {"command": "restart", "ranks": ranks, "seconds": args.drain_timeout, "changes": changes})
+
+
+def scale(args: argparse.Namespace) -> int:
+    """`moeyard scale`."""
+    return command(args, {"command": "scale", "size": args.size, "seconds": args.drain_timeout})

@@ -33,7 +33,12 @@ def commands(upkeep: Upkeep, config: EngineConfig) -> dict[str, Command]:
             changes = check_changes(config, fields["changes"])
         return upkeep.restart(ranks, seconds=seconds, changes=changes, say=say)
 
-    return {"drain": drain, "undrain": undrain, "restart": restart}
+    def scale(fields: Mapping[str, Any], say: Say) -> str:
+        with refused_as_text():
+            size, seconds = int(fields["size"]), float(fields["seconds"])
+        return upkeep.scale(size, seconds=seconds, say=say)
+
+    return {"drain": drain, "undrain": undrain, "restart": restart, "scale": scale}
 
 
 def check_changes(config: EngineConfig, changes: Mapping[str, Any]) -> dict[str, Any]:

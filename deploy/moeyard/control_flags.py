@@ -1,4 +1,4 @@
-"""Flags of `moeyard drain`, `undrain` and `restart`, and what a restart may change."""
+"""Flags of `moeyard drain`, `undrain`, `restart` and `scale`, and what a restart may change."""
 
 import argparse
 
@@ -53,6 +53,13 @@ def add_drain_arguments(parser: argparse.ArgumentParser) -> None:
 def add_undrain_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `moeyard undrain`."""
     parser.add_argument("--worker", type=rank, required=True, metavar="N", help="the rank")
+    add_server_argument(parser)
+
+
+def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `moeyard scale`."""
+    parser.add_argument("size", type=count, metavar="N", help="how many workers there are to be")
+    add_timeout_argument(parser)
     add_server_argument(parser)
 
 

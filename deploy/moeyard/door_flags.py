@@ -75,9 +75,10 @@ def add_door_arguments(parser: argparse.ArgumentParser) -> None:
 def door_fields(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
     """The fields of RouterConfig that the flags set."""
     given = {name: getattr(args, name) for name in _FIELDS}
-    most = config.num_workers * (config.max_num_seqs + config.max_waiting)
+    each = config.max_num_seqs + config.max_waiting
     return {
-        "max_inflight": most,
+        "max_inflight": config.num_workers * each,
+        **({"inflight_per_worker": each} if args.max_inflight is None else {}),
         "worker_places": config.max_num_seqs,
         "max_queue_seconds": config.max_queue_seconds,
         **{name: value for name, value in given.items() if value is not None},

@@ -16,19 +16,17 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeyard import __version__
 from moeyard.last_resort import end_tree
 from moeyard.listen import check_ports
 from moeyard.logs import LogConfig
 from moeyard.rank import Event, FleetError, FleetLost, Rank, RanksLost, Recovered, Unrecoverable
-from moeyard.ray_actor import RankActor
-from moeyard.ray_config import uses_tls, worker_environment
+from moeyard.ray_config import uses_tls
 from moeyard.ray_errors import first_line
-from moeyard.ray_member import PROGRESS_SECONDS, STOP_SECONDS, Progress
-from moeyard.ray_ranks import RayRanks
+from moeyard.ray_member import STOP_SECONDS, Progress, named
+from moeyard.ray_places import PLACEMENT_SECONDS, Places
+from moeyard.ray_resizes import ResizableRanks
 from moeyard.signals import Interrupts, run_apart
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
@@ -38,7 +36,6 @@ from moeyard_worker.keys import FleetKeys
 CONNECT_SECONDS = 3.0
 # Length 0, type SETTINGS, no flags, stream 0 (RFC 9113, 4.1 and 6.5).
 HTTP2_EMPTY_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-PLACEMENT_SECONDS = 60.0
 HEAD = "gcs_server"
 
 log = logging.getLogger(__name__)
@@ -67,16 +64,18 @@ class RayFleet:
         self._worker_host = worker_host if worker_host or address else "127.0.0.1"
         self._metrics_port_base = metrics_port_base
         self._cluster_wait = cluster_wait
-        self._group: Any = None
+        self._places = Places(config, local=address is None)
         # The one daemon of a private Ray without which it starts nothing; serving does not need it.
         self._head: psutil.Process | None = None
         self._headless_told = False
         self._stopping = threading.Event()
-        self._remote_class: Any = None
+        self._place_until = 0.0  # when ranks that come must have their places
         self._check: Callable[[], None] = lambda: None
         # Actors are made, heard and ended under it.
         self._lock = threading.Lock()
-        self._ranks = RayRanks(config, make=self._actor, spec=self._spec, placement=placement, takeover=takeover)
+        self._ranks = ResizableRanks(
+            config, make=self._places.actor, spec=self._spec, placement=placement, takeover=takeover
+        )
 
     def start(self, progress: Progress, *, stage: Callable[[str], None], interrupts: Interrupts) -> list[Rank]:
         """Start Ray and all ranks; `progress(done, total)` gets the bytes loaded over all ranks, `stage` what begins.
@@ -98,7 +97,7 @@ class RayFleet:
             self._connect()
         self._check()
         stage(f"starting {self._config.num_workers} worker{'s' if self._config.num_workers > 1 else ''}")
-        self._place(stage)
+        self._places.reserve(wait=self._cluster_wait, stage=stage, check=self._check)
         try:
             return self._ranks.launch(progress)
         finally:
@@ -169,7 +168,7 @@ class RayFleet:
             self._go_on()
             beside = self._config.device == "cpu" and not self._metrics_port_base
             try:
-                self._ranks.prepare(rank, changes, self._actor(rank, beside=True) if beside else None)
+                self._ranks.prepare(rank, changes, self._places.actor(rank, beside=True) if beside else None)
             except RayError as error:
                 raise RanksLost([rank], first_line(error)) from error
             return beside
@@ -185,6 +184,47 @@ class RayFleet:
         with self._lock:
             if not self._stopping.is_set():
                 self._ranks.spares.abandon(rank)
+
+    def begin_resize(self, size: int) -> bool:
+        """Begin to become `size` ranks; False if it has to be asked again. Raises FleetError where that cannot be."""
+        with self._lock:
+            self._go_on()
+            come = range(self._ranks.size, size)
+            # What can never be is said before what is lacking now.
+            self._ranks.check_size(size)
+            if come and (problem := self._places.lacks(size)) is not None:
+                raise FleetError(problem)
+            try:
+                if not self._ranks.may_resize():
+                    return False
+                self._places.add(come)
+                self._ranks.begin_resize(size)
+            except RayError as error:
+                raise FleetError(first_line(error)) from error
+            self._place_until = time.monotonic() + PLACEMENT_SECONDS
+            return True
+
+    def resize_stage(self) -> str | None:
+        """What that waits for (`Resizing.stage`), None if nothing any more; raises FleetError for what goes wrong."""
+        with self._lock:
+            self._go_on()
+            stage = self._ranks.resize_stage()
+            if (late := self._places.waits(self._ranks.coming)) and time.monotonic() > self._place_until:
+                raise FleetError(f"the Ray cluster has no place for {named(late)}; stop what else runs there")
+            return stage
+
+    def resize(self) -> Recovered:
+        """Have all ranks of the other size meet. Raises as `recover`, which is to be called then; all is as before."""
+        with self._lock:
+            self._go_on()
+            return self._ranks.resize()
+
+    def end_resize(self) -> None:
+        """End ranks that have left, or that were to come and do not; their places are given back."""
+        with self._lock:
+            if not self._stopping.is_set():
+                self._ranks.end_resize()
+                self._places.give_back_from(self._ranks.size)
 
     def _connect(self) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
@@ -203,44 +243,6 @@ class RayFleet:
         if self._address is None:
             children = psutil.Process().children(recursive=True)
             self._head = next((process for process in children if process.name() == HEAD), None)
-
-    def _place(self, stage: Callable[[str], None]) -> None:
-        count = self._config.num_workers
-        # A private Ray hands out no GPUs and hides none: --device says which. A cluster's gives each worker one.
-        gpus = 0 if self._config.device == "cpu" or self._address is None else 1
-        deadline, told = time.monotonic() + (self._cluster_wait if self._address is not None else 0.0), ""
-        while (problem := too_small(ray.cluster_resources(), count, gpus=gpus)) is not None:
-            if time.monotonic() >= deadline:
-                raise FleetError(problem)
-            if problem != told:
-                stage(f"waiting for the cluster: {problem}")
-                told = problem
-            self._check()
-            time.sleep(PROGRESS_SECONDS)
-        cpus = ray.cluster_resources().get("CPU", 0)
-        self._group = placement_group([{"CPU": 1, "GPU": gpus}] * count, strategy="PACK")
-        if not self._placed():
-            raise FleetLost(
-                f"{count} of the Ray cluster's {cpus:g} CPUs did not become free; stop what else runs there"
-            )
-        self._remote_class = ray.remote(max_concurrency=8, num_cpus=1, num_gpus=gpus)(RankActor)
-
-    def _placed(self) -> bool:
-        """Wait until the group has its CPUs; False if it does not get them in time."""
-        deadline = time.monotonic() + PLACEMENT_SECONDS
-        while not self._group.wait(timeout_seconds=PROGRESS_SECONDS):
-            self._check()
-            if time.monotonic() > deadline:
-                return False
-        return True
-
-    def _actor(self, rank: int, *, beside: bool = False) -> Any:
-        """A process for a rank, at its place; one `beside` the rank's own does not wait for that one's CPU."""
-        # Nodes of a cluster do not inherit the launcher's environment (ray_config.prepare_local).
-        environment = {"env_vars": worker_environment(self._config.threads)} if self._address else None
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-        options = {"scheduling_strategy": strategy, "runtime_env": environment, "max_restarts": 0}
-        return self._remote_class.options(**options, **({"num_cpus": 0} if beside else {})).remote()
 
     def _spec(self, config: EngineConfig, rank: int, epoch: int, placement: Placement) -> dict[str, Any]:
         return {
@@ -280,17 +282,7 @@ class RayFleet:
 
     def _stop_ranks(self) -> None:
         self._ranks.stop()
-        if self._group is not None and self._address is not None:
-            remove_placement_group(self._group)
-
-
-def too_small(resources: dict[str, float], workers: int, *, gpus: int) -> str | None:
-    """What a cluster lacks for so many workers of one CPU and `gpus` GPUs each, or None."""
-    if (cpus := resources.get("CPU", 0)) < workers:
-        return f"{workers} workers need one CPU each, the Ray cluster has {cpus:g}; use fewer --workers"
-    if (found := resources.get("GPU", 0)) < gpus * workers:
-        return f"{workers} workers need one GPU each, Ray found {found:g}; see --device"
-    return None
+        self._places.close()
 
 
 def check_reachable(address: str) -> None:

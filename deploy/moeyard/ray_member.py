@@ -8,7 +8,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from moeyard.rank import Event, RanksLost
+from moeyard.fencing import fence_process
+from moeyard.rank import Event, Rank, RanksLost
 from moeyard.ray_errors import first_line
 
 Progress = Callable[[int, int], None]
@@ -23,13 +24,14 @@ class Member:
 
     `setting_up` and `loading` are the calls that will, once they were made, and `epoch` that of the mesh it binds.
     `wait` is the call that returns when it ends or loses a peer, and `loss` what it then told, until it rejoins. `has`
-    are the experts that it serves with, or will when it starts.
+    are the experts that it serves with, or will when it starts; `read` those that it has read for an epoch to come.
     """
 
     actor: Any
     setting_up: Any = None
     loading: Any = None
     has: Any = None
+    read: Any = None
     epoch: int = 0
     setup: dict[str, Any] | None = None
     report: dict[str, Any] | None = None
@@ -67,6 +69,21 @@ def is_here(member: Member) -> bool:
 def setup_of(member: Member) -> dict[str, Any]:
     assert member.setup is not None, "a rank is set up before it meets others"
     return member.setup
+
+
+def rank_of(number: int, member: Member) -> Rank:
+    """What routers and Prometheus are told of it."""
+    if not member.started:
+        return Rank(rank=number, frontend="", metrics_url="", report={})
+    setup = setup_of(member)
+    return Rank(rank=number, frontend=setup["frontend"], metrics_url=setup["metrics_url"], report=member.report or {})
+
+
+def fence(member: Member) -> None:
+    """End its process, also one that is stopped and hears nothing: when it wakes it must harm nobody."""
+    ray.kill(member.actor)
+    if member.setup is not None:
+        fence_process(member.setup["node"], member.setup["pid"], member.setup["began"])
 
 
 def named(ranks: Collection[int]) -> str:

@@ -17,19 +17,20 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from moeyard.fencing import fence_process
 from moeyard.rank import Event, Rank, RanksLost, Recovered
 from moeyard.ray_member import (
     PROGRESS_SECONDS,
     STOP_SECONDS,
     Member,
     Progress,
+    fence,
     follow,
     gather,
     is_here,
     is_new,
     lost_of,
     named,
+    rank_of,
     setup_of,
     told,
 )
@@ -63,6 +64,9 @@ class RayRanks:
         takeover: str = "auto",
     ) -> None:
         self.check: Callable[[], None] = lambda: None
+        # Of the fleet as it began: with one rank left it is still one that had peers, and may have them again.
+        if config.num_workers > 1 and config.exchange == "auto":
+            config = dataclasses.replace(config, exchange="zmq")
         self._config, self._make, self._spec = config, make, spec
         self._members: list[Member] = []
         self._whole = self._now = placement  # of all, and of the epoch that runs or ran last
@@ -110,7 +114,8 @@ class RayRanks:
             result = ray.get(ref)
         except RayError as error:
             return Event(rank=rank, reason=str(lost_of(rank, error)))
-        if member.setup is None:
+        if member.loading is None:
+            # One that was set up beside the rank whose place it took is so before this, too.
             self._set_up(rank, result)
             member.loading = member.actor.load.remote(1)
             return None
@@ -146,10 +151,14 @@ class RayRanks:
         if not ready:
             return None
         missing = [r for r, m in enumerate(self._members) if not m.started and r not in ready]
+        self._end_epoch(f"{named(ready)} is back")
+        return self._go_on(lambda: (self._whole.without(missing) if missing else self._whole, {}))
+
+    def _end_epoch(self, reason: str) -> None:
+        """Have all ranks stop between steps."""
         with contextlib.suppress(RayError):  # boundary: who has ended is found by the others
             who = self._members[self._now.ranks[0]].actor
-            ray.get(who.end_epoch.remote(f"{named(ready)} is back"), timeout=CALL_SECONDS)
-        return self._go_on(lambda: (self._whole.without(missing) if missing else self._whole, {}))
+            ray.get(who.end_epoch.remote(reason), timeout=CALL_SECONDS)
 
     def _go_on(self, choose: Callable[[], tuple[Placement, Mapping[int, int]]]) -> Recovered:
         self._losses, self._runs = {}, False
@@ -184,12 +193,8 @@ class RayRanks:
         return self._vitals.describe(setup_of(member)["pid"]) if is_here(member) else None
 
     def fence(self, rank: int) -> None:
-        """End a rank's process, also one that is stopped and hears nothing: when it wakes it must harm nobody."""
-        member = self._members[rank]
-        ray.kill(member.actor)
-        setup = member.setup
-        if setup is not None:
-            fence_process(setup["node"], setup["pid"], setup["began"])
+        """End a rank's process (`ray_member.fence`)."""
+        fence(self._members[rank])
 
     def _begin_epoch(
         self, progress: Progress, *, meet: float,
@@ -223,18 +228,18 @@ class RayRanks:
         loads = {r: m.actor.load.remote(per_node[setup_of(m)["node"]]) for r, m in unloaded.items()}
         follow(loads, unloaded, progress, check=self.check)
         self._call(loads, self._loaded)
-        moved = {r: m for r, m in members.items() if m.has != placement.experts(r)}
+        moved = {r: m for r, m in members.items() if placement.experts(r) not in (m.has, m.read)}
         self._call({r: m.actor.prepare.remote(placement, slots.get(r, 0)) for r, m in moved.items()})
         step = max((m.loss["steps"] for m in members.values() if m.loss is not None), default=0)
         begun = {r: (m.actor.rejoin if m.started else m.actor.start).remote(step) for r, m in members.items()}
         for rank, member in members.items():
             # Before it is known whether all have begun: those that have will tell of those that have not.
             member.started, member.loss, member.wait = True, None, member.actor.wait.remote()
-            member.has = placement.experts(rank)
+            member.has, member.read = placement.experts(rank), None
         self._now = placement
         self._call(begun, timeout=patience)
         self._runs = True
-        return [self._rank(rank) for rank in range(len(self._members))]
+        return [rank_of(rank, member) for rank, member in enumerate(self._members)]
 
     def _set_all_up(self, epoch: int) -> None:
         """Have every new actor begin its setup; others do not wait for that."""
@@ -242,13 +247,6 @@ class RayRanks:
             if is_new(member) and member.setting_up is None:
                 member.setting_up = member.actor.setup.remote(self._spec(self._sized(rank), rank, epoch, self._whole))
                 member.epoch = epoch
-
-    def _rank(self, rank: int) -> Rank:
-        member = self._members[rank]
-        if not member.started:
-            return Rank(rank=rank, frontend="", metrics_url="", report={})
-        setup = setup_of(member)
-        return Rank(rank=rank, frontend=setup["frontend"], metrics_url=setup["metrics_url"], report=member.report or {})
 
     def _set_up(self, rank: int, setup: dict[str, Any]) -> None:
         self._members[rank].setup = (self._members[rank].setup or {}) | setup
@@ -280,7 +278,9 @@ class RayRanks:
         self._losses = {rank: m.loss for rank, m in enumerate(self._members) if m.loss is not None}
         for member in self._members:
             # Whoever was named and stands there still, started, is fenced before anybody meets it again.
-            named = {r for r in (member.loss or {}).get("ranks", ()) if self._members[r].started}
+            # (One that leaves anyway may be named, too.)
+            there = {r for r, m in enumerate(self._members) if m.started}
+            named = there.intersection((member.loss or {}).get("ranks", ()))
             if named and member.loss is not None:
                 raise RanksLost(named, member.loss["reason"])
 

@@ -58,6 +58,7 @@ class _Router:
         self.ready = False
         self.replacing = False
         self.drained: int | None = 0  # what it said to the last `Drain`, None: nothing yet
+        self.owed = 0  # answers to `Drain`s: one that is busy answers late, but in turn
         self.process: BaseProcess = context.Process(
             target=run_logged, args=(config, seat, theirs, log), name=f"router-{seat.index}", daemon=True
         )
@@ -75,6 +76,7 @@ class _Router:
         """Nothing is heard by a process that has ended; `RouterProcesses` notices that by itself."""
         try:
             self.pipe.send(message)
+            self.owed += isinstance(message, Drain)
         except (BrokenPipeError, ConnectionResetError):
             self.replacing, self.drained = False, self.drained or 0
 
@@ -229,8 +231,10 @@ class RouterProcesses:
             router.replacing = False
             self._replaced()
         elif isinstance(message, Drained):
-            router.drained = message.sequences
-            self._all_drained()
+            router.owed -= 1
+            if not router.owed:
+                router.drained = message.sequences
+                self._all_drained()
 
     def _take_loss(self, loss: WorkerLost) -> None:
         """Pass on what no other router has told; a worker that was replaced meanwhile is nobody's loss."""
@@ -257,7 +261,8 @@ class RouterProcesses:
             router.process.exitcode,
         )
         if self._budget.take(time.monotonic()):
-            self._routers.append(_Router(self._config, router.seat, self._log))
+            config = dataclasses.replace(self._config, restarted=self._on_ready is None)
+            self._routers.append(_Router(config, router.seat, self._log))
             return
         self.failure = f"routers ended {_LIMIT + 1} times in {_WINDOW_SECONDS:g} s"
         _log.error("%s; restart moeyard serve", self.failure)

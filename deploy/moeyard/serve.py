@@ -22,13 +22,14 @@ from moeyard.door_flags import door_fields
 from moeyard.lazy import load
 from moeyard.listen import bind, outside_url, reachable_url
 from moeyard.logs import LogConfig
+from moeyard.ordering import ordered
 from moeyard.placing import placement_of
 from moeyard.rank import Rank
 from moeyard.routers import RouterProcesses
 from moeyard.signals import noted
 from moeyard.startup import startup
 from moeyard.supervisor import Supervisor
-from moeyard.upkeep import Upkeep, ordered
+from moeyard.upkeep import Upkeep
 from moeyard_kernels.cpu import footprint
 from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
 from moeyard_router.http.context import log_context

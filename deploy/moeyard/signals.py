@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import NoReturn
 
 from moeyard.entry import INTERRUPTED
-from moeyard.last_resort import ENDING, end_tree
+from moeyard.last_resort import ENDING
 
 PATIENCE_SECONDS = 10.0
 _SLICE_SECONDS = 0.1
@@ -75,10 +76,15 @@ class Interrupts:
             self._at_once = False
 
 
-def end_now(code: int) -> None:
-    """End this process and all that descend from it, without another line of Python."""
-    end_tree(os.getpid())
-    os._exit(code)
+def end_now(code: int) -> NoReturn:
+    """End this process and all that descend from it, without another line of its Python.
+
+    Another program takes its place, its number and its children. Killing them from here would not do: once a daemon of
+    Ray's is stopped, Ray's own code, which waits for it, may hold the interpreter's lock for half a minute.
+    """
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "moeyard.last_resort", str(code)])
 
 
 @contextlib.contextmanager

@@ -41,6 +41,10 @@ class Spares:
         """The changes of these stay: they serve with them."""
         self._before = {rank: changes for rank, changes in self._before.items() if rank not in ranks}
 
+    def forget_from(self, first: int) -> None:
+        """Ranks from this one on are not there any more."""
+        self.changes = {rank: changes for rank, changes in self.changes.items() if rank < first}
+
     def abandon(self, rank: int) -> None:
         """Undo what was prepared for a rank and not used."""
         if (spare := self.members.pop(rank, None)) is not None:

@@ -41,6 +41,14 @@ class Recoverable(Protocol):
         """
         ...
 
+    def resize(self) -> Recovered:
+        """Go on with the number of ranks that was prepared; raises as `recover`, which then is to be called."""
+        ...
+
+    def end_resize(self) -> None:
+        """End those that have left."""
+        ...
+
     def admit(self) -> Recovered | None:
         """Go on with those that were away and are ready, if any; raises as `recover`, which then is to be called."""
         ...
@@ -71,12 +79,13 @@ class RestartBudget:
 class Incident:
     """One loss and what came of it: `reports` has what each surviving rank told, `lost` maps ranks to reasons.
 
-    `ends` has how their processes were last seen.
+    `ends` has how their processes were last seen. `purpose` is why nobody was lost.
     """
 
     began: float
     lost: dict[int, str] = field(default_factory=dict)
     ends: dict[int, str | None] = field(default_factory=dict)
+    purpose: str = ""
     reports: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -84,7 +93,7 @@ class Incident:
         """What the ranks agreed on, or else the first that was heard."""
         if self.reports:
             return str(self.reports[0]["reason"])
-        return next(iter(self.lost.values()), "")
+        return next(iter(self.lost.values()), self.purpose)
 
     def facts(self, seconds: float) -> dict[str, Any]:
         """For people, as JSON."""
@@ -119,6 +128,7 @@ class Supervisor:
         self._budgets: dict[int, RestartBudget] = {}
         self._said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._ready = False  # somebody who was away may join
+        self._size: int | None = None  # of the fleet, once it was handed over
         self._away: frozenset[int] = frozenset()  # whom the router knows to be away, once it has heard
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -154,7 +164,7 @@ class Supervisor:
         elif self._ready:
             self.admit()
         elif self._upkeep is not None and not self._away:
-            self._upkeep.turn(self.restart)
+            self._upkeep.turn(self.restart, self.scale)
 
     def listen(self) -> Incident | None:
         """What has happened within a moment, if it is a loss."""
@@ -163,8 +173,8 @@ class Supervisor:
             self._note(incident, event)
         while not self._said.empty():
             rank, reason = self._said.get()
-            # Said before the router had heard that it is: of its successor only the fleet can know.
-            if rank not in self._away:
+            # Said before the router had heard that it is: of its successor only the fleet can know. Or it has left.
+            if rank not in self._away and (self._size is None or rank < self._size):
                 incident.lost.setdefault(rank, reason)
         return incident if incident.lost else None
 
@@ -183,6 +193,28 @@ class Supervisor:
         """Replace a rank because somebody asked for it; True if the fleet goes on. It counts as no loss."""
         return self.recover(Incident(began=self._clock(), lost={rank: f"rank {rank} is restarted"}), asked=rank)
 
+    def scale(self) -> bool:
+        """Go on with more or fewer ranks, as was prepared; True if the fleet does.
+
+        Raises RanksLost, why it could not, if it goes on as before.
+        """
+        incident = Incident(began=self._clock(), purpose="the number of workers was changed")
+        try:
+            recovered = self._fleet.resize()
+        except RanksLost as error:
+            incident.purpose, incident.lost = str(error), dict.fromkeys(error.ranks, str(error))
+            if self.recover(incident):
+                raise
+            return False
+        except Unrecoverable as error:
+            self._end(str(error))
+            return False
+        except FleetError:
+            return False  # it is being stopped
+        self._hand_over(recovered, incident, planned=True)
+        self._fleet.end_resize()
+        return True
+
     def recover(self, incident: Incident, *, asked: int | None = None) -> bool:
         """Replace who is lost, and who is lost meanwhile, until the fleet goes on (True) or has to be given up.
 
@@ -198,7 +230,9 @@ class Supervisor:
                     lost = f"rank {rank} was lost {self._limit} times in {self._window:g} s"
                     self._end(f"{lost}: {incident.lost[rank]}{also}")
                     return False
-            if dead == purpose:
+            if not dead:
+                log.warning("going on as before: %s", incident.reason)
+            elif dead == purpose:
                 log.info("replacing rank %d, as it was asked for; the others will say that it is lost", asked)
             else:
                 ends = "".join(
@@ -244,6 +278,7 @@ class Supervisor:
     def _hand_over(self, recovered: Recovered, incident: Incident, *, planned: bool = False) -> None:
         """The router goes on with these ranks."""
         self._away = frozenset(rank.rank for rank in recovered.ranks if not rank.frontend)
+        self._size = len(recovered.ranks)
         # What it has noticed so far is of those that were replaced.
         while not self._said.empty():
             self._said.get()

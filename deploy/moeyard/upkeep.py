@@ -1,4 +1,4 @@
-"""What people have done to ranks of a running fleet: drained, given back, restarted one after the other.
+"""What people have done to a running fleet: ranks drained, given back, restarted one after the other; more, or fewer.
 
 A command comes from any thread, and one is carried out at a time, by the thread that replaces lost ranks: so a loss
 goes before a restart, and both never happen at once.
@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from moeyard.rank import FleetError
+from moeyard.scaling import Resizable, Scaling, named, named_count
 from moeyard_router.fleet.orders import UNKNOWN, Drain
 
 Say = Callable[[str], None]
-
-# For routers to take an order; one that is busy for longer is asked again.
-ORDER_SECONDS = 5.0
 
 
 class Refused(ValueError):
@@ -28,7 +26,7 @@ class Refused(ValueError):
         self.exit_code = exit_code
 
 
-class Restartable(Protocol):
+class Restartable(Resizable, Protocol):
     """What is used of a fleet."""
 
     def prepare(self, rank: int, changes: Mapping[str, Any]) -> bool:
@@ -44,19 +42,12 @@ class Restartable(Protocol):
         ...
 
 
-class Ordered(Protocol):
-    """What is used of the routers."""
-
-    def drain(self, order: Drain, answer: Callable[[int], None]) -> None:
-        """Have all take an order; `answer` gets, from any thread, what they say together."""
-        ...
-
-
 @dataclass(slots=True)
 class _Errand:
     """A command on its way: `ranks` are still to be done, the first of them now, in `phase`; it drains since `since`.
 
-    `left` are the sequences that it had when it was last asked; `waits`: it was said that the fleet is not whole.
+    `left` are the sequences that it had when it was last asked; `waits`: it was said that the fleet is not whole. To
+    have more or fewer ranks is a `scaling`, and none of the rest.
     """
 
     name: str
@@ -70,10 +61,11 @@ class _Errand:
     waits: bool = False
     done: list[int] = field(default_factory=list)
     words: "queue.SimpleQueue[str | Refused | None]" = field(default_factory=queue.SimpleQueue)
+    scaling: Scaling | None = None
 
 
 class Upkeep:
-    """Life: construct; `drain`, `undrain` and `restart` from any thread; `turn` now and then from one; `close`.
+    """Life: construct; `drain`, `undrain`, `restart`, `scale` from any thread; `turn` now and then from one; `close`.
 
     `order(drain)` has all routers take it and returns the sequences that they have at its rank; UNKNOWN where they do
     not say. `drained` are the ranks that take no new requests.
@@ -90,14 +82,16 @@ class Upkeep:
         self._fleet, self._num_ranks, self._order, self._clock = fleet, num_ranks, order, clock
         self._lock = threading.Lock()
         self._drained: frozenset[int] = frozenset()
-        self._given_back: queue.SimpleQueue[int] = queue.SimpleQueue()
+        # Each with the errand that it came after, which alone it may stop; None: a scaling is given up.
+        self._given_back: queue.SimpleQueue[tuple[int | None, _Errand | None]] = queue.SimpleQueue()
         self._errand: _Errand | None = None
         self._closed: str | None = None
 
     @property
     def drained(self) -> frozenset[int]:
         """Ranks that take no new requests."""
-        return self._drained
+        scaling = None if self._errand is None else self._errand.scaling
+        return self._drained if scaling is None or not scaling.drains else self._drained | scaling.leaving
 
     def drain(self, rank: int, *, seconds: float, say: Say) -> str:
         """Take a rank's requests away: what it has may run for so long, the rest goes on elsewhere. Raises Refused."""
@@ -116,7 +110,7 @@ class Upkeep:
     def undrain(self, rank: int) -> str:
         """Let a rank take requests again, also one that is being drained or is about to be restarted."""
         self._check(rank)
-        self._given_back.put(rank)
+        self._given_back.put((rank, self._errand))
         return f"rank {rank} takes requests"
 
     def restart(self, ranks: Sequence[int], *, seconds: float, changes: Mapping[str, Any], say: Say) -> str:
@@ -125,14 +119,39 @@ class Upkeep:
             self._check(rank)
         ranks = ranks or range(self._num_ranks)
         took = self._run("restart", list(ranks), seconds=seconds, changes=changes, say=say)
-        return f"{_named(ranks)} restarted in {took:.1f} s"
+        return f"{named(ranks)} restarted in {took:.1f} s"
 
-    def turn(self, restart: Callable[[int], bool]) -> None:
-        """Go on with what was asked for; `restart(rank)` replaces one, and says whether the fleet goes on."""
+    def scale(self, size: int, *, seconds: float, say: Say) -> str:
+        """Have so many ranks: new ones load first, or those that go are drained as by `drain`. Raises Refused.
+
+        As many as there are: nothing to do; if they are about to be others, that is given up.
+        """
+        if size < 1:
+            raise Refused("a fleet has one worker at least; to end it, end `moeyard serve`", 2)
+        if size == self._num_ranks:
+            errand = self._errand
+            if errand is None or errand.scaling is None:
+                return f"there are {named_count(size)} already"
+            self._given_back.put((None, errand))
+            return f"{named_count(size)}, as before: going on with {errand.scaling.size} is given up"
+        if not set(range(size)) - self._drained:
+            raise Refused(f"none of {named(range(size))} takes requests; see `moeyard undrain`", 2)
+        before = self._num_ranks
+        took = self._run("scale", [], seconds=seconds, changes={}, say=say, size=size)
+        return f"{named_count(size)} in place of {before}, after {took:.1f} s"
+
+    def turn(self, restart: Callable[[int], bool], scale: Callable[[], bool]) -> None:
+        """Go on with what was asked for. `restart(rank)` replaces one, `scale` has all ranks of another size meet.
+
+        Both say whether the fleet goes on; `scale` raises FleetError if it does as it was before.
+        """
         while not self._given_back.empty():
-            self._give_back(self._given_back.get())
+            self._give_back(*self._given_back.get())
         errand = self._errand
         if errand is None:
+            return
+        if errand.scaling is not None:
+            self._scale(errand, errand.scaling, scale)
             return
         try:
             self._advance(errand, errand.ranks[0], restart)
@@ -142,6 +161,8 @@ class Upkeep:
     def replaced(self, ranks: Collection[int]) -> None:
         """These were lost, and have new processes."""
         errand = self._errand
+        if errand is not None and errand.scaling is not None and ranks:
+            errand.scaling.again()
         if errand is not None and errand.name == "restart" and errand.ranks[0] in ranks:
             errand.words.put(f"rank {errand.ranks[0]} was lost, and is replaced")
             self._fleet.abandon(errand.ranks[0])
@@ -166,11 +187,19 @@ class Upkeep:
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self._num_ranks:
-            raise Refused(f"there is no rank {rank}; this server has {_named(range(self._num_ranks))}", 2)
+            raise Refused(f"there is no rank {rank}; this server has {named(range(self._num_ranks))}", 2)
 
-    def _run(self, name: str, ranks: list[int], *, seconds: float, changes: Mapping[str, Any], say: Say) -> float:
+    def _run(
+        self, name: str, ranks: list[int], *, seconds: float, changes: Mapping[str, Any], say: Say,
+        size: int | None = None,
+    ) -> float:  # fmt: skip
         now = self._clock()
         errand = _Errand(name, ranks, seconds, changes, began=now, since=now)
+        if size is not None:
+            errand.scaling = Scaling(
+                self._fleet, size=size, num_ranks=self._num_ranks, drained=lambda: self.drained, order=self._order,
+                seconds=seconds, say=errand.words.put, clock=self._clock,
+            )  # fmt: skip
         with self._lock:
             if self._closed is not None:
                 raise Refused(self._closed)
@@ -234,13 +263,35 @@ class Upkeep:
         if not errand.ranks:
             self._end(errand, None)
 
-    def _give_back(self, rank: int) -> None:
-        errand = self._errand
-        if errand is not None and errand.ranks[0] == rank and (rank in self._drained or errand.phase == "prepare"):
-            self._abandon(errand, f"rank {rank} was given back by `moeyard undrain`")
+    def _scale(self, errand: _Errand, scaling: Scaling, scale: Callable[[], bool]) -> None:
+        try:
+            over = scaling.turn(scale)
+        except FleetError as error:
+            self._stay(errand, str(error), getattr(error, "exit_code", 1))
             return
-        self._drained -= {rank}
-        self._order(Drain(ranks=tuple(sorted(self._drained)), rank=rank))
+        if over:
+            self._num_ranks = scaling.size
+            self._drained = self._drained.intersection(range(scaling.size))
+            self._end(errand, None)
+
+    def _stay(self, errand: _Errand, reason: str, exit_code: int = 1) -> None:
+        """The number of ranks is not changed after all."""
+        self._fleet.end_resize()
+        errand.scaling = None
+        self._order(Drain(ranks=tuple(sorted(self._drained)), rank=0))
+        self._end(errand, Refused(f"{reason}; the fleet goes on with {named_count(self._num_ranks)}", exit_code))
+
+    def _give_back(self, rank: int | None, errand: _Errand | None) -> None:
+        now = errand if errand is self._errand else None
+        if now is not None and now.scaling is not None:
+            if rank is None or rank in now.scaling.leaving:
+                self._stay(now, "given up" if rank is None else f"rank {rank} was given back by `moeyard undrain`")
+        elif now is not None and now.ranks[0] == rank:
+            self._abandon(now, f"rank {rank} was given back by `moeyard undrain`")
+            return
+        if rank is not None:
+            self._drained -= {rank}
+            self._order(Drain(ranks=tuple(sorted(self.drained)), rank=rank))
 
     def _abandon(self, errand: _Errand, reason: str) -> None:
         """The rank goes on as it was, and takes requests."""
@@ -249,7 +300,7 @@ class Upkeep:
             self._fleet.abandon(rank)
         self._drained -= {rank}
         self._order(Drain(ranks=tuple(sorted(self._drained)), rank=rank))
-        done = f"; {_named(errand.done)} restarted before" if errand.done else ""
+        done = f"; {named(errand.done)} restarted before" if errand.done else ""
         self._end(errand, Refused(f"{reason}; it goes on as it was{done}"))
 
     def _end(self, errand: _Errand, word: Refused | None) -> None:
@@ -258,22 +309,8 @@ class Upkeep:
         errand.words.put(word)
 
 
-def ordered(server: Ordered, order: Drain) -> int:
-    """What all routers answer to an order, waited for from another thread than theirs."""
-    answers: queue.SimpleQueue[int] = queue.SimpleQueue()
-    server.drain(order, answers.put)
-    try:
-        return answers.get(timeout=ORDER_SECONDS)
-    except queue.Empty:
-        return UNKNOWN
-
-
 def _told(errand: _Errand, now: float) -> str:
+    if errand.scaling is not None:
+        return f"the fleet is to have {named_count(errand.scaling.size)}, for {now - errand.began:.0f} s"
     what = "drained" if errand.name == "drain" else "restarted"
     return f"rank {errand.ranks[0]} is being {what}, for {now - errand.began:.0f} s"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    if len(ranks) < 2:
-        return "".join(f"rank {rank}" for rank in ranks)
-    return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"

@@ -112,6 +112,7 @@ class RouterConfig:
 
     A sequence is admitted while fewer than `max_inflight` are at the workers, and the prompts there that have no token
     yet have at most `max_waiting_tokens` tokens with its own (None: any number); beyond that clients get a 429.
+    With `inflight_per_worker` the former follows the number of workers, and `max_inflight` is that of the first ones.
     A worker runs `worker_places` at once, and what it has no place for waits in the router (None: all are sent on at
     once). There a request waits for at most `max_queue_seconds`; None: as long as it takes, but in overload
     for half the time of a first token (fleet/overload.py). Then clients get a 429.
@@ -128,6 +129,8 @@ class RouterConfig:
     `kv_compression` holds for requests that do not say. `prefix_caching` says whether workers reuse the beginnings of
     prompts, so that sending them to one rank pays.
     `metric_aliases` adds other programs' names to /metrics: "vllm" is the only set there is.
+    `restarted`: this router is in the place of one that served these workers. Requests that come before they are all
+    connected wait, as they do while a fleet recovers; a first router refuses them by 503.
     `keys` are shown to the workers, and tell that it is them; with None nothing is locked (workers of a test).
     `version` is what /version answers.
     """
@@ -148,6 +151,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     max_inflight: int = 256
+    inflight_per_worker: int | None = None
     max_waiting_tokens: int | None = None
     worker_places: int | None = None
     max_queue_seconds: float | None = None
@@ -169,6 +173,7 @@ class RouterConfig:
     prefix_caching: bool = True
     metric_aliases: tuple[str, ...] = ()
     door: DoorConfig = DoorConfig()
+    restarted: bool = False
     keys: RouterKeys | None = None
     version: str = "unknown"
 
@@ -182,7 +187,7 @@ class RouterConfig:
         for name in ("max_model_len", "vocab_size", "max_inflight", "max_choices", *_LEAST_ONE):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name in ("max_waiting_tokens", "worker_places"):
+        for name in ("max_waiting_tokens", "worker_places", "inflight_per_worker"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.max_queue_seconds is not None and not self.max_queue_seconds > 0:
@@ -201,6 +206,10 @@ class RouterConfig:
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"eos_token_ids: {token_id} is outside the vocabulary of {self.vocab_size}")
+
+    def most_inflight(self, num_workers: int) -> int:
+        """Sequences at so many workers before 429."""
+        return self.max_inflight if self.inflight_per_worker is None else num_workers * self.inflight_per_worker
 
     @property
     def model_names(self) -> tuple[str, ...]:

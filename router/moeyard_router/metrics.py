@@ -100,6 +100,7 @@ class RouterMetrics:
             "recovery_seconds", "From a loss until the fleet was whole again.", RECOVERY_BUCKETS
         )
         self.restarts = counter("worker_restarts", "Times that the fleet was whole again after a restart on purpose.")
+        self.scalings = counter("fleet_scalings", "Times that the fleet was whole again with more or fewer workers.")
         self.carried = counter("requests_carried", "Sequences that went on at another rank or connection.")
         self.recomputed = counter(
             "tokens_recomputed", "Tokens of carried sequences that no cache was thought to hold at their new rank."

@@ -16,7 +16,7 @@ import pytest
 from tests.scripts import loaded
 
 from moeyard.rank import FleetError, FleetLost, RanksLost
-from moeyard.ray_fleet import too_small
+from moeyard.ray_places import too_small
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINER = ROOT / "deploy" / "container"

@@ -61,7 +61,12 @@ def refuse(fields: Mapping[str, Any], say: Say) -> str:
 
 
 def test_a_command_gets_there_and_back(doors: Callable[..., ControlDoor], capsys: pytest.CaptureFixture[str]) -> None:
-    doors(8000, drain=echo, restart=echo, undrain=refuse)
+    doors(8000, drain=echo, restart=echo, undrain=refuse, scale=echo)
+    assert run("scale", "4", "--drain-timeout", "7") == 0
+    assert json.loads(capsys.readouterr().out) == {"command": "scale", "size": 4, "seconds": 7.0}
+    assert run("scale", "0") == 2
+    assert run("scale") == 2
+    capsys.readouterr()
     assert run("drain", "--worker", "1", "--drain-timeout", "2.5") == 0
     told = capsys.readouterr()
     assert json.loads(told.out) == {"command": "drain", "rank": 1, "seconds": 2.5}
@@ -166,15 +171,20 @@ def test_whoever_leaves_stops_nothing(doors: Callable[..., ControlDoor]) -> None
 def test_the_fields_of_commands() -> None:
     config = EngineConfig(model_path="x", num_workers=2, exchange="zmq")
     known = commands(Upkeep(None, 2, order=lambda order: 0), config)  # type: ignore[arg-type]
-    assert sorted(known) == ["drain", "restart", "undrain"]
+    assert sorted(known) == ["drain", "restart", "scale", "undrain"]
     for name, fields in (
         ("drain", {}),
         ("drain", {"rank": None, "seconds": 1}),
         ("undrain", {"rank": []}),
         ("restart", {"ranks": 1, "seconds": 1, "changes": {}}),
+        ("scale", {"size": None, "seconds": 1}),
+        ("scale", {"size": 2}),
     ):
         with pytest.raises(Refused, match="a field of the command is missing or of another type"):
             known[name](fields, print)
+    assert known["scale"]({"size": 2, "seconds": 1.0}, print) == "there are 2 workers already"
+    with pytest.raises(Refused, match="a fleet has one worker at least"):
+        known["scale"]({"size": 0, "seconds": 1.0}, print)
     with pytest.raises(Refused, match="there is no rank 9; this server has ranks 0 and 1"):
         known["drain"]({"rank": 9, "seconds": 1.0}, print)
     assert check_changes(config, {"threads": 2}) == {"threads": 2}

@@ -16,6 +16,7 @@ def test_without_flags_the_fleet_says_how_much_it_holds():
     args, config = parse("--max-num-seqs", "16", "--max-waiting", "4")
     assert door_fields(args, config) == {
         "max_inflight": 2 * (16 + 4),
+        "inflight_per_worker": 16 + 4,
         "worker_places": 16,
         "max_queue_seconds": None,
     }

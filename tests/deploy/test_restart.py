@@ -36,11 +36,11 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def ask(url: str, i: int) -> dict[str, Any]:
+def ask(url: str, i: int, tokens: int = 60) -> dict[str, Any]:
     """One seeded stream with log-probabilities, as one; an error in it is one of the test."""
     body = {
         "prompt": [300 + (7 * i + k) % 3000 for k in range(5 + 9 * i)],
-        "max_tokens": 60 + 5 * i,
+        "max_tokens": tokens + 5 * i,
         "ignore_eos": True,
         "logprobs": 2,
         "return_token_ids": True,

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 from tests.checkpoints import edit_tensors, make_checkpoint
-from tests.strangers import GREETING, knock
+from tests.strangers import mechanism
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "deploy" / "demo")
@@ -236,9 +236,7 @@ def test_workers_are_locked(service: Command) -> None:
     endpoints = [worker["endpoint"] for worker in httpx.get(f"{service.url}/v1/fleet").json()["workers"]]
     assert len(endpoints) == 2
     for endpoint in endpoints:
-        with knock(endpoint) as connection:
-            connection.sendall(GREETING[:11])  # up to the version; it then says what it speaks
-            assert connection.recv(32, socket.MSG_WAITALL)[12:17] == b"CURVE"
+        assert mechanism(endpoint) == b"CURVE".ljust(20, b"\0")
     assert chat(service.url).status_code == 200
 
 

@@ -91,7 +91,7 @@ class Desk:
         if incident is not None:
             self.supervisor.recover(incident)
         else:
-            self.upkeep.turn(self.supervisor.restart)
+            self.upkeep.turn(self.supervisor.restart, self.supervisor.scale)
 
     def begin(self, command: Callable[[list[str]], str]) -> "Asked":
         """Give a command from a thread of its own, up to the moment when it waits."""
@@ -159,6 +159,32 @@ def test_undrain_gives_it_back(desk: Desk) -> None:
     desk.turn()
     assert desk.upkeep.drained == frozenset()
     assert desk.orders[-1] == Drain(ranks=(), rank=1)
+
+
+@pytest.mark.parametrize("command", [drain, restart])
+def test_undrain_also_stops_what_waits_for_the_fleet(desk: Desk, command: Callable[..., Asked]) -> None:
+    """Said last, it holds: the rank is not taken away as soon as the fleet is whole again."""
+    desk.whole = False
+    asked = command(desk, 1)
+    desk.turn()
+    assert asked.thread.is_alive()
+    desk.upkeep.undrain(1)
+    desk.turn()
+    desk.whole = True
+    for _ in range(3):
+        desk.turn()
+    assert "rank 1 was given back by `moeyard undrain`" in str(asked.end())
+    assert desk.upkeep.drained == frozenset()
+    assert desk.orders[-1] == Drain(ranks=(), rank=1)
+    assert ("recover", 1) not in desk.fleet.log
+
+
+def test_undrain_stops_nothing_that_is_asked_for_after_it(desk: Desk) -> None:
+    desk.upkeep.undrain(1)
+    asked = drain(desk, 1, seconds=0)
+    desk.turn()
+    assert not isinstance(asked.end(), Refused)
+    assert desk.upkeep.drained == {1}
 
 
 def test_one_rank_after_the_other_is_restarted(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:

@@ -179,6 +179,21 @@ def test_drafts_are_taken_back(bench: Bench, grammars: Grammars) -> None:
     assert constraint.mask(known) == wanted
 
 
+@pytest.mark.parametrize("rule", ["max_tokens=3", 'stop="!"'])
+def test_rules_that_count_or_stop_take_drafts_back_too(bench: Bench, grammars: Grammars, rule: str) -> None:
+    """llguidance rolls none back in which a lexeme has `max_tokens=` or `stop=`."""
+    grammar = Grammar(kind="lark", text=f"start: number\nnumber[{rule}]: /[0-9]*/")
+    constraint, other = held(grammars, grammar), held(grammars, grammar)
+    output = ids(bench, "12")
+    for kept in (len(output), 1, 0):
+        constraint.mask([*output, *ids(bench, "3")])
+        taken_back = constraint.mask(output[:kept])
+        assert taken_back.error is None
+        assert taken_back == held(grammars, grammar).mask(output[:kept])
+    for length in range(len(output) + 1):
+        assert constraint.mask(output[:length]) == other.mask(output[:length])
+
+
 def test_what_is_expected_is_what_is_said(bench: Bench, grammars: Grammars) -> None:
     constraint, other = held(grammars, KINDS["schema"]), held(grammars, KINDS["schema"])
     output = ids(bench, '{"a": 12}')
@@ -297,6 +312,62 @@ def test_a_wait_ends_by_abort_or_time(grammars: Grammars, monkeypatch: pytest.Mo
     finally:
         go_on.set()
     assert waiting.add(b"a", submit("later", slow), 0.0) is None
+
+
+def test_a_client_that_is_gone_takes_the_rest_of_its_requests_along(grammars: Grammars) -> None:
+    """What the first of them is told shows that it is gone: the others are over then, in the same turn of the loop."""
+    woken = threading.Semaphore(0)
+    waiting = GrammarQueue(grammars, woken.release)
+    bad = Grammar(kind="regex", text="[")
+    for client, name in ((b"gone", "first"), (b"gone", "second"), (b"here", "third")):
+        assert waiting.add(client, submit(name, bad), 0.0) is None
+    for _ in range(3):
+        assert woken.acquire(timeout=30)
+    told = []
+    for each, _ in waiting.ready(1.0):
+        told.append(each.submit.request_id)
+        if each.client == b"gone":
+            waiting.abort_client(b"gone")
+    assert told == ["first", "third"]
+    assert len(waiting) == 0
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a flood of slow grammars that were given up, the next one is compiled at once; so is one of theirs."""
+    go_on, begun, compile_one = threading.Event(), list[str](), grammars._compile
+    started = threading.Semaphore(0)
+
+    def compile_slowly(grammar: Grammar) -> Any:
+        begun.append(grammar.text)
+        started.release()
+        assert go_on.wait(30)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", compile_slowly)
+    waiting = GrammarQueue(grammars, lambda: None)
+    flood = [Grammar(kind="regex", text=f"flood{number}[0-9]") for number in range(12)]
+    try:
+        for number, grammar in enumerate(flood):
+            client = b"gone" if number % 3 == 0 else b"a"
+            assert waiting.add(client, submit(f"f{number}", grammar), 0.0) is None
+        assert waiting.add(b"b", submit("shares", flood[5]), 9.0) is None
+        for _ in range(2):  # it has two threads
+            assert started.acquire(timeout=30)
+        waiting.abort_client(b"gone")
+        for number in range(1, 12, 3):
+            assert waiting.abort(b"a", f"f{number}") is not None
+        assert len(list(waiting.ready(COMPILE_SECONDS + 1))) == 4, "those of a that are left are too late"
+        assert len(waiting) == 1
+        assert waiting.add(b"b", submit("again", flood[7]), 11.0) is None
+    finally:
+        go_on.set()
+    results = {}
+    for each in list(waiting._waiting.values()):
+        each.compiled.result(timeout=30)
+    for each, made in waiting.ready(12.0):
+        results[each.submit.request_id] = made
+    assert {name: type(made) for name, made in results.items()} == {"shares": Constraint, "again": Constraint}
+    assert set(begun) == {flood[0].text, flood[1].text, flood[5].text, flood[7].text}
 
 
 @pytest.mark.parametrize("deep", [False, True], ids=["one deep", "two deep"])

@@ -72,9 +72,11 @@ PAGE_BYTES = 16 * 2 * 2 * 64 * 4 * 4
 EXPERT_BYTES = 3 * 512 * 256 * 4
 
 
-def plan(available: int, *, dense: int = 10 * MIB, model: ModelConfig = MODEL, **options: Any) -> MemoryPlan:
+def plan(
+    available: int, *, dense: int = 10 * MIB, model: ModelConfig = MODEL, model_path: str = "", **options: Any
+) -> MemoryPlan:
     return plan_memory(
-        config=EngineConfig(model_path="", **options),
+        config=EngineConfig(model_path=model_path, **options),
         model=model,
         itemsize=4,
         resident_bytes=dense,
@@ -228,6 +230,18 @@ def test_experts_without_slots_are_kept_by_the_host() -> None:
         plan_memory(config=config, **sizes, host_available=390 * MIB)
     memory = EngineConfig(model_path="", expert_memory=(100 + cuda_footprint.STREAM_SLOTS) * EXPERT_BYTES)
     assert plan_memory(config=memory, **sizes, host_available=GIB).expert_slots == 100
+
+
+def test_a_tokenizer_for_grammars_is_reserved_where_it_stands() -> None:
+    assert plan(GIB).reserve.grammars == 0, "nothing is read for a model of chance"
+    assert plan(GIB, model_path="/a/checkpoint").reserve.grammars == 1000 * KIB
+    sizes: dict[str, Any] = {
+        "model": replace(MODEL, vocab_size=151_936), "itemsize": 4, "resident_bytes": MIB, "footprints": cuda_footprint,
+        "num_local_experts": 32, "available": 8 * GIB, "host_available": 150 * MIB,
+    }  # fmt: skip
+    assert plan_memory(config=EngineConfig(model_path="", expert_slots=8), **sizes).reserve.grammars == 0
+    with pytest.raises(ValueError, match=r"8 of 32 experts .* 150 MiB for this worker"):
+        plan_memory(config=EngineConfig(model_path="/a/checkpoint", expert_slots=8), **sizes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -491,9 +505,10 @@ def test_available_memory_is_at_most_the_hosts() -> None:
 
 
 def test_reserve_is_named_in_full() -> None:
-    config = {"num_workers": 2, "max_batch_tokens": 1024}
-    text = refused(GIB, dense=2 * GIB, **config)
-    sizes = re.search(r"a reserve of (.*) MiB \(exchange (.*) MiB, one step (.*) MiB, margin (.*) MiB\)", text)
+    config = {"num_workers": 2, "max_batch_tokens": 1024, "model_path": "/a/checkpoint"}
+    text = refused(GIB, dense=2 * GIB, model=replace(MODEL, vocab_size=4096), **config)
+    named = r"a reserve of (.*) MiB \(exchange (.*) MiB, one step (.*) MiB, grammars (.*) MiB, margin (.*) MiB\)"
+    sizes = re.search(named, text)
     assert sizes is not None
     total, *parts = (float(size) for size in sizes.groups())
     assert total == pytest.approx(sum(parts), abs=0.3)

@@ -11,6 +11,8 @@ from moeyard_worker.config.placement import Placement
 from moeyard_worker.experts.placement import partition
 
 LAYERS = (1, 2, 5)
+WHOLE = Placement.of_shards(LAYERS, partition(12, 3))
+UNEVEN = Placement(LAYERS, ((0,) * 9 + (1, 1, 2), (0, 1, 2) * 4, (2,) * 12))
 
 
 @st.composite
@@ -72,3 +74,35 @@ def test_a_file_that_places_nothing_is_refused(value: Any, said: str) -> None:
         Placement.parse(json.dumps(value), layers=LAYERS, num_experts=3, num_ranks=2)
     with pytest.raises(ValueError, match="no JSON object"):
         Placement.parse("[" * 100_000, layers=LAYERS, num_experts=3, num_ranks=2)
+
+
+@pytest.mark.parametrize("placed", [WHOLE, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 8])
+def test_other_sizes_move_no_more_than_they_must(placed: Placement, size: int) -> None:
+    after = placed.resized(size)
+    assert after.ranks == tuple(range(size))
+    before = max(placed.ranks) + 1
+    for then, now in zip(placed.owners, after.owners, strict=True):
+        moved = [(a, b) for a, b in zip(then, now, strict=True) if a != b]
+        if size <= before:
+            assert all(a >= size > b for a, b in moved), "only what has to"
+            assert all(owner < size for owner in now)
+        else:
+            assert all(b >= before for _, b in moved), "only to ranks that come"
+            counts = [now.count(rank) for rank in range(size)]
+            assert min(counts[before:]) >= max(counts) - 1, counts
+
+
+def test_there_and_back_again_is_even() -> None:
+    back = WHOLE.resized(6).resized(3)
+    assert {row.count(rank) for row in back.owners for rank in range(3)} == {4}
+    assert WHOLE.resized(3) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [(0, "at least 1 rank, got 0"), (13, "13 ranks for 12 experts per layer: every rank must own one")],
+)
+def test_sizes_that_cannot_be(size: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        WHOLE.resized(size)

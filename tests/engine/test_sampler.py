@@ -1,6 +1,7 @@
 """The sampler against naive references written from the definitions: one Python loop per token, float64."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from moeyard_worker.engine.runner import Launched
 from moeyard_worker.engine.sampling import SampledRow, accepted, choose, feed, sampled_rows
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
-from moeyard_worker.scheduling.request import Accepted, Request
+from moeyard_worker.scheduling.request import Accepted, Mask, Request
+from moeyard_worker.scheduling.sampling_check import MAX_CHANGED, sampling_error
 from moeyard_worker.scheduling.step import Chunk, Step
 
 V = 40
@@ -286,6 +288,22 @@ def test_no_allowed_edit_leaves_nothing_to_choose(scale: float, temperature: flo
     for penalty in (0.01, 100.0):
         chosen = one(logits, output=(1, 1, 2), temperature=temperature, repetition_penalty=penalty, **edits)
         assert 0 <= chosen < 50
+
+
+def test_the_most_that_is_let_in_can_be_chosen_from() -> None:
+    """A request that is too much for the sampler would end the rank, and then the next one."""
+    vocab = 8192
+    params = SamplingParams(
+        max_tokens=9, min_tokens=9, top_k=2**63 - 1, temperature=0.5, logit_bias=dict.fromkeys(range(2000), 1.0),
+        stop_token_ids=tuple(range(1500, MAX_CHANGED)), seed=2**64,
+    )  # fmt: skip
+    assert sampling_error(params, vocab) is None
+    mask = Mask(words=b"\xff" * (vocab // 8))
+    rows = [SampledRow(params=params, prompt=(1,), output=[], mask=m) for m in (None, mask)]
+    chosen = choose(torch.zeros(2, vocab), rows, (4096, 4097))
+    assert all(token_id not in range(1500, MAX_CHANGED) for token_id, _ in chosen[:1])
+    assert sampling_error(replace(params, top_k=2**63), vocab) is not None
+    assert sampling_error(replace(params, stop_token_ids=tuple(range(1500, MAX_CHANGED + 1))), vocab) is not None
 
 
 def test_no_rows() -> None:

@@ -525,6 +525,25 @@ def test_only_the_given_address_listens(meshes: Opener) -> None:
     assert all(address.startswith("tcp://127.0.0.1:") for address in addresses)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_address_of_another_host_is_an_error_on_every_rank(rank: int) -> None:
+    """The last rank binds nothing but what answers heartbeats; it said nothing, and never ended. 203.0.113.0/24 is
+    nobody's (RFC 5737).
+    """
+    ended: list[BaseException] = []
+
+    def open_it() -> None:
+        try:
+            Mesh(rank=rank, world_size=2, host="203.0.113.1", stall=5.0, transport="tcp")
+        except BaseException as error:  # boundary: looked at below
+            ended.append(error)
+
+    thread = threading.Thread(target=open_it, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert [type(error) for error in ended] == [zmq.ZMQError]
+
+
 def test_no_room_is_said_with_both_numbers() -> None:
     with pytest.raises(OSError, match=r"no room for \d+ KiB in /dev/shm \(\d+ KiB free\)"):
         SharedFile.create(1 << 50)

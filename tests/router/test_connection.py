@@ -193,6 +193,22 @@ def test_an_upgrade_with_a_chunked_body_and_a_request_behind_it(service):
         assert answer(sock, whole=False)[2] == b'{"status":"alive"}'
 
 
+def test_a_client_that_leaves_with_a_request_behind_the_one_that_is_answered(service, wait_for):
+    """Both are over: the first one's sequence does not run on for a client that is gone."""
+    for worker in service.workers:
+        worker.pace = 0.01
+    endless = json.dumps({"prompt": [5, 6], "max_tokens": 200, "stream": True}).encode()
+    with connect(service) as sock:
+        sock.sendall(head(endless) + endless)
+        assert b" 200 OK" in sock.recv(1000)
+        sock.sendall(head() + BODY)
+        connections = service.server._server.server_state.connections
+        (ours,) = [each for each in list(connections) if each.client == sock.getsockname()]
+        wait_for(lambda: ours.pipeline, "the second request must wait")
+    wait_for(lambda: sum(len(w.aborts) for w in service.workers), "the worker must be told that nobody listens")
+    assert sum(len(worker.submits) for worker in service.workers) == 1, "the second one is not begun"
+
+
 def test_connection_close_beside_an_upgrade_holds(service):
     with connect(service) as sock:
         sock.sendall(head(extra=H2C.replace(b"HTTP2-Settings\r\n", b"HTTP2-Settings, close\r\n", 1)) + BODY)

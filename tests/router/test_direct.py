@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.router.conftest import scripted_logprob
+from tests.router.scripted_worker import scripted_logprob
 from tests.router.tool_model import ASK, CALL, NOW, SECOND, THOUGHT, WEATHER
 
 from moeyard_router.api import endpoints
@@ -15,10 +15,11 @@ from moeyard_router.api.generation import Generation
 from moeyard_router.api.intake import Intake
 from moeyard_router.api.surfaces import SURFACES
 from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.http.pieces import Outbox, Pieces
 from moeyard_router.metrics import RouterMetrics
-from moeyard_worker.protocol import Done, PromptLogprobs, Snapshot, Tokens
+from moeyard_worker.protocol import Done, PromptLogprobs, Rejected, Snapshot, Tokens
 
 TEXT = 'Well, "one" two 你好 🙂\nthree stop and so on'
 PLAIN = {"prompt": "x", "max_tokens": 60, "stream": True}
@@ -216,7 +217,7 @@ def test_ends_while_pieces_are_pushed(job_of, tool_codec, ending, size):
 
 @pytest.mark.parametrize("ending", ["lost", "aborted", "gone"])
 def test_ends_together_with_the_first_tokens(job_of, tool_codec, ending):
-    """What ends an answer is told by the same step as its last tokens: nothing comes behind it that would wake anyone."""
+    """One step tells the tokens and what ends them; nothing comes behind that would wake anyone."""
     job = job_of("chat", SAID)
 
     async def both():
@@ -244,6 +245,68 @@ def test_ends_together_with_the_first_tokens(job_of, tool_codec, ending):
     plain, direct = asyncio.run(both())
     assert direct == plain
     assert (plain == "gone") if ending == "gone" else (b'"content"' in plain and b'"error"' in plain)
+
+
+@pytest.mark.parametrize("with_direct", [False, True])
+@pytest.mark.parametrize("moment", ["with the first tokens", "while pieces are pushed"])
+def test_a_choice_is_refused_together_with_the_end_of_the_others(job_of, tool_codec, moment, with_direct):
+    """Both come before the answer is read again; it is an error, and no answer that lacks a choice."""
+    job = job_of("completion", {**PLAIN, "n": 2})
+    ids = ids_of(tool_codec, "completion")
+
+    async def answered():
+        fleet = fleet_of_one()
+        answer = Answer(fleet, tool_codec, job, "completion", "same", with_direct=with_direct)
+        if moment != "with the first tokens":
+            for place in (0, 1):
+                fleet._replies.take(0, [Tokens(request_id="same-0", **words(job, 0, ids[place : place + 1], place))])
+                await settle()
+        start = 0 if moment == "with the first tokens" else 2
+        counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": len(ids)}
+        last = Tokens(request_id="same-0", **words(job, 0, ids[start:], start))
+        done = Done(request_id="same-0", finish_reason="stop", stop_token_id=1, **counts)
+        refused = Rejected(request_id="same-1", reason="queue_timeout", message="the request waited 5.0 s")
+        fleet._replies.take(0, [last, done, refused])
+        await asyncio.wait_for(answer.task, 5)
+        fleet.close()
+        return answer.data
+
+    data = asyncio.run(answered())
+    assert b"the request waited 5.0 s" in data
+    assert b"[DONE]" not in data
+
+
+def test_a_whole_answer_whose_choice_is_refused_together_with_the_end_of_the_others(job_of, tool_codec):
+    job = job_of("completion", {**PLAIN, "stream": False, "n": 2})
+    ids = ids_of(tool_codec, "completion")
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def answered():
+        fleet, tokens = fleet_of_one(), tool_codec.token_bytes
+        generation = Generation(
+            job, reply_id="same", fleet=fleet, tokens=tokens, metrics=RouterMetrics("tiny"), arrived=0.0
+        )
+        writer = SURFACES["completion"].writer(job, reply_id="same", model="tiny", created=0, tokens=tokens)
+        task = asyncio.create_task(endpoints._whole(job, generation, writer, send, Inline()))
+        await settle()
+        counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": len(ids)}
+        said = Tokens(request_id="same-0", **words(job, 0, ids, 0))
+        done = Done(request_id="same-0", finish_reason="stop", stop_token_id=1, **counts)
+        refused = Rejected(request_id="same-1", reason="queue_timeout", message="the request waited 5.0 s")
+        fleet._replies.take(0, [said, done, refused])
+        try:
+            await asyncio.wait_for(task, 5)
+        finally:
+            generation.close()
+            fleet.close()
+
+    with pytest.raises(ApiError, match=r"waited 5\.0 s") as caught:
+        asyncio.run(answered())
+    assert caught.value.status == 429
+    assert not sent
 
 
 def test_a_reader_that_stops_and_goes_on(job_of, tool_codec):

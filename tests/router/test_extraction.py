@@ -272,14 +272,18 @@ def test_formats_are_told_by_the_template():
     assert reasoning_format_of("<｜Assistant｜></think>").name == "deepseek_v3"
 
 
+def shown(value):
+    """A value between its markers."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def written_one_by_one(form, function, arguments):
     """A call in a format whose arguments have markers of their own."""
     markup, (before, middle, behind) = form.parameters, form.written
     text = before + function + middle
     for name, value in arguments.items():
-        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         head = markup.written[not isinstance(value, str)]
-        text += markup.begin + name + head + shown + markup.pad + markup.end + markup.behind
+        text += markup.begin + name + head + shown(value) + markup.pad + markup.end + markup.behind
     return text + behind
 
 
@@ -353,15 +357,20 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text("abc_1", min_size=1), VALUES, max_size=3))
+@example({"a": {"</parameter>": None}, "b": "</function>", "c": "<parameter="})
 def test_parameters_come_out_as_they_were_written(arguments):
-    """As the templates write them: texts bare, anything else as JSON; the schema or the markup tells which is which."""
+    """As the templates write them: texts bare, anything else as JSON; the schema or the markup tells which is which.
+
+    A marker within a value ends it, however deep it stands there: the markup has no way to quote one.
+    """
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
     schema = {"properties": {k: {"type": kinds.get(type(v), "null")} for k, v in arguments.items()}}
     for name in ("qwen3_coder", "deepseek_v32"):
         form = TOOL_FORMATS[name]
-        text = written_one_by_one(form, "f", arguments)
-        if any(isinstance(v, str) and any(m in v for m in form.markers) for v in arguments.values()):
+        markers = (*form.markers, form.parameters.begin, form.parameters.end, form.parameters.cut)
+        if any(m in shown(value) for value in arguments.values() for m in markers):
             continue
+        text = written_one_by_one(form, "f", arguments)
         asked = dataclasses.replace(extraction(name), schemas={"f": schema})
         events = events_of(asked, [form.section_begin + form.opening + text + form.section_end])
         assert [type(e) for e in events] == [CallBegin, CallArguments, CallEnd]

@@ -12,7 +12,7 @@ import time
 
 import httpx
 import pytest
-from tests.router.conftest import ScriptedWorker
+from tests.router.scripted_worker import ScriptedWorker
 
 from moeyard_router.config import WorkerAddress
 from moeyard_worker.protocol import Done, Hello, Tokens

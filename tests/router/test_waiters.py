@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.router.conftest import ScriptedWorker
+from tests.router.scripted_worker import ScriptedWorker
 
 from moeyard_router.config import DoorConfig, WorkerAddress
 from moeyard_router.fleet.waiters import ready_sequences

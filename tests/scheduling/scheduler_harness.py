@@ -165,7 +165,7 @@ class Harness:
 
     def roll_back(self) -> None:
         """A peer was lost: nothing is in flight any more, and every request goes on from what was completed."""
-        self.scheduler.roll_back()
+        self.scheduler.roll_back(now=float(self.num_steps))
         for request in self.live.values():
             if request.in_flight and self.config.num_state_slots:
                 request.computed, request.pages, request.compact = None, (), ()

@@ -35,10 +35,31 @@ DEAR = {0: 1.0, 1: 1.9, 2: 2.8, 3: 3.7}
 def test_finds_what_gives_most_tokens_a_second(right: float, seconds: dict[int, float], best: int, seed: int) -> None:
     depth = Depth(3)
     chosen = live(depth, random.Random(seed), right=right, seconds=seconds, sequences=4, steps=1500)
-    assert set(chosen[:40]) == {0, 1, 2, 3}, "all are tried"
+    assert {0, 1, 2, 3}.intersection((best - 1, best, best + 1)) <= set(chosen[:60]), "those beside it are tried"
     late = chosen[500:]
     assert late.count(best) > 0.9 * len(late)
     assert len(set(late)) > 1, "others are tried again"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_where_drafts_never_pay_finding_that_costs_little(begun: bool, seed: int) -> None:
+    """A burst of short answers at eight streams, as their number falls; with or without a single one before."""
+    depth, chance, plain = Depth(3), random.Random(seed), 0.0
+    if begun:
+        live(depth, chance, right=0.8, seconds=CHEAP, sequences=1, steps=100)
+    tokens = seconds = 0.0
+    before = 0
+    for sequences in (8,) * 60 + (6,) * 20 + (4,) * 20:
+        k = depth.choose(sequences)
+        for _ in range(sequences):
+            accepted = next((j for j in range(before) if chance.random() > 0.8), before)
+            depth.verified(before, accepted)
+            tokens += 1 + accepted
+        depth.took(sequences, k, DEAR[k])
+        seconds += DEAR[k]
+        plain += sequences
+        before = k
+    assert tokens / seconds > 0.97 * plain / 100
 
 
 def test_follows_what_changes(seed: int) -> None:

@@ -47,6 +47,8 @@ def shapes(chunks: tuple[Chunk, ...]) -> list[tuple[str, int, int, bool]]:
         (submit("r", 3, temperature=float("nan")), "bad_request", "temperature .*, got nan"),
         (submit("r", 3, top_p=0.0), "bad_request", "top_p .*, got 0.0"),
         (submit("r", 3, top_k=-1), "bad_request", "top_k .*, got -1"),
+        (submit("r", 3, top_k=2**63), "bad_request", "top_k .*, got 9223372036854775808"),
+        (submit("r", 3, stop_token_ids=tuple(range(4001))), "bad_request", "name 4001 tokens, at most 4000"),
         (submit("r", 3, min_p=1.5), "bad_request", "min_p .*, got 1.5"),
         (submit("r", 3, repetition_penalty=0.0), "bad_request", "repetition_penalty .*, got 0.0"),
         (submit("r", 3, presence_penalty=2.5), "bad_request", "presence_penalty .*, got 2.5"),
@@ -129,6 +131,35 @@ def test_a_request_that_waits_too_long_ends_by_name() -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 1), "what runs is not waiting, however old"
     scheduler.validate()
     assert Scheduler(CONFIG).expire(now=1e9) == []
+
+
+def test_a_request_that_waited_for_its_grammar_expires_behind_one_that_came_later() -> None:
+    scheduler = Scheduler(replace(CONFIG, max_num_seqs=1, max_queue_seconds=3.0))
+    for name, arrived in (("runs", 0.0), ("later", 2.0), ("compiled", 1.0)):
+        assert scheduler.add(submit(name, 5), b"a", now=arrived) is None
+        scheduler.schedule(now=2.0) if name == "runs" else None
+    assert [reply.message.request_id for reply in scheduler.expire(now=4.0)] == ["compiled"]
+    assert [reply.message.request_id for reply in scheduler.expire(now=5.0)] == ["later"]
+
+
+def test_nobody_expires_for_the_time_in_which_nothing_runs() -> None:
+    """A peer was lost, and another takes its place: who waits has waited for as long as there were steps."""
+    scheduler = Scheduler(replace(CONFIG, max_num_seqs=1, max_queue_seconds=10.0))
+    for name, now in (("p", 0.0), ("q", 1.0)):
+        assert scheduler.add(submit(name, 5), b"a", now=now) is None
+    scheduler.schedule(now=0.0)
+    scheduler.roll_back(now=5.0)
+    assert scheduler.add(submit("r", 5), b"a", now=20.0) is None
+    assert scheduler.expire(now=50.0) == []
+    assert scheduler.schedule(now=60.0).num_tokens
+    assert scheduler.expire(now=65.9) == []
+    [reply] = scheduler.expire(now=66.0)
+    assert isinstance(reply.message, Rejected)
+    assert reply.message.message == "the request waited 10.0 s and did not start; the limit is 10 s"
+    assert reply.message.request_id == "q"
+    assert scheduler.expire(now=69.9) == []
+    assert len(scheduler.expire(now=70.0)) == 1
+    scheduler.validate()
 
 
 def test_a_preempted_request_has_started_and_does_not_expire() -> None:

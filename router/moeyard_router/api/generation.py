@@ -71,8 +71,8 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has its finish reason."""
-        return not self._unfinished
+        """Whether every choice has its finish reason; never with an error, which `step` then raises."""
+        return not self._unfinished and self._error is None
 
     async def step(self) -> dict[int, Delta]:
         """Wait for news and return what it added to which choice; an error comes after the last tokens before it."""

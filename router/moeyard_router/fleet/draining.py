@@ -5,7 +5,7 @@ alone, and a rank does not know of it.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moeyard_router.fleet.dispatch import Dispatch
 from moeyard_router.fleet.flights import Flight
@@ -33,16 +33,27 @@ class Draining:
             self._waiters.hold(now)
         elif self._recovery.is_whole:
             self._waiters.resume(now)
-        if order.leaves and order.rank < len(self._members.workers):
-            self._members.workers[order.rank].leaving = True
-            self._waiters.hold(now)
-            self._recovery.begin(f"worker {order.rank} is being restarted", planned=order.rank)
+        if order.size is not None:
+            self._pause(now, range(order.size, len(self._members.workers)), order.size)
+        elif order.leaves and order.rank < len(self._members.workers):
+            self._pause(now, (order.rank,), None)
         if self._recovery.is_whole:
             self._dispatch.drain()
         self._changed()
-        if not self._recovery.is_whole and not order.leaves:
+        if not self._recovery.is_whole and not order.leaves and order.size is None:
             return UNKNOWN
         return len(self._there(order.rank))
+
+    def _pause(self, now: float, leaving: Sequence[int], size: int | None) -> None:
+        """Nothing runs until these ranks have others in their places, or the fleet has another `size`."""
+        what = (
+            f"worker {leaving[0]} is being restarted"
+            if size is None
+            else f"going on with {size} worker{'s'[: size > 1]}"
+        )
+        self._members.pause(leaving, what)
+        self._waiters.hold(now)
+        self._recovery.begin(what, planned=leaving, scales=size is not None)
 
     def _there(self, rank: int) -> list[Flight]:
         """What somebody waits for there, and not what a rank was told to stop and has not said yet that it did.

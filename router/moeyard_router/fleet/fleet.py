@@ -57,7 +57,7 @@ class Fleet:
         self._metrics = metrics
         self._on_change = on_change
         self._on_lost = on_lost
-        room = self._room = Room(time.monotonic(), config.max_inflight, config.max_waiting_tokens)
+        room = self._room = Room(time.monotonic(), config.most_inflight(len(config.workers)), config.max_waiting_tokens)
         self.waiters = Waiters(config, metrics, drain=self._drain, refuse=self._end_here)
         self._flights = Flights(room, len(config.workers), ended=self.waiters.ended)
         events = MemberEvents(
@@ -67,7 +67,7 @@ class Fleet:
         self._dispatch = Dispatch(
             self._members, self._flights, self.waiters, prefix_caching=config.prefix_caching, waits=self._wait
         )
-        self._recovery = Recovery(config.recovery_timeout, metrics, self.fail)
+        self._recovery = Recovery(config.recovery_timeout, metrics, self.fail, was_whole=config.restarted)
         self.incidents = self._recovery.incidents
         self.read = self._dispatch.read
         self.drain = Draining(self._dispatch, self._recovery, self._changed).take
@@ -93,6 +93,7 @@ class Fleet:
             self.end_all(self.failure or "the workers were started again")
         self.failure = None
         new = self._members.replace(addresses)
+        self.waiters.resize(len(addresses), self._room)
         if self._recovers and (new or not self._recovery.is_whole):
             self._wait("workers were replaced")
         self._dispatch.forget(new)
@@ -138,7 +139,7 @@ class Fleet:
     def _refuses(self, rank: int | None) -> str | None:
         """Why a request (for `rank`, unless it is None) cannot even wait here."""
         if self.failure is None and self.stopping is None and self._recovers and self._recovery.was_whole:
-            ready = rank is None or self._members.workers[rank].state == "ready"
+            ready = rank is None or [w.state for w in self._members.workers[rank : rank + 1]] == ["ready"]
             return None if ready else f"worker {rank} is not ready"
         return self.unavailable()
 
@@ -154,7 +155,7 @@ class Fleet:
         """Take sequences (prompt ids, sampling) for the ranks that the policy chooses for `client`, or all for `rank`.
 
         They wait here until a rank has room and the fleet is whole; `key` names whose turn it is then
-        (fleet/waiting.py). Those for a `rank` do not wait, and end if that one is lost.
+        (fleet/waiting.py). Those for a `rank` try it: they do not wait, need no room, and end if that one is lost.
         Raises `ApiError` 503 if the fleet cannot run them and 429 if it is full; then none was taken.
         """
         problem = self._refuses(rank)
@@ -165,7 +166,7 @@ class Fleet:
         if rank is None:
             self.waiters.check(key, count)
             self.waiters.displace(now, key, until=lambda: self._room.fits(count, tokens))
-        self._room.check(now, count, tokens)
+            self._room.check(now, count, tokens)
         ticket = Ticket(self.abandon, self._replies.announced.append)
         flights = [
             Flight(
@@ -306,9 +307,8 @@ class Fleet:
 
     def _settle(self) -> None:
         """If every worker is ready, what waits goes on."""
-        if self._recovery.is_whole or self.given_up or self._members.unready() is not None:
-            return
-        if self.failure is not None and not self._recovers:
+        over = self.given_up or (self.failure is not None and not self._recovers)
+        if over or self._recovery.is_whole or self._members.unready() is not None:
             return
         self.failure = None
         waiting = self._flights.waiting()

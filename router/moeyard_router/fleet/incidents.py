@@ -17,8 +17,8 @@ class Incident:
     the seconds since then; `ranks` are those that were lost. `whole_seconds` lasted until every rank was ready,
     `output_seconds` until one of the sequences in flight got its next token (None if there was none). `carried` counts
     sequences that went on at another rank or connection, `recomputed_tokens` the tokens of their prompts and outputs
-    that no cache was thought to hold. `launcher` is what the launcher knows of it. `planned` is the rank that somebody
-    had restarted, if nothing else befell the fleet meanwhile.
+    that no cache was thought to hold. `launcher` is what the launcher knows of it. `planned` are the ranks that
+    somebody had restarted or sent away, None if anything else befell the fleet; `scales`: it was for another size.
     """
 
     reason: str
@@ -31,14 +31,15 @@ class Incident:
     carried: int = 0
     recomputed_tokens: int = 0
     failure: str | None = None
-    planned: int | None = None
+    planned: frozenset[int] | None = None
+    scales: bool = False
     launcher: Mapping[str, Any] | None = None
 
     def say(self, now: float, reason: str, rank: int | None) -> None:
         """One more thing that was heard; `rank` is one that was lost."""
         if rank is not None and rank not in self.ranks:
             self.ranks.append(rank)
-            self.planned = self.planned if rank == self.planned else None
+            self.planned = self.planned if rank in (self.planned or ()) else None
         if len(self.reports) < _REPORTS:
             self.reports.append((now - self.began, reason))
 

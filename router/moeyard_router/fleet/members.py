@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 import zmq
@@ -45,6 +45,7 @@ class Members:
         self._events = events
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._replaced = False
+        self._pausing: str | None = None
         self._reconnecting: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -58,12 +59,14 @@ class Members:
         Returns the ranks that are new or away since. Before, `lost` is called for workers that are there and whose
         places are taken, or empty from now on.
         """
-        self._replaced = True
+        self._replaced, self._pausing = True, None
         new = [a.rank for a in addresses if not self._stays(a)]
         for rank in range(len(self.workers)):
             if rank in new or rank >= len(addresses):
-                away = rank < len(addresses) and addresses[rank].away
-                self.lose(rank, f"worker {rank} {'is away' if away else 'was replaced'}", replaced=True)
+                gone = rank >= len(addresses)
+                self.workers[rank].leaving |= gone  # whatever this router was told before
+                what = "has left" if gone else "is away" if addresses[rank].away else "was replaced"
+                self.lose(rank, f"worker {rank} {what}", replaced=True)
         self.addresses = addresses
         del self.workers[len(addresses) :]
         self._flights.resize(len(addresses))
@@ -78,6 +81,12 @@ class Members:
         self.addresses = tuple(replace(a, draining=a.rank in ranks) for a in self.addresses)
         for worker in self.workers:
             worker.draining = worker.link.rank in ranks
+
+    def pause(self, leaving: Iterable[int], reason: str) -> None:
+        """These ranks are about to be replaced, or to leave: until `replace` the fleet is not whole."""
+        self._pausing = reason
+        for rank in leaving:
+            self.workers[rank].leaving = True
 
     def _stays(self, address: WorkerAddress) -> bool:
         worker = self.workers[address.rank] if address.rank < len(self.workers) else None
@@ -112,10 +121,10 @@ class Members:
 
     def unready(self) -> str | None:
         """Which worker is not ready for steps with the others, or None: the fleet is whole."""
+        if self._pausing is not None:
+            return self._pausing
         there = [worker for worker in self.workers if not worker.away]
         for worker in there:
-            if worker.leaving:
-                return f"worker {worker.link.rank} is being restarted"
             if worker.state != "ready":
                 what = "is not connected yet" if worker.state == "connecting" else f"is {worker.state}"
                 return f"worker {worker.link.rank} at {worker.link.endpoint} {what}"
@@ -149,9 +158,12 @@ class Members:
         return before is not None and said.step > before.step
 
     def _mismatch(self, rank: int, said: Snapshot) -> str | None:
-        """What makes a worker another than the one that is served, or None. How many ranks it counts may change."""
+        """What makes a worker another than the one that is served, or None. How many ranks it counts may change.
+
+        Where others take lost ones' places it may have done so before this router, if it has just started, is told.
+        """
         config, worker = self._config, self.workers[rank]
-        known = worker.snapshot is not None or self._replaced
+        known = worker.snapshot is not None or self._replaced or config.recovery_timeout > 0
         world = said.world_size if known else sum(not each.away for each in self.workers)
         if (said.rank, said.world_size, said.vocab_size) != (rank, world, config.vocab_size):
             return (

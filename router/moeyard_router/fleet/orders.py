@@ -12,9 +12,12 @@ class Drain:
 
     `rank` is the one that the answer is about. `carry`: what it has goes on at others, if another takes sequences.
     `leaves`: its process is about to be replaced, so that its end is nobody's fault and requests wait until then.
+    `size`: the same of all ranks from this one on, which leave for good; or there will be so many ranks, if that is
+    more. None: there are as many as before.
     """
 
     ranks: tuple[int, ...]
     rank: int
     carry: bool = False
     leaves: bool = False
+    size: int | None = None

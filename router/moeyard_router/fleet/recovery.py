@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from moeyard_router.fleet.flights import Flight
 from moeyard_router.fleet.incidents import Incidents
@@ -10,11 +10,16 @@ from moeyard_router.metrics import RouterMetrics
 
 
 class Recovery:
-    """An incident is open while the fleet is not whole, once it was; `late` is told why when that lasts `seconds`."""
+    """An incident is open while the fleet is not whole, once it was; `late` is told why when that lasts `seconds`.
 
-    def __init__(self, seconds: float, metrics: RouterMetrics, late: Callable[[str], None]) -> None:
+    `was_whole`: it was for another router, before this one was started.
+    """
+
+    def __init__(
+        self, seconds: float, metrics: RouterMetrics, late: Callable[[str], None], *, was_whole: bool = False
+    ) -> None:
         self.incidents = Incidents()
-        self.is_whole = self.was_whole = False
+        self.is_whole, self.was_whole = False, was_whole
         self._seconds = seconds
         self._metrics = metrics
         self._late = late
@@ -25,17 +30,19 @@ class Recovery:
         """Of the incident that lasts."""
         return None if self.incidents.open is None else self.incidents.open.reason
 
-    def begin(self, reason: str, lost: int | None = None, planned: int | None = None) -> None:
+    def begin(
+        self, reason: str, lost: int | None = None, *, planned: Iterable[int] | None = None, scales: bool = False
+    ) -> None:
         """Not all of the fleet is there, for this reason too; `lost` is a rank that another worker must take.
 
-        `planned` is one that will be, because somebody asked for it.
+        `planned` are those that will be lost because somebody asked for it; `scales`: to have more or fewer workers.
         """
         now, incident = time.monotonic(), self.incidents.open
         if incident is None:
             self.is_whole = False
             incident = self.incidents.begin(now, time.time(), reason)
             late = f"the fleet was not whole again within {self._seconds:g} s: {reason}"
-            incident.planned = planned
+            incident.planned, incident.scales = None if planned is None else frozenset(planned), scales
             self._bound = asyncio.get_running_loop().call_later(self._seconds, self._late, late)
         incident.say(now, reason, lost)
 
@@ -50,7 +57,7 @@ class Recovery:
             self._metrics.recoveries.inc()
             self._metrics.recovery_seconds.observe(incident.whole_seconds)
         else:
-            self._metrics.restarts.inc()
+            (self._metrics.scalings if incident.scales else self._metrics.restarts).inc()
         for flight in waiting:
             if flight.began:
                 incident.carried += 1

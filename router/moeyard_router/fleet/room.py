@@ -17,6 +17,10 @@ class Room:
         self._most_tokens = most_tokens
         self._ends, self._reads = DrainRate(now), DrainRate(now)  # of sequences, and of prompt tokens
 
+    def resize(self, most: int) -> None:
+        """From now on at most so many sequences; those that are there stay."""
+        self._most = most
+
     def fits(self, count: int, tokens: int) -> bool:
         """Whether `count` sequences with `tokens` prompt tokens may come in."""
         most = self._most_tokens

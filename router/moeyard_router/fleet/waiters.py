@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from moeyard_router.config import RouterConfig
 from moeyard_router.fleet.fair import Entry
 from moeyard_router.fleet.flights import Flight
+from moeyard_router.fleet.room import Room
 from moeyard_router.fleet.waiting import WaitingRoom
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Rejected
@@ -47,8 +48,8 @@ class Waiters:
         self._answer = _FIRST_GUESS  # output tokens of a sequence
         # Sequences that a worker is given at once.
         self.worker_places = None if places is None else places + ready_sequences(places, self._answer)
-        total = config.max_inflight if places is None else places * len(config.workers)
-        self._room = WaitingRoom(time.monotonic(), total, config.max_queue_seconds)
+        self._most_inflight = config.most_inflight
+        self._room = WaitingRoom(time.monotonic(), self._running(len(config.workers)), config.max_queue_seconds)
         self._metrics = metrics
         self._drain = drain
         self._refuse = refuse
@@ -58,6 +59,15 @@ class Waiters:
     def num_sequences(self) -> int:
         """Those that wait."""
         return self._room.queue.num_sequences
+
+    def resize(self, num_workers: int, room: Room) -> None:
+        """There are so many workers now, which the fleet's room follows, too."""
+        room.resize(self._most_inflight(num_workers))
+        self._room.resize(self._running(num_workers))
+
+    def _running(self, num_workers: int) -> int:
+        """Sequences that so many workers run at once."""
+        return self._most_inflight(num_workers) if self._places is None else self._places * num_workers
 
     def check(self, key: str | None, count: int = 1) -> None:
         """Raise `ApiError` 429 if `count` sequences of `key` would wait too long. Cheap, so it is asked early, too."""

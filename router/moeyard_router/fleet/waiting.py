@@ -37,6 +37,10 @@ class WaitingRoom:
         self._held: float | None = None  # since when nothing runs
         self._slots: dict[str | None, float] = {}  # until when places are promised to those of a key that were refused
 
+    def resize(self, places: int) -> None:
+        """So many sequences run at once from now on."""
+        self._places = self.overload.places = places
+
     def limit(self, now: float, key: str | None) -> float | None:
         """Seconds that a request of `key` may wait at most; None for any time."""
         if self._held is not None:

@@ -7,13 +7,14 @@ llhttp, the parser, takes every upgrade for accepted and hands on no body behind
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httptools
 import orjson
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from moeyard_router.api.direct import EXTENSION
 from moeyard_router.api.record import SCOPE_KEY
@@ -66,6 +67,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._waits_for: tuple[str, int] | None = None  # what the deadline is for, and of which request
         self._num_requests = 0
+        self._unanswered: deque[RequestResponseCycle] = deque()  # the first of them is being answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Headers are awaited from now on."""
@@ -74,7 +76,10 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more."""
+        """Nothing is awaited any more. uvicorn tells the last request only, and one before it may be answered yet."""
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
         self._unwatch()
         self._reader.resumed()
         super().connection_lost(exc)
@@ -91,6 +96,7 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """An answer has been written."""
+        self._unanswered.popleft()
         super().on_response_complete()
         self._reader.answered()
 
@@ -174,6 +180,7 @@ class ConnectionProtocol(HttpToolsProtocol):
             return
         self._in_head, self._in_body = False, True
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
         extensions: Any = {EXTENSION: Pieces(self.cycle, self._outbox)}
         self.scope["extensions"] = extensions
 

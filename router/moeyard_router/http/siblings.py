@@ -1,16 +1,18 @@
 """Router processes that share a port: each answers the others' questions over a Unix socket in a directory of theirs.
 
-A question is a line with the name of a page; the answer is the page's bytes, and the connection's end is its end. A
-process that is not there, or does not answer within a second, is left out.
+A question is a line with the name of a page; the answer is the number of the page's bytes, and these. A process that is
+not there, ends before its answer does, or does not answer within a second, is left out.
 """
 
 import asyncio
 import contextlib
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
 _ANSWER_SECONDS = 1.0
 _MAX_NAME = 64  # bytes of a question
+_SIZE = struct.Struct("<Q")
 
 
 class Siblings:
@@ -50,10 +52,11 @@ class Siblings:
                 reader, writer = await asyncio.open_unix_connection(self._path(index))
                 try:
                     writer.write(name.encode() + b"\n")
-                    return await reader.read()
+                    (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
+                    return await reader.readexactly(size)
                 finally:
                     writer.close()
-        except (OSError, TimeoutError):
+        except (OSError, EOFError, TimeoutError):
             return None  # it ended, or is being started again
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -61,7 +64,8 @@ class Siblings:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 name = (await reader.readline()).decode("ascii", "replace").strip()
                 if name in self._pages:
-                    writer.write(self._pages[name]())
+                    page = self._pages[name]()
+                    writer.write(_SIZE.pack(len(page)) + page)
                     await writer.drain()
         writer.close()
 

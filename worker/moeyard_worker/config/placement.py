@@ -100,6 +100,35 @@ class Placement:
             raise ValueError(f"nobody is left without ranks {sorted(away)}")
         return Placement(self.layers, tuple(_dealt(row, left) for row in self.owners))
 
+    def resized(self, num_ranks: int) -> "Placement":
+        """The same for ranks 0 to `num_ranks` - 1, with as few experts moved as that takes.
+
+        Those of ranks that go are dealt as by `without`; a rank that comes takes, in each layer, from whoever has most
+        until it has as many, or one less. Raises ValueError for a number of ranks of which one would own nothing.
+        """
+        if num_ranks < 1:
+            raise ValueError(f"expert parallelism needs at least 1 rank, got {num_ranks}")
+        if num_ranks > self.num_experts:
+            raise ValueError(f"{num_ranks} ranks for {self.num_experts} experts per layer: every rank must own one")
+        stay = self.without(range(num_ranks, MAX_RANKS)) if max(self.ranks) >= num_ranks else self
+        come = range(max(stay.ranks) + 1, num_ranks)
+        return Placement(self.layers, tuple(_shared(row, come, num_ranks) for row in stay.owners))
+
+
+def _shared(row: tuple[int, ...], come: Iterable[int], num_ranks: int) -> tuple[int, ...]:
+    held, out = [row.count(rank) for rank in range(num_ranks)], list(row)
+    for _ in row:
+        poorest = min(come, key=lambda rank: held[rank], default=None)
+        richest = max(range(num_ranks), key=lambda rank: held[rank])
+        if poorest is None or held[richest] - held[poorest] < 2:
+            break
+        # Its last one, so that shards stay together.
+        expert = max(expert for expert, owner in enumerate(out) if owner == richest)
+        out[expert] = poorest
+        held[richest] -= 1
+        held[poorest] += 1
+    return tuple(out)
+
 
 def _dealt(row: tuple[int, ...], left: list[int]) -> tuple[int, ...]:
     held, out = {rank: row.count(rank) for rank in left}, []

@@ -62,14 +62,16 @@ class GrammarQueue:
         return None
 
     def ready(self, now: float) -> Iterator[tuple[Compiling, Constraint | Rejected]]:
-        """Those whose wait is over, in order of arrival: with what holds them to their grammar, or a refusal."""
+        """Those whose wait is over, in order of arrival: with what holds them to their grammar, or a refusal.
+
+        Between two of them the caller may end others, by `abort_client`: these are left out.
+        """
         for key, each in list(self._waiting.items()):
-            if each.compiled.done():
-                del self._waiting[key]
-                yield each, self._result(each)
-            elif now - each.arrived > COMPILE_SECONDS:
-                del self._waiting[key]
-                yield each, _bad(each.submit, f"the grammar was not compiled within {COMPILE_SECONDS:.0f} s")
+            done = each.compiled.done()
+            if (done or now - each.arrived > COMPILE_SECONDS) and self._waiting.pop(key, None) is not None:
+                self._leave(each)
+                late = f"the grammar was not compiled within {COMPILE_SECONDS:.0f} s"
+                yield each, self._result(each) if done else _bad(each.submit, late)
 
     def _result(self, each: Compiling) -> Constraint | Rejected:
         assert self._grammars is not None, "somebody compiled it"
@@ -84,12 +86,20 @@ class GrammarQueue:
     def abort(self, client: bytes, request_id: str) -> Done | None:
         """End one that waits; None when there is none of this name."""
         each = self._waiting.pop((client, request_id), None)
-        return None if each is None else _aborted(each.submit)
+        if each is None:
+            return None
+        self._leave(each)
+        return _aborted(each.submit)
 
     def abort_client(self, client: bytes) -> None:
         """Forget all requests of a client that can no longer be reached."""
         for key in [key for key in self._waiting if key[0] == client]:
-            del self._waiting[key]
+            self._leave(self._waiting.pop(key))
+
+    def _leave(self, each: Compiling) -> None:
+        """One waits no more. What nobody waits for is not begun: others, in a while, would wait for that."""
+        if not each.compiled.done() and all(other.compiled is not each.compiled for other in self._waiting.values()):
+            each.compiled.cancel()
 
 
 def _bad(submit: Submit, message: str) -> Rejected:

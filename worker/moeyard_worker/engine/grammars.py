@@ -76,11 +76,11 @@ class Grammars:
     def compile(self, grammar: Grammar) -> "Future[LLMatcher]":
         """The grammar's matcher, to be copied and never used; its exception is a GrammarError.
 
-        Called by one thread. What was asked for before, its error too, is remembered.
+        Called by one thread, which may cancel it. What was asked for before, its error too, is remembered.
         """
         assert self.refusal is None, self.refusal
         found = self._compiled.pop(grammar, None)
-        if found is None:
+        if found is None or found.cancelled():
             found = self._compiling.submit(self._compile, grammar)
         self._compiled[grammar] = found
         while len(self._compiled) > _KEPT:
@@ -100,7 +100,7 @@ class Grammars:
 
     def constraint(self, matcher: LLMatcher, sampling: SamplingParams) -> "Constraint":
         """What holds one sequence to a compiled grammar."""
-        return Constraint(matcher.deep_copy(), sampling, self)
+        return Constraint(matcher, sampling, self)
 
     def close(self) -> None:
         """End the threads; what is being compiled is waited for by nobody."""
@@ -109,10 +109,10 @@ class Grammars:
 
 
 class Constraint:
-    """One sequence and its matcher. Used by one thread at a time; see `scheduling.request.Constraint`."""
+    """One sequence and its copy of `compiled`. Used by one thread at a time; see `scheduling.request.Constraint`."""
 
-    def __init__(self, matcher: LLMatcher, sampling: SamplingParams, grammars: Grammars) -> None:
-        self._matcher = matcher
+    def __init__(self, compiled: LLMatcher, sampling: SamplingParams, grammars: Grammars) -> None:
+        self._compiled, self._matcher = compiled, compiled.deep_copy()
         self._grammars = grammars
         eos = grammars.eos_token_ids
         self._min_tokens = sampling.min_tokens
@@ -144,9 +144,10 @@ class Constraint:
             same -= 1
         if same == len(seen) == len(output) and self._mask is not None:
             return self._mask
-        if same < len(seen):
-            self._matcher.rollback(len(seen) - same)
-            del seen[same:]
+        if same < len(seen) and not self._matcher.rollback(len(seen) - same):
+            # It cannot where a rule counts its tokens or has a stop (`max_tokens=`, `stop=`): a copy reads them anew.
+            self._matcher, same = self._compiled.deep_copy(), 0
+        del seen[same:]
         new = list(output[same:])
         count = self._matcher.try_consume_tokens(new) if new else 0
         seen += new[:count]

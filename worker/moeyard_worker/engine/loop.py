@@ -86,7 +86,7 @@ class Engine:
         )
         self._on_loss = on_loss
         self._next: tuple[Mesh, int, Placement] | None = None  # what `rejoin` was given
-        self._ending: str | None = None  # what `end_epoch` was given
+        self._ending: tuple[int, str] | None = None  # which epoch is to end, and why
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._closing = threading.Lock()
         self._closed = False
@@ -109,8 +109,9 @@ class Engine:
         self._wake_up()
 
     def end_epoch(self, reason: str) -> None:
-        """End the epoch on all ranks between steps; `on_loss` is told of a loss of nobody. From any thread."""
-        self._ending = reason
+        """End the epoch, also one just given to `rejoin`, on all ranks between steps: a loss of nobody. Any thread."""
+        coming = self._next  # None: `epoch` is of what it was, `_begin_epoch` sees to that
+        self._ending = (self.epoch if coming is None else coming[0].epoch, reason)
         self._wake_up()
 
     def _wake_up(self) -> None:
@@ -151,8 +152,8 @@ class Engine:
     def _turn(self) -> None:
         if self._next is not None:
             self._begin_epoch(*self._next)
-        if self._ending and not self.failure:
-            self._lose(ExchangeError(self._mesh.fail(self._ending, planned=True)))
+        if self._ending is not None and self._ending[0] == self.epoch and not self.failure:
+            self._lose(ExchangeError(self._mesh.fail(self._ending[1], planned=True)))
         self._take_messages()
         for reply in self._scheduler.expire(time.monotonic()):
             self._send(reply.client, reply.message)
@@ -292,19 +293,18 @@ class Engine:
             waiting=self._scheduler.num_waiting,
         )
         log.log(logging.ERROR if loss.ranks else logging.INFO, "%s", loss)
-        self._scheduler.roll_back()
+        self._scheduler.roll_back(time.monotonic())
         self._report(force=True)
         self._on_loss(loss)
 
     def _begin_epoch(self, mesh: Mesh, step: int, placement: Placement) -> None:
         """Go on where the end of the epoch before left this rank."""
-        self._next = self._ending = None
         self._mesh, self._lockstep = mesh, Lockstep(mesh)
         self._experts.adopt(placement.experts(self.rank))
         self._exchange.attach(mesh, placement)
         self.epoch = self._reporter.epoch = mesh.epoch
         self._reporter.num_ranks = len(mesh.members)
-        self.step, self.failure = step, None
+        self.step, self.failure, self._next = step, None, None
         self._watch_peers()
         log.info("epoch %d begins after step %d", self.epoch, step)
         self._report(force=True)

@@ -19,27 +19,31 @@ MARGIN_SHARE = 0.05
 # Rows whose logits exist at once where prompts are scored (engine/scoring.py). Enough that a CPU is busy with their
 # products and not with reading the head's weight.
 SCORED_ROWS = 64
+# What grammars know of the vocabulary takes this of the host's memory per token: 836 and 858 bytes of 4,096 and 151,643
+# tokens (llguidance 1.9.1, 2026-11-23). A grammar itself took 20 kB.
+GRAMMAR_BYTES = 1024
 # The kernels compute in this many bytes per value, whatever dtype is served.
 _FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Bytes set aside before memory is divided: the exchange's slab, one step's tensors, a margin."""
+    """Bytes set aside before memory is divided: the exchange's slab, one step's tensors, grammars, a margin."""
 
     exchange: int
     workspace: int
+    grammars: int
     margin: int
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.exchange + self.workspace + self.margin
+        return self.exchange + self.workspace + self.grammars + self.margin
 
     def __str__(self) -> str:
         return (
             f"a reserve of {format_size(self.total)} (exchange {format_size(self.exchange)}, one step "
-            f"{format_size(self.workspace)}, margin {format_size(self.margin)})"
+            f"{format_size(self.workspace)}, grammars {format_size(self.grammars)}, margin {format_size(self.margin)})"
         )
 
 
@@ -145,9 +149,11 @@ def plan_memory(
     """
     # No row leaves a fleet of one rank, unless its exchange is asked for by name.
     shares = config.num_workers > 1 or config.exchange not in ("auto", "local")
+    grammars = model.vocab_size * GRAMMAR_BYTES if config.model_path else 0
     reserve = Reserve(
         exchange=exchange_shape(config, model).slab_bytes if shares and not slab_allocated else 0,
         workspace=step_bytes(config, model, footprints),
+        grammars=0 if footprints.HOST_EXPERTS else grammars,
         margin=int(available * MARGIN_SHARE),
     )
     state = model.state_spec(itemsize)
@@ -191,7 +197,7 @@ def plan_memory(
         raise ValueError(f"{error} (beside {format_size(kv)} of KV and {reserve})") from None
     partial = slots < num_local_experts
     host_bytes = num_local_experts * expert_bytes if partial and footprints.HOST_EXPERTS else 0
-    if host_available is not None and host_bytes > host_available * (1 - MARGIN_SHARE):
+    if host_available is not None and host_bytes + grammars > host_available * (1 - MARGIN_SHARE):
         raise ValueError(
             f"{slots} of {num_local_experts} experts have slots, so that all need {format_size(host_bytes)} of host "
             f"memory, but this host has {format_size(host_available)} for this worker; use a host with more memory, or "

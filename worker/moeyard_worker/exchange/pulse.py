@@ -19,7 +19,10 @@ _EVENTS = zmq.EVENT_DISCONNECTED
 
 
 class Pulse:
-    """The ROUTER of one rank, at `address`, and its connections to others'. `lock` is put on what is bound."""
+    """The ROUTER of one rank, at `address`, and its connections to others'. `lock` is put on what is bound.
+
+    Raises zmq.ZMQError where it cannot be bound.
+    """
 
     def __init__(
         self,
@@ -34,8 +37,13 @@ class Pulse:
         self._feelers: dict[int, zmq.Socket[bytes]] = {}
         self.monitors: dict[int, zmq.Socket[bytes]] = {}
         self._door = self._socket(zmq.ROUTER, ":" in host)
-        lock(self._door)
-        port = self._door.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+        try:
+            lock(self._door)
+            port = self._door.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+        except BaseException:
+            # Nobody has this object yet, and a context does not end before its sockets.
+            self.close()
+            raise
         self.address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     def _socket(self, kind: int, ipv6: bool) -> "zmq.Socket[bytes]":

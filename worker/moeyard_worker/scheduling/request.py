@@ -80,7 +80,7 @@ class Request:
     for the positions after the last token. `in_flight` are its chunks in planned steps that are not completed, oldest
     first; `sample_index` is the place of the newest one among the sampled chunks of its step. `num_scored`: positions
     whose next token's log-probability has been sent, counted if `prompt_logprobs` are asked for. `num_given`: output
-    tokens that it came with, from a rank that was lost.
+    tokens that it came with, from a rank that was lost. `excused` are seconds of its wait in which nothing ran.
     """
 
     client: bytes
@@ -103,6 +103,7 @@ class Request:
     num_registered: int = 0
     num_scored: int = 0
     num_given: int = 0
+    excused: float = 0.0
     cached_tokens: int = 0
     in_flight: list[Chunk] = field(default_factory=list)
     sample_index: int = 0

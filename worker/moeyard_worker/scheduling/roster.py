@@ -3,7 +3,6 @@
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from itertools import takewhile
 
 from moeyard_worker.scheduling.request import Request
 from moeyard_worker.scheduling.step import Chunk, RequestKey
@@ -25,6 +24,19 @@ class Roster:
         self.running: list[Request] = []
         self.leaving: list[Request] = []
         self._num_entered = 0
+        self._held: float | None = None  # since when nothing runs, if nothing does
+
+    def hold(self, now: float) -> None:
+        """Nothing runs for a while: nobody is late for the time that this takes."""
+        if self._held is None:
+            self._held = now
+
+    def resume(self, now: float) -> None:
+        """It runs again, if it did not."""
+        if self._held is not None:
+            for request in self.waiting:
+                request.excused += now - max(self._held, request.arrived)
+            self._held = None
 
     def enter(self, request: Request) -> None:
         """A request waits: a new one behind all others, one that was begun elsewhere before all new ones."""
@@ -34,9 +46,14 @@ class Roster:
         insort(self.waiting, request, key=_serial)
 
     def late(self, arrived: float) -> list[Request]:
-        """Those that have waited since `arrived` or longer and never ran; in order of arrival."""
+        """Those that have waited since `arrived` or longer and never ran, as they wait.
+
+        One whose grammar took long stands behind others that came later.
+        """
+        if self._held is not None:
+            return []
         new = (r for r in self.waiting if r.started is None and not r.output)
-        return list(takewhile(lambda r: r.arrived <= arrived, new))
+        return [r for r in new if r.arrived + r.excused <= arrived]
 
     def start_first(self) -> Request:
         """The first that waits runs."""

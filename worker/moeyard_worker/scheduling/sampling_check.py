@@ -5,6 +5,10 @@ The router refuses bad ones too, but a worker must survive any router: one reque
 
 from moeyard_worker.protocol import KV_METHODS, MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
 
+# The most tokens of one request whose logits are changed one by one. Kernels have room for 4095 (`LogitEdits`), with
+# the end-of-sequence tokens, and one entry for what a grammar forbids.
+MAX_CHANGED = 4000
+
 
 def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
     """What is wrong with `params`, by the ranges that `SamplingParams` states; None when nothing is."""
@@ -19,7 +23,7 @@ def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
         ("min_tokens", 0 <= params.min_tokens <= params.max_tokens, f"in [0, max_tokens {params.max_tokens}]"),
         ("temperature", 0 <= params.temperature < infinity, "at least 0 and finite"),
         ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
-        ("top_k", params.top_k >= 0, "at least 0"),
+        ("top_k", 0 <= params.top_k < 1 << 63, "at least 0 and below 2**63"),
         ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
         ("repetition_penalty", 0.01 <= params.repetition_penalty <= 100, "in [0.01, 100]"),
         ("presence_penalty", -2 <= params.presence_penalty <= 2, "in [-2, 2]"),
@@ -35,6 +39,9 @@ def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
             return f"logit_bias names token id {token_id}, which is outside the vocabulary of {vocab_size}"
         if not -100 <= bias <= 100:
             return f"logit_bias of token id {token_id} must be in [-100, 100], got {bias}"
+    changed = len({*params.logit_bias, *params.stop_token_ids})
+    if changed > MAX_CHANGED:
+        return f"logit_bias and stop_token_ids name {changed} tokens, at most {MAX_CHANGED} are allowed"
     if params.grammar is not None:
         size = len(params.grammar.text.encode(errors="replace"))
         if size > MAX_GRAMMAR_BYTES:

@@ -103,12 +103,12 @@ class Scheduler:
         return None if request is None else self._finish(request, "abort")
 
     def expire(self, now: float) -> list[Reply]:
-        """End the requests that have waited for `max_queue_seconds` and never ran; a preempted one has run."""
+        """End those that have waited for `max_queue_seconds` while steps ran, and never did; a preempted one has."""
         limit = self.config.max_queue_seconds
         late = [] if limit is None else self._roster.late(now - limit)
         for request in late:
             self._finish(request, "abort")
-        return [Reply(r.client, expired(r, now - r.arrived, limit)) for r in late]
+        return [Reply(r.client, expired(r, now - r.arrived - r.excused, limit)) for r in late]
 
     def abort_client(self, client: bytes) -> None:
         """End all requests of a client that can no longer be reached."""
@@ -124,11 +124,12 @@ class Scheduler:
         """The names of the requests that take part in steps, by age."""
         return [r.request_id for r in self._roster.running]
 
-    def roll_back(self) -> None:
-        """Give up the steps in flight, which the device may run no more when another is planned.
+    def roll_back(self, now: float) -> None:
+        """Give up the steps in flight, which the device may run no more when another is planned. Until then all wait.
 
         Requests are as the last completed step left them. A slot's state cannot be taken back: it is computed anew.
         """
+        self._roster.hold(now)
         self._flights.clear()
         for request in self._roster.leaving:
             request.in_flight.clear()
@@ -142,8 +143,8 @@ class Scheduler:
     def schedule(self, now: float) -> Step:
         """Plan the next step. It must be completed by `complete`, in order of planning; an empty one need not be."""
         assert len(self._flights) < self.config.max_in_flight, "the previous step was not completed"
-        wish = self._drafting.wish(self.num_running)
-        builder = StepBuilder(self.config.max_batch_tokens, wish, self._drafting.least)
+        self._roster.resume(now)
+        builder = StepBuilder(self.config.max_batch_tokens, self._drafting.wish(self.num_running), self._drafting.least)
         outputs, prompts = by_urgency(self._roster.running)
         num_preemptions = self.stats.num_preemptions
         for request, place in outputs:
@@ -256,7 +257,6 @@ class Scheduler:
         assert len(scores) == len(step.scored), f"{len(scores)} scores for {len(step.scored)} scored chunks"
         if not step.chunks:
             return []
-        assert self._flights, "no step is in flight"
         assert self._flights[0].step is step, "another step was planned before this one"
         self._drafting.completed(step, results, now)
         flight, remaining, told = self._flights.popleft(), iter(results), iter(scores)

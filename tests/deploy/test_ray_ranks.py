@@ -1,0 +1,134 @@
+"""What the launcher does with the actors of ranks, on a Ray that is played here: calls return what the test says."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError, RayError
+
+from moeyard import ray_member, ray_ranks, spares
+from moeyard.rank import Event
+from moeyard.ray_ranks import RayRanks
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.placement import Placement
+from moeyard_worker.experts.placement import partition
+
+RANKS = 3
+WHOLE = Placement.of_shards((1, 2), partition(12, RANKS))
+REPORT = {"max_model_len": 64, "expert_slots": 8, "held_bytes": 10, "loaded_bytes": 10, "load_seconds": 0.1}
+
+
+class Ref:
+    """The result of a call, which may still be to come."""
+
+    def __init__(self, value: Any = None, *, done: bool = True) -> None:
+        self.value, self.done = value, done
+
+    def end(self, value: Any) -> None:
+        self.value, self.done = value, True
+
+
+class Actor:
+    """One rank's process: `calls` are the methods that were called; `waiting` is the last `wait`."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.calls, self.waiting = rank, list[str](), Ref(done=False)
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any) -> Ref:
+            self.calls.append(name)
+            if name == "wait":
+                self.waiting = Ref(done=False)
+                return self.waiting
+            return Ref(self._answer(name))
+
+        return SimpleNamespace(remote=remote)
+
+    def _answer(self, name: str) -> Any:
+        place = {"node": "here", "pid": 2**22 + 1 + self.rank, "began": 0.0}
+        doors = {"frontend": f"tcp://{id(self)}", "metrics_url": "", "mesh": {}}
+        room = {"available": 10**9, "slot_bytes": 1, "all_resident": True, "movable": True}
+        answers = {"setup": {**doors, **place}, "rebind": doors, "load": REPORT, "progress": (1, 1), "room": room}
+        if name in ("start", "rejoin") and "load" not in self.calls:
+            return RayError("start comes after load")
+        return answers.get(name)
+
+
+class Ray:
+    """What is used of the module."""
+
+    def wait(self, refs: Sequence[Ref], *, num_returns: int = 1, timeout: float) -> tuple[list[Ref], list[Ref]]:
+        done = [ref for ref in refs if ref.done][:num_returns]
+        return done, [ref for ref in refs if ref not in done]
+
+    def get(self, refs: Any, timeout: float | None = None) -> Any:
+        if isinstance(refs, list):
+            return [self.get(ref) for ref in refs]
+        if isinstance(refs.value, Exception):
+            raise refs.value
+        return refs.value
+
+    def kill(self, actor: Actor) -> None:
+        actor.calls.append("killed")
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "here")
+
+
+class Fleet:
+    """Three ranks that serve; `actors` are all that were made for each, the latest last."""
+
+    def __init__(self) -> None:
+        self.actors: dict[int, list[Actor]] = {rank: [] for rank in range(RANKS)}
+        self.ranks = RayRanks(
+            EngineConfig(model_path="m", num_workers=RANKS),
+            make=self.make,
+            spec=lambda config, rank, epoch, placement: {},
+            placement=WHOLE,
+            takeover="always",
+        )
+        self.ranks.launch(lambda done, total: None)
+
+    def make(self, rank: int) -> Actor:
+        self.actors[rank].append(Actor(rank))
+        return self.actors[rank][-1]
+
+    def lose(self, rank: int) -> None:
+        """Its process has ended, and the others tell of it."""
+        loss = {"ranks": (rank,), "reason": f"rank {rank} lost", "steps": 5}
+        for made in self.actors.values():
+            made[0].waiting.end(RayActorError() if made[0].rank == rank else loss)
+
+    def events(self, count: int) -> list[Event]:
+        return [event for _ in range(count) for event in self.ranks.events(0.0)]
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    for module in (ray_ranks, ray_member, spares):
+        monkeypatch.setattr(module, "ray", Ray())
+    monkeypatch.setattr(ray_member, "fence_process", lambda node, pid, began: None)
+    return Fleet()
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["made anew", "its next process was ready"])
+def test_a_rank_that_others_replace_loads_before_it_is_back(fleet: Fleet, prepared: bool) -> None:
+    """It dies while it is drained for its restart: what was set up to take its place has loaded nothing yet."""
+    if prepared:
+        fleet.ranks.prepare(1, {}, fleet.make(1))
+        assert fleet.ranks.spares.prepared(1)
+    fleet.lose(1)
+    assert {event.rank for event in fleet.events(RANKS)} == {0, 1, 2}
+    recovered = fleet.ranks.recover([1])
+    assert recovered is not None
+    assert [rank.rank for rank in recovered.ranks if rank.frontend] == [0, 2]
+    assert fleet.events(1) == [], "it is set up, and loads"
+    assert [event.ready for event in fleet.events(1)] == [True]
+    for made in (fleet.actors[0], fleet.actors[2]):
+        made[0].waiting.end({"ranks": (), "reason": "rank 1 is back", "steps": 9})
+    back = fleet.ranks.admit()
+    assert back is not None
+    assert [rank.rank for rank in back.ranks if rank.frontend] == [0, 1, 2]
+    (successor,) = fleet.actors[1][1:]
+    assert [call for call in successor.calls if call in ("setup", "load", "start")] == ["setup", "load", "start"]

@@ -1,0 +1,86 @@
+"""What the launcher hears of its routers, message by message: their processes are played here."""
+
+import socket
+from collections.abc import Iterator
+from multiprocessing.connection import Pipe
+
+import pytest
+
+from moeyard import routers
+from moeyard.routers import RouterProcesses
+from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.fleet.orders import UNKNOWN, Drain
+from moeyard_router.http.process import Drained
+
+CONFIG = RouterConfig(
+    model_name="tiny", model_path=None, workers=(WorkerAddress(rank=0, endpoint="tcp://127.0.0.1:9"),),
+    max_model_len=64, vocab_size=50,
+)  # fmt: skip
+
+
+class Played(routers._Router):
+    """A router without a process; `theirs` is its end of the pipe."""
+
+    def __init__(self) -> None:
+        self.pipe, self.theirs = Pipe()
+        self.drained, self.owed, self.replacing = 0, 0, False
+
+
+class Launcher:
+    """Two routers, whose ends of the pipes are `pipes`; what the launcher is told last is in `answers`."""
+
+    def __init__(self) -> None:
+        self.answers: list[int] = []
+        self.sock = socket.socket()
+        self.routers = RouterProcesses(
+            CONFIG, self.sock, count=2, on_ready=lambda: None, on_lost=lambda rank, reason: None
+        )
+        played = [Played(), Played()]
+        self.pipes = [each.theirs for each in played]
+        self.routers._routers = list[routers._Router](played)
+
+    def order(self, **order: bool) -> None:
+        self.routers.drain(Drain(ranks=(0,), rank=0, **order), self.answers.append)
+        self.routers._told(self.routers._heard.recv())
+
+    def say(self, index: int, sequences: int) -> None:
+        """Router `index` answers the oldest order that it has not answered."""
+        assert isinstance(self.pipes[index].recv(), Drain)
+        self.pipes[index].send(Drained(sequences))
+        self.routers._take(self.routers._routers[index])
+
+    def close(self) -> None:
+        self.sock.close()
+        for pipe in (*self.pipes, self.routers._heard, self.routers._tell, *(r.pipe for r in self.routers._routers)):
+            pipe.close()
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    made = Launcher()
+    yield made
+    made.close()
+
+
+def test_an_order_is_answered_by_all_routers_together(launcher: Launcher) -> None:
+    launcher.order()
+    launcher.say(0, 3)
+    assert launcher.answers == []
+    launcher.say(1, 2)
+    assert launcher.answers == [5]
+    launcher.order()
+    launcher.say(1, UNKNOWN)
+    launcher.say(0, 3)
+    assert launcher.answers == [5, UNKNOWN]
+
+
+def test_a_late_answer_to_an_earlier_order_is_not_the_next_ones(launcher: Launcher) -> None:
+    """A router that was busy, or started, for longer than an order is waited for answers each in turn."""
+    launcher.order()
+    launcher.say(0, 3)
+    launcher.order(leaves=True)
+    launcher.say(0, 0)
+    launcher.say(1, 4)
+    assert launcher.answers == [], "router 1 has not heard that the rank leaves"
+    launcher.say(1, 0)
+    assert launcher.answers == [0]

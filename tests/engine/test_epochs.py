@@ -1,0 +1,105 @@
+"""The loop of a rank between two epochs: what it is told there is not lost, whatever comes first."""
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.config.placement import Placement
+from moeyard_worker.engine.loop import Engine
+from moeyard_worker.engine.loss import Loss
+from moeyard_worker.engine.metrics import WorkerMetrics
+from moeyard_worker.exchange.local import LocalExchange
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.protocol import Message
+from moeyard_worker.scheduling.scheduler import Scheduler
+
+PLACEMENT = Placement.of_shards((0,), (range(4),))
+
+
+class Door:
+    """A frontend whose routers are this test: what they say is in `said`, what they hear in `heard`."""
+
+    def __init__(self) -> None:
+        # Nobody waits for them here.
+        self.socket, self.monitor = socket.socketpair()
+        self.said: list[tuple[bytes, Message]] = []
+        self.heard: list[tuple[bytes, Message]] = []
+
+    def receive(self) -> Iterator[tuple[bytes, Message]]:
+        while self.said:
+            yield self.said.pop(0)
+
+    def send(self, client: bytes, message: Message) -> bool:
+        self.heard.append((client, message))
+        return True
+
+
+class Rank:
+    """An engine without a model, whose turns are taken here; `losses` is what it has told its launcher."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.door = Door()
+        self.losses: list[Loss] = []
+        config = SchedulerConfig(
+            num_pages=8, page_size=16, max_model_len=64, vocab_size=50, eos_token_ids=(1,), max_batch_tokens=16,
+            max_num_seqs=4, **limits,
+        )  # fmt: skip
+        counters = SimpleNamespace(num_hits=0, num_misses=0, num_evictions=0)
+        experts = SimpleNamespace(num_slots=4, stats=SimpleNamespace(counters=counters), adopt=lambda owned: None)
+        self.scheduler = Scheduler(config)
+        self.engine = Engine(
+            rank=0,
+            epoch=1,
+            scheduler=self.scheduler,
+            runner=cast(Any, None),
+            experts=cast(Any, experts),
+            exchange=LocalExchange(),
+            mesh=Mesh(rank=0, world_size=1, epoch=1),
+            frontend=cast(Any, self.door),
+            metrics=WorkerMetrics(rank=0, version=""),
+            on_loss=self.losses.append,
+        )
+        self.join(1)
+
+    def join(self, epoch: int) -> None:
+        self.engine.rejoin(Mesh(rank=0, world_size=1, epoch=epoch), 0, PLACEMENT)
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    monkeypatch.setattr(Engine, "_block", lambda engine: None)
+    made = Rank()
+    yield made
+    made.engine.close()
+    made.door.socket.close()
+    made.door.monitor.close()
+
+
+def test_an_epoch_that_was_just_begun_can_be_ended(rank: Rank) -> None:
+    """The launcher has called `rejoin` and, as another rank is ready, `end_epoch`, before the loop has had a turn."""
+    rank.engine._turn()
+    rank.engine.end_epoch("rank 1 is back")
+    rank.engine._turn()
+    assert [(loss.epoch, loss.ranks, loss.reason) for loss in rank.losses] == [(1, (), "rank 1 is back")]
+    rank.join(2)
+    rank.engine.end_epoch("rank 2 is back")
+    rank.engine._turn()
+    rank.engine._turn()
+    assert [(loss.epoch, loss.reason) for loss in rank.losses[1:]] == [(2, "rank 2 is back")]
+
+
+def test_the_end_of_an_epoch_that_had_ended_is_not_the_next_ones(rank: Rank) -> None:
+    rank.engine._turn()
+    for _ in range(2):
+        rank.engine.end_epoch("rank 1 is back")
+        rank.engine._turn()
+    assert len(rank.losses) == 1
+    rank.join(2)
+    for _ in range(3):
+        rank.engine._turn()
+    assert len(rank.losses) == 1
+    assert rank.engine.failure is None

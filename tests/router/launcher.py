@@ -1,0 +1,160 @@
+"""What loses workers and starts others in their place before a real router, and requests that tell what changed."""
+
+import asyncio
+import dataclasses
+import json
+
+from tests.router.scripted_worker import ScriptedWorker
+
+from moeyard_router.config import WorkerAddress
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+WORLD = 3
+
+
+class Launcher:
+    """What starts workers in the place of lost ones: the survivors hold on, the epoch rises, the router is told."""
+
+    def __init__(self, service, script):
+        self.service, self.script = service, script
+        self.epoch = 0
+
+    @property
+    def workers(self):
+        return self.service.workers
+
+    def kill(self, *ranks):
+        for worker in self.workers:
+            if worker.rank not in ranks:
+                worker.hold(f"rank {ranks[0]} lost at step 812")
+        for rank in ranks:
+            self.workers[rank].die()
+
+    def replace(self, *ranks, then=lambda: None, incident=None):
+        """New workers at these ranks, which are not ready before `together` says so."""
+        self.epoch += 1
+        for rank in ranks:
+            old = self.workers[rank]
+            self.workers[rank] = new = ScriptedWorker(
+                rank, len(self.workers), self.script, epoch=self.epoch, state="recovering"
+            )
+            new.pace, new.score_chunk = old.pace, old.score_chunk
+        addresses = tuple(WorkerAddress(rank=w.rank, endpoint=w.endpoint) for w in self.workers)
+        self.service.server.replace_workers(addresses, then, incident)
+
+    def leave(self, *ranks):
+        """The others go on without these, in an epoch of their own."""
+        self.epoch += 1
+        there = [w for w in self.workers if w.rank not in ranks]
+        for worker in there:
+            worker.snapshot = dataclasses.replace(worker.snapshot, world_size=len(there))
+        addresses = tuple(
+            WorkerAddress(rank=w.rank, endpoint="" if w.rank in ranks else w.endpoint) for w in self.workers
+        )
+        self.service.server.replace_workers(addresses, lambda: None)
+        for worker in there:
+            worker.go_on(self.epoch)
+
+    def together(self):
+        for worker in self.workers:
+            worker.snapshot = dataclasses.replace(worker.snapshot, world_size=len(self.workers))
+        for worker in self.workers:
+            worker.go_on(self.epoch)
+
+    def heal(self, *ranks, incident=None):
+        self.replace(*ranks, incident=incident)
+        self.together()
+
+
+def prepared(worker, script):
+    worker.script = script
+    worker.pace, worker.score_chunk = 0.003, 1
+
+
+def bodies():
+    """Sixteen requests of every kind that an interruption could tell apart."""
+    plain = [{"prompt": f"{i}: once upon a time", "max_tokens": 40 + 7 * i, "return_token_ids": True} for i in range(7)]
+    return [
+        *({**body, "stream": True, "logprobs": 2, "stream_options": {"include_usage": True}} for body in plain[:3]),
+        *({**body, "stream": True} for body in plain[3:5]),
+        *plain[5:],
+        {"prompt": "two of it", "n": 2, "max_tokens": 50, "stream": True, "logprobs": 1},
+        {"prompt": "three of it", "n": 3, "max_tokens": 50},
+        {"prompt": "until it stops", "max_tokens": 90, "stop": ["lazy dog"], "stream": True},
+        {"prompt": "until it stops, whole", "max_tokens": 90, "stop": ["again and"], "n": 2},
+        {"prompt": "with its prompt scored " * 3, "max_tokens": 60, "echo": True, "logprobs": 3},
+        {"prompt": "streamed with its prompt " * 3, "max_tokens": 60, "echo": True, "logprobs": 1, "stream": True},
+        {"prompt": "scored alone " * 5, "max_tokens": 0, "echo": True, "logprobs": 0},
+        {"messages": [{"role": "user", "content": "tell"}], "max_tokens": 80, "stream": True, "logprobs": True},
+        {"messages": [{"role": "user", "content": "tell all"}], "max_tokens": 80, "top_logprobs": 2, "logprobs": True},
+    ]
+
+
+def folded(service, body):
+    """An answer, or all events of a stream put together: how tokens were spread over events is a matter of time."""
+    path = CHAT if "messages" in body else COMPLETIONS
+    if not body.get("stream"):
+        answer = service.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return {k: v for k, v in answer.json().items() if k not in ("id", "created")}
+    found = {}
+    for event in service.stream(path, **body):
+        assert "error" not in event, event
+        for choice in event["choices"]:
+            put(found.setdefault(choice["index"], {}), choice)
+        if event.get("usage"):
+            found["usage"] = event["usage"]
+    return found
+
+
+def put(found, part):
+    for key, value in part.items():
+        if isinstance(value, dict):
+            put(found.setdefault(key, {}), value)
+        elif isinstance(value, str | list) and key not in ("finish_reason", "stop_reason", "role"):
+            found[key] = found.get(key, type(value)()) + value
+        elif value is not None:
+            found[key] = value
+
+
+def sampled(service):
+    return sum(w._sampled for w in service.workers)
+
+
+def validate(service):
+    """The fleet's own assertions, in its loop."""
+
+    async def check():
+        service.server._fleet.validate()
+
+    asyncio.run_coroutine_threadsafe(check(), service.server._loop).result(5)
+
+
+def incidents(service):
+    return service.client.get("/v1/fleet/incidents").json()["incidents"]
+
+
+def in_flight(service, pool, wait_for, count=4, **body):
+    """Streams whose first tokens are there and whose last ones take 2 s, each a future of its lines."""
+    begun = set()
+
+    def read(i):
+        body_i = {"prompt": f"{i} x", "max_tokens": 200, "stream": True, **body}
+        found = []
+        with service.client.stream("POST", COMPLETIONS, json=body_i) as answer:
+            for line in answer.iter_lines():
+                if line and line != "data: [DONE]":
+                    found.append(json.loads(line[6:]))
+                    begun.add(i)
+        return found
+
+    for worker in service.workers:
+        worker.pace = 0.01
+    futures = [pool.submit(read, i) for i in range(count)]
+    wait_for(lambda: len(begun) == count, "they must run")
+    return futures
+
+
+def errors(future):
+    """What a stream says of its end."""
+    return [event["error"]["message"] for event in future.result(20) if "error" in event]

@@ -1,0 +1,279 @@
+"""A worker whose answers a script names, behind a real ZMQ socket."""
+
+import dataclasses
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+import zmq
+
+from moeyard_worker.keys import WorkerKeys
+from moeyard_worker.protocol import (
+    Abort,
+    Done,
+    ExpertLoads,
+    Hello,
+    Inspect,
+    Message,
+    PromptLogprobs,
+    Rejected,
+    Snapshot,
+    Submit,
+    TokenLogprob,
+    Tokens,
+)
+from moeyard_worker.sockets import Gate, lock
+from moeyard_worker.wire import decode, encode
+
+VOCAB_SIZE = 400  # a little more than the tokenizer has, as padded embeddings do
+MAX_MODEL_LEN = 256
+
+
+@dataclasses.dataclass
+class _Running:
+    peer: bytes
+    submit: Submit
+    output: list[int]
+    sent: int = 0
+    scored: int = 0
+
+
+class ScriptedWorker:
+    """Speaks the worker's side of protocol.py over a real socket and emits the tokens that its script names.
+
+    A sequence that comes with output goes on behind it, and what `scripted_logprob` says depends on the token alone: so
+    an answer does not tell who gave it.
+
+    Test knobs: `script` (Submit -> output ids), `chunk` (tokens per message), `score_chunk` (prompt tokens per message
+    of their logprobs), `pace` (seconds per message), `paused`
+    (accept but emit nothing), `reject` (answer every Submit with this), `loads` (the answer to Inspect, if any), `do`
+    (run something in its thread). `hold` and `go_on` are what a survivor does while a peer is missing.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        script: Callable[[Submit], list[int]],
+        *,
+        epoch: int = 0,
+        state: str = "ready",
+        keys: WorkerKeys | None = None,
+    ) -> None:
+        self.rank = rank
+        self.default_script = script
+        self.submits: list[Submit] = []
+        self.aborts: list[str] = []
+        self.snapshot = Snapshot(
+            rank=rank, world_size=world_size, epoch=epoch, step=0, state=state, failure=None, num_running=0,
+            num_waiting=0, num_waiting_tokens=0, kv_pages_total=64, kv_pages_free=64, page_size=16,
+            max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE,
+        )  # fmt: skip
+        self.reset()
+        self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._peers: set[bytes] = set()
+        self._running: dict[str, _Running] = {}
+        self._sampled = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # as workers have it: this one writes faster than it is read
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
+        if keys is not None:
+            Gate(self._context, key=keys.router)
+            lock(self._socket, keys.own)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{port}"
+        self._alive = True
+        self._thread = threading.Thread(target=self._run, name=f"worker-{rank}")
+        self._thread.start()
+
+    def reset(self) -> None:
+        """Back to the defaults, records forgotten."""
+        self.script = self.default_script
+        self.chunk, self.pace, self.paused = 1, 0.0, False
+        self.score_chunk = 4
+        self.reject: Rejected | None = None
+        self.loads: ExpertLoads | None = None
+        self.submits.clear()
+        self.aborts.clear()
+
+    def die(self) -> None:
+        """Close the socket at once, as the kernel does for a killed process."""
+        self._alive = False
+        self._thread.join()
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Run `action` in the worker's thread, where `say` is allowed."""
+        self._todo.put(action)
+
+    def say(self, message: Message) -> None:
+        """Send to every router. Only in the worker's thread."""
+        self.say_raw(encode(message))
+
+    def say_raw(self, frame: bytes) -> None:
+        """Send bytes to every router. Only in the worker's thread."""
+        for peer in self._peers:
+            self._socket.send_multipart([peer, frame])
+
+    def fail(self, failure: str) -> None:
+        """Report that the fleet is broken, from any thread."""
+        self.snapshot = dataclasses.replace(self.snapshot, state="failed", failure=failure)
+        self.do(lambda: self.say(self.snapshot))
+
+    def hold(self, why: str) -> None:
+        """A peer is lost: run nothing, and say so; from any thread."""
+
+        def recover() -> None:
+            self.snapshot = dataclasses.replace(self.snapshot, state="recovering", failure=why)
+            self.say(self.snapshot)
+
+        self.do(recover)
+
+    def go_on(self, epoch: int) -> None:
+        """The fleet is whole again, under a new epoch; from any thread."""
+
+        def ready() -> None:
+            self.snapshot = dataclasses.replace(self.snapshot, state="ready", failure=None, epoch=epoch)
+            self.say(self.snapshot)
+
+        self.do(ready)
+
+    def hang_up(self) -> None:
+        """Break all connections of this process to it, and go on listening; from any thread."""
+        port = int(self.endpoint.rpartition(":")[2])
+        for connection in psutil.Process().net_connections("tcp"):
+            if connection.raddr and connection.raddr.port == port:
+                with socket.socket(fileno=os.dup(connection.fd)) as end:
+                    end.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def runs(self) -> list[str]:
+        """What clients' sequences it has now."""
+        return [name for name in self._running.copy() if not name.startswith("canary-")]
+
+    def _run(self) -> None:
+        while self._alive:
+            busy = bool(self._running) and not self.paused and self.snapshot.state != "recovering"
+            if self._socket.poll(0 if busy else 5):
+                self._take()
+            while not self._todo.empty():
+                self._todo.get()()
+            if busy:
+                if self.pace:
+                    time.sleep(self.pace)
+                for running in list(self._running.values()):
+                    self._emit(running)
+        self._socket.close(0)
+        self._context.term()
+
+    def _take(self) -> None:
+        peer, frame = self._socket.recv_multipart()
+        message = decode(frame)
+        if isinstance(message, Hello):
+            self._peers.add(peer)
+            self._socket.send_multipart([peer, encode(self.snapshot)])
+        elif isinstance(message, Inspect):
+            if self.loads is not None:
+                self._socket.send_multipart([peer, encode(self.loads)])
+        elif isinstance(message, Abort):
+            self.aborts.append(message.request_id)
+            running = self._running.pop(message.request_id, None)
+            if running is not None:
+                self._end(running, "abort")
+        elif isinstance(message, Submit):
+            canary = message.request_id.startswith("canary-")
+            if not canary:
+                self.submits.append(message)
+                if self.reject is not None:
+                    answer = dataclasses.replace(self.reject, request_id=message.request_id)
+                    self._socket.send_multipart([peer, encode(answer)])
+                    return
+            output = [1] * message.sampling.max_tokens if canary else self.script(message)
+            running = _Running(peer, message, output, len(message.output_token_ids), message.num_scored)
+            assert list(message.output_token_ids) == output[: running.sent], "it was told something else"
+            reason = self._ended(running) if running.sent else None
+            if reason is not None:
+                self._end(running, reason, output[running.sent - 1] if reason == "stop" else None)
+                return
+            self._running[message.request_id] = running
+            self._load()
+
+    def _load(self) -> None:
+        self.snapshot = dataclasses.replace(
+            self.snapshot,
+            num_running=len(self._running),
+            step=self.snapshot.step + 1,
+            generation_tokens=self._sampled,
+            kv_pages_free=self.snapshot.kv_pages_total - len(self._running),
+        )
+        self.say(self.snapshot)
+
+    def _emit(self, running: _Running) -> None:
+        sampling = running.submit.sampling
+        if sampling.prompt_logprobs is not None and self._score(running):
+            return
+        if not sampling.max_tokens:
+            del self._running[running.submit.request_id]
+            self._end(running, "length")
+            return
+        ids: list[int] = []
+        reason, start = None, running.sent
+        while reason is None and len(ids) < self.chunk and running.sent < len(running.output):
+            ids.append(running.output[running.sent])
+            running.sent += 1
+            reason = self._ended(running)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if sampling.logprobs is not None:
+            logprobs = tuple(scripted_logprob(i, sampling.logprobs) for i in ids)
+        message = Tokens(
+            request_id=running.submit.request_id, start=start, token_ids=tuple(ids), logprobs=logprobs,
+            cached_tokens=None if start else 3,
+        )  # fmt: skip
+        self._sampled += len(ids)
+        self._socket.send_multipart([running.peer, encode(message)])
+        if reason is not None:
+            del self._running[running.submit.request_id]
+            self._end(running, reason, ids[-1] if reason == "stop" else None)
+
+    def _ended(self, running: _Running) -> str | None:
+        """The finish reason, if its last token ended it."""
+        sampling, token_id = running.submit.sampling, running.output[running.sent - 1]
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos and not sampling.grammar else {1})
+        if token_id in ends and running.sent > sampling.min_tokens:
+            return "stop"
+        return "length" if running.sent == sampling.max_tokens else None
+
+    def _score(self, running: _Running) -> bool:
+        """The next `score_chunk` log-probabilities of the prompt; False if there are no more."""
+        top, ids = running.submit.sampling.prompt_logprobs or 0, running.submit.prompt_token_ids
+        start = running.scored + 1
+        some = tuple(scripted_logprob(i, top) for i in ids[start : start + self.score_chunk])
+        if not some:
+            return False
+        running.scored += len(some)
+        message = PromptLogprobs(request_id=running.submit.request_id, start=start, logprobs=some)
+        self._socket.send_multipart([running.peer, encode(message)])
+        return True
+
+    def _end(self, running: _Running, reason: str, stop_token_id: int | None = None) -> None:
+        done = Done(
+            request_id=running.submit.request_id,
+            finish_reason=reason,
+            prompt_tokens=len(running.submit.prompt_token_ids),
+            cached_tokens=3,
+            completion_tokens=running.sent,
+            stop_token_id=stop_token_id,
+        )
+        self._socket.send_multipart([running.peer, encode(done)])
+        self._load()
+
+
+def scripted_logprob(token_id: int, top: int) -> TokenLogprob:
+    """The chosen token second, behind its neighbours."""
+    likeliest = tuple((token_id + 1 + i, -0.25 * (i + 1)) for i in range(top))
+    return TokenLogprob(logprob=-1.5, rank=2, top=likeliest)

@@ -1,0 +1,96 @@
+"""Readiness while the fleet is as full as it may be, and while it changes under those who try it."""
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.errors import ApiError
+from moeyard_router.fleet.fleet import Fleet
+from moeyard_router.fleet.health import Health
+from moeyard_router.metrics import RouterMetrics
+from moeyard_worker.protocol import Done, SamplingParams, Snapshot, Tokens
+
+CONFIG = RouterConfig(
+    model_name="tiny", model_path=None, workers=(WorkerAddress(rank=0, endpoint="tcp://127.0.0.1:9"),),
+    max_model_len=4096, vocab_size=400, max_inflight=2, max_waiting_tokens=8,
+)  # fmt: skip
+SNAPSHOT = Snapshot(
+    rank=0, world_size=1, epoch=0, step=1, state="ready", failure=None, num_running=0, num_waiting=0,
+    num_waiting_tokens=0, kv_pages_total=9, kv_pages_free=9, page_size=16, max_model_len=4096, vocab_size=400,
+)  # fmt: skip
+
+
+class Played:
+    """A fleet whose one worker is this test, with its health."""
+
+    def __init__(self):
+        self.changed = asyncio.Event()
+        self.fleet = Fleet(CONFIG, RouterMetrics("tiny"), on_change=self.changed.set)
+        self.fleet.start()
+        self.health = Health(CONFIG, self.fleet)
+        self.was_ready = 0
+        self.task = asyncio.create_task(self.health.run(self.changed, self._ready))
+
+    def _ready(self):
+        self.was_ready += 1
+
+    def connect(self, epoch):
+        self.fleet._members._up(0)
+        self.fleet._replies.take(0, [dataclasses.replace(SNAPSHOT, epoch=epoch)])
+
+    async def decode_canary(self):
+        """Answer it, whatever its number."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+        (name,) = [name for name in self.fleet._flights.by_name if name.startswith("canary-")]
+        done = Done(request_id=name, finish_reason="length", prompt_tokens=1, cached_tokens=0, completion_tokens=2)
+        self.fleet._replies.take(0, [Tokens(request_id=name, start=0, token_ids=(3, 4)), done])
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def close(self):
+        self.task.cancel()
+        self.fleet.close()
+
+
+@pytest.mark.parametrize("prompt", [(1, 2), (1,) * 8], ids=["sequences", "tokens"])
+def test_a_fleet_that_comes_back_full_is_ready_all_the_same(prompt):
+    """What tries it is not turned away for want of room: a balancer would take a server away that works."""
+
+    async def run():
+        played = Played()
+        played.connect(epoch=0)
+        await played.decode_canary()
+        assert played.health.unready() is None
+        for number in range(2):
+            played.fleet.submit(f"long-{number}", [(prompt, SamplingParams(max_tokens=99))])
+            if len(prompt) > 2:
+                break
+        with pytest.raises(ApiError, match="no room"):
+            played.fleet.submit("late", [(prompt, SamplingParams(max_tokens=1))])
+        played.fleet.replace((WorkerAddress(rank=0, endpoint="tcp://127.0.0.1:10"),))
+        played.connect(epoch=1)
+        assert played.health.unready() == "the fleet is warming up: no decode step has run yet"
+        await played.decode_canary()
+        assert played.health.unready() is None
+        assert played.was_ready == 1
+        played.fleet.validate()
+        played.close()
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_is_not_there_any_more_is_no_end_of_watching():
+    """The fleet may become smaller between the look at its ranks and their canaries."""
+
+    async def run():
+        played = Played()
+        played.connect(epoch=0)
+        with pytest.raises(ApiError, match="worker 1 is not ready") as caught:
+            played.fleet.submit("canary", [((0,), SamplingParams(max_tokens=2))], rank=1)
+        assert caught.value.status == 503
+        played.close()
+
+    asyncio.run(run())
