@@ -180,8 +180,11 @@ def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[s
     told, stats = drafting.run(requests(), **changes)
     assert told == expected
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)
-    assert 0.5 < stats.accepted[0] / stats.drafts[0] < 1
-    assert all(count > 0 for count in stats.accepted)
+    if "adaptive_drafts" in changes:
+        assert stats.accepted[0] > 0, "how deep it goes is a matter of the clock"
+    else:
+        assert 0.5 < stats.accepted[0] / stats.drafts[0] < 1
+        assert all(count > 0 for count in stats.accepted)
     # Found prefixes hold what the layer keeps, too: the prompt of "shared" is that of those before it.
     assert stats.prefix_hit_tokens > 0 or "num_pages" in changes
 
