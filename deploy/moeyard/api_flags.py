@@ -120,8 +120,8 @@ def kv_compression(text: str) -> KvCompression:
         if name in given and type(given[name]) is not int:
             raise ValueError(f"--kv-compression: {name} is {given[name]!r}, expected an integer")
     found = KvCompression(**given)
-    if not 1 <= found.window <= found.budget:
-        raise ValueError(f"--kv-compression: window {found.window} must be in [1, budget {found.budget}]")
+    if not 1 <= found.window <= found.budget < 2**31:
+        raise ValueError(f"--kv-compression: window {found.window} must be in [1, budget {found.budget}], below 2**31")
     return found
 
 

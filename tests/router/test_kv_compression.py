@@ -59,6 +59,7 @@ def test_usage_says_what_was_kept(service, body, kept):
         ({"method": "snapkv", "budget": "40"}, ("budget", "integer")),
         ({"method": "snapkv", "budget": 40, "window": True}, ("window", "integer")),
         ({"method": "snapkv", "budget": 0}, ("budget", "equal to 1")),
+        ({"method": "snapkv", "budget": 2**40}, ("budget", "2147483648")),
         ({"method": "snapkv"}, ("needs a budget",)),
         ({"method": "h2o", "budget": 40}, ("method", "h2o", "snapkv")),
         ({"method": "snapkv", "budget": 40, "pooling": 5}, ("pooling",)),

@@ -8,13 +8,16 @@ from pydantic_core import PydanticCustomError
 from moeyard_router.api.fields import Strict
 from moeyard_worker.protocol import KvCompression
 
+# Beyond all prompts, and within what goes over the wire.
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+
 
 class KvCompressionField(Strict):
     """`method` "none" keeps all where the server's default does not; "snapkv" keeps `budget` tokens of the prompt."""
 
     method: Literal["snapkv", "none"]
-    budget: Annotated[int, Field(ge=1)] | None = None
-    window: Annotated[int, Field(ge=1)] | None = None
+    budget: _Count | None = None
+    window: _Count | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> "KvCompressionField":
@@ -34,10 +37,9 @@ class KvCompressionField(Strict):
     def asked(self) -> KvCompression:
         """What the worker is told, of a method other than "none"."""
         assert self.budget is not None, "checked above"
-        plain = KvCompression(method=self.method, budget=self.budget)
-        return (
-            plain if self.window is None else KvCompression(method=self.method, budget=self.budget, window=self.window)
-        )
+        if self.window is None:
+            return KvCompression(method=self.method, budget=self.budget)
+        return KvCompression(method=self.method, budget=self.budget, window=self.window)
 
 
 def compression_of(field: KvCompressionField | None, usual: KvCompression | None) -> KvCompression | None:
