@@ -449,7 +449,8 @@ def test_three_interrupts_while_starting(command: Callable[..., Command], after:
         time.sleep(pause)  # as fingers do: all of it while Ray starts or is stopped
     started.check_end(130)
     assert started.out.read_text() == ""
-    assert started.err.read_text().splitlines()[-1] == "stopping"
+    # A line that was on its way when the handler ran may come behind it.
+    assert "stopping" in started.err.read_text().splitlines()[-2:]
 
 
 def test_sigterm_while_starting(command: Callable[..., Command]) -> None:

@@ -84,13 +84,14 @@ def test_one_answer_with_grammars(
             for name in GRAMMARS:
                 submit(fleet, label, name)
         client.wait()
-        for again in range(5):
+        for again in range(20):
             # Whether sequences meet in few pages depends on when their grammars were compiled.
             (stats, *_) = fleet.call("stats")
             if "scarce" not in case or stats["num_preemptions"]:
                 break
-            for name in GRAMMARS:
-                submit(fleet, f"again{again}", name)
+            for label in (f"again{again}", f"beside{again}"):
+                for name in GRAMMARS:
+                    submit(fleet, label, name)
             client.wait()
         assert (stats["num_preemptions"] > 0) == ("scarce" in case), stats
         ends = {name: client.answers[name].end for name in ("bad", "long", "gone")}
