@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-FAMILIES = ("deepseek_v3", "kimi_k2", "deepseek_v2", "qwen3_moe", "mixtral", "olmoe")
+FAMILIES = ("deepseek_v3", "kimi_k2", "deepseek_v2", "qwen3_moe", "qwen3_next", "mixtral", "olmoe")
 
 # Ids 0..255 are the bytes in the order of the ByteLevel alphabet; the special tokens follow.
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -65,6 +65,19 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
+    "qwen3_next": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
     "olmoe": {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
 }
@@ -72,6 +85,7 @@ _CLASSES: dict[str, tuple[str, str]] = {
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
 }
@@ -130,6 +144,10 @@ def randomize(model: transformers.PreTrainedModel, seed: int) -> None:
         noise = torch.randn(tensor.shape, generator=generator)
         if "e_score_correction_bias" in name:
             noise *= 0.2
+        elif name.endswith("A_log"):
+            pass  # what is left of a state after a position: from nearly nothing to nearly all
+        elif name.endswith("norm.weight") and _stores_less_one(model, name):
+            noise *= 0.1
         elif tensor.ndim == 1:
             noise = (0.0 if name.endswith("bias") else 1.0) + 0.1 * noise
         elif "embed_tokens" not in name or model.config.tie_word_embeddings:
@@ -138,6 +156,10 @@ def randomize(model: transformers.PreTrainedModel, seed: int) -> None:
             gain = 2.0 if ".gate.weight" in name else 1.0
             noise *= gain * max(tensor.shape[-1], 1) ** -0.5
         tensor.copy_(noise)
+
+
+def _stores_less_one(model: transformers.PreTrainedModel, name: str) -> bool:
+    return model.config.model_type.startswith(("qwen3_next", "qwen3_5")) and ".linear_attn." not in name
 
 
 def edit_config(directory: Path | str, *, remove: Sequence[str] = (), **changes: Any) -> None:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_json
-from moeyard_worker.models import deepseek, mixtral, olmoe, qwen3_moe
+from moeyard_worker.models import deepseek, mixtral, olmoe, qwen3_moe, qwen3_next
 from moeyard_worker.models.family import Family, count_layers, max_position
 from moeyard_worker.models.model_config import ModelConfig
 
@@ -17,7 +17,7 @@ MAX_EXPERTS = 1 << 18
 
 # By `model_type` of config.json.
 FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
-    {**deepseek.FAMILIES, **qwen3_moe.FAMILIES, **mixtral.FAMILIES, **olmoe.FAMILIES}
+    {**deepseek.FAMILIES, **qwen3_moe.FAMILIES, **qwen3_next.FAMILIES, **mixtral.FAMILIES, **olmoe.FAMILIES}
 )
 
 
@@ -72,6 +72,8 @@ def _check_ids(fields: Fields, vocab_size: int) -> None:
 def _check(config: Fields, model: ModelConfig) -> None:
     if not model.moe_layers:
         raise config.error("num_hidden_layers", f"is {model.num_layers} and no layer is a Mixture-of-Experts layer")
+    if not model.state_spec(1).bytes_per_token:
+        raise config.error("layer_types", "names no layer of full attention, and a model without one is not served")
     if len(model.moe_layers) * model.num_experts > MAX_EXPERTS:
         what = f"{model.num_experts} experts in each of {len(model.moe_layers)} layers"
         raise config.error("num_hidden_layers", f"makes {what}, at most {MAX_EXPERTS} are served")
