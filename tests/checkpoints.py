@@ -17,7 +17,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-FAMILIES = ("deepseek_v3", "kimi_k2", "deepseek_v2", "qwen3_moe", "qwen3_next", "mixtral", "olmoe")
+FAMILIES = (
+    "deepseek_v3",
+    "kimi_k2",
+    "deepseek_v2",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "mixtral",
+    "olmoe",
+)
 
 # Ids 0..255 are the bytes in the order of the ByteLevel alphabet; the special tokens follow.
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -81,11 +91,13 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
     "olmoe": {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
 }
+_FAMILY["qwen3_5_moe_text"] = {**_FAMILY["qwen3_next"], "linear_num_value_heads": 8, "pad_token_id": None}
 _CLASSES: dict[str, tuple[str, str]] = {
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
 }
@@ -111,7 +123,7 @@ def make_checkpoint(
     tokenizer.json and a chat template.
     """
     directory = Path(directory)
-    base = "deepseek_v3" if family == "kimi_k2" else family
+    base = {"kimi_k2": "deepseek_v3", "qwen3_5_moe": "qwen3_5_moe_text"}.get(family, family)
     config_class, model_class = (getattr(transformers, name) for name in _CLASSES[base])
     model = model_class(config_class(**{**_COMMON, **_FAMILY[base], **overrides}))
     randomize(model, seed)
@@ -128,6 +140,8 @@ def make_checkpoint(
         save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     if family == "kimi_k2":
         edit_config(directory, model_type="kimi_k2")
+    if family == "qwen3_5_moe":
+        _with_images(directory)
     if old_rope_keys:
         _old_rope(directory)
     if tokenizer:
@@ -202,6 +216,18 @@ def write_tokenizer(directory: Path | str) -> None:
     }
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+def _with_images(directory: Path) -> None:
+    """A text model's checkpoint as part of one that reads images, as the hub has it."""
+    path, config = directory / "config.json", json.loads((directory / "config.json").read_text())
+    tied = config.pop("tie_word_embeddings")
+    whole = {"model_type": "qwen3_5_moe", "text_config": config, "vision_config": {"depth": 27}}
+    path.write_text(json.dumps({**whole, "tie_word_embeddings": tied, "image_token_id": 7}))
+    tensors = load_file(directory / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    others = {name: torch.ones(3) for name in ("model.visual.pos_embed.weight", "mtp.fc.weight")}
+    save_file({**renamed, **others}, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _old_rope(directory: Path) -> None:

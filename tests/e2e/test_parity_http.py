@@ -35,6 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {},
     "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 3, "mlp_only_layers": [1]},
     "qwen3_next": {"num_experts": 16, "num_experts_per_tok": 3},
+    "qwen3_5_moe": {"fused_experts": True},
     "mixtral": {"sliding_window": 24},
     "olmoe": {},
 }
@@ -91,6 +92,7 @@ SEEDS = {
     "deepseek_v2": 1,
     "qwen3_moe": 3,
     "qwen3_next": 3,
+    "qwen3_5_moe": 0,
     "mixtral": 3,
     "olmoe": 0,
     "deepseek_v3-no_q_rank": 4,

@@ -152,6 +152,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_shard_size": "100KB",
         },
     ),
+    "qwen3_5_moe": ("qwen3_5_moe", {"fused_experts": True}),
+    "qwen3_5_moe-tied_yarn_four_layers": (
+        "qwen3_5_moe",
+        {
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "linear_num_key_heads": 1,
+            "rope_parameters": {**YARN, "mscale": None, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3_5_moe_text-no_shared_sharded": (
+        "qwen3_5_moe_text",
+        {"shared_expert_intermediate_size": 0, "max_shard_size": "100KB", "linear_value_head_dim": 24},
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral-window": ("mixtral", {"sliding_window": 20, "num_key_value_heads": 4}),
     "mixtral-odd": (
@@ -236,7 +251,9 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3_next", "mixtral", "olmoe"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "mixtral", "olmoe"]
+)
 def test_decode_logits_match_generate(tmp_path: Path, family: str, seed: int) -> None:
     """Decode rows, which take another formula than the prompt, against transformers' own cached generation."""
     directory = make_checkpoint(tmp_path, family, seed=seed)

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_next-odd": ("qwen3_next", ODD),
     "qwen3_next-bf16": ("qwen3_next", {"dtype": torch.bfloat16}),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
 }
 LENGTHS = (200, 33, 97)
 NUM_TOKENS = 12

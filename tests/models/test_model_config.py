@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,26 @@ def test_rope_matches_transformers(tmp_path: Path, family: str, name: str, old_k
     assert rope is not None
     torch.testing.assert_close(inverse_frequencies(rope), expected, rtol=1e-6, atol=0)
     assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+def test_qwen3_5_moe_as_part_of_a_model_of_images(tmp_path: Path) -> None:
+    """The text part by itself, and where the hub has it: what stands beside counts if nothing is said in it."""
+    plain = {key: value for key, value in BASE["qwen3_next"].items() if key not in ("intermediate_size", "model_type")}
+    sections = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_type": "default", "rope_theta": 1e6}
+    text = {**plain, "model_type": "qwen3_5_moe_text", "rope_parameters": sections, "eos_token_id": 9}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    alone = load_model_config(tmp_path)
+    assert not alone.attention[0].by_key_head  # type: ignore[attr-defined]
+    assert alone.moe_layers == tuple(range(8))
+    assert alone.gate.rule.renormalize
+    whole = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"hidden_size": 5}, "dtype": "bfloat16"}
+    for tied in (False, True):
+        (tmp_path / "config.json").write_text(json.dumps({**whole, "tie_word_embeddings": tied}))
+        config = load_model_config(tmp_path)
+        assert config == replace(alone, family="qwen3_5_moe", tie_word_embeddings=tied, dtype="bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "text_config": 5}))
+    with pytest.raises(CheckpointError, match="text_config is 5, expected an object"):
+        load_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("spelling", ["published", "transformers"])

@@ -50,12 +50,16 @@ class Family:
     `parse` reads what the family decides for itself of a config.json, as keyword arguments of `ModelConfig`: attention,
     the sizes of MLPs and experts, the gate. It raises CheckpointError for an option that would change the numbers and
     is not implemented. `reference` is the class of transformers that computes the same; `rms_eps` is its default.
+    `other_names`: what a checkpoint may name its parts instead, told by its embedding. `text_config`: config.json may
+    have under that key what is read here.
     """
 
     parse: Callable[[Fields], Mapping[str, Any]]
     reference: str
     names: Names = Names()
     rms_eps: float = 1e-6
+    other_names: tuple[Names, ...] = ()
+    text_config: bool = False
 
 
 def max_position(config: Fields) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.config.fields import Fields
+from moeyard_worker.layers.attention import Attention
 from moeyard_worker.layers.gdn import Gdn
 from moeyard_worker.models.family import Family, Names, count_layers
 from moeyard_worker.models.model_config import GateConfig
@@ -34,30 +35,38 @@ def parse_gdn(config: Fields, *, by_key_head: bool) -> Gdn:
     )
 
 
-def _parse(config: Fields) -> Mapping[str, Any]:
-    num_layers, step = count_layers(config), config.integer("decoder_sparse_step", 1)
-    dense = config.integers("mlp_only_layers")
+def parse_mixers(config: Fields, *, by_key_head: bool) -> tuple[Attention, ...]:
+    """Both kinds of attention, layer by layer."""
     full = parse_gqa(
         config, default_theta=10_000.0, sliding_window=None, bias=config.boolean("attention_bias", False),
         qk_norm="head", partial_rope=0.25, gated=True,
     )  # fmt: skip
-    kinds = {_LINEAR: parse_gdn(config, by_key_head=True), _FULL: full}
+    kinds: dict[str, Attention] = {_LINEAR: parse_gdn(config, by_key_head=by_key_head), _FULL: full}
     interval = config.integer("full_attention_interval", 4)
-    names = [_FULL if i % interval == 0 else _LINEAR for i in range(1, num_layers + 1)]
-    rule = GateRule(
-        top_k=config.integer("num_experts_per_tok"),
-        scoring="softmax",
-        renormalize=config.boolean("norm_topk_prob", True),
-    )
+    names = [_FULL if i % interval == 0 else _LINEAR for i in range(1, count_layers(config) + 1)]
+    return tuple(kinds[name] for name in parse_layer_types(config, tuple(kinds), names))
+
+
+def parse_experts(config: Fields, *, renormalize: bool) -> Mapping[str, Any]:
+    """The experts of an MoE layer, and the gated one that all rows share."""
+    rule = GateRule(top_k=config.integer("num_experts_per_tok"), scoring="softmax", renormalize=renormalize)
     return {
-        "attention": tuple(kinds[name] for name in parse_layer_types(config, tuple(kinds), names)),
         "gate": GateConfig(rule=rule),
-        "intermediate_size": config.integer("intermediate_size"),
-        "moe_layers": tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
         "num_experts": config.integer("num_experts"),
         "moe_intermediate_size": config.integer("moe_intermediate_size"),
         "shared_intermediate_size": config.integer("shared_expert_intermediate_size", minimum=0),
         "shared_gate": True,
+    }
+
+
+def _parse(config: Fields) -> Mapping[str, Any]:
+    num_layers, step = count_layers(config), config.integer("decoder_sparse_step", 1)
+    dense = config.integers("mlp_only_layers")
+    return {
+        **parse_experts(config, renormalize=config.boolean("norm_topk_prob", True)),
+        "attention": parse_mixers(config, by_key_head=True),
+        "intermediate_size": config.integer("intermediate_size"),
+        "moe_layers": tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
     }
 
 

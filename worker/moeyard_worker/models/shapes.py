@@ -50,6 +50,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "norm_topk_prob": True, "rope_theta": 10000000, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
             "dtype": "bfloat16",
         },
+        "Qwen3.5-35B-A3B": {
+            "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
+            "full_attention_interval": 4, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+            "partial_rotary_factor": 0.25, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 256,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "rope_theta": 10000000, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "dtype": "bfloat16",
+        },
         "Mixtral-8x7B": {
             "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
             "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,

@@ -116,7 +116,8 @@ class ModelSpec:
 
 def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
     """The weights of `config`; `keys` of the checkpoint decide between layouts that are both in use."""
-    names = FAMILIES[config.family].names
+    family = FAMILIES[config.family]
+    names = next((each for each in (family.names, *family.other_names) if each.embed in keys), family.names)
     hidden = config.hidden_size
     lm_head = None if config.tie_word_embeddings else matrix(names.lm_head, config.vocab_size, hidden)
     return ModelSpec(
