@@ -34,7 +34,7 @@ ROOMS = {
     "state": (("config",), 350),
     "scheduling": (("config", "state"), 1510),
     "exchange": (("config",), 2210),
-    "experts": (("config", "exchange"), 1370),
+    "experts": (("config", "exchange"), 1620),
     "layers": (("config", "state", "exchange"), 550),
     "models": (("config", "state", "exchange", "layers"), 990),
     "checkpoint": (("config", "layers", "models"), 700),
