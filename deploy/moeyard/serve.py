@@ -261,7 +261,7 @@ def check_before_start(
     if config.model_path is not None:
         check_patterns(Path(config.model_path) / "tokenizer.json")
     formats = answer_formats_of(codec, api)
-    placement = placement or placement_of(None, model, config.num_workers)
+    placement = placement or placement_of("linear", model, config.num_workers)
     if local:
         check_trace(config)
     if not local or config.device != "cpu":

@@ -19,6 +19,6 @@ def test_what_is_written_is_served(tmp_path: Path, capsys: pytest.CaptureFixture
     command = ["experts", "plan", str(TRACE), "--workers", "3", "--copies", "1", "4", "--model", str(DEMO)]
     assert main([*command, "--write", str(file)]) == 0
     *table, last = capsys.readouterr().out.splitlines()
-    assert len(table) == 7
+    assert len(table) == 8
     assert last == f"moeyard serve --workers 3 --expert-placement {file}"
     assert placement_of(str(file), load_model_config(DEMO), 3) == together(read_needs(TRACE), 3)

@@ -98,7 +98,7 @@ def test_copies_lie_elsewhere_and_take_turns() -> None:
 def test_of_the_demo_model_it_holds_for_steps_to_come(trace: Path, share: float) -> None:
     """0.68 and 0.86 of contiguous shards on the fullest of four ranks, by needs of the first half alone."""
     found = {each.name: each for each in compare(read_needs(trace), 4)}
-    assert found["kept apart"].fullest < share * found["contiguous"].fullest
+    assert found["kept apart"].fullest < share * found["contiguous (linear)"].fullest
     assert found["kept apart"].fullest < 0.96 * found["balanced by load"].fullest
     assert len({each.mean for each in found.values()}) == 1, "where experts lie changes nothing of what is needed"
 
@@ -136,7 +136,8 @@ def test_the_table_has_bytes_where_they_are_known() -> None:
     predictions = compare(Needs((0,), 8, steps), 2, num_replicas=(1,))
     plain = format_plan(predictions, expert_bytes=None).splitlines()
     assert [line.split("  ")[0] for line in plain] == [
-        "placement", "contiguous", "by chance (mean of 16)", "balanced by load", "kept apart", "kept apart, 1 copied",
+        "placement", "contiguous (linear)", "in turn (round_robin)", "by chance (mean of 16)", "balanced by load",
+        "kept apart", "kept apart, 1 copied",
     ]  # fmt: skip
     table = format_plan(predictions, expert_bytes=2_000_000).splitlines()
     assert "MB, fullest rank" in table[0]

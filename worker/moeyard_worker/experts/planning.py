@@ -176,10 +176,13 @@ def compare(needs: Needs, num_ranks: int, *, num_replicas: Collection[int] = ())
     """
     known, coming = needs.halves()
     shards = Placement.of_shards(needs.layers, partition(needs.num_experts, num_ranks))
+    in_turn = tuple(expert % num_ranks for expert in range(needs.num_experts))
+    dealt = Placement(needs.layers, (in_turn,) * len(needs.layers))
     chances = [predict("", coming, by_chance(needs, num_ranks, seed)) for seed in range(_CHANCES)]
     best = together(known, num_ranks)
     return (
-        predict("contiguous", coming, shards),
+        predict("contiguous (linear)", coming, shards),
+        predict("in turn (round_robin)", coming, dealt),
         Prediction(
             name=f"by chance (mean of {_CHANCES})",
             fullest=sum(each.fullest for each in chances) / _CHANCES,
