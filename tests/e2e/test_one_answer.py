@@ -181,7 +181,7 @@ def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, t
             spread = {name: i % case.ranks for i, name in enumerate(requests())}
             assert run_mixed(fleet, "spread", spread, compressed=kept) == expected
         stats = fleet.call("stats")[0]
-        assert stats["prefix_hit_tokens"] > 0
+        assert (stats["prefix_hit_tokens"] > 0) == (not read_model(case, model).has_slots)
         # With drafts, or less to keep, a request may have ended before pages run out; tests/engine preempts those.
         assert (stats["num_preemptions"] > 0) == (case.pages == "scarce") or case.drafts or kept, stats
         assert stats["num_free"] == stats["num_pages"] == case.num_pages  # so it ran in the checkpoint's dtype
@@ -241,7 +241,28 @@ def test_gqa(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], e
     check(case, processes, checkpoints["gqa"], expected["gqa"])
 
 
+# Prompts are cut at multiples of 64, and no prefix is found again.
+HYBRID_CASES = [
+    Case(1, "shm", "min", "slru", 64, "scarce"),
+    Case(1, "shm", "all", "slru", 128, "ample", deep=2),
+    Case(2, "shm", "half", "slru", 64, "scarce", scattered=True, deep=2),
+    Case(2, "tcp", "min", "lru", 2048, "ample"),
+    Case(4, "shm", "all", "slru", 2048, "scarce"),
+    Case(4, "tcp", "half", "lru", 64, "scarce"),
+]
+
+
+@pytest.mark.parametrize("case", HYBRID_CASES, ids=str)
+def test_hybrid(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]) -> None:
+    check(case, processes, checkpoints["hybrid"], expected["hybrid"])
+
+
 BF16_CASES = {
+    "hybrid_bf16": [
+        Case(1, "shm", "half", "lru", 64, "scarce"),
+        Case(2, "tcp", "min", "slru", 128, "scarce"),
+        Case(4, "shm", "all", "slru", 64, "ample"),
+    ],
     "mla_bf16": [
         Case(1, "shm", "half", "lru", 16, "scarce"),
         Case(2, "shm", "all", "slru", 2048, "ample"),

@@ -23,7 +23,7 @@ class Experts(Protocol):
 
 class Moe:
     """norm [H] before the experts; gate [E, H], in fp32 where the family computes its logits so; gate_bias [E] fp32;
-    shared experts are one MLP."""
+    shared experts are one MLP, of which shared_gate [1, H] lets through a part."""
 
     def __init__(
         self,
@@ -39,11 +39,12 @@ class Moe:
         gate_bias: torch.Tensor | None = None,
         shared_gate_up: torch.Tensor | None = None,
         shared_down: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None,
     ) -> None:
         self._backend, self._layer, self._eps = backend, layer, eps
         self._exchange, self._experts = exchange, experts
         self._gate = backend.gate(gate, gate_bias, rule, norm=norm, eps=eps)
-        self._shared = None
+        self._shared, self._shared_gate = None, shared_gate
         if shared_gate_up is not None and shared_down is not None:
             self._shared = Mlp(backend, gate_up=shared_gate_up, down=shared_down)
 
@@ -58,4 +59,6 @@ class Moe:
         dispatched = self._exchange.dispatch(x, ids, layer=self._layer, num_prompt=plan.num_prompt)
         partial = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
         shared = None if self._shared is None or not plan.num_tokens else self._shared.forward(x)
+        if shared is not None and self._shared_gate is not None:
+            shared = self._backend.sigmoid_mul(shared, self._backend.linear(x, self._shared_gate))
         return self._backend.reduce_add_norm(partial, weights, shared, residual, following, self._eps, plan)
