@@ -24,8 +24,8 @@ from moeyard_worker.engine.runner import Runner
 
 # Sequences of a captured step; a step runs in the next larger one.
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
-# Pages of its table: few, then up to the longest sequence by fours.
-_FIRST_WIDTH = 8
+# Pages of its table: few, then up to the longest sequence by so much. There are several graphs of each.
+_FIRST_WIDTH, _WIDER = 8, 16
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class DraftGraphs:
         widths, width = [], _FIRST_WIDTH
         while width < self._max_pages:
             widths.append(width)
-            width *= 4
+            width *= _WIDER
         sequences = [*(size for size in _SEQUENCES if size < self._max_sequences), self._max_sequences]
         for count, queries, width in product(sequences, self._queries, (*widths, self._max_pages)):
             yield VerifySize(sequences=count, queries=queries, width=width)
