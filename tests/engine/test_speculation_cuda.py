@@ -16,7 +16,7 @@ from tests.engine.test_speculation import DEMO, requests
 from tests.rank import Rank, Told
 
 from moeyard_worker.engine.speculative_runner import SpeculativeRunner
-from moeyard_worker.protocol import TokenLogprob
+from moeyard_worker.protocol import Done, Submit, TokenLogprob
 
 GPU = torch.cuda.is_available()
 
@@ -139,3 +139,28 @@ def test_few_expert_slots_change_nothing(expected: dict[str, Told]) -> None:
     rank.worker.stop()
     same(told, expected)
     assert stats.accepted[0] > 0.5 * stats.drafts[0]
+
+
+def test_logits_that_are_not_finite_are_found_in_a_graph(drafting: Rank) -> None:
+    """The head is spoilt between the prompt's step and the next."""
+    scheduler = drafting.scheduler(adaptive_drafts=False, num_drafts=2)
+    prompt, params = requests()["greedy"]
+    submit = Submit(request_id="spoilt", prompt_token_ids=tuple(prompt), sampling=replace(params, logprobs=None))
+    assert scheduler.add(submit, b"client", 0.0) is None
+    launches, head = runner(drafting), runner(drafting)._runner.model._lm_head
+    with torch.inference_mode():
+        for sound in (True, False):
+            step, kept = scheduler.schedule(0.0), head[3].clone()
+            if not sound:
+                head[3] = float("nan")
+            replayed = launches.num_replayed
+            launched = launches.launch(step, scheduler.requests(step), before=None, num_drafts=step.num_drafts)
+            assert launched.unsound == (() if sound else ("spoilt",))
+            assert (launches.num_replayed > replayed) is not sound
+            head[3] = kept
+            scheduler.complete(step, launched.results, 0.0)
+    for reply in scheduler.fail(["spoilt"], "it was spoilt"):
+        assert isinstance(reply.message, Done)
+    # The rank itself is sound: nothing of it is kept where others read.
+    told, _ = drafting.run({"greedy": requests()["greedy"]}, adaptive_drafts=False)
+    assert told["greedy"].end == ("length", None)

@@ -147,6 +147,8 @@ class VerifyInputs:
         state = tails.state[: self.size.sequences]
         state[:, 0] = count
         state[:, 1] = ids.gather(1, count[:, None] - 1)[:, 0]
+        # A row that no draft is made for reads token 0, as the host takes it to.
+        state[:, 2:] = 0
         return count
 
     def draft_rows(self, positions: torch.Tensor) -> DraftRows:

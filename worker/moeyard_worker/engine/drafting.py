@@ -72,13 +72,6 @@ class Speculation:
             tail.drafts.append(token_id)
 
 
-def has_room(chunk: Chunk, request: Request, end: int, number: int, page_size: int) -> bool:
-    """Whether the draft `number` positions behind `end` is within its request and made by a row with a page."""
-    # That row sits two positions before it.
-    pages, dropped = chunk.behind
-    return end + number < request.limit and end + number - 2 - dropped < len(pages) * page_size
-
-
 def _rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return x.index_select(0, torch.tensor(rows, dtype=torch.int64).to(x.device))
 
@@ -102,9 +95,12 @@ class _Tail:
 
     def wants(self, number: int, page_size: int) -> bool:
         """Whether it may have a draft of this number, from 1: within its request, and with a place for its row."""
-        if self._request.ended or self.result.error is not None or len(self.drafts) < number - 1:
+        request = self._request
+        if request.ended or self.result.error is not None or len(self.drafts) < number - 1:
             return False
-        return has_room(self._chunk, self._request, self.end, number, page_size)
+        # The row that gives it sits two positions before it.
+        pages, dropped = self._chunk.behind
+        return self.end + number < request.limit and self.end + number - 2 - dropped < len(pages) * page_size
 
     def row_of_next(self) -> SampledRow:
         """What the next draft is chosen by."""

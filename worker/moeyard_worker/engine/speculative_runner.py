@@ -15,16 +15,15 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.cuda.verify_inputs import VerifySize
 from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
+from moeyard_worker.engine.constrained import least, put_again
 from moeyard_worker.engine.device_sampler import DeviceSampler
 from moeyard_worker.engine.draft_graphs import DraftGraphs, SizedGraphs
-from moeyard_worker.engine.drafting import has_room
 from moeyard_worker.engine.graph_runner import nothing_collected, to_host
 from moeyard_worker.engine.memory import SCORED_ROWS
 from moeyard_worker.engine.runner import Launched, Runner
 from moeyard_worker.engine.sampling import (
     Yielded,
     accepted,
-    ask,
     chosen_logits,
     edits_logits,
     errors_of,
@@ -46,19 +45,20 @@ _CHUNKS = 16
 class SpeculatedLaunch:
     """A step of output rows that runs. `results` waits for it, and for no step behind it.
 
-    `places` are the rows of the step among those of its graph; `tokens` are of all of the graph's first rows, or, if
-    `compact`, of the step's alone. `read` [B, 1 + Q] and `state` are `VerifyInputs.read` and `Tails.state`.
+    `places` are the rows of the step among those of its graph, of which `tokens` and `chosen` are. `read` [B, 1 + Q],
+    `state`: `VerifyInputs.read`, `Tails.state`. All drafts that were made are told, as the next step reads them:
+    how many are verified is for the scheduler to say.
     """
 
     def __init__(
-        self, step: Step, requests: Sequence[Request], *, tokens: SampledTokens, compact: bool,
+        self, step: Step, requests: Sequence[Request], *, tokens: SampledTokens,
         places: Sequence[int], chosen: torch.Tensor, read: torch.Tensor, state: torch.Tensor, num_drafts: int,
-        page_size: int, errors: Mapping[int, str], begun: torch.cuda.Event,
+        errors: Mapping[int, str], begun: torch.cuda.Event,
     ) -> None:  # fmt: skip
         self.step = step
         self.scores: Scores = []
-        self._requests, self._errors, self._page_size = requests, errors, page_size
-        self._compact, self._places, self._num_drafts = compact, list(places), num_drafts
+        self._requests, self._errors = requests, errors
+        self._places, self._num_drafts = list(places), num_drafts
         self._tokens, self._chosen = tokens.each(to_host), to_host(chosen)
         self._read, self._state = to_host(read), to_host(state)
         self._begun, self._done = begun, torch.cuda.Event(enable_timing=True)
@@ -73,13 +73,12 @@ class SpeculatedLaunch:
             chunks = [
                 self._as_read(chunk, row) for chunk, row in zip(self.step.decode, self._read.tolist(), strict=True)
             ]
-            tokens = self._tokens if self._compact else self._tokens.each(lambda x: x[self._places])
+            tokens = self._tokens.each(lambda x: x[self._places])
             asked = [r.sampling.logprobs for c, r in zip(chunks, self._requests, strict=True) for _ in c.token_ids]
             found = accepted(replace(self.step, decode=tuple(chunks)), tell(tokens, asked), self._errors)
-            told = zip(chunks, self._requests, found, self._state.tolist(), strict=True)
             self._results = [
-                replace(result, drafts=self._drafts(chunk, request, result, state[2:]))
-                for chunk, request, result, state in told
+                replace(result, drafts=tuple(state[2 : 2 + self._num_drafts]))
+                for result, state in zip(found, self._state.tolist(), strict=True)
             ]
         return self._results
 
@@ -87,14 +86,6 @@ class SpeculatedLaunch:
     def _as_read(chunk: Chunk, row: Sequence[int]) -> Chunk:
         """A chunk with the start and the tokens that the device took."""
         return replace(chunk, start=row[0], token_ids=tuple(row[1 : 1 + chunk.num_tokens]), slack=0)
-
-    def _drafts(self, chunk: Chunk, request: Request, result: Accepted, made: Sequence[int]) -> tuple[int, ...]:
-        if request.ended or result.error is not None:
-            return ()
-        end, count = chunk.start + len(result.token_ids), 0
-        while count < self._num_drafts and has_room(chunk, request, end, count + 1, self._page_size):
-            count += 1
-        return tuple(made[:count])
 
     @property
     def device_seconds(self) -> float:
@@ -182,35 +173,44 @@ class SpeculativeRunner:
         self.num_rows += step.num_tokens
         self.num_padded_rows += graphs.inputs.num_rows
         sampler, count, each = self._sampler, len(step.decode), graphs.inputs.size.queries
-        places = [b * each + row for b, chunk in enumerate(step.decode) for row in range(chunk.num_tokens)]
-        params = [request.sampling for request in requests for _ in range(each)]
-        drawn, errors, compact = any(p.temperature for p in params), dict[int, str](), False
-        if not all(_on_device(chunk, request) for chunk, request in zip(step.decode, requests, strict=True)):
-            if drawn:
-                sampler.ask(params)
-            tokens, errors = self._ask(step, requests, before, places)
-            compact = True
-        elif drawn or any(p.logprobs is not None for p in params):
+        # Rows that the host helps with are chosen once more; until then they want nothing that costs.
+        helped = [i for i, (c, r) in enumerate(zip(step.decode, requests, strict=True)) if not _on_device(c, r)]
+        own = [least(r.sampling) if i in helped else r.sampling for i, r in enumerate(requests)]
+        params = [p for p in own for _ in range(each)]
+        if any(p.temperature or p.logprobs is not None for p in own):
             tokens = sampler.sample_rows(params, graphs.inputs.positions[: count * each] + 1)
         else:
             tokens = SampledTokens(ids=sampler.last_ids[: count * each])
+        errors = self._help(step, requests, before, helped, tokens, each) if helped else {}
+        drawn = any(request.sampling.temperature for request in requests)
+        if drawn and helped:
+            sampler.ask([request.sampling for request in requests for _ in range(each)])
         chosen = chosen_logits(sampler.logits, sampler.last_ids[: count * each])
         graphs.replay(num_drafts, drawn=drawn)
         return SpeculatedLaunch(
-            step, requests, tokens=tokens, compact=compact, places=places, chosen=chosen,
+            step, requests, tokens=tokens, places=_places(step, each), chosen=chosen,
             read=graphs.inputs.read[:count], state=self._graphs.tails.state[:count], num_drafts=num_drafts,
-            page_size=self._backend.page_size, errors=errors, begun=begun,
+            errors=errors, begun=begun,
         )  # fmt: skip
 
-    def _ask(
-        self, step: Step, requests: Sequence[Request], before: Yielded | None, places: Sequence[int]
-    ) -> tuple[SampledTokens, dict[int, str]]:
-        """Tokens of rows whose logits the host has to edit, which waits for the step before."""
-        rows = sampled_rows(feed(step, before), requests, before)
-        where = torch.tensor(places).to(self._sampler.logits.device)
-        tokens = ask(self._sampler.logits[where], rows, self._runner.config.eos_token_ids)
-        self._sampler.last_ids[where] = tokens.ids
-        return tokens, errors_of(rows)
+    def _help(
+        self, step: Step, requests: Sequence[Request], before: Yielded | None, helped: Sequence[int],
+        tokens: SampledTokens, each: int,
+    ) -> dict[int, str]:  # fmt: skip
+        """Put into `tokens` what these requests' edited logits give, waiting for the step before; `errors_of` the step.
+
+        `each`: rows of a sequence in the graph.
+        """
+        chunks, some = [step.decode[i] for i in helped], [requests[i] for i in helped]
+        rows = sampled_rows(feed(Step(decode=tuple(chunks)), before), some, before)
+        places = [i * each + row for i, chunk in zip(helped, chunks, strict=True) for row in range(chunk.num_tokens)]
+        put_again(self._sampler, tokens, rows, places, self._runner.config.eos_token_ids)
+        found = errors_of(rows)
+        if not found:
+            return {}
+        # Of the step's rows these are some.
+        numbers = {place: i for i, place in enumerate(_places(step, each))}
+        return {numbers[places[i]]: error for i, error in found.items()}
 
     def _find(self, step: Step) -> SizedGraphs | None:
         """The smallest captured step that this one fits; None for what is launched kernel by kernel."""
@@ -221,6 +221,11 @@ class SpeculativeRunner:
         queries = max(chunk.num_tokens for chunk in step.decode)
         width = max(len(chunk.pages) for chunk in step.decode)
         return self._graphs.find(VerifySize(sequences=len(step.decode), queries=queries, width=width))
+
+
+def _places(step: Step, each: int) -> list[int]:
+    """Where a graph with `each` rows of every sequence has the rows of a step."""
+    return [b * each + row for b, chunk in enumerate(step.decode) for row in range(chunk.num_tokens)]
 
 
 def _known(step: Step, before: Launched) -> list[Chunk]:
