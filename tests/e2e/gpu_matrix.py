@@ -231,15 +231,14 @@ def run(worker: Loaded, device: str, expected: Answers | None) -> tuple[Row, Ans
             torch.cuda.empty_cache()
 
 
-def others(model: str, slots: Sequence[str], *, drafts: bool) -> list[Loaded]:
-    """The workers of a model beside the one that makes its reference."""
+def others(model: str, slots: Sequence[str], speculation: str) -> list[Loaded]:
+    """The workers of a model beside the one that makes its reference; `speculation`: yes, no or only."""
     plain = [Loaded(model, kept, policy) for kept in slots for policy in KEPT if (kept, policy) != ("all", KEPT[0])]
-    if not drafts or model != "demo":
-        return plain
-    return plain + [Loaded(model, kept, KEPT[-1], drafts=True) for kept in slots]
+    drafting = [Loaded(model, kept, KEPT[-1], drafts=True) for kept in slots] if model == "demo" else []
+    return {"yes": drafting + plain, "no": plain, "only": drafting}[speculation]
 
 
-def rows(names: Sequence[str], slots: Sequence[str], device: str, processes: int, *, drafts: bool) -> Iterator[Row]:
+def rows(names: Sequence[str], slots: Sequence[str], device: str, processes: int, *, speculation: str) -> Iterator[Row]:
     """As they are known. A model's other workers follow the one that makes its reference."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         waiting: set[Future[tuple[Row, Answers]]]
@@ -249,7 +248,7 @@ def rows(names: Sequence[str], slots: Sequence[str], device: str, processes: int
             waiting.remove(done)
             row, answers = done.result()
             if row.worker == Loaded(row.worker.model):
-                following = others(row.worker.model, slots, drafts=drafts)
+                following = others(row.worker.model, slots, speculation)
                 waiting |= {pool.submit(run, worker, device, answers) for worker in following}
             yield row
 
@@ -259,15 +258,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--slots", nargs="+", choices=SLOTS, default=list(SLOTS))
-    parser.add_argument("--speculation", choices=("yes", "no"), default="yes", help="of the demo model")
+    parser.add_argument("--speculation", choices=("yes", "no", "only"), default="yes", help="of the demo")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--processes", type=int, default=8)
     args = parser.parse_args()
     where = "CPU" if args.device == "cpu" else torch.cuda.get_device_name(args.device)
     print(f"{where}, torch {torch.__version__}\n{HEADER}", flush=True)
     begun, found = time.perf_counter(), []
-    drafts = args.speculation == "yes"
-    for row in rows(args.models, args.slots, args.device, args.processes, drafts=drafts):
+    for row in rows(args.models, args.slots, args.device, args.processes, speculation=args.speculation):
         found.append(row)
         print(row, flush=True)
     differing = sum(len(row.differing) for row in found)

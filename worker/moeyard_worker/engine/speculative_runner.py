@@ -45,9 +45,9 @@ _CHUNKS = 16
 class SpeculatedLaunch:
     """A step of output rows that runs. `results` waits for it, and for no step behind it.
 
-    `places` are the rows of the step among those of its graph, of which `tokens` and `chosen` are. `read` [B, 1 + Q],
-    `state`: `VerifyInputs.read`, `Tails.state`. All drafts that were made are told, as the next step reads them:
-    how many are verified is for the scheduler to say.
+    `places` are the rows of the step among those of its graph, of which `tokens` and `chosen` are, on their way to the
+    host; `read` [B, 1 + Q] and `state` are `VerifyInputs.read` and `Tails.state`, still on the device. All drafts that
+    were made are told, as the next step reads them: how many are verified is for the scheduler to say.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SpeculatedLaunch:
         self.scores: Scores = []
         self._requests, self._errors = requests, errors
         self._places, self._num_drafts = list(places), num_drafts
-        self._tokens, self._chosen = tokens.each(to_host), to_host(chosen)
+        self._tokens, self._chosen = tokens, chosen
         self._read, self._state = to_host(read), to_host(state)
         self._begun, self._done = begun, torch.cuda.Event(enable_timing=True)
         self._done.record()
@@ -185,7 +185,9 @@ class SpeculativeRunner:
         drawn = any(request.sampling.temperature for request in requests)
         if drawn and helped:
             sampler.ask([request.sampling for request in requests for _ in range(each)])
-        chosen = chosen_logits(sampler.logits, sampler.last_ids[: count * each])
+        chosen = to_host(chosen_logits(sampler.logits, sampler.last_ids[: count * each]))
+        # Before the next replay: what the sampler's graphs leave shares memory with others' intermediate results.
+        tokens = tokens.each(to_host)
         graphs.replay(num_drafts, drawn=drawn)
         return SpeculatedLaunch(
             step, requests, tokens=tokens, places=_places(step, each), chosen=chosen,
