@@ -15,6 +15,7 @@ from tests.engine.captured_on_cpu import without_a_gpu
 from tests.engine.test_speculation import DEMO, requests
 from tests.rank import Rank, Told
 
+from moeyard_worker.engine.row_edits import RowEdits
 from moeyard_worker.engine.speculative_runner import SpeculativeRunner
 from moeyard_worker.protocol import Done, Submit, TokenLogprob
 
@@ -164,3 +165,23 @@ def test_logits_that_are_not_finite_are_found_in_a_graph(drafting: Rank) -> None
     # The rank itself is sound: nothing of it is kept where others read.
     told, _ = drafting.run({"greedy": requests()["greedy"]}, adaptive_drafts=False)
     assert told["greedy"].end == ("length", None)
+
+
+@pytest.mark.parametrize("deep", [1, 2])
+def test_tokens_that_penalties_count_stay_on_the_device(
+    drafting: Rank, expected: dict[str, Told], deep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host counts a request's tokens once, behind its prompt."""
+    counted: list[str] = []
+    count = RowEdits._count
+
+    def noted(self: RowEdits, chunk: Any, request: Any, *rest: Any) -> Any:
+        counted.append(request.request_id)
+        return count(self, chunk, request, *rest)
+
+    monkeypatch.setattr(RowEdits, "_count", noted)
+    for name in ("penalised", "stopped"):
+        told, stats = drafting.run({name: requests()[name]}, adaptive_drafts=False, max_in_flight=deep)
+        same(told, {name: expected[name]})
+        assert stats.accepted[0] > 0
+    assert counted == ["penalised", "stopped"]

@@ -64,7 +64,11 @@ def put_again(
 ) -> None:  # fmt: skip
     """Choose for `rows`, whose logits are at `places`, and put that into `tokens`; alternatives stay as they are."""
     where = torch.tensor(places).to(sampler.logits.device)
-    chosen = ask(sampler.logits[where], rows, eos_token_ids)
+    put(sampler, tokens, where, ask(sampler.logits[where], rows, eos_token_ids))
+
+
+def put(sampler: DeviceSampler, tokens: SampledTokens, where: torch.Tensor, chosen: SampledTokens) -> None:
+    """Put what was chosen for the rows `where` into `tokens`; alternatives are those of the logits and stay."""
     tokens.ids[where] = sampler.last_ids[where] = chosen.ids
     if chosen.logprobs is not None:
         assert tokens.logprobs is not None, "they were asked for there too"

@@ -15,11 +15,12 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.cuda.verify_inputs import VerifySize
 from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
-from moeyard_worker.engine.constrained import least, put_again
+from moeyard_worker.engine.constrained import least, put, put_again
 from moeyard_worker.engine.device_sampler import DeviceSampler
 from moeyard_worker.engine.draft_graphs import DraftGraphs, SizedGraphs
 from moeyard_worker.engine.graph_runner import nothing_collected, to_host
 from moeyard_worker.engine.memory import SCORED_ROWS
+from moeyard_worker.engine.row_edits import RowEdits
 from moeyard_worker.engine.runner import Launched, Runner
 from moeyard_worker.engine.sampling import (
     Yielded,
@@ -123,6 +124,10 @@ class SpeculativeRunner:
             runner, backend, self._sampler, max_sequences=max_sequences, max_pages=max_pages, num_drafts=num_drafts,
             queries=queries,
         )  # fmt: skip
+        self._edits = RowEdits(
+            max_requests=max_sequences, vocab=runner.config.vocab_size, eos_token_ids=runner.config.eos_token_ids,
+            device=backend.device,
+        )  # fmt: skip
         self.num_replayed = self.num_eager = self.num_rows = self.num_padded_rows = 0
         # While this is set every step is launched kernel by kernel.
         self.eager = False
@@ -173,33 +178,54 @@ class SpeculativeRunner:
         self.num_rows += step.num_tokens
         self.num_padded_rows += graphs.inputs.num_rows
         sampler, count, each = self._sampler, len(step.decode), graphs.inputs.size.queries
-        # Rows that the host helps with are chosen once more; until then they want nothing that costs.
-        helped = [i for i, (c, r) in enumerate(zip(step.decode, requests, strict=True)) if not _on_device(c, r)]
-        own = [least(r.sampling) if i in helped else r.sampling for i, r in enumerate(requests)]
+        # Rows with edits are chosen once more; until then they want nothing that costs.
+        edited, helped = self._apart(step, requests)
+        own = [least(r.sampling) if i in edited or i in helped else r.sampling for i, r in enumerate(requests)]
         params = [p for p in own for _ in range(each)]
         if any(p.temperature or p.logprobs is not None for p in own):
             tokens = sampler.sample_rows(params, graphs.inputs.positions[: count * each] + 1)
         else:
             tokens = SampledTokens(ids=sampler.last_ids[: count * each])
+        if edited:
+            some = [step.decode[i] for i in edited], [requests[i] for i in edited]
+            where, found = self._edits.choose(
+                *some, places=edited, before=before, inputs=graphs.inputs, sampler=sampler
+            )
+            put(sampler, tokens, where, found)
         errors = self._help(step, requests, before, helped, tokens, each) if helped else {}
         drawn = any(request.sampling.temperature for request in requests)
-        if drawn and helped:
+        if drawn and (edited or helped):
             sampler.ask([request.sampling for request in requests for _ in range(each)])
         chosen = to_host(chosen_logits(sampler.logits, sampler.last_ids[: count * each]))
         # Before the next replay: what the sampler's graphs leave shares memory with others' intermediate results.
         tokens = tokens.each(to_host)
         graphs.replay(num_drafts, drawn=drawn)
-        return SpeculatedLaunch(
+        launched = SpeculatedLaunch(
             step, requests, tokens=tokens, places=_places(step, each), chosen=chosen,
             read=graphs.inputs.read[:count], state=self._graphs.tails.state[:count], num_drafts=num_drafts,
             errors=errors, begun=begun,
         )  # fmt: skip
+        if edited:
+            ids = sampler.last_ids[: graphs.inputs.num_rows].view(-1, each)
+            self._edits.keep(launched, ids, self._graphs.tails.state[:, 0])
+        return launched
+
+    def _apart(self, step: Step, requests: Sequence[Request]) -> tuple[list[int], list[int]]:
+        """The requests whose logits are edited: here, and with the host's help."""
+        edited, helped = list[int](), list[int]()
+        for i, (chunk, request) in enumerate(zip(step.decode, requests, strict=True)):
+            p = request.sampling
+            if request.constraint is not None:
+                helped.append(i)
+            elif edits_logits(p) or chunk.start + 1 - len(request.prompt) < p.min_tokens:
+                (edited if self._edits.takes(p) else helped).append(i)
+        return edited, helped
 
     def _help(
         self, step: Step, requests: Sequence[Request], before: Yielded | None, helped: Sequence[int],
         tokens: SampledTokens, each: int,
     ) -> dict[int, str]:  # fmt: skip
-        """Put into `tokens` what these requests' edited logits give, waiting for the step before; `errors_of` the step.
+        """Put into `tokens` what grammars let through, waiting for the step before; `errors_of` the step.
 
         `each`: rows of a sequence in the graph.
         """
@@ -233,9 +259,3 @@ def _places(step: Step, each: int) -> list[int]:
 def _known(step: Step, before: Launched) -> list[Chunk]:
     """The decode chunks as the host has them: such a step before has left nothing on the device."""
     return [replace(chunk, fed=None) for chunk in feed(step, before).decode]
-
-
-def _on_device(chunk: Chunk, request: Request) -> bool:
-    """Whether tokens of a chunk depend on logits, noise and cuts alone."""
-    p = request.sampling
-    return request.constraint is None and not edits_logits(p) and chunk.start + 1 - len(request.prompt) >= p.min_tokens
