@@ -2,7 +2,8 @@
 
     python bench/verify_steps.py [--model Qwen3-30B-A3B:48 DeepSeek-V3:6 Kimi-K2:4] [--streams 1 8 64] [--device cuda]
 
-Graphs as a `SpeculativeRunner` replays them: k + 1 rows per sequence of random tokens behind 128 others, greedy. Where
+Graphs as a `SpeculativeRunner` replays them: k + 1 rows per sequence of random tokens behind 128 others, greedy (with
+--no-prompts behind 128 positions of zeros: what the prompts' kernels take to compile is saved). Where
 the architecture has a layer for multi-token prediction its passes are timed, too. The acceptance at which k drafts
 break even is the q with 1 + q + .. + q^k = the ratio; where q is above 1 they never do.
 """
@@ -11,6 +12,7 @@ import argparse
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,7 +32,7 @@ from moeyard_worker.models.shapes import shape_model
 from moeyard_worker.scheduling.step import Chunk, Step
 
 CONTEXT, PAGE, DRAFTS = 128, 64, 3
-FILLS, REPLAYS = 5, 8
+FILLS, REPLAYS = 4, 6
 
 
 def load(shape: str, layers: int, streams: int, device: str) -> tuple[Worker, Runner, bool]:
@@ -49,9 +51,11 @@ def load(shape: str, layers: int, streams: int, device: str) -> tuple[Worker, Ru
     return worker, found if isinstance(found, Runner) else found._runner, drafts
 
 
-def prompts(runner: Runner, streams: int, chance: random.Random) -> list[tuple[int, ...]]:
-    """Compute as many prompts; their pages."""
+def prompts(runner: Runner, streams: int, chance: random.Random, *, computed: bool) -> list[tuple[int, ...]]:
+    """The pages of as many prompts, computed or not."""
     pages = [tuple(range(4 * i, 4 * i + 4)) for i in range(streams)]
+    if not computed:
+        return pages
     each = 2048 // CONTEXT
     for begin in range(0, streams, each):
         some = [
@@ -111,13 +115,13 @@ def breaks_even(ratio: float, drafts: int) -> float:
 
 
 @torch.inference_mode()
-def measure(shape: str, layers: int, streams: list[int], device: str) -> None:
+def measure(shape: str, layers: int, streams: list[int], device: str, *, computed: bool = True) -> None:
     """Print a line for each number of streams and drafts."""
     chance = random.Random(5)
     worker, runner, drafts = load(shape, layers, max(streams), device)
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
-    pages = prompts(runner, max(streams), chance)
+    pages = prompts(runner, max(streams), chance, computed=computed)
     pool, rows = torch.cuda.graph_pool_handle(), max(streams) * (1 + DRAFTS)
     sampler = DeviceSampler(
         max_rows=rows, vocab=runner.config.vocab_size, eos_token_ids=(), device=backend.device, max_edited=0
@@ -173,12 +177,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--model", nargs="+", default=["Qwen3-30B-A3B:48", "DeepSeek-V3:6", "Kimi-K2:4"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--no-prompts", action="store_true")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name(args.device)}, torch {torch.__version__}", flush=True)
     for model in args.model:
         shape, layers = model.split(":")
-        measure(shape, int(layers), args.streams, args.device)
+        begun = time.perf_counter()
+        measure(shape, int(layers), args.streams, args.device, computed=not args.no_prompts)
+        print(f"in {time.perf_counter() - begun:.0f} s", flush=True)
         torch.cuda.empty_cache()
     return 0
 

@@ -117,10 +117,11 @@ HEADER = (
 )
 
 
-def courses(device: str, *, drafts: bool = False) -> list[Course]:
-    """The product of what one worker can do; a CPU has no graphs."""
+def courses(device: str, *, drafts: bool = False, only: str = "") -> list[Course]:
+    """The product of what one worker can do, as far as `only` is in its name; a CPU has no graphs."""
     eager, depths = (True,) if device == "cpu" else (False, True), DRAFTS if drafts else ("off",)
-    return [Course(*values) for values in itertools.product(eager, (1, 2), CHUNKS, PAGES, depths)]
+    found = [Course(*values) for values in itertools.product(eager, (1, 2), CHUNKS, PAGES, depths)]
+    return [course for course in found if only in str(course)]
 
 
 @cache
@@ -200,15 +201,15 @@ def check(rank: Rank, course: Course, expected: Answers) -> tuple[list[str], Sch
     return differing, found.stats
 
 
-def run(worker: Loaded, device: str, expected: Answers | None) -> tuple[Row, Answers]:
-    """All courses of one worker; without `expected`, which all experts resident give, it makes that itself."""
+def run(worker: Loaded, device: str, only: str, expected: Answers | None) -> tuple[Row, Answers]:
+    """The courses of one worker; without `expected`, which all experts resident give, it makes that itself."""
     begun = time.perf_counter()
     rank = load(worker, device)
     try:
         answers = references(rank) if expected is None else expected
         before, differing = counts(rank), list[str]()
         preemptions = hits = compared = right = 0
-        every = courses(device, drafts=worker.drafts)
+        every = courses(device, drafts=worker.drafts, only=only)
         for course in every:
             different, stats = check(rank, course, answers)
             differing += different
@@ -238,18 +239,20 @@ def others(model: str, slots: Sequence[str], speculation: str) -> list[Loaded]:
     return {"yes": drafting + plain, "no": plain, "only": drafting}[speculation]
 
 
-def rows(names: Sequence[str], slots: Sequence[str], device: str, processes: int, *, speculation: str) -> Iterator[Row]:
+def rows(
+    names: Sequence[str], slots: Sequence[str], device: str, processes: int, *, speculation: str, only: str
+) -> Iterator[Row]:
     """As they are known. A model's other workers follow the one that makes its reference."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         waiting: set[Future[tuple[Row, Answers]]]
-        waiting = {pool.submit(run, Loaded(name), device, None) for name in names}
+        waiting = {pool.submit(run, Loaded(name), device, only, None) for name in names}
         while waiting:
             done = next(as_completed(waiting))
             waiting.remove(done)
             row, answers = done.result()
             if row.worker == Loaded(row.worker.model):
                 following = others(row.worker.model, slots, speculation)
-                waiting |= {pool.submit(run, worker, device, answers) for worker in following}
+                waiting |= {pool.submit(run, worker, device, only, answers) for worker in following}
             yield row
 
 
@@ -259,13 +262,14 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--slots", nargs="+", choices=SLOTS, default=list(SLOTS))
     parser.add_argument("--speculation", choices=("yes", "no", "only"), default="yes", help="of the demo")
+    parser.add_argument("--only", default="", help="part of a course's name, for example graphs-2deep")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--processes", type=int, default=8)
     args = parser.parse_args()
     where = "CPU" if args.device == "cpu" else torch.cuda.get_device_name(args.device)
     print(f"{where}, torch {torch.__version__}\n{HEADER}", flush=True)
     begun, found = time.perf_counter(), []
-    for row in rows(args.models, args.slots, args.device, args.processes, speculation=args.speculation):
+    for row in rows(args.models, args.slots, args.device, args.processes, speculation=args.speculation, only=args.only):
         found.append(row)
         print(row, flush=True)
     differing = sum(len(row.differing) for row in found)

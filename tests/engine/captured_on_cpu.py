@@ -2,6 +2,9 @@
 
 `CudaBackend` asks for no GPU itself; what captures and times its steps does. Here that is told to go without: a graph
 keeps the function that it was made of, and a replay puts what that returns where the first run's results are.
+
+Graphs share the memory of what they compute on the way: what the sampler's graphs leave is good until something else is
+replayed, and here is spoilt then.
 """
 
 from collections.abc import Callable
@@ -22,10 +25,14 @@ from moeyard_worker.engine.device import CpuDevice, CudaDevice
 class Graph:
     """`replay` runs `run` once more."""
 
-    def __init__(self, run: Callable[[], Any], result: Any) -> None:
-        self._run, self._result = run, result
+    def __init__(self, run: Callable[[], Any], result: Any, pool: list[SampledTokens]) -> None:
+        self._run, self._result, self._pool = run, result, pool
+        if isinstance(result, SampledTokens):
+            pool.append(result)
 
     def replay(self) -> None:
+        for left in self._pool:
+            left.each(lambda x: x.fill_(float("nan") if x.is_floating_point() else -7))
         found = self._run()
         if isinstance(found, SampledTokens):
             for name in ("ids", "logprobs", "ranks", "top_ids", "top_logprobs"):
@@ -33,11 +40,11 @@ class Graph:
                     getattr(self._result, name).copy_(getattr(found, name))
 
 
-def captured(run: Callable[[], Any], _pool: Any) -> tuple[Graph, Any]:
+def captured(run: Callable[[], Any], pool: list[SampledTokens]) -> tuple[Graph, Any]:
     """As `device_sampler.captured`: it runs twice."""
     run()
     result = run()
-    return Graph(run, result), result
+    return Graph(run, result, pool), result
 
 
 class Event:
@@ -71,4 +78,4 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "captured", captured)
     monkeypatch.setattr(speculative_runner, "to_host", lambda x: x.clone())
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", list)
