@@ -62,6 +62,9 @@ KERNEL_DOORS = {
     "moeyard_worker.engine.scoring": ("moeyard_kernels.ops",),
     "moeyard_worker.engine.graph_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
     "moeyard_worker.engine.device_sampler": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
+    "moeyard_worker.engine.draft_graphs": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
+    "moeyard_worker.engine.row_edits": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
+    "moeyard_worker.engine.speculative_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
 }
 # Inside the kernels a folder may import itself and those before it; `ref` only types and the checks.
 SUBJECTS = ("attention", "linear", "experts", "sampling", "elementwise")

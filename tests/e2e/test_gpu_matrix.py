@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.e2e.gpu_matrix import check, courses, load, references
+from tests.e2e.gpu_matrix import Loaded, check, courses, load, references
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_what_differs_is_named(device: str) -> None:
-    rank = load("qwen3_moe", "all", "slru", device)
+    rank = load(Loaded("qwen3_moe"), device)
     try:
         expected = references(rank)
         (course,) = [c for c in courses(device) if str(c).endswith("2deep-chunk16-scarce")][:1]

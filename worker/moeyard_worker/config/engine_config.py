@@ -204,8 +204,6 @@ def _require_speculation(config: EngineConfig) -> None:
         raise ValueError(f"draft_tokens must be in [1, {MAX_DRAFTS}], got {config.draft_tokens}")
     if config.speculate is None:
         return
-    if config.device != "cpu":
-        raise ValueError(f"speculate {config.speculate} runs on a CPU only so far, not on {config.device}")
     rows, drafts = config.max_num_seqs * (1 + config.num_drafts), config.draft_tokens or "auto"
     if rows > config.max_batch_tokens:
         raise ValueError(

@@ -18,6 +18,7 @@ from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.memory import MemoryPlan
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.scoring import Scores
+from moeyard_worker.engine.speculative_runner import SpeculativeRunner
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 
@@ -166,6 +167,14 @@ class CudaDevice:
     def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
         """Steps of every size that is captured are captured here."""
         max_pages = -(-plan.max_model_len // config.page_size)
+        if config.num_drafts:
+            drafting = SpeculativeRunner(
+                runner, self.backend, max_sequences=config.max_num_seqs, max_pages=max_pages,
+                max_prompt=config.max_batch_tokens, num_drafts=config.num_drafts, adaptive=config.draft_tokens is None,
+            )  # fmt: skip
+            if not config.enforce_eager and runner.captures and config.num_workers == 1:
+                drafting.capture()
+            return drafting
         graphs = GraphRunner(
             runner, self.backend, max_rows=config.max_num_seqs, max_pages=max_pages,
             max_prompt=config.max_batch_tokens, captures_prompts=not plan.stream_slots,

@@ -76,10 +76,10 @@ class GraphLaunched:
     ) -> None:
         self.step = step
         self._errors = errors
-        self._blocks = [block.each(_to_host) for block in scores]
-        self._chosen = _to_host(chosen)
+        self._blocks = [block.each(to_host) for block in scores]
+        self._chosen = to_host(chosen)
         self._requests = requests
-        self._tokens = tokens.each(_to_host)
+        self._tokens = tokens.each(to_host)
         self._begun, self._done = begun, torch.cuda.Event(enable_timing=True)
         self._done.record()
         self._results: list[Accepted] | None = None
@@ -164,7 +164,7 @@ class GraphRunner:
         """Capture all buckets, the largest first, so that the others find their memory in its pool."""
         self._warm()
         pool, graphs = torch.cuda.graph_pool_handle(), {}
-        with _nothing_collected():
+        with nothing_collected():
             for bucket in sorted(self.buckets(), key=lambda b: (b.rows, b.keys, b.width), reverse=True):
                 inputs = self._inputs(bucket)
                 graphs[bucket] = _Graph(inputs, captured(partial(self._forward, inputs), pool)[0])
@@ -263,7 +263,7 @@ class GraphRunner:
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
+def nothing_collected() -> Iterator[None]:
     """A graph of an engine that is no more, destroyed by the collector during a capture, would spoil that."""
     gc.collect()
     enabled = gc.isenabled()
@@ -287,6 +287,6 @@ def _plain(request: Request) -> bool:
     return p.temperature == 0 and p.logprobs is None and not edits
 
 
-def _to_host(x: torch.Tensor) -> torch.Tensor:
+def to_host(x: torch.Tensor) -> torch.Tensor:
     """A copy in pinned memory that is on its way."""
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)

@@ -145,7 +145,7 @@ class Scheduler:
         assert len(self._flights) < self.config.max_in_flight, "the previous step was not completed"
         self._roster.resume(now)
         builder = StepBuilder(self.config.max_batch_tokens, self._drafting.wish(self.num_running), self._drafting.least)
-        outputs, prompts = by_urgency(self._roster.running)
+        outputs, prompts = by_urgency(self._roster.running, self._flights[-1].step.num_drafts if self._flights else 0)
         num_preemptions = self.stats.num_preemptions
         for request, place in outputs:
             self._plan(request, place, builder)
