@@ -49,16 +49,18 @@ def expert_slice_kernel(
     for i in gl.static_range(STEPS):
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
-    # The launch ahead lets this one begin when it has waited for the ids in every program: they are complete.
     let_next_begin()
+    # The launch ahead lets this one begin when it has waited for the ids in every program: they are complete.
     i_p, i_n = gl.program_id(0) // gl.cdiv(N, BN), gl.program_id(0) % gl.cdiv(N, BN) * BN
     i_id = gl.load(p_ids + i_p).to(gl.int32)
     i_slot = gl.load(p_slots + gl.maximum(i_id, 0))
-    if (i_id >= 0) & (i_slot >= 0):
-        for i in gl.static_range(STEPS):
-            mbarrier.expect(bars.index(i), (BN + _ROWS) * _STEP * 2)
-            tma.async_copy_global_to_shared(d_w, [i_slot * N + i_n, i * _STEP], bars.index(i), s_w.index(i))
-        wait_for_previous()
+    here = (i_id >= 0) & (i_slot >= 0)
+    for i in gl.static_range(STEPS):
+        mbarrier.expect(bars.index(i), (BN + _ROWS) * _STEP * 2, pred=here)
+        tma.async_copy_global_to_shared(d_w, [i_slot * N + i_n, i * _STEP], bars.index(i), s_w.index(i), pred=here)
+    # In every program, also one without work: launches complete in order.
+    wait_for_previous()
+    if here:
         for i in gl.static_range(STEPS):
             tma.async_copy_global_to_shared(d_h, [i_p * BLOCK, i * _STEP], bars.index(i), s_h.index(i))
         b_acc = gl.zeros([BN, _ROWS], gl.float32, L_Y)
