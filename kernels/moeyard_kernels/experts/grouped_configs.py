@@ -92,7 +92,7 @@ def candidates(step: str, block_rows: int, dtype: torch.dtype) -> tuple[AnyConfi
     if dtype == torch.float32:
         return FP32
     if block_rows <= 32:
-        return NARROW
+        return NARROW if step == "gate_up" else (*NARROW, *SLICE)
     return WIDE[:-1] if step == "gate_up" else (*WIDE, *STREAM)
 
 
@@ -111,3 +111,14 @@ def default_config(step: str, block_rows: int, dtype: torch.dtype) -> AnyConfig:
     if block_rows == 64:
         return WIDE[0 if step == "gate_up" else 1]
     return WIDE[2] if step == "gate_up" else STREAM[0]
+
+
+def few_pairs_config(step: str, num_slices: int, dim: int) -> AnyConfig:
+    """The bf16 config where nothing is laid out; `num_slices`: of one token's pairs, 64 outputs each, else 0.
+
+    Slices if all can be at work at once, two on each of 132 multiprocessors. Rows of 2048 values come in longer steps
+    (measured with 8 and 64 pairs; longer rows were not).
+    """
+    if step == "down" and 0 < num_slices <= 264:
+        return SLICE[0]
+    return NARROW[2] if step == "gate_up" and dim <= 2048 else default_config(step, 16, torch.bfloat16)

@@ -27,12 +27,14 @@ from moeyard_kernels.experts.grouped_configs import CONFIGS as CONFIGS
 from moeyard_kernels.experts.grouped_configs import (
     KINDS,
     NARROW,
+    SLICE,
     WIDE,
     AnyConfig,
     ExpertConfig,
     ExpertSlice,
     ExpertStream,
     default_config,
+    few_pairs_config,
     shape_class,
 )
 from moeyard_kernels.experts.grouped_configs import candidates as candidates
@@ -69,8 +71,12 @@ def _block_of_pair(p_ids, p_slot_of_expert, i_p, P, BP: tl.constexpr, BM: tl.con
 def _expert_tile(
     p_a, p_w, d_w, b_pair, p_out, i_slot, i_row, i_n, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
-    """Rows [i_row, i_row + BM) of pairs b_pair by outputs [i_n BN, i_n BN + BN), of the expert in i_slot."""
+    """Rows [i_row, i_row + BM) of pairs b_pair by outputs [i_n BN, i_n BN + BN), of the expert in i_slot.
+
+    FEW: the second product lets the next launch begin, too.
+    """
     G: tl.constexpr = 2 if GATED else 1
     DTYPE: tl.constexpr = p_w.dtype.element_ty
     o_r = i_row + tl.arange(0, BM)
@@ -86,6 +92,8 @@ def _expert_tile(
     else:
         p_ba = p_a + o_r * K
         wait_for_previous()
+        if FEW:
+            let_next_begin()
 
     b_acc = tl.zeros([G * BN, BM] if SWAP else [BM, G * BN], dtype=tl.float32)
     for i_k in range(0, K, BK):
@@ -152,12 +160,12 @@ def _expert_kernel(
     if HALVES and tl.load(p_pairs + i_row + BM // 2) < 0:
         b_half = tl.load(p_pairs + i_row + tl.arange(0, BM // 2))
         _expert_tile(
-            p_a, p_w, d_w, b_half, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM // 2, BN, BK, SWAP, TMA
+            p_a, p_w, d_w, b_half, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM // 2, BN, BK, SWAP, TMA, BP > 0
         )  # fmt: skip
         return
     if not BP:
         b_pair = tl.load(p_pairs + i_row + tl.arange(0, BM))
-    _expert_tile(p_a, p_w, d_w, b_pair, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA)
+    _expert_tile(p_a, p_w, d_w, b_pair, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA, BP > 0)
 
 
 def _num_blocks(layout: ExpertLayout | ExpertPairs) -> int:
@@ -210,8 +218,16 @@ def _launch(
 def _config(w: torch.Tensor, layout: ExpertLayout | ExpertPairs, step: str, num_out: int) -> AnyConfig:
     if w.dtype == torch.float32:
         return default_config(step, layout.block_rows, w.dtype)
+
+    def default() -> AnyConfig:
+        if isinstance(layout, ExpertLayout):
+            return default_config(step, layout.block_rows, w.dtype)
+        sliced = layout.one_token and fits(w, SLICE[0].BN)
+        num_slices = layout.num_pairs * triton.cdiv(num_out, SLICE[0].BN) if sliced else 0
+        return few_pairs_config(step, num_slices, w.shape[2])
+
     name = shape_class(step, layout.num_pairs, layout.num_slots, layout.block_rows, num_out, w.shape[2])
-    return tuning.choose(OP, name, w, KINDS, lambda: default_config(step, layout.block_rows, w.dtype))
+    return tuning.choose(OP, name, w, KINDS, default)
 
 
 def gate_up_rows(
