@@ -9,7 +9,8 @@ belong to them), K ascending in one fp32 accumulator per output, so that a row's
 use leave at once. For few pairs no launch lays anything out (`ExpertPairs`): the grid holds a block for each of them,
 and a program compares its pair's expert with the others' to find its rows, or that an earlier pair's block has them.
 The second launch finds its weights while the first one drains (see `dependent`), and then waits for the rows (1.2 us of
-23 with one token; fetching the weights into the L2 meanwhile cost 3 us).
+23 with one token; fetching the weights into the L2 meanwhile cost 3 us). Of one token it has the weights by then, too
+(`grouped_slice`).
 """
 
 from typing import Any

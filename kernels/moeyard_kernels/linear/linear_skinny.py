@@ -3,7 +3,9 @@
 Rows of x are the left operand of products that always take 64: BM of them are copied, and what lies behind them in
 shared memory fills the others, whose results are not stored. So a tile may be as narrow as 16 columns, which a weight
 of 2112 needs to occupy 132 multiprocessors. Where the columns are no power of two (40: 5120 in 128 programs), they
-likewise are the first columns of an operand of the next power. One warp copies, four multiply.
+likewise are the first columns of an operand of the next power. Slices of 64 columns are the left operand themselves,
+and the rows of x, as many as there are, the right one: of what an instruction reads out of shared memory, which is what
+it takes its time for, nothing is garbage then. One warp copies, four multiply.
 
 Of a weight that no running launch writes (STATIC), the first EARLY steps are copied while the launch before still runs,
 where that one leaves room. Not all that the buffers hold: the first rows of x would wait behind it for the memory
