@@ -17,7 +17,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-FAMILIES = ("deepseek_v3", "kimi_k2", "deepseek_v2", "qwen3_moe", "mixtral", "olmoe")
+FAMILIES = (
+    "deepseek_v3",
+    "kimi_k2",
+    "deepseek_v2",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "mixtral",
+    "olmoe",
+)
 
 # Ids 0..255 are the bytes in the order of the ByteLevel alphabet; the special tokens follow.
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -65,13 +75,29 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
+    "qwen3_next": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
     "olmoe": {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
 }
+_FAMILY["qwen3_5_moe_text"] = {**_FAMILY["qwen3_next"], "linear_num_value_heads": 8, "pad_token_id": None}
 _CLASSES: dict[str, tuple[str, str]] = {
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
 }
@@ -97,7 +123,7 @@ def make_checkpoint(
     tokenizer.json and a chat template.
     """
     directory = Path(directory)
-    base = "deepseek_v3" if family == "kimi_k2" else family
+    base = {"kimi_k2": "deepseek_v3", "qwen3_5_moe": "qwen3_5_moe_text"}.get(family, family)
     config_class, model_class = (getattr(transformers, name) for name in _CLASSES[base])
     model = model_class(config_class(**{**_COMMON, **_FAMILY[base], **overrides}))
     randomize(model, seed)
@@ -114,6 +140,8 @@ def make_checkpoint(
         save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     if family == "kimi_k2":
         edit_config(directory, model_type="kimi_k2")
+    if family == "qwen3_5_moe":
+        _with_images(directory)
     if old_rope_keys:
         _old_rope(directory)
     if tokenizer:
@@ -130,6 +158,10 @@ def randomize(model: transformers.PreTrainedModel, seed: int) -> None:
         noise = torch.randn(tensor.shape, generator=generator)
         if "e_score_correction_bias" in name:
             noise *= 0.2
+        elif name.endswith("A_log"):
+            pass  # what is left of a state after a position: from nearly nothing to nearly all
+        elif name.endswith("norm.weight") and _stores_less_one(model, name):
+            noise *= 0.1
         elif tensor.ndim == 1:
             noise = (0.0 if name.endswith("bias") else 1.0) + 0.1 * noise
         elif "embed_tokens" not in name or model.config.tie_word_embeddings:
@@ -138,6 +170,10 @@ def randomize(model: transformers.PreTrainedModel, seed: int) -> None:
             gain = 2.0 if ".gate.weight" in name else 1.0
             noise *= gain * max(tensor.shape[-1], 1) ** -0.5
         tensor.copy_(noise)
+
+
+def _stores_less_one(model: transformers.PreTrainedModel, name: str) -> bool:
+    return model.config.model_type.startswith(("qwen3_next", "qwen3_5")) and ".linear_attn." not in name
 
 
 def edit_config(directory: Path | str, *, remove: Sequence[str] = (), **changes: Any) -> None:
@@ -180,6 +216,18 @@ def write_tokenizer(directory: Path | str) -> None:
     }
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+def _with_images(directory: Path) -> None:
+    """A text model's checkpoint as part of one that reads images, as the hub has it."""
+    path, config = directory / "config.json", json.loads((directory / "config.json").read_text())
+    tied = config.pop("tie_word_embeddings")
+    whole = {"model_type": "qwen3_5_moe", "text_config": config, "vision_config": {"depth": 27}}
+    path.write_text(json.dumps({**whole, "tie_word_embeddings": tied, "image_token_id": 7}))
+    tensors = load_file(directory / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    others = {name: torch.ones(3) for name in ("model.visual.pos_embed.weight", "mtp.fc.weight")}
+    save_file({**renamed, **others}, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _old_rope(directory: Path) -> None:

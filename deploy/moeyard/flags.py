@@ -210,9 +210,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--expert-placement",
-        metavar="FILE",
-        help='which rank computes which expert, as JSON {"owners": [rank, ...]} for all MoE layers or by layer '
-        "(default: contiguous shards)",
+        default="linear",
+        metavar="HOW",
+        help="which rank computes which expert: linear (contiguous shards), round_robin (in turn, for routers that "
+        'choose by groups), or a FILE, {"owners": [rank, ...]} for all MoE layers or by layer: see `moeyard experts` '
+        "(default %(default)s)",
     )
     add(
         "--expert-takeover",

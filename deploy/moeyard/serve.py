@@ -209,7 +209,7 @@ def router_config(
         host=args.host,
         port=port,
         step_deadline=config.step_deadline,
-        prefix_caching=config.prefix_caching,
+        prefix_caching=config.prefix_caching and not model.has_slots,
         metric_aliases=tuple(args.metric_aliases),
         **door_fields(args, config),
         version=__version__,
@@ -256,12 +256,14 @@ def check_before_start(
     config: EngineConfig, model: ModelConfig, *, api: ApiSettings, local: bool, placement: Placement | None = None
 ) -> Checked:
     """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
+    if api.kv_compression is not None and model.has_slots:
+        raise ValueError(f"--kv-compression: {model.family} keeps state per sequence, of which no part can be dropped")
     checkpoint = check_weights(config, model)
     codec = open_codec(None if config.model_path is None else Path(config.model_path), api.chat_template)
     if config.model_path is not None:
         check_patterns(Path(config.model_path) / "tokenizer.json")
     formats = answer_formats_of(codec, api)
-    placement = placement or placement_of(None, model, config.num_workers)
+    placement = placement or placement_of("linear", model, config.num_workers)
     if local:
         check_trace(config)
     if not local or config.device != "cpu":

@@ -4,8 +4,8 @@ A backend is chosen once, where a worker is assembled. Once a step it makes a pl
 kernels want), which layers hand back without looking into it beyond `StepPlan`. Padding rows are the backend's
 business: every activation has `num_rows` rows, what the rows from `num_tokens` on hold is finite or never read.
 
-Objects that a backend makes for a layer (`Gate`, `GqaAttend`, `MlaAttend`, `ExpertSlots`) keep that layer's weights and
-state in the form that the backend's kernels want. H counts hidden, T = num_tokens, K = experts per token.
+Objects that a backend makes for a layer (`Gate`, `GqaAttend`, `MlaAttend`, `GdnMix`, `ExpertSlots`) keep that layer's
+weights and state in the form that the backend's kernels want. H counts hidden, T = num_tokens, K = experts per token.
 """
 
 from __future__ import annotations
@@ -62,6 +62,17 @@ class MlaAttend(Protocol):
 
     def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: Own) -> torch.Tensor:
         """q [num_rows, Hq (nope + Dr)], latent [num_rows, R] normalised, k_rope [num_rows, Dr] -> [num_rows, Hq Dv]."""
+        ...
+
+
+class GdnMix(Protocol):
+    """Gated DeltaNet of one layer: convolution, gates, the delta rule over the state in each sequence's slot, norm."""
+
+    def mix(self, x: torch.Tensor, plan: Own) -> torch.Tensor:
+        """x [num_rows, 2 Hk Dk + 2 Hv Dv + 2 Hv] holds q, k, v, z (the output's gate), b and a -> [num_rows, Hv Dv].
+
+        Positions of a prompt take the chunk formula, those of an output the recurrent one, in order.
+        """
         ...
 
 
@@ -205,6 +216,10 @@ class Backend(Protocol):
         """See `ops.silu_mul`."""
         ...
 
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x [M, N] * sigmoid(gate [M, N] or [M, 1]), in fp32 with one rounding; may take the place of x."""
+        ...
+
     def gate(
         self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float
     ) -> Gate:
@@ -230,8 +245,9 @@ class Backend(Protocol):
         q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, rope: torch.Tensor | None, interleaved: bool,
         k: torch.Tensor, v: torch.Tensor,
     ) -> GqaAttend:  # fmt: skip
-        """Norm weights are [D] (each head by itself) or [heads D] (all heads together); rope [positions, D] is cos then
-        sin; k, v [Hkv, num_pages, page_size, D] are the layer's pages, zero at first."""
+        """Norm weights are [D] (each head by itself) or [heads D] (all heads together); rope [positions, Dr], of the
+        first Dr <= D values of a head, is cos then sin; k, v [Hkv, num_pages, page_size, D] are the layer's pages, zero
+        at first."""
         ...
 
     def mla(
@@ -239,6 +255,14 @@ class Backend(Protocol):
         rope: torch.Tensor | None, interleaved: bool, latents: torch.Tensor,
     ) -> MlaAttend:  # fmt: skip
         """kv_b [Hq, nope + Dv, R]; latents [num_pages, page_size, R + Dr] are the layer's pages, zero at first."""
+        ...
+
+    def gdn(
+        self, *, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, eps: float, conv: torch.Tensor,
+        a_log: torch.Tensor, dt_bias: torch.Tensor, norm: torch.Tensor, state: torch.Tensor, window: torch.Tensor,
+    ) -> GdnMix:  # fmt: skip
+        """conv [C, K] over C = 2 Hk Dk + Hv Dv channels; a_log, dt_bias [Hv] fp32; norm [Dv]; state [num_slots, Hv, Dk,
+        Dv] fp32 and window [num_slots, K - 1, C] are the layer's slots. A chunk at position 0 starts from zeros."""
         ...
 
     def expert_slots(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> ExpertSlots:

@@ -11,8 +11,10 @@ from moeyard.api_flags import answer_formats_of, api_settings, sampling_defaults
 from moeyard.cli import build_parser, main
 from moeyard.config_file import with_config_file
 from moeyard.flags import engine_config
+from moeyard.serve import check_before_start
 from moeyard_router.config import SamplingDefaults
 from moeyard_router.text.chat import TextCodec
+from moeyard_worker.models.shapes import shape_model
 from moeyard_worker.protocol import KvCompression
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
@@ -211,3 +213,11 @@ def test_what_cannot_be_kept_of_prompts(text: str, says: str) -> None:
         settings(str(DEMO), "--kv-compression", text)
     with pytest.raises(ValueError, match="on a CPU only so far, not on cuda:0"):
         settings(str(DEMO), "--device", "cuda:0", "--kv-compression", '{"method": "snapkv", "budget": 40}')
+
+
+def test_state_per_sequence_is_kept_whole() -> None:
+    words = "serve --load-format dummy --shape Qwen3-Next-80B-A3B --layers 4 --kv-compression"
+    args = build_parser().parse_args([*words.split(), '{"method": "snapkv", "budget": 40}'])
+    config = engine_config(args)
+    with pytest.raises(ValueError, match=r"^--kv-compression: qwen3_next keeps state per sequence"):
+        check_before_start(config, shape_model("Qwen3-Next-80B-A3B", 4), api=api_settings(args, config), local=True)

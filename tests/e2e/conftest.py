@@ -24,7 +24,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One checkpoint per attention kind and dtype, with 8 experts each, and the bundled one.
 
     mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE) are fp32 and have a tokenizer; mla_bf16 is DeepSeek-V3 again,
-    gqa_bf16 Mixtral with a window that is shorter than most prompts. demo is the bundled model, whose layer for
+    gqa_bf16 Mixtral with a window that is shorter than most prompts. hybrid and hybrid_bf16 are Qwen3-Next, with state
+    per sequence in two layers of three. demo is the bundled model, whose layer for
     multi-token prediction is right as a rule.
     """
     root = tmp_path_factory.mktemp("checkpoints")
@@ -34,5 +35,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "mla": make_checkpoint(root / "mla", "deepseek_v3", tokenizer=True),
         "gqa": make_checkpoint(root / "gqa", "qwen3_moe", tokenizer=True),
         "mla_bf16": make_checkpoint(root / "mla_bf16", "deepseek_v3", dtype=bf16),
+        "hybrid": make_checkpoint(root / "hybrid", "qwen3_next", tokenizer=True),
+        "hybrid_bf16": make_checkpoint(root / "hybrid_bf16", "qwen3_next", dtype=bf16),
         "gqa_bf16": make_checkpoint(root / "gqa_bf16", "mixtral", dtype=bf16, sliding_window=24),
     }

@@ -47,12 +47,17 @@ def kill(fleet: Fleet, rank: int) -> None:
     fleet.ranks[rank].process.join(5)
 
 
-@pytest.mark.parametrize("options", [{}, {"async_scheduling": True, "expert_slots": 4}], ids=["plain", "deep"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("mla", {}), ("mla", {"async_scheduling": True, "expert_slots": 4}), ("hybrid", {"prefill_chunk": 64})],
+    ids=["plain", "deep", "hybrid"],
+)
 def test_ranks_lost_at_any_moment_change_nothing(
-    processes: ProcessPool, checkpoints: dict[str, Path], options: dict[str, Any]
+    processes: ProcessPool, checkpoints: dict[str, Path], kind: str, options: dict[str, Any]
 ) -> None:
     """Killed in prefill, two at once in the midst of decoding, idle; what they ran goes on at all ranks."""
-    config = engine_config(checkpoints["mla"], num_workers=3, step_deadline=DEADLINE, prefill_chunk=16, **options)
+    options = {"prefill_chunk": 16, **options}
+    config = engine_config(checkpoints[kind], num_workers=3, step_deadline=DEADLINE, **options)
     rng = random.Random(repr(options))
     with start_fleet(processes, config) as fleet:
         client = fleet.client

@@ -34,6 +34,7 @@ from moeyard_worker.engine.memory import (
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.layers.gdn import Gdn
 from moeyard_worker.layers.gqa import Gqa
 from moeyard_worker.layers.mla import Mla
 from moeyard_worker.models.families import load_model_config
@@ -212,6 +213,21 @@ def free_of(available: int) -> tuple[int]:
     return (available - 10 * MIB - plan(4 * GIB).reserve.workspace - int(available * 0.05),)
 
 
+def test_state_per_sequence_is_counted_first() -> None:
+    """Slots for all sequences beside the dense weights; the log says what they take, and that no prefix is found."""
+    linear = Gdn(num_k_heads=2, num_v_heads=4, k_dim=64, v_dim=64, conv_size=4, norm_eps=1e-6, by_key_head=True)
+    hybrid = replace(MODEL, attention=(linear, linear, linear, GQA))
+    slots = 3 * (4 * 64 * 64 * 4 + 3 * 512 * 4)
+    done = plan(8 * GIB, model=hybrid, max_num_seqs=16)
+    assert done.resident_bytes == 10 * MIB + 16 * slots
+    assert f"state of 16 sequences, {format_size(16 * slots)}; prefixes are not reused" in str(done)
+    assert "prefixes" not in str(plan(8 * GIB, model=hybrid, prefix_caching=False))
+    assert "state of" not in str(plan(8 * GIB))
+    text = refused(120 * MIB, model=hybrid, max_num_seqs=500)
+    assert f"the state of 500 sequences {format_size(500 * slots)} beside" in text
+    assert "lower --max-num-seqs or --max-batch-tokens" in text
+
+
 def test_experts_without_slots_are_kept_by_the_host() -> None:
     """As a GPU reads them from pinned memory; prompts stream through slots of their own."""
     model = replace(MODEL, num_experts=64)
@@ -357,10 +373,11 @@ PARTLY_ODD = {"kv_lora_rank": 40, "qk_nope_head_dim": 16, "v_head_dim": 16}
         ("deepseek_v2", ODD),
         ("deepseek_v2", PARTLY_ODD),
         ("qwen3_moe", {"attention_bias": True}),
+        ("qwen3_next", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
         ("mixtral", {"tie_word_embeddings": True}),
         ("olmoe", {}),
     ],
-    ids=["deepseek_v3", "bias", "odd", "partly_odd", "qwen3_moe", "mixtral_tied", "olmoe"],
+    ids=["deepseek_v3", "bias", "odd", "partly_odd", "qwen3_moe", "qwen3_next", "mixtral_tied", "olmoe"],
 )
 @pytest.mark.parametrize("served", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["from_fp32", "from_bf16"])
@@ -379,8 +396,10 @@ def test_resident_bytes_are_what_a_runner_holds(
         experts=NoExperts(),
         dtype=served,
         num_pages=2,
+        num_state_slots=3,
     )
-    pool = 2 * 16 * model.state_spec(served.itemsize).bytes_per_token
+    state = model.state_spec(served.itemsize)
+    pool = 2 * 16 * state.bytes_per_token + 3 * state.bytes_per_sequence
     assert held_bytes(runner) == checkpoint.resident_bytes(served.itemsize, footprint) + pool
 
 
@@ -410,11 +429,14 @@ experts = ExpertCache(
 experts.preload()
 runner = Runner(
     checkpoint.spec, load=DenseLoader(checkpoint, backend=backend, dtype=dtype).load, backend=backend,
-    exchange=LocalExchange(), experts=experts, dtype=dtype, num_pages=256,
+    exchange=LocalExchange(), experts=experts, dtype=dtype, num_pages=256, num_state_slots=1,
 )
 def step(start, count):
     tokens = tuple(i % 1000 for i in range(count))
-    chunk = Chunk(key=(b"", "a"), start=start, token_ids=tokens, pages=tuple(range(256)), prompt=True, num_sampled=1)
+    pages = tuple(range(256))
+    chunk = Chunk(
+        key=(b"", "a"), start=start, token_ids=tokens, pages=pages, state_slot=0, prompt=True, num_sampled=1
+    )
     return runner.forward(Step(prefill=(chunk,)))
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
@@ -427,7 +449,7 @@ print(status("VmHWM") - before)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next", "olmoe"])
 def test_step_stays_within_its_estimate(tmp_path: Path, family: str, dtype: str) -> None:
     """A chunk of 512 rows at the end of 4096 positions; the estimate is not more than three times too large."""
     sizes = {
@@ -436,6 +458,12 @@ def test_step_stays_within_its_estimate(tmp_path: Path, family: str, dtype: str)
             **{"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
         },
         "qwen3_moe": {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256, "head_dim": 128},
+        # With narrow heads in its full attention, whose prefix would outweigh what linear attention takes.
+        "qwen3_next": {
+            **{"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256, "head_dim": 16},
+            **{"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 128},
+            **{"linear_value_head_dim": 128, "layer_types": ["linear_attention", "full_attention"]},
+        },
         "olmoe": {"hidden_size": 1024, "intermediate_size": 256},
     }[family]
     make_checkpoint(

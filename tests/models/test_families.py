@@ -8,7 +8,9 @@ import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 from moeyard_worker.engine.local import greedy_tokens, local_runner, prompt_logits
+from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.verify import reference_model
+from moeyard_worker.scheduling.step import Chunk, Step
 
 YARN = {
     "rope_type": "yarn",
@@ -105,6 +107,66 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_key_value_heads": 1, "rope_parameters": {**YARN, "mscale": None}, "fused_experts": True},
     ),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next-interval_half_rope": (
+        "qwen3_next",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "partial_rotary_factor": 0.5,
+            "old_rope_keys": True,
+        },
+    ),
+    "qwen3_next-odd_heads_bias_tied": (
+        "qwen3_next",
+        {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 18,
+            "linear_value_head_dim": 10,
+            "linear_conv_kernel_dim": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 24,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_next-no_shared_dense_layer_yarn_fused": (
+        "qwen3_next",
+        {
+            "shared_expert_intermediate_size": 0,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "rope_parameters": {**YARN, "mscale": None, "partial_rotary_factor": 0.5},
+            "fused_experts": True,
+        },
+    ),
+    "qwen3_next-last_full_sharded": (
+        "qwen3_next",
+        {
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "decoder_sparse_step": 2,
+            "max_shard_size": "100KB",
+        },
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe", {"fused_experts": True}),
+    "qwen3_5_moe-tied_yarn_four_layers": (
+        "qwen3_5_moe",
+        {
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "linear_num_key_heads": 1,
+            "rope_parameters": {**YARN, "mscale": None, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3_5_moe_text-no_shared_sharded": (
+        "qwen3_5_moe_text",
+        {"shared_expert_intermediate_size": 0, "max_shard_size": "100KB", "linear_value_head_dim": 24},
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral-window": ("mixtral", {"sliding_window": 20, "num_key_value_heads": 4}),
     "mixtral-odd": (
@@ -160,7 +222,11 @@ def test_matches_transformers(tmp_path: Path, case: str, seed: int) -> None:
     prompt = torch.randint(VOCAB_SIZE, (75,), generator=torch.Generator().manual_seed(seed)).tolist()
     runner = local_runner(directory, dtype=torch.float32, num_pages=9)
     tokens, _ = greedy_tokens(runner, prompt, 64)
-    by_position = prompt_logits(runner, prompt, range(9), chunk_size=1)
+    by_position = (
+        every_position(runner, prompt)
+        if runner.config.has_slots
+        else prompt_logits(runner, prompt, range(9), chunk_size=1)
+    )
 
     model = reference_model(directory, family, dtype=torch.float32)
     with torch.inference_mode():
@@ -170,12 +236,24 @@ def test_matches_transformers(tmp_path: Path, case: str, seed: int) -> None:
     assert relative(by_position, expected[: len(prompt)]) < 1e-4
 
 
+def every_position(runner: Runner, prompt: list[int]) -> torch.Tensor:
+    """Logits [positions, V] of a prompt in one chunk."""
+    chunk = Chunk(
+        key=(b"", ""), start=0, token_ids=tuple(prompt), pages=tuple(range(9)), state_slot=5, prompt=True, num_sampled=1
+    )  # fmt: skip
+    with torch.inference_mode():
+        hidden = runner.model.hidden(runner.backend.plan(Step(prefill=(chunk,))))
+        return runner.model.head(hidden)[: len(prompt)]
+
+
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """The largest difference over the largest value."""
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "mixtral", "olmoe"]
+)
 def test_decode_logits_match_generate(tmp_path: Path, family: str, seed: int) -> None:
     """Decode rows, which take another formula than the prompt, against transformers' own cached generation."""
     directory = make_checkpoint(tmp_path, family, seed=seed)
@@ -196,7 +274,7 @@ def test_decode_logits_match_generate(tmp_path: Path, family: str, seed: int) ->
     assert relative(logits, torch.cat(output.logits)) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next", "olmoe"])
 def test_bfloat16(tmp_path: Path, family: str, seed: int) -> None:
     """A bfloat16 checkpoint gives its own float32 logits when served in float32, and close ones in bfloat16."""
     directory = make_checkpoint(tmp_path, family, seed=seed, dtype=torch.bfloat16)
@@ -210,7 +288,7 @@ def test_bfloat16(tmp_path: Path, family: str, seed: int) -> None:
     assert not torch.equal(rounded, exact)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3_next", "mixtral", "olmoe"])
 def test_routing_of_random_checkpoints_is_diverse(tmp_path: Path, family: str, seed: int) -> None:
     """Otherwise the comparisons above would say little about the gate."""
     directory = make_checkpoint(tmp_path, family, seed=seed)

@@ -3,15 +3,17 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Qwen3MoeConfig, Qwen3NextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.layers.gdn import Gdn
 from moeyard_worker.layers.gqa import Gqa
 from moeyard_worker.layers.mla import Mla
 from moeyard_worker.layers.rope import inverse_frequencies
@@ -72,6 +74,25 @@ BASE: dict[str, dict[str, Any]] = {
         "rope_scaling": None,
         "rope_theta": 10000.0,
     },
+}
+
+
+# The published file (Qwen/Qwen3-Next-80B-A3B-Instruct) in small.
+BASE["qwen3_next"] = {
+    **{key: value for key, value in BASE["qwen3_moe"].items() if key != "model_type"},
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 8,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "rope_scaling": None,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
 }
 
 
@@ -202,6 +223,57 @@ def test_rope_matches_transformers(tmp_path: Path, family: str, name: str, old_k
     assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
+def test_qwen3_5_moe_as_part_of_a_model_of_images(tmp_path: Path) -> None:
+    """The text part by itself, and where the hub has it: what stands beside counts if nothing is said in it."""
+    plain = {key: value for key, value in BASE["qwen3_next"].items() if key not in ("intermediate_size", "model_type")}
+    sections = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_type": "default", "rope_theta": 1e6}
+    text = {**plain, "model_type": "qwen3_5_moe_text", "rope_parameters": sections, "eos_token_id": 9}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    alone = load_model_config(tmp_path)
+    assert not alone.attention[0].by_key_head  # type: ignore[attr-defined]
+    assert alone.moe_layers == tuple(range(8))
+    assert alone.gate.rule.renormalize
+    whole = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"hidden_size": 5}, "dtype": "bfloat16"}
+    for tied in (False, True):
+        (tmp_path / "config.json").write_text(json.dumps({**whole, "tie_word_embeddings": tied}))
+        config = load_model_config(tmp_path)
+        assert config == replace(alone, family="qwen3_5_moe", tie_word_embeddings=tied, dtype="bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "text_config": 5}))
+    with pytest.raises(CheckpointError, match="text_config is 5, expected an object"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("spelling", ["published", "transformers"])
+def test_qwen3_next(tmp_path: Path, spelling: str) -> None:
+    """As the hub has it, and as transformers 5 writes the same."""
+    write(tmp_path, "qwen3_next")
+    if spelling == "transformers":
+        Qwen3NextConfig(**BASE["qwen3_next"]).save_pretrained(tmp_path)
+        stored = json.loads((tmp_path / "config.json").read_text())
+        assert "layer_types" in stored
+        assert "full_attention_interval" not in stored
+        del stored["partial_rotary_factor"]
+        assert stored["rope_parameters"]["partial_rotary_factor"] == 0.25
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+    config = load_model_config(tmp_path)
+    linear, full = config.attention[0], config.attention[3]
+    assert config.attention == (linear, linear, linear, full) * 2
+    assert linear == Gdn(
+        num_k_heads=2, num_v_heads=4, k_dim=16, v_dim=24, conv_size=4, norm_eps=1e-6, by_key_head=True
+    )  # fmt: skip
+    assert isinstance(full, Gqa)
+    assert full.output_gate
+    assert full.norm_less_one
+    assert full.rope is not None
+    assert (full.rope.dim, full.rope.theta) == (8, 1000000.0)
+    assert config.shared_gate
+    assert config.shared_intermediate_size == 40
+    state = config.state_spec(2)
+    assert state.bytes_per_token == 2 * 2 * 2 * 32 * 2
+    assert state.bytes_per_sequence == 6 * (4 * 16 * 24 * 4 + 3 * (2 * 32 + 96) * 2)
+    assert (state.chunk_alignment, state.prefix_reusable) == (64, False)
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "architecture": (
         "qwen3_moe",
@@ -233,6 +305,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "deepseek_v3",
         {"model_type": "deepseek_v2", "norm_topk_prob": True},
         "norm_topk_prob True is not supported",
+    ),
+    "kind of layer": (
+        "qwen3_next",
+        {"layer_types": ["linear_attention"] * 7 + ["mamba"]},
+        "layer_types has 'mamba', which is not supported (supported: linear_attention, full_attention)",
+    ),
+    "kinds of layers": ("qwen3_next", {"layer_types": ["full_attention"]}, "expected a list of 8 names, one per layer"),
+    "no full attention": ("qwen3_next", {"full_attention_interval": 9}, "layer_types names no layer of full attention"),
+    "value heads": ("qwen3_next", {"linear_num_key_heads": 3}, "linear_num_value_heads is 4, no multiple of 3 key"),
+    "more than a head": (
+        "qwen3_next",
+        {"partial_rotary_factor": 1.5},
+        "partial_rotary_factor is 1.5, a part is at most",
     ),
     "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is not supported (supported: null)"),
     "olmoe with a window": ("olmoe", {"sliding_window": 24}, "sliding_window is not supported (supported: null)"),

@@ -15,6 +15,8 @@ DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
 PARAMETERS = {
     "Qwen3-30B-A3B": (30.4, 30.6),
     "Qwen3-235B-A22B": (234.5, 235.5),
+    "Qwen3-Next-80B-A3B": (79.5, 80.5),
+    "Qwen3.5-35B-A3B": (34.4, 35.0),
     "Mixtral-8x7B": (46.5, 46.9),
     "DeepSeek-V2-Lite": (15.6, 15.8),
     "DeepSeek-V3": (670, 672),

@@ -28,9 +28,8 @@ class CpuGqa:
         self._wide_norms: tuple[torch.Tensor, torch.Tensor] | None = None
         if q_norm is not None and k_norm is not None:
             if q_norm.shape[0] == head_dim:
-                # One pass over all heads: a norm of weight one, then each head's own; a factor of one is exact.
+                # One pass over all heads, each with a row of its own.
                 self._norm = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)))
-                self._one = torch.ones_like(q_norm)
             else:
                 self._wide_norms = q_norm, k_norm
 
@@ -40,7 +39,9 @@ class CpuGqa:
         qkv = qkv.view(qkv.shape[0], -1, self._head_dim)
         qk = self._normalised(qkv[:, :num_qk])
         if self._rope is not None:
-            qk = rotate(qk, *plan.rotation(self._rope), interleaved=self._interleaved)
+            width = self._rope.shape[1]
+            rotated = rotate(qk[..., :width], *plan.rotation(self._rope), interleaved=self._interleaved)
+            qk = rotated if width == self._head_dim else torch.cat((rotated, qk[..., width:]), -1)
         num_tokens = plan.num_tokens
         self._flat_k.index_copy_(1, plan.entries, qk[:num_tokens, num_q:].transpose(0, 1))
         self._flat_v.index_copy_(1, plan.entries, qkv[:num_tokens, num_qk:].transpose(0, 1))
@@ -48,7 +49,7 @@ class CpuGqa:
 
     def _normalised(self, qk: torch.Tensor) -> torch.Tensor:
         if self._norm is not None:
-            return rms_norm(qk, self._one, self._eps).mul_(self._norm)
+            return rms_norm(qk, self._norm, self._eps)
         if self._wide_norms is not None:
             heads = qk.split((self._num_heads, self._num_kv_heads), 1)
             pairs = zip(heads, self._wide_norms, strict=True)

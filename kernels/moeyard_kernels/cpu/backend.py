@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from moeyard_kernels.cpu.attention import CpuGqa, CpuMla
 from moeyard_kernels.cpu.experts import CpuExpertSlots
 from moeyard_kernels.cpu.footprint import STREAM_SLOTS
+from moeyard_kernels.cpu.gdn import CpuGdn
 from moeyard_kernels.cpu.linear import linear, pack_weight
 from moeyard_kernels.cpu.plan import CpuPlan
 from moeyard_kernels.ref.mla_split_qkv_a_norm import mla_split_qkv_a_norm
 from moeyard_kernels.ref.moe_weighted_reduce import moe_weighted_reduce
 from moeyard_kernels.ref.rms_norm import add_rms_norm, rms_norm
+from moeyard_kernels.ref.rows_apart import rows_apart
 from moeyard_kernels.ref.silu_mul import silu_mul
 from moeyard_kernels.ref.topk_gate import topk_gate
 from moeyard_kernels.types.decode_tables import BLOCK
@@ -77,6 +79,14 @@ class CpuBackend:
         """See `Backend.mla`."""
         self._windows.add(None)
         return CpuMla(**arguments)
+
+    def gdn(self, **arguments: Any) -> CpuGdn:
+        """See `Backend.gdn`."""
+        return CpuGdn(**arguments)
+
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """See `Backend.sigmoid_mul`."""
+        return (x * rows_apart(gate).sigmoid()).to(x.dtype)
 
     def expert_residency(self, slots: CpuExpertSlots, **_: Any) -> None:
         """See `Backend.expert_residency`: counts are known here, and a copy keeps the processor busy anyway."""

@@ -14,19 +14,30 @@ STREAM_SLOTS = 1
 HOST_EXPERTS = False
 
 
-def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool) -> Footprint:
-    """With a norm per head both become one row per head, and one of ones.
+def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp32_norm: bool) -> Footprint:
+    """With a norm per head both become one row per head.
 
     Rows: query, key, value, rotated, scaled and as output. Positions: keys and values gathered from pages.
     """
     gathered = 2 * num_kv_heads * head_dim
+    norms = (num_heads + num_kv_heads - 2) * head_dim if head_norm else 0
     return Footprint(
-        extra=(num_heads + num_kv_heads - 1) * head_dim if head_norm else 0,
+        extra=0 if fp32_norm else norms,
+        fp32_extra=norms if fp32_norm else 0,
         per_row=8 * num_heads * head_dim,
         per_position=gathered,
         copied_per_position=gathered,
         fp32_per_position=_SCORE_ROWS * num_heads,
     )
+
+
+def gdn(*, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> Footprint:
+    """Rows: projected; q, k and v convolved and activated; q and k normalised; v cut into chunks, output and its gate.
+
+    A piece of a prompt's chunks stays within `FIXED`.
+    """
+    keys, values = num_k_heads * k_dim, num_v_heads * v_dim
+    return Footprint(extra=0, per_row=8 * keys + 7 * values, per_position=0)
 
 
 def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:

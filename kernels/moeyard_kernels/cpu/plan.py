@@ -1,6 +1,6 @@
 """A step as the CPU backend computes it: everything about its rows that all layers share, made once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -22,12 +22,15 @@ class PromptSegment:
 
     `pages` [n] int64 hold positions 0 to at least start + end - begin, in order and rounded up to whole attention
     blocks (the last page repeats: what it adds is never seen). `kept`: what is kept of the prompt, None for all.
+    `slot`: the sequence's slot of recurrent state, -1 where the model has none.
     """
 
-    __slots__ = ("begin", "end", "kept", "pages", "start")
+    __slots__ = ("begin", "end", "kept", "pages", "slot", "start")
 
-    def __init__(self, begin: int, end: int, start: int, pages: torch.Tensor, kept: "Kept | None") -> None:
-        self.begin, self.end, self.start, self.pages, self.kept = begin, end, start, pages, kept
+    def __init__(
+        self, begin: int, end: int, *, start: int, pages: torch.Tensor, kept: "Kept | None", slot: int
+    ) -> None:
+        self.begin, self.end, self.start, self.pages, self.kept, self.slot = begin, end, start, pages, kept, slot
 
 
 class Kept:
@@ -51,11 +54,12 @@ class CpuPlan:
     entries: [T] int64, page * page_size + offset of each row's place in the pages.
     decode: per sliding window, which pages the T - num_prompt decode rows read.
     sample_rows: [num_sampled padded] int64, rows whose logits are wanted; the padding repeats row 0.
+    waves: the decode rows in the order in which state per sequence takes them, see `_waves`.
     """
 
     __slots__ = (
         *("decode", "entries", "num_decode", "num_decode_rows", "num_prompt", "num_rows", "num_sampled"),
-        *("num_tokens", "positions", "rotation", "sample_rows", "segments", "token_ids"),
+        *("num_tokens", "positions", "rotation", "sample_rows", "segments", "token_ids", "waves"),
     )
 
     decode: dict[int | None, DecodePlan]
@@ -88,7 +92,8 @@ class CpuPlan:
                 kept = None
                 if chunk.compaction is not None:
                     kept = Kept(start + end - begin, chunk.compaction, page_size)
-                self.segments.append(PromptSegment(begin, end, start, pages, kept))
+                slot = chunk.state_slot
+                self.segments.append(PromptSegment(begin, end, start=start, pages=pages, kept=kept, slot=slot))
             begin = end
         self.num_sampled = len(step.sample_rows)
         sample_rows = np.zeros(padded_rows(self.num_sampled), dtype=np.int64)
@@ -99,11 +104,30 @@ class CpuPlan:
         pages = torch.from_numpy(table)
         self.decode = {w: plan_decode(pages, kv_lens, page_size=page_size, window=w) for w in windows}
         self.rotation = Rotations(self.positions)
+        self.waves = _waves(step.decode, num_prompt)
 
 
 def pad_heads(x: torch.Tensor, num_rows: int) -> torch.Tensor:
     """x [M, heads, D] with zero rows behind it up to `num_rows`; x itself when nothing is missing."""
     return x if x.shape[0] == num_rows else F.pad(x, (0, 0, 0, 0, 0, num_rows - x.shape[0]))
+
+
+def _waves(decode: Sequence[ChunkRows], first: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(rows, slots) int64 of wave i: row i of every decode chunk that has one, the first of all being row `first`.
+
+    Rows of one sequence need the state that the row before left; those of a wave are of different sequences. Empty for
+    a model without state per sequence.
+    """
+    chunks, begin = [], first
+    for chunk in decode:
+        if chunk.state_slot >= 0:
+            chunks.append((begin, len(chunk.token_ids), chunk.state_slot))
+        begin += len(chunk.token_ids)
+    waves = []
+    for i in range(max((count for _, count, _ in chunks), default=0)):
+        found = np.array([(row + i, slot) for row, count, slot in chunks if i < count], dtype=np.int64)
+        waves.append((torch.from_numpy(found[:, 0].copy()), torch.from_numpy(found[:, 1].copy())))
+    return waves
 
 
 def _block_pages(chunk: ChunkRows, page_size: int) -> np.ndarray:

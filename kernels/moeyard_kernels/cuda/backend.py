@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from moeyard_kernels import ops
+from moeyard_kernels.backend import GdnMix
 from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
 from moeyard_kernels.cuda.experts import CudaExpertSlots
-from moeyard_kernels.cuda.footprint import STREAM_SLOTS
+from moeyard_kernels.cuda.footprint import NO_LINEAR_ATTENTION, STREAM_SLOTS
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.cuda.residency import CudaResidency
 from moeyard_kernels.types.decode_tables import BLOCK
@@ -96,6 +97,15 @@ class CudaBackend:
         self.windows.add(None)
         self.flat = True
         return CudaMla(**arguments)
+
+    def gdn(self, **arguments: Any) -> GdnMix:
+        """See `Backend.gdn`: there are no kernels for it yet. Raises ValueError."""
+        raise ValueError(NO_LINEAR_ATTENTION)
+
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """See `Backend.sigmoid_mul`."""
+        factor = gate.float().sigmoid()
+        return ops.scale_rows_(x, factor[:, 0]) if gate.shape[1] == 1 else (x * factor).to(x.dtype)
 
     def expert_slots(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> CudaExpertSlots:
         """See `Backend.expert_slots`."""

@@ -12,11 +12,17 @@ ALLOCATED = 1.25
 STREAM_SLOTS = 48
 # Experts that have no slot are read from pinned memory of the host, where all are kept.
 HOST_EXPERTS = True
+NO_LINEAR_ATTENTION = "linear attention with state per sequence runs on a CPU only so far, use --device cpu"
 
 
-def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool) -> Footprint:
+def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp32_norm: bool) -> Footprint:
     """Rows: the product, its normalised heads, the rotated query and the output; keys are read where they lie."""
     return Footprint(extra=0, per_row=(4 * num_heads + 4 * num_kv_heads) * head_dim, per_position=0)
+
+
+def gdn(*, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> Footprint:
+    """There are no kernels for it yet. Raises ValueError."""
+    raise ValueError(NO_LINEAR_ATTENTION)
 
 
 def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:

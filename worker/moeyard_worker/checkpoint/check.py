@@ -87,6 +87,11 @@ def _skip_reason(index: CheckpointIndex, config: ModelConfig, key: str, names: N
         return "multi-token prediction layer"
     if config.drafts and key in (names.layer.format(i=config.num_layers) + copy for copy in names.copies):
         return "the model's own embedding or head once more"
+    for beginning, reason in names.skipped:
+        if key.startswith(beginning):
+            return reason
+    if config.shared_gate and not config.shared_intermediate_size and key.endswith(names.shared_gate):
+        return "the gate of a shared expert that holds nothing"
     if key.endswith("rotary_emb.inv_freq"):
         return "computed from config.json"
     if key == names.lm_head and config.tie_word_embeddings:

@@ -1,6 +1,7 @@
 """Weights of chance for a named architecture without a file, that choose experts as variedly as a trained model.
 
-Norms are 1 and the rest N(0, 0.02), but for two: the embedding is N(0, 1), and what adds to the residual stream is
+Norms are 1 and the rest N(0, 0.02), but for some. What linear attention keeps of its state leaves it after 1 to 200
+positions, head by head. And two more: the embedding is N(0, 1), and what adds to the residual stream is
 smaller by sqrt(2 layers) (as GPT-2 begins). With all of it alike, what layers add, the mean over the context above all,
 outweighs what tells tokens apart: 8192 random tokens chose 36 of 128 experts per layer of Qwen3-30B-A3B, and every
 figure of prompts was flattered. Where the embedding is the head, too, it stays on the scale of the rest: a model would
@@ -18,7 +19,9 @@ from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.spec import ModelSpec
 
 _SCALE = 0.02
-_ADDING = ("o_proj.weight", "down_proj.weight")
+_ADDING = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+# A_log, where a state's rate of decay is exp(A_log) * softplus(a + dt_bias), and softplus of about 0 is 0.7.
+_SLOW, _FAST = math.log(0.007), math.log(1.4)
 
 
 class DummyWeights:
@@ -41,6 +44,9 @@ class DummyWeights:
         dtype = torch.float32 if weight.fp32 else self._dtype
         if key.endswith("norm.weight"):
             out = torch.ones(weight.shape, dtype=dtype, device=self._backend.device)
+        elif key.endswith("A_log"):
+            heads = weight.shape[0]
+            out = torch.linspace(_SLOW, _FAST, heads, dtype=dtype, device=self._backend.device)
         elif len(weight.shape) == 1:
             out = torch.zeros(weight.shape, dtype=dtype, device=self._backend.device)
         else:

@@ -9,7 +9,7 @@ of its parameter, another dtype goes through `_SCRATCH_BYTES` at a time; a matri
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -67,6 +67,10 @@ class DenseLoader:
                 self._read(part.key, entry, rows.view(-1))
             else:
                 self._stage(self._staging, part.key, entry, rows.view(-1))
+            if part.regroup is not None:
+                _regroup(rows, *part.regroup)
+        if weight.plus:
+            out += weight.plus
         return self._backend.matrix(out) if weight.matrix else out
 
     def _stage(self, staging: Staging, key: str, entry: TensorEntry, out: torch.Tensor) -> None:
@@ -94,6 +98,12 @@ class DenseLoader:
                     target.copy_(place)
                 if self._progress is not None:
                     self._progress(place.numel() * stored.itemsize)
+
+
+def _regroup(rows: torch.Tensor, groups: int, pieces: Sequence[tuple[int, int]]) -> None:
+    """Put rows that are stored group by group into the order of `pieces`: see `Part.regroup`."""
+    stored = rows.unflatten(0, (groups, -1)).clone()
+    rows.copy_(torch.cat([stored[:, begin:end].flatten(0, 1) for begin, end in pieces]))
 
 
 class MappedExperts:

@@ -55,11 +55,22 @@ def rope_fields(config: Fields, default_theta: float) -> Fields:
     return Fields(f"{config.file}: {key}", merged)
 
 
-def parse_rope(rope: Fields, *, dim: int, interleaved: bool, max_position: int) -> RopeConfig:
-    """Normalise `rope_fields`; raises CheckpointError on a kind or option that is not supported."""
+def parse_rope(
+    rope: Fields, *, dim: int, interleaved: bool, max_position: int, partial: float | None = None
+) -> RopeConfig:
+    """Normalise `rope_fields` of heads of width `dim`; raises CheckpointError on what is not supported.
+
+    `partial`: of a family that rotates the first part of a head, how large that is if nothing is said of it.
+    """
     kind = rope.require("rope_type", KINDS, "default")
-    rope.require("partial_rotary_factor", (1.0,), 1.0)
-    if dim % 2:
+    if partial is None:
+        rope.require("partial_rotary_factor", (1.0,), 1.0)
+    else:
+        factor = rope.number("partial_rotary_factor", partial)
+        if factor > 1:
+            raise rope.error("partial_rotary_factor", f"is {factor}, a part is at most 1")
+        dim = int(dim * factor)
+    if dim % 2 or not dim:
         raise rope.error("head_dim", f"is {dim}: a rotated head needs an even width")
     theta = rope.number("rope_theta")
     # Dynamic scaling starts beyond max_position_embeddings, which is where serving ends: a rotation that depended on

@@ -1,5 +1,6 @@
 """How a rank's memory is divided between weights, KV pages and expert slots. Pure: sizes in, sizes out (bytes)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moeyard_kernels.types.footprint import Footprints
@@ -157,13 +158,16 @@ def plan_memory(
         margin=int(available * MARGIN_SHARE),
     )
     state = model.state_spec(itemsize)
-    held = resident_bytes + config.max_num_seqs * state.bytes_per_sequence
+    slots_bytes = config.max_num_seqs * state.bytes_per_sequence
+    held = resident_bytes + slots_bytes
     free = available - held - reserve.total
     if free <= 0:
+        kept = f", the state of {config.max_num_seqs} sequences {format_size(slots_bytes)}" if slots_bytes else ""
+        lower = "--max-num-seqs or --max-batch-tokens" if slots_bytes else "--max-batch-tokens"
         raise ValueError(
-            f"the dense weights need {format_size(resident_bytes)} beside {reserve}, this worker has "
-            f"{format_size(available)} of free memory; lower --max-batch-tokens, use fewer workers on this host or a "
-            "machine with more memory"
+            f"the dense weights need {format_size(resident_bytes)}{kept} beside {reserve}, this worker has "
+            f"{format_size(available)} of free memory; lower {lower}, use fewer workers on this host or a machine with "
+            "more memory"
         )
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
@@ -218,11 +222,20 @@ def plan_memory(
         resident_bytes=held,
         reasons=(
             *reasons,
+            *_slot_reasons(config, slots_bytes),
             f"{num_pages} KV pages, {format_size(kv)}, for sequences of up to {max_model_len} tokens",
             f"{slots} of {num_local_experts} experts in slots, {format_size(held_bytes)}"
             + (f", and all in {format_size(host_bytes)} of pinned host memory" if host_bytes else ""),
         ),
     )
+
+
+def _slot_reasons(config: EngineConfig, num_bytes: int) -> Iterator[str]:
+    """What is said of state per sequence, if there is any."""
+    if num_bytes:
+        yield f"state of {config.max_num_seqs} sequences, {format_size(num_bytes)}"
+        if config.prefix_caching:
+            yield "prefixes are not reused: no page holds the state behind them"
 
 
 def _kv_budget(config: EngineConfig, *, free: int, all_experts: int) -> tuple[int, tuple[str, ...]]:

@@ -88,6 +88,9 @@ def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -
     # The model type names how stored tensors are converted; under a name it does not know transformers would skip that
     # and leave the experts at random values.
     settings = read_json(Path(directory) / "config.json")
+    if FAMILIES[family].text_config:
+        tied = settings.get("tie_word_embeddings", False)
+        settings = {"tie_word_embeddings": tied, **settings.get("text_config", settings)}
     settings.pop("model_type", None)
     config = model_class.config_class.from_dict(settings)
     # transformers knows layers of multi-token prediction by DeepSeek-V3's number, 61, and warns of any other.
@@ -95,7 +98,10 @@ def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -
     ignored = [rf"model\.layers\.{i}\..*" for i in range(first, first + count)]
     known = model_class._keys_to_ignore_on_load_unexpected or []
     quiet: Any = type(model_class.__name__, (model_class,), {"_keys_to_ignore_on_load_unexpected": known + ignored})
-    return quiet.from_pretrained(directory, config=config, dtype=dtype, local_files_only=True).eval()
+    # Where the text model is a part of another its tensors are found by this only.
+    mapping = {r"^model\.language_model\.": "model."} if FAMILIES[family].text_config else None
+    options: dict[str, Any] = {"dtype": dtype, "key_mapping": mapping, "local_files_only": True}
+    return quiet.from_pretrained(directory, config=config, **options).eval()
 
 
 def verify(directory: Path | str, *, dtype: str = "float32") -> int:

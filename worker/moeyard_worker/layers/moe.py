@@ -25,7 +25,7 @@ class Experts(Protocol):
 
 class Moe:
     """norm [H] before the experts; gate [E, H], in fp32 where the family computes its logits so; gate_bias [E] fp32;
-    shared experts are one MLP."""
+    shared experts are one MLP, of which shared_gate [1, H] lets through a part."""
 
     def __init__(
         self,
@@ -41,11 +41,12 @@ class Moe:
         gate_bias: torch.Tensor | None = None,
         shared_gate_up: torch.Tensor | None = None,
         shared_down: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None,
     ) -> None:
         self._backend, self._layer, self._eps = backend, layer, eps
         self._exchange, self._experts = exchange, experts
         self._gate = backend.gate(gate, gate_bias, rule, norm=norm, eps=eps)
-        self._shared = None
+        self._shared, self._shared_gate = None, shared_gate
         if shared_gate_up is not None and shared_down is not None:
             self._shared = Mlp(backend, gate_up=shared_gate_up, down=shared_down)
 
@@ -60,9 +61,16 @@ class Moe:
         shared: Callable[[], torch.Tensor] | None = None
         if self._shared is not None and plan.num_tokens:
             # Beside the choice, which is latencies, and the routed experts.
-            shared = self._backend.beside(partial(self._shared.forward, x), plan)
+            shared = self._backend.beside(partial(self._share, self._shared, x), plan)
         weights, ids = self._gate.choose(x, plan)
         dispatched = self._exchange.dispatch(x, ids, layer=self._layer, num_prompt=plan.num_prompt)
         routed = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
         beside = None if shared is None else shared()
         return self._backend.reduce_add_norm(routed, weights, beside, residual, following, self._eps, plan)
+
+    def _share(self, mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
+        """What the shared experts give for normalised rows x [num_rows, H]."""
+        y = mlp.forward(x)
+        return (
+            y if self._shared_gate is None else self._backend.sigmoid_mul(y, self._backend.linear(x, self._shared_gate))
+        )

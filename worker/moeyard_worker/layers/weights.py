@@ -6,11 +6,16 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Checkpoint tensor `key` of `shape`, stored in rows [row, row + shape[0]) of a weight seen as shape[1:] rows."""
+    """Checkpoint tensor `key` of `shape`, stored in rows [row, row + shape[0]) of a weight seen as shape[1:] rows.
+
+    `regroup`, where the file has rows head by head, is (groups, pieces): its rows are `groups` blocks of one size, and
+    a weight has of all of them the rows [begin, end) of the first piece, then those of the second, and so on.
+    """
 
     key: str
     shape: tuple[int, ...]
     row: int = 0
+    regroup: tuple[int, tuple[tuple[int, int], ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +23,26 @@ class Weight:
     """A parameter of `shape`; rows that no part fills are zero.
 
     `fp32`: kept in float32 whatever dtype is served. `matrix`: only ever the right side of `linear`, so that it is kept
-    in that kernel's own layout. The parts' rows are counted in the flattened form [-1, *parts[0].shape[1:]].
+    in that kernel's own layout. `plus` is added to what is stored: some families store norms less one. The parts' rows
+    are counted in the flattened form [-1, *parts[0].shape[1:]].
     """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     fp32: bool = False
     matrix: bool = False
+    plus: float = 0.0
 
 
 def weight(key: str, *shape: int, fp32: bool = False) -> Weight:
     """A parameter that is one checkpoint tensor."""
     return Weight(shape, (Part(key, shape),), fp32)
+
+
+def norm(key: str, width: int, *, less_one: bool) -> Weight:
+    """The weight of a norm; one that is stored less one is kept in fp32, where the sum has room."""
+    found = weight(key, width, fp32=less_one)
+    return replace(found, plus=1.0) if less_one else found
 
 
 def matrix(key: str, *shape: int, fp32: bool = False) -> Weight:
@@ -49,6 +62,11 @@ def stacked(*rows: tuple[str | None, int], width: int | None = None) -> Weight:
             parts.append(Part(key, (count, *columns), row))
         row += count
     return Weight((row, *columns), tuple(parts), matrix=width is not None)
+
+
+def regrouped(found: Weight, regroup: dict[str, tuple[int, tuple[tuple[int, int], ...]]]) -> Weight:
+    """The same with the rows of some of its tensors, by key, in another order than stored: see `Part`."""
+    return replace(found, parts=tuple(replace(part, regroup=regroup.get(part.key)) for part in found.parts))
 
 
 def num_elements(shape: tuple[int, ...]) -> int:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_json
-from moeyard_worker.models import deepseek, mixtral, olmoe, qwen3_moe
+from moeyard_worker.models import deepseek, mixtral, olmoe, qwen3_5_moe, qwen3_moe, qwen3_next
 from moeyard_worker.models.family import Family, count_layers, max_position
 from moeyard_worker.models.model_config import ModelConfig
 
@@ -17,7 +17,14 @@ MAX_EXPERTS = 1 << 18
 
 # By `model_type` of config.json.
 FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
-    {**deepseek.FAMILIES, **qwen3_moe.FAMILIES, **mixtral.FAMILIES, **olmoe.FAMILIES}
+    {
+        **deepseek.FAMILIES,
+        **qwen3_moe.FAMILIES,
+        **qwen3_next.FAMILIES,
+        **qwen3_5_moe.FAMILIES,
+        **mixtral.FAMILIES,
+        **olmoe.FAMILIES,
+    }
 )
 
 
@@ -34,10 +41,12 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
     name = config.values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise config.error("model_type", f"{name!r:.80} is not supported (supported: {', '.join(FAMILIES)})")
+    family = FAMILIES[name]
+    if family.text_config:
+        config = _text_part(config)
     config.require("hidden_act", ("silu",), "silu")
     if config.values.get("quantization_config") is not None:
         raise config.error("quantization_config", "is not supported (supported: float32 and bfloat16 weights)")
-    family = FAMILIES[name]
     bos = config.integers("bos_token_id") or stop.integers("bos_token_id")
     dtype = config.values.get("dtype") or config.values.get("torch_dtype") or "float32"
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
@@ -62,6 +71,18 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
     return model
 
 
+def _text_part(config: Fields) -> Fields:
+    """What is said of the text model: under `text_config`, if there is such, and beside it."""
+    values = config.values.get("text_config")
+    if values is None:
+        return config
+    if not isinstance(values, dict):
+        raise config.error("text_config", f"is {values!r:.80}, expected an object")
+    # Whether embedding and head are one is decided for the whole model.
+    tied = config.values.get("tie_word_embeddings", values.get("tie_word_embeddings"))
+    return Fields(f"{config.file}: text_config", {**config.values, **values, "tie_word_embeddings": tied})
+
+
 def _check_ids(fields: Fields, vocab_size: int) -> None:
     for key in ("bos_token_id", "eos_token_id"):
         outside = [i for i in fields.integers(key) if i >= vocab_size]
@@ -72,6 +93,8 @@ def _check_ids(fields: Fields, vocab_size: int) -> None:
 def _check(config: Fields, model: ModelConfig) -> None:
     if not model.moe_layers:
         raise config.error("num_hidden_layers", f"is {model.num_layers} and no layer is a Mixture-of-Experts layer")
+    if not model.state_spec(1).bytes_per_token:
+        raise config.error("layer_types", "names no layer of full attention, and a model without one is not served")
     if len(model.moe_layers) * model.num_experts > MAX_EXPERTS:
         what = f"{model.num_experts} experts in each of {len(model.moe_layers)} layers"
         raise config.error("num_hidden_layers", f"makes {what}, at most {MAX_EXPERTS} are served")

@@ -14,7 +14,9 @@ class Names:
     `layer` holds {i}. `moe` lists where the MoE block may sit, the published place first. `expert` are the names of an
     expert's gate, up and down projection, each followed by ".weight". A fused file stores all experts of a layer in
     `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I]. `token_norm` to `draft_norm` belong to a layer
-    of multi-token prediction, and so do the `copies` of the model's own embedding and head.
+    of multi-token prediction, and so do the `copies` of the model's own embedding and head. `linear` is where attention
+    with state per sequence sits. `norms_less_one`: norms are stored less one. `skipped` maps beginnings of names to why
+    what they name is not loaded.
     """
 
     embed: str = "model.embed_tokens.weight"
@@ -24,17 +26,21 @@ class Names:
     input_norm: str = "input_layernorm.weight"
     post_norm: str = "post_attention_layernorm.weight"
     attention: str = "self_attn."
+    linear: str = "linear_attn."
     mlp: str = "mlp."
     moe: tuple[str, ...] = ("mlp.",)
     gate: str = "gate.weight"
     gate_bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts."
+    shared_gate: str = "shared_expert_gate.weight"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     token_norm: str = "enorm.weight"
     hidden_norm: str = "hnorm.weight"
     join: str = "eh_proj.weight"
     draft_norm: str = "shared_head.norm.weight"
     copies: tuple[str, str] = ("embed_tokens.weight", "shared_head.head.weight")
+    norms_less_one: bool = False
+    skipped: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +50,16 @@ class Family:
     `parse` reads what the family decides for itself of a config.json, as keyword arguments of `ModelConfig`: attention,
     the sizes of MLPs and experts, the gate. It raises CheckpointError for an option that would change the numbers and
     is not implemented. `reference` is the class of transformers that computes the same; `rms_eps` is its default.
+    `other_names`: what a checkpoint may name its parts instead, told by its embedding. `text_config`: config.json may
+    have under that key what is read here.
     """
 
     parse: Callable[[Fields], Mapping[str, Any]]
     reference: str
     names: Names = Names()
     rms_eps: float = 1e-6
+    other_names: tuple[Names, ...] = ()
+    text_config: bool = False
 
 
 def max_position(config: Fields) -> int:

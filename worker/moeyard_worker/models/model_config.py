@@ -27,8 +27,9 @@ class ModelConfig:
     """Everything the model side needs to know of a checkpoint. `moe_layers` are ascending layer indices.
 
     `attention` has one entry per layer. `shared_intermediate_size` is the width of all shared experts together, 0
-    without any. `dtype` is the checkpoint's. `eos_token_ids` joins generation_config.json and config.json.
-    `num_mtp_layers` for multi-token prediction are stored after the last layer. With `drafts` the first of them is
+    without any; `shared_gate`: a gate lets through a part of what they say. `dtype` is the checkpoint's.
+    `eos_token_ids` joins generation_config.json and config.json. `num_mtp_layers` for
+    multi-token prediction are stored after the last layer. With `drafts` the first of them is
     served, as layer number `num_layers`, which `attention` and `moe_layers` then have too.
     """
 
@@ -51,12 +52,15 @@ class ModelConfig:
     dtype: str
     num_mtp_layers: int
     drafts: bool = False
+    shared_gate: bool = False
 
     def with_drafts(self) -> "ModelConfig":
         """The same with its first layer of multi-token prediction served; raises ValueError if it has none.
 
         That layer is one as the last is, with experts (DeepSeek-V3, arXiv 2412.19437, section 2.2).
         """
+        if self.has_slots:
+            raise ValueError(f"{self.family} keeps state per sequence, behind which no drafts are verified yet")
         if not self.num_mtp_layers:
             raise ValueError(
                 "this model has no layer for multi-token prediction (its config.json says num_nextn_predict_layers 0)"
@@ -67,6 +71,11 @@ class ModelConfig:
             moe_layers=(*self.moe_layers, self.num_layers),
             drafts=True,
         )
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether a layer keeps state per sequence."""
+        return any(kind.state().slots for kind in self.attention_kinds())
 
     @property
     def top_k(self) -> int:

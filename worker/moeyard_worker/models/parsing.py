@@ -1,5 +1,6 @@
 """Keys of config.json that several families read alike. Pure."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from moeyard_worker.config.fields import Fields
@@ -11,9 +12,10 @@ from moeyard_worker.models.family import max_position
 
 def parse_gqa(
     config: Fields, *, default_theta: float, sliding_window: int | None, bias: bool,
-    qk_norm: Literal["head", "all"] | None, default_eps: float = 1e-6,
+    qk_norm: Literal["head", "all"] | None, default_eps: float = 1e-6, partial_rope: float | None = None,
+    gated: bool = False,
 ) -> Gqa:  # fmt: skip
-    """Grouped-query attention under the usual keys."""
+    """Grouped-query attention under the usual keys. `gated`: with a gate of the output, and norms stored less one."""
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -29,7 +31,11 @@ def parse_gqa(
         qk_norm=qk_norm,
         norm_eps=config.number("rms_norm_eps", default_eps),
         sliding_window=sliding_window,
-        rope=parse_rope(fields, dim=head_dim, interleaved=False, max_position=max_position(config)),
+        rope=parse_rope(
+            fields, dim=head_dim, interleaved=False, max_position=max_position(config), partial=partial_rope
+        ),
+        output_gate=gated,
+        norm_less_one=gated,
     )
 
 
@@ -51,3 +57,18 @@ def parse_mla(config: Fields, *, interleaved: bool) -> Mla:
         bias=config.boolean("attention_bias", False),
         rope=parse_rope(fields, dim=rope_dim, interleaved=interleaved, max_position=max_position(config)),
     )
+
+
+def parse_layer_types(config: Fields, known: tuple[str, ...], default: Sequence[str]) -> Sequence[str]:
+    """The kind of each layer by `layer_types`, or `default` where there is none."""
+    names = config.values.get("layer_types")
+    if names is None:
+        return default
+    if not isinstance(names, list) or len(names) != len(default):
+        raise config.error("layer_types", f"is {names!r:.80}, expected a list of {len(default)} names, one per layer")
+    for name in names:
+        if name not in known:
+            raise config.error(
+                "layer_types", f"has {name!r:.80}, which is not supported (supported: {', '.join(known)})"
+            )
+    return names

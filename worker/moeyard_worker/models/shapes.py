@@ -41,6 +41,23 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             **_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94,
             "num_attention_heads": 64, "moe_intermediate_size": 1536,
         },
+        "Qwen3-Next-80B-A3B": {
+            "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120,
+            "num_hidden_layers": 48, "full_attention_interval": 4, "num_attention_heads": 16, "num_key_value_heads": 2,
+            "head_dim": 256, "partial_rotary_factor": 0.25, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512,
+            "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True, "rope_theta": 10000000, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+            "dtype": "bfloat16",
+        },
+        "Qwen3.5-35B-A3B": {
+            "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
+            "full_attention_interval": 4, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+            "partial_rotary_factor": 0.25, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 256,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "rope_theta": 10000000, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "dtype": "bfloat16",
+        },
         "Mixtral-8x7B": {
             "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
             "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
@@ -100,6 +117,22 @@ def shape_model(name: str, num_layers: int | None = None) -> ModelConfig:
     return parse_model_config(Fields(source, shape_config(name, num_layers)), Fields(source, {}))
 
 
+def _check_slots(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ValueError for what does not go with state per sequence."""
+    if config.device != "cpu":
+        raise ValueError(
+            f"--device {config.device}: {model.family} has linear attention, whose state per sequence lives on a CPU "
+            "only so far; use --device cpu"
+        )
+    together = model.state_spec(1).chunk_alignment
+    for name in ("prefill_chunk", "max_batch_tokens", "mixed_prefill_tokens"):
+        if (rows := getattr(config, name)) is not None and rows < together:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {rows}: {model.family} computes {together} positions of a prompt "
+                "together, give at least as many"
+            )
+
+
 def served_model(config: EngineConfig) -> ModelConfig:
     """What `config` serves: a checkpoint's model, or a shape. Raises ValueError saying what is wrong with it."""
     if config.shape is not None:
@@ -107,6 +140,8 @@ def served_model(config: EngineConfig) -> ModelConfig:
     else:
         assert config.model_path is not None, "EngineConfig demands one of both"
         model = load_model_config(config.model_path)
+    if model.has_slots:
+        _check_slots(config, model)
     if config.speculate is None:
         return model
     try:

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 from moeyard_kernels.types.footprint import Footprints
-from moeyard_worker.layers.weights import Weight, matrix, num_elements, stacked, weight
+from moeyard_worker.layers.weights import Weight, matrix, norm, num_elements, stacked, weight
 from moeyard_worker.models.families import FAMILIES
 from moeyard_worker.models.family import Names
 from moeyard_worker.models.model_config import ModelConfig
@@ -90,7 +90,8 @@ class ModelSpec:
         weights = sum(num_elements(each.shape) * (_FP32 if each.fp32 else itemsize) for each in self.dense())
         ropes = {attention.rope for attention in self.config.attention}
         tables = sum(self.config.max_position * rope.dim * _FP32 for rope in ropes if rope is not None)
-        return weights + tables + sum(a.footprint(footprints).extra for a in self.config.attention) * itemsize
+        beside = [attention.footprint(footprints) for attention in self.config.attention]
+        return weights + tables + sum(each.extra * itemsize + each.fp32_extra * _FP32 for each in beside)
 
     def expert_tensors(self, names: ExpertNames, expert: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """(key, stored shape) of the tensors that hold an expert."""
@@ -115,14 +116,15 @@ class ModelSpec:
 
 def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
     """The weights of `config`; `keys` of the checkpoint decide between layouts that are both in use."""
-    names = FAMILIES[config.family].names
+    family = FAMILIES[config.family]
+    names = next((each for each in (family.names, *family.other_names) if each.embed in keys), family.names)
     hidden = config.hidden_size
     lm_head = None if config.tie_word_embeddings else matrix(names.lm_head, config.vocab_size, hidden)
     return ModelSpec(
         config=config,
         names=names,
         embed=weight(names.embed, config.vocab_size, hidden),
-        norm=weight(names.norm, hidden),
+        norm=norm(names.norm, hidden, less_one=names.norms_less_one),
         lm_head=lm_head,
         layers=tuple(_layer(config, names, i, keys) for i in range(len(config.attention))),
         draft=_draft(config, names) if config.drafts else None,
@@ -147,10 +149,12 @@ def _layer(config: ModelConfig, names: Names, index: int, keys: Container[str]) 
         mlp, experts = _moe(config, names, at_moe), _experts(names, at_moe, keys)
     else:
         mlp, experts = _mlp(config.hidden_size, config.intermediate_size, prefix + names.mlp), None
+    attention, less_one = config.attention[index], names.norms_less_one
+    at = prefix + (names.linear if attention.state().slots else names.attention)
     return LayerSpec(
-        input_norm=weight(prefix + names.input_norm, config.hidden_size),
-        post_norm=weight(prefix + names.post_norm, config.hidden_size),
-        attention=config.attention[index].weights(config.hidden_size, prefix + names.attention),
+        input_norm=norm(prefix + names.input_norm, config.hidden_size, less_one=less_one),
+        post_norm=norm(prefix + names.post_norm, config.hidden_size, less_one=less_one),
+        attention=attention.weights(config.hidden_size, at),
         mlp=mlp,
         experts=experts,
     )
@@ -171,6 +175,8 @@ def _moe(config: ModelConfig, names: Names, at: str) -> dict[str, Weight]:
     if config.shared_intermediate_size:
         shared = _mlp(hidden, config.shared_intermediate_size, at + names.shared)
         specs |= {"shared_" + name: spec for name, spec in shared.items()}
+        if config.shared_gate:
+            specs["shared_gate"] = matrix(at + names.shared_gate, 1, hidden)
     return specs
 
 

@@ -1,0 +1,84 @@
+"""Gated DeltaNet on a CPU: convolution, gates, the delta rule over the state in a sequence's slot, gated norm."""
+
+import torch
+import torch.nn.functional as F
+
+from moeyard_kernels.cpu.delta import chunk_delta_rule, step_delta_rule
+from moeyard_kernels.cpu.plan import CpuPlan
+from moeyard_kernels.ref.causal_conv1d import causal_conv1d
+from moeyard_kernels.ref.gated_rms_norm import gated_rms_norm
+from moeyard_kernels.ref.rows_apart import rows_apart
+
+# Beside the sum of squares of a query or key.
+_L2_EPS = 1e-6
+
+
+class CpuGdn:
+    """See `Backend.gdn`."""
+
+    def __init__(
+        self, *, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, eps: float, conv: torch.Tensor,
+        a_log: torch.Tensor, dt_bias: torch.Tensor, norm: torch.Tensor, state: torch.Tensor, window: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self._k_dim, self._v_dim, self._eps = k_dim, v_dim, eps
+        self._keys, self._values = num_k_heads * k_dim, num_v_heads * v_dim
+        self._num_v_heads = num_v_heads
+        self._conv, self._norm, self._dt_bias = conv, norm, dt_bias
+        self._rate = a_log.exp().neg_()
+        self._state, self._window = state, window
+
+    def mix(self, x: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+        """See `GdnMix.mix`; zero in the padding."""
+        heads = self._num_v_heads
+        qkv, z, b, a = x.split_with_sizes((2 * self._keys + self._values, self._values, heads, heads), 1)
+        mixed = convolved(qkv, self._conv, self._window, plan)
+        q, k, v = mixed.split_with_sizes((self._keys, self._keys, self._values), 1)
+        q, k = (_normalised(part.view(plan.num_rows, -1, self._k_dim)) for part in (q, k))
+        q.mul_(self._k_dim**-0.5)
+        v = v.view(plan.num_rows, heads, self._v_dim)
+        beta = rows_apart(b).sigmoid()
+        g = F.softplus(rows_apart(a).add_(self._dt_bias)) * self._rate
+        out = x.new_zeros(v.shape, dtype=torch.float32)
+        for part in plan.segments:
+            here, state = slice(part.begin, part.end), self._state[part.slot]
+            if not part.start:
+                state.zero_()
+            out[here] = chunk_delta_rule(q[here], k[here], v[here], g[here], beta[here], state)
+        if plan.waves:
+            decay = rows_apart(g).exp().unsqueeze(-1)
+        for rows, slots in plan.waves:
+            here_q, here_k, here_v, left, rate = (each.index_select(0, rows) for each in (q, k, v, decay, beta))
+            out.index_copy_(0, rows, step_delta_rule(here_q, here_k, here_v, left, rate, self._state, slots))
+        return gated_rms_norm(out.to(x.dtype), z, self._norm, self._eps)
+
+
+def convolved(x: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+    """silu of the convolution of x [num_rows, C] by conv [C, K], rounded to x's dtype, in fp32; zero in the padding.
+
+    window [num_slots, K - 1, C] holds the inputs before each sequence's next position, and is moved on.
+    """
+    size = conv.shape[1]
+    out = rows_apart(torch.zeros(1, 1).expand(x.shape))
+    for part in plan.segments:
+        before = window[part.slot]
+        if not part.start:
+            before.zero_()
+        rows = x[part.begin : part.end]
+        out[part.begin : part.end] = causal_conv1d(rows, conv, before)
+        before.copy_(torch.cat((before, rows))[1 - size :])
+    factors = conv.float().t().contiguous()
+    for rows, slots in plan.waves:
+        inputs = torch.cat((window.index_select(0, slots), x.index_select(0, rows).unsqueeze(1)), 1)
+        window.index_copy_(0, slots, inputs[:, 1:])
+        # The products and sums of `causal_conv1d`, in its order.
+        wide = inputs.float()
+        done = wide[:, 0] * factors[0]
+        for i in range(1, size):
+            done += wide[:, i] * factors[i]
+        out.index_copy_(0, rows, done)
+    return F.silu(out).to(x.dtype).float()
+
+
+def _normalised(x: torch.Tensor) -> torch.Tensor:
+    """Each head of x [rows, heads, D] fp32 to length 1."""
+    return x * x.square().sum(-1, keepdim=True).add_(_L2_EPS).rsqrt_()

@@ -1,0 +1,19 @@
+"""The norm behind linear attention: each head by itself, times its activated gate."""
+
+import torch
+import torch.nn.functional as F
+
+from moeyard_kernels.ref.rms_norm import rms_norm
+from moeyard_kernels.ref.rows_apart import rows_apart
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, sigmoid: bool = False
+) -> torch.Tensor:
+    """x [T, H, D], gate [T, H D], weight [D] -> rms_norm(x) * silu(gate) (or sigmoid), [T, H D] in x's dtype.
+
+    The gate is activated and multiplied in fp32; the product is rounded once.
+    """
+    gate = rows_apart(gate)
+    factor = gate.sigmoid() if sigmoid else F.silu(gate)
+    return (rms_norm(x, weight, eps).flatten(1) * factor).to(x.dtype)

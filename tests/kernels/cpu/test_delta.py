@@ -1,0 +1,131 @@
+"""The gated delta rule on a CPU: what it computes, by the rule in float64, and whose bits a position's are."""
+
+import pytest
+import torch
+
+from moeyard_kernels.cpu.delta import CHUNK, chunk_delta_rule, step_delta_rule
+from moeyard_kernels.ref.causal_conv1d import causal_conv1d
+from moeyard_kernels.ref.gated_delta_rule import gated_delta_rule
+from moeyard_kernels.ref.gated_rms_norm import gated_rms_norm
+from moeyard_kernels.ref.rows_apart import rows_apart
+
+# Key heads, value heads, Dk, Dv. The last is Qwen3-Next's, with a quarter of its heads.
+HEADS = [(2, 4, 16, 16), (1, 3, 18, 10), (4, 4, 64, 32), (4, 8, 128, 128)]
+SLOTS = [3, 1, 8, 0, 5, 2, 7]
+
+
+def make_inputs(length: int, heads: tuple[int, int, int, int], seed: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v, g, beta of `length` positions; some heads forget at once, some hardly."""
+    num_k, num_v, k_dim, v_dim = heads
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(length, num_k, k_dim, generator=generator) for _ in range(2))
+    v = torch.randn(length, num_v, v_dim, generator=generator)
+    g = -torch.rand(length, num_v, generator=generator) * torch.logspace(-3, 1.5, num_v)
+    beta = torch.rand(length, num_v, generator=generator)
+    return q / q.norm(dim=-1, keepdim=True) * k_dim**-0.5, k / k.norm(dim=-1, keepdim=True), v, g, beta
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 300])
+def test_chunks_compute_the_rule(heads: tuple[int, int, int, int], length: int, seed: int) -> None:
+    inputs = make_inputs(length, heads, seed)
+    state = torch.randn(heads[1], *heads[2:], generator=torch.Generator().manual_seed(seed + 1))
+    kept = state.clone()
+    out = chunk_delta_rule(*inputs, kept)
+    wanted, left = gated_delta_rule(*inputs, state.double())
+    assert relative(out, wanted) < 1e-5
+    assert relative(kept, left) < 1e-5
+
+
+def test_long_prompts_keep_their_precision(seed: int) -> None:
+    inputs = make_inputs(4096, (1, 2, 16, 16), seed)
+    out = chunk_delta_rule(*inputs, torch.zeros(2, 16, 16))
+    wanted, _ = gated_delta_rule(*inputs, torch.zeros(2, 16, 16, dtype=torch.float64))
+    assert relative(out, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(heads: tuple[int, int, int, int], seed: int) -> None:
+    inputs = make_inputs(500, heads, seed)
+    first = torch.randn(heads[1], *heads[2:], generator=torch.Generator().manual_seed(seed))
+    whole = first.clone()
+    out = chunk_delta_rule(*inputs, whole)
+    for cut in (CHUNK, 3 * CHUNK, 5 * CHUNK):
+        kept = first.clone()
+        parts = [chunk_delta_rule(*(x[i : i + cut] for x in inputs), kept) for i in range(0, 500, cut)]
+        assert torch.equal(torch.cat(parts), out), cut
+        assert torch.equal(kept, whole), cut
+    # What follows in a chunk does not show in the positions before.
+    assert torch.equal(chunk_delta_rule(*(x[:470] for x in inputs), first.clone()), out[:470])
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_steps_compute_the_rule_and_know_no_batch(heads: tuple[int, int, int, int], seed: int) -> None:
+    q, k, v, g, beta = make_inputs(len(SLOTS), heads, seed)
+    decay, slots = g.exp().unsqueeze(-1), torch.tensor(SLOTS)
+    states = torch.randn(9, heads[1], *heads[2:], generator=torch.Generator().manual_seed(seed))
+    together, alone = states.clone(), states.clone()
+    out = step_delta_rule(q, k, v, decay, beta, together, slots)
+    for i, slot in enumerate(SLOTS):
+        one = slice(i, i + 1)
+        mine = step_delta_rule(q[one], k[one], v[one], decay[one], beta[one], alone, slots[one])
+        assert torch.equal(mine, out[one])
+        wanted, left = gated_delta_rule(q[one], k[one], v[one], g[one], beta[one], states[slot].double())
+        assert relative(mine, wanted) < 1e-5
+        assert relative(alone[slot], left) < 1e-5
+    assert torch.equal(alone, together)
+    unnamed = [i for i in range(9) if i not in SLOTS]
+    assert torch.equal(together[unnamed], states[unnamed])
+
+
+def test_a_state_that_forgets_row_by_row(seed: int) -> None:
+    """As Kimi Delta Attention has it: every row of the state at its own rate."""
+    q, k, v, _, beta = make_inputs(3, (2, 2, 16, 8), seed)
+    g = -torch.rand(3, 2, 16, generator=torch.Generator().manual_seed(seed))
+    state = torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(seed))
+    wanted, left = gated_delta_rule(q, k, v, g, beta, state[0].double())
+    slot = torch.tensor([0])
+    rows = [x.split(1) for x in (q, k, v, g.exp(), beta)]
+    out = torch.cat([step_delta_rule(*row, state, slot) for row in zip(*rows, strict=True)])
+    assert relative(out, wanted) < 1e-5
+    assert relative(state[0], left) < 1e-5
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_convolution(size: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(20, 7, generator=generator), torch.randn(7, size, generator=generator)
+    before = torch.randn(size - 1, 7, generator=generator)
+    out = causal_conv1d(x, weight, before)
+    inputs = torch.cat((before, x)).double()
+    wanted = torch.nn.functional.conv1d(inputs.t()[None], weight.double()[:, None], groups=7)[0].t()
+    assert relative(out, wanted) < 1e-6
+    for i in range(20):
+        assert torch.equal(causal_conv1d(x[i : i + 1], weight, torch.cat((before, x))[i : i + size - 1])[0], out[i])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_gated_norm(dtype: torch.dtype, sigmoid: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, gate = (torch.randn(9, *shape, generator=generator).to(dtype) for shape in ((3, 10), (30,)))
+    weight = torch.rand(10, generator=generator).to(dtype)
+    out = gated_rms_norm(x, gate, weight, 1e-6, sigmoid=sigmoid)
+    wide, opened = x.double(), gate.double().sigmoid() * (1 if sigmoid else gate.double())
+    wanted = (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()).flatten(1) * opened
+    assert out.dtype == dtype
+    assert relative(out, wanted) < (1e-6 if dtype == torch.float32 else 2e-2)
+    for i in range(9):
+        assert torch.equal(gated_rms_norm(x[i : i + 1], gate[i : i + 1], weight, 1e-6, sigmoid=sigmoid)[0], out[i])
+
+
+def test_elementwise_functions_of_rows_apart_know_no_neighbours(seed: int) -> None:
+    x = torch.randn(33, 13, generator=torch.Generator().manual_seed(seed)) * 3
+    for function in (torch.sigmoid, torch.nn.functional.silu, torch.nn.functional.softplus, torch.exp):
+        whole = function(rows_apart(x))
+        for count in (1, 2, 5, 8):
+            assert torch.equal(function(rows_apart(x[4 : 4 + count])), whole[4 : 4 + count])

@@ -1,0 +1,142 @@
+"""One answer of families whose layers keep state per sequence: the bits of a position's logits, however it was run.
+
+Prompt chunks end at multiples of 64 there, which the scheduler sees to; everything else is as free as elsewhere.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.engine.local import greedy_tokens, local_runner, prompt_logits
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.verify import reference_model
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.shapes import served_model
+from moeyard_worker.scheduling.step import Chunk, Step
+
+ODD = {
+    "linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_key_head_dim": 18, "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 12,
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next-odd": ("qwen3_next", ODD),
+    "qwen3_next-bf16": ("qwen3_next", {"dtype": torch.bfloat16}),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
+}
+LENGTHS = (200, 33, 97)
+NUM_TOKENS = 12
+PAGES = 14  # of 16 positions
+
+
+@pytest.fixture(params=CASES, scope="module")
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    family, options = CASES[request.param]
+    directory = make_checkpoint(tmp_path_factory.mktemp(family), family, **options)
+    return local_runner(directory, dtype=options.get("dtype", torch.float32), num_pages=4 * PAGES)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def alone(runner: Runner, prompts: list[list[int]]) -> list[tuple[list[int], torch.Tensor]]:
+    """Every prompt by itself, in one chunk."""
+    return [greedy_tokens(runner, prompt, NUM_TOKENS) for prompt in prompts]
+
+
+def chunk(ids: list[int], start: int, size: int, *, which: int, prompt: bool) -> Chunk:
+    """Rows of sequence `which`, which has pages and a slot of its own."""
+    pages = tuple(range(which * PAGES, (which + 1) * PAGES))
+    return Chunk(
+        key=(b"", ""), start=start, token_ids=tuple(ids[start : start + size]), pages=pages, state_slot=2 * which + 1,
+        prompt=prompt, num_sampled=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk_size", [64, 128])
+def test_prompt_chunks(runner: Runner, prompts: list[list[int]], alone: list, chunk_size: int) -> None:
+    """In another slot, whose state of an earlier sequence must not show."""
+    tokens, logits = greedy_tokens(runner, prompts[0], NUM_TOKENS, first_page=PAGES, chunk_size=chunk_size, slot=3)
+    assert tokens == alone[0][0]
+    assert torch.equal(logits, alone[0][1])
+
+
+def test_mixed_batch(runner: Runner, prompts: list[list[int]], alone: list) -> None:
+    """Each begins some steps after the one before: prompts in chunks of 64 beside decode rows of the others."""
+    known = [list(prompt) for prompt in prompts]
+    done, begins = [0] * len(prompts), (3, 0, 1)
+    for turn in range(NUM_TOKENS + 8):
+        prefill, decode = [], []
+        for which, ids in enumerate(known):
+            left = len(prompts[which]) - done[which]
+            if turn < begins[which] or len(ids) == len(prompts[which]) + NUM_TOKENS:
+                continue
+            if left > 0:
+                prefill.append((which, chunk(ids, done[which], min(64, left), which=which, prompt=True)))
+            else:
+                decode.append((which, chunk(ids, done[which], 1, which=which, prompt=False)))
+        if turn % 2:
+            decode.reverse()
+        step = Step(prefill=tuple(c for _, c in prefill), decode=tuple(c for _, c in decode))
+        logits = runner.forward(step)
+        for row, (which, each) in enumerate(prefill + decode):
+            done[which] += each.num_tokens
+            if done[which] == len(known[which]):
+                number = len(known[which]) - len(prompts[which])
+                assert torch.equal(logits[row], alone[which][1][number]), (which, number)
+                known[which].append(int(logits[row].argmax()))
+    assert [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)] == [tokens for tokens, _ in alone]
+
+
+@pytest.mark.parametrize("chunk_size", [2, 5, NUM_TOKENS - 1])
+def test_recomputed_outputs(runner: Runner, prompts: list[list[int]], alone: list, chunk_size: int) -> None:
+    """As after a preemption: several rows of each of two sequences in one step, beside another's prompt."""
+    ids = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, alone, strict=True)]
+    runner.forward(Step(prefill=tuple(chunk(ids[i], 0, LENGTHS[i], which=i, prompt=True) for i in (0, 1))))
+    for start in range(0, NUM_TOKENS - 1, chunk_size):
+        size = min(chunk_size, NUM_TOKENS - 1 - start)
+        # The second is a row behind: waves of rows are not all as wide.
+        shorter = max(1, size - 1)
+        again = [chunk(ids[0], LENGTHS[0] + start, size, which=0, prompt=False)]
+        if start == 0:
+            again.append(chunk(ids[1], LENGTHS[1], shorter, which=1, prompt=False))
+        other = chunk(prompts[2], 0, LENGTHS[2], which=2, prompt=True)
+        logits = runner.forward(Step(prefill=(other,), decode=tuple(again)))
+        assert torch.equal(logits[0], alone[2][1][0])
+        assert torch.equal(logits[1], alone[0][1][start + size])
+        if start == 0:
+            assert torch.equal(logits[2], alone[1][1][shorter])
+
+
+def test_against_transformers_in_chunks(tmp_path: Path, seed: int) -> None:
+    """Every position where a chunk of the formula begins or ends, of a prompt that fills several."""
+    directory = make_checkpoint(tmp_path, "qwen3_next", seed=seed)
+    prompt = torch.randint(VOCAB_SIZE, (260,), generator=torch.Generator().manual_seed(seed)).tolist()
+    runner = local_runner(directory, dtype=torch.float32, num_pages=17)
+    with torch.inference_mode():
+        expected = reference_model(directory, "qwen3_next", dtype=torch.float32)(torch.tensor([prompt])).logits[0]
+    for end in (1, 63, 64, 65, 128, 129, 200, 260):
+        logits = prompt_logits(runner, prompt[:end], range(17), chunk_size=64)[-1]
+        assert float((logits - expected[end - 1]).abs().max() / expected.abs().max()) < 1e-4, end
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "qwen3_next")
+    assert load_model_config(directory).has_slots
+    for options, message in (
+        ({"device": "cuda"}, "--device cuda: qwen3_next has linear attention, whose state per sequence lives on a CPU"),
+        ({"prefill_chunk": 63}, "--prefill-chunk 63: qwen3_next computes 64 positions of a prompt together"),
+        ({"max_batch_tokens": 32, "max_num_seqs": 8}, "--max-batch-tokens 32: qwen3_next computes 64"),
+        ({"speculate": "mtp"}, "qwen3_next keeps state per sequence, behind which no drafts are verified yet"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            served_model(EngineConfig(model_path=str(directory), **options))

@@ -1,0 +1,140 @@
+"""Gated DeltaNet (arXiv 2412.06464): linear attention whose state of a sequence does not grow with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moeyard_kernels.backend import Backend, GdnMix, StepPlan
+from moeyard_kernels.types.footprint import Footprint, Footprints
+from moeyard_worker.config.rope_config import RopeConfig
+from moeyard_worker.layers.weights import Weight, matrix, regrouped, stacked, weight
+from moeyard_worker.state.layout import LayerState, SlotArray
+
+if TYPE_CHECKING:
+    import torch
+
+# Positions that the chunk formula computes together.
+CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gdn:
+    """`Attention` by the gated delta rule, with a convolution over `conv_size` positions before it.
+
+    Value head h reads and writes with key head h // (Hv // Hk). `norm_eps` is of the norm behind. `by_key_head`: the
+    checkpoint has one tensor of queries, keys, values and output gates, key head by key head, and one of both gates of
+    the rule likewise (Qwen3-Next); otherwise it has one of queries, keys and values, and three others (Qwen3.5).
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_size: int
+    norm_eps: float
+    by_key_head: bool
+
+    @property
+    def num_heads(self) -> int:
+        """See `Attention.num_heads`."""
+        return self.num_v_heads
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """None: the state knows the order of positions."""
+        return None
+
+    @property
+    def num_channels(self) -> int:
+        """Queries, keys and values, which are convolved."""
+        return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
+
+    def weights(self, hidden: int, at: str) -> dict[str, Weight]:
+        """See `Attention.weights`: all projections of the input are one product, q, k, v, z, b, a in that order."""
+        heads, values = self.num_v_heads, self.num_v_heads * self.v_dim
+        return {
+            "projections": self._projections(hidden, at),
+            "conv": Weight((self.num_channels, self.conv_size), weight(f"{at}conv1d.weight", *self._conv_shape).parts),
+            "a_log": weight(f"{at}A_log", heads, fp32=True),
+            "dt_bias": weight(f"{at}dt_bias", heads, fp32=True),
+            "norm": weight(f"{at}norm.weight", self.v_dim),
+            "o": matrix(f"{at}out_proj.weight", hidden, values),
+        }
+
+    @property
+    def _conv_shape(self) -> tuple[int, int, int]:
+        return self.num_channels, 1, self.conv_size
+
+    def _projections(self, hidden: int, at: str) -> Weight:
+        heads, values = self.num_v_heads, self.num_v_heads * self.v_dim
+        if not self.by_key_head:
+            rows = {"in_proj_qkv": self.num_channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+            return stacked(*((f"{at}{name}.weight", count) for name, count in rows.items()), width=hidden)
+        qkvz, ba = f"{at}in_proj_qkvz.weight", f"{at}in_proj_ba.weight"
+        share = heads // self.num_k_heads
+        k_end, v_end = 2 * self.k_dim, 2 * self.k_dim + share * self.v_dim
+        pieces = ((0, self.k_dim), (self.k_dim, k_end), (k_end, v_end), (v_end, v_end + share * self.v_dim))
+        order = {
+            qkvz: (self.num_k_heads, pieces),
+            ba: (self.num_k_heads, ((0, share), (share, 2 * share))),
+        }
+        return regrouped(stacked((qkvz, self.num_channels + values), (ba, 2 * heads), width=hidden), order)
+
+    def state(self) -> LayerState:
+        """The rule's state and the inputs of the convolution before the next position."""
+        return LayerState(
+            paged={},
+            slots={
+                "state": SlotArray(shape=(self.num_v_heads, self.k_dim, self.v_dim), fp32=True),
+                "window": SlotArray(shape=(self.conv_size - 1, self.num_channels), fp32=False),
+            },
+            chunk_alignment=CHUNK,
+        )
+
+    def footprint(self, footprints: Footprints) -> Footprint:
+        """See `Attention.footprint`."""
+        return footprints.gdn(
+            num_k_heads=self.num_k_heads,
+            num_v_heads=self.num_v_heads,
+            k_dim=self.k_dim,
+            v_dim=self.v_dim,
+            conv_size=self.conv_size,
+        )
+
+    def build(
+        self,
+        backend: Backend,
+        *,
+        weights: Mapping[str, torch.Tensor],
+        state: Mapping[str, torch.Tensor],
+        rope: torch.Tensor | None,
+    ) -> GdnBlock:
+        """See `Attention.build`."""
+        mix = backend.gdn(
+            num_k_heads=self.num_k_heads,
+            num_v_heads=self.num_v_heads,
+            k_dim=self.k_dim,
+            v_dim=self.v_dim,
+            eps=self.norm_eps,
+            conv=weights["conv"],
+            a_log=weights["a_log"],
+            dt_bias=weights["dt_bias"],
+            norm=weights["norm"],
+            state=state["state"],
+            window=state["window"],
+        )
+        return GdnBlock(backend, mix, weights)
+
+
+class GdnBlock:
+    """One product for everything that the rule reads, the rule, one product back."""
+
+    def __init__(self, backend: Backend, mix: GdnMix, weights: Mapping[str, torch.Tensor]) -> None:
+        self._backend, self._mix = backend, mix
+        self._projections, self._o = weights["projections"], weights["o"]
+
+    def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """x [num_rows, H] -> [num_rows, H]."""
+        return self._backend.linear(self._mix.mix(self._backend.linear(x, self._projections), plan), self._o)
