@@ -419,4 +419,5 @@ def _spec(
 ) -> dict[str, Any]:
     host = hosts[rank] if hosts else "127.0.0.1"
     spec = {"config": config, "rank": rank, "epoch": epoch, "host": host, "version": "test", "gpu": rank}
+    spec["peer_gpus"] = tuple(range(config.num_workers))
     return {**spec, "keys": keys.of_worker(), "placement": placement}

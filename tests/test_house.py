@@ -62,6 +62,9 @@ KERNEL_DOORS = {
     "moeyard_worker.engine.scoring": ("moeyard_kernels.ops",),
     "moeyard_worker.engine.graph_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
     "moeyard_worker.engine.device_sampler": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
+    "moeyard_worker.engine.peer_buckets": ("moeyard_kernels.cuda.graph_inputs",),
+    "moeyard_worker.exchange.nvlink": ("moeyard_kernels.ops",),
+    "moeyard_worker.exchange.peer_memory": ("moeyard_kernels.cuda.shared_memory",),
 }
 # Inside the kernels a folder may import itself and those before it; `ref` only types and the checks.
 SUBJECTS = ("attention", "linear", "experts", "sampling", "elementwise")

@@ -24,10 +24,11 @@ from moeyard_kernels.common import launch
 from moeyard_kernels.common.rounding import INTERPRETED
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types import peer_window as window_types
+from moeyard_kernels.types.peer_shape import LINE
 from moeyard_kernels.types.peer_window import PeerWindow
 
 _DISPATCH, _COMBINE = tl.constexpr(window_types.DISPATCH), tl.constexpr(window_types.COMBINE)
-_ARRIVED, _LINE = tl.constexpr(window_types.ARRIVED), tl.constexpr(window_types.LINE)
+_ARRIVED, _LINE = tl.constexpr(window_types.ARRIVED), tl.constexpr(LINE)
 _COMBINED, _DISPATCHED = tl.constexpr(window_types.COMBINED), tl.constexpr(window_types.DISPATCHED)
 _POISONED, _CLOCK = tl.constexpr(window_types.POISONED), tl.constexpr(window_types.CLOCK)
 _ABORTED, _ABORT = tl.constexpr(window_types.ABORTED), tl.constexpr(window_types.ABORT)
