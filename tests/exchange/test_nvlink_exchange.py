@@ -68,7 +68,7 @@ class Memory:
 
     def meet(self, mesh: Mesh) -> Sequence[torch.Tensor]:
         gather(mesh, b"here")
-        return self._of_all
+        return [self._of_all[rank] for rank in range(mesh.world_size)]
 
 
 def together(jobs: Sequence[Callable[[], Any]]) -> list[Any]:

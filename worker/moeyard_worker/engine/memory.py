@@ -81,13 +81,14 @@ class MemoryPlan:
 
 
 def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
-    """The sizes of the exchange that this fleet needs."""
+    """The sizes of the exchange that this fleet needs: of its largest step, which a GPU captures with padding."""
+    padding = 0 if config.device == "cpu" else config.max_num_seqs
     return ExchangeShape(
         num_experts=model.num_experts,
         top_k=model.top_k,
         hidden=model.hidden_size,
         dtype=model.served_dtype(config.dtype),
-        max_tokens=config.max_batch_tokens,
+        max_tokens=config.max_batch_tokens + padding,
     )
 
 

@@ -124,7 +124,7 @@ class NvlinkExchange:
     def expect(self, rows: PeerRows) -> None:
         """See `Exchange.expect`. A captured step keeps what was said when it was captured, and is told of no prompts.
 
-        More rows than the window holds are an assertion: no step has more (`EngineConfig.max_batch_tokens`).
+        More rows than the window holds are an assertion: no step is planned with more (`memory.exchange_shape`).
         """
         assert rows.most <= self._window.shape.max_tokens, f"{rows} of {self._window.shape.max_tokens}"
         self._rows, self._prompt = PeerRows(max(1, rows.most), rows.prompts), None
