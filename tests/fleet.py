@@ -57,6 +57,14 @@ def serve(connection: Connection) -> None:
             elif name == "counters":
                 counters = worker.experts.look(wait=True).counters
                 result = (dict(counters.hits), dict(counters.misses), dict(counters.evictions))
+            elif name == "graphs":
+                runner = worker.runner
+                counts = ("num_replayed", "num_eager", "num_rows", "num_padded_rows")
+                result = {n: getattr(runner, n, 0) for n in counts}
+            elif name == "fall_silent":
+                # Its launches take no part from here on, and it knows of nothing.
+                worker.runner._exchange._window.poison()
+                result = None
             elif name == "validate":
                 worker.experts.validate()
                 worker.scheduler.validate()
