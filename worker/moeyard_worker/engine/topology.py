@@ -24,8 +24,10 @@ def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> t
         kind, why = resolve_kind(asked, count), "asked for"
         if kind == "nvlink" and (problem := _problem(spec, device, shape)) is not None:
             raise ValueError(f"--exchange nvlink cannot be: {problem}; use --exchange zmq")
-        if asked == "auto":
-            why = "one rank" if count == 1 else "ranks compute on CPUs"
+        if kind == "zmq" and config.device == "cpu":
+            why = "ranks compute on CPUs"
+        elif asked == "auto":
+            why = "one rank"
     return replace(spec, config=replace(config, exchange=kind)), why
 
 
