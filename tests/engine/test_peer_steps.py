@@ -142,7 +142,7 @@ def config(model: Path, *, ranks: int, exchange: str, deep: int = 2, eager: bool
         kv_memory=NUM_PAGES * PAGE_SIZE * read.state_spec(DTYPE_BYTES[read.dtype]).bytes_per_token,
         page_size=PAGE_SIZE,
         prefill_chunk=16,
-        max_batch_tokens=128,
+        max_batch_tokens=64,
         max_num_seqs=4,
         max_model_len=256,
         enforce_eager=eager,
@@ -201,7 +201,7 @@ class Fleet:
         """All at once, each on its rank."""
         for name, rank in ranks.items():
             prompt, sampling = requests()[name]
-            self.client.submit(rank, f"{label}-{name}", prompt, **sampling)
+            self.client.submit(rank, f"{label}-{name}", prompt[:70], **{**sampling, "max_tokens": 5})
         return {name: bits(self.client.wait(f"{label}-{name}")[0]) for name in ranks}
 
     def runner(self, rank: int) -> GraphRunner:
@@ -237,7 +237,7 @@ def test_one_answer_whoever_brings_what(model: Path, start: Starter) -> None:
     alone = start(config(model, ranks=1, exchange="auto"))
     expected = {name: alone.answers("reference", {name: 0})[name] for name in names}
     alone.close()
-    cases = [(1, 2, False), (2, 2, False), (3, 2, False), (2, 1, True)]
+    cases = [(3, 2, False), (2, 2, False), (1, 2, False), (2, 1, True)]
     for ranks, deep, eager in cases if model.name.startswith("gqa") else cases[1:2]:
         fleet = start(config(model, ranks=ranks, exchange="nvlink", deep=deep, eager=eager))
         last = ranks - 1
@@ -247,7 +247,7 @@ def test_one_answer_whoever_brings_what(model: Path, start: Starter) -> None:
         if not eager:
             # Steps with scored prompts are launched one by one, whoever has them; those beside them are not.
             runners = [fleet.runner(rank) for rank in range(ranks)]
-            assert all(runner.num_replayed > 20 for runner in runners), [r.num_replayed for r in runners]
+            assert all(runner.num_replayed >= 10 for runner in runners), [r.num_replayed for r in runners]
             if ranks == 3:
                 assert runners[0].num_eager == 0
         fleet.close()
