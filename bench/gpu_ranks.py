@@ -48,7 +48,7 @@ class Clocked(Client):
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    usual = {"page_size": 64, **DEVICE_DEFAULTS[args.device]}
+    usual = {"page_size": 64, **DEVICE_DEFAULTS[args.device], "mixed_prefill_tokens": args.budget}
     rows = max([*args.streams, 8, *(max(each) for each in args.uneven)])
     lengths = [args.prompt + args.output, *(length + 8 for _, length in args.prefill), args.mixed + 600]
     config = EngineConfig(
@@ -186,6 +186,7 @@ def main() -> int:
     parser.add_argument("--uneven", type=lambda text: [int(n) for n in text.split(",")], nargs="*", default=[])
     parser.add_argument("--prefill", type=times, nargs="*", default=[])
     parser.add_argument("--mixed", type=int, default=0)
+    parser.add_argument("--budget", type=int, default=2048, help="--mixed-prefill-tokens")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--enforce-eager", action="store_true")

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def pool() -> Iterator[ProcessPool]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("gpu_failures"), "qwen3_moe", dtype=torch.bfloat16)
+    directory = tmp_path_factory.mktemp("gpu_failures")
+    return make_checkpoint(directory, "qwen3_moe", dtype=torch.bfloat16, max_position_embeddings=4096)
 
 
 def hurt(fleet: Fleet, how: str) -> None:
@@ -54,12 +56,12 @@ def hurt(fleet: Fleet, how: str) -> None:
 def test_a_lost_rank_is_named_in_time_and_replaced(
     exchange: ExchangeKind, how: str, model: Path, pool: ProcessPool
 ) -> None:
-    settings = config(Case(2, exchange, 2), model)
+    settings = replace(config(Case(2, exchange, 2), model), step_deadline=4.0)
     spread = {name: i % 2 for i, name in enumerate(requests())}
     with start_fleet(pool, settings) as fleet:
         client = fleet.client
         expected = run_mixed(fleet, "before", spread)
-        greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 800, "ignore_eos": True}
+        greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1500, "ignore_eos": True}
         client.submit(0, "long", [7] * 20, **greedy)
         client.wait_for(lambda: len(client.answers["long"].token_ids) > 20)
         hurt(fleet, how)

@@ -102,6 +102,7 @@ def test_peer_started_sees_a_plan_and_leaves_it(pair: tuple[Mesh, Mesh]) -> None
     assert idle.agree(0, 0) == agreed, "all ranks make the passes, and the room, that one wants"
     starter.join()
     assert busy == [agreed]
+    assert idle.others_decode, "five of its nine rows are output"
     assert len(idle.wait_seconds) == 1
 
 

@@ -41,7 +41,7 @@ class SchedulerConfig:
 
     max_batch_tokens: rows of one step, prompt and output together. max_num_seqs: running sequences.
     prefill_chunk: prompt rows of one sequence in one step. mixed_prefill_tokens: prompt rows of all sequences in a step
-    that has rows of output too, whose tokens wait for them; None: as many as fit. max_waiting: queued requests that
+    beside rows of output, of any rank, which wait for them; None: as many as fit. max_waiting: queued requests that
     cannot start yet, before `queue_full`. max_queue_seconds: how long a request may wait for its start before
     `queue_timeout`; None: as long as it takes.
     max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3;

@@ -87,9 +87,8 @@ class Engine:
         self._closed = False
         self._stopping = False
         self._poller = zmq.Poller()
-        self._poller.register(self._wake, zmq.POLLIN)
-        self._poller.register(frontend.socket, zmq.POLLIN)
-        self._poller.register(frontend.monitor, zmq.POLLIN)
+        for source in (self._wake, frontend.socket, frontend.monitor):
+            self._poller.register(source, zmq.POLLIN)
         # Peers are registered when an epoch begins: they are met after this rank is built.
         self._peer_sockets: list[zmq.Socket[bytes]] = []
 
@@ -221,7 +220,8 @@ class Engine:
     def _advance(self) -> None:
         """Launch a step if there is one to run, then take the results of the oldest once no more may be in flight."""
         started = time.monotonic()
-        step = self._scheduler.schedule(started) if self._scheduler.has_work() else Step.empty()
+        others = self._lockstep.others_decode
+        step = self._scheduler.schedule(started, beside_output=others) if self._scheduler.has_work() else Step.empty()
         # Without a row of its own a rank takes part in its peers' steps only; what is in flight may have ended it all.
         if step.chunks or self._peer_started():
             self._launch(step, started)

@@ -27,13 +27,14 @@ class Lockstep:
     """Agrees on steps over a connected mesh (of one rank: with itself).
 
     wait_seconds: the wall time of each `agree` since the owner last cleared the list. steps: how many steps were agreed
-    on since then, by their passes of drafting.
+    on since then, by their passes of drafting. others_decode: whether another rank had rows of output in the last.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.wait_seconds: list[float] = []
         self.steps: Counter[int] = Counter()
+        self.others_decode = False
 
     def agree(
         self, step: int, num_tokens: int, num_drafts: int = 0, *, num_prompt: int = 0, num_rows: int | None = None
@@ -59,9 +60,11 @@ class Lockstep:
         counts[mesh.rank] = num_tokens
         prompts = [0] * mesh.world_size
         prompts[mesh.rank] = num_prompt
+        self.others_decode = False
         for peer in mesh.peers:
             theirs = self._plan(peer, bytes(frames[peer]))
             counts[peer], prompts[peer] = theirs.num_tokens, theirs.num_prompt
+            self.others_decode |= theirs.num_tokens > theirs.num_prompt
             num_drafts, most = max(num_drafts, theirs.num_drafts), max(most, theirs.num_rows)
         self.wait_seconds.append(perf_counter() - start)
         self.steps[num_drafts] += 1
