@@ -1,14 +1,16 @@
 """Several GPUs of one host as one fleet, without Ray and router: decoding and prompts, exchange and lockstep included.
 
     python bench/gpu_ranks.py --shape Qwen3-30B-A3B [--layers N] --ranks 2 [--exchange nvlink] [--streams 1 8 64]
-        [--uneven 8,9 8,0] [--prefill 8x4096] [--mixed 4096] [--json FILE]
+        [--uneven 8,9 8,0] [--prefill 8x4096] [--mixed 4096 [--budgets 2048 512]] [--check] [--json FILE]
 
 Real workers in processes of their own (tests/fleet.py), with weights of chance; this process is their client, as a
 router would be, and clocks what it is told. `--streams`: so many requests on every rank at once, with distinct random
 prompts; TPOT is each request's mean behind its first token, ITL between tokens. `--uneven`: rows per rank, comma
 separated. `--prefill CxN`: C prompts of N tokens on every rank. `--mixed N`: the last rank gets prompts of N tokens one
-behind the other while the others decode 8 streams each, whose ITL is told. From the ranks' own metrics: the device's
-time per step, the wait for plans, and how many steps were replayed.
+behind the other while the others decode 8 streams each, whose ITL is told, for each of the `--budgets` of prompt rows
+beside output. `--check`: prompts answered on one rank, then spread among strangers: tokens and log-probability bits
+must be the same. From the ranks' own metrics: the device's time per step, the wait for plans; and how many steps were
+replayed.
 """
 
 import argparse
@@ -48,8 +50,8 @@ class Clocked(Client):
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    usual = {"page_size": 64, **DEVICE_DEFAULTS[args.device], "mixed_prefill_tokens": args.budget}
-    rows = max([*args.streams, 8, *(max(each) for each in args.uneven)])
+    usual = {"page_size": 64, **DEVICE_DEFAULTS[args.device]}
+    rows = max([*args.streams, 32, *(max(each) for each in args.uneven)])
     lengths = [args.prompt + args.output, *(length + 8 for _, length in args.prefill), args.mixed + 600]
     config = EngineConfig(
         model_path=None, load_format="dummy", shape=args.shape, num_layers=args.layers, device=args.device,
@@ -149,7 +151,9 @@ class Bench:
         seconds = max(self.times[name][0] for name in names) - begun
         self.say(f"prefill {count}x{length} per rank", begun, before, tokens_per_s=round(len(names) * length / seconds))
 
-    def mixed(self, length: int) -> None:
+    def mixed(self, length: int, budget: int) -> None:
+        for rank in self.fleet.ranks:
+            rank.call("budget", budget)
         before, begun = self.before(), time.perf_counter()
         last = self.args.ranks - 1
         names = [self.submit(rank, self.args.prompt, 500) for rank in range(last) for _ in range(8)]
@@ -163,11 +167,34 @@ class Bench:
         self.client.wait(*names, timeout=120)
         gaps = [(a, b - a) for name in names for a, b in itertools.pairwise(self.times[name])]
         self.say(
-            f"8 rows each beside prompts of {length} on rank {last}", begun, before,
+            f"8 rows each beside prompts of {length} on rank {last}, {budget} rows a step", begun, before,
             itl_quiet_ms=milliseconds([gap for at, gap in gaps if at < loud][50:]),
             itl_ms=milliseconds([gap for at, gap in gaps if loud <= at < quiet]),
             prompt_tokens_per_s=round(num * length / (quiet - loud)), prompts=num,
         )  # fmt: skip
+
+    def check(self) -> None:
+        """The same prompts on the first rank by themselves, and spread among strangers."""
+        asked: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_tokens": self.args.output // 2,
+            "ignore_eos": True,
+            "logprobs": 1,
+        }
+        prompts = [[self.random.randrange(self.vocab) for _ in range(100 + 9 * i)] for i in range(6)]
+        told = []
+        for turn in range(3):
+            strangers = [
+                self.submit(rank, 50, self.args.output) for rank in range(self.args.ranks) for _ in range(11 * turn)
+            ]
+            names = [f"check-{turn}-{i}" for i in range(len(prompts))]
+            for i, name in enumerate(names):
+                self.client.submit((i + turn) % self.args.ranks if turn else 0, name, prompts[i], **asked)
+            told.append([(a.token_ids, a.logprobs) for a in self.client.wait(*names, timeout=120)])
+            self.client.wait(*strangers, timeout=120)
+        same = all(each == told[0] for each in told)
+        print(f"one answer: {len(prompts)} prompts, {len(told)} ways: {'equal' if same else 'DIFFERENT'}", flush=True)
+        assert same
 
 
 def times(text: str) -> tuple[int, int]:
@@ -186,7 +213,8 @@ def main() -> int:
     parser.add_argument("--uneven", type=lambda text: [int(n) for n in text.split(",")], nargs="*", default=[])
     parser.add_argument("--prefill", type=times, nargs="*", default=[])
     parser.add_argument("--mixed", type=int, default=0)
-    parser.add_argument("--budget", type=int, default=2048, help="--mixed-prefill-tokens")
+    parser.add_argument("--budgets", type=int, nargs="*", default=[2048])
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--enforce-eager", action="store_true")
@@ -201,7 +229,8 @@ def main() -> int:
             report = fleet.reports[0]
             print(
                 f"{args.shape}, {report['num_experts']} experts on rank 0, {report['expert_slots']} in slots; exchange "
-                f"{report['exchange']} ({report['exchange_why']}); ready after {time.perf_counter() - begun:.1f} s",
+                f"{report['exchange']} ({report['exchange_why']}); weights after {report['load_seconds']:.1f} s, "
+                f"all ready after {time.perf_counter() - begun:.1f} s",
                 flush=True,
             )
             while args.wait_for is not None and not args.wait_for.exists():
@@ -209,14 +238,16 @@ def main() -> int:
             bench = Bench(fleet, args, served_model(config).vocab_size)
             bench.decode([1] * args.ranks)  # what is launched for the first time
             bench.rows.clear()
+            if args.check:
+                bench.check()
             for count in args.streams:
                 bench.decode([count] * args.ranks)
             for rows in args.uneven:
                 bench.decode(rows)
             for count, length in args.prefill:
                 bench.prefill(count, length)
-            if args.mixed:
-                bench.mixed(args.mixed)
+            for budget in args.budgets if args.mixed else ():
+                bench.mixed(args.mixed, budget)
             assert all(isinstance(answer.end, Done) for answer in fleet.client.answers.values())
             if args.json is not None:
                 args.json.write_text(json.dumps(bench.rows, indent=1) + "\n")

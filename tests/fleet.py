@@ -61,6 +61,9 @@ def serve(connection: Connection) -> None:
                 runner = worker.runner
                 counts = ("num_replayed", "num_eager", "num_rows", "num_padded_rows")
                 result = {n: getattr(runner, n, 0) for n in counts}
+            elif name == "budget":
+                worker.scheduler.config = replace(worker.scheduler.config, mixed_prefill_tokens=args[0])
+                result = None
             elif name == "fall_silent":
                 # Its launches take no part from here on, and it knows of nothing.
                 worker.runner._exchange._window.poison()
