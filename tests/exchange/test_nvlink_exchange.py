@@ -243,6 +243,27 @@ def test_what_the_device_wrote_down_is_what_all_ranks_name(
     assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(1,), (1,)]
 
 
+def test_with_drafts_a_failure_is_this_steps_at_the_latest(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    """Its number does not tell the step, and what is computed behind it must not be told."""
+    exchanges, _ = pair
+    exchanges[0]._drafts = True
+    for step in range(1, 101):
+        exchanges[0].begin_step(step)
+    write_fault(exchanges[0], DISPATCH, 2, 0b10, 598, SILENT)
+    with pytest.raises(ExchangeError, match=r"rank 1 silent .* at step 100, layer 2, dispatch"):
+        exchanges[0].finish_step(100, lambda: True)
+
+
+def test_a_record_half_written_is_read_a_step_later(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    exchanges, _ = pair
+    exchanges[0].begin_step(812)
+    write_fault(exchanges[0])
+    exchanges[0].finish_step(812, lambda: True)
+    write_fault(exchanges[0], DISPATCH, 2, 0b10, 5, SILENT)
+    with pytest.raises(ExchangeError, match=r"rank 1 silent .* at step 813, layer 2, dispatch"):
+        exchanges[0].finish_step(813, lambda: True)
+
+
 def test_a_wait_ends_when_the_mesh_loses_a_peer(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
     exchanges, meshes = pair
     exchanges[0].begin_step(7)

@@ -157,8 +157,8 @@ class Worker:
         self._total = self._checkpoint.dense_bytes() + experts.num_preloaded * slot
         exchange = build_exchange(
             config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device,
-            # What is not captured is compiled when it is first launched, while peers wait.
-            seconds=config.step_deadline * (STALL if config.enforce_eager else 1),
+            seconds=config.step_deadline * (STALL if config.enforce_eager or config.num_drafts else 1),
+            drafts=config.num_drafts > 0,
         )  # fmt: skip
         if not (exchange.captures or config.enforce_eager or config.device == "cpu"):
             log.info("the exchange goes through the host: steps are launched kernel by kernel, none is captured")

@@ -76,11 +76,12 @@ def build_mesh(
 
 def build_exchange(
     kind: str, *, mesh: Mesh, shape: ExchangeShape, placement: Placement, device: torch.device = _CPU,
-    seconds: float = 5.0,
+    seconds: float = 5.0, drafts: bool = False,
 ) -> Exchange:  # fmt: skip
     """Second phase: the exchange over a connected mesh (of one rank: the local exchange, unless another is asked for).
 
-    `device` is where this rank computes; its launches wait `seconds` for a peer's, where they wait at all.
+    `device` is where this rank computes; its launches wait `seconds` for a peer's, where they wait at all. `drafts`:
+    whether steps may have exchanges for drafts too.
     """
     kind = resolve_kind(kind, mesh.world_size)
     if kind == "local":
@@ -88,7 +89,8 @@ def build_exchange(
     if kind == "nvlink":
         memory = GpuMemory(shape.window(mesh.world_size).num_bytes, device)
         return NvlinkExchange(
-            memory, rank=mesh.rank, world_size=mesh.world_size, shape=shape, placement=placement, seconds=seconds
-        )
+            memory, rank=mesh.rank, world_size=mesh.world_size, shape=shape, placement=placement, seconds=seconds,
+            drafts=drafts,
+        )  # fmt: skip
     exchange = ZmqExchange(mesh, shape=shape, placement=placement)
     return exchange if device.type == "cpu" else StagedExchange(exchange, device)

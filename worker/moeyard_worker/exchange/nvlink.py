@@ -42,7 +42,8 @@ _ALIGNED = 4
 
 
 class NvlinkExchange:
-    """`Exchange` over memory that all ranks map. A wait of the device ends after `seconds`.
+    """`Exchange` over memory that all ranks map. A wait of the device ends after `seconds`. `drafts`: whether steps may
+    have exchanges for drafts too.
 
     What is launched before the first `attach` takes no part: it is there to be captured.
     """
@@ -52,8 +53,9 @@ class NvlinkExchange:
 
     def __init__(
         self, memory: PeerMemory, *, rank: int, world_size: int, shape: ExchangeShape, placement: Placement,
-        seconds: float,
+        seconds: float, drafts: bool = False,
     ) -> None:  # fmt: skip
+        self._drafts = drafts
         self.rank, self.world_size, self.stats = rank, world_size, ExchangeStats()
         self._memory, self._seconds = memory, seconds
         self._experts = shape.num_experts
@@ -165,13 +167,16 @@ class NvlinkExchange:
 
     def _check(self, step: int) -> None:
         """Raise what the device has written down of this step or one before."""
-        fault = self._window.fault
-        if not int(fault[FAILED]):
+        record = self._window.fault.tolist()
+        phase, layer, bits, number, reason = (record[field] for field in (PHASE, LAYER, RANKS, EPOCH, REASON))
+        # The step behind this one may be failing now: what is half written down is read when that one is finished.
+        if not record[FAILED] or not number:
             return
-        phase, layer, bits, number, reason = fault[[PHASE, LAYER, RANKS, EPOCH, REASON]].tolist()
         failed_at = self._first_step + (number - 1) // len(self._windows)
-        if failed_at > step:
+        if failed_at > step and not self._drafts:
             return
+        # With drafts steps have exchanges of different numbers. It is then this step's, at the latest.
+        failed_at = step if self._drafts else failed_at
         assert self._mesh is not None
         # If others have said by now what happened, that counts.
         self._mesh.check_peers()
