@@ -33,12 +33,12 @@ ROOMS = {
     "config": ((), 750),
     "state": (("config",), 350),
     "scheduling": (("config", "state"), 1510),
-    "exchange": (("config",), 2210),
-    "experts": (("config", "exchange"), 1620),
+    "exchange": (("config",), 2640),
+    "experts": (("config", "exchange"), 1660),
     "layers": (("config", "state", "exchange"), 690),
     "models": (("config", "state", "exchange", "layers"), 1210),
     "checkpoint": (("config", "layers", "models"), 720),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 3710),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 4540),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
@@ -65,6 +65,9 @@ KERNEL_DOORS = {
     "moeyard_worker.engine.draft_graphs": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
     "moeyard_worker.engine.row_edits": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
     "moeyard_worker.engine.speculative_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
+    "moeyard_worker.engine.peer_buckets": ("moeyard_kernels.cuda.graph_inputs",),
+    "moeyard_worker.exchange.nvlink": ("moeyard_kernels.ops",),
+    "moeyard_worker.exchange.peer_memory": ("moeyard_kernels.cuda.shared_memory",),
 }
 # Inside the kernels a folder may import itself and those before it; `ref` only types and the checks.
 SUBJECTS = ("attention", "linear", "experts", "sampling", "elementwise")

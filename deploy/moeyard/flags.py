@@ -109,7 +109,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--exchange",
         choices=EXCHANGES,
         default=DEFAULTS["exchange"],
-        help="zmq: shared memory on one host, TCP between hosts; zmq-tcp: always TCP (default %(default)s)",
+        help="nvlink: between GPUs of one host that reach each other, inside CUDA graphs; zmq: shared memory on one "
+        "host, TCP between hosts; zmq-tcp: always TCP (default %(default)s: nvlink where it can be, else zmq)",
     )
     add(
         "--mesh-encryption",

@@ -130,9 +130,12 @@ class ExpertSlots(Protocol):
         ...
 
     def begin(
-        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None
+        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None, one_in: int
     ) -> ExpertRun:
-        """rows [R, H] for local ids experts [R, K] (-1: not here); prompt [R] bool marks prompt rows (None: none)."""
+        """rows [R, H] for local ids experts [R, K] (-1: not here); prompt [R] bool marks prompt rows (None: none).
+
+        `one_in`: of so many pairs at best one is here, for whom it helps to know.
+        """
         ...
 
 

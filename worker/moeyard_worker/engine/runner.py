@@ -19,7 +19,7 @@ from moeyard_worker.engine.sampling import (
     unsound,
 )  # fmt: skip
 from moeyard_worker.engine.scoring import Scores, score, told, unsound_scores
-from moeyard_worker.exchange.base import Exchange
+from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.layers.moe import Experts
 from moeyard_worker.models.decoder import Decoder, Load
 from moeyard_worker.models.mtp import Drafter
@@ -41,6 +41,10 @@ class Launched:
     scores: Scores = field(default_factory=list)
     unsound: tuple[str, ...] = ()
     device_seconds: float | None = None
+
+    def has_run(self) -> bool:
+        """See `LaunchedStep.has_run`."""
+        return True
 
 
 class Runner:
@@ -65,8 +69,7 @@ class Runner:
         self.page_size = page_size = backend.page_size
         self.backend = backend
         self.dtype = dtype
-        # Whether its steps can be captured in a graph.
-        self.captures = exchange.captures
+        self.exchange = exchange
 
         def arrays(layer: int) -> dict[str, torch.Tensor]:
             state = config.attention[layer].state()
@@ -97,17 +100,24 @@ class Runner:
         """
         return self.model.forward(self.backend.plan(step))
 
+    def rows_of(self, step: Step) -> int:
+        """See `StepRunner.rows_of`."""
+        return step.num_tokens
+
     @torch.inference_mode()
     def launch(
-        self, step: Step, requests: Sequence[Request], *, before: Yielded | None, num_drafts: int = 0
-    ) -> Launched:
+        self, step: Step, requests: Sequence[Request], *, before: Yielded | None, num_drafts: int = 0,
+        peers: PeerRows | None = None,
+    ) -> Launched:  # fmt: skip
         """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon.
 
-        Up to `num_drafts` tokens are drafted behind them; all ranks make as many passes for that.
+        Up to `num_drafts` tokens are drafted behind them; all ranks make as many passes for that. `peers`: what ranks
+        bring to the exchanges (None: this is the only one).
 
         Here the step has run when this returns, and rows that another backend would feed on its device are fed from the
         results before. Raises ExchangeError when a peer is lost.
         """
+        self.exchange.expect(peers or PeerRows(step.num_tokens, (step.num_prefill_tokens,)))
         fed = feed(step, before)
         plan = self.backend.plan(fed)
         hidden = self.model.hidden(plan)

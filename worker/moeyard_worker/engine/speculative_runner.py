@@ -34,6 +34,7 @@ from moeyard_worker.engine.sampling import (
     unsound,
 )  # fmt: skip
 from moeyard_worker.engine.scoring import Scores
+from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Chunk, Step
 
@@ -65,6 +66,10 @@ class SpeculatedLaunch:
         self._begun, self._done = begun, torch.cuda.Event(enable_timing=True)
         self._done.record()
         self._results: list[Accepted] | None = None
+
+    def has_run(self) -> bool:
+        """See `LaunchedStep.has_run`."""
+        return bool(self._done.query())
 
     @property
     def results(self) -> list[Accepted]:
@@ -159,16 +164,20 @@ class SpeculativeRunner:
         ids = torch.zeros(SCORED_ROWS, dtype=torch.int64, device=backend.device)
         ops.token_logprobs(model.head(rows).float(), ids, MAX_TOP)
 
+    def rows_of(self, step: Step) -> int:
+        """See `StepRunner.rows_of`."""
+        return self._runner.rows_of(step)
+
     @torch.inference_mode()
     def launch(
         self, step: Step, requests: Sequence[Request], *, before: "Launched | SpeculatedLaunch | None",
-        num_drafts: int = 0,
+        num_drafts: int = 0, peers: PeerRows | None = None,
     ) -> "Launched | SpeculatedLaunch":  # fmt: skip
         """See `Runner.launch`; returns before the step has run, if it is captured."""
         graphs = self._find(step)
         if graphs is None:
             self.num_eager += bool(step.chunks)
-            return self._runner.launch(step, requests, before=before, num_drafts=num_drafts)
+            return self._runner.launch(step, requests, before=before, num_drafts=num_drafts, peers=peers)
         begun = torch.cuda.Event(enable_timing=True)
         begun.record()
         graphs.inputs.fill(_known(step, before) if isinstance(before, Launched) else step.decode)
