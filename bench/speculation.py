@@ -1,6 +1,6 @@
 """Tokens per second with and without drafts, of one rank in process: the demo model on held-out text.
 
-    python bench/speculation.py [--model DIR] [--streams 1,8] [--drafts 0,1,2,3] [--rounds 5] [--tokens 128]
+    python bench/speculation.py [--model DIR] [--streams 1,8] [--drafts 0,1,2,3] [--rounds 5] [--tokens N] [--device D]
 
 Every round runs all depths in turn over prompts of its own, so that what else the machine does falls on all alike; the
 ratio to the plain run is that of the same round, and medians are shown. The answers are compared, too.
@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ set_cpu_environment()
 
 from moeyard_worker.config.engine_config import EngineConfig  # noqa: E402 - loads torch, behind its settings
 from moeyard_worker.config.worker_spec import WorkerSpec  # noqa: E402
+from moeyard_worker.engine.device import LaunchedStep  # noqa: E402
 from moeyard_worker.engine.worker import Worker  # noqa: E402
 from moeyard_worker.protocol import SamplingParams, Submit, Tokens  # noqa: E402
 
@@ -40,10 +42,12 @@ class Course:
     kept: list[int]
 
 
-def load(model: Path, drafts: int | None) -> Worker:
+def load(model: Path, drafts: int | None, device: str) -> Worker:
     """A worker that verifies up to `drafts` drafts; 0: none, None: as many as it finds worth it."""
-    speculate = None if drafts == 0 else "mtp"
-    config = EngineConfig(model_path=str(model), kv_memory=32 << 20, speculate=speculate, draft_tokens=drafts or None)
+    config = EngineConfig(
+        model_path=str(model), kv_memory=32 << 20, device=device, async_scheduling=device != "cpu",
+        speculate=None if drafts == 0 else "mtp", draft_tokens=drafts or None,
+    )  # fmt: skip
     worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="bench"))
     worker.connect([worker.endpoints()["mesh"]])
     worker.load(1)
@@ -62,13 +66,20 @@ def run(worker: Worker, prompts: list[list[int]], num_tokens: int, temperature: 
         assert rejected is None, rejected
     tokens: list[list[int]] = [[] for _ in prompts]
     begun = busy = 0.0
-    while scheduler.has_work():
+    flights: deque[LaunchedStep] = deque()
+    while scheduler.has_work() or flights:
         step = scheduler.schedule(time.monotonic())
-        launched = worker.runner.launch(step, scheduler.requests(step), before=None, num_drafts=step.num_drafts)
-        for reply in scheduler.complete(step, launched.results, time.monotonic(), launched.scores):
+        if step.chunks:
+            last = flights[-1] if flights else None
+            asked = scheduler.requests(step)
+            flights.append(worker.runner.launch(step, asked, before=last, num_drafts=step.num_drafts))
+            if len(flights) < scheduler.config.max_in_flight:
+                continue
+        launched = flights.popleft()
+        for reply in scheduler.complete(launched.step, launched.results, time.monotonic(), launched.scores):
             if isinstance(reply.message, Tokens):
                 tokens[int(reply.message.request_id)] += reply.message.token_ids
-        if step.prefill:
+        if launched.step.prefill:
             begun, busy = time.perf_counter(), time.process_time()
     seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - busy
     now = [*scheduler.stats.drafts, *scheduler.stats.accepted]
@@ -84,6 +95,7 @@ def main() -> int:
     parser.add_argument("--drafts", default="0,1,2,3", help="0 first; auto: as many as are worth it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: two steps in flight, graphs")
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
@@ -92,7 +104,7 @@ def main() -> int:
         ids[:PROMPT_TOKENS] for ids in (tokenizer.encode(text).ids for text in texts) if len(ids) > PROMPT_TOKENS
     ]
     depths = args.drafts.split(",")
-    workers = {depth: load(args.model, None if depth == "auto" else int(depth)) for depth in depths}
+    workers = {depth: load(args.model, None if depth == "auto" else int(depth), args.device) for depth in depths}
     differs = False
     print(
         f"{'streams':>8} {'drafts':>7} {'tokens/s':>9} {'to plain':>9} {'worst':>6} {'by CPU':>7} {'per step':>9}  kept"

@@ -57,6 +57,17 @@ def serve(connection: Connection) -> None:
             elif name == "counters":
                 counters = worker.experts.look(wait=True).counters
                 result = (dict(counters.hits), dict(counters.misses), dict(counters.evictions))
+            elif name == "graphs":
+                runner = worker.runner
+                counts = ("num_replayed", "num_eager", "num_rows", "num_padded_rows")
+                result = {n: getattr(runner, n, 0) for n in counts}
+            elif name == "budget":
+                worker.scheduler.config = replace(worker.scheduler.config, mixed_prefill_tokens=args[0])
+                result = None
+            elif name == "fall_silent":
+                # Its launches take no part from here on, and it knows of nothing.
+                worker.runner._exchange._window.poison()
+                result = None
             elif name == "validate":
                 worker.experts.validate()
                 worker.scheduler.validate()
@@ -419,4 +430,5 @@ def _spec(
 ) -> dict[str, Any]:
     host = hosts[rank] if hosts else "127.0.0.1"
     spec = {"config": config, "rank": rank, "epoch": epoch, "host": host, "version": "test", "gpu": rank}
+    spec["peer_gpus"] = tuple(range(config.num_workers))
     return {**spec, "keys": keys.of_worker(), "placement": placement}

@@ -14,6 +14,7 @@ from moeyard.bench.server.flags import add_server_arguments
 from moeyard.control_flags import add_drain_arguments, add_restart_arguments, add_scale_arguments, add_undrain_arguments
 from moeyard.door_config import add_door_arguments, door_config, log_config
 from moeyard.entry import INTERRUPTED, leave
+from moeyard.expert_commands import add_experts_command
 from moeyard.flags import add_engine_arguments, add_source_arguments, engine_config
 from moeyard.full_disk import outlive_full_disk
 from moeyard.lazy import load
@@ -89,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--slots", type=int, nargs="+", metavar="N", help="slots per rank; several compare (default: as recorded)"
     )
     sim.set_defaults(run=run_cache_sim)
+    add_experts_command(commands.add_parser("experts", help="which rank ought to compute which expert"))
     return parser
 
 

@@ -109,7 +109,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--exchange",
         choices=EXCHANGES,
         default=DEFAULTS["exchange"],
-        help="zmq: shared memory on one host, TCP between hosts; zmq-tcp: always TCP (default %(default)s)",
+        help="nvlink: between GPUs of one host that reach each other, inside CUDA graphs; zmq: shared memory on one "
+        "host, TCP between hosts; zmq-tcp: always TCP (default %(default)s: nvlink where it can be, else zmq)",
     )
     add(
         "--mesh-encryption",
@@ -210,9 +211,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--expert-placement",
-        metavar="FILE",
-        help='which rank computes which expert, as JSON {"owners": [rank, ...]} for all MoE layers or by layer '
-        "(default: contiguous shards)",
+        default="linear",
+        metavar="HOW",
+        help="which rank computes which expert: linear (contiguous shards), round_robin (in turn, for routers that "
+        'choose by groups), or a FILE, {"owners": [rank, ...]} for all MoE layers or by layer: see `moeyard experts` '
+        "(default %(default)s)",
     )
     add(
         "--expert-takeover",

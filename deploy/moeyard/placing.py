@@ -10,12 +10,21 @@ from moeyard_worker.models.model_config import ModelConfig
 MAX_FILE_BYTES = 4 << 20
 
 
-def placement_of(file: str | None, model: ModelConfig, num_workers: int) -> Placement:
-    """What `file` says, or contiguous shards. Raises ValueError, in one line, for a file that places nothing."""
-    if file is None:
-        return Placement.of_shards(model.moe_layers, partition(model.num_experts, num_workers))
+STRATEGIES = ("linear", "round_robin")
+
+
+def placement_of(said: str, model: ModelConfig, num_workers: int) -> Placement:
+    """Contiguous shards ("linear"), experts dealt in turn ("round_robin"), or what the file of that name says.
+
+    Raises ValueError, in one line, for a file that places nothing, and for more ranks than experts.
+    """
+    if said in STRATEGIES:
+        shards = partition(model.num_experts, num_workers)
+        if said == "round_robin":
+            shards = tuple(range(rank, model.num_experts, num_workers) for rank in range(num_workers))
+        return Placement.of_shards(model.moe_layers, shards)
     try:
-        with Path(file).open("rb") as stream:
+        with Path(said).open("rb") as stream:
             text = stream.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
             raise ValueError(f"it has more than {MAX_FILE_BYTES >> 20} MiB")
@@ -23,4 +32,4 @@ def placement_of(file: str | None, model: ModelConfig, num_workers: int) -> Plac
             text.decode(), layers=model.moe_layers, num_experts=model.num_experts, num_ranks=num_workers
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"--expert-placement {file}: {getattr(error, 'strerror', None) or error}") from error
+        raise ValueError(f"--expert-placement {said}: {getattr(error, 'strerror', None) or error}") from error

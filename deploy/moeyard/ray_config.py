@@ -67,4 +67,7 @@ def uses_tls() -> bool:
 def worker_environment(threads: int) -> dict[str, str]:
     """Environment of each worker process."""
     # One OpenMP thread per worker as a rule: two collapse beside any busy process (libgomp spins).
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **CPU_ENVIRONMENT}
+    # GPUs put into each other's memory one by one; torch would also bind theirs to the switches' multicast, which can
+    # fail for want of rights and is not used.
+    threaded = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return {**threaded, **CPU_ENVIRONMENT, "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}

@@ -256,6 +256,7 @@ class RayFleet:
             "version": __version__,
             # A cluster's Ray shows each worker its own GPU only.
             "gpu": rank if self._address is None else 0,
+            "peer_gpus": tuple(range(config.num_workers)) if self._address is None else (),
             "metrics_port": self._metrics_port_base + rank if self._metrics_port_base else 0,
         }
 

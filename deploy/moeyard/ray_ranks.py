@@ -65,7 +65,8 @@ class RayRanks:
     ) -> None:
         self.check: Callable[[], None] = lambda: None
         # Of the fleet as it began: with one rank left it is still one that had peers, and may have them again.
-        if config.num_workers > 1 and config.exchange == "auto":
+        # Ranks on GPUs find out what theirs can do; their fleet keeps its size.
+        if config.num_workers > 1 and config.exchange == "auto" and config.device == "cpu":
             config = dataclasses.replace(config, exchange="zmq")
         self._config, self._make, self._spec = config, make, spec
         self._members: list[Member] = []

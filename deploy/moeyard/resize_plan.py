@@ -34,7 +34,7 @@ class ResizePlan:
 
 def placement_for(size: int, *, whole: Placement, config: EngineConfig) -> Placement:
     """Who has which experts among `size` ranks. Raises Impossible for a number that cannot be, of any ranks."""
-    if size > 1 and config.exchange in ("auto", "local"):
+    if size > 1 and config.num_workers == 1 and config.exchange in ("auto", "local"):
         raise Impossible(
             "a fleet that began with one worker has no exchange between workers; start it with --exchange zmq"
         )

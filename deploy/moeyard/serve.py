@@ -226,11 +226,18 @@ def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> 
     also = f", also called {', '.join(router.model_aliases)}" if router.model_aliases else ""
     print(
         f"ready: {url}/v1 serves {router.model_name}{also} ({report['dtype']}) on {len(ranks)} workers, expert slots "
-        f"{report['expert_slots']}/{report['num_experts']} per worker, up to {router.max_model_len} tokens, after "
+        f"{report['expert_slots']}/{report['num_experts']} per worker{_exchange(ranks)}, up to {router.max_model_len} "
+        "tokens, after "
         f"{seconds:.1f} s" + (f"; on all addresses, from other machines as {outside}/v1" if outside else ""),
         flush=True,
     )
     return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
+
+
+def _exchange(ranks: list[Rank]) -> str:
+    """How rows go between workers, and why so; of one worker nothing."""
+    report = ranks[0].report
+    return f", exchange {report['exchange']} ({report['exchange_why']})" if len(ranks) > 1 else ""
 
 
 def warn_if_open(door: DoorConfig, host: str) -> None:
@@ -263,7 +270,7 @@ def check_before_start(
     if config.model_path is not None:
         check_patterns(Path(config.model_path) / "tokenizer.json")
     formats = answer_formats_of(codec, api)
-    placement = placement or placement_of(None, model, config.num_workers)
+    placement = placement or placement_of("linear", model, config.num_workers)
     if local:
         check_trace(config)
     if not local or config.device != "cpu":

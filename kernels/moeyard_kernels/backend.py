@@ -11,7 +11,7 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from moeyard_kernels.types.gate import GateRule
@@ -90,11 +90,13 @@ class KdaMix(Protocol):
 class Gate(Protocol):
     """How one layer's rows choose their experts: the norm before the experts, the router's product, the choice."""
 
-    def route(
-        self, x: torch.Tensor, residual: torch.Tensor, plan: Own
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [num_rows, H] (what attention gave) and residual -> (normalised rows, their new residual, both [num_rows,
-        H], weights [T', K] fp32, expert ids [T', K]); T <= T' <= num_rows, ids of padding are -1."""
+    def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: Own) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [num_rows, H] (what attention gave) and residual -> normalised rows and their new residual."""
+        ...
+
+    def choose(self, x: torch.Tensor, plan: Own) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of normalised rows x [num_rows, H]: weights [T', K] fp32 and expert ids [T', K]; T <= T' <= num_rows, ids of
+        padding are -1."""
         ...
 
 
@@ -139,9 +141,12 @@ class ExpertSlots(Protocol):
         ...
 
     def begin(
-        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None
+        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None, one_in: int
     ) -> ExpertRun:
-        """rows [R, H] for local ids experts [R, K] (-1: not here); prompt [R] bool marks prompt rows (None: none)."""
+        """rows [R, H] for local ids experts [R, K] (-1: not here); prompt [R] bool marks prompt rows (None: none).
+
+        `one_in`: of so many pairs at best one is here, for whom it helps to know.
+        """
         ...
 
 
@@ -234,6 +239,11 @@ class Backend(Protocol):
     ) -> Gate:
         """weight [E, H], fp32 where the family computes its logits so; bias [E] fp32 counts for the choice only; norm
         [H], in the dtype of the rows, is applied before."""
+        ...
+
+    def beside(self, run: Callable[[], torch.Tensor], plan: Own) -> Callable[[], torch.Tensor]:
+        """What gives the result of `run`, which reads nothing that is launched from here on. Ask for it once: a device
+        may have run it beside what was launched until then."""
         ...
 
     def reduce_add_norm(

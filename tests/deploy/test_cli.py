@@ -17,6 +17,7 @@ from tests.checkpoints import edit_config, edit_tensors, make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "deploy" / "demo"
+TRACE = ROOT / "tests" / "experts" / "data" / "demo-routing-4"
 MARKER = "MOEYARD_TEST_MARKER"
 # Generous for a busy machine; quietly these take a second.
 SECONDS = 30.0
@@ -213,6 +214,11 @@ def test_dead_ray_address() -> None:
         (["verify", "/no/such/checkpoint"], ["/no/such/checkpoint", "Hugging Face directory"]),
         (["cache-sim", "/no/such/trace"], ["/no/such/trace"]),
         (["cache-sim", str(DEMO / "config.json")], [str(DEMO / "config.json")]),
+        (["experts"], ["SUBJECT", "experts --help"]),
+        (["experts", "plan", str(TRACE)], ["--workers"]),
+        (["experts", "plan", str(TRACE), "--workers", "33"], ["33 ranks for 32 experts"]),
+        (["experts", "plan", str(TRACE), "--workers", "1", "--copies", "1"], ["second rank"]),
+        (["experts", "plan", str(DEMO / "config.json"), "--workers", "2"], ["config.json", "no", "trace"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.deploy.test_upkeep import Asked
+from tests.deploy.desk import Asked, Desk
 
 from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered
 from moeyard.resize_plan import Impossible, ResizePlan, plan_resize
-from moeyard.supervisor import Supervisor
 from moeyard.takeover import Room
-from moeyard.upkeep import Refused, Upkeep
-from moeyard_router.fleet.orders import UNKNOWN, Drain
+from moeyard.upkeep import Refused
+from moeyard_router.fleet.orders import Drain
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.experts.placement import partition
@@ -144,58 +143,24 @@ class Fleet:
         return Recovered(ranks=ranks, losses=())
 
 
-class Desk:
-    """Supervisor, upkeep, and routers that have `held` sequences per rank."""
+def desk_of(size: int = 2) -> Desk[Fleet]:
+    fleet = Fleet()
+    fleet.size = size
+    return Desk(fleet, size, held=3)
 
-    def __init__(self, size: int = 2) -> None:
-        self.now = 100.0
-        self.fleet = Fleet()
-        self.fleet.size = size
-        self.held = dict.fromkeys(range(8), 3)
-        self.whole = True
-        self.orders: list[Drain] = []
-        self.handed: list[tuple[int, dict[str, Any]]] = []
-        self.given_up: list[str] = []
-        self.upkeep = Upkeep(self.fleet, size, order=self._order, clock=lambda: self.now)  # type: ignore[arg-type]
-        self.supervisor = Supervisor(
-            self.fleet,  # type: ignore[arg-type]
-            replace=lambda ranks, incident: self.handed.append((len(ranks), incident)),
-            give_up=self.given_up.append,
-            clock=lambda: self.now,
-            upkeep=self.upkeep,
-        )
 
-    def _order(self, order: Drain) -> int:
-        self.orders.append(order)
-        if order.size is not None:
-            self.fleet.log.append(("paused", order.size))
-            return UNKNOWN
-        if not self.whole:
-            return UNKNOWN
-        if order.carry:
-            self.fleet.log.append(("carry", order.rank))
-            self.held[order.rank] = 0
-        return self.held[order.rank]
-
-    def turn(self, *events: Event) -> None:
-        self.fleet.heard.append(list(events))
-        self.supervisor.turn()
-
-    def scale(self, size: int, *, seconds: float = 30.0) -> Asked:
-        asked = Asked(lambda said: self.upkeep.scale(size, seconds=seconds, say=said.append))
-        while self.upkeep._errand is None and asked.thread.is_alive():
-            asked.thread.join(0.001)
-        return asked
+def scale(desk: Desk[Fleet], size: int, *, seconds: float = 30.0) -> Asked:
+    return desk.begin(lambda said: desk.upkeep.scale(size, seconds=seconds, say=said.append))
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def desk() -> Desk[Fleet]:
+    return desk_of()
 
 
-def test_more_workers_load_first(desk: Desk) -> None:
+def test_more_workers_load_first(desk: Desk[Fleet]) -> None:
     desk.fleet.stages = ["starting rank 2, rank 3", "starting rank 2, rank 3", "loading the experts of rank 3", None]
-    asked = desk.scale(4)
+    asked = scale(desk, 4)
     for _ in range(3):
         desk.turn()
     assert desk.fleet.log == [("begin", 4)], "all serve as before"
@@ -215,9 +180,9 @@ def test_more_workers_load_first(desk: Desk) -> None:
 
 
 def test_fewer_are_drained_while_the_others_read() -> None:
-    desk = Desk(4)
+    desk = desk_of(4)
     desk.fleet.stages = ["reading experts at rank 0", None, None, None]
-    asked = desk.scale(2)
+    asked = scale(desk, 2)
     desk.turn()
     assert desk.upkeep.drained == {2, 3}
     assert desk.orders[-1] == Drain(ranks=(2, 3), rank=3)
@@ -241,9 +206,9 @@ def test_fewer_are_drained_while_the_others_read() -> None:
 
 
 def test_who_is_read_for_goes_on_being_served_until_all_is_read() -> None:
-    desk = Desk(4)
+    desk = desk_of(4)
     desk.fleet.stages = ["reading experts at rank 0"] * 3
-    asked = desk.scale(2, seconds=0.0)
+    asked = scale(desk, 2, seconds=0.0)
     for _ in range(3):
         desk.turn()
     assert not any(order.carry for order in desk.orders), "their requests run as long as they can"
@@ -261,10 +226,10 @@ def test_who_is_read_for_goes_on_being_served_until_all_is_read() -> None:
     ],
 )
 def test_what_goes_wrong_before_the_switch_changes_nothing(
-    desk: Desk, size: int, begins: list[Any], stages: list[Any], said: str, code: int
+    desk: Desk[Fleet], size: int, begins: list[Any], stages: list[Any], said: str, code: int
 ) -> None:
     desk.fleet.begins, desk.fleet.stages = begins, stages
-    asked = desk.scale(size)
+    asked = scale(desk, size)
     desk.turn()
     desk.turn()
     end = asked.end()
@@ -280,9 +245,9 @@ def test_what_goes_wrong_before_the_switch_changes_nothing(
 
 
 @pytest.mark.parametrize("lost", [(), (1,)])
-def test_what_goes_wrong_in_the_switch_is_recovered_from(desk: Desk, lost: tuple[int, ...]) -> None:
+def test_what_goes_wrong_in_the_switch_is_recovered_from(desk: Desk[Fleet], lost: tuple[int, ...]) -> None:
     desk.fleet.answers = [RanksLost(lost, "rank 2 did not answer within 25.0 s")]
-    asked = desk.scale(3)
+    asked = scale(desk, 3)
     desk.turn()
     end = asked.end()
     assert str(end) == "rank 2 did not answer within 25.0 s; the fleet goes on with 2 workers"
@@ -300,10 +265,10 @@ def test_what_goes_wrong_in_the_switch_is_recovered_from(desk: Desk, lost: tuple
 def test_a_loss_goes_first() -> None:
     """What comes goes on loading; what was read has to be read again."""
     for before, size in (2, 4), (4, 2):
-        desk = Desk(before)
+        desk = desk_of(before)
         desk.held = dict.fromkeys(range(4), 0)
         desk.fleet.stages = ["it takes its time"]
-        asked = desk.scale(size)
+        asked = scale(desk, size)
         desk.turn()
         desk.turn(Event(rank=1, reason="gone"))
         assert desk.fleet.log[1:] == [("recover", 1)] + (["end"] if size < before else [])
@@ -317,9 +282,9 @@ def test_a_loss_goes_first() -> None:
         assert desk.fleet.log.count(("begin", size)) == (2 if size < before else 1)
 
 
-def test_the_same_size_gives_up_what_was_begun(desk: Desk) -> None:
+def test_the_same_size_gives_up_what_was_begun(desk: Desk[Fleet]) -> None:
     desk.fleet.stages = ["starting rank 2"] * 2
-    asked = desk.scale(3)
+    asked = scale(desk, 3)
     desk.turn()
     with pytest.raises(Refused, match="busy: the fleet is to have 3 workers, for 0 s; wait for its end"):
         desk.upkeep.scale(4, seconds=1.0, say=print)
@@ -330,8 +295,8 @@ def test_the_same_size_gives_up_what_was_begun(desk: Desk) -> None:
 
 
 def test_undrain_of_one_that_leaves_keeps_it() -> None:
-    desk = Desk(3)
-    asked = desk.scale(2)
+    desk = desk_of(3)
+    asked = scale(desk, 2)
     desk.turn()
     assert desk.upkeep.undrain(2) == "rank 2 takes requests"
     desk.turn()
@@ -339,7 +304,7 @@ def test_undrain_of_one_that_leaves_keeps_it() -> None:
     assert (desk.upkeep.drained, desk.orders[-1].ranks) == (frozenset(), ())
 
 
-def test_somebody_must_take_requests(desk: Desk) -> None:
+def test_somebody_must_take_requests(desk: Desk[Fleet]) -> None:
     drain = Asked(lambda said: desk.upkeep.drain(0, seconds=0.0, say=said.append))
     while not desk.upkeep.drained:
         desk.turn()
@@ -347,13 +312,13 @@ def test_somebody_must_take_requests(desk: Desk) -> None:
     with pytest.raises(Refused, match="none of rank 0 takes requests") as refused:
         desk.upkeep.scale(1, seconds=1.0, say=print)
     assert refused.value.exit_code == 2
-    asked = desk.scale(3)
+    asked = scale(desk, 3)
     desk.turn()
     assert not isinstance(asked.end(), Refused)
     assert desk.upkeep.drained == {0}, "whom somebody drained stays drained"
 
 
-def test_the_end_of_the_server_is_told(desk: Desk) -> None:
-    asked = desk.scale(3)
+def test_the_end_of_the_server_is_told(desk: Desk[Fleet]) -> None:
+    asked = scale(desk, 3)
     desk.supervisor.stop()
     assert str(asked.end()) == "the server is stopping"

@@ -170,6 +170,18 @@ def test_a_loss_while_experts_are_given_back_is_another(supervisor: Supervisor, 
     assert fleet.calls == ["recover [1]", "serve [0, 2]", "admit", "recover [2]", "serve [0]"]
 
 
+def test_strategies_place_experts() -> None:
+    model = load_model_config(DEMO)
+    for said, shards in {
+        "linear": (range(11), range(11, 22), range(22, 32)),
+        "round_robin": (range(0, 32, 3), range(1, 32, 3), range(2, 32, 3)),
+    }.items():
+        placed = placement_of(said, model, 3)
+        assert [placed.experts(rank) for rank in range(3)] == [(tuple(s),) * len(model.moe_layers) for s in shards]
+        with pytest.raises(ValueError, match="33 ranks for 32 experts"):
+            placement_of(said, model, 33)
+
+
 def test_a_file_places_experts(tmp_path: Path) -> None:
     model = load_model_config(DEMO)
     file = tmp_path / "placement.json"

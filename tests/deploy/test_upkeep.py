@@ -1,16 +1,14 @@
 """Drains and restarts of ranks: their order, what is told of them, what stops them, and that losses go first."""
 
-import queue
-import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
+from tests.deploy.desk import Asked, Desk
 
 from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered
-from moeyard.supervisor import Supervisor
-from moeyard.upkeep import Refused, Upkeep
-from moeyard_router.fleet.orders import UNKNOWN, Drain
+from moeyard.upkeep import Refused
+from moeyard_router.fleet.orders import Drain
 
 
 class Fleet:
@@ -52,89 +50,20 @@ class Fleet:
         return Recovered(ranks=ranks, losses=({"reason": "rank 1 lost at step 9, plan"},))
 
 
-class Desk:
-    """Supervisor, upkeep, and routers that have `held` sequences per rank."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.fleet = Fleet()
-        self.held = {0: 2, 1: 2, 2: 2}
-        self.whole = True
-        self.orders: list[Drain] = []
-        self.handed: list[dict[str, Any]] = []
-        self.upkeep = Upkeep(self.fleet, 3, order=self._order, clock=lambda: self.now)
-        self.given_up: list[str] = []
-        self.supervisor = Supervisor(
-            self.fleet,
-            replace=lambda ranks, incident: self.handed.append(incident),
-            give_up=self.given_up.append,
-            limit=2,
-            clock=lambda: self.now,
-            upkeep=self.upkeep,
-        )
-
-    def _order(self, order: Drain) -> int:
-        self.orders.append(order)
-        if order.leaves:
-            self.fleet.log.append(("leaves", order.rank))
-        if not self.whole and not order.leaves:
-            return UNKNOWN
-        if order.carry:
-            self.fleet.log.append(("carry", order.rank))
-            self.held[order.rank] = 0
-        return self.held[order.rank]
-
-    def turn(self, *events: Event) -> None:
-        """A round of the supervisor's thread."""
-        self.fleet.heard.append(list(events))
-        incident = self.supervisor.listen()
-        if incident is not None:
-            self.supervisor.recover(incident)
-        else:
-            self.upkeep.turn(self.supervisor.restart, self.supervisor.scale)
-
-    def begin(self, command: Callable[[list[str]], str]) -> "Asked":
-        """Give a command from a thread of its own, up to the moment when it waits."""
-        asked = Asked(command)
-        while self.upkeep._errand is None and asked.thread.is_alive():
-            asked.thread.join(0.001)
-        return asked
-
-
-class Asked:
-    """A command under way: what it has said, and its end."""
-
-    def __init__(self, command: Callable[[list[str]], str]) -> None:
-        self.said: list[str] = []
-        self._end: queue.SimpleQueue[str | Refused] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                self._end.put(command(self.said))
-            except Refused as error:
-                self._end.put(error)
-
-        self.thread = threading.Thread(target=run, daemon=True)
-        self.thread.start()
-
-    def end(self) -> str | Refused:
-        return self._end.get(timeout=5)
-
-
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def desk() -> Desk[Fleet]:
+    return Desk(Fleet(), 3, held=2, limit=2)
 
 
-def restart(desk: Desk, *ranks: int, seconds: float = 30.0, **changes: Any) -> Asked:
+def restart(desk: Desk[Fleet], *ranks: int, seconds: float = 30.0, **changes: Any) -> Asked:
     return desk.begin(lambda said: desk.upkeep.restart(ranks, seconds=seconds, changes=changes, say=said.append))
 
 
-def drain(desk: Desk, rank: int, *, seconds: float = 30.0) -> Asked:
+def drain(desk: Desk[Fleet], rank: int, *, seconds: float = 30.0) -> Asked:
     return desk.begin(lambda said: desk.upkeep.drain(rank, seconds=seconds, say=said.append))
 
 
-def test_a_drain_lets_what_runs_end_and_carries_the_rest(desk: Desk) -> None:
+def test_a_drain_lets_what_runs_end_and_carries_the_rest(desk: Desk[Fleet]) -> None:
     asked = drain(desk, 1)
     desk.turn()
     assert desk.orders[-1] == Drain(ranks=(1,), rank=1)
@@ -151,7 +80,7 @@ def test_a_drain_lets_what_runs_end_and_carries_the_rest(desk: Desk) -> None:
     assert [each[0] for each in desk.fleet.log] == ["carry"], "nothing is replaced"
 
 
-def test_undrain_gives_it_back(desk: Desk) -> None:
+def test_undrain_gives_it_back(desk: Desk[Fleet]) -> None:
     asked = drain(desk, 1, seconds=0)
     desk.turn()
     asked.end()
@@ -162,7 +91,7 @@ def test_undrain_gives_it_back(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("command", [drain, restart])
-def test_undrain_also_stops_what_waits_for_the_fleet(desk: Desk, command: Callable[..., Asked]) -> None:
+def test_undrain_also_stops_what_waits_for_the_fleet(desk: Desk[Fleet], command: Callable[..., Asked]) -> None:
     """Said last, it holds: the rank is not taken away as soon as the fleet is whole again."""
     desk.whole = False
     asked = command(desk, 1)
@@ -179,7 +108,7 @@ def test_undrain_also_stops_what_waits_for_the_fleet(desk: Desk, command: Callab
     assert ("recover", 1) not in desk.fleet.log
 
 
-def test_undrain_stops_nothing_that_is_asked_for_after_it(desk: Desk) -> None:
+def test_undrain_stops_nothing_that_is_asked_for_after_it(desk: Desk[Fleet]) -> None:
     desk.upkeep.undrain(1)
     asked = drain(desk, 1, seconds=0)
     desk.turn()
@@ -187,7 +116,7 @@ def test_undrain_stops_nothing_that_is_asked_for_after_it(desk: Desk) -> None:
     assert desk.upkeep.drained == {1}
 
 
-def test_one_rank_after_the_other_is_restarted(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_rank_after_the_other_is_restarted(desk: Desk[Fleet], caplog: pytest.LogCaptureFixture) -> None:
     asked = restart(desk, seconds=0, threads=2)
     for _ in range(3):
         desk.turn()
@@ -195,13 +124,13 @@ def test_one_rank_after_the_other_is_restarted(desk: Desk, caplog: pytest.LogCap
     steps = [[("prepare", r, {"threads": 2}), ("carry", r), ("leaves", r), ("recover", r)] for r in range(3)]
     assert desk.fleet.log == [step for each in steps for step in each]
     assert desk.upkeep.drained == frozenset()
-    assert [incident["reason"] for incident in desk.handed] == [f"rank {rank} is restarted" for rank in range(3)]
+    assert [incident["reason"] for _, incident in desk.handed] == [f"rank {rank} is restarted" for rank in range(3)]
     assert desk.fleet.whole, "nobody takes over who is back in a moment"
-    assert all(incident["planned"] and not incident["reports"] for incident in desk.handed), "nobody is to blame"
+    assert all(incident["planned"] and not incident["reports"] for _, incident in desk.handed), "nobody is to blame"
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
-def test_restarts_on_purpose_are_no_crash_loop(desk: Desk) -> None:
+def test_restarts_on_purpose_are_no_crash_loop(desk: Desk[Fleet]) -> None:
     for _ in range(5):
         asked = restart(desk, 1, seconds=0)
         desk.turn()
@@ -209,7 +138,7 @@ def test_restarts_on_purpose_are_no_crash_loop(desk: Desk) -> None:
     assert desk.given_up == []
 
 
-def test_nothing_is_taken_away_before_the_next_process_has_started(desk: Desk) -> None:
+def test_nothing_is_taken_away_before_the_next_process_has_started(desk: Desk[Fleet]) -> None:
     desk.fleet.starting = [False, False]
     asked = restart(desk, 1, seconds=0)
     desk.turn()
@@ -219,7 +148,7 @@ def test_nothing_is_taken_away_before_the_next_process_has_started(desk: Desk) -
     assert not isinstance(asked.end(), Refused)
 
 
-def test_a_next_process_that_cannot_start_leaves_the_rank_as_it_was(desk: Desk) -> None:
+def test_a_next_process_that_cannot_start_leaves_the_rank_as_it_was(desk: Desk[Fleet]) -> None:
     desk.fleet.starting = [True, FleetError("no module named moeyard_worker.engine")]
     asked = restart(desk, 0, 1, seconds=0)
     desk.turn()
@@ -234,7 +163,7 @@ def test_a_next_process_that_cannot_start_leaves_the_rank_as_it_was(desk: Desk) 
     assert desk.fleet.log[-2:] == [("prepare", 1, {}), ("abandon", 1)]
 
 
-def test_without_room_for_two_the_old_one_ends_first(desk: Desk) -> None:
+def test_without_room_for_two_the_old_one_ends_first(desk: Desk[Fleet]) -> None:
     desk.fleet.beside = False
     desk.fleet.starting = [FleetError("it is not asked")]
     asked = restart(desk, 2, seconds=0)
@@ -242,7 +171,7 @@ def test_without_room_for_two_the_old_one_ends_first(desk: Desk) -> None:
     assert not isinstance(asked.end(), Refused)
 
 
-def test_new_flags_that_fail_are_taken_back_and_counted_from_then_on(desk: Desk) -> None:
+def test_new_flags_that_fail_are_taken_back_and_counted_from_then_on(desk: Desk[Fleet]) -> None:
     desk.fleet.answers = [RanksLost([1], "--kv-memory is too small")]
     asked = restart(desk, 1, seconds=0, kv_memory=1)
     desk.turn()
@@ -256,7 +185,7 @@ def test_new_flags_that_fail_are_taken_back_and_counted_from_then_on(desk: Desk)
     assert desk.given_up == ["rank 1 was lost 2 times in 60 s: and again"]
 
 
-def test_a_loss_goes_first(desk: Desk) -> None:
+def test_a_loss_goes_first(desk: Desk[Fleet]) -> None:
     """Of another rank: the drain goes on behind it. Of the rank itself: it has its new process."""
     asked = restart(desk, 1)
     desk.turn()
@@ -277,7 +206,7 @@ def test_a_loss_goes_first(desk: Desk) -> None:
     assert desk.upkeep.drained == frozenset(), "a restart leaves nothing drained"
 
 
-def test_undrain_ends_a_restart_that_has_not_replaced_yet(desk: Desk) -> None:
+def test_undrain_ends_a_restart_that_has_not_replaced_yet(desk: Desk[Fleet]) -> None:
     asked = restart(desk, 1)
     desk.turn()
     desk.upkeep.undrain(1)
@@ -288,7 +217,7 @@ def test_undrain_ends_a_restart_that_has_not_replaced_yet(desk: Desk) -> None:
     assert (desk.upkeep.drained, desk.fleet.log[-1]) == (frozenset(), ("abandon", 1))
 
 
-def test_what_is_refused(desk: Desk) -> None:
+def test_what_is_refused(desk: Desk[Fleet]) -> None:
     for rank in (-1, 3):
         with pytest.raises(Refused, match=r"there is no rank -?\d; this server has ranks 0, 1 and 2") as refused:
             desk.upkeep.drain(rank, seconds=1, say=print)
@@ -309,7 +238,7 @@ def test_what_is_refused(desk: Desk) -> None:
     assert refused.value.exit_code == 2
 
 
-def test_the_end_of_the_server_is_told(desk: Desk) -> None:
+def test_the_end_of_the_server_is_told(desk: Desk[Fleet]) -> None:
     asked = drain(desk, 0)
     desk.supervisor.stop()
     assert str(asked.end()) == "the server is stopping"

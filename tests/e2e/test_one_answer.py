@@ -3,7 +3,8 @@
 Every combination of ranks, exchange, expert slots, policy, prefill chunk and KV pages runs the same requests, alone and
 in a mixed batch, with prefix misses and hits, and must return what one rank with everything resident returns for each
 request alone. So do placements of experts by chance.
-Preemption comes from a pool of pages too small for the batch. A choice of them runs two steps deep, another speculates.
+Preemption comes from a pool of pages too small for the batch. A choice of them runs two steps deep, another speculates,
+a third keeps a part of long prompts only, which has answers of its own.
 """
 
 import itertools
@@ -19,10 +20,14 @@ from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.protocol import KvCompression
 
 PAGE = 16
 NUM_PAGES = {"ample": 256, "scarce": 10}
+# What is kept of the longest prompt has pages of its own while the prompt has.
+MORE_PAGES = 3
 VOCAB = 272
+KEPT = KvCompression(method="snapkv", budget=40, window=16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +43,16 @@ class Case:
     deep: int = 1
     scattered: bool = False
     drafts: int = 0
+    compressed: bool = False
 
     def __str__(self) -> str:
         name = f"{self.ranks}ranks-{self.exchange}-{self.slots}-{self.policy}-chunk{self.chunk}-{self.pages}"
         name += f"-{self.deep}deep" * (self.deep > 1) + "-scattered" * self.scattered
-        return name + f"-{self.drafts}drafts" * (self.drafts > 0)
+        return name + f"-{self.drafts}drafts" * (self.drafts > 0) + "-compressed" * self.compressed
+
+    @property
+    def num_pages(self) -> int:
+        return NUM_PAGES[self.pages] + MORE_PAGES * self.compressed
 
 
 def cases() -> list[Case]:
@@ -56,17 +66,18 @@ def cases() -> list[Case]:
     ]
 
 
-def requests() -> dict[str, tuple[list[int], dict[str, Any]]]:
-    """Prompts from shorter than a page to longer than two chunks of 64; greedy and seeded, one of them scored."""
+def requests(*, compressed: bool = False) -> dict[str, tuple[list[int], dict[str, Any]]]:
+    """Prompts from shorter than a page to longer than two chunks of 64; greedy and seeded, one of them scored.
+
+    `compressed`: of each prompt 40 tokens are kept, where it has more.
+    """
     rng = random.Random(7)
     greedy = {"temperature": 0.0, "logprobs": 3}
     seeded = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 11, "logprobs": 2, "prompt_logprobs": 3}
     penalised = {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "presence_penalty": 0.3, "logprobs": 0}
     sizes = (("a", 5, greedy), ("b", 37, seeded), ("c", 90, penalised), ("d", 130, greedy))
-    return {
-        name: ([rng.randrange(VOCAB) for _ in range(size)], {**params, "max_tokens": 12, "ignore_eos": True})
-        for name, size, params in sizes
-    }
+    common = {"max_tokens": 12, "ignore_eos": True, "kv_compression": KEPT if compressed else None}
+    return {name: ([rng.randrange(VOCAB) for _ in range(size)], {**params, **common}) for name, size, params in sizes}
 
 
 def read_model(case: Case, model: Path) -> ModelConfig:
@@ -87,7 +98,7 @@ def config(case: Case, model: Path) -> EngineConfig:
         expert_slots={"min": 1, "half": total // 2, "all": total}[case.slots],
         expert_policy=case.policy,
         prefill_chunk=case.chunk,
-        kv_memory=NUM_PAGES[case.pages] * PAGE * bytes_per_token,
+        kv_memory=case.num_pages * PAGE * bytes_per_token,
         page_size=PAGE,
         max_batch_tokens=256,
         max_num_seqs=16,
@@ -115,16 +126,18 @@ def bits(answer: Answer) -> tuple[Any, ...]:
     return tuple(answer.token_ids), tuple(answer.logprobs), tuple(answer.prompt_logprobs)
 
 
-def run_mixed(fleet: Fleet, label: str, ranks: dict[str, int]) -> dict[str, tuple[Any, ...]]:
+def run_mixed(
+    fleet: Fleet, label: str, ranks: dict[str, int], *, compressed: bool = False
+) -> dict[str, tuple[Any, ...]]:
     """All requests at once, each on its rank."""
-    for name, (prompt, sampling) in requests().items():
+    for name, (prompt, sampling) in requests(compressed=compressed).items():
         fleet.client.submit(ranks[name], f"{label}-{name}", prompt, **sampling)
-    return {name: bits(fleet.client.wait(f"{label}-{name}")[0]) for name in requests()}
+    return {name: bits(fleet.client.wait(f"{label}-{name}")[0]) for name in ranks}
 
 
-def run_alone(fleet: Fleet, label: str, name: str, rank: int) -> tuple[Any, ...]:
+def run_alone(fleet: Fleet, label: str, name: str, rank: int, *, compressed: bool = False) -> tuple[Any, ...]:
     """One request with nothing beside it."""
-    prompt, sampling = requests()[name]
+    prompt, sampling = requests(compressed=compressed)[name]
     fleet.client.submit(rank, f"{label}-{name}", prompt, **sampling)
     return bits(fleet.client.wait(f"{label}-{name}")[0])
 
@@ -143,21 +156,35 @@ def expected(processes: ProcessPool, checkpoints: dict[str, Path]) -> dict[str, 
     return out
 
 
+@pytest.fixture(scope="session")
+def expected_compressed(
+    processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, dict[str, tuple[Any, ...]]]
+) -> dict[str, tuple[Any, ...]]:
+    """What the demo model answers likewise to what is kept of prompts; another answer where something is not."""
+    answers = {}
+    for name, (prompt, _) in requests().items():
+        with start_fleet(processes, config(Case(1, "shm", "all", "slru", 2048, "ample"), checkpoints["demo"])) as fleet:
+            answers[name] = run_alone(fleet, "reference", name, 0, compressed=True)
+        assert (answers[name] != expected["demo"][name]) == (len(prompt) > KEPT.budget)
+    return answers
+
+
 def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, tuple[Any, ...]]) -> None:
     """Run the requests of one case and compare bits."""
     with start_fleet(processes, config(case, model), placement(case, model)) as fleet:
         # A miss alone, then all at once on one rank ("c" hits its prefix, scarce pages preempt), then hits alone.
-        assert run_alone(fleet, "alone", "c", 0) == expected["c"]
-        assert run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0)) == expected
-        assert run_alone(fleet, "again", "d", 0) == expected["d"]
+        kept = case.compressed
+        assert run_alone(fleet, "alone", "c", 0, compressed=kept) == expected["c"]
+        assert run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0), compressed=kept) == expected
+        assert run_alone(fleet, "again", "d", 0, compressed=kept) == expected["d"]
         if case.ranks > 1 and case.policy == "slru":
             spread = {name: i % case.ranks for i, name in enumerate(requests())}
-            assert run_mixed(fleet, "spread", spread) == expected
+            assert run_mixed(fleet, "spread", spread, compressed=kept) == expected
         stats = fleet.call("stats")[0]
         assert (stats["prefix_hit_tokens"] > 0) == (not read_model(case, model).has_slots)
-        # With drafts a request may have ended before pages run out (tests/engine/test_speculation.py preempts them).
-        assert (stats["num_preemptions"] > 0) == (case.pages == "scarce") or case.drafts, stats
-        assert stats["num_free"] == stats["num_pages"] == NUM_PAGES[case.pages]  # so it ran in the checkpoint's dtype
+        # With drafts, or less to keep, a request may have ended before pages run out; tests/engine preempts those.
+        assert (stats["num_preemptions"] > 0) == (case.pages == "scarce") or case.drafts or kept, stats
+        assert stats["num_free"] == stats["num_pages"] == case.num_pages  # so it ran in the checkpoint's dtype
         if case.drafts:
             assert stats["accepted"][0] > 0.25 * stats["drafts"][0] > 0, stats
 
@@ -274,3 +301,18 @@ def test_bf16(
     kind: str, case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]
 ) -> None:
     check(case, processes, checkpoints[kind], expected[kind])
+
+
+COMPRESSED_CASES = [
+    Case(1, "shm", "min", "lru", 64, "scarce", deep=2, compressed=True),
+    Case(2, "shm", "half", "slru", 64, "scarce", scattered=True, compressed=True),
+    Case(2, "tcp", "all", "slru", 2048, "ample", drafts=2, compressed=True),
+    Case(4, "shm", "min", "slru", 16, "scarce", drafts=3, compressed=True),
+]
+
+
+@pytest.mark.parametrize("case", COMPRESSED_CASES, ids=str)
+def test_kept_in_part(
+    case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected_compressed: dict[str, tuple[Any, ...]]
+) -> None:
+    check(case, processes, checkpoints["demo"], expected_compressed)

@@ -2,8 +2,9 @@
 
 One rank over {graphs, launch by launch} x {one deep, two deep} x {chunk sizes} x {ample, scarce pages}, and over
 {experts in one slot, a quarter, all} x {slru, lru} x a choice of these, each with requests alone and mixed, prefix
-missed and hit, greedy and seeded; a small checkpoint of each kind of attention in both dtypes. The reference is each
-request alone, launch by launch, one deep, with all experts resident.
+missed and hit, greedy and seeded; a small checkpoint of each kind of attention in both dtypes. The demo model also with
+{1 draft, 2, as many as each step likes}. The reference is each request alone, launch by launch, one deep, with all
+experts resident and no drafts.
 """
 
 import itertools
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoints import make_checkpoint
+from tests.e2e.conftest import DEMO
 from tests.e2e.test_one_answer import requests, run_alone, run_mixed
 from tests.fleet import ProcessPool, start_fleet
 
@@ -46,9 +48,11 @@ class Case:
     pages: str
     slots: str = "all"
     policy: str = "slru"
+    drafts: str = "off"
 
     def __str__(self) -> str:
         launched = f"{'eager' if self.eager else 'graphs'}-{self.deep}deep-chunk{self.chunk}-{self.pages}"
+        launched += "" if self.drafts == "off" else f"-drafts_{self.drafts}"
         return launched if self.slots == "all" else f"{launched}-{self.slots}-{self.policy}"
 
 
@@ -60,8 +64,18 @@ CASES += [
 ]
 
 
+SPECULATED = [
+    Case(False, 2, 16, "scarce", drafts="1"),
+    Case(False, 1, 2048, "ample", drafts="2"),
+    Case(False, 2, 2048, "ample", drafts="auto"),
+    Case(False, 2, 16, "ample", "quarter", "lru", drafts="2"),
+    Case(True, 2, 16, "ample", drafts="auto"),
+]
+
+
 def config(case: Case, model: Path) -> EngineConfig:
     read = load_model_config(model)
+    read = read if case.drafts == "off" else read.with_drafts()
     page_size, num_pages = PAGES[case.pages]
     total = read.num_experts * len(read.moe_layers)
     return EngineConfig(
@@ -76,6 +90,8 @@ def config(case: Case, model: Path) -> EngineConfig:
         expert_slots=None if case.slots == "all" else 1 if case.slots == "one" else total // 4,
         expert_policy=case.policy,
         async_scheduling=case.deep == 2,
+        speculate=None if case.drafts == "off" else "mtp",
+        draft_tokens=int(case.drafts) if case.drafts.isdigit() else None,
     )
 
 
@@ -108,6 +124,24 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_process
         stats = fleet.call("stats")[0]
         assert stats["prefix_hit_tokens"] > 0
         assert (stats["num_preemptions"] > 0) == (case.pages == "scarce"), stats
+
+
+@pytest.fixture(scope="module")
+def demo(gpu_processes: ProcessPool) -> dict[str, tuple[Any, ...]]:
+    """What the demo model answers to each request alone, without drafts."""
+    with start_fleet(gpu_processes, config(Case(True, 1, 2048, "ample"), DEMO)) as fleet:
+        return {name: run_alone(fleet, "reference", name, 0) for name in requests()}
+
+
+@pytest.mark.parametrize("case", SPECULATED, ids=str)
+def test_speculation(case: Case, demo: dict[str, Any], gpu_processes: ProcessPool) -> None:
+    with start_fleet(gpu_processes, config(case, DEMO)) as fleet:
+        assert run_alone(fleet, "alone", "c", 0) == demo["c"]
+        assert run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0)) == demo
+        assert run_alone(fleet, "again", "d", 0) == demo["d"]
+        stats = fleet.call("stats")[0]
+        assert stats["prefix_hit_tokens"] > 0
+        assert stats["accepted"][0] > 0.25 * stats["drafts"][0] > 0, stats
 
 
 def test_what_is_not_there_is_named(gpu_processes: ProcessPool, tmp_path: Path) -> None:

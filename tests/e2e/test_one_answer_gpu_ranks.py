@@ -1,7 +1,7 @@
 """One answer over several GPUs: ids and log-probability bits of a request, however many ranks serve it.
 
-Ranks, each on a GPU of its own, over {shared memory, TCP} x {one deep, two deep} x {experts in slots: all, half}, alone
-and mixed, prefix missed and hit; against each request alone on one rank, launch by launch and in graphs.
+Ranks, each on a GPU of its own, over {NVLink, shared memory, TCP} x {one deep, two deep} x {experts in slots: all,
+half}, alone and mixed, prefix missed and hit; against each request alone on one rank, launch by launch and in graphs.
 """
 
 import itertools
@@ -41,13 +41,11 @@ class Case:
         return f"{self.ranks}ranks-{self.exchange}-{self.deep}deep-{self.slots}-{launched}"
 
 
-CASES = [Case(1, "auto"), Case(1, "zmq")]
-CASES += [
-    Case(*values)
-    for values in itertools.product(
-        [ranks for ranks in (2, 4) if ranks <= NUM_GPUS], ("zmq", "zmq-tcp"), (1, 2), ("all", "half")
-    )
-]
+MANY = [ranks for ranks in (2, 4, 8) if ranks <= NUM_GPUS]
+CASES = [Case(*values) for values in itertools.product(MANY, ("nvlink",), (2, 1), ("all", "half"))]
+CASES += [Case(ranks, "nvlink", 2, "all", eager=True) for ranks in MANY]
+CASES += [Case(1, "auto"), Case(1, "nvlink"), Case(1, "zmq")]
+CASES += [Case(*values) for values in itertools.product(MANY, ("zmq", "zmq-tcp"), (1, 2), ("all", "half"))]
 
 
 def config(case: Case, model: Path) -> EngineConfig:
@@ -101,6 +99,19 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_ranks: 
         assert run_mixed(fleet, "mixed", spread) == expected
         assert run_alone(fleet, "again", "c", last) == expected["c"]
         assert fleet.call("stats")[last]["prefix_hit_tokens"] > 0
+        if case.exchange == "nvlink" and not case.eager:
+            # Requests that score their prompt are launched one by one; decoding never is.
+            assert all(each["num_replayed"] > each["num_eager"] for each in fleet.call("graphs")), fleet.call("graphs")
+        assert all(report["exchange"] != "auto" for report in fleet.reports)
+
+
+def test_auto_is_nvlink_where_gpus_reach_each_other(
+    served: tuple[Path, dict[str, Any]], gpu_ranks: ProcessPool
+) -> None:
+    reach = all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(range(2), 2))
+    with start_fleet(gpu_ranks, config(Case(2, "auto"), served[0])) as fleet:
+        assert {report["exchange"] for report in fleet.reports} == {"nvlink" if reach else "zmq"}
+        assert run_alone(fleet, "auto", "a", 1) == served[1]["a"]
 
 
 def test_more_workers_than_gpus_are_named(gpu_ranks: ProcessPool, tmp_path: Path) -> None:

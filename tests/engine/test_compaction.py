@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_speculation import DEMO, Rank, Told
+from tests.engine.test_speculation import DEMO
+from tests.rank import Rank, Told
 from tokenizers import Tokenizer
 
 from moeyard_worker.engine.local import local_runner

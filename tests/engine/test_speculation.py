@@ -6,9 +6,7 @@ ranks and processes is in tests/e2e/test_speculation.py.
 
 import json
 import random
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,104 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import make_checkpoint
 from tests.deploy.tiny_demo import make_demo
+from tests.rank import Rank, Told
 from tokenizers import Tokenizer
 
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.worker import Worker
 from moeyard_worker.models.shapes import served_model
-from moeyard_worker.protocol import Done, Grammar, PromptLogprobs, SamplingParams, Submit, TokenLogprob, Tokens
-from moeyard_worker.scheduling.request import SchedulerStats
-from moeyard_worker.scheduling.scheduler import Scheduler
+from moeyard_worker.protocol import Grammar, SamplingParams
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy/demo"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}}, "required": ["a"]}
-
-
-@dataclass(slots=True)
-class Told:
-    """Everything that one request was told."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    end: tuple[str, int | None] | None = None
-
-
-Depth = Callable[[int, int], int]
-
-
-class Rank:
-    """A worker in process, stepped by hand as its engine would step it."""
-
-    def __init__(self, model: Path, **options: Any) -> None:
-        config = EngineConfig(model_path=str(model), kv_memory=4 << 20, **options)
-        self.worker = Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
-        self.worker.connect([self.worker.endpoints()["mesh"]])
-        self.worker.load(1)
-
-    def run(
-        self, requests: dict[str, tuple[list[int], SamplingParams]], depth: Depth = lambda number, wanted: wanted,
-        **changes: Any,
-    ) -> tuple[dict[str, Told], SchedulerStats]:  # fmt: skip
-        """All requests at once, but for the first, which they follow.
-
-        `depth` of a step's number and wish says what its ranks agree on.
-        """
-        scheduler = Scheduler(replace(self.worker.scheduler.config, **changes))
-        told = {name: Told() for name in requests}
-        names = list(requests)
-        for some in (names[:1], names[1:]):
-            self._add(scheduler, {name: requests[name] for name in some})
-            self._step(scheduler, told, depth)
-        assert scheduler.pool.num_free == scheduler.config.num_pages
-        self.worker.experts.validate()
-        return told, scheduler.stats
-
-    def _add(self, scheduler: Scheduler, requests: dict[str, tuple[list[int], SamplingParams]]) -> None:
-        for name, (prompt, params) in requests.items():
-            held = None
-            if params.grammar is not None:
-                grammars = self.worker.grammars
-                assert grammars is not None
-                held = grammars.constraint(grammars.compile(params.grammar).result(), params)
-            submit = Submit(request_id=name, prompt_token_ids=tuple(prompt), sampling=params)
-            assert scheduler.add(submit, b"client", 0.0, held) is None
-
-    def _step(self, scheduler: Scheduler, told: dict[str, Told], depth: Depth) -> None:
-        flights: deque[Any] = deque()
-        number = 0
-        while scheduler.has_work() or flights:
-            step = scheduler.schedule(0.0)
-            if step.chunks:
-                number += 1
-                before = flights[-1] if flights else None
-                flights.append(
-                    self.worker.runner.launch(
-                        step, scheduler.requests(step), before=before, num_drafts=depth(number, step.num_drafts)
-                    )
-                )
-                if len(flights) < scheduler.config.max_in_flight:
-                    continue
-            launched = flights.popleft()
-            assert not launched.unsound
-            for reply in scheduler.complete(launched.step, launched.results, number * 0.01, launched.scores):
-                self._hear(told, reply.message)
-            scheduler.validate()
-
-    @staticmethod
-    def _hear(told: dict[str, Told], message: Any) -> None:
-        if isinstance(message, Tokens):
-            told[message.request_id].token_ids += message.token_ids
-            told[message.request_id].logprobs += message.logprobs
-        elif isinstance(message, PromptLogprobs):
-            told[message.request_id].prompt_logprobs += message.logprobs
-        else:
-            assert isinstance(message, Done), message
-            assert message.error is None, message
-            told[message.request_id].end = (message.finish_reason, message.stop_token_id)
 
 
 def prompts() -> list[list[int]]:

@@ -35,7 +35,10 @@ def tags(draw: st.DrawFn) -> Tag:
     return Tag(epoch=draw(U32), step=draw(U64), layer=layer, phase=phase, source=draw(U16))
 
 
-PLANS = st.builds(PlanFrame, epoch=U32, step=U64, source=U16, num_tokens=U32, num_drafts=st.integers(0, 2**8 - 1))
+PLANS = st.builds(
+    PlanFrame, epoch=U32, step=U64, source=U16, num_tokens=U32, num_prompt=U32, num_rows=U32,
+    num_drafts=st.integers(0, 2**8 - 1),
+)  # fmt: skip
 HANDSHAKES = st.builds(Handshake, rank=U16, world_size=U16, epoch=U32, token=st.text())
 FINDINGS = st.builds(
     Finding,
@@ -112,11 +115,11 @@ def test_a_damaged_frame_is_an_error_or_another_frame(frame: bytes, data: st.Dat
         assert decode is decode_tag or decoded != decode(frame)
 
 
-@given(PLANS.map(encode_plan_frame), st.integers(0, 23))
+@given(PLANS.map(encode_plan_frame), st.integers(0, 32))
 def test_a_cut_plan_is_an_error(frame: bytes, length: int) -> None:
     with pytest.raises(FrameError, match="bytes"):
         decode_plan_frame(frame[:length])
-    with pytest.raises(FrameError, match="25"):
+    with pytest.raises(FrameError, match="33"):
         decode_plan_frame(frame + b"x")
 
 
@@ -135,7 +138,7 @@ def test_a_field_out_of_range_is_not_encoded(tag: Tag, message: str) -> None:
 
 def test_errors_say_what_is_wrong() -> None:
     frame = encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5))
-    with pytest.raises(FrameError, match="frame version 9, this side speaks 3"):
+    with pytest.raises(FrameError, match="frame version 9, this side speaks 4"):
         decode_tag(frame[:2] + b"\x09" + frame[3:])
     with pytest.raises(FrameError, match="77 is not a valid Phase"):
         decode_tag(frame[:3] + b"\x4d" + frame[4:])
@@ -145,5 +148,7 @@ def test_errors_say_what_is_wrong() -> None:
         decode_tag(b"xx" + frame[2:])
     with pytest.raises(FrameError, match="5000000000 tokens"):
         encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5_000_000_000))
+    with pytest.raises(FrameError, match="-1 prompt rows"):
+        encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5, num_prompt=-1))
     with pytest.raises(FrameError, match="256 drafts"):
         encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5, num_drafts=256))

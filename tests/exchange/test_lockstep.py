@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from exchange_fleet import Fleet, agree, join_when_started
 
-from moeyard_worker.exchange.base import ExchangeError
+from moeyard_worker.exchange.base import ExchangeError, PeerRows
 from moeyard_worker.exchange.frames import Phase, PlanFrame, encode_plan_frame, pack_tag
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
@@ -63,7 +63,7 @@ def test_what_a_peer_says_before_it_ends_is_heard(ends: int, transport: Literal[
 
 def test_one_rank_agrees_with_itself() -> None:
     lockstep = Lockstep(Mesh(rank=0, world_size=1))
-    assert lockstep.agree(0, 7, 2) == ((7,), 2)
+    assert lockstep.agree(0, 7, 2) == ((7,), 2, PeerRows(7, (0,)))
     assert not lockstep.peer_started(1)
     assert len(lockstep.wait_seconds) == 1
 
@@ -93,14 +93,16 @@ def test_peer_started_sees_a_plan_and_leaves_it(pair: tuple[Mesh, Mesh]) -> None
     first, second = pair
     idle, busy = Lockstep(first), []
     assert not idle.peer_started(0)
-    starter = threading.Thread(target=lambda: busy.append(Lockstep(second).agree(0, 9, 3)))
+    starter = threading.Thread(target=lambda: busy.append(Lockstep(second).agree(0, 9, 3, num_prompt=4, num_rows=16)))
     starter.start()
     while not idle.peer_started(0):
         first.poll_sockets()[0].poll(10_000)
     assert idle.peer_started(0)
-    assert idle.agree(0, 0) == ((0, 9), 3), "all ranks make the passes that one wants"
+    agreed = ((0, 9), 3, PeerRows(16, (0, 4)))
+    assert idle.agree(0, 0) == agreed, "all ranks make the passes, and the room, that one wants"
     starter.join()
-    assert busy == [((0, 9), 3)]
+    assert busy == [agreed]
+    assert idle.others_decode, "five of its nine rows are output"
     assert len(idle.wait_seconds) == 1
 
 
@@ -140,5 +142,5 @@ def test_a_plan_for_another_step_ends_the_agreement(pair: tuple[Mesh, Mesh]) -> 
 def test_a_plan_of_the_wrong_size_is_named(pair: tuple[Mesh, Mesh]) -> None:
     first, second = pair
     second.send(0, encode_plan_frame(PlanFrame(epoch=1, step=5, source=1, num_tokens=1)) + b"x")
-    with pytest.raises(ExchangeError, match="rank 1 sent a bad plan: a plan frame has 25 bytes, got 26"):
+    with pytest.raises(ExchangeError, match="rank 1 sent a bad plan: a plan frame has 33 bytes, got 34"):
         Lockstep(first).agree(5, 1)

@@ -148,5 +148,5 @@ def test_only_what_leaves_the_host_alone_is_captured(checkpoint: Path) -> None:
     assert (type(gpu), type(cpu)) == (StagedExchange, ZmqExchange)
     assert not gpu.captures
     assert not cpu.captures
-    assert local_runner(checkpoint, dtype=torch.bfloat16, num_pages=1).captures
+    assert local_runner(checkpoint, dtype=torch.bfloat16, num_pages=1).exchange.captures
     gpu.close()

@@ -154,8 +154,8 @@ def test_the_kinds() -> None:
     assert resolve_kind("zmq-tcp", 2) == "zmq-tcp"
     with pytest.raises(ValueError, match="the local exchange serves one rank, not 2"):
         resolve_kind("local", 2)
-    with pytest.raises(ValueError, match="unknown exchange 'nvlink', known: auto, local, zmq, zmq-tcp"):
-        resolve_kind("nvlink", 2)
+    with pytest.raises(ValueError, match="unknown exchange 'nccl', known: auto, local, zmq, zmq-tcp, nvlink"):
+        resolve_kind("nccl", 2)
 
 
 @pytest.mark.parametrize(

@@ -40,19 +40,21 @@ def test_every_kernel_builds(built: list[dict]) -> None:
 def test_every_kernel_waits_for_what_it_reads(built: list[dict]) -> None:
     """If it is launched before the one ahead has ended. What may be read sooner is said where it is."""
     early = {(line["kernel"], line["static"]) for line in built if line["early"]}
-    # The last is the second product, which reads the layout: that was complete for the launch that let it begin.
+    # The last two are the second product, which reads the layout, and of one token's pairs their weights too: both were
+    # complete for the launch that let it begin.
     assert {(line["kernel"], line["static"]) for line in built if line["early"] and not line["waits"]} == {
         ("linear_skinny_kernel", True),
         ("_head_linear_kernel", True),
         ("head_linear_hopper_kernel", True),
         ("_gqa_decode_kernel", True),
         ("_expert_kernel", False),
+        ("expert_slice_kernel", False),
     }
     unless_static = {"linear_skinny_kernel", "_head_linear_kernel", "head_linear_hopper_kernel", "_gqa_decode_kernel"}
     assert {(kernel, False) for kernel in unless_static} <= early
     attention = {"_gqa_decode_kernel", "_mla_decode_kernel", "mla_decode_pairs_kernel", "_attn_prefill_kernel"}
     experts = {"_count_kernel", "_place_kernel", "_expert_stream_kernel"}
-    experts |= {"_cache_access_kernel", "_gather_experts_kernel", "_dispatch_kernel", "_combine_kernel"}
+    experts |= {"_cache_access_kernel", "_gather_experts_kernel"}
     late = {line["kernel"] for line in built if not line["early"]}
     assert late == attention | experts | {"attn_prefill_hopper_kernel"}
 
@@ -63,7 +65,14 @@ def test_launches_complete_in_order(built: list[dict]) -> None:
     One that is let begin so early and ended without waiting would tell the launch behind it that all is done.
     """
     first = {line["kernel"] for line in built if line["triggers_first"]}
-    assert {"_add_rms_norm_kernel", "_moe_reduce_add_norm_kernel", "_gqa_kernel", "_topk_gate_kernel"} <= first
+    assert {
+        "_add_rms_norm_kernel",
+        "_moe_reduce_add_norm_kernel",
+        "_gqa_kernel",
+        "_topk_gate_kernel",
+        "expert_slice_kernel",
+    } <= first
+    assert {"_dispatch_kernel", "_combine_kernel"} <= first
     assert [line["kernel"] for line in built if line["triggers_first"] and not line["always_waits"]] == []
     # A warp of every program waits; a program without work waits at its end; the experts' second product may leave at
     # once, but the first has waited in every program before it lets that begin.

@@ -22,6 +22,7 @@ from jsonschema import Draft202012Validator
 from tests.router.tool_model import LONG
 
 HELLO = [{"role": "user", "content": "Hello world"}]
+KEPT = {"kv_compression": {"method": "snapkv", "budget": 4, "window": 2}}
 CHAT = "/v1/chat/completions"
 SCHEMATHESIS = shutil.which("schemathesis") or shutil.which("schemathesis", path=str(Path(sys.executable).parent))
 CASES = 2000
@@ -69,6 +70,7 @@ def test_every_route_is_described(shared_service, document):
         {"stop": ["fox"]},
         {"echo": True, "logprobs": 1, "max_tokens": 0},
         {"prompt_logprobs": 1, "stream": False},
+        KEPT,
     ],
 )
 def test_completion_is_as_described(service, document, extra):
@@ -80,20 +82,22 @@ def test_completion_is_as_described(service, document, extra):
 
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "prompt_logprobs": 0}],
+    [{}, {"n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "prompt_logprobs": 0}, KEPT],
 )
 def test_chat_is_as_described(service, document, extra):
     answer = service.post("/v1/chat/completions", messages=HELLO, max_tokens=8, **extra)
     assert check(document, "post", "/v1/chat/completions", answer).status_code == 200
 
 
-@pytest.mark.parametrize("extra", [{}, {"stream": True}, {"metadata": {"a": "b"}, "instructions": "x", "user": "u"}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"stream": True}, {"metadata": {"a": "b"}, "instructions": "x", "user": "u"}, KEPT]
+)
 def test_response_is_as_described(service, document, extra):
     answer = service.post("/v1/responses", input="Hello", max_output_tokens=8, **extra)
     assert check(document, "post", "/v1/responses", answer).status_code == 200
 
 
-@pytest.mark.parametrize("extra", [{}, {"stream": True}, {"stop_sequences": ["fox"]}])
+@pytest.mark.parametrize("extra", [{}, {"stream": True}, {"stop_sequences": ["fox"]}, KEPT])
 def test_message_is_as_described(service, document, extra):
     answer = service.post("/v1/messages", messages=HELLO, max_tokens=8, **extra)
     assert check(document, "post", "/v1/messages", answer).status_code == 200

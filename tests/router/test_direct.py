@@ -177,63 +177,27 @@ def test_the_same_bytes_both_ways(job_of, tool_codec, name, size):
     assert direct.sent <= 3, "only what begins and ends an answer passes through ASGI"
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("ending", ["lost", "aborted", "gone"])
-def test_ends_while_pieces_are_pushed(job_of, tool_codec, ending, size):
-    job = job_of("chat", SAID)
-    ids = ids_of(tool_codec, "chat")[:12]
+def end(answer, how, num_tokens):
+    """What ends an answer early: its worker is lost, it is aborted there behind so many tokens, or its client goes."""
+    if how == "lost":
+        answer.fleet.fail("worker 0 is gone")
+    elif how == "aborted":
+        counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": num_tokens}
+        answer.fleet._replies.take(0, [Done(request_id="same-0", finish_reason="abort", **counts)])
+    else:
+        answer.generation.disconnect()
+
+
+def ended_both_ways(job, codec, play):
+    """What a client has of a chat that `play` ends, "gone" without one: pieces and events must say the same."""
 
     async def both():
         out = []
         for with_direct in (False, True):
             fleet = fleet_of_one()
-            answer = Answer(fleet, tool_codec, job, "chat", "same", with_direct=with_direct)
-
-            def end(step, answer=answer, fleet=fleet):
-                if step == 12 // size - 1:
-                    last = Tokens(request_id="same-0", **words(job, 0, (2,), 12))
-                    if ending == "lost":
-                        fleet._replies.take(0, [last])
-                        fleet.fail("worker 0 is gone")
-                    elif ending == "aborted":
-                        counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 12}
-                        fleet._replies.take(0, [last, Done(request_id="same-0", finish_reason="abort", **counts)])
-                    else:
-                        answer.generation.disconnect()
-
+            answer = Answer(fleet, codec, job, "chat", "same", with_direct=with_direct)
             try:
-                await run(answer, job, ids, size, after=end)
-            except endpoints.ClientGone:
-                out.append("gone")
-            else:
-                out.append(answer.data)
-            fleet.close()
-        return out
-
-    plain, direct = asyncio.run(both())
-    assert direct == plain
-    assert (plain == "gone") if ending == "gone" else (b'"error"' in plain and b"[DONE]" not in plain)
-
-
-@pytest.mark.parametrize("ending", ["lost", "aborted", "gone"])
-def test_ends_together_with_the_first_tokens(job_of, tool_codec, ending):
-    """One step tells the tokens and what ends them; nothing comes behind that would wake anyone."""
-    job = job_of("chat", SAID)
-
-    async def both():
-        out = []
-        for with_direct in (False, True):
-            fleet = fleet_of_one()
-            answer = Answer(fleet, tool_codec, job, "chat", "same", with_direct=with_direct)
-            fleet._replies.take(0, [Tokens(request_id="same-0", **words(job, 0, ids_of(tool_codec, "chat")[:3], 0))])
-            if ending == "lost":
-                fleet.fail("worker 0 is gone")
-            elif ending == "aborted":
-                counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 3}
-                fleet._replies.take(0, [Done(request_id="same-0", finish_reason="abort", **counts)])
-            else:
-                answer.generation.disconnect()
-            try:
+                await play(answer)
                 await asyncio.wait_for(answer.task, 5)
             except endpoints.ClientGone:
                 out.append("gone")
@@ -244,7 +208,39 @@ def test_ends_together_with_the_first_tokens(job_of, tool_codec, ending):
 
     plain, direct = asyncio.run(both())
     assert direct == plain
-    assert (plain == "gone") if ending == "gone" else (b'"content"' in plain and b'"error"' in plain)
+    return plain
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("ending", ["lost", "aborted", "gone"])
+def test_ends_while_pieces_are_pushed(job_of, tool_codec, ending, size):
+    job = job_of("chat", SAID)
+
+    async def play(answer):
+        def last(step):
+            if step == 12 // size - 1:
+                if ending != "gone":
+                    answer.fleet._replies.take(0, [Tokens(request_id="same-0", **words(job, 0, (2,), 12))])
+                end(answer, ending, 12)
+
+        await run(answer, job, ids_of(tool_codec, "chat")[:12], size, after=last)
+
+    said = ended_both_ways(job, tool_codec, play)
+    assert (said == "gone") if ending == "gone" else (b'"error"' in said and b"[DONE]" not in said)
+
+
+@pytest.mark.parametrize("ending", ["lost", "aborted", "gone"])
+def test_ends_together_with_the_first_tokens(job_of, tool_codec, ending):
+    """One step tells the tokens and what ends them; nothing comes behind that would wake anyone."""
+    job = job_of("chat", SAID)
+
+    async def play(answer):
+        first = words(job, 0, ids_of(tool_codec, "chat")[:3], 0)
+        answer.fleet._replies.take(0, [Tokens(request_id="same-0", **first)])
+        end(answer, ending, 3)
+
+    said = ended_both_ways(job, tool_codec, play)
+    assert (said == "gone") if ending == "gone" else (b'"content"' in said and b'"error"' in said)
 
 
 @pytest.mark.parametrize("with_direct", [False, True])

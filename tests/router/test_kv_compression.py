@@ -50,6 +50,20 @@ def test_usage_says_what_was_kept(service, body, kept):
     assert events[-1]["usage"]["prompt_tokens_details"].get("kept_tokens") == kept
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_other_apis_take_it_and_say_what_was_kept(service, path, stream):
+    asked = {"method": "snapkv", "budget": 3, "window": 2}
+    what = {"input": "Hello"} if path == "/v1/responses" else {"messages": HELLO, "max_tokens": 2}
+    answer = service.post(path, **what, kv_compression=asked, stream=stream)
+    assert answer.status_code == 200, answer.text
+    assert [s.sampling.kv_compression for s in service.submits] == [KvCompression(method="snapkv", budget=3, window=2)]
+    assert '"kept_tokens":3' in answer.text
+    refused = service.post(path, **what, kv_compression={"method": "snapkv", "budget": 1, "window": 2})
+    assert refused.status_code == 400
+    assert "kv_compression" in refused.text
+
+
 @pytest.mark.parametrize(
     ("field", "says"),
     [

@@ -250,10 +250,12 @@ def test_the_start_of_fed_drafts_is_a_range() -> None:
     scheduler = one(replace(DEEP, num_drafts=2))
     first = scheduler.schedule(now=0.0)
     second = scheduler.schedule(now=0.0)
-    assert row(second.chunks[0]) == (4, 4, (0, 0, 0), 3, 0)
-    scheduler.complete(first, [Accepted((1,), drafts=(2, 3))], now=0.0)
+    # A step with a prompt drafts one token, and as many are verified behind it.
+    assert first.num_drafts == 1
+    assert row(second.chunks[0]) == (4, 4, (0, 0), 2, 0)
+    scheduler.complete(first, [Accepted((1,), drafts=(2,))], now=0.0)
     third = scheduler.schedule(now=0.0)
-    assert row(third.chunks[0]) == (5, 7, (0, 0, 0), 3, 0)
+    assert row(third.chunks[0]) == (5, 6, (0, 0, 0), 3, 0)
     assert len(third.chunks[0].pages) * DEEP.page_size >= 10
     scheduler.complete(second, [Accepted((2, 3), drafts=(7, 7))], now=0.0)
     # Seven tokens are known, the chunk in flight starts at 6 and yields one to three.
@@ -264,9 +266,9 @@ def test_the_start_of_fed_drafts_is_a_range() -> None:
 def test_fed_drafts_stay_within_the_request() -> None:
     """Of 4 + 5 tokens all may be known after the second step; then the third has one row, which comes to nothing."""
     scheduler = one(replace(DEEP, num_drafts=3), max_tokens=5)
-    first, second = scheduler.schedule(now=0.0), scheduler.schedule(now=0.0)
+    scheduler.complete(scheduler.schedule(now=0.0), [Accepted((1,), drafts=(2, 3, 4))], now=0.0)
+    second = scheduler.schedule(now=0.0)
     assert second.chunks[0].num_tokens == 4
-    scheduler.complete(first, [Accepted((1,), drafts=(2, 3, 4))], now=0.0)
     third = scheduler.schedule(now=0.0)
     assert row(third.chunks[0]) == (5, 8, (0,), 1, 0)
     assert said(scheduler.complete(second, [Accepted((2, 3, 4, 5))], now=0.0)) == [(2, 3, 4, 5), "length"]

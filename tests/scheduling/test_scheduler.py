@@ -453,3 +453,9 @@ def test_prompts_beside_output_take_few_rows() -> None:
     step = harness.step()
     assert shapes(step.prefill) == [("b", 8, 1, True), ("c", 0, 4, False)]
     assert shapes(step.decode) == [("a", 7, 1, True)]
+
+
+def test_prompts_beside_output_of_other_ranks_take_few_rows() -> None:
+    scheduler = Scheduler(replace(CONFIG, mixed_prefill_tokens=5))
+    scheduler.add(submit("a", 9), b"a", 0.0)
+    assert shapes(scheduler.schedule(0.0, beside_output=True).prefill) == [("a", 0, 5, False)]

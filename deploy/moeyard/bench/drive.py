@@ -17,6 +17,7 @@ from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import LaunchedStep
 from moeyard_worker.engine.graph_runner import GraphRunner
+from moeyard_worker.engine.speculative_runner import SpeculativeRunner
 from moeyard_worker.engine.worker import Worker
 from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.protocol import SamplingParams, Submit, Tokens
@@ -54,7 +55,7 @@ class Subject:
     def counts(self) -> dict[str, int]:
         """What the graph runner has counted; nothing on a device without graphs."""
         runner = self.runner
-        if not isinstance(runner, GraphRunner):
+        if not isinstance(runner, GraphRunner | SpeculativeRunner):
             return {}
         return {name: getattr(runner, name) for name in ("num_replayed", "num_eager", "num_rows", "num_padded_rows")}
 

@@ -9,7 +9,8 @@ The caches are [Hkv, num_pages, page, D]: a block of one head is one contiguous 
 
 Where the table holds one split (ONE), which is so up to 512 keys, what counts is how many latencies follow each other:
 the work needs no counting then, and the launch may begin early (EARLY), with lengths and pages read ahead of its wait
-if the caller says that they are old enough (`static_tables`). A launch of few programs lets the next begin at once: the
+if the caller says that they are old enough (`static_tables`), and the pages that those name asked for: what is behind
+the wait then comes from the second-level cache. A launch of few programs lets the next begin at once: the
 product behind it then copies its weights meanwhile. One of many does not, whose successor's programs would settle
 unevenly (docs/kernels.md).
 
@@ -43,10 +44,13 @@ from moeyard_kernels.attention.decode_splits import (
 from moeyard_kernels.common import tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import interpreted
-from moeyard_kernels.common.rounding import round_to
+from moeyard_kernels.common.rounding import INTERPRETED, round_to
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
 
+# One line of the second-level cache, bytes, and the instruction that asks for it.
+_LINE = tl.constexpr(128)
+_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 # Programs that leave multiprocessors free.
 _FEW = tl.constexpr(128)
 
@@ -57,6 +61,15 @@ def _settle():
     wait_for_previous()
     if tl.num_programs(0) <= _FEW:
         let_next_begin()
+
+
+@triton.jit
+def _fetch_page(p_cache, i_page, BYTES: tl.constexpr):
+    """Ask for a page of BYTES, a power of two, to come to the second-level cache."""
+    if not INTERPRETED:
+        o_line = tl.arange(0, BYTES // _LINE) * _LINE
+        p_line = p_cache.to(tl.int64, bitcast=True) + i_page * BYTES + o_line
+        tl.inline_asm_elementwise(_PREFETCH, "=r,l", [p_line], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=("B", "MAX_PAGES", "S", "NUM_PAGES"))
@@ -105,6 +118,13 @@ def _gqa_decode_kernel(
                 # Triton has no unpacking.
                 b_pages = b_pages + (i_page,)  # type: ignore[assignment]  # noqa: RUF005
         if EARLY and STATIC:
+            if PAGES > 0 and BD == D and BV == V:
+                # What earlier steps wrote; of the page that this step writes to, the rest.
+                i_first = i_h.to(tl.int64) * NUM_PAGES
+                for u in tl.static_range(PAGES):
+                    if i_low + u * PAGE < i_high:
+                        _fetch_page(p_k, i_first + b_pages[u], PAGE * D * p_k.dtype.element_ty.primitive_bitwidth // 8)
+                        _fetch_page(p_v, i_first + b_pages[u], PAGE * V * p_v.dtype.element_ty.primitive_bitwidth // 8)
             _settle()
 
         # Rows of q and of the results: (query, head).

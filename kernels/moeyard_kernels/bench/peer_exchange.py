@@ -42,7 +42,6 @@ def cases() -> Iterator[Case]:
                 prove=prove,
                 num_bytes=2 * x.nbytes + 2 * ids.nbytes,
                 target=Target("us", 5.0 if num_tokens < 64 else 8.0),
-                early=False,
             )
             yield Case(
                 op="combine_rows",
@@ -51,7 +50,6 @@ def cases() -> Iterator[Case]:
                 prove=prove,
                 num_bytes=2 * out.nbytes,
                 target=Target("us", 5.0 if num_tokens < 64 else 12.0),
-                early=False,
             )
 
 

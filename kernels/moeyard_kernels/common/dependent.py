@@ -10,7 +10,8 @@ Which kernel does what was measured (docs/kernels.md). Kernels of few bytes let 
 themselves: a launch takes more than a microsecond to arrive, and so arrives while the large product ahead of both still
 runs (a step of one row: 4 % less). The skinny product does it behind its wait, the merge of splits while its programs
 are few. `mla_decode_hopper` waits, and lets the merge begin when its programs are at their last results. The experts'
-first product waits and lets the second begin; other products and sampling only wait. The rest are launched as ever:
+first product waits and lets the second begin, which does the same where nothing was laid out, and first lets the next
+begin for one token's pairs (`grouped_slice`); other products and sampling only wait. The rest are launched as ever:
 programs of `gqa_decode` that come early settle unevenly (315 us, 270 without); the layout, of few programs, took
 longer. Over tables of one split `gqa_decode` does both, if its programs are few.
 """

@@ -1,5 +1,6 @@
 """The CPU backend: row counts that keep a row's bits, packed weights, index work by numpy. See `backend`."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -32,16 +33,17 @@ class CpuGate:
         self._weight, self._top_k, self._norm, self._eps = weight, rule.top_k, norm, eps
         self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
 
-    def route(
-        self, x: torch.Tensor, residual: torch.Tensor, plan: CpuPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Gate.route`; returns weights and ids of the T real rows."""
+    def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: CpuPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Gate.norm`."""
+        return add_rms_norm(x, residual, self._norm, self._eps) if plan.num_tokens else (x, residual)
+
+    def choose(self, x: torch.Tensor, plan: CpuPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Gate.choose`; of the T real rows."""
         if not plan.num_tokens:
-            return x, residual, *no_choice(x, self._top_k)
-        x, residual = add_rms_norm(x, residual, self._norm, self._eps)
+            return no_choice(x, self._top_k)
         logits = linear(x.to(self._weight.dtype), self._weight)
         weights, ids = topk_gate(logits.float(), **self._arguments)
-        return x, residual, weights[: plan.num_tokens], ids[: plan.num_tokens]
+        return weights[: plan.num_tokens], ids[: plan.num_tokens]
 
 
 class CpuBackend:
@@ -98,6 +100,10 @@ class CpuBackend:
     ) -> CpuGate:
         """See `Backend.gate`."""
         return CpuGate(weight, bias, rule, norm=norm, eps=eps)
+
+    def beside(self, run: Callable[[], torch.Tensor], plan: CpuPlan) -> Callable[[], torch.Tensor]:
+        """See `Backend.beside`: nothing runs until it is asked for, for every core is busy."""
+        return run
 
     def reduce_add_norm(
         self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,

@@ -59,8 +59,9 @@ class CpuExpertSlots:
         return slots
 
     def begin(
-        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None
-    ) -> "CpuExpertRun":
+        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None,
+        one_in: int = 1,
+    ) -> "CpuExpertRun":  # fmt: skip
         """See `ExpertSlots.begin`."""
         return CpuExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt)
 

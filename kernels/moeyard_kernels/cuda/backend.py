@@ -4,6 +4,7 @@ It asks for no GPU itself: on the CPU the same calls run through the oracles, wh
 where there is none.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -43,16 +44,17 @@ class CudaGate:
         self._top_k = rule.top_k
         self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
 
-    def route(
-        self, x: torch.Tensor, residual: torch.Tensor, plan: CudaPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Gate.route`."""
+    def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Gate.norm`."""
+        return ops.add_rms_norm(x, residual, self._norm, self._eps) if plan.num_rows else (x, residual)
+
+    def choose(self, x: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Gate.choose`."""
         if not plan.num_rows:
-            return x, residual, *no_choice(x, self._top_k)
-        x, residual = ops.add_rms_norm(x, residual, self._norm, self._eps)
+            return no_choice(x, self._top_k)
         out_dtype = torch.float32 if self._fp32_logits else None
         logits = ops.linear(x.to(self._weight.dtype), self._weight, static_weight=True, out_dtype=out_dtype)
-        return x, residual, *ops.topk_gate(logits, **self._arguments)
+        return ops.topk_gate(logits, **self._arguments)
 
 
 class CudaBackend:
@@ -68,6 +70,7 @@ class CudaBackend:
         if page_size < 1 or BLOCK % page_size:
             raise ValueError(f"page_size {page_size} does not divide {BLOCK}")
         self.page_size, self.device = page_size, device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         # The sliding windows of the layers built so far, and whether one of them decompresses its keys.
         self.windows: set[int | None] = set()
         self.flat = False
@@ -123,6 +126,24 @@ class CudaBackend:
     ) -> CudaGate:
         """See `Backend.gate`."""
         return CudaGate(weight, bias, rule, norm=norm, eps=eps)
+
+    def beside(self, run: Callable[[], torch.Tensor], plan: CudaPlan) -> Callable[[], torch.Tensor]:
+        """See `Backend.beside`: on a stream of its own, where rows are so few that launches leave much of a GPU idle.
+
+        Memory that is freed there is used again by the next call, which waits for all that the caller launched before.
+        """
+        if self._side is None or plan.num_rows > _FEW_ROWS:
+            return run
+        side = self._side
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            result = run()
+
+        def joined() -> torch.Tensor:
+            torch.cuda.current_stream(self.device).wait_stream(side)
+            return result
+
+        return joined
 
     def reduce_add_norm(
         self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,

@@ -26,14 +26,21 @@ class CudaExpertSlots:
         return (gate_up.numel() + down.numel()) * self.down.itemsize
 
     def slot_table(self, slots: Sequence[int]) -> torch.Tensor:
-        """[local experts] int32 on the device."""
-        return torch.tensor(slots, dtype=torch.int32).to(self.down.device)
+        """[local experts] int32 on the device.
+
+        Behind it -1 follows, for as many as any layer has: what is launched behind an exchange that failed may find
+        ids of another layer, and must read nothing by them.
+        """
+        table = torch.full((max(self.num_slots, len(slots)),), -1, dtype=torch.int32)
+        table[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
+        return table.to(self.down.device)[: len(slots)]
 
     def begin(
-        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None
-    ) -> "CudaExpertRun":
+        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None,
+        one_in: int = 1,
+    ) -> "CudaExpertRun":  # fmt: skip
         """See `ExpertSlots.begin`."""
-        return CudaExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt)
+        return CudaExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt, one_in=one_in)
 
 
 def _put(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -50,11 +57,11 @@ class CudaExpertRun:
 
     def __init__(
         self, slots: CudaExpertSlots, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int,
-        prompt: torch.Tensor | None,
+        prompt: torch.Tensor | None, one_in: int,
     ) -> None:  # fmt: skip
         self._slots, self._rows, self.experts, self.prompt = slots, rows, experts, prompt
         self._num_experts = num_experts
-        self._block_rows = ops.expert_block_rows(experts.numel(), num_experts)
+        self._block_rows = ops.expert_block_rows(experts.numel() // one_in, num_experts)
         self._out = rows.new_empty(experts.numel(), rows.shape[1])
 
     @property

@@ -22,7 +22,8 @@ class Bucket:
     """The size of a captured step, by which smaller ones are padded.
 
     Up to `prompt` rows of prompts in up to `chunks` chunks, and up to `decode` decode rows, over sequences of up to
-    `width` pages. `keys`: where prompts decompress their keys, how many all of them together may have.
+    `width` pages. `keys`: where prompts decompress their keys, how many all of them together may have. `peers`: with
+    peers, how many rows each rank may bring to this rank's experts, itself too.
     """
 
     prompt: int = 0
@@ -30,6 +31,7 @@ class Bucket:
     keys: int = 0
     width: int
     chunks: int = 0
+    peers: int = 0
 
     @property
     def rows(self) -> int:

@@ -16,10 +16,16 @@ def share_memory(
 
     A name is used once. Raises RuntimeError where torch cannot share memory, or a peer does not come.
     """
+    own = own_memory(num_bytes, device)
+    return map_peers(own, rank=rank, world_size=world_size, store=store, name=name)
+
+
+def own_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [num_bytes] of this rank that peers can map, zero at first. Raises RuntimeError where torch has none."""
     own = c10d._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     own.zero_()
     torch.cuda.synchronize(device)
-    return map_peers(own, rank=rank, world_size=world_size, store=store, name=name)
+    return own
 
 
 def map_peers(own: torch.Tensor, *, rank: int, world_size: int, store: c10d.Store, name: str) -> list[torch.Tensor]:

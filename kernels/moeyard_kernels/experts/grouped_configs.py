@@ -33,6 +33,17 @@ class ExpertStream(Config):
     PER_SM: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSlice(Config):
+    """`grouped_slice`, slices of BN outputs: the second product of one token's pairs."""
+
+    kernel: Literal["slice"] = "slice"
+    BN: int
+
+
+AnyConfig = ExpertConfig | ExpertStream | ExpertSlice
+
+
 def _copied(
     BN: int, BK: int, num_warps: int, num_stages: int, *, SWAP: bool = False, HALVES: bool = False
 ) -> ExpertConfig:
@@ -68,18 +79,20 @@ STREAM = (
     ExpertStream(BN=128, BK=64, PER_SM=2, num_warps=4, num_stages=3),
     ExpertStream(BN=256, BK=64, PER_SM=1, num_warps=8, num_stages=4),
 )
+# For the second product of one token.
+SLICE = (ExpertSlice(BN=64), ExpertSlice(BN=128))
 # fp32 products run on the plain cores, which is slow however they are cut.
 FP32 = (_loaded(32, 32, 4, 2), _loaded(16, 64, 4, 2))
-CONFIGS: tuple[ExpertConfig | ExpertStream, ...] = (*NARROW, *WIDE, *STREAM, *FP32)
-KINDS: tuple[type[ExpertConfig | ExpertStream], ...] = (ExpertConfig, ExpertStream)
+CONFIGS: tuple[AnyConfig, ...] = (*NARROW, *WIDE, *STREAM, *SLICE, *FP32)
+KINDS: tuple[type[AnyConfig], ...] = (ExpertConfig, ExpertStream, ExpertSlice)
 
 
-def candidates(step: str, block_rows: int, dtype: torch.dtype) -> tuple[ExpertConfig | ExpertStream, ...]:
+def candidates(step: str, block_rows: int, dtype: torch.dtype) -> tuple[AnyConfig, ...]:
     """The configs worth timing for "gate_up" or "down" over blocks of so many rows."""
     if dtype == torch.float32:
         return FP32
     if block_rows <= 32:
-        return NARROW
+        return NARROW if step == "gate_up" else (*NARROW, *SLICE)
     return WIDE[:-1] if step == "gate_up" else (*WIDE, *STREAM)
 
 
@@ -89,7 +102,7 @@ def shape_class(step: str, num_pairs: int, num_slots: int, block_rows: int, num_
     return f"{step} P{pairs} S{num_slots} B{block_rows} N{num_out} K{dim}"
 
 
-def default_config(step: str, block_rows: int, dtype: torch.dtype) -> ExpertConfig | ExpertStream:
+def default_config(step: str, block_rows: int, dtype: torch.dtype) -> AnyConfig:
     """The config of a shape that nobody tuned: what an H200 ran fastest for two models at 1 to 4096 tokens."""
     if dtype == torch.float32:
         return FP32[0]
@@ -98,3 +111,14 @@ def default_config(step: str, block_rows: int, dtype: torch.dtype) -> ExpertConf
     if block_rows == 64:
         return WIDE[0 if step == "gate_up" else 1]
     return WIDE[2] if step == "gate_up" else STREAM[0]
+
+
+def few_pairs_config(step: str, num_slices: int, dim: int) -> AnyConfig:
+    """The bf16 config where nothing is laid out; `num_slices`: of one token's pairs, 64 outputs each, else 0.
+
+    Slices if all can be at work at once, two on each of 132 multiprocessors. Rows of 2048 values come in longer steps
+    (measured with 8 and 64 pairs; longer rows were not).
+    """
+    if step == "down" and 0 < num_slices <= 264:
+        return SLICE[0]
+    return NARROW[2] if step == "gate_up" and dim <= 2048 else default_config(step, 16, torch.bfloat16)

@@ -9,7 +9,8 @@ belong to them), K ascending in one fp32 accumulator per output, so that a row's
 use leave at once. For few pairs no launch lays anything out (`ExpertPairs`): the grid holds a block for each of them,
 and a program compares its pair's expert with the others' to find its rows, or that an earlier pair's block has them.
 The second launch finds its weights while the first one drains (see `dependent`), and then waits for the rows (1.2 us of
-23 with one token; fetching the weights into the L2 meanwhile cost 3 us).
+23 with one token; fetching the weights into the L2 meanwhile cost 3 us). Of one token it has the weights by then, too
+(`grouped_slice`).
 """
 
 from typing import Any
@@ -24,8 +25,21 @@ from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for
 from moeyard_kernels.common.rounding import product, round_to
 from moeyard_kernels.elementwise.silu_mul import silu_mul_values
 from moeyard_kernels.experts.grouped_configs import CONFIGS as CONFIGS
-from moeyard_kernels.experts.grouped_configs import KINDS, WIDE, ExpertConfig, ExpertStream, default_config, shape_class
+from moeyard_kernels.experts.grouped_configs import (
+    KINDS,
+    NARROW,
+    SLICE,
+    WIDE,
+    AnyConfig,
+    ExpertConfig,
+    ExpertSlice,
+    ExpertStream,
+    default_config,
+    few_pairs_config,
+    shape_class,
+)
 from moeyard_kernels.experts.grouped_configs import candidates as candidates
+from moeyard_kernels.experts.grouped_slice import fits, slice_pairs
 from moeyard_kernels.experts.grouped_stream import stream_pairs
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
 
@@ -34,7 +48,14 @@ OP = "grouped_gemm"
 
 @triton.jit
 def _block_of_pair(p_ids, p_slot_of_expert, i_p, P, BP: tl.constexpr, BM: tl.constexpr):
-    """(slot, pairs [BM]) of the block that pair i_p of P begins; the slot is -1 if it begins none, pairs end in -1."""
+    """(slot, pairs [BM]) of the block that pair i_p of P begins; the slot is -1 if it begins none, pairs end in -1.
+
+    BP is 1 for the pairs of one token, each of which has a block to itself.
+    """
+    if BP == 1:
+        i_id = tl.load(p_ids + i_p).to(tl.int32)
+        i_slot = tl.load(p_slot_of_expert + i_id, mask=i_id >= 0, other=-1)
+        return i_slot, tl.where(tl.arange(0, BM) == 0, i_p, -1)
     o_p, o_r = tl.arange(0, BP), tl.arange(0, BM)
     b_id = tl.load(p_ids + o_p, mask=o_p < P, other=-1).to(tl.int32)
     i_id = tl.load(p_ids + i_p).to(tl.int32)
@@ -51,8 +72,12 @@ def _block_of_pair(p_ids, p_slot_of_expert, i_p, P, BP: tl.constexpr, BM: tl.con
 def _expert_tile(
     p_a, p_w, d_w, b_pair, p_out, i_slot, i_row, i_n, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
-    """Rows [i_row, i_row + BM) of pairs b_pair by outputs [i_n BN, i_n BN + BN), of the expert in i_slot."""
+    """Rows [i_row, i_row + BM) of pairs b_pair by outputs [i_n BN, i_n BN + BN), of the expert in i_slot.
+
+    FEW: the second product lets the next launch begin, too.
+    """
     G: tl.constexpr = 2 if GATED else 1
     DTYPE: tl.constexpr = p_w.dtype.element_ty
     o_r = i_row + tl.arange(0, BM)
@@ -68,6 +93,8 @@ def _expert_tile(
     else:
         p_ba = p_a + o_r * K
         wait_for_previous()
+        if FEW:
+            let_next_begin()
 
     b_acc = tl.zeros([G * BN, BM] if SWAP else [BM, G * BN], dtype=tl.float32)
     for i_k in range(0, K, BK):
@@ -134,12 +161,12 @@ def _expert_kernel(
     if HALVES and tl.load(p_pairs + i_row + BM // 2) < 0:
         b_half = tl.load(p_pairs + i_row + tl.arange(0, BM // 2))
         _expert_tile(
-            p_a, p_w, d_w, b_half, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM // 2, BN, BK, SWAP, TMA
+            p_a, p_w, d_w, b_half, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM // 2, BN, BK, SWAP, TMA, BP > 0
         )  # fmt: skip
         return
     if not BP:
         b_pair = tl.load(p_pairs + i_row + tl.arange(0, BM))
-    _expert_tile(p_a, p_w, d_w, b_pair, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA)
+    _expert_tile(p_a, p_w, d_w, b_pair, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA, BP > 0)
 
 
 def _num_blocks(layout: ExpertLayout | ExpertPairs) -> int:
@@ -154,7 +181,7 @@ def num_rows(layout: ExpertLayout | ExpertPairs) -> int:
 
 def _launch(
     a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertLayout | ExpertPairs, top_k: int,
-    config: ExpertConfig | ExpertStream,
+    config: AnyConfig,
 ) -> None:  # fmt: skip
     """Run one of the two products; top_k is 0 for the second."""
     num_out, dim = w.shape[1] // (2 if top_k else 1), w.shape[2]
@@ -164,13 +191,20 @@ def _launch(
             stream_pairs(a, w, out, layout, config)
             return
         config = WIDE[-1]
+    if isinstance(config, ExpertSlice):
+        one_token = isinstance(layout, ExpertPairs) and layout.one_token
+        if one_token and not top_k and aligned and fits(w, config.BN) and launch.on_hopper(w):
+            assert isinstance(layout, ExpertPairs)
+            slice_pairs(a, w, out, layout, config.BN)
+            return
+        config = NARROW[1]
     copied = config.kernel == "descriptors" and aligned
     d_w: Any = w
     if copied:
         d_w = TensorDescriptor.from_tensor(w.view(-1, num_out, dim), [2 if top_k else 1, config.BN, config.BK])
     if isinstance(layout, ExpertPairs):
         index = (layout.topk_ids, layout.slot_of_expert, layout.slot_of_expert)
-        padded = triton.next_power_of_2(layout.num_pairs)
+        padded = 1 if layout.one_token else triton.next_power_of_2(layout.num_pairs)
     else:
         index, padded = (layout.pairs, layout.slot_of_block, layout.num_blocks), 0
     options: dict[str, Any] = config.options | dict(dependent(w))
@@ -182,13 +216,19 @@ def _launch(
     )  # fmt: skip
 
 
-def _config(
-    w: torch.Tensor, layout: ExpertLayout | ExpertPairs, step: str, num_out: int
-) -> ExpertConfig | ExpertStream:
+def _config(w: torch.Tensor, layout: ExpertLayout | ExpertPairs, step: str, num_out: int) -> AnyConfig:
     if w.dtype == torch.float32:
         return default_config(step, layout.block_rows, w.dtype)
+
+    def default() -> AnyConfig:
+        if isinstance(layout, ExpertLayout):
+            return default_config(step, layout.block_rows, w.dtype)
+        sliced = layout.one_token and fits(w, SLICE[0].BN)
+        num_slices = layout.num_pairs * triton.cdiv(num_out, SLICE[0].BN) if sliced else 0
+        return few_pairs_config(step, num_slices, w.shape[2])
+
     name = shape_class(step, layout.num_pairs, layout.num_slots, layout.block_rows, num_out, w.shape[2])
-    return tuning.choose(OP, name, w, KINDS, lambda: default_config(step, layout.block_rows, w.dtype))
+    return tuning.choose(OP, name, w, KINDS, default)
 
 
 def gate_up_rows(
@@ -198,7 +238,7 @@ def gate_up_rows(
     *,
     top_k: int,
     out: torch.Tensor,
-    config: ExpertConfig | ExpertStream | None = None,
+    config: AnyConfig | None = None,
 ) -> torch.Tensor:
     """The first launch: h [rows of the layout, I], of which the rows of pairs are written."""
     _launch(x, gate_up, out, layout, top_k, config or _config(gate_up, layout, "gate_up", gate_up.shape[1] // 2))
@@ -211,7 +251,7 @@ def down_pairs(
     layout: ExpertLayout | ExpertPairs,
     *,
     out: torch.Tensor,
-    config: ExpertConfig | ExpertStream | None = None,
+    config: AnyConfig | None = None,
 ) -> torch.Tensor:
     """The second launch: out [P, H], of which the rows of the layout's pairs are written."""
     _launch(h, down, out, layout, 0, config or _config(down, layout, "down", down.shape[1]))
@@ -226,7 +266,7 @@ def grouped_gemm(
     *,
     top_k: int,
     out: torch.Tensor | None = None,
-    configs: tuple[ExpertConfig | None, ExpertConfig | ExpertStream | None] = (None, None),
+    configs: tuple[ExpertConfig | None, AnyConfig | None] = (None, None),
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.grouped_gemm`. `configs`: of gate_up and of down, where they are not to be looked up."""
     launch.check_layout(OP, x=x, gate_up=gate_up, down=down, out=out)

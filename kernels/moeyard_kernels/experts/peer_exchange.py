@@ -15,19 +15,22 @@ need it find it missing, and the device stays usable.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from moeyard_kernels.common import launch
+from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.rounding import INTERPRETED
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types import peer_window as window_types
+from moeyard_kernels.types.peer_shape import LINE
 from moeyard_kernels.types.peer_window import PeerWindow
 
 _DISPATCH, _COMBINE = tl.constexpr(window_types.DISPATCH), tl.constexpr(window_types.COMBINE)
-_ARRIVED, _LINE = tl.constexpr(window_types.ARRIVED), tl.constexpr(window_types.LINE)
+_ARRIVED, _LINE = tl.constexpr(window_types.ARRIVED), tl.constexpr(LINE)
 _COMBINED, _DISPATCHED = tl.constexpr(window_types.COMBINED), tl.constexpr(window_types.DISPATCHED)
 _POISONED, _CLOCK = tl.constexpr(window_types.POISONED), tl.constexpr(window_types.CLOCK)
 _ABORTED, _ABORT = tl.constexpr(window_types.ABORTED), tl.constexpr(window_types.ABORT)
@@ -167,6 +170,9 @@ def _dispatch_kernel(
 ):  # fmt: skip
     """x [T, N] words, ids [T, K]. Grid: (W * any power of two up to ARRIVED,), or (1,) without SEND."""
     i_p = tl.program_id(0)
+    # What comes behind may arrive while packets are waited for: all programs here run by then.
+    let_next_begin()
+    wait_for_previous()
     if tl.load(p_state + _POISONED) != 0:
         return
     epoch = tl.load(p_state + _COMBINED) + 1
@@ -206,6 +212,8 @@ def _combine_kernel(
 ):  # fmt: skip
     """out [rows, W, K, N] words. Grid: as above."""
     i_p = tl.program_id(0)
+    let_next_begin()
+    wait_for_previous()
     if tl.load(p_state + _POISONED) != 0:
         return
     epoch = tl.load(p_state + _DISPATCHED)
@@ -284,7 +292,7 @@ def default_config(window: PeerWindow, num_rows: int) -> PacketConfig:
 
 def _launch(
     window: PeerWindow, num_rows: int, config: PacketConfig | None, send: bool
-) -> tuple[tuple[int], dict[str, int]]:
+) -> tuple[tuple[int], dict[str, Any]]:
     """Grid, and what both kernels are compiled for."""
     config = config or default_config(window, num_rows)
     shape, words = window.shape, window.shape.row_bytes // 4
@@ -295,4 +303,5 @@ def _launch(
         "BW": triton.next_power_of_2(shape.world_size),
         "BLOCK": min(4096, triton.next_power_of_2(words)),
         "num_warps": config.num_warps,
+        **dependent(window.table),
     }

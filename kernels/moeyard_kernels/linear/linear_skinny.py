@@ -3,7 +3,9 @@
 Rows of x are the left operand of products that always take 64: BM of them are copied, and what lies behind them in
 shared memory fills the others, whose results are not stored. So a tile may be as narrow as 16 columns, which a weight
 of 2112 needs to occupy 132 multiprocessors. Where the columns are no power of two (40: 5120 in 128 programs), they
-likewise are the first columns of an operand of the next power. One warp copies, four multiply.
+likewise are the first columns of an operand of the next power. Slices of 64 columns are the left operand themselves,
+and the rows of x, as many as there are, the right one: of what an instruction reads out of shared memory, which is what
+it takes its time for, nothing is garbage then. One warp copies, four multiply.
 
 Of a weight that no running launch writes (STATIC), the first EARLY steps are copied while the launch before still runs,
 where that one leaves room. Not all that the buffers hold: the first rows of x would wait behind it for the memory
@@ -140,22 +142,29 @@ def _multiply(
     """Products of a buffer start before those of the last have ended, whose buffer is then free."""
     BN: gl.constexpr = HEAD + TAIL
     WIDTH: gl.constexpr = 2 * HEAD if TAIL else HEAD
+    # 64 columns fill a left operand, and no row is read for nothing (see the module).
+    SWAP: gl.constexpr = BN == 64
     BLOCK: gl.constexpr = s_w.shape[1]
-    L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    L_X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, _COLUMNS], s_x.dtype)
+    ROWS: gl.constexpr = BM if SWAP else 64
+    L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS if SWAP else WIDTH, 16])
+    L_X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, _COLUMNS], s_x.dtype)
     L_W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, _COLUMNS], s_w.dtype)
-    o_r, o_c = gl.arange(0, 64, gl.SliceLayout(1, L_Y)), gl.arange(0, WIDTH, gl.SliceLayout(0, L_Y))
+    AXIS: gl.constexpr = 1 if SWAP else 0
+    o_r, o_c = gl.arange(0, ROWS, gl.SliceLayout(1 - AXIS, L_Y)), gl.arange(0, WIDTH, gl.SliceLayout(AXIS, L_Y))
     i_buffer, phase = 0, 0
     for i_tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         i_m, i_n, second = _place(i_tile, M, NA, BM, BN, PAIR)
-        b_acc = gl.zeros([64, WIDTH], gl.float32, L_Y)
+        b_acc = gl.zeros([WIDTH, ROWS] if SWAP else [ROWS, WIDTH], gl.float32, L_Y)
         for i_k in range(num_k):
             mbarrier.wait(e.index(i_buffer), phase)
             for u in gl.static_range(SUB):
                 i_part = i_buffer * SUB + u
-                s_rows = s_x.index(i_part)._reinterpret(s_x.dtype, [64, _COLUMNS], L_X)
+                s_rows = s_x.index(i_part)._reinterpret(s_x.dtype, [ROWS, _COLUMNS], L_X)
                 s_part = s_w.index(i_part * (BN // BLOCK))._reinterpret(s_w.dtype, [WIDTH, _COLUMNS], L_W)
-                b_acc = warpgroup_mma(s_rows, s_part.permute((1, 0)), b_acc, is_async=True)
+                if SWAP:
+                    b_acc = warpgroup_mma(s_part, s_rows.permute((1, 0)), b_acc, is_async=True)
+                else:
+                    b_acc = warpgroup_mma(s_rows, s_part.permute((1, 0)), b_acc, is_async=True)
             b_acc = warpgroup_mma_wait(num_outstanding=SUB, deps=(b_acc,))
             if i_k > 0:
                 mbarrier.arrive(f.index(_before(i_buffer, STAGES)), count=1)
@@ -167,9 +176,11 @@ def _multiply(
             p_y, N = gl.where(second, p_yb, p_ya), gl.where(second, NB, NA)
         o_n = i_n + o_c
         if HAS_BIAS:
-            b_acc += gl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[None, :]
-        p_by = p_y + (i_m + o_r).to(gl.int64)[:, None] * N + o_n[None, :]
-        m_y = ((o_r < BM) & (i_m + o_r < M))[:, None] & ((o_c < BN) & (o_n < N))[None, :]
+            b_bias = gl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)
+            b_acc += gl.expand_dims(b_bias, AXIS)
+        p_row, m_r, m_c = p_y + (i_m + o_r).to(gl.int64) * N, (o_r < BM) & (i_m + o_r < M), (o_c < BN) & (o_n < N)
+        p_by = gl.expand_dims(p_row, 1 - AXIS) + gl.expand_dims(o_n, AXIS)
+        m_y = gl.expand_dims(m_r, 1 - AXIS) & gl.expand_dims(m_c, AXIS)
         gl.store(p_by, b_acc.to(p_y.dtype.element_ty), mask=m_y)
 
 
@@ -192,7 +203,8 @@ def linear_skinny_kernel(
     BLOCK: gl.constexpr = TAIL if TAIL else HEAD
     BN: gl.constexpr = HEAD + TAIL
     # Behind the last blocks there is room for a whole operand.
-    s_x = gl.allocate_shared_memory(DT, [STAGES * SUB + 64 // BM - 1, BM, _COLUMNS], d_x.layout)
+    MORE: gl.constexpr = 0 if BN == 64 else 64 // BM - 1
+    s_x = gl.allocate_shared_memory(DT, [STAGES * SUB + MORE, BM, _COLUMNS], d_x.layout)
     REST: gl.constexpr = (2 * HEAD - BN) // BLOCK if TAIL else 0
     s_w = gl.allocate_shared_memory(DT, [STAGES * SUB * (BN // BLOCK) + REST, BLOCK, _COLUMNS], d_ta.layout)
     e = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

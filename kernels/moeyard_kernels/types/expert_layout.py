@@ -34,7 +34,8 @@ class ExpertPairs:
     """In place of an `ExpertLayout` for at most FEW_PAIRS pairs: nothing is laid out, each program finds its rows.
 
     topk_ids [T, K] int64 or int32 and slot_of_expert [E] int32, contiguous, as `ops.expert_layout` takes them. Of pairs
-    of one expert that is here the first, and every 16th after it, begins a block; a block has the pair's number.
+    of one expert that is here the first, and every 16th after it, begins a block; a block has the pair's number. The
+    pairs of one token have a block each.
     """
 
     num_slots: int
@@ -44,6 +45,10 @@ class ExpertPairs:
     @property
     def num_pairs(self) -> int:
         return self.topk_ids.numel()
+
+    @property
+    def one_token(self) -> bool:
+        return self.topk_ids.shape[0] == 1
 
     @property
     def block_rows(self) -> int:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from moeyard_kernels.types.peer_shape import LINE, PeerShape
+
 DISPATCH, COMBINE = 0, 1
 # What the programs that send a packet add to the receiver's count of arrivals, all together, however many they are.
 ARRIVED = 1024
-# Integers of 8 bytes to a line of memory: what different ranks write is kept apart.
-LINE = 16
 # In a rank's own state, which no peer reads: exchanges combined and dispatched so far, whether it has failed, and for
 # the wait a clock and the host's word, as the one thread that looked at them has told the others.
 COMBINED, DISPATCHED, POISONED, CLOCK, ABORTED, NUM_STATE = 0, 1, 2, 3, 4, 8
@@ -23,54 +23,6 @@ COMBINED, DISPATCHED, POISONED, CLOCK, ABORTED, NUM_STATE = 0, 1, 2, 3, 4, 8
 # number, and what is wrong. Apart from them what only the host writes: that the wait is to end.
 FAILED, PHASE, LAYER, RANKS, EPOCH, REASON, ABORT, NUM_FAULT = 0, 1, 2, 3, 4, 5, LINE, 2 * LINE
 SILENT, TOO_MANY = 0, 1
-
-_ALIGNMENT = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerShape:
-    """The sizes that ranks agree on. `max_tokens` bounds the rows of one rank in one exchange.
-
-    In a rank's memory: [2, LINE] int64, arrivals by phase, the first of each line; [2, W, LINE] int64, heads by phase
-    and source: the number of the exchange, and how many rows the source has; ids [max_tokens, W, K] int32; rows
-    [max_tokens, W, H] by the source's row and the source; home [max_tokens, K, H]. Raises ValueError for rows that are
-    no multiple of 16 bytes and for sizes below 1.
-    """
-
-    world_size: int
-    top_k: int
-    row_bytes: int
-    max_tokens: int
-
-    def __post_init__(self) -> None:
-        for name in ("world_size", "top_k", "row_bytes", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.row_bytes % 16:
-            raise ValueError(f"peers move rows of a multiple of 16 bytes, got {self.row_bytes}")
-        if self.world_size > 32:
-            raise ValueError(f"at most 32 ranks share memory, got {self.world_size}")
-
-    @property
-    def heads_offset(self) -> int:
-        return 2 * LINE * 8
-
-    @property
-    def ids_offset(self) -> int:
-        return self.heads_offset + 2 * self.world_size * LINE * 8
-
-    @property
-    def rows_offset(self) -> int:
-        return _aligned(self.ids_offset + self.max_tokens * self.world_size * self.top_k * 4)
-
-    @property
-    def home_offset(self) -> int:
-        return _aligned(self.rows_offset + self.max_tokens * self.world_size * self.row_bytes)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one rank's memory."""
-        return _aligned(self.home_offset + self.max_tokens * self.top_k * self.row_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +77,10 @@ class PeerWindow:
             home=part(shape.home_offset, self.dtype, tokens, top_k, self.hidden),
         )
 
+    def poison(self) -> None:
+        """Take no part until `reset`: launches neither send nor wait, so that steps can be captured without peers."""
+        self.state[POISONED] = 1
+
     def abort(self) -> None:
         """End the wait of this rank's launches, until `reset`: they fail, naming who is missing. For any thread."""
         # A store to memory of the host: a call of CUDA could queue behind the launch that waits.
@@ -169,7 +125,3 @@ def open_window(
         fault=fault.pin_memory() if device.type == "cuda" else fault,
         limit=round(seconds * 1e9),
     )
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

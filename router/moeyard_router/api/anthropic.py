@@ -7,13 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from moeyard_router.api.anthropic_blocks import TextBlock, Texts, ThinkingBlock, ToolResultBlock, ToolUseBlock, Turn
+from moeyard_router.api.compression import KvCompressionField
 from moeyard_router.api.fields import Strict, refuse
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.schema import Count, parse
 from moeyard_router.api.tools import check_tools
 from moeyard_router.api.translation import Translation, below, given, one_of, text_parts
 
-_PASSED = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+_PASSED = ("model", "max_tokens", "temperature", "top_p", "top_k", "kv_compression", "stream")
 _NAMES = MappingProxyType(
     {
         r"messages\.reasoning_content": "messages.content.thinking",
@@ -131,6 +132,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
+    kv_compression: KvCompressionField | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
 

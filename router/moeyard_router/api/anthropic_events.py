@@ -80,6 +80,7 @@ class MessageWriter(BlockWriter):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": choice.num_tokens,
+            **self.job.kept,
         }
 
 

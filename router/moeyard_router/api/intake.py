@@ -85,6 +85,14 @@ class Job:
         asked = ((c.sampling.prompt_logprobs, self.prompts[c.prompt].token_ids) for c in self.continuations)
         return sum(len(ids) * (count + 1) for count, ids in asked if count is not None)
 
+    @property
+    def kept(self) -> dict[str, int]:
+        """`kept_tokens`, what the answers are given of the prompts, where that need not be all."""
+        sampling = self.continuations[0].sampling
+        if sampling.kv_compression is None:
+            return {}
+        return {"kept_tokens": sum(sampling.kept(len(p.token_ids)) for p in self.prompts)}
+
 
 class Intake:
     """Turns requests into jobs; raises `ApiError` for everything that the model or the limits rule out."""

@@ -161,12 +161,11 @@ class ReplyWriter:
         }
         per_prompt = len(choices) // len(self._job.prompts)
         cached = [c.cached_tokens for c in choices[::per_prompt]]
+        details = self._job.kept
         if None not in cached:
-            usage["prompt_tokens_details"] = {"cached_tokens": sum(c for c in cached if c is not None)}
-        sampling = self._job.continuations[0].sampling
-        if sampling.kv_compression is not None:
-            kept = sum(sampling.kept(len(p.token_ids)) for p in self._job.prompts)
-            usage.setdefault("prompt_tokens_details", {})["kept_tokens"] = kept
+            details = {"cached_tokens": sum(c for c in cached if c is not None), **details}
+        if details:
+            usage["prompt_tokens_details"] = details
         return usage
 
     @property

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from moeyard_router.api.compression import KvCompressionField
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.response_items import (
@@ -29,7 +30,7 @@ from moeyard_router.errors import bad_request
 
 _PASSED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("chat_template_kwargs", "parallel_tool_calls", "stream", "user", "model"),
+    *("kv_compression", "chat_template_kwargs", "parallel_tool_calls", "stream", "user", "model"),
 )
 _NAMES = MappingProxyType(
     {
@@ -135,6 +136,7 @@ class ResponsesRequest(Strict):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
+    kv_compression: KvCompressionField | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: _Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None

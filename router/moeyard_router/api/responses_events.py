@@ -143,7 +143,7 @@ class ResponseWriter(BlockWriter):
         prompt = len(self.job.prompts[0].token_ids)
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": choice.cached_tokens or 0},
+            "input_tokens_details": {"cached_tokens": choice.cached_tokens or 0, **self.job.kept},
             "output_tokens": choice.num_tokens,
             "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
             "total_tokens": prompt + choice.num_tokens,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp"]
+ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp", "nvlink"]
 # What a GPU wants where nothing is said: pages of an attention block, steps that fill it, the next planned meanwhile.
 DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -22,7 +22,7 @@ DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
     }
 )
-EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp")
+EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp", "nvlink")
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
 DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
 EXPERT_POLICIES: tuple[str, ...] = ("slru", "lru")
@@ -41,7 +41,7 @@ class SchedulerConfig:
 
     max_batch_tokens: rows of one step, prompt and output together. max_num_seqs: running sequences.
     prefill_chunk: prompt rows of one sequence in one step. mixed_prefill_tokens: prompt rows of all sequences in a step
-    that has rows of output too, whose tokens wait for them; None: as many as fit. max_waiting: queued requests that
+    beside rows of output, of any rank, which wait for them; None: as many as fit. max_waiting: queued requests that
     cannot start yet, before `queue_full`. max_queue_seconds: how long a request may wait for its start before
     `queue_timeout`; None: as long as it takes.
     max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3;
@@ -150,6 +150,8 @@ class EngineConfig:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is not cpu, cuda or cuda:N")
+        if self.exchange == "nvlink" and self.device == "cpu":
+            raise ValueError("exchange 'nvlink' is one of GPUs; use device 'cuda', or exchange 'zmq'")
         if ":" in self.device and self.num_workers > 1:
             raise ValueError(
                 f"device {self.device!r} is one GPU, num_workers {self.num_workers} take one each; use device 'cuda'"
@@ -204,8 +206,6 @@ def _require_speculation(config: EngineConfig) -> None:
         raise ValueError(f"draft_tokens must be in [1, {MAX_DRAFTS}], got {config.draft_tokens}")
     if config.speculate is None:
         return
-    if config.device != "cpu":
-        raise ValueError(f"speculate {config.speculate} runs on a CPU only so far, not on {config.device}")
     rows, drafts = config.max_num_seqs * (1 + config.num_drafts), config.draft_tokens or "auto"
     if rows > config.max_batch_tokens:
         raise ValueError(

@@ -13,7 +13,8 @@ class WorkerSpec:
 
     `placement` says which experts the rank loads, and which ranks it meets first (None: contiguous shards, all ranks).
     `keys` lock its sockets; without any, whoever reaches them may speak (a single rank in its own process).
-    `gpu`: which of the GPUs that its process sees is its own, where `config.device` is "cuda".
+    `gpu`: which of the GPUs that its process sees is its own, where `config.device` is "cuda"; `peer_gpus`: those of
+    all ranks, if it sees them all, as on one host.
     """
 
     config: EngineConfig
@@ -25,3 +26,4 @@ class WorkerSpec:
     keys: WorkerKeys | None = None
     placement: Placement | None = None
     gpu: int = 0
+    peer_gpus: tuple[int, ...] = ()

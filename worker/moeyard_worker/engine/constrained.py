@@ -12,7 +12,7 @@ import torch
 
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.device_sampler import DeviceSampler
-from moeyard_worker.engine.sampling import Yielded, ask, errors_of, sampled_rows
+from moeyard_worker.engine.sampling import SampledRow, Yielded, ask, errors_of, sampled_rows
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.request import Request
 from moeyard_worker.scheduling.step import Chunk, Step
@@ -22,10 +22,11 @@ def without_grammars(requests: Sequence[Request]) -> Sequence[Request]:
     """The same requests, if none has a grammar; else those that have one ask for nothing that costs."""
     if all(request.constraint is None for request in requests):
         return requests
-    return [r if r.constraint is None else replace(r, sampling=_least(r.sampling)) for r in requests]
+    return [r if r.constraint is None else replace(r, sampling=least(r.sampling)) for r in requests]
 
 
-def _least(p: SamplingParams) -> SamplingParams:
+def least(p: SamplingParams) -> SamplingParams:
+    """Greedy, with the same alternatives asked for."""
     # Its alternatives are those of the logits, whatever is chosen.
     return SamplingParams(max_tokens=p.max_tokens, temperature=0.0, logprobs=p.logprobs)
 
@@ -53,12 +54,24 @@ def choose_again(
     rows = sampled_rows(
         Step(prefill=some(step.prefill), decode=some(step.decode)), [requests[i] for i in places], before
     )
+    put_again(sampler, tokens, rows, places, eos_token_ids)
+    return {places[i]: error for i, error in errors_of(rows).items()}
+
+
+def put_again(
+    sampler: DeviceSampler, tokens: SampledTokens, rows: Sequence[SampledRow], places: Sequence[int],
+    eos_token_ids: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Choose for `rows`, whose logits are at `places`, and put that into `tokens`; alternatives stay as they are."""
     where = torch.tensor(places).to(sampler.logits.device)
-    chosen = ask(sampler.logits[where], rows, eos_token_ids)
+    put(sampler, tokens, where, ask(sampler.logits[where], rows, eos_token_ids))
+
+
+def put(sampler: DeviceSampler, tokens: SampledTokens, where: torch.Tensor, chosen: SampledTokens) -> None:
+    """Put what was chosen for the rows `where` into `tokens`; alternatives are those of the logits and stay."""
     tokens.ids[where] = sampler.last_ids[where] = chosen.ids
     if chosen.logprobs is not None:
         assert tokens.logprobs is not None, "they were asked for there too"
         assert tokens.ranks is not None, "they were asked for there too"
         assert chosen.ranks is not None, "they come together"
         tokens.logprobs[where], tokens.ranks[where] = chosen.logprobs, chosen.ranks
-    return {places[i]: error for i, error in errors_of(rows).items()}

@@ -1,6 +1,7 @@
 """What a rank runs on, chosen once: its backend, the memory that it may take, how its steps are launched."""
 
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,8 @@ from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.memory import MemoryPlan
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.scoring import Scores
+from moeyard_worker.engine.speculative_runner import SpeculativeRunner
+from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 
@@ -30,6 +33,10 @@ class LaunchedStep(Protocol):
 
     @property
     def step(self) -> Step: ...
+    def has_run(self) -> bool:
+        """Whether nothing of it is left to wait for."""
+        ...
+
     @property
     def results(self) -> list[Accepted]: ...
     @property
@@ -51,10 +58,17 @@ class LaunchedStep(Protocol):
 class StepRunner(Protocol):
     """What the engine's loop drives."""
 
-    def launch(self, step: Step, requests: Sequence[Request], *, before: Any, num_drafts: int) -> LaunchedStep:
+    def rows_of(self, step: Step) -> int:
+        """The most rows, with padding, that a step brings to its exchanges."""
+        ...
+
+    def launch(
+        self, step: Step, requests: Sequence[Request], *, before: Any, num_drafts: int, peers: PeerRows | None = None
+    ) -> LaunchedStep:
         """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon.
 
-        Up to `num_drafts` tokens are drafted behind those that it samples.
+        Up to `num_drafts` tokens are drafted behind those that it samples. `peers`: what all ranks bring (None: there
+        are no others).
         """
         ...
 
@@ -73,6 +87,10 @@ class Device(Protocol):
 
     def available(self) -> int:
         """Bytes that this rank may still take of the memory it computes in."""
+        ...
+
+    def unreachable(self, gpus: Sequence[int]) -> str | None:
+        """What keeps these, one for each rank, from reading and writing each other's memory; None: nothing."""
         ...
 
     def activate(self) -> None:
@@ -104,6 +122,10 @@ class CpuDevice:
     def available(self) -> int:
         """See `Device.available`."""
         return available_memory()
+
+    def unreachable(self, gpus: Sequence[int]) -> str:
+        """See `Device.unreachable`."""
+        return "ranks compute on CPUs"
 
     def activate(self) -> None:
         """Every thread computes here."""
@@ -151,6 +173,16 @@ class CudaDevice:
         """See `Device.available`."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
+    def unreachable(self, gpus: Sequence[int]) -> str | None:
+        """See `Device.unreachable`; the same for every rank."""
+        count = torch.cuda.device_count()
+        if len(set(gpus)) < len(gpus) or max(gpus) >= count:
+            return f"workers on GPUs {', '.join(map(str, gpus))}, this process sees {count}"
+        for one, other in permutations(gpus, 2):
+            if not torch.cuda.can_device_access_peer(one, other):
+                return f"GPU {one} has no peer access to GPU {other} (nvidia-smi topo -p2p rw shows who has)"
+        return None
+
     def activate(self) -> None:
         """See `Device.activate`."""
         torch.cuda.set_device(self._device)
@@ -166,11 +198,19 @@ class CudaDevice:
     def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
         """Steps of every size that is captured are captured here."""
         max_pages = -(-plan.max_model_len // config.page_size)
+        if config.num_drafts:
+            drafting = SpeculativeRunner(
+                runner, self.backend, max_sequences=config.max_num_seqs, max_pages=max_pages,
+                max_prompt=config.max_batch_tokens, num_drafts=config.num_drafts, adaptive=config.draft_tokens is None,
+            )  # fmt: skip
+            if not config.enforce_eager and runner.exchange.captures and config.num_workers == 1:
+                drafting.capture()
+            return drafting
         graphs = GraphRunner(
             runner, self.backend, max_rows=config.max_num_seqs, max_pages=max_pages,
             max_prompt=config.max_batch_tokens, captures_prompts=not plan.stream_slots,
         )  # fmt: skip
-        if not config.enforce_eager and runner.captures:
+        if not config.enforce_eager and runner.exchange.captures:
             graphs.capture()
         return graphs
 

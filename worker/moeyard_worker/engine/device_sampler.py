@@ -71,9 +71,15 @@ def captured(run: Callable[[], _T], pool: Any) -> tuple[torch.cuda.CUDAGraph, _T
 
 
 class DeviceSampler:
-    """Samples up to `max_rows` rows of `logits` [max_rows, V] fp32, which steps write; chosen ids go to `last_ids`."""
+    """Samples up to `max_rows` rows of `logits` [max_rows, V] fp32, which steps write; chosen ids go to `last_ids`.
 
-    def __init__(self, *, max_rows: int, vocab: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+    `max_edited`: of how many requests tokens are counted, as many as rows if None.
+    """
+
+    def __init__(
+        self, *, max_rows: int, vocab: int, eos_token_ids: tuple[int, ...], device: torch.device,
+        max_edited: int | None = None,
+    ) -> None:  # fmt: skip
         self._vocab, self._eos = vocab, eos_token_ids
         self.logits = torch.zeros(max_rows, vocab, dtype=torch.float32, device=device)
         self.last_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -83,8 +89,9 @@ class DeviceSampler:
              "top_k": long, "seeds": long, "positions": long, "slots": long},
             device,
         )  # fmt: skip
-        self._words = torch.zeros(max_rows, vocab, dtype=torch.int32, device=device)
-        self._bias = torch.zeros(max_rows, MAX_BIASES, dtype=torch.float64, device=device)
+        num_slots = max_rows if max_edited is None else max_edited
+        self._words = torch.zeros(num_slots, vocab, dtype=torch.int32, device=device)
+        self._bias = torch.zeros(num_slots, MAX_BIASES, dtype=torch.float64, device=device)
         self._counted: dict[RequestKey, _Counted] = {}
         self._graphs: dict[Chain, list[tuple[int, torch.cuda.CUDAGraph, SampledTokens]]] = {}
         # Rows of nothing: a chain runs before there is a step.
@@ -93,6 +100,8 @@ class DeviceSampler:
     def capture(self, rows: Iterable[int], pool: Any) -> None:
         """Capture every chain for each number of rows."""
         for chain in CHAINS:
+            if chain.edits and not len(self._words):
+                continue
             graphs = []
             for count in sorted(rows, reverse=True):
                 graphs.append((count, *captured(partial(self._run, chain, count), pool)))
@@ -122,6 +131,28 @@ class DeviceSampler:
             edits=edits,
             logprobs=any(p.logprobs is not None for p in params),
         )
+        return self._choose(chain, count)
+
+    def sample_rows(self, params: Sequence[SamplingParams], positions: torch.Tensor) -> SampledTokens:
+        """Choose for the first len(params) rows of `logits`, none of which edits them, whose tokens will sit at
+        `positions` [len(params)], known to the device alone."""
+        count = len(params)
+        self.ask(params)
+        self._staging.on_device["positions"][:count] = positions
+        cuts, logprobs = any(_cuts(p) for p in params), any(p.logprobs is not None for p in params)
+        return self._choose(Chain(cuts=cuts, edits=False, logprobs=logprobs), count)
+
+    def ask(self, params: Sequence[SamplingParams]) -> None:
+        """Bring what rows ask for to the device, but for their positions."""
+        self._fill(params, [0] * len(params), [-1] * len(params))
+
+    def asked(self, count: int, stride: int) -> dict[str, torch.Tensor]:
+        """Of `count` rows, `stride` apart, what `ask` brought, as arguments of `ops.sample`; to be captured."""
+        on = self._staging.on_device
+        names = ("temperature", "seeds", "top_k", "top_p", "min_p")
+        return {name: on[name][: count * stride : stride].contiguous() for name in names}
+
+    def _choose(self, chain: Chain, count: int) -> SampledTokens:
         graphs = self._graphs.get(chain)
         if not graphs or graphs[-1][0] < count:
             return self._run(chain, count)

@@ -10,7 +10,7 @@ from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.wires import MeshLock
 
 # A rank that answers heartbeats may take so many step deadlines for one layer: it reads cold experts, or its host is
-# busy. Longer, and it hangs.
+# busy, or it compiles what was not captured and is launched for the first time. Longer, and it hangs.
 STALL = 12
 
 

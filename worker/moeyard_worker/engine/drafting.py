@@ -28,7 +28,7 @@ class Speculation:
     """Makes drafts with `drafter` for `model`, in steps that `backend` plans."""
 
     def __init__(self, drafter: Drafter, *, model: Decoder, backend: Backend, eos_token_ids: tuple[int, ...]) -> None:
-        self._drafter, self._model, self._backend = drafter, model, backend
+        self.drafter, self._model, self._backend = drafter, model, backend
         self._eos_token_ids = eos_token_ids
 
     def draft(
@@ -49,17 +49,17 @@ class Speculation:
         """
         tails = _tails(step, requests, rows, results)
         token_ids = torch.from_numpy(_tokens_behind(step, results, plan.num_rows))
-        x = self._drafter.forward(token_ids, hidden, plan)
+        x = self.drafter.forward(token_ids.to(hidden.device), hidden, plan)
         going = [tail for tail in tails if tail.wants(1, self._backend.page_size)]
-        x = x.index_select(0, torch.tensor([tail.row for tail in going], dtype=torch.int64))
+        x = _rows(x, [tail.row for tail in going])
         self._choose(x, going)
         for number in range(2, num_passes + 1):
             kept = [i for i, tail in enumerate(going) if tail.wants(number, self._backend.page_size)]
-            x, going = x.index_select(0, torch.tensor(kept, dtype=torch.int64)), [going[i] for i in kept]
+            x, going = _rows(x, kept), [going[i] for i in kept]
             plan = self._backend.plan(Step(decode=tuple(tail.chunk(number) for tail in going)))
             padded = x.new_zeros(plan.num_rows, x.shape[1])
             padded[: len(going)] = x
-            x = self._drafter.forward(plan.token_ids, padded, plan)[: len(going)]
+            x = self.drafter.forward(plan.token_ids, padded, plan)[: len(going)]
             self._choose(x, going)
         return [replace(tail.result, drafts=tuple(tail.drafts)) for tail in tails]
 
@@ -70,6 +70,10 @@ class Speculation:
         found = choose(self._model.head(x).float(), [tail.row_of_next() for tail in going], self._eos_token_ids)
         for tail, (token_id, _) in zip(going, found, strict=True):
             tail.drafts.append(token_id)
+
+
+def _rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    return x.index_select(0, torch.tensor(rows, dtype=torch.int64).to(x.device))
 
 
 class _Tail:

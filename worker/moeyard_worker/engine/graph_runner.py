@@ -20,6 +20,7 @@ from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
 from moeyard_worker.engine.constrained import choose_again, without_grammars
 from moeyard_worker.engine.device_sampler import DeviceSampler, captured
 from moeyard_worker.engine.memory import SCORED_ROWS
+from moeyard_worker.engine.peer_buckets import smallest, with_peers
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sampling import (
     accepted,
@@ -32,6 +33,7 @@ from moeyard_worker.engine.sampling import (
     unsound,
 )  # fmt: skip
 from moeyard_worker.engine.scoring import Scores, score, told, unsound_scores
+from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 
@@ -76,14 +78,18 @@ class GraphLaunched:
     ) -> None:
         self.step = step
         self._errors = errors
-        self._blocks = [block.each(_to_host) for block in scores]
-        self._chosen = _to_host(chosen)
+        self._blocks = [block.each(to_host) for block in scores]
+        self._chosen = to_host(chosen)
         self._requests = requests
-        self._tokens = tokens.each(_to_host)
+        self._tokens = tokens.each(to_host)
         self._begun, self._done = begun, torch.cuda.Event(enable_timing=True)
         self._done.record()
         self._results: list[Accepted] | None = None
         self._scores: Scores | None = None
+
+    def has_run(self) -> bool:
+        """See `LaunchedStep.has_run`."""
+        return self._done.query()
 
     @property
     def results(self) -> list[Accepted]:
@@ -122,7 +128,7 @@ class GraphRunner:
     `max_rows` bounds the rows of a decode step, `max_pages` the pages of a sequence, `max_prompt` the prompt rows of a
     step. `captures_prompts`: whether a step with prompts asks nothing of the host (`ExpertCache.captures_prompts`). Of
     the steps so far `num_replayed` and `num_eager` count how they ran; `num_rows` are the rows of those that were
-    replayed, `num_padded_rows` theirs with padding.
+    replayed, `num_padded_rows` theirs with padding. What a step with peers runs in: `peer_buckets.py`.
     """
 
     def __init__(
@@ -138,12 +144,18 @@ class GraphRunner:
             device=backend.device,
         )  # fmt: skip
         self._graphs: dict[Bucket, _Graph] = {}
+        self._exchange = runner.exchange
+        self._has_peers = runner.exchange.places_rows
         self.num_replayed = self.num_eager = self.num_rows = self.num_padded_rows = 0
         # While this is set every step is launched kernel by kernel.
         self.eager = False
 
     def buckets(self) -> Iterator[Bucket]:
         """The size of every step that is captured."""
+        return with_peers([*self._own_buckets()]) if self._has_peers else self._own_buckets()
+
+    def _own_buckets(self) -> Iterator[Bucket]:
+        """The same of a rank by itself."""
         widths, width = [], _FIRST_WIDTH
         while width < self._max_pages:
             widths.append(width)
@@ -164,8 +176,9 @@ class GraphRunner:
         """Capture all buckets, the largest first, so that the others find their memory in its pool."""
         self._warm()
         pool, graphs = torch.cuda.graph_pool_handle(), {}
-        with _nothing_collected():
-            for bucket in sorted(self.buckets(), key=lambda b: (b.rows, b.keys, b.width), reverse=True):
+        with nothing_collected():
+            for bucket in sorted(self.buckets(), key=lambda b: (b.rows, b.keys, b.width, b.peers), reverse=True):
+                self._exchange.expect(PeerRows(bucket.peers))
                 inputs = self._inputs(bucket)
                 graphs[bucket] = _Graph(inputs, captured(partial(self._forward, inputs), pool)[0])
             self._sampler.capture(_below(_ROWS, self._max_rows), pool)
@@ -181,6 +194,7 @@ class GraphRunner:
         for size in sorted(sizes, reverse=True):
             keys = size if self._backend.flat else 0
             bucket = Bucket(prompt=size, keys=keys, width=self._max_pages, chunks=_CHUNKS)
+            self._exchange.expect(PeerRows(size))
             self._forward(self._inputs(bucket))
         config = self._runner.config
         rows = torch.zeros(SCORED_ROWS, config.hidden_size, dtype=self._runner.dtype, device=self._backend.device)
@@ -193,6 +207,9 @@ class GraphRunner:
         )
 
     def _forward(self, inputs: GraphInputs) -> None:
+        if not inputs.num_rows:
+            self._runner.model.forward(inputs)
+            return
         inputs.begin()
         logits = self._sampler.logits[: inputs.num_sampled]
         self._runner.model.forward(inputs, out=logits)
@@ -200,18 +217,22 @@ class GraphRunner:
 
     @torch.inference_mode()
     def launch(
-        self, step: Step, requests: Sequence[Request], *, before: GraphLaunched | None, num_drafts: int = 0
-    ) -> GraphLaunched:
+        self, step: Step, requests: Sequence[Request], *, before: GraphLaunched | None, num_drafts: int = 0,
+        peers: PeerRows | None = None,
+    ) -> GraphLaunched:  # fmt: skip
         """See `Runner.launch`; returns before the step has run."""
         assert num_drafts == 0, "drafts are made on a CPU only"
         begun = torch.cuda.Event(enable_timing=True)
         begun.record()
         sampler, count = self._sampler, len(step.sample_rows)
-        found, scores = self._find(step), list[SampledTokens]()
+        peers = peers or PeerRows(self.rows_of(step), (step.num_prefill_tokens,))
+        found, scores = self._find(step, peers), list[SampledTokens]()
         if found is None:
+            self._exchange.expect(peers)
             scores = self._eager(step)
         else:
-            found.inputs.fill(step, [-1 if c.fed is None else c.fed for c in step.decode])
+            if step.chunks:
+                found.inputs.fill(step, [-1 if c.fed is None else c.fed for c in step.decode])
             found.graph.replay()
             self.num_replayed += 1
             self.num_rows += step.num_tokens
@@ -231,13 +252,20 @@ class GraphRunner:
             errors = choose_again(sampler, tokens, step, requests, before=before, eos_token_ids=eos)
         return GraphLaunched(step, tokens, requests, chosen_logits(sampler.logits, tokens.ids), begun, errors, scores)
 
-    def _find(self, step: Step) -> _Graph | None:
+    def rows_of(self, step: Step) -> int:
+        """See `StepRunner.rows_of`."""
+        found = self._find(step, PeerRows(0, (step.num_prefill_tokens,)))
+        return step.num_tokens if found is None else found.inputs.num_rows
+
+    def _find(self, step: Step, peers: PeerRows) -> _Graph | None:
         """The smallest captured step that this one fits; None for what is launched kernel by kernel."""
-        # A graph keeps the logits of sampled rows only.
-        size = None if self.eager or step.scored else Bucket.of(step)
+        # A graph keeps the logits of sampled rows only. Experts without a slot ask the host about anybody's prompts.
+        if self.eager or step.scored or (not self._captures_prompts and any(peers.prompts)):
+            return None
+        size = Bucket.of(step) if step.chunks or not self._has_peers else Bucket(width=0)
         if size is None:
             return None
-        return next((graph for bucket, graph in self._graphs.items() if bucket.holds(size)), None)
+        return smallest(self._graphs.items(), size, peers.most if self._has_peers else 0)
 
     def _eager(self, step: Step) -> list[SampledTokens]:
         """Logits of the sampled rows, and what `score` finds; tokens unknown to the host come from the step before."""
@@ -263,7 +291,7 @@ class GraphRunner:
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
+def nothing_collected() -> Iterator[None]:
     """A graph of an engine that is no more, destroyed by the collector during a capture, would spoil that."""
     gc.collect()
     enabled = gc.isenabled()
@@ -287,6 +315,6 @@ def _plain(request: Request) -> bool:
     return p.temperature == 0 and p.logprobs is None and not edits
 
 
-def _to_host(x: torch.Tensor) -> torch.Tensor:
+def to_host(x: torch.Tensor) -> torch.Tensor:
     """A copy in pinned memory that is on its way."""
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)

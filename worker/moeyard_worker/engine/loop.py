@@ -77,12 +77,7 @@ class Engine:
         self._clients: set[bytes] = set()
         self._grammars = GrammarQueue(grammars, self._wake_up)
         self._reporter = Reporter(
-            rank=rank,
-            epoch=epoch,
-            scheduler=scheduler,
-            grammars=self._grammars,
-            experts=experts,
-            metrics=metrics,
+            rank=rank, epoch=epoch, scheduler=scheduler, grammars=self._grammars, experts=experts, metrics=metrics
         )
         self._on_loss = on_loss
         self._next: tuple[Mesh, int, Placement] | None = None  # what `rejoin` was given
@@ -92,9 +87,8 @@ class Engine:
         self._closed = False
         self._stopping = False
         self._poller = zmq.Poller()
-        self._poller.register(self._wake, zmq.POLLIN)
-        self._poller.register(frontend.socket, zmq.POLLIN)
-        self._poller.register(frontend.monitor, zmq.POLLIN)
+        for source in (self._wake, frontend.socket, frontend.monitor):
+            self._poller.register(source, zmq.POLLIN)
         # Peers are registered when an epoch begins: they are met after this rank is built.
         self._peer_sockets: list[zmq.Socket[bytes]] = []
 
@@ -226,7 +220,8 @@ class Engine:
     def _advance(self) -> None:
         """Launch a step if there is one to run, then take the results of the oldest once no more may be in flight."""
         started = time.monotonic()
-        step = self._scheduler.schedule(started) if self._scheduler.has_work() else Step.empty()
+        others = self._lockstep.others_decode
+        step = self._scheduler.schedule(started, beside_output=others) if self._scheduler.has_work() else Step.empty()
         # Without a row of its own a rank takes part in its peers' steps only; what is in flight may have ended it all.
         if step.chunks or self._peer_started():
             self._launch(step, started)
@@ -236,17 +231,22 @@ class Engine:
 
     def _launch(self, step: Step, started: float) -> None:
         """One lockstep step; idle ranks take part with no rows."""
-        depth = self._lockstep.agree(self.step + 1, step.num_tokens, step.num_drafts).num_drafts
+        agreed = self._lockstep.agree(
+            self.step + 1, step.num_tokens, step.num_drafts, num_prompt=step.num_prefill_tokens,
+            num_rows=self._runner.rows_of(step),
+        )  # fmt: skip
         self.step += 1
         self._exchange.begin_step(self.step)
         self._experts.begin_step(self.step)
         before = self._launched[-1][0] if self._launched else None
-        launched = self._runner.launch(step, self._scheduler.requests(step), before=before, num_drafts=depth)
+        requests, depth = self._scheduler.requests(step), agreed.num_drafts
+        launched = self._runner.launch(step, requests, before=before, num_drafts=depth, peers=agreed.peers)
         self._launched.append((launched, self.step, started))
 
     def _complete(self, launched: LaunchedStep, number: int, started: float) -> None:
         """Take the results of the oldest step in flight."""
         step = launched.step
+        self._exchange.finish_step(number, launched.has_run)
         if unsound := launched.unsound:
             # What made them is in the pages by now, and others may share these.
             raise not_finite(unsound, step=number)
@@ -278,20 +278,16 @@ class Engine:
         for socket in self._peer_sockets:
             self._poller.unregister(socket)
         self._peer_sockets = []
+        self._exchange.abort()
         # What others found may be the cause of what was met here; all ranks name one.
         self.failure = self._mesh.fail(str(error))
         finding = self._mesh.finding
         assert finding is not None, "a mesh that failed knows why"
         self._launched.clear()
         loss = tell_loss(
-            error,
-            finding,
-            rank=self.rank,
-            epoch=self.epoch,
-            steps=self.step,
-            running=self._scheduler.running(),
-            waiting=self._scheduler.num_waiting,
-        )
+            error, finding, rank=self.rank, epoch=self.epoch, steps=self.step,
+            running=self._scheduler.running(), waiting=self._scheduler.num_waiting,
+        )  # fmt: skip
         log.log(logging.ERROR if loss.ranks else logging.INFO, "%s", loss)
         self._scheduler.roll_back(time.monotonic())
         self._report(force=True)
@@ -301,11 +297,15 @@ class Engine:
         """Go on where the end of the epoch before left this rank."""
         self._mesh, self._lockstep = mesh, Lockstep(mesh)
         self._experts.adopt(placement.experts(self.rank))
-        self._exchange.attach(mesh, placement)
         self.epoch = self._reporter.epoch = mesh.epoch
         self._reporter.num_ranks = len(mesh.members)
         self.step, self.failure, self._next = step, None, None
         self._watch_peers()
+        try:
+            self._exchange.attach(mesh, placement)
+        except ExchangeError as error:
+            self._lose(error)
+            return
         log.info("epoch %d begins after step %d", self.epoch, step)
         self._report(force=True)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moeyard_kernels.types.footprint import Footprints
-from moeyard_worker.config.engine_config import EngineConfig, format_size
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.slots import resolve_slots, slot_bytes
 from moeyard_worker.models.model_config import ModelConfig
@@ -29,7 +29,7 @@ _FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Bytes set aside before memory is divided: the exchange's slab, one step's tensors, grammars, a margin."""
+    """Bytes set aside before memory is divided: for the exchange, one step's tensors, grammars, a margin."""
 
     exchange: int
     workspace: int
@@ -82,14 +82,21 @@ class MemoryPlan:
 
 
 def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
-    """The sizes of the exchange that this fleet needs."""
+    """The sizes of the exchange that this fleet needs: of its largest step, which a GPU captures with padding."""
+    padding = 0 if config.device == "cpu" else config.max_num_seqs
     return ExchangeShape(
         num_experts=model.num_experts,
         top_k=model.top_k,
         hidden=model.hidden_size,
         dtype=model.served_dtype(config.dtype),
-        max_tokens=config.max_batch_tokens,
+        max_tokens=config.max_batch_tokens + padding,
     )
+
+
+def exchange_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """What the exchange takes of a rank's memory: its slab, or the window that peers write to."""
+    shape = exchange_shape(config, model)
+    return shape.window(config.num_workers).num_bytes if config.exchange == "nvlink" else shape.slab_bytes
 
 
 def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints) -> int:
@@ -98,14 +105,18 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     Values per row, in fp32: the residual, its norm, a block's input and output (4 H) beside the larger of attention
     (`Footprint.per_row`) and MLP: gate, up, activation and product (4 I), the experts' outputs sorted and back in place
     (2 K H), and with peers the rows gathered from all of them, in a buffer that grows by doubling, and frames both ways
-    (4 W H); with drafts a step's states stay beside the pair that joins them with tokens (3 H). Then the logits of all
-    sampled rows and of SCORED_ROWS, twice, and one row of the sampler's fp64 scratch.
+    (4 W H), or with room for all (row, k) of all ranks, W K (H + I) in the served dtype; with drafts a step's states
+    stay beside the pair that joins them with tokens (3 H). Then the logits of all sampled rows and of SCORED_ROWS,
+    twice, and one row of the sampler's fp64 scratch.
     tests/engine/test_memory.py measures the peak against it.
     """
     hidden, peers = model.hidden_size, config.num_workers
     attention = max(kind.footprint(footprints).per_row for kind in model.attention_kinds())
     wide = max(model.intermediate_size, model.shared_intermediate_size, model.moe_intermediate_size)
     moved = 2 * model.top_k * hidden + (4 * peers * hidden if peers > 1 else 0)
+    if config.exchange == "nvlink":
+        room = peers * model.top_k * (hidden + model.moe_intermediate_size)
+        moved = max(moved, room * DTYPE_BYTES[model.served_dtype(config.dtype)] // _FP32)
     row = (7 if model.drafts else 4) * hidden + max(attention, 4 * wide + moved)
     sampled = config.max_num_seqs * (1 + config.num_drafts)
     logits = model.vocab_size * (2 * _FP32 * (sampled + SCORED_ROWS) + 64)
@@ -152,7 +163,7 @@ def plan_memory(
     shares = config.num_workers > 1 or config.exchange not in ("auto", "local")
     grammars = model.vocab_size * GRAMMAR_BYTES if config.model_path else 0
     reserve = Reserve(
-        exchange=exchange_shape(config, model).slab_bytes if shares and not slab_allocated else 0,
+        exchange=exchange_bytes(config, model) if shares and not slab_allocated else 0,
         workspace=step_bytes(config, model, footprints),
         grammars=0 if footprints.HOST_EXPERTS else grammars,
         margin=int(available * MARGIN_SHARE),

@@ -14,7 +14,7 @@ def open_recorder(
     if config.record_routing is None:
         return None
     if list(experts) != list(range(experts[0], experts[0] + len(experts))):
-        raise ValueError("--record-routing is of contiguous shards: leave out --expert-placement")
+        raise ValueError("--record-routing is of contiguous shards: leave --expert-placement linear")
     header = TraceHeader(
         rank=rank,
         world_size=config.num_workers,

@@ -9,6 +9,7 @@ from moeyard_kernels.backend import Backend
 from moeyard_worker.engine.drafting import Speculation
 from moeyard_worker.engine.sampling import (
     SampledRow,
+    Yielded,
     accepted,
     choose,
     chosen_logits,
@@ -18,7 +19,7 @@ from moeyard_worker.engine.sampling import (
     unsound,
 )  # fmt: skip
 from moeyard_worker.engine.scoring import Scores, score, told, unsound_scores
-from moeyard_worker.exchange.base import Exchange
+from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.layers.moe import Experts
 from moeyard_worker.models.decoder import Decoder, Load
 from moeyard_worker.models.mtp import Drafter
@@ -40,6 +41,10 @@ class Launched:
     scores: Scores = field(default_factory=list)
     unsound: tuple[str, ...] = ()
     device_seconds: float | None = None
+
+    def has_run(self) -> bool:
+        """See `LaunchedStep.has_run`."""
+        return True
 
 
 class Runner:
@@ -64,8 +69,7 @@ class Runner:
         self.page_size = page_size = backend.page_size
         self.backend = backend
         self.dtype = dtype
-        # Whether its steps can be captured in a graph.
-        self.captures = exchange.captures
+        self.exchange = exchange
 
         def arrays(layer: int) -> dict[str, torch.Tensor]:
             state = config.attention[layer].state()
@@ -96,30 +100,40 @@ class Runner:
         """
         return self.model.forward(self.backend.plan(step))
 
+    def rows_of(self, step: Step) -> int:
+        """See `StepRunner.rows_of`."""
+        return step.num_tokens
+
     @torch.inference_mode()
     def launch(
-        self, step: Step, requests: Sequence[Request], *, before: Launched | None, num_drafts: int = 0
-    ) -> Launched:
+        self, step: Step, requests: Sequence[Request], *, before: Yielded | None, num_drafts: int = 0,
+        peers: PeerRows | None = None,
+    ) -> Launched:  # fmt: skip
         """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon.
 
-        Up to `num_drafts` tokens are drafted behind them; all ranks make as many passes for that.
+        Up to `num_drafts` tokens are drafted behind them; all ranks make as many passes for that. `peers`: what ranks
+        bring to the exchanges (None: this is the only one).
 
         Here the step has run when this returns, and rows that another backend would feed on its device are fed from the
         results before. Raises ExchangeError when a peer is lost.
         """
+        self.exchange.expect(peers or PeerRows(step.num_tokens, (step.num_prefill_tokens,)))
         fed = feed(step, before)
         plan = self.backend.plan(fed)
         hidden = self.model.hidden(plan)
         logits = self.model.sampled(hidden, plan)
         rows = sampled_rows(fed, requests, before)
         chosen = choose(logits, rows, self.config.eos_token_ids)
-        found = chosen_logits(logits, torch.tensor([token_id for token_id, _ in chosen], dtype=torch.int64))
+        ids = torch.tensor([token_id for token_id, _ in chosen], dtype=torch.int64)
+        found = chosen_logits(logits, ids.to(logits.device))
         results = accepted(fed, chosen, errors_of(rows))
         if num_drafts:
             assert self.speculation is not None, "drafts were agreed on without a layer that makes any"
             results = self.speculation.draft(fed, plan, hidden, requests, rows, results, num_passes=num_drafts)
         _look_ahead(fed, requests, rows, results)
-        scores = told(step, score(self.model.head, hidden, step)) if step.scored else []
+        # On a CPU a product of fewer rows takes less time, on a GPU every size is a kernel to choose.
+        whole = self.backend.device.type != "cpu"
+        scores = told(step, score(self.model.head, hidden, step, whole=whole)) if step.scored else []
         bad = unsound(fed, requests, found) + unsound_scores(step, scores)
         return Launched(step=step, results=results, scores=scores, unsound=tuple(dict.fromkeys(bad)))
 

@@ -21,7 +21,7 @@ from moeyard_worker.config.engine_config import SchedulerConfig, loading_rates
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
-from moeyard_worker.engine.doors import bind_frontend, bind_mesh, serve_metrics
+from moeyard_worker.engine.doors import STALL, bind_frontend, bind_mesh, serve_metrics
 from moeyard_worker.engine.grammars import Grammars
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.loop import Engine
@@ -30,7 +30,8 @@ from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
 from moeyard_worker.engine.recording import open_recorder
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sources import open_weights
-from moeyard_worker.exchange.factory import build_exchange, resolve_kind
+from moeyard_worker.engine.topology import settle_exchange
+from moeyard_worker.exchange.factory import build_exchange
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.placement import partition
@@ -49,15 +50,17 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         torch.set_num_threads(spec.config.threads)
-        self._spec = spec
-        config = spec.config
-        self._device = make_device(config, spec.gpu)
-        self._model = served_model(config)
+        self._device = make_device(spec.config, spec.gpu)
+        self._model = served_model(spec.config)
+        self._shape = exchange_shape(spec.config, self._model)
+        # From here on the config names the exchange that there is.
+        spec, self._exchange_why = settle_exchange(spec, self._device, self._shape)
+        self._spec, config = spec, spec.config
+        log.info("rank %d: exchange %s: %s", spec.rank, config.exchange, self._exchange_why)
         self._checkpoint = check_weights(config, self._model)
         self._dtype: torch.dtype = getattr(torch, self._model.served_dtype(config.dtype))
         shards = partition(self._model.num_experts, config.num_workers) if spec.placement is None else ()
         self._placement = spec.placement or Placement.of_shards(self._model.moe_layers, shards)
-        self._shape = exchange_shape(config, self._model)
         self._mesh = bind_mesh(spec, self._shape, spec.epoch, self._placement)
         try:
             self._metrics, self._metrics_port = serve_metrics(spec)
@@ -126,8 +129,7 @@ class Worker:
             log.info("rank %d: %s", self._spec.rank, reason)
         try:
             return self._build(plan)
-        except torch.OutOfMemoryError as error:
-            # The plan is an estimate, and others may have taken of the same memory since.
+        except torch.OutOfMemoryError as error:  # the plan is an estimate, and others may have taken of it since
             said = str(error).split(". ", 1)[0]
             raise ValueError(
                 f"{config.device} ran out of memory while {self._doing}: {said}; planned of {plan}; lower --kv-memory, "
@@ -137,7 +139,7 @@ class Worker:
     def _build(self, plan: MemoryPlan) -> dict[str, Any]:
         """Everything that `plan` has room for."""
         config, model = self._spec.config, self._model
-        owned, kind = self._placement.experts(self._spec.rank), resolve_kind(config.exchange, config.num_workers)
+        owned = self._placement.experts(self._spec.rank)
         self._recording = open_recorder(
             config, model, rank=self._spec.rank, experts=owned[0], num_slots=plan.expert_slots
         )
@@ -148,18 +150,16 @@ class Worker:
         load, source = open_weights(self._checkpoint, self._device.backend, self._dtype, staging, self._advance)
         slot = model.expert_bytes(self._dtype.itemsize)
         experts = self.experts = ExpertCache(
-            backend=backend,
-            source=source,
-            layers=model.moe_layers,
-            experts=owned,
-            hidden=model.hidden_size,
+            backend=backend, source=source, layers=model.moe_layers, experts=owned, hidden=model.hidden_size,
             intermediate=model.moe_intermediate_size,
             dtype=self._dtype, num_slots=plan.expert_slots, policy=config.expert_policy, recorder=self._recording,
         )  # fmt: skip
         self._total = self._checkpoint.dense_bytes() + experts.num_preloaded * slot
         exchange = build_exchange(
-            kind, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device
-        )
+            config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device,
+            seconds=config.step_deadline * (STALL if config.enforce_eager or config.num_drafts else 1),
+            drafts=config.num_drafts > 0,
+        )  # fmt: skip
         if not (exchange.captures or config.enforce_eager or config.device == "cpu"):
             log.info("the exchange goes through the host: steps are launched kernel by kernel, none is captured")
         runner = Runner(
@@ -213,6 +213,8 @@ class Worker:
         read = None if staging is None or not staging.read_seconds else staging.read_bytes / staging.read_seconds
         log.info("%s", loading_rates(self._loaded, seconds, read))
         return {
+            "exchange": config.exchange,
+            "exchange_why": self._exchange_why,
             "dtype": str(self._dtype).removeprefix("torch."),
             "num_pages": plan.num_pages,
             "max_model_len": plan.max_model_len,

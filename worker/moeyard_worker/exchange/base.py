@@ -4,6 +4,7 @@ A step's chain of collectives is fixed by the model alone: one `dispatch` and on
 rank, in layer order, also when a rank has no token. All transports return the same bits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,17 +17,29 @@ from moeyard_worker.config.placement import Placement
 class Dispatched:
     """What a rank received for its experts in one layer, on the device of the rows.
 
-    rows: [R, H] the distinct token rows, in order of source rank, then of the source's own row order. Read-only, valid
-        until the `combine` of the same layer.
+    rows: [R, H] token rows, in an order that the exchange chooses and that changes no bit. Read-only, valid until the
+        `combine` of the same layer. Those of which no expert is here hold anything.
     experts: [R, K] the local id of each (row, k)'s expert, -1 where it is elsewhere or the row is padding.
-    prompt: [R] bool, which rows are prompt rows of their source; None when none is.
+    prompt: [R] bool, which rows are prompt rows of their source; None when none is, or it is not told.
     handle: opaque; `combine` consumes it.
+    one_in: of so many (row, k) at best one has its expert here.
     """
 
     rows: torch.Tensor
     experts: torch.Tensor
     prompt: torch.Tensor | None
     handle: Any
+    one_in: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRows:
+    """What ranks bring to the exchanges of a step: `most`, with padding, of the rank that brings most, and the prompt
+    rows of each (none: of no rank).
+    """
+
+    most: int
+    prompts: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -50,6 +63,8 @@ class Exchange(Protocol):
     stats: ExchangeStats
     # Whether a CUDA graph can hold it: it moves rows without the host.
     captures: bool
+    # Whether a rank has room for so many rows of each, whoever brings fewer: `expect` says how many.
+    places_rows: bool
 
     def attach(self, mesh: Any, placement: Placement) -> None:
         """Go on over another connected `Mesh` by another placement; what was begun over the one before is given up."""
@@ -57,6 +72,22 @@ class Exchange(Protocol):
 
     def begin_step(self, step: int) -> None:
         """Start lockstep step `step` (every rank calls it with the same number, one higher each time)."""
+        ...
+
+    def expect(self, rows: PeerRows) -> None:
+        """What ranks bring to the exchanges that are launched from here on; who learns it in time needs no word."""
+        ...
+
+    def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
+        """Wait until what was launched of a step has run, where it may wait for peers on its device.
+
+        `has_run` says so without waiting. Raises ExchangeError with what the device, or the mesh meanwhile, found of
+        this step or one before it. Steps are finished in order.
+        """
+        ...
+
+    def abort(self) -> None:
+        """The epoch has ended: whatever waits for peers on a device stops waiting, until `attach`."""
         ...
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:

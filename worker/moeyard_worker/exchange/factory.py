@@ -10,6 +10,8 @@ from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.nvlink import NvlinkExchange
+from moeyard_worker.exchange.peer_memory import GpuMemory
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.staged import StagedExchange
 from moeyard_worker.exchange.wires import MeshLock
@@ -20,6 +22,8 @@ _CPU = torch.device("cpu")
 
 def resolve_kind(kind: str, world_size: int) -> ExchangeKind:
     """What "auto" stands for: "local" for one rank, otherwise "zmq" (shared memory within a host, TCP between hosts).
+
+    GPUs of one host do better (`engine/topology.py`).
 
     Raises ValueError for an unknown kind, or for "local" with more than one rank.
     """
@@ -61,21 +65,32 @@ def build_mesh(
         deadline=deadline,
         stall=stall,
         transport="tcp" if kind == "zmq-tcp" else "shm",
-        slab_bytes=0 if kind == "local" else shape.slab_bytes,
-        fingerprint=shape.fingerprint + (f" placement={placement.fingerprint}" if placement else ""),
+        slab_bytes=0 if kind in ("local", "nvlink") else shape.slab_bytes,
+        fingerprint=shape.fingerprint
+        + (f" placement={placement.fingerprint}" if placement else "")
+        + (f" exchange={kind}" if kind == "nvlink" else ""),
         host_id=host_id,
         lock=lock,
     )
 
 
 def build_exchange(
-    kind: str, *, mesh: Mesh, shape: ExchangeShape, placement: Placement, device: torch.device = _CPU
-) -> Exchange:
-    """Second phase: the exchange over a connected mesh (of one rank: the local exchange, unless zmq is asked for).
+    kind: str, *, mesh: Mesh, shape: ExchangeShape, placement: Placement, device: torch.device = _CPU,
+    seconds: float = 5.0, drafts: bool = False,
+) -> Exchange:  # fmt: skip
+    """Second phase: the exchange over a connected mesh (of one rank: the local exchange, unless another is asked for).
 
-    `device` is where this rank computes.
+    `device` is where this rank computes; its launches wait `seconds` for a peer's, where they wait at all. `drafts`:
+    whether steps may have exchanges for drafts too.
     """
-    if resolve_kind(kind, mesh.world_size) == "local":
+    kind = resolve_kind(kind, mesh.world_size)
+    if kind == "local":
         return LocalExchange()
+    if kind == "nvlink":
+        memory = GpuMemory(shape.window(mesh.world_size).num_bytes, device)
+        return NvlinkExchange(
+            memory, rank=mesh.rank, world_size=mesh.world_size, shape=shape, placement=placement, seconds=seconds,
+            drafts=drafts,
+        )  # fmt: skip
     exchange = ZmqExchange(mesh, shape=shape, placement=placement)
     return exchange if device.type == "cpu" else StagedExchange(exchange, device)

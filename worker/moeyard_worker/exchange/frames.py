@@ -15,13 +15,13 @@ import msgpack
 from moeyard_worker.exchange.finding import MAX_REASON_BYTES, Finding
 
 MAGIC = b"mY"
-VERSION = 3
+VERSION = 4
 NO_LAYER = 0xFFFF
 # The round of a poison frame that says what all agreed on; rounds of agreement begin at 1.
 SETTLED = 0
 
 _TAG = Struct("<2sBBHHIQ")
-_PLAN = Struct("<IB")
+_PLAN = Struct("<IIIB")
 _POISON = Struct("<HQIH")
 TAG_BYTES = _TAG.size
 
@@ -40,6 +40,7 @@ class Phase(IntEnum):
     DISPATCH = 3
     COMBINE = 4
     POISON = 5
+    MEETING = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +61,17 @@ class Tag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFrame:
-    """A rank's part in lockstep step `step`: it takes part with `num_tokens` rows (0 for an idle rank) and wants
-    `num_drafts` passes of drafting behind them.
+    """A rank's part in lockstep step `step`: it takes part with `num_tokens` rows (0 for an idle rank), the first
+    `num_prompt` of them of prompts, brings at most `num_rows` with padding to its exchanges, and wants `num_drafts`
+    passes of drafting behind them.
     """
 
     epoch: int
     step: int
     source: int
     num_tokens: int
+    num_prompt: int = 0
+    num_rows: int = 0
     num_drafts: int = 0
 
 
@@ -127,11 +131,12 @@ def decode_tag(frame: bytes) -> Tag:
 def encode_plan_frame(plan: PlanFrame) -> bytes:
     """One frame; raises `FrameError` on a field out of range."""
     tag = encode_tag(Tag(epoch=plan.epoch, step=plan.step, layer=None, phase=Phase.PLAN, source=plan.source))
-    if not 0 <= plan.num_tokens < 2**32:
-        raise FrameError(f"{plan.num_tokens} tokens in a plan")
+    for count, what in ((plan.num_tokens, "tokens"), (plan.num_prompt, "prompt rows"), (plan.num_rows, "rows")):
+        if not 0 <= count < 2**32:
+            raise FrameError(f"{count} {what} in a plan")
     if not 0 <= plan.num_drafts < 2**8:
         raise FrameError(f"{plan.num_drafts} drafts in a plan")
-    return tag + _PLAN.pack(plan.num_tokens, plan.num_drafts)
+    return tag + _PLAN.pack(plan.num_tokens, plan.num_prompt, plan.num_rows, plan.num_drafts)
 
 
 def decode_plan_frame(frame: bytes) -> PlanFrame:
@@ -141,8 +146,11 @@ def decode_plan_frame(frame: bytes) -> PlanFrame:
         raise FrameError(f"expected a plan, got {tag}")
     if len(frame) != TAG_BYTES + _PLAN.size:
         raise FrameError(f"a plan frame has {TAG_BYTES + _PLAN.size} bytes, got {len(frame)}")
-    num_tokens, num_drafts = _PLAN.unpack_from(frame, TAG_BYTES)
-    return PlanFrame(epoch=tag.epoch, step=tag.step, source=tag.source, num_tokens=num_tokens, num_drafts=num_drafts)
+    num_tokens, num_prompt, num_rows, num_drafts = _PLAN.unpack_from(frame, TAG_BYTES)
+    return PlanFrame(
+        epoch=tag.epoch, step=tag.step, source=tag.source, num_tokens=num_tokens, num_prompt=num_prompt,
+        num_rows=num_rows, num_drafts=num_drafts,
+    )  # fmt: skip
 
 
 def encode_poison(tag: Tag, poison: PoisonFrame) -> bytes:

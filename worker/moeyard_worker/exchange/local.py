@@ -1,9 +1,11 @@
 """The exchange of a fleet of one rank: every expert is at home, so no row moves, on whatever device it lies."""
 
+from collections.abc import Callable
+
 import torch
 
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.exchange.base import Dispatched, ExchangeStats
+from moeyard_worker.exchange.base import Dispatched, ExchangeStats, PeerRows
 from moeyard_worker.exchange.mesh import Mesh
 
 
@@ -13,6 +15,7 @@ class LocalExchange:
     rank = 0
     world_size = 1
     captures = True
+    places_rows = False
 
     def __init__(self) -> None:
         self.stats = ExchangeStats()
@@ -25,6 +28,15 @@ class LocalExchange:
 
     def begin_step(self, step: int) -> None:
         """Nothing to agree on with oneself."""
+
+    def expect(self, rows: PeerRows) -> None:
+        """There are no others."""
+
+    def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
+        """Nobody is waited for."""
+
+    def abort(self) -> None:
+        """Nobody is waited for."""
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
         """See `Exchange.dispatch`; global ids are local ones."""

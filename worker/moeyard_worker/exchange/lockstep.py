@@ -8,51 +8,67 @@ from collections import Counter
 from time import perf_counter
 from typing import NamedTuple
 
-from moeyard_worker.exchange.base import ExchangeError
+from moeyard_worker.exchange.base import ExchangeError, PeerRows
 from moeyard_worker.exchange.frames import FrameError, Phase, PlanFrame, decode_plan_frame, encode_plan_frame
 from moeyard_worker.exchange.mesh import Mesh
 
 
 class Agreed(NamedTuple):
-    """What a step will be: the rows of each rank, by rank (0: it is away), and how many passes of drafting all make."""
+    """What a step will be: the rows of each rank, by rank (0: it is away), how many passes of drafting all make, and
+    what ranks bring to its exchanges.
+    """
 
     num_tokens: tuple[int, ...]
     num_drafts: int
+    peers: PeerRows
 
 
 class Lockstep:
     """Agrees on steps over a connected mesh (of one rank: with itself).
 
     wait_seconds: the wall time of each `agree` since the owner last cleared the list. steps: how many steps were agreed
-    on since then, by their passes of drafting.
+    on since then, by their passes of drafting. others_decode: whether another rank had rows of output in the last.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.wait_seconds: list[float] = []
         self.steps: Counter[int] = Counter()
+        self.others_decode = False
 
-    def agree(self, step: int, num_tokens: int, num_drafts: int = 0) -> Agreed:
+    def agree(
+        self, step: int, num_tokens: int, num_drafts: int = 0, *, num_prompt: int = 0, num_rows: int | None = None
+    ) -> Agreed:
         """Take part in `step` with `num_tokens` rows and drafts behind them: as many as the rank that wants most.
 
+        `num_prompt` of the rows are of prompts; `num_rows` are brought to the exchanges, with padding (None: as many).
         Raises ExchangeError when a peer is lost, silent beyond the deadline, or plans another step.
         """
         start = perf_counter()
         mesh = self.mesh
         mesh.step = step
-        own = PlanFrame(epoch=mesh.epoch, step=step, source=mesh.rank, num_tokens=num_tokens, num_drafts=num_drafts)
+        most = num_tokens if num_rows is None else num_rows
+        own = PlanFrame(
+            epoch=mesh.epoch, step=step, source=mesh.rank, num_tokens=num_tokens, num_prompt=num_prompt, num_rows=most,
+            num_drafts=num_drafts,
+        )  # fmt: skip
         plan = encode_plan_frame(own)
         for peer in mesh.peers:
             mesh.send(peer, plan)
         frames = mesh.recv_all(Phase.PLAN, layer=None, since=start)
         counts = [0] * mesh.world_size
         counts[mesh.rank] = num_tokens
+        prompts = [0] * mesh.world_size
+        prompts[mesh.rank] = num_prompt
+        self.others_decode = False
         for peer in mesh.peers:
             theirs = self._plan(peer, bytes(frames[peer]))
-            counts[peer], num_drafts = theirs.num_tokens, max(num_drafts, theirs.num_drafts)
+            counts[peer], prompts[peer] = theirs.num_tokens, theirs.num_prompt
+            self.others_decode |= theirs.num_tokens > theirs.num_prompt
+            num_drafts, most = max(num_drafts, theirs.num_drafts), max(most, theirs.num_rows)
         self.wait_seconds.append(perf_counter() - start)
         self.steps[num_drafts] += 1
-        return Agreed(tuple(counts), num_drafts)
+        return Agreed(tuple(counts), num_drafts, PeerRows(most, tuple(prompts)))
 
     def peer_started(self, step: int) -> bool:
         """Whether a peer's plan for `step` is here, so that this rank must join even without work. Never blocks.

@@ -87,33 +87,26 @@ class Mesh:
                 self.own_slab = SharedFile.create(slab_bytes)
             if len(self.members) > 1:
                 self._wires = Wires(
-                    rank=rank,
-                    members=self.members,
-                    host=host,
+                    rank=rank, members=self.members, host=host,
                     ipc_directory=self._folder.path if self._folder else None,
                     # Where the wait itself is as short, it only names the dead link of an idle fleet.
                     heartbeat_timeout=2 * deadline if stall is None else deadline,
-                    max_frame_bytes=slab_bytes + FRAME_SLACK_BYTES,
-                    lock=lock,
-                    pulse=stall is not None,
-                )
+                    max_frame_bytes=slab_bytes + FRAME_SLACK_BYTES, lock=lock, pulse=stall is not None,
+                )  # fmt: skip
         except BaseException:
             self.close()
             raise
         self.peers: tuple[int, ...] = self._wires.peers if self._wires else ()
         self.refused: dict[str, int] = self._wires.refusals.counts if self._wires else {}
         self._endpoint = MeshEndpoint(
-            rank=rank,
-            world_size=world_size,
-            members=self.members,
-            epoch=epoch,
+            rank=rank, world_size=world_size, members=self.members, epoch=epoch,
             host_id=host_id or host_identity(),
             fingerprint=f"{transport} {fingerprint}".strip(),
             token=secrets.token_hex(16),
             slab_path=self.own_slab.path if self.own_slab else "",
             slab_bytes=slab_bytes,
             **(self._wires.addresses() if self._wires else {"tcp": ("",), "ipc": ("",)}),
-        )
+        )  # fmt: skip
 
     def endpoint(self) -> MeshEndpoint:
         """What the peers need for `connect`."""
@@ -207,6 +200,10 @@ class Mesh:
         Waits for the peers as `agree_on_finding` says. The first reason stays. `planned`: nobody is lost.
         """
         return self._settle(AFTER_STEP if planned else OWN_FAULT, [] if planned else [self.rank], reason)
+
+    def miss(self, ranks: Iterable[int], reason: str, *, step: int, layer: int, phase: Phase) -> NoReturn:
+        """Poison as `fail` for what peers did not send in a phase; raises ExchangeError with what all ranks name."""
+        self._raise(place_of(layer, phase), ranks, reason, step=step)
 
     def close(self) -> None:
         """Close the sockets, drop the shared memory (it lives under views still held). Safe to call twice."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from moeyard_kernels.types.peer_shape import PeerShape
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 
 _ALIGNMENT = 64
@@ -28,6 +29,12 @@ class ExchangeShape:
     def row_bytes(self) -> int:
         """Bytes of one token row."""
         return self.hidden * DTYPE_BYTES[self.dtype]
+
+    def window(self, world_size: int) -> PeerShape:
+        """What each of `world_size` GPUs shares with the others. Raises ValueError for what these cannot move."""
+        return PeerShape(
+            world_size=world_size, top_k=self.top_k, row_bytes=self.row_bytes, max_tokens=self.max_tokens
+        )  # fmt: skip
 
     @property
     def fingerprint(self) -> str:

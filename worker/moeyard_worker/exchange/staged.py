@@ -4,10 +4,12 @@ The portable way, and the oracle for those that never leave the device: the host
 every layer, so no step that uses it can be captured in a graph.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.exchange.base import Dispatched, Exchange
+from moeyard_worker.exchange.base import Dispatched, Exchange, PeerRows
 from moeyard_worker.exchange.mesh import Mesh
 
 
@@ -15,6 +17,7 @@ class StagedExchange:
     """`Exchange` on `device` over `host`, one of the CPU. Bits are only moved."""
 
     captures = False
+    places_rows = False
 
     def __init__(self, host: Exchange, device: torch.device) -> None:
         self.rank, self.world_size, self.stats = host.rank, host.world_size, host.stats
@@ -28,6 +31,15 @@ class StagedExchange:
     def begin_step(self, step: int) -> None:
         """See `Exchange.begin_step`."""
         self._host.begin_step(step)
+
+    def expect(self, rows: PeerRows) -> None:
+        """Every frame says it."""
+
+    def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
+        """Each phase has waited for its own packets."""
+
+    def abort(self) -> None:
+        """The host waits, not the device."""
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
         """See `Exchange.dispatch`; all that it returns is on the device."""

@@ -9,6 +9,7 @@ For other peers the frame carries the ids, the distinct rows the peer needs, and
 Both sides derive the same routing from the same ids (routing.py), so rows need no addresses. Bits are only moved.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from struct import Struct
 from time import perf_counter
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStats
+from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStats, PeerRows
 from moeyard_worker.exchange.frames import TAG_BYTES, Frame, Phase, pack_tag
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.outbox import Outbox
@@ -62,6 +63,7 @@ class ZmqExchange:
     """
 
     captures = False
+    places_rows = False
 
     def __init__(self, mesh: Mesh, *, shape: ExchangeShape, placement: Placement) -> None:
         self.rank = mesh.rank
@@ -103,6 +105,15 @@ class ZmqExchange:
         """Start lockstep step `step`: it becomes part of every tag."""
         assert self._open is None, f"step {step} begins before the combine of layer {self._open.layer}"
         self._mesh.step = step
+
+    def expect(self, rows: PeerRows) -> None:
+        """Every frame says it."""
+
+    def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
+        """Each phase has waited for its own packets."""
+
+    def abort(self) -> None:
+        """Nothing waits but the caller."""
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
         """See `Exchange.dispatch`. More than `max_tokens` rows, or an expert id out of range, is an assertion."""

@@ -68,10 +68,7 @@ class ExpertCache:
         self._store = HostStore(source, hidden=hidden, intermediate=intermediate)
         self._loaded = False
         self._slots = backend.expert_slots(
-            num_slots=self.num_slots + self._num_passing,
-            hidden=hidden,
-            intermediate=intermediate,
-            dtype=dtype,
+            num_slots=self.num_slots + self._num_passing, hidden=hidden, intermediate=intermediate, dtype=dtype
         )
         self._residency: ExpertResidency | None = None
         if not self.all_resident:
@@ -188,7 +185,10 @@ class ExpertCache:
         if self.observer is not None:
             self.observer(layer, dispatched)
         owned = self._owned[self._index[layer]]
-        run = self._slots.begin(dispatched.rows, dispatched.experts, num_experts=len(owned), prompt=dispatched.prompt)
+        run = self._slots.begin(
+            dispatched.rows, dispatched.experts, num_experts=len(owned), prompt=dispatched.prompt,
+            one_in=dispatched.one_in,
+        )  # fmt: skip
         if self._recorder is not None:
             decode, prefill = needed(run)
             self._recorder.record(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from moeyard_kernels.backend import Backend, StepPlan
@@ -55,10 +57,20 @@ class Moe:
 
         Every rank calls this in every step, also without a row.
         """
-        x, residual, weights, ids = self._gate.route(x, residual, plan)
+        x, residual = self._gate.norm(x, residual, plan)
+        shared: Callable[[], torch.Tensor] | None = None
+        if self._shared is not None and plan.num_tokens:
+            # Beside the choice, which is latencies, and the routed experts.
+            shared = self._backend.beside(partial(self._share, self._shared, x), plan)
+        weights, ids = self._gate.choose(x, plan)
         dispatched = self._exchange.dispatch(x, ids, layer=self._layer, num_prompt=plan.num_prompt)
-        partial = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
-        shared = None if self._shared is None or not plan.num_tokens else self._shared.forward(x)
-        if shared is not None and self._shared_gate is not None:
-            shared = self._backend.sigmoid_mul(shared, self._backend.linear(x, self._shared_gate))
-        return self._backend.reduce_add_norm(partial, weights, shared, residual, following, self._eps, plan)
+        routed = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
+        beside = None if shared is None else shared()
+        return self._backend.reduce_add_norm(routed, weights, beside, residual, following, self._eps, plan)
+
+    def _share(self, mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
+        """What the shared experts give for normalised rows x [num_rows, H]."""
+        y = mlp.forward(x)
+        return (
+            y if self._shared_gate is None else self._backend.sigmoid_mul(y, self._backend.linear(x, self._shared_gate))
+        )

@@ -20,6 +20,7 @@ _DEEPSEEK_V3: Mapping[str, Any] = MappingProxyType({
     "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
     "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_theta": 10000,
     "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "dtype": "bfloat16",
+    "num_nextn_predict_layers": 1,
     "rope_scaling": {
         "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
         "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -81,7 +82,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Kimi-K2": {
             **_DEEPSEEK_V3, "model_type": "kimi_k2", "vocab_size": 163840, "num_attention_heads": 64,
             "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-            "routed_scaling_factor": 2.827, "rope_theta": 50000.0, "max_position_embeddings": 131072,
+            "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.827, "rope_theta": 50000.0,
+            "max_position_embeddings": 131072,
             "rope_scaling": {
                 "type": "yarn", "factor": 32, "original_max_position_embeddings": 4096, "beta_fast": 1,
                 "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,

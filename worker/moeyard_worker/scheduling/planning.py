@@ -11,11 +11,12 @@ from moeyard_worker.scheduling.step import Chunk, Compaction, Step
 
 
 class Place(NamedTuple):
-    """Where a request's next chunk begins: `start` to `max_start`, and its `fed` (see `Chunk`)."""
+    """Where a request's next chunk begins: `start` to `max_start`, its `fed` (see `Chunk`), and drafts to verify."""
 
     start: int
     max_start: int
     fed: int | None
+    num_drafts: int = 0
 
 
 @dataclass(slots=True)
@@ -56,30 +57,36 @@ class StepBuilder:
         return step, tuple(r for r, _ in planned)
 
 
-def next_place(request: Request) -> Place:
-    """Where the request goes on after its chunk in flight, if there is one (never two: the older step is completed)."""
+def next_place(request: Request, num_drafts: int) -> Place:
+    """Where the request goes on after its chunk in flight, if there is one (never two: the older step is completed).
+
+    `num_drafts` are made by the step in flight, though not known yet.
+    """
     start = request.num_computed
     if not request.in_flight:
-        return Place(start, start, None)
+        return Place(start, start, None, len(request.drafts))
     # The steps before the chunk's are completed, so its own start is known by now, whether it was fed or not.
     (chunk,) = request.in_flight
     end = start + chunk.num_tokens
     if not chunk.num_sampled:
         return Place(end, end, None)
     # One of its sampled tokens is accepted at least, all of them at most.
-    return Place(end - chunk.num_sampled + 1, end, request.sample_index)
+    return Place(end - chunk.num_sampled + 1, end, request.sample_index, num_drafts)
 
 
-def by_urgency(running: Iterable[Request]) -> tuple[list[tuple[Request, Place]], list[tuple[Request, Place]]]:
+def by_urgency(
+    running: Iterable[Request], num_drafts: int
+) -> tuple[list[tuple[Request, Place]], list[tuple[Request, Place]]]:
     """Those whose next chunk is of their output and those whose is of their prompt; each by age, with the places.
 
-    Next tokens come first: a long recompute must not take the step away from the others.
+    Next tokens come first: a long recompute must not take the step away from the others. `num_drafts`: those that the
+    step in flight makes behind each.
     """
     single: list[tuple[Request, Place]] = []
     several: list[tuple[Request, Place]] = []
     prompts: list[tuple[Request, Place]] = []
     for request in running:
-        place = next_place(request)
+        place = next_place(request, num_drafts)
         if place.start < len(request.prompt):
             prompts.append((request, place))
         else:
@@ -104,11 +111,10 @@ def num_rows(request: Request, place: Place, *, budget: int, config: SchedulerCo
     known = request.length - start
     if known > 1:
         return min(budget, config.prefill_chunk, known)
-    num_drafts = len(request.drafts) if place.fed is None else config.num_drafts
-    if not num_drafts:
+    if not place.num_drafts:
         return min(budget, 1)
     # Drafts end where the request does. In a fed chunk one row stays when the step in flight may reach that end.
-    return min(budget, 1 + num_drafts, max(request.limit - place.max_start, 1))
+    return min(budget, 1 + place.num_drafts, max(request.limit - place.max_start, 1))
 
 
 def num_wanted(request: Request, length: int, config: SchedulerConfig) -> int:

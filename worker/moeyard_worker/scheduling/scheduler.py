@@ -81,8 +81,7 @@ class Scheduler:
         request_id, prompt = submit.request_id, tuple(submit.prompt_token_ids)
         if (client, request_id) in self._roster.live:
             return duplicate(request_id)
-        rejected = refusal(submit, self.config)
-        if rejected is not None:
+        if (rejected := refusal(submit, self.config)) is not None:
             return rejected
         waiting = self._roster.waiting
         # Of those that wait, the first may be about to start: the limit is for those that cannot.
@@ -140,16 +139,19 @@ class Scheduler:
             if chunks and request.state_slot >= 0:
                 self._preempt(request)
 
-    def schedule(self, now: float) -> Step:
-        """Plan the next step. It must be completed by `complete`, in order of planning; an empty one need not be."""
+    def schedule(self, now: float, *, beside_output: bool = False) -> Step:
+        """Plan the next step. It must be completed by `complete`, in order of planning; an empty one need not be.
+
+        `beside_output`: tokens of other ranks will wait for its prompts.
+        """
         assert len(self._flights) < self.config.max_in_flight, "the previous step was not completed"
         self._roster.resume(now)
         builder = StepBuilder(self.config.max_batch_tokens, self._drafting.wish(self.num_running), self._drafting.least)
-        outputs, prompts = by_urgency(self._roster.running)
+        outputs, prompts = by_urgency(self._roster.running, self._flights[-1].step.num_drafts if self._flights else 0)
         num_preemptions = self.stats.num_preemptions
         for request, place in outputs:
             self._plan(request, place, builder)
-        if builder.decode and self.config.mixed_prefill_tokens is not None:
+        if (builder.decode or beside_output) and self.config.mixed_prefill_tokens is not None:
             builder.budget = min(builder.budget, self.config.mixed_prefill_tokens)
         for request, place in prompts:
             if request.running and not self._plan(request, place, builder):
@@ -191,8 +193,7 @@ class Scheduler:
         # One that was preempted a moment ago is not running any more.
         if not request.running or request is builder.held:
             return False
-        rows = num_rows(request, place, budget=builder.budget, config=self.config)
-        if rows == 0:
+        if not (rows := num_rows(request, place, budget=builder.budget, config=self.config)):
             return False
         if rows > 1 and place.start >= request.length - 1:
             # Drafts are optional: they take pages that are free, and never another's.
@@ -226,8 +227,7 @@ class Scheduler:
             # Pages of an ended request are on their way back.
             return None
         later = self._roster.running[self._roster.running.index(request) + 1 :]
-        victim = next((r for r in reversed(later) if not r.in_flight), None)
-        if victim is None and later:
+        if (victim := next((r for r in reversed(later) if not r.in_flight), None)) is None and later:
             # All are in flight. The latest is not planned now, so that it can yield in the next step.
             builder.held = later[-1]
         elif victim is None and not request.in_flight:

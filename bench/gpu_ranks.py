@@ -1,0 +1,260 @@
+"""Several GPUs of one host as one fleet, without Ray and router: decoding and prompts, exchange and lockstep included.
+
+    python bench/gpu_ranks.py --shape Qwen3-30B-A3B [--layers N] --ranks 2 [--exchange nvlink] [--streams 1 8 64]
+        [--uneven 8,9 8,0] [--prefill 8x4096] [--mixed 4096 [--budgets 2048 512]] [--check] [--json FILE]
+
+Real workers in processes of their own (tests/fleet.py), with weights of chance; this process is their client, as a
+router would be, and clocks what it is told. `--streams`: so many requests on every rank at once, with distinct random
+prompts; TPOT is each request's mean behind its first token, ITL between tokens. `--uneven`: rows per rank, comma
+separated. `--prefill CxN`: C prompts of N tokens on every rank. `--mixed N`: the last rank gets prompts of N tokens one
+behind the other while the others decode 8 streams each, whose ITL is told, for each of the `--budgets` of prompt rows
+beside output. `--check`: prompts answered on one rank, then spread among strangers: tokens and log-probability bits
+must be the same. From the ranks' own metrics: the device's time per step, the wait for plans; and how many steps were
+replayed.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EngineConfig
+from moeyard_worker.models.shapes import served_model
+from moeyard_worker.protocol import Done, Message, Tokens
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import tests.fleet
+from tests.fleet import Client, Fleet, ProcessPool, start_fleet
+
+METRICS = ("step_seconds", "step_device_seconds", "lockstep_wait_seconds")
+
+
+class Clocked(Client):
+    """Notes when each token was told."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.times: dict[str, list[float]] = {}
+
+    def _take(self, message: Message) -> None:
+        super()._take(message)
+        if isinstance(message, Tokens):
+            self.times.setdefault(message.request_id, []).extend([time.perf_counter()] * len(message.token_ids))
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    usual = {"page_size": 64, **DEVICE_DEFAULTS[args.device]}
+    rows = max([*args.streams, 32, *(max(each) for each in args.uneven)])
+    lengths = [args.prompt + args.output, *(length + 8 for _, length in args.prefill), args.mixed + 600]
+    config = EngineConfig(
+        model_path=None, load_format="dummy", shape=args.shape, num_layers=args.layers, device=args.device,
+        num_workers=args.ranks, exchange=args.exchange, max_num_seqs=rows, max_model_len=max(lengths), kv_memory=1,
+        prefix_caching=False, enforce_eager=args.enforce_eager, step_deadline=20.0, **usual,
+    )  # fmt: skip
+    model = served_model(config)
+    page = config.page_size
+    page_bytes = page * model.state_spec(DTYPE_BYTES[model.served_dtype(config.dtype)]).bytes_per_token
+    counts = [(rows, args.prompt + args.output), *args.prefill, (9, args.mixed + 600)]
+    return replace(config, kv_memory=max(count * (-(-length // page) + 1) for count, length in counts) * page_bytes)
+
+
+def scraped(fleet: Fleet) -> list[dict[str, float]]:
+    """Of each rank, sums and counts of its histograms."""
+    found = []
+    for endpoint in fleet.endpoints:
+        with urllib.request.urlopen(endpoint["metrics_url"], timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        values = {}
+        for line in lines:
+            name = line.split("{")[0].removeprefix("moeyard_")
+            if any(name in (f"{metric}_sum", f"{metric}_count") for metric in METRICS):
+                values[name] = float(line.rsplit(" ", 1)[1])
+        found.append(values)
+    return found
+
+
+def milliseconds(values: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=100) if len(values) > 1 else values * 99
+    return {name: round(cuts[i] * 1e3, 3) for name, i in (("p50", 49), ("p90", 89), ("p99", 98))}
+
+
+class Bench:
+    """One fleet and what is asked of it."""
+
+    def __init__(self, fleet: Fleet, args: argparse.Namespace, vocab: int) -> None:
+        self.fleet, self.client, self.args, self.vocab = fleet, fleet.client, args, vocab
+        assert isinstance(self.client, Clocked)
+        self.times = self.client.times
+        self.random = random.Random(7)
+        self.names = 0
+        self.rows: list[dict[str, Any]] = []
+
+    def submit(self, rank: int, prompt: int, output: int) -> str:
+        self.names += 1
+        name = str(self.names)
+        ids = [self.random.randrange(self.vocab) for _ in range(prompt)]
+        self.client.submit(rank, name, ids, temperature=0.0, max_tokens=output, ignore_eos=True)
+        return name
+
+    def say(self, case: str, begun: float, before: tuple[Any, Any], **figures: Any) -> None:
+        metrics, graphs = before
+        row: dict[str, Any] = {"case": case, **figures, "seconds": round(time.perf_counter() - begun, 2)}
+        after = scraped(self.fleet)
+        for metric in METRICS:
+            means = []
+            for old, new in zip(metrics, after, strict=True):
+                count = new.get(f"{metric}_count", 0) - old.get(f"{metric}_count", 0)
+                total = new.get(f"{metric}_sum", 0) - old.get(f"{metric}_sum", 0)
+                means.append(round(total / count * 1e3, 3) if count else None)
+            row[f"mean {metric} (ms)"] = means
+        row["steps"] = [
+            {name: new[name] - old[name] for name in new}
+            for old, new in zip(graphs, self.fleet.call("graphs"), strict=True)
+        ]
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    def before(self) -> tuple[Any, Any]:
+        return scraped(self.fleet), self.fleet.call("graphs")
+
+    def decode(self, rows: list[int]) -> None:
+        before, begun = self.before(), time.perf_counter()
+        names = [
+            (rank, self.submit(rank, self.args.prompt, self.args.output))
+            for rank, count in enumerate(rows)
+            for _ in range(count)
+        ]
+        self.client.wait(*(name for _, name in names), timeout=120)
+        figures: dict[str, Any] = {}
+        for rank in sorted({rank for rank, _ in names}):
+            times = [self.times[name] for of, name in names if of == rank]
+            # While all decode: from the last first token to the first last one.
+            first, last = max(t[0] for t in times), min(t[-1] for t in times)
+            gaps = [b - a for t in times for a, b in itertools.pairwise(t) if a >= first and b <= last]
+            figures[f"tpot_ms rank {rank}"] = round(
+                statistics.median((t[-1] - t[0]) / (len(t) - 1) for t in times) * 1e3, 3
+            )
+            figures[f"itl_ms rank {rank}"] = milliseconds(gaps) if gaps else None
+        self.say(f"decode {','.join(map(str, rows))}", begun, before, **figures)
+
+    def prefill(self, count: int, length: int) -> None:
+        before, begun = self.before(), time.perf_counter()
+        names = [self.submit(rank, length, 1) for _ in range(count) for rank in range(self.args.ranks)]
+        self.client.wait(*names, timeout=120)
+        seconds = max(self.times[name][0] for name in names) - begun
+        self.say(f"prefill {count}x{length} per rank", begun, before, tokens_per_s=round(len(names) * length / seconds))
+
+    def mixed(self, length: int, budget: int) -> None:
+        for rank in self.fleet.ranks:
+            rank.call("budget", budget)
+        before, begun = self.before(), time.perf_counter()
+        last = self.args.ranks - 1
+        names = [self.submit(rank, self.args.prompt, 500) for rank in range(last) for _ in range(8)]
+        self.client.wait_for(lambda: all(len(self.times.get(name, ())) > 100 for name in names), timeout=120)
+        loud = time.perf_counter()
+        num = 0
+        while min(len(self.times[name]) for name in names) < 450 and num < 12:
+            self.client.wait(self.submit(last, length, 1), timeout=120)
+            num += 1
+        quiet = time.perf_counter()
+        self.client.wait(*names, timeout=120)
+        gaps = [(a, b - a) for name in names for a, b in itertools.pairwise(self.times[name])]
+        self.say(
+            f"8 rows each beside prompts of {length} on rank {last}, {budget} rows a step", begun, before,
+            itl_quiet_ms=milliseconds([gap for at, gap in gaps if at < loud][50:]),
+            itl_ms=milliseconds([gap for at, gap in gaps if loud <= at < quiet]),
+            prompt_tokens_per_s=round(num * length / (quiet - loud)), prompts=num,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """The same prompts on the first rank by themselves, and spread among strangers."""
+        asked: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_tokens": self.args.output // 2,
+            "ignore_eos": True,
+            "logprobs": 1,
+        }
+        prompts = [[self.random.randrange(self.vocab) for _ in range(100 + 9 * i)] for i in range(6)]
+        told = []
+        for turn in range(3):
+            strangers = [
+                self.submit(rank, 50, self.args.output) for rank in range(self.args.ranks) for _ in range(11 * turn)
+            ]
+            names = [f"check-{turn}-{i}" for i in range(len(prompts))]
+            for i, name in enumerate(names):
+                self.client.submit((i + turn) % self.args.ranks if turn else 0, name, prompts[i], **asked)
+            told.append([(a.token_ids, a.logprobs) for a in self.client.wait(*names, timeout=120)])
+            self.client.wait(*strangers, timeout=120)
+        same = all(each == told[0] for each in told)
+        print(f"one answer: {len(prompts)} prompts, {len(told)} ways: {'equal' if same else 'DIFFERENT'}", flush=True)
+        assert same
+
+
+def times(text: str) -> tuple[int, int]:
+    count, length = text.split("x")
+    return int(count), int(length)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", required=True)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=tuple(DEVICE_DEFAULTS), default="cuda", help="cpu: to try it out")
+    parser.add_argument("--exchange", default="auto")
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--uneven", type=lambda text: [int(n) for n in text.split(",")], nargs="*", default=[])
+    parser.add_argument("--prefill", type=times, nargs="*", default=[])
+    parser.add_argument("--mixed", type=int, default=0)
+    parser.add_argument("--budgets", type=int, nargs="*", default=[2048])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--wait-for", type=Path, help="begin when this file is there: for runs that load together")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    config = engine_config(args)
+    tests.fleet.Client, tests.fleet.CALL_SECONDS = Clocked, 300.0  # type: ignore[misc]
+    pool, begun = ProcessPool(), time.perf_counter()
+    try:
+        with start_fleet(pool, config) as fleet:
+            report = fleet.reports[0]
+            print(
+                f"{args.shape}, {report['num_experts']} experts on rank 0, {report['expert_slots']} in slots; exchange "
+                f"{report['exchange']} ({report['exchange_why']}); weights after {report['load_seconds']:.1f} s, "
+                f"all ready after {time.perf_counter() - begun:.1f} s",
+                flush=True,
+            )
+            while args.wait_for is not None and not args.wait_for.exists():
+                time.sleep(0.2)
+            bench = Bench(fleet, args, served_model(config).vocab_size)
+            bench.decode([1] * args.ranks)  # what is launched for the first time
+            bench.rows.clear()
+            if args.check:
+                bench.check()
+            for count in args.streams:
+                bench.decode([count] * args.ranks)
+            for rows in args.uneven:
+                bench.decode(rows)
+            for count, length in args.prefill:
+                bench.prefill(count, length)
+            for budget in args.budgets if args.mixed else ():
+                bench.mixed(args.mixed, budget)
+            assert all(isinstance(answer.end, Done) for answer in fleet.client.answers.values())
+            if args.json is not None:
+                args.json.write_text(json.dumps(bench.rows, indent=1) + "\n")
+    finally:
+        pool.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""What a step that verifies k drafts of each sequence costs over a plain one on a GPU, and what drafting adds.
+
+    python bench/verify_steps.py [--model Qwen3-30B-A3B:48 DeepSeek-V3:6 Kimi-K2:4] [--streams 1 8 64] [--device cuda]
+
+Graphs as a `SpeculativeRunner` replays them: k + 1 rows per sequence of random tokens behind 128 others, greedy (with
+--no-prompts behind 128 positions of zeros: what the prompts' kernels take to compile is saved). Where
+the architecture has a layer for multi-token prediction its passes are timed, too. The acceptance at which k drafts
+break even is the q with 1 + q + .. + q^k = the ratio; where q is above 1 they never do.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_kernels.cuda.verify_inputs import Tails, VerifyInputs, VerifySize
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.device_sampler import DeviceSampler, captured
+from moeyard_worker.engine.draft_graphs import DraftGraphs
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.worker import Worker
+from moeyard_worker.models.shapes import shape_model
+from moeyard_worker.scheduling.step import Chunk, Step
+
+CONTEXT, PAGE, DRAFTS = 128, 64, 3
+FILLS, REPLAYS = 4, 6
+
+
+def load(shape: str, layers: int, streams: int, device: str) -> tuple[Worker, Runner, bool]:
+    """A worker that captures nothing by itself; its model, and whether that drafts."""
+    drafts = shape_model(shape).num_mtp_layers > 0
+    config = EngineConfig(
+        model_path=None, load_format="dummy", shape=shape, num_layers=layers, device=device, page_size=PAGE,
+        max_num_seqs=streams, max_batch_tokens=2048, prefill_chunk=2048, max_model_len=4 * PAGE,
+        kv_memory=1 << 30, enforce_eager=True, speculate="mtp" if drafts else None,
+        draft_tokens=DRAFTS if drafts else None,
+    )  # fmt: skip
+    worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="bench"))
+    worker.connect([worker.endpoints()["mesh"]])
+    worker.load(1)
+    found = worker.runner
+    return worker, found if isinstance(found, Runner) else found._runner, drafts
+
+
+def prompts(runner: Runner, streams: int, chance: random.Random, *, computed: bool) -> list[tuple[int, ...]]:
+    """The pages of as many prompts, computed or not."""
+    pages = [tuple(range(4 * i, 4 * i + 4)) for i in range(streams)]
+    if not computed:
+        return pages
+    each = 2048 // CONTEXT
+    for begin in range(0, streams, each):
+        some = [
+            Chunk(
+                key=(b"", str(i)), start=0, pages=pages[i], prompt=True, num_sampled=1,
+                token_ids=tuple(chance.randrange(runner.config.vocab_size) for _ in range(CONTEXT)),
+            )
+            for i in range(begin, min(begin + each, streams))
+        ]  # fmt: skip
+        runner.forward(Step(prefill=tuple(some)))
+    return pages
+
+
+def fill(inputs: VerifyInputs, pages: list[tuple[int, ...]], vocab: int, chance: random.Random) -> None:
+    """Other tokens."""
+    queries = inputs.size.queries
+    inputs.fill(
+        [
+            Chunk(
+                key=(b"", str(i)),
+                start=CONTEXT,
+                token_ids=tuple(chance.randrange(vocab) for _ in range(queries)),
+                pages=pages[i],
+                prompt=False,
+                num_sampled=queries,
+            )
+            for i in range(inputs.size.sequences)
+        ]
+    )
+
+
+def milliseconds(run: Callable[[], Any], refill: Callable[[], None]) -> float:
+    """Of one run: the median over fills of the mean over replays."""
+    found = []
+    for _ in range(FILLS):
+        refill()
+        run()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(REPLAYS):
+            run()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / REPLAYS)
+    return statistics.median(found)
+
+
+def breaks_even(ratio: float, drafts: int) -> float:
+    """The acceptance at which that many drafts pay for `ratio` plain steps; infinite if even all right ones do not."""
+    if ratio > 1 + drafts:
+        return float("inf")
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**j for j in range(drafts + 1)) < ratio else (low, middle)
+    return high
+
+
+@torch.inference_mode()
+def measure(shape: str, layers: int, streams: list[int], device: str, *, computed: bool = True) -> None:
+    """Print a line for each number of streams and drafts."""
+    chance = random.Random(5)
+    worker, runner, drafts = load(shape, layers, max(streams), device)
+    backend = runner.backend
+    assert isinstance(backend, CudaBackend)
+    pages = prompts(runner, max(streams), chance, computed=computed)
+    pool, rows = torch.cuda.graph_pool_handle(), max(streams) * (1 + DRAFTS)
+    sampler = DeviceSampler(
+        max_rows=rows, vocab=runner.config.vocab_size, eos_token_ids=(), device=backend.device, max_edited=0
+    )
+    tails = Tails(max_sequences=max(streams), num_drafts=DRAFTS, device=backend.device)
+    made = None
+    if drafts:
+        made = DraftGraphs(
+            runner, backend, sampler, max_sequences=max(streams), max_pages=4, num_drafts=DRAFTS, queries=()
+        )
+
+    def verify(inputs: VerifyInputs) -> None:
+        inputs.begin(tails)
+        logits = sampler.logits[: inputs.num_rows]
+        runner.model.forward(inputs, out=logits)
+        sampler.last_ids[: inputs.num_rows] = ops.sample(logits).ids
+
+    for count in streams:
+        plain = 0.0
+        for k in range(DRAFTS + 1):
+            size = VerifySize(sequences=count, queries=1 + k, width=4)
+            graphs = None
+            if made is None:
+                inputs = VerifyInputs(
+                    size, page_size=PAGE, windows=backend.windows, limit=4 * PAGE, device=backend.device
+                )
+                replay = captured(partial(verify, inputs), pool)[0].replay
+            else:
+                graphs = made._capture(size, pool)
+                assert graphs.verify is not None
+                inputs, replay = graphs.inputs, graphs.verify.replay
+            refill = partial(fill, inputs, pages, runner.config.vocab_size, chance)
+            alone = milliseconds(replay, refill)
+            plain = plain or alone
+            line = f"{shape:16} {layers:3} layers {count:3} streams {k} drafts: verify {alone:7.3f} ms"
+            if k:
+                line += f", {alone / plain:.3f} of plain, breaks even at {breaks_even(alone / plain, k):.0%}"
+            if k and graphs is not None:
+                both = milliseconds(partial(_both, replay, partial(graphs.replay, k, drawn=False)), refill)
+                even = breaks_even(both / plain, k)
+                line += f"; with drafting {both:7.3f} ms, {both / plain:.3f}, breaks even at {even:.0%}"
+            print(line, flush=True)
+    worker.stop()
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", nargs="+", default=["Qwen3-30B-A3B:48", "DeepSeek-V3:6", "Kimi-K2:4"])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--no-prompts", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name(args.device)}, torch {torch.__version__}", flush=True)
+    for model in args.model:
+        shape, layers = model.split(":")
+        begun = time.perf_counter()
+        measure(shape, int(layers), args.streams, args.device, computed=not args.no_prompts)
+        print(f"in {time.perf_counter() - begun:.0f} s", flush=True)
+        torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The sizes of the memory that ranks of a host share for their exchange (`peer_window.py`). Pure."""
+
+from dataclasses import dataclass
+
+# Integers of 8 bytes to a line of memory: what different ranks write is kept apart.
+LINE = 16
+
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerShape:
+    """The sizes that ranks agree on. `max_tokens` bounds the rows of one rank in one exchange.
+
+    In a rank's memory: [2, LINE] int64, arrivals by phase, the first of each line; [2, W, LINE] int64, heads by phase
+    and source: the number of the exchange, and how many rows the source has; ids [max_tokens, W, K] int32; rows
+    [max_tokens, W, H] by the source's row and the source; home [max_tokens, K, H]. Raises ValueError for rows that are
+    no multiple of 16 bytes and for sizes below 1.
+    """
+
+    world_size: int
+    top_k: int
+    row_bytes: int
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "top_k", "row_bytes", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.row_bytes % 16:
+            raise ValueError(f"peers move rows of a multiple of 16 bytes, got {self.row_bytes}")
+        if self.world_size > 32:
+            raise ValueError(f"at most 32 ranks share memory, got {self.world_size}")
+
+    @property
+    def heads_offset(self) -> int:
+        return 2 * LINE * 8
+
+    @property
+    def ids_offset(self) -> int:
+        return self.heads_offset + 2 * self.world_size * LINE * 8
+
+    @property
+    def rows_offset(self) -> int:
+        return _aligned(self.ids_offset + self.max_tokens * self.world_size * self.top_k * 4)
+
+    @property
+    def home_offset(self) -> int:
+        return _aligned(self.rows_offset + self.max_tokens * self.world_size * self.row_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one rank's memory."""
+        return _aligned(self.home_offset + self.max_tokens * self.top_k * self.row_bytes)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,284 @@
+"""The whole matrix of one answer on one GPU, in one command that prints a table and fails on any difference.
+
+    python -m tests.e2e.gpu_matrix [--processes 8] [--models demo qwen3_moe ...] [--speculation no] [--device cuda]
+
+Of a random small checkpoint of each family and of the demo model: {alone, mixed} x {prefix missed, hit} x {graphs on,
+off} x {one deep, two deep} x {chunks of 16, 64, 2048} x {preempted, not} x {experts in one slot, a quarter, all} x
+{slru, lru}, requests that are greedy, seeded and penalised. Token ids, log-probability bits and ends are those of each
+request alone, launched kernel by kernel, one deep, with all experts in slots. Of the demo model the same once more over
+{1 draft, 2, as many as each step likes}, by a rank that has its layer for multi-token prediction.
+
+A worker is loaded once for its slots and policy, and steps by hand under a scheduler of each other kind; that it ran
+as the axis says (replays, preemptions, found prefixes) is asserted too. Run it on each kind of GPU: bytes are of one.
+On a CPU it compares the same without graphs.
+"""
+
+import argparse
+import gc
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.checkpoints import make_checkpoint
+from tests.e2e.test_one_answer import requests
+from tests.rank import Rank, Requests, Told
+
+from moeyard_worker.experts.policies import POLICIES
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.scheduling.request import SchedulerStats
+from moeyard_worker.scheduling.scheduler import Scheduler
+
+DEMO = Path(__file__).resolve().parents[2] / "deploy/demo"
+MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+# Family, dtype and what else differs from `make_checkpoint`'s; the demo model is as it is.
+MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    "deepseek_v3": ("deepseek_v3", torch.bfloat16, MLA),
+    "deepseek_v3-fp32": ("deepseek_v3", torch.float32, MLA),
+    "kimi_k2": ("kimi_k2", torch.bfloat16, {**MLA, "n_group": 1, "topk_group": 1}),
+    "deepseek_v2": ("deepseek_v2", torch.bfloat16, {**MLA, "q_lora_rank": None}),
+    "qwen3_moe": ("qwen3_moe", torch.bfloat16, {}),
+    "qwen3_moe-fp32": ("qwen3_moe", torch.float32, {}),
+    "mixtral": ("mixtral", torch.bfloat16, {"sliding_window": 40}),
+    "olmoe": ("olmoe", torch.bfloat16, {}),
+}
+NAMES = ("demo", *MODELS)
+PAGE = 16
+PAGES = {"ample": 64, "scarce": 10}
+CHUNKS = (16, 64, 2048)
+SLOTS = ("all", "quarter", "one")
+KEPT = tuple(POLICIES)
+# Drafts behind every token; auto: as many as each step likes.
+DRAFTS = ("1", "2", "auto")
+Answers = dict[str, Told]
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a worker's steps are planned and launched."""
+
+    eager: bool
+    deep: int
+    chunk: int
+    pages: str
+    drafts: str = "off"
+
+    def __str__(self) -> str:
+        name = f"{'eager' if self.eager else 'graphs'}-{self.deep}deep-chunk{self.chunk}-{self.pages}"
+        return name if self.drafts == "off" else f"{name}-drafts_{self.drafts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A worker: what it serves, how many experts have slots, what they are kept by, whether it can draft."""
+
+    model: str
+    slots: str = "all"
+    policy: str = KEPT[0]
+    drafts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One worker's line of the table; `differing` names courses and requests whose bytes were others."""
+
+    worker: Loaded
+    courses: int = 0
+    answers: int = 0
+    replayed: int = 0
+    eager: int = 0
+    preemptions: int = 0
+    hits: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    differing: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        verdict = "equal" if not self.differing else f"DIFFERS: {', '.join(self.differing[:6])}"
+        return (
+            f"{self.worker.model:17} {self.worker.slots:8} {self.worker.policy:5} "
+            f"{'yes' if self.worker.drafts else '-':6} {self.courses:7} {self.answers:8} {self.replayed:8} "
+            f"{self.eager:6} {self.preemptions:8} {self.hits:7} {self.accepted:6} {self.seconds:7.1f}  {verdict}"
+        )
+
+
+HEADER = (
+    f"{'model':17} {'experts':8} {'kept':5} {'drafts':6} {'courses':>7} {'answers':>8} {'replays':>8} {'eager':>6} "
+    f"{'preempt.':>8} {'hits':>7} {'right':>6} {'seconds':>7}"
+)
+
+
+def courses(device: str, *, drafts: bool = False, only: str = "") -> list[Course]:
+    """The product of what one worker can do, as far as `only` is in its name; a CPU has no graphs."""
+    eager, depths = (True,) if device == "cpu" else (False, True), DRAFTS if drafts else ("off",)
+    found = [Course(*values) for values in itertools.product(eager, (1, 2), CHUNKS, PAGES, depths)]
+    return [course for course in found if only in str(course)]
+
+
+@cache
+def checkpoint(name: str) -> Path:
+    """Each process makes its own: the same bytes."""
+    if name == "demo":
+        return DEMO
+    family, dtype, overrides = MODELS[name]
+    return make_checkpoint(Path(tempfile.mkdtemp(prefix="gpu-matrix-")), family, dtype=dtype, **overrides)
+
+
+def wanted() -> Requests:
+    """Those of the CPU's product."""
+    return {name: (prompt, SamplingParams(**params)) for name, (prompt, params) in requests().items()}
+
+
+def load(worker: Loaded, device: str) -> Rank:
+    """A worker that launches either way."""
+    model = checkpoint(worker.model)
+    read = load_model_config(model)
+    read = read.with_drafts() if worker.drafts else read
+    total = read.num_experts * len(read.moe_layers)
+    position = read.state_spec(torch.finfo(getattr(torch, read.dtype)).bits // 8).bytes_per_token
+    return Rank(
+        model, device=device, page_size=PAGE, kv_memory=PAGES["ample"] * PAGE * position, max_batch_tokens=256,
+        max_num_seqs=8, prefill_chunk=2048, expert_policy=worker.policy, speculate="mtp" if worker.drafts else None,
+        expert_slots={"all": None, "quarter": total // 4, "one": 1}[worker.slots],
+    )  # fmt: skip
+
+
+def scheduler(rank: Rank, course: Course) -> Scheduler:
+    """An empty one, by which the rank's steps are planned as the course says; they are launched so, too."""
+    if hasattr(rank.worker.runner, "eager"):
+        rank.worker.runner.eager = course.eager
+    most = rank.worker.scheduler.config.num_drafts
+    return rank.scheduler(
+        num_pages=PAGES[course.pages], prefill_chunk=course.chunk, max_in_flight=course.deep,
+        adaptive_drafts=course.drafts == "auto",
+        num_drafts={"off": 0, "1": 1, "2": 2, "auto": most}[course.drafts],
+    )  # fmt: skip
+
+
+def references(rank: Rank) -> Answers:
+    """Each request alone, kernel by kernel, one deep, in one chunk."""
+    course = Course(True, 1, 2048, "ample")
+    return {name: rank.serve(scheduler(rank, course), {name: request})[name] for name, request in wanted().items()}
+
+
+def counts(rank: Rank) -> tuple[int, int]:
+    """Steps that were replayed and launched kernel by kernel so far, where there are graphs."""
+    runner = rank.worker.runner
+    return getattr(runner, "num_replayed", 0), getattr(runner, "num_eager", 0)
+
+
+def check(rank: Rank, course: Course, expected: Answers) -> tuple[list[str], SchedulerStats]:
+    """A miss alone, all at once with a hit among them, a hit alone; what differs, and the scheduler's counts."""
+    found, asked, before = scheduler(rank, course), wanted(), counts(rank)
+    told = [rank.serve(found, {name: asked[name] for name in some}) for some in ("c", tuple(asked), "d")]
+    differing = [
+        f"{course} {name} {how}"
+        for how, answers in zip(("alone", "mixed", "again"), told, strict=True)
+        for name, answer in answers.items()
+        if answer != expected[name]
+    ]
+    replayed, launched = (after - count for after, count in zip(counts(rank), before, strict=True))
+    assert found.pool.num_free == found.config.num_pages, course
+    assert found.stats.prefix_hit_tokens > 0, course
+    # With drafts a request may have ended before pages run out.
+    assert (found.stats.num_preemptions > 0) == (course.pages == "scarce") or course.drafts != "off", course
+    assert course.drafts in ("off", "auto") or found.stats.accepted[0] > 0, course
+    if course.eager:
+        assert replayed == 0, course
+    else:
+        # What is scored or recomputed is launched; prompts are while not all experts have slots, or beside drafts.
+        usual = rank.worker.experts.all_resident and not rank.worker.scheduler.config.num_drafts
+        assert replayed > (launched if usual else 0), (course, replayed, launched)
+    return differing, found.stats
+
+
+def run(worker: Loaded, device: str, only: str, expected: Answers | None) -> tuple[Row, Answers]:
+    """The courses of one worker; without `expected`, which all experts resident give, it makes that itself."""
+    begun = time.perf_counter()
+    rank = load(worker, device)
+    try:
+        answers = references(rank) if expected is None else expected
+        before, differing = counts(rank), list[str]()
+        preemptions = hits = compared = right = 0
+        every = courses(device, drafts=worker.drafts, only=only)
+        for course in every:
+            different, stats = check(rank, course, answers)
+            differing += different
+            compared += 2 + len(answers)
+            preemptions += stats.num_preemptions
+            hits += stats.prefix_hit_tokens
+            right += sum(stats.accepted)
+        rank.worker.experts.validate()
+        replayed, launched = (after - count for after, count in zip(counts(rank), before, strict=True))
+        row = Row(
+            worker=worker, courses=len(every), answers=compared, replayed=replayed, eager=launched, accepted=right,
+            preemptions=preemptions, hits=hits, seconds=time.perf_counter() - begun, differing=differing,
+        )  # fmt: skip
+        return row, answers
+    finally:
+        rank.worker.stop()
+        del rank
+        gc.collect()
+        if device != "cpu":
+            torch.cuda.empty_cache()
+
+
+def others(model: str, slots: Sequence[str], speculation: str) -> list[Loaded]:
+    """The workers of a model beside the one that makes its reference; `speculation`: yes, no or only."""
+    plain = [Loaded(model, kept, policy) for kept in slots for policy in KEPT if (kept, policy) != ("all", KEPT[0])]
+    drafting = [Loaded(model, kept, KEPT[-1], drafts=True) for kept in slots] if model == "demo" else []
+    return {"yes": drafting + plain, "no": plain, "only": drafting}[speculation]
+
+
+def rows(
+    names: Sequence[str], slots: Sequence[str], device: str, processes: int, *, speculation: str, only: str
+) -> Iterator[Row]:
+    """As they are known. A model's other workers follow the one that makes its reference."""
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        waiting: set[Future[tuple[Row, Answers]]]
+        waiting = {pool.submit(run, Loaded(name), device, only, None) for name in names}
+        while waiting:
+            done = next(as_completed(waiting))
+            waiting.remove(done)
+            row, answers = done.result()
+            if row.worker == Loaded(row.worker.model):
+                following = others(row.worker.model, slots, speculation)
+                waiting |= {pool.submit(run, worker, device, only, answers) for worker in following}
+            yield row
+
+
+def main() -> int:
+    """Command line; 1 when an answer differs."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--slots", nargs="+", choices=SLOTS, default=list(SLOTS))
+    parser.add_argument("--speculation", choices=("yes", "no", "only"), default="yes", help="of the demo")
+    parser.add_argument("--only", default="", help="part of a course's name, for example graphs-2deep")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--processes", type=int, default=8)
+    args = parser.parse_args()
+    where = "CPU" if args.device == "cpu" else torch.cuda.get_device_name(args.device)
+    print(f"{where}, torch {torch.__version__}\n{HEADER}", flush=True)
+    begun, found = time.perf_counter(), []
+    for row in rows(args.models, args.slots, args.device, args.processes, speculation=args.speculation, only=args.only):
+        found.append(row)
+        print(row, flush=True)
+    differing = sum(len(row.differing) for row in found)
+    print(
+        f"{sum(row.answers for row in found)} answers of {len(found)} workers in {time.perf_counter() - begun:.0f} s, "
+        f"{differing} differ"
+    )
+    return int(differing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""What a GPU does to a rank: an assertion of a kernel, memory that runs out at the start, a GPU that is not there.
+
+A CUDA error ends the process it happened in and no other: the context of that process is lost, nobody else's is.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoints import make_checkpoint
+from tests.fleet import ProcessPool, RankProcess, start_fleet
+
+from moeyard_worker.config.engine_config import EngineConfig
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("model"), "qwen3_moe", dtype=torch.bfloat16, max_position_embeddings=4096
+    )
+
+
+@pytest.fixture
+def pool() -> Iterator[ProcessPool]:
+    found = ProcessPool()
+    yield found
+    found.close()
+
+
+def config(model: Path, **options: Any) -> EngineConfig:
+    fields: dict[str, Any] = {
+        "device": "cuda", "page_size": 64, "kv_memory": 1 << 22, "max_batch_tokens": 64, "max_num_seqs": 4,
+        "prefill_chunk": 64, "max_model_len": 4096, "async_scheduling": True,
+    }  # fmt: skip
+    return EngineConfig(model_path=str(model), **{**fields, **options})
+
+
+def serve_and_break(connection: Connection) -> None:
+    """A rank's process that is told, once it serves, to launch what reads past the end of a tensor."""
+    from moeyard_worker.config.worker_spec import WorkerSpec
+    from moeyard_worker.engine.worker import Worker
+
+    worker: Any = None
+    while True:
+        try:
+            name, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            if name == "setup":
+                worker = Worker(WorkerSpec(**args[0]))
+                result = worker.endpoints()
+            elif name == "break":
+                torch.zeros(4, device="cuda").index_select(0, torch.tensor([9], device="cuda"))
+                result = None
+            elif name in ("validate", "stop"):
+                # What ended the engine is asked for by `wait`; nothing on this device can be looked at any more.
+                result = None
+            else:
+                result = getattr(worker, name)(*args)
+            connection.send((True, result))
+        except Exception as error:  # boundary: the test process raises it
+            connection.send((False, f"{type(error).__name__}: {error}"))
+
+
+class Breakable(ProcessPool):
+    """A pool whose ranks can be told to break."""
+
+    def take(self, count: int) -> list[RankProcess]:
+        self._ranks += [RankProcess(serve_and_break) for _ in range(count - len(self._ranks))]
+        return self._ranks[:count]
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_an_error_of_the_device_ends_one_process_by_name(eager: bool, model: Path, pool: ProcessPool) -> None:
+    """Two workers of two fleets on one GPU: what happens to one is not noticed by the other."""
+    breakable = Breakable()
+    served = config(model, enforce_eager=eager)
+    prompt, params = (1, 2, 3), {"max_tokens": 2000, "ignore_eos": True, "temperature": 0.0}
+    try:
+        with start_fleet(pool, served) as sound, start_fleet(breakable, served) as broken:
+            sound.client.submit(0, "before", prompt, **params)
+            (before,) = sound.client.wait("before")
+            for fleet in (sound, broken):
+                fleet.client.submit(0, "r", prompt, **params)
+            broken.client.wait_for(lambda: len(broken.client.answers["r"].token_ids) > 3)
+            broken.ranks[0].call("break")
+            with pytest.raises(RuntimeError, match=r"RankFault: rank 0: CUDA error: .*assert.* at step \d+"):
+                broken.ranks[0].call("wait")
+            assert broken.client.answers["r"].end is None, "it goes on elsewhere"
+            (answer,) = sound.client.wait("r")
+            assert answer.token_ids == before.token_ids
+    finally:
+        breakable.close()
+
+
+def test_a_budget_that_does_not_fit_is_named_with_what_would(model: Path, pool: ProcessPool) -> None:
+    fits = r"--kv-memory 64 TiB does not fit: this worker has [\d.]+ GiB of free memory beside .*; lower --kv-memory"
+    with pytest.raises(RuntimeError, match=fits), start_fleet(pool, config(model, kv_memory=64 << 40)):
+        pass
+
+
+def limited(connection: Connection) -> None:
+    """A rank's process whose allocator gives a thousandth of the device: somebody else has the rest by now."""
+    from tests.fleet import serve
+
+    torch.cuda.set_per_process_memory_fraction(0.001)
+    serve(connection)
+
+
+def test_memory_that_somebody_took_meanwhile_is_named_with_the_plan(model: Path) -> None:
+    rank = RankProcess(limited)
+
+    class Limited(ProcessPool):
+        def take(self, count: int) -> list[RankProcess]:
+            return [rank][:count]
+
+    big = config(model, kv_memory=8 << 30)
+    pool = Limited()
+    said = r"cuda ran out of memory while loading weights: CUDA out of memory; planned of [\d.]+ GiB free: .*lower --kv"
+    with pytest.raises(RuntimeError, match=said), start_fleet(pool, big):
+        pass
+    rank.hang_up()
+    rank.join()
+
+
+def test_a_gpu_that_is_not_there_is_named_before_anything_is_allocated(model: Path) -> None:
+    code = f"""
+import torch
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.worker import Worker
+config = EngineConfig(model_path={str(model)!r}, device="cuda:9", page_size=64)
+try:
+    Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
+except ValueError as error:
+    print(error)
+print("a context" if torch.cuda.is_initialized() else "no context")
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    said, context = run.stdout.splitlines()
+    assert re.fullmatch(r"--device cuda:9: there are \d+ GPUs, the last is cuda:\d+", said)
+    assert context == "no context"

@@ -1,0 +1,81 @@
+"""Graphs without a GPU: what would be captured is run again in every replay. Over the oracles of the kernels.
+
+`CudaBackend` asks for no GPU itself; what captures and times its steps does. Here that is told to go without: a graph
+keeps the function that it was made of, and a replay puts what that returns where the first run's results are.
+
+Graphs share the memory of what they compute on the way: what the sampler's graphs leave is good until something else is
+replayed, and here is spoilt then.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moeyard_kernels.cuda import footprint
+from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_kernels.types.footprint import Footprints
+from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.engine import device_sampler, draft_graphs, speculative_runner, worker
+from moeyard_worker.engine.device import CpuDevice, CudaDevice
+
+
+class Graph:
+    """`replay` runs `run` once more."""
+
+    def __init__(self, run: Callable[[], Any], result: Any, pool: list[SampledTokens]) -> None:
+        self._run, self._result, self._pool = run, result, pool
+        if isinstance(result, SampledTokens):
+            pool.append(result)
+
+    def replay(self) -> None:
+        for left in self._pool:
+            left.each(lambda x: x.fill_(float("nan") if x.is_floating_point() else -7))
+        found = self._run()
+        if isinstance(found, SampledTokens):
+            for name in ("ids", "logprobs", "ranks", "top_ids", "top_logprobs"):
+                if getattr(found, name) is not None:
+                    getattr(self._result, name).copy_(getattr(found, name))
+
+
+def captured(run: Callable[[], Any], pool: list[SampledTokens]) -> tuple[Graph, Any]:
+    """As `device_sampler.captured`: it runs twice."""
+    run()
+    result = run()
+    return Graph(run, result, pool), result
+
+
+class Event:
+    """Everything has run when it is asked."""
+
+    def __init__(self, *, enable_timing: bool = False) -> None:
+        pass
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, _other: "Event") -> float:
+        return 1.0
+
+
+class OracleDevice(CpuDevice):
+    """The CPU, with the backend and the runners of a GPU."""
+
+    footprints: Footprints = footprint
+    step_runner = CudaDevice.step_runner
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.backend = CudaBackend(page_size=config.page_size, device=torch.device("cpu"))
+
+
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have workers that are loaded from now on run a GPU's steps on the CPU."""
+    monkeypatch.setattr(worker, "make_device", lambda config, _gpu: OracleDevice(config))
+    for module in (device_sampler, draft_graphs):
+        monkeypatch.setattr(module, "captured", captured)
+    monkeypatch.setattr(speculative_runner, "to_host", lambda x: x.clone())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", list)

@@ -1,0 +1,78 @@
+"""Which captured step runs where peers take part: by a rank's own rows and by the most that anybody brings."""
+
+from itertools import product
+
+import pytest
+
+from moeyard_kernels.cuda.graph_inputs import Bucket
+from moeyard_worker.engine.peer_buckets import smallest, with_peers
+
+ROWS, WIDTHS, PROMPTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64), (8, 32, 128, 160), (64, 512, 2048)
+OWN = [Bucket(decode=rows, width=width) for rows, width in product(ROWS, WIDTHS)]
+OWN += [
+    Bucket(prompt=prompt, decode=rows, width=160, chunks=16) for prompt, rows in product(PROMPTS, (0, 64))
+]  # fmt: skip
+MOST = 2048 + 64
+
+
+def captured(own: list[Bucket]) -> dict[Bucket, Bucket]:
+    """As the graph runner keeps them: the smallest first."""
+    buckets = sorted(with_peers(own), key=lambda b: (b.rows, b.keys, b.width, b.peers))
+    assert len(set(buckets)) == len(buckets)
+    return {bucket: bucket for bucket in buckets}
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[Bucket, Bucket]:
+    return captured(OWN)
+
+
+SIZES = [Bucket(width=0)]
+SIZES += [Bucket(decode=rows, width=width) for rows in (1, 3, 8, 9, 50, 64) for width in (1, 9, 140)]
+SIZES += [Bucket(prompt=prompt, decode=rows, width=9, chunks=2) for prompt in (5, 64, 300, 2048) for rows in (0, 7, 64)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_whatever_others_bring_there_is_one_step_for_it(size: Bucket, graphs: dict[Bucket, Bucket]) -> None:
+    # What a rank says before it knows of the others.
+    own = smallest(graphs.items(), size, 0)
+    assert own is not None
+    for others in (0, 1, 2, 8, 12, 16, 17, 64, 65, 128, 512, 513, 2048, MOST):
+        most = max(own.rows, others)
+        found = smallest(graphs.items(), size, max(1, most))
+        assert found is not None, f"{size} beside {others}"
+        assert found.holds(size)
+        assert found.rows <= max(1, most) <= found.peers, f"{found} beside {others}"
+        assert bool(found.rows) == bool(size.rows)
+
+
+def test_alone_a_rank_has_room_for_no_more_than_it_brings(graphs: dict[Bucket, Bucket]) -> None:
+    for rows in ROWS:
+        found = smallest(graphs.items(), Bucket(decode=rows, width=8), rows)
+        assert found is not None
+        assert (found.rows, found.peers, found.width) == (rows, rows, 8)
+
+
+def test_a_rank_at_nine_rows_costs_one_at_eight_some_room(graphs: dict[Bucket, Bucket]) -> None:
+    eight, nine = Bucket(decode=8, width=8), Bucket(decode=9, width=8)
+    brought = smallest(graphs.items(), nine, 0)
+    assert brought is not None
+    assert brought.rows == 12
+    found = smallest(graphs.items(), eight, 12)
+    assert found is not None
+    assert (found.rows, found.peers) == (8, 16)
+
+
+def test_more_than_any_captured_step_is_launched(graphs: dict[Bucket, Bucket]) -> None:
+    for size in SIZES:
+        assert smallest(graphs.items(), size, MOST + 1) is None
+
+
+def test_few_buckets_for_few_rows() -> None:
+    own = [Bucket(decode=rows, width=4) for rows in (1, 2)]
+    assert {(b.rows, b.peers) for b in captured(own)} == {(0, 1), (0, 2), (1, 1), (1, 2), (2, 2)}
+
+
+def test_there_are_not_too_many(graphs: dict[Bucket, Bucket]) -> None:
+    """Every one takes its time at the start."""
+    assert len(graphs) < 3 * len(OWN)

@@ -1,0 +1,283 @@
+"""Whole ranks in lockstep over the nvlink exchange, their graphs and all, without a GPU.
+
+Ranks are threads of this process. Their backend runs over the oracles, "captured" steps are run again with what the
+host had said when they were captured, and launches meet at a barrier (`test_nvlink_exchange.Turns`).
+"""
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.checkpoints import make_checkpoint
+from tests.e2e.test_one_answer import bits, requests
+from tests.exchange.test_nvlink_exchange import DEADLINE, Memory, Turns, together
+from tests.fleet import Client
+
+from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine import device_sampler, graph_runner
+from moeyard_worker.engine import worker as worker_module
+from moeyard_worker.engine.device import CudaDevice
+from moeyard_worker.engine.graph_runner import GraphRunner
+from moeyard_worker.engine.worker import Worker
+from moeyard_worker.exchange import factory, nvlink
+from moeyard_worker.models.families import load_model_config
+
+NUM_PAGES, PAGE_SIZE = 64, 64
+
+
+class Event:
+    """Of a device on which everything has happened when its call returns."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "Event") -> float:
+        return 0.0
+
+
+class Recorded:
+    """In place of a graph: what was captured, run again as the host had it then."""
+
+    def __init__(self, run: "partial[Any]") -> None:
+        self._run, self.result = run, run()
+        self._exchange = getattr(run.func.__self__, "_exchange", None)  # type: ignore[attr-defined]
+        self._said = self._now()
+
+    def _now(self) -> tuple[Any, ...]:
+        return () if not hasattr(self._exchange, "_rows") else (self._exchange._rows, self._exchange._prompt)
+
+    def replay(self) -> None:
+        if self._said:
+            assert self._exchange is not None
+            self._exchange._rows, self._exchange._prompt = self._said
+        again = self._run()
+        for name in () if again is None else [field.name for field in fields(again)]:
+            if (kept := getattr(self.result, name)) is not None:
+                kept.copy_(getattr(again, name))
+
+
+def captured(run: "partial[Any]", pool: Any) -> tuple[Recorded, Any]:
+    """See `device_sampler.captured`."""
+    found = Recorded(run)
+    return found, found.result
+
+
+class Gpu(CudaDevice):
+    """One that is the CPU."""
+
+    def __init__(self, config: EngineConfig, gpu: int) -> None:
+        self.backend = CudaBackend(page_size=config.page_size, device=torch.device("cpu"))
+
+    def available(self) -> int:
+        return 4 << 30
+
+    def unreachable(self, gpus: Sequence[int]) -> str | None:
+        return None
+
+    def activate(self) -> None:
+        pass
+
+    def staging(self) -> Any:
+        return None
+
+    def finish(self) -> None:
+        pass
+
+
+class House:
+    """Ranks of one process, and the memory that they share."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, torch.Tensor] = {}
+        self.next_rank = 0
+
+    def make_memory(self, num_bytes: int, device: torch.device) -> Memory:
+        """Of the rank that is being loaded."""
+        self.memory[self.next_rank] = torch.zeros(num_bytes, dtype=torch.uint8)
+        return Memory(self.next_rank, cast(Sequence[torch.Tensor], self.memory))
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> House:
+    found = House()
+    monkeypatch.setattr(factory, "GpuMemory", found.make_memory)
+    monkeypatch.setattr(worker_module, "make_device", Gpu)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    for module in (graph_runner, device_sampler):
+        monkeypatch.setattr(module, "captured", captured)
+    monkeypatch.setattr(graph_runner, "_to_host", torch.clone)
+    return found
+
+
+@pytest.fixture(scope="module", params=["gqa", "mla"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family = {"gqa": "qwen3_moe", "mla": "deepseek_v3"}[request.param]
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), family, dtype=torch.bfloat16)
+
+
+def config(model: Path, *, ranks: int, exchange: str, deep: int = 2, eager: bool = False) -> EngineConfig:
+    read = load_model_config(model)
+    return EngineConfig(
+        model_path=str(model),
+        device="cuda",
+        num_workers=ranks,
+        exchange=cast(Any, exchange),
+        kv_memory=NUM_PAGES * PAGE_SIZE * read.state_spec(DTYPE_BYTES[read.dtype]).bytes_per_token,
+        page_size=PAGE_SIZE,
+        prefill_chunk=16,
+        max_batch_tokens=64,
+        max_num_seqs=4,
+        max_model_len=256,
+        enforce_eager=eager,
+        async_scheduling=deep == 2,
+        step_deadline=DEADLINE / 3,
+    )
+
+
+class Fleet:
+    """Its ranks, and a client of all."""
+
+    def __init__(self, house: House, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.house, self.config = house, config
+        monkeypatch.setattr(nvlink, "ops", Turns(config.num_workers))
+        epoch = secrets.randbits(31)
+        self.workers = [self.make(rank, epoch) for rank in range(config.num_workers)]
+        self.meet()
+        for rank in range(config.num_workers):
+            self.load(rank)
+        for worker in self.workers:
+            worker.start()
+        self.client = Client([worker.endpoints()["frontend"] for worker in self.workers])
+
+    def make(self, rank: int, epoch: int) -> Worker:
+        gpus = tuple(range(self.config.num_workers))
+        spec = WorkerSpec(config=self.config, rank=rank, epoch=epoch, host="127.0.0.1", version="", peer_gpus=gpus)
+        return Worker(spec)
+
+    def meet(self) -> None:
+        mesh = [worker.endpoints()["mesh"] for worker in self.workers]
+        together([lambda worker=worker: worker.connect(mesh) for worker in self.workers])
+
+    def load(self, rank: int) -> None:
+        self.house.next_rank = rank
+        self.workers[rank].load(1)
+
+    def replace(self, rank: int) -> list[dict[str, Any]]:
+        """Another in a rank's place, as a launcher does when it is lost; what the others told."""
+        self.workers[rank].stop()
+        others = [worker for other, worker in enumerate(self.workers) if other != rank]
+        losses = [cast(dict[str, Any], worker.wait()) for worker in others]
+        epoch = secrets.randbits(31)
+        for worker in others:
+            worker.rebind(epoch)
+        self.workers[rank] = self.make(rank, epoch)
+        self.meet()
+        self.load(rank)
+        step = max(loss["steps"] for loss in losses)
+        self.workers[rank].start(step)
+        for worker in others:
+            worker.rejoin(step)
+        self.client.reconnect(rank, self.workers[rank].endpoints()["frontend"])
+        return losses
+
+    def answers(self, label: str, ranks: dict[str, int]) -> dict[str, tuple[Any, ...]]:
+        """All at once, each on its rank."""
+        for name, rank in ranks.items():
+            prompt, sampling = requests()[name]
+            self.client.submit(rank, f"{label}-{name}", prompt[:70], **{**sampling, "max_tokens": 5})
+        return {name: bits(self.client.wait(f"{label}-{name}")[0]) for name in ranks}
+
+    def runner(self, rank: int) -> GraphRunner:
+        found = self.workers[rank].runner
+        assert isinstance(found, GraphRunner)
+        return found
+
+    def close(self) -> None:
+        self.client.close()
+        for worker in self.workers:
+            worker.stop()
+
+
+Starter = Callable[[EngineConfig], Fleet]
+
+
+@pytest.fixture
+def start(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starter]:
+    fleets: list[Fleet] = []
+
+    def one(config: EngineConfig) -> Fleet:
+        fleets.append(Fleet(house, config, monkeypatch))
+        return fleets[-1]
+
+    yield one
+    for fleet in fleets:
+        fleet.close()
+
+
+def test_one_answer_whoever_brings_what(model: Path, start: Starter) -> None:
+    """Alone, beside an idle rank, spread over ranks of other sizes, deep and not, in graphs and launched."""
+    names = list(requests())
+    alone = start(config(model, ranks=1, exchange="auto"))
+    expected = {name: alone.answers("reference", {name: 0})[name] for name in names}
+    alone.close()
+    cases = [(3, 2, False), (2, 2, False), (1, 2, False), (2, 1, True)]
+    for ranks, deep, eager in cases if model.name.startswith("gqa") else cases[1:2]:
+        fleet = start(config(model, ranks=ranks, exchange="nvlink", deep=deep, eager=eager))
+        last = ranks - 1
+        assert fleet.answers("alone", {"c": last})["c"] == expected["c"]
+        assert fleet.answers("mixed", {name: i % ranks for i, name in enumerate(names)}) == expected
+        assert fleet.answers("again", dict.fromkeys(names, last)) == expected
+        if not eager:
+            # Steps with scored prompts are launched one by one, whoever has them; those beside them are not.
+            runners = [fleet.runner(rank) for rank in range(ranks)]
+            assert all(runner.num_replayed >= 10 for runner in runners), [r.num_replayed for r in runners]
+            if ranks == 3:
+                assert runners[0].num_eager == 0
+        fleet.close()
+
+
+def test_what_was_captured_goes_on_with_another_in_a_peers_place(model: Path, start: Starter) -> None:
+    if not model.name.startswith("gqa"):
+        pytest.skip("the same for every attention")
+    fleet = start(config(model, ranks=2, exchange="nvlink"))
+    names = list(requests())
+    spread = {name: i % 2 for i, name in enumerate(names)}
+    expected = fleet.answers("before", spread)
+    graphs = fleet.runner(0)._graphs
+    (loss,) = fleet.replace(1)
+    assert loss["ranks"] == (1,)
+    assert fleet.answers("behind", spread) == expected
+    assert fleet.runner(0)._graphs is graphs
+
+
+def test_partial_residency_launches_what_has_prompts_on_any_rank(model: Path, start: Starter) -> None:
+    """Their rows ask the host about experts, also those that a peer sent."""
+    if not model.name.startswith("gqa"):
+        pytest.skip("the same for every attention")
+    alone = start(config(model, ranks=1, exchange="auto"))
+    expected = {name: alone.answers("reference", {name: 0})[name] for name in requests()}
+    alone.close()
+    read = load_model_config(model)
+    few = read.num_experts * len(read.moe_layers) // 4
+    fleet = start(replace(config(model, ranks=2, exchange="nvlink"), expert_slots=few))
+    assert fleet.answers("mixed", {name: i % 2 for i, name in enumerate(requests())}) == expected
+    runners = [fleet.runner(rank) for rank in range(2)]
+    assert all(runner.num_replayed for runner in runners)
+    assert runners[0].num_eager == runners[1].num_eager, "prompts of one are prompts of both"

@@ -1,0 +1,187 @@
+"""Speculation as a GPU does it changes nothing: drafts verified and made by graphs, one and two steps in flight.
+
+Without a GPU the same steps run over the kernels' oracles (captured_on_cpu.py), in fp32: tokens and ends are those of
+plain decoding; log-probabilities nearly, since an oracle's products may see how many rows there are. On a GPU all bits.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.captured_on_cpu import without_a_gpu
+from tests.engine.test_speculation import DEMO, requests
+from tests.rank import Rank, Told
+
+from moeyard_worker.engine.row_edits import RowEdits
+from moeyard_worker.engine.speculative_runner import SpeculativeRunner
+from moeyard_worker.protocol import Done, Submit, TokenLogprob
+
+GPU = torch.cuda.is_available()
+
+
+def load(**options: Any) -> Rank:
+    where: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"} if GPU else {"dtype": "float32"}
+    return Rank(DEMO, **where, max_num_seqs=8, max_batch_tokens=128, max_model_len=160, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _device() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not GPU:
+            without_a_gpu(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[Rank]:
+    rank = load(speculate="mtp")
+    yield rank
+    rank.worker.stop()
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Told]:
+    """Each request alone, on a rank that does not speculate, launched kernel by kernel."""
+    rank = load(enforce_eager=True, speculate="mtp", draft_tokens=1)
+    found = {name: rank.run({name: request}, num_drafts=0)[0][name] for name, request in requests().items()}
+    rank.worker.stop()
+    return found
+
+
+def same(told: dict[str, Told], expected: dict[str, Told]) -> None:
+    if GPU:
+        assert told == expected
+        return
+    for name, answer in told.items():
+        wanted = expected[name]
+        assert (answer.token_ids, answer.end) == (wanted.token_ids, wanted.end), name
+        for ours, theirs in ((answer.logprobs, wanted.logprobs), (answer.prompt_logprobs, wanted.prompt_logprobs)):
+            assert [_words(entry) for entry in ours] == [_words(entry) for entry in theirs], name
+            found = torch.tensor([entry.logprob for entry in ours])
+            assert torch.allclose(found, torch.tensor([entry.logprob for entry in theirs]), atol=1e-4), name
+
+
+def _words(entry: TokenLogprob) -> tuple[Any, ...]:
+    return entry.rank, tuple(token for token, _ in entry.top)
+
+
+def runner(rank: Rank) -> SpeculativeRunner:
+    found = rank.worker.runner
+    assert isinstance(found, SpeculativeRunner)
+    return found
+
+
+@pytest.mark.parametrize("changes", [
+    {"num_drafts": 1}, {"num_drafts": 2}, {}, {"max_in_flight": 2}, {"num_drafts": 1, "max_in_flight": 2},
+    {"prefill_chunk": 16, "max_in_flight": 2}, {"num_pages": 9, "max_in_flight": 2},
+    {"adaptive_drafts": True, "max_in_flight": 2}, {"num_drafts": 0, "max_in_flight": 2},
+], ids=str)  # fmt: skip
+def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+    adaptive = {"adaptive_drafts": False, **changes}
+    launches = runner(drafting)
+    before = launches.num_replayed, launches.num_eager
+    told, stats = drafting.run(requests(), **adaptive)
+    same(told, expected)
+    replayed, eager = launches.num_replayed - before[0], launches.num_eager - before[1]
+    assert replayed > (0 if "num_pages" in changes else eager), (replayed, eager)
+    assert (stats.num_preemptions > 0) == ("num_pages" in changes)
+    if changes.get("num_drafts") != 0 and not adaptive["adaptive_drafts"]:
+        assert stats.accepted[0] > 0.5 * stats.drafts[0] > 0
+        assert all(count > 0 for count in stats.accepted)
+
+
+@pytest.mark.parametrize("deep", [1, 2])
+def test_answers_stay_while_the_depth_changes_from_step_to_step(
+    drafting: Rank, expected: dict[str, Told], deep: int
+) -> None:
+    chance = random.Random(3)
+    depths: list[int] = []
+
+    def depth(_number: int, wanted: int) -> int:
+        depths.append(min(wanted, chance.randrange(4)))
+        return depths[-1]
+
+    told, stats = drafting.run(requests(), depth, adaptive_drafts=False, max_in_flight=deep)
+    same(told, expected)
+    assert set(depths) == {0, 1, 2, 3}
+    assert stats.accepted[0] > 0
+
+
+def test_launched_kernel_by_kernel_the_same(drafting: Rank, expected: dict[str, Told]) -> None:
+    launches, replayed = runner(drafting), runner(drafting).num_replayed
+    launches.eager = True
+    told, stats = drafting.run(requests(), adaptive_drafts=False, max_in_flight=2)
+    launches.eager = False
+    same(told, expected)
+    assert launches.num_replayed == replayed
+    assert stats.accepted[0] > 0.5 * stats.drafts[0]
+
+
+def test_drafts_are_those_that_launches_make(drafting: Rank) -> None:
+    """Of greedy and drawn requests: as many are right, whether graphs make them or the host does."""
+    asked = {name: request for name, request in requests().items() if name in ("greedy", "seeded", "shared")}
+    asked = {name: (prompt, replace(params, prompt_logprobs=None)) for name, (prompt, params) in asked.items()}
+    launches, counts = runner(drafting), []
+    for eager, deep in ((True, 1), (False, 1), (False, 2)):
+        launches.eager = eager
+        counts.append(drafting.run(asked, adaptive_drafts=False, max_in_flight=deep)[1])
+    launches.eager = False
+    assert counts[1].accepted == counts[0].accepted
+    assert counts[1].drafts == counts[0].drafts
+    assert counts[2].accepted[0] > 0.5 * counts[2].drafts[0]
+
+
+def test_few_expert_slots_change_nothing(expected: dict[str, Told]) -> None:
+    rank = load(speculate="mtp", draft_tokens=2, expert_slots=9)
+    told, stats = rank.run(requests(), max_in_flight=2)
+    rank.worker.stop()
+    same(told, expected)
+    assert stats.accepted[0] > 0.5 * stats.drafts[0]
+
+
+def test_logits_that_are_not_finite_are_found_in_a_graph(drafting: Rank) -> None:
+    """The head is spoilt between the prompt's step and the next."""
+    scheduler = drafting.scheduler(adaptive_drafts=False, num_drafts=2)
+    prompt, params = requests()["greedy"]
+    submit = Submit(request_id="spoilt", prompt_token_ids=tuple(prompt), sampling=replace(params, logprobs=None))
+    assert scheduler.add(submit, b"client", 0.0) is None
+    launches, head = runner(drafting), runner(drafting)._runner.model._lm_head
+    with torch.inference_mode():
+        for sound in (True, False):
+            step, kept = scheduler.schedule(0.0), head[3].clone()
+            if not sound:
+                head[3] = float("nan")
+            replayed = launches.num_replayed
+            launched = launches.launch(step, scheduler.requests(step), before=None, num_drafts=step.num_drafts)
+            assert launched.unsound == (() if sound else ("spoilt",))
+            assert (launches.num_replayed > replayed) is not sound
+            head[3] = kept
+            scheduler.complete(step, launched.results, 0.0)
+    for reply in scheduler.fail(["spoilt"], "it was spoilt"):
+        assert isinstance(reply.message, Done)
+    # The rank itself is sound: nothing of it is kept where others read.
+    told, _ = drafting.run({"greedy": requests()["greedy"]}, adaptive_drafts=False)
+    assert told["greedy"].end == ("length", None)
+
+
+@pytest.mark.parametrize("deep", [1, 2])
+def test_tokens_that_penalties_count_stay_on_the_device(
+    drafting: Rank, expected: dict[str, Told], deep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host counts a request's tokens once, behind its prompt."""
+    counted: list[str] = []
+    count = RowEdits._count
+
+    def noted(self: RowEdits, chunk: Any, request: Any, *rest: Any) -> Any:
+        counted.append(request.request_id)
+        return count(self, chunk, request, *rest)
+
+    monkeypatch.setattr(RowEdits, "_count", noted)
+    for name in ("penalised", "stopped"):
+        told, stats = drafting.run({name: requests()[name]}, adaptive_drafts=False, max_in_flight=deep)
+        same(told, {name: expected[name]})
+        assert stats.accepted[0] > 0
+    assert counted == ["penalised", "stopped"]

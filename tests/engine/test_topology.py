@@ -1,0 +1,72 @@
+"""Which exchange a rank has: what `auto` finds, and what a named one lacks, in one line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.device import CpuDevice, Device
+from moeyard_worker.engine.topology import settle_exchange
+from moeyard_worker.exchange.shape import ExchangeShape
+
+SHAPE = ExchangeShape(num_experts=8, top_k=2, hidden=16, dtype="bfloat16", max_tokens=4)
+
+
+@dataclass
+class Gpus:
+    """A device that reaches these, as far as it is asked."""
+
+    problem: str | None = None
+
+    def unreachable(self, gpus: Sequence[int]) -> str | None:
+        assert gpus == (0, 1, 2)
+        return self.problem
+
+
+def settled(
+    exchange: str, *, device: Any = None, shape: ExchangeShape = SHAPE, peer_gpus: tuple[int, ...] = (0, 1, 2),
+    workers: int = 3,
+) -> tuple[str, str]:  # fmt: skip
+    config = EngineConfig(model_path="m", device="cuda", num_workers=workers, exchange=cast(Any, exchange))
+    spec = WorkerSpec(config=config, rank=1, epoch=0, host="127.0.0.1", version="", gpu=1, peer_gpus=peer_gpus)
+    found, why = settle_exchange(spec, cast(Device, device or Gpus()), shape)
+    return found.config.exchange, why
+
+
+def test_gpus_that_reach_each_other() -> None:
+    assert settled("auto") == ("nvlink", "3 GPUs of one host that reach each other")
+    assert settled("nvlink") == ("nvlink", "asked for")
+    assert settled("zmq") == ("zmq", "asked for")
+    assert settled("nvlink", workers=1, peer_gpus=()) == ("nvlink", "asked for")
+    assert settled("auto", workers=1) == ("local", "one rank")
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"device": Gpus("GPU 0 has no peer access to GPU 2")}, "GPU 0 has no peer access to GPU 2"),
+        ({"peer_gpus": ()}, "this process sees its own GPU only, not those of the other workers"),
+        (
+            {"shape": ExchangeShape(num_experts=8, top_k=2, hidden=12, dtype="bfloat16", max_tokens=4)},
+            "peers move rows of a multiple of 16 bytes, got 24",
+        ),
+    ],
+    ids=("access", "cluster", "rows"),
+)
+def test_what_keeps_gpus_apart(given: dict[str, Any], why: str) -> None:
+    assert settled("auto", **given) == ("zmq", why)
+    with pytest.raises(ValueError, match=f"^--exchange nvlink cannot be: {why}; use --exchange zmq$"):
+        settled("nvlink", **given)
+
+
+def test_cpus() -> None:
+    config = EngineConfig(model_path="m", num_workers=2)
+    spec = WorkerSpec(config=config, rank=1, epoch=0, host="127.0.0.1", version="")
+    device = CpuDevice(config)
+    found, why = settle_exchange(spec, device, SHAPE)
+    assert (found.config.exchange, why) == ("zmq", "ranks compute on CPUs")
+    with pytest.raises(ValueError, match="exchange 'nvlink' is one of GPUs; use device 'cuda'"):
+        EngineConfig(model_path="m", num_workers=2, exchange="nvlink")

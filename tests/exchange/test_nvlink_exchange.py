@@ -1,0 +1,310 @@
+"""The exchange over memory that all ranks map: ranks in threads of this process, on CPU tensors over the oracles.
+
+What a GPU adds (launches that wait, graphs, torch's mapping) is in `tests/e2e/test_one_answer_gpu_ranks.py`.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.checkpoints import make_checkpoint
+from tests.exchange.test_staged_exchange import NUM_PAGES, backend, rank_runner, run_steps, steps_of
+
+from moeyard_kernels.ref import peer_exchange as oracle
+from moeyard_kernels.types.peer_window import ABORT, COMBINE, DISPATCH, NUM_FAULT, POISONED, SILENT, PeerWindow
+from moeyard_worker.config.placement import Placement
+from moeyard_worker.engine.local import local_runner
+from moeyard_worker.exchange import nvlink
+from moeyard_worker.exchange.base import ExchangeError, PeerRows
+from moeyard_worker.exchange.factory import build_mesh
+from moeyard_worker.exchange.meeting import MeshStore, gather
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.nvlink import NvlinkExchange
+from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.experts.placement import partition
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.scheduling.step import Step
+
+DEADLINE = 30.0
+SMALL = ExchangeShape(num_experts=6, top_k=2, hidden=8, dtype="bfloat16", max_tokens=8)
+
+
+class Turns:
+    """`ops` of ranks in threads: all send, then all wait, as on a CPU nothing arrives while one does."""
+
+    def __init__(self, world: int) -> None:
+        self._barrier, self._lock = threading.Barrier(world, timeout=DEADLINE), threading.Lock()
+
+    def dispatch_rows(self, x: torch.Tensor, ids: torch.Tensor, window: PeerWindow, **at: int) -> Any:
+        return self._run(oracle.dispatch_rows, window, x, ids, window, **at)
+
+    def combine_rows(self, out: torch.Tensor, window: PeerWindow, **at: int) -> Any:
+        return self._run(oracle.combine_rows, window, out, window, **at)
+
+    def _run(self, op: Callable[..., Any], window: PeerWindow, *given: Any, **at: int) -> Any:
+        if window.state[POISONED]:
+            return op(*given, send=True, wait=True, **at)
+        with self._lock:
+            op(*given, send=True, wait=False, **at)
+        self._barrier.wait()
+        with self._lock:
+            return op(*given, send=False, wait=True, **at)
+
+
+class Memory:
+    """The ranks' memory, which all of this process reach."""
+
+    def __init__(self, rank: int, of_all: Sequence[torch.Tensor]) -> None:
+        self.own, self._of_all = of_all[rank], of_all
+
+    def drain(self) -> None:
+        """Nothing runs behind a call's back."""
+
+    def meet(self, mesh: Mesh) -> Sequence[torch.Tensor]:
+        gather(mesh, b"here")
+        return [self._of_all[rank] for rank in range(mesh.world_size)]
+
+
+def together(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [each.result(timeout=2 * DEADLINE) for each in [pool.submit(job) for job in jobs]]
+
+
+def open_meshes(world: int, shape: ExchangeShape, *, epoch: int = 1, deadline: float = DEADLINE) -> list[Mesh]:
+    meshes = [
+        build_mesh("nvlink", shape=shape, rank=rank, world_size=world, epoch=epoch, deadline=deadline)
+        for rank in range(world)
+    ]
+    endpoints = [mesh.endpoint() for mesh in meshes]
+    together([lambda mesh=mesh: mesh.connect(endpoints) for mesh in meshes])
+    return meshes
+
+
+def open_exchanges(world: int, shape: ExchangeShape, placement: Placement) -> list[NvlinkExchange]:
+    memory = [torch.zeros(shape.window(world).num_bytes, dtype=torch.uint8) for _ in range(world)]
+    return [
+        NvlinkExchange(
+            Memory(rank, memory), rank=rank, world_size=world, shape=shape, placement=placement, seconds=DEADLINE
+        )
+        for rank in range(world)
+    ]
+
+
+def attach(exchanges: Sequence[NvlinkExchange], meshes: Sequence[Mesh], placement: Placement) -> None:
+    together([lambda e=e, m=m: e.attach(m, placement) for e, m in zip(exchanges, meshes, strict=True)])
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[NvlinkExchange], list[Mesh]]]:
+    """Two ranks of four layers that have met."""
+    placement = Placement.of_shards(range(4), partition(6, 2))
+    monkeypatch.setattr(nvlink, "ops", Turns(2))
+    exchanges, meshes = open_exchanges(2, SMALL, placement), open_meshes(2, SMALL, deadline=2.0)
+    attach(exchanges, meshes, placement)
+    yield exchanges, meshes
+    for mesh in meshes:
+        mesh.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("nvlink"), "qwen3_moe", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_give_what_one_gives(checkpoint: Path, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what runs before the ranks have met: it takes no part, and leaves nothing behind."""
+    config = load_model_config(checkpoint)
+    shape = ExchangeShape(
+        num_experts=config.num_experts, top_k=config.top_k, hidden=config.hidden_size, dtype="bfloat16", max_tokens=64
+    )
+    monkeypatch.setattr(nvlink, "ops", Turns(world))
+    placement = Placement.of_shards(config.moe_layers, partition(config.num_experts, world))
+    exchanges = open_exchanges(world, shape, placement)
+    # The second rank begins two steps late, the third has no row at all.
+    plans = [[*steps_of(50), Step.empty(), Step.empty()], [Step.empty(), Step.empty(), *steps_of(37)]][:world]
+    plans += [[Step.empty()] * 6] * (world - 2)
+    most = [max(step.num_tokens for step in steps) for steps in zip(*plans, strict=True)]
+    runners = [rank_runner(checkpoint, exchange) for exchange in exchanges]
+    for exchange, runner in zip(exchanges, runners, strict=True):
+        exchange.expect(PeerRows(48))
+        runner.forward(steps_of(50)[0])
+    meshes = open_meshes(world, shape)
+    attach(exchanges, meshes, placement)
+
+    def run(rank: int) -> list[torch.Tensor]:
+        exchange = exchanges[rank]
+
+        def begin(number: int) -> None:
+            exchange.begin_step(number + 1)
+            # Room for more rows than anybody has changes nothing, and ranks need not have as much.
+            exchange.expect(PeerRows(most[number] + rank, tuple(plan[number].num_prefill_tokens for plan in plans)))
+
+        seen = run_steps(runners[rank], plans[rank], begin)
+        exchange.finish_step(6, lambda: True)
+        return seen
+
+    seen = together([lambda rank=rank: run(rank) for rank in range(world)])
+    for mesh in meshes:
+        mesh.close()
+    for of_rank, length in zip(seen, (50, 37), strict=False):
+        alone = local_runner(checkpoint, dtype=torch.bfloat16, num_pages=NUM_PAGES, backend=backend())
+        wanted = run_steps(alone, steps_of(length), lambda number: None)
+        got = [logits for logits in of_rank if len(logits)]
+        assert len(got) == len(wanted)
+        for number, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
+            assert torch.isfinite(theirs).all()
+            assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32)), f"length {length}, step {number}"
+
+
+def test_every_layer_has_owners_of_its_own_and_a_new_epoch_others(
+    pair: tuple[list[NvlinkExchange], list[Mesh]],
+) -> None:
+    exchanges, meshes = pair
+    owners = ((0, 1, 0, 1, 0, 1), (1, 1, 1, 0, 0, 0), (0, 0, 0, 0, 0, 1), (1, 0, 0, 1, 1, 0))
+    window = exchanges[0]._windows[2]
+    window.state[POISONED] = 1
+    for mesh in meshes:
+        mesh.close()
+    again, placement = open_meshes(2, SMALL, epoch=2), Placement((0, 1, 2, 3), owners)
+    attach(exchanges, again, placement)
+    # What was captured keeps its tensors.
+    assert window.owner.tolist() == [0, 0, 0, 0, 0, 1]
+    assert window.local.tolist() == [0, 1, 2, 3, 4, 0]
+    assert window.state.tolist() == [0] * 8
+    x = torch.arange(16, dtype=torch.float32).to(torch.bfloat16).view(2, 8)
+    ids = torch.tensor([[5, 1], [4, 5]])
+
+    def step(rank: int, layer: int) -> list[list[int]]:
+        exchanges[rank].expect(PeerRows(3))
+        got = exchanges[rank].dispatch(x, ids if rank == 0 else ids[:0], layer=layer, num_prompt=0)
+        experts = got.experts.tolist()
+        exchanges[rank].combine(torch.zeros(6, 2, 8, dtype=torch.bfloat16), got.handle)
+        return experts
+
+    nothing = [-1, -1]
+    assert together([lambda rank=rank: step(rank, 2) for rank in range(2)]) == [
+        [[-1, 1], nothing, [4, -1], nothing, nothing, nothing],
+        [[0, -1], nothing, [-1, 0], nothing, nothing, nothing],
+    ]
+    assert together([lambda rank=rank: step(rank, 1) for rank in range(2)]) == [
+        [[2, -1], nothing, [1, 2], nothing, nothing, nothing],
+        [[-1, 1], nothing, nothing, nothing, nothing, nothing],
+    ]
+    for mesh in again:
+        mesh.close()
+
+
+def test_prompt_rows_are_marked_by_what_was_agreed_on(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    exchanges, _ = pair
+    exchanges[0].expect(PeerRows(3, (0, 2)))
+    marked = exchanges[0]._prompt
+    assert marked is not None
+    assert marked.view(3, 2).tolist() == [[False, True], [False, True], [False, False]]
+    exchanges[0].expect(PeerRows(3, (0, 0)))
+    assert exchanges[0]._prompt is None
+    with pytest.raises(AssertionError, match="most=9"):
+        exchanges[0].expect(PeerRows(9))
+
+
+def write_fault(exchange: NvlinkExchange, *record: int) -> None:
+    """As the device does (`peer_window`)."""
+    exchange._window.fault[: 1 + len(record)] = torch.tensor([1, *record])
+
+
+@pytest.mark.parametrize(("phase", "word"), [(DISPATCH, "dispatch"), (COMBINE, "combine")])
+def test_what_the_device_wrote_down_is_what_all_ranks_name(
+    pair: tuple[list[NvlinkExchange], list[Mesh]], phase: int, word: str
+) -> None:
+    """In the step that it belongs to: with two in flight the one before is whole."""
+    exchanges, meshes = pair
+    for exchange, mesh in zip(exchanges, meshes, strict=True):
+        for step in (812, 813):
+            exchange.begin_step(step)
+        mesh.step = 813
+    write_fault(exchanges[0], phase, 2, 0b10, 4 + 3, SILENT)
+    exchanges[0].finish_step(812, lambda: True)
+    named = f"rank 1 silent \\({DEADLINE:.1f} s\\) at step 813, layer 2, {word}"
+    # The other waits for its own device and hears of it.
+    begun = time.monotonic()
+
+    def fails(rank: int, has_run: Callable[[], bool]) -> None:
+        with pytest.raises(ExchangeError, match=named):
+            exchanges[rank].finish_step(813, has_run)
+
+    together([lambda: fails(0, lambda: True), lambda: fails(1, lambda: bool(exchanges[1]._window.fault[ABORT]))])
+    assert time.monotonic() - begun < DEADLINE / 2
+    assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(1,), (1,)]
+
+
+def test_with_drafts_a_failure_is_this_steps_at_the_latest(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    """Its number does not tell the step, and what is computed behind it must not be told."""
+    exchanges, _ = pair
+    exchanges[0]._drafts = True
+    for step in range(1, 101):
+        exchanges[0].begin_step(step)
+    write_fault(exchanges[0], DISPATCH, 2, 0b10, 598, SILENT)
+    with pytest.raises(ExchangeError, match=r"rank 1 silent .* at step 100, layer 2, dispatch"):
+        exchanges[0].finish_step(100, lambda: True)
+
+
+def test_a_record_half_written_is_read_a_step_later(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    exchanges, _ = pair
+    exchanges[0].begin_step(812)
+    write_fault(exchanges[0])
+    exchanges[0].finish_step(812, lambda: True)
+    write_fault(exchanges[0], DISPATCH, 2, 0b10, 5, SILENT)
+    with pytest.raises(ExchangeError, match=r"rank 1 silent .* at step 813, layer 2, dispatch"):
+        exchanges[0].finish_step(813, lambda: True)
+
+
+def test_a_wait_ends_when_the_mesh_loses_a_peer(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    exchanges, meshes = pair
+    exchanges[0].begin_step(7)
+    meshes[1].close()
+    fault = exchanges[0]._window.fault
+    with pytest.raises(ExchangeError, match=r"rank 1 .* after step 0"):
+        exchanges[0].finish_step(7, lambda: bool(fault[ABORT]))
+    assert fault[ABORT] == 1
+
+
+def test_an_epoch_that_ends_ends_the_wait_too(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    exchanges, _ = pair
+    assert exchanges[0]._window.fault.tolist() == [0] * NUM_FAULT
+    exchanges[0].abort()
+    assert exchanges[0]._window.fault[ABORT] == 1
+
+
+def test_torch_finds_ranks_by_the_mesh_whatever_a_process_has_met_before() -> None:
+    meshes = open_meshes(3, SMALL, deadline=2.0)
+
+    def meet(rank: int) -> list[bytes]:
+        # Through C++, as torch's rendezvous does: it numbers rounds by what its process has seen.
+        own = MeshStore(meshes[rank])
+        store, found = dist.PrefixStore("", own), []
+        for turn in range(2):
+            prefix = f"CUDASymmetricMemory/{rank * 10 + turn}"
+            store.set(f"{prefix}/{rank}", f"{turn} of {rank}")
+            for peer in range(3):
+                if peer != rank:
+                    store.wait([f"{prefix}/{peer}"])
+                    found.append(store.get(f"{prefix}/{peer}"))
+        return found
+
+    assert together([lambda rank=rank: meet(rank) for rank in range(3)]) == [
+        [f"{turn} of {peer}".encode() for turn in range(2) for peer in range(3) if peer != rank] for rank in range(3)
+    ]
+    # A peer that leaves meanwhile is named through it all.
+    meshes[2].close()
+    own = MeshStore(meshes[0])
+    store = dist.PrefixStore("", own)
+    with pytest.raises(ExchangeError, match="rank 2 "):
+        store.set("CUDASymmetricMemory/2/0", "nobody answers")
+    for mesh in meshes[:2]:
+        mesh.close()

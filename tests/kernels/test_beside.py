@@ -1,0 +1,53 @@
+"""What runs beside the launches of a layer on a GPU, and the same bits as one launch after the other."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.kernels.graphs import assert_replays
+
+from moeyard_kernels import ops
+from moeyard_kernels.cuda.backend import CudaBackend
+
+ROWS = (1, 8, 64, 65)
+
+
+def test_without_a_gpu_nothing_runs_until_it_is_asked_for() -> None:
+    backend, ran = CudaBackend(page_size=64, device=torch.device("cpu")), []
+
+    def run() -> torch.Tensor:
+        ran.append(1)
+        return torch.ones(1)
+
+    later = backend.beside(run, SimpleNamespace(num_rows=1))
+    assert not ran
+    assert later() == 1
+    assert ran == [1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only GPUs run one kernel beside another")
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_layers_of_products_beside_each_other(num_rows: int) -> None:
+    """Memory that one layer frees is the next one's, on either stream."""
+    hidden, inner, layers, plan = 1024, 2816, 5, SimpleNamespace(num_rows=num_rows)
+    x = torch.randn(num_rows, hidden, device="cuda").bfloat16()
+    weights = [
+        [torch.randn(shape, device="cuda").mul(shape[1] ** -0.5).bfloat16() for shape in shapes]
+        for shapes in [((2 * inner, hidden), (hidden, inner), (64, hidden), (hidden, 64))] * layers
+    ]
+
+    def chain(backend: CudaBackend | None) -> torch.Tensor:
+        rows = x
+        for gate_up, down, choice, back in weights:
+
+            def shared(rows: torch.Tensor = rows, gate_up: torch.Tensor = gate_up, down: torch.Tensor = down):  # type: ignore[no-untyped-def]
+                return ops.linear(ops.silu_mul(ops.linear(rows, gate_up, static_weight=True)), down, static_weight=True)
+
+            later = shared if backend is None else backend.beside(shared, plan)
+            routed = ops.linear(ops.linear(rows, choice, static_weight=True), back, static_weight=True)
+            rows = ops.residual_add_scaled(rows, later(), routed, 0.5)
+        return rows
+
+    beside = CudaBackend(page_size=64, device=torch.device("cuda"))
+    assert_replays(lambda: (chain(beside), chain(None)), lambda: x.normal_())
+    assert torch.equal(chain(beside), chain(None))

@@ -1,0 +1,137 @@
+"""The rows of a captured step that verifies drafts: those of a plan, wherever the host or the device knows them."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moeyard_kernels.cuda.plan import CudaPlan
+from moeyard_kernels.cuda.verify_inputs import Tails, VerifyInputs, VerifySize
+from moeyard_worker.scheduling.request import accept
+from moeyard_worker.scheduling.step import Chunk, Step
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAGE, WIDTH, QUERIES = 16, 8, 4
+WINDOWS = (None, 40)
+VOCAB = 5
+
+
+def chunk(chance: random.Random, rows: int) -> Chunk:
+    start = chance.randrange(100)
+    return Chunk(
+        key=(b"", ""), start=start, token_ids=tuple(chance.randrange(VOCAB) for _ in range(rows)),
+        pages=tuple(chance.sample(range(50), -(-(start + rows) // PAGE))), prompt=False, num_sampled=rows,
+    )  # fmt: skip
+
+
+def inputs_of(sequences: int) -> VerifyInputs:
+    size = VerifySize(sequences=sequences, queries=QUERIES, width=WIDTH)
+    return VerifyInputs(size, page_size=PAGE, windows=WINDOWS, limit=WIDTH * PAGE, device=DEVICE)
+
+
+def rows_of(chunks: list[Chunk]) -> list[int]:
+    return [b * QUERIES + row for b, each in enumerate(chunks) for row in range(each.num_tokens)]
+
+
+def same_as_a_plan(inputs: VerifyInputs, chunks: list[Chunk]) -> None:
+    """Row for row; what pads the step is a copy of a row that is there, and stored nowhere."""
+    plan = CudaPlan(Step(decode=tuple(chunks)), page_size=PAGE, windows=WINDOWS, flat=False, device=DEVICE)
+    rows = rows_of(chunks)
+    for name in ("token_ids", "positions", "entries"):
+        assert torch.equal(getattr(inputs, name)[rows], getattr(plan, name)), name
+    padding = [row for row in range(inputs.num_rows) if row not in rows]
+    assert (inputs.entries[padding] == -1).all()
+    for row in padding:
+        b, own = divmod(row, QUERIES)
+        count = chunks[b].num_tokens if b < len(chunks) else chunks[0].num_tokens
+        copied = (b if b < len(chunks) else 0) * QUERIES + min(own, count - 1)
+        assert inputs.token_ids[row] == inputs.token_ids[copied]
+        assert inputs.positions[row] == inputs.positions[copied]
+    for window in WINDOWS:
+        ours, theirs = inputs.decode[window], plan.decode[window]
+        assert torch.equal(ours.kv_lens.flatten()[rows], theirs.kv_lens)
+        for row, table in zip(rows, theirs.page_table, strict=True):
+            used = -(-int(ours.kv_lens.flatten()[row]) // PAGE)
+            assert torch.equal(ours.page_table[row // QUERIES, :used], table[:used])
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_what_the_host_knows(count: int) -> None:
+    chance = random.Random(count)
+    inputs, tails = inputs_of(4), Tails(max_sequences=4, num_drafts=3, device=DEVICE)
+    for _ in range(20):
+        chunks = [chunk(chance, chance.randint(1, QUERIES)) for _ in range(count)]
+        inputs.fill(chunks)
+        inputs.begin(tails)
+        same_as_a_plan(inputs, chunks)
+        read = inputs.read.tolist()
+        assert [row[0] for row in read[:count]] == [each.start for each in chunks]
+        assert [tuple(row[1 : 1 + c.num_tokens]) for row, c in zip(read[:count], chunks, strict=True)] == [
+            c.token_ids for c in chunks
+        ]
+
+
+def test_what_the_step_before_has_left() -> None:
+    """Fed chunks in another order, beside one that is known: tokens and places follow what was accepted."""
+    chance = random.Random(7)
+    inputs, tails = inputs_of(4), Tails(max_sequences=4, num_drafts=3, device=DEVICE)
+    for _ in range(20):
+        known = [chunk(chance, chance.randint(1, QUERIES)) for _ in range(4)]
+        state = [[chance.randint(1, 4), *(chance.randrange(VOCAB) for _ in range(4))] for _ in range(4)]
+        tails.state.copy_(torch.tensor(state))
+        order = chance.sample(range(4), 4)
+        fed = []
+        for which in order:
+            tokens = state[which][1:]
+            here = known[which]
+            fed.append(replace(here, token_ids=tuple(tokens[: here.num_tokens])))
+        told = [
+            # The least start counts on one accepted token.
+            replace(each, start=each.start - (state[which][0] - 1), token_ids=(0,) * each.num_tokens, fed=which)
+            for each, which in zip(fed, order, strict=True)
+        ]
+        told[0] = fed[0]
+        inputs.fill(told)
+        inputs.begin(tails)
+        same_as_a_plan(inputs, fed)
+
+
+def test_as_many_are_accepted_as_the_scheduler_would() -> None:
+    chance = random.Random(9)
+    inputs, tails = inputs_of(5), Tails(max_sequences=5, num_drafts=3, device=DEVICE)
+    seen = set()
+    for _ in range(60):
+        chunks = [chunk(chance, chance.randint(1, QUERIES)) for _ in range(4)]
+        inputs.fill(chunks)
+        inputs.begin(tails)
+        ids = torch.randint(2, (5, QUERIES), generator=torch.Generator().manual_seed(chance.randrange(1 << 30)))
+        # Drafts are right more often than not.
+        for b, each in enumerate(chunks):
+            for row in range(each.num_tokens - 1):
+                if chance.random() < 0.7:
+                    ids[b, row] = each.token_ids[row + 1]
+        count = inputs.accept(ids.flatten().to(DEVICE), tails).tolist()
+        for b, each in enumerate(chunks):
+            right = accept(each.token_ids[1:], ids[b, : each.num_tokens].tolist())
+            assert count[b] == right == tails.state[b, 0]
+            assert tails.state[b, 1] == ids[b, right - 1]
+            seen.add((each.num_tokens, right))
+    assert seen == {(rows, right) for rows in range(1, QUERIES + 1) for right in range(1, rows + 1)}
+
+
+@pytest.mark.parametrize(("positions", "stored"), [((17, 30), (True, True)), ((17, 32), (True, False))])
+def test_a_draft_without_a_page_is_written_nowhere(positions: tuple[int, int], stored: tuple[bool, bool]) -> None:
+    inputs, tails = inputs_of(3), Tails(max_sequences=3, num_drafts=3, device=DEVICE)
+    base: dict[str, Any] = {"key": (b"", ""), "start": 16, "token_ids": (1,), "prompt": False, "num_sampled": 1}
+    inputs.fill([Chunk(**base, pages=(3, 9)), Chunk(**base, pages=(4, 7))])
+    inputs.begin(tails)
+    rows = inputs.draft_rows(torch.tensor([*positions, positions[0]], device=DEVICE))
+    pages = (9, 7)
+    wanted = [
+        page * PAGE + position % PAGE if there else -1
+        for page, position, there in zip(pages, positions, stored, strict=True)
+    ]
+    assert rows.entries.tolist() == [*wanted, -1], "the third sequence is a copy of the first"
+    assert rows.decode[None].kv_lens.tolist() == [18, min(positions[1], 31) + 1, 18]

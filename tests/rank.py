@@ -1,0 +1,111 @@
+"""One rank in the test's own process, stepped by hand as its engine would step it: no sockets, no peers, no clock."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.worker import Worker
+from moeyard_worker.protocol import Done, PromptLogprobs, SamplingParams, Submit, TokenLogprob, Tokens
+from moeyard_worker.scheduling.request import SchedulerStats
+from moeyard_worker.scheduling.scheduler import Scheduler
+
+Requests = Mapping[str, tuple[list[int], SamplingParams]]
+Depth = Callable[[int, int], int]
+
+
+@dataclass(slots=True)
+class Told:
+    """Everything that one request was told."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    end: tuple[str, int | None] | None = None
+
+
+def as_wanted(_number: int, wanted: int) -> int:
+    """A depth: what the scheduler wishes."""
+    return wanted
+
+
+class Rank:
+    """A loaded worker. `stop` its `worker`."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        config = EngineConfig(model_path=str(model), **{"kv_memory": 4 << 20, **options})
+        self.worker = Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
+        self.worker.connect([self.worker.endpoints()["mesh"]])
+        self.worker.load(1)
+
+    def scheduler(self, **changes: Any) -> Scheduler:
+        """An empty one over the rank's pages; `changes` are fields of its config."""
+        return Scheduler(replace(self.worker.scheduler.config, **changes))
+
+    def run(
+        self, requests: Requests, depth: Depth = as_wanted, **changes: Any
+    ) -> tuple[dict[str, Told], SchedulerStats]:
+        """All requests at once, but for the first, which they follow.
+
+        `depth` of a step's number and wish says what its ranks agree on.
+        """
+        scheduler = self.scheduler(**changes)
+        names = list(requests)
+        told = {}
+        for some in (names[:1], names[1:]):
+            told |= self.serve(scheduler, {name: requests[name] for name in some}, depth)
+        assert scheduler.pool.num_free == scheduler.config.num_pages
+        self.worker.experts.validate()
+        return told, scheduler.stats
+
+    def serve(self, scheduler: Scheduler, requests: Requests, depth: Depth = as_wanted) -> dict[str, Told]:
+        """All requests at once, until nothing is left."""
+        told = {name: Told() for name in requests}
+        for name, (prompt, params) in requests.items():
+            held = None
+            if params.grammar is not None:
+                grammars = self.worker.grammars
+                assert grammars is not None
+                held = grammars.constraint(grammars.compile(params.grammar).result(), params)
+            submit = Submit(request_id=name, prompt_token_ids=tuple(prompt), sampling=params)
+            assert scheduler.add(submit, b"client", 0.0, held) is None
+        self._step(scheduler, told, depth)
+        return told
+
+    def _step(self, scheduler: Scheduler, told: dict[str, Told], depth: Depth) -> None:
+        flights: deque[Any] = deque()
+        number = 0
+        while scheduler.has_work() or flights:
+            step = scheduler.schedule(0.0)
+            if step.chunks:
+                number += 1
+                before = flights[-1] if flights else None
+                self.worker.experts.begin_step(number)
+                flights.append(
+                    self.worker.runner.launch(
+                        step, scheduler.requests(step), before=before, num_drafts=depth(number, step.num_drafts)
+                    )
+                )
+                if len(flights) < scheduler.config.max_in_flight:
+                    continue
+            launched = flights.popleft()
+            assert not launched.unsound
+            for reply in scheduler.complete(launched.step, launched.results, number * 0.01, launched.scores):
+                hear(told, reply.message)
+            scheduler.validate()
+
+
+def hear(told: dict[str, Told], message: Any) -> None:
+    """Add what a message says to what its request was told; an end with an error is a failure."""
+    if isinstance(message, Tokens):
+        told[message.request_id].token_ids += message.token_ids
+        told[message.request_id].logprobs += message.logprobs
+    elif isinstance(message, PromptLogprobs):
+        told[message.request_id].prompt_logprobs += message.logprobs
+    else:
+        assert isinstance(message, Done), message
+        assert message.error is None, message
+        told[message.request_id].end = (message.finish_reason, message.stop_token_id)

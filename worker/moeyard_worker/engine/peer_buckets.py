@@ -1,0 +1,56 @@
+"""Which captured steps there are where peers take part, and which one a step runs in. Pure.
+
+A rank's own rows and those that its peers may send it are two sizes: ranks replay different graphs in one step, each by
+its own rows and by the most that one of them brings, with padding, which all know from the plan frames. Of the second
+there are few sizes, as room for a row that no peer has costs an id that says so: the own size, if nobody brings more,
+and a few above it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from moeyard_kernels.cuda.graph_inputs import Bucket
+
+# Rows of a peer that a step without prompts has room for, beside as many as its own.
+_DECODING = (16, 64)
+# The same where a peer has prompts, beside the most that any captured step brings.
+_PROMPTS = (512,)
+
+_T = TypeVar("_T")
+
+
+def with_peers(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+    """These buckets, of ranks by themselves, with room for what peers bring; and those of a rank without rows.
+
+    Beside more rows than its own a decode step needs only the wider tables: a narrow one fits them, and waits anyway.
+    """
+    decoding = [bucket for bucket in buckets if not bucket.prompt]
+    widths = sorted({bucket.width for bucket in decoding})
+    wide, most_decoding = {*widths[1::2], widths[-1]}, max(bucket.rows for bucket in decoding)
+    most = max(bucket.rows for bucket in buckets)
+    above = [rows for rows in _DECODING if rows < most_decoding]
+    above += [] if most_decoding in above else [most_decoding]
+    prompts = [] if most == most_decoding else [*(rows for rows in _PROMPTS if most_decoding < rows < most), most]
+    for bucket in buckets:
+        yield replace(bucket, peers=bucket.rows)
+        if bucket.prompt:
+            more = [most] if bucket.rows < most else []
+        else:
+            more = [rows for rows in above if rows > bucket.rows and bucket.width in wide]
+            more += [rows for rows in prompts if bucket.width == widths[-1]]
+        for rows in more:
+            yield replace(bucket, peers=rows)
+    for rows in sorted({1, *above, *prompts}):
+        yield Bucket(width=widths[0], peers=rows)
+
+
+def smallest(graphs: Iterable[tuple[Bucket, _T]], size: Bucket, most: int) -> _T | None:
+    """The first of these that holds a step of that size beside peers who bring at most `most` rows; None: none does.
+
+    It brings no more itself: that was agreed on. Without peers `most` is 0.
+    """
+    for bucket, graph in graphs:
+        if bucket.holds(size) and bucket.peers >= most and (not most or bucket.rows <= most):
+            return graph
+    return None

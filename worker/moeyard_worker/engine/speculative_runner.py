@@ -1,0 +1,270 @@
+"""Runs steps on a GPU that verify drafts and make others: those of output rows as graphs, others launch by launch.
+
+Beside a `GraphRunner` it differs in what a step leaves behind: not one token per sequence but some, of which the device
+counts the right ones, and drafts behind them. With two steps in flight the next step finds both there. Steps with
+prompts, or with positions that are computed anew, go through `Runner.launch`: the host waits for them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
+from moeyard_kernels.cuda.verify_inputs import VerifySize
+from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
+from moeyard_worker.engine.constrained import least, put, put_again
+from moeyard_worker.engine.device_sampler import DeviceSampler
+from moeyard_worker.engine.draft_graphs import DraftGraphs, SizedGraphs
+from moeyard_worker.engine.graph_runner import nothing_collected, to_host
+from moeyard_worker.engine.memory import SCORED_ROWS
+from moeyard_worker.engine.row_edits import RowEdits
+from moeyard_worker.engine.runner import Launched, Runner
+from moeyard_worker.engine.sampling import (
+    Yielded,
+    accepted,
+    chosen_logits,
+    edits_logits,
+    errors_of,
+    feed,
+    sampled_rows,
+    tell,
+    unsound,
+)  # fmt: skip
+from moeyard_worker.engine.scoring import Scores
+from moeyard_worker.exchange.base import PeerRows
+from moeyard_worker.scheduling.request import Accepted, Request
+from moeyard_worker.scheduling.step import Chunk, Step
+
+# Prompt rows by which kernels are chosen.
+_WARM = (64, 256, 1024, 2048)
+# Prompts of a step.
+_CHUNKS = 16
+
+
+class SpeculatedLaunch:
+    """A step of output rows that runs. `results` waits for it, and for no step behind it.
+
+    `places` are the rows of the step among those of its graph, of which `tokens` and `chosen` are, on their way to the
+    host; `read` [B, 1 + Q] and `state` are `VerifyInputs.read` and `Tails.state`, still on the device. All drafts that
+    were made are told, as the next step reads them: how many are verified is for the scheduler to say.
+    """
+
+    def __init__(
+        self, step: Step, requests: Sequence[Request], *, tokens: SampledTokens,
+        places: Sequence[int], chosen: torch.Tensor, read: torch.Tensor, state: torch.Tensor, num_drafts: int,
+        errors: Mapping[int, str], begun: torch.cuda.Event,
+    ) -> None:  # fmt: skip
+        self.step = step
+        self.scores: Scores = []
+        self._requests, self._errors = requests, errors
+        self._places, self._num_drafts = list(places), num_drafts
+        self._tokens, self._chosen = tokens, chosen
+        self._read, self._state = to_host(read), to_host(state)
+        self._begun, self._done = begun, torch.cuda.Event(enable_timing=True)
+        self._done.record()
+        self._results: list[Accepted] | None = None
+
+    def has_run(self) -> bool:
+        """See `LaunchedStep.has_run`."""
+        return bool(self._done.query())
+
+    @property
+    def results(self) -> list[Accepted]:
+        """`results[i]` of `step.sampled[i]`."""
+        if self._results is None:
+            self._done.synchronize()
+            chunks = [
+                self._as_read(chunk, row) for chunk, row in zip(self.step.decode, self._read.tolist(), strict=True)
+            ]
+            tokens = self._tokens.each(lambda x: x[self._places])
+            asked = [r.sampling.logprobs for c, r in zip(chunks, self._requests, strict=True) for _ in c.token_ids]
+            found = accepted(replace(self.step, decode=tuple(chunks)), tell(tokens, asked), self._errors)
+            self._results = [
+                replace(result, drafts=tuple(state[2 : 2 + self._num_drafts]))
+                for result, state in zip(found, self._state.tolist(), strict=True)
+            ]
+        return self._results
+
+    @staticmethod
+    def _as_read(chunk: Chunk, row: Sequence[int]) -> Chunk:
+        """A chunk with the start and the tokens that the device took."""
+        return replace(chunk, start=row[0], token_ids=tuple(row[1 : 1 + chunk.num_tokens]), slack=0)
+
+    @property
+    def device_seconds(self) -> float:
+        """From the end of what was launched before this step to its own, on the device."""
+        self._done.synchronize()
+        return self._begun.elapsed_time(self._done) * 1e-3
+
+    @property
+    def unsound(self) -> tuple[str, ...]:
+        """See `LaunchedStep.unsound`."""
+        self._done.synchronize()
+        return unsound(self.step, self._requests, self._chosen[self._places])
+
+
+class SpeculativeRunner:
+    """A runner on a GPU whose model drafts.
+
+    Up to `max_sequences` sequences of up to `max_pages` pages, with up to `num_drafts` drafts each, if `adaptive` as
+    many as each step likes; `max_prompt` bounds the prompt rows of a step. Counts as a `GraphRunner` does.
+    """
+
+    def __init__(
+        self, runner: Runner, backend: CudaBackend, *, max_sequences: int, max_pages: int, max_prompt: int,
+        num_drafts: int, adaptive: bool,
+    ) -> None:  # fmt: skip
+        self._runner, self._backend = runner, backend
+        self._max_pages, self._max_prompt = max_pages, max_prompt
+        self._sampler = DeviceSampler(
+            max_rows=max_sequences * (1 + num_drafts), vocab=runner.config.vocab_size,
+            eos_token_ids=runner.config.eos_token_ids, device=backend.device, max_edited=0,
+        )  # fmt: skip
+        # A step without drafts has one row per sequence, another has as many as the step before drafted.
+        queries = range(1, 2 + num_drafts) if adaptive else (1, 1 + num_drafts)
+        self._graphs = DraftGraphs(
+            runner, backend, self._sampler, max_sequences=max_sequences, max_pages=max_pages, num_drafts=num_drafts,
+            queries=queries,
+        )  # fmt: skip
+        self._edits = RowEdits(
+            max_requests=max_sequences, vocab=runner.config.vocab_size, eos_token_ids=runner.config.eos_token_ids,
+            device=backend.device,
+        )  # fmt: skip
+        self.num_replayed = self.num_eager = self.num_rows = self.num_padded_rows = 0
+        # While this is set every step is launched kernel by kernel.
+        self.eager = False
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture all steps of output rows, and run prompts, so that their kernels are compiled."""
+        self._warm()
+        pool = torch.cuda.graph_pool_handle()
+        with nothing_collected():
+            self._graphs.capture(pool)
+            self._sampler.capture(sorted({size.rows for size in self._graphs.sizes()}), pool)
+
+    def _warm(self) -> None:
+        model, backend, speculation = self._runner.model, self._backend, self._runner.speculation
+        assert speculation is not None, "drafts are made by a layer for that"
+        for size in sorted({min(size, self._max_prompt) for size in (*_WARM, self._max_prompt)}, reverse=True):
+            bucket = Bucket(
+                prompt=size, keys=size if backend.flat else 0, width=self._max_pages, chunks=_CHUNKS
+            )  # fmt: skip
+            inputs = GraphInputs(
+                bucket, page_size=backend.page_size, windows=backend.windows, last_ids=self._sampler.last_ids
+            )
+            inputs.begin()
+            speculation.drafter.forward(inputs.token_ids, model.hidden(inputs), inputs)
+        rows = torch.zeros(
+            SCORED_ROWS, self._runner.config.hidden_size, dtype=self._runner.dtype, device=backend.device
+        )
+        ids = torch.zeros(SCORED_ROWS, dtype=torch.int64, device=backend.device)
+        ops.token_logprobs(model.head(rows).float(), ids, MAX_TOP)
+
+    def rows_of(self, step: Step) -> int:
+        """See `StepRunner.rows_of`."""
+        return self._runner.rows_of(step)
+
+    @torch.inference_mode()
+    def launch(
+        self, step: Step, requests: Sequence[Request], *, before: "Launched | SpeculatedLaunch | None",
+        num_drafts: int = 0, peers: PeerRows | None = None,
+    ) -> "Launched | SpeculatedLaunch":  # fmt: skip
+        """See `Runner.launch`; returns before the step has run, if it is captured."""
+        graphs = self._find(step)
+        if graphs is None:
+            self.num_eager += bool(step.chunks)
+            return self._runner.launch(step, requests, before=before, num_drafts=num_drafts, peers=peers)
+        begun = torch.cuda.Event(enable_timing=True)
+        begun.record()
+        graphs.inputs.fill(_known(step, before) if isinstance(before, Launched) else step.decode)
+        assert graphs.verify is not None, "captured"
+        graphs.verify.replay()
+        self.num_replayed += 1
+        self.num_rows += step.num_tokens
+        self.num_padded_rows += graphs.inputs.num_rows
+        sampler, count, each = self._sampler, len(step.decode), graphs.inputs.size.queries
+        # Rows with edits are chosen once more; until then they want nothing that costs.
+        edited, helped = self._apart(step, requests)
+        own = [least(r.sampling) if i in edited or i in helped else r.sampling for i, r in enumerate(requests)]
+        params = [p for p in own for _ in range(each)]
+        if any(p.temperature or p.logprobs is not None for p in own):
+            tokens = sampler.sample_rows(params, graphs.inputs.positions[: count * each] + 1)
+        else:
+            tokens = SampledTokens(ids=sampler.last_ids[: count * each])
+        if edited:
+            some = [step.decode[i] for i in edited], [requests[i] for i in edited]
+            where, found = self._edits.choose(
+                *some, places=edited, before=before, inputs=graphs.inputs, sampler=sampler
+            )
+            put(sampler, tokens, where, found)
+        errors = self._help(step, requests, before, helped, tokens, each) if helped else {}
+        drawn = any(request.sampling.temperature for request in requests)
+        if drawn and (edited or helped):
+            sampler.ask([request.sampling for request in requests for _ in range(each)])
+        chosen = to_host(chosen_logits(sampler.logits, sampler.last_ids[: count * each]))
+        # Before the next replay: what the sampler's graphs leave shares memory with others' intermediate results.
+        tokens = tokens.each(to_host)
+        graphs.replay(num_drafts, drawn=drawn)
+        launched = SpeculatedLaunch(
+            step, requests, tokens=tokens, places=_places(step, each), chosen=chosen,
+            read=graphs.inputs.read[:count], state=self._graphs.tails.state[:count], num_drafts=num_drafts,
+            errors=errors, begun=begun,
+        )  # fmt: skip
+        if edited:
+            ids = sampler.last_ids[: graphs.inputs.num_rows].view(-1, each)
+            self._edits.keep(launched, ids, self._graphs.tails.state[:, 0])
+        return launched
+
+    def _apart(self, step: Step, requests: Sequence[Request]) -> tuple[list[int], list[int]]:
+        """The requests whose logits are edited: here, and with the host's help."""
+        edited, helped = list[int](), list[int]()
+        for i, (chunk, request) in enumerate(zip(step.decode, requests, strict=True)):
+            p = request.sampling
+            if request.constraint is not None:
+                helped.append(i)
+            elif edits_logits(p) or chunk.start + 1 - len(request.prompt) < p.min_tokens:
+                (edited if self._edits.takes(p) else helped).append(i)
+        return edited, helped
+
+    def _help(
+        self, step: Step, requests: Sequence[Request], before: Yielded | None, helped: Sequence[int],
+        tokens: SampledTokens, each: int,
+    ) -> dict[int, str]:  # fmt: skip
+        """Put into `tokens` what grammars let through, waiting for the step before; `errors_of` the step.
+
+        `each`: rows of a sequence in the graph.
+        """
+        chunks, some = [step.decode[i] for i in helped], [requests[i] for i in helped]
+        rows = sampled_rows(feed(Step(decode=tuple(chunks)), before), some, before)
+        places = [i * each + row for i, chunk in zip(helped, chunks, strict=True) for row in range(chunk.num_tokens)]
+        put_again(self._sampler, tokens, rows, places, self._runner.config.eos_token_ids)
+        found = errors_of(rows)
+        if not found:
+            return {}
+        # Of the step's rows these are some.
+        numbers = {place: i for i, place in enumerate(_places(step, each))}
+        return {numbers[places[i]]: error for i, error in found.items()}
+
+    def _find(self, step: Step) -> SizedGraphs | None:
+        """The smallest captured step that this one fits; None for what is launched kernel by kernel."""
+        if self.eager or step.prefill or not step.decode:
+            return None
+        if any(chunk.num_sampled != chunk.num_tokens for chunk in step.decode):
+            return None
+        queries = max(chunk.num_tokens for chunk in step.decode)
+        width = max(len(chunk.pages) for chunk in step.decode)
+        return self._graphs.find(VerifySize(sequences=len(step.decode), queries=queries, width=width))
+
+
+def _places(step: Step, each: int) -> list[int]:
+    """Where a graph with `each` rows of every sequence has the rows of a step."""
+    return [b * each + row for b, chunk in enumerate(step.decode) for row in range(chunk.num_tokens)]
+
+
+def _known(step: Step, before: Launched) -> list[Chunk]:
+    """The decode chunks as the host has them: such a step before has left nothing on the device."""
+    return [replace(chunk, fed=None) for chunk in feed(step, before).decode]

@@ -1,0 +1,195 @@
+"""The exchange of GPUs of one host: rows are put straight into the memory of peers, in launches that a graph can hold.
+
+The window, the packets and the wait are the kernels' (`moeyard_kernels.types.peer_window`, `experts/peer_exchange.py`);
+here is what the host knows of them: how many rows there is room for, which step a failure belongs to and what all ranks
+call it, and how ranks meet again in another epoch while what was captured goes on.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels.types.peer_window import (
+    COMBINE,
+    EPOCH,
+    FAILED,
+    LAYER,
+    PHASE,
+    RANKS,
+    REASON,
+    SILENT,
+    PeerWindow,
+    open_window,
+)
+from moeyard_worker.config.placement import Placement
+from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStats, PeerRows
+from moeyard_worker.exchange.frames import Phase
+from moeyard_worker.exchange.meeting import gather
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.naming import name_ranks, where_in_step
+from moeyard_worker.exchange.peer_memory import PeerMemory
+from moeyard_worker.exchange.shape import ExchangeShape
+
+# Between two looks at a step that runs, and between two at the mesh meanwhile.
+_PAUSE_S, _LOOK_S = 50e-6, 0.01
+# What is left of a step once it waits for nobody.
+_DRAIN_S = 10.0
+# Owners of a layer begin at multiples of so many: what compiled kernels count on.
+_ALIGNED = 4
+
+
+class NvlinkExchange:
+    """`Exchange` over memory that all ranks map. A wait of the device ends after `seconds`. `drafts`: whether steps may
+    have exchanges for drafts too.
+
+    What is launched before the first `attach` takes no part: it is there to be captured.
+    """
+
+    captures = True
+    places_rows = True
+
+    def __init__(
+        self, memory: PeerMemory, *, rank: int, world_size: int, shape: ExchangeShape, placement: Placement,
+        seconds: float, drafts: bool = False,
+    ) -> None:  # fmt: skip
+        self._drafts = drafts
+        self.rank, self.world_size, self.stats = rank, world_size, ExchangeStats()
+        self._memory, self._seconds = memory, seconds
+        self._experts = shape.num_experts
+        device, width = memory.own.device, -(-shape.num_experts // _ALIGNED) * _ALIGNED
+        # [2, L, E]: owner and number of each layer's experts. They stay where they are, for what was captured.
+        self._tables = torch.zeros(2, len(placement.layers), width, dtype=torch.int32, device=device)
+        window = open_window(
+            shape.window(world_size), [memory.own] * world_size, rank=rank, dtype=getattr(torch, shape.dtype),
+            owner=(), local=(), seconds=seconds,
+        )  # fmt: skip
+        window.views(rank).ids.fill_(-1)
+        window.poison()
+        self._window, self._layers = window, placement.layers
+        self._windows = self._of_layers()
+        self._place(placement)
+        self._mesh: Mesh | None = None
+        # The step that the device's first exchange of this epoch belongs to; 0: none has begun.
+        self._first_step = 0
+        self._rows = PeerRows(1)
+        self._prompt: torch.Tensor | None = None
+
+    def attach(self, mesh: Mesh, placement: Placement) -> None:
+        """See `Exchange.attach`: all ranks meet, and what is launched from here on takes part.
+
+        Raises ExchangeError naming who is not there, ValueError for a placement on fewer ranks.
+        """
+        if mesh.members != tuple(range(self.world_size)) or placement.num_experts != self._experts:
+            raise ValueError(f"the nvlink exchange is one of {self.world_size} ranks, these are {mesh.members}")
+        self._mesh = mesh
+        # What ran in the epoch before has ended everywhere before anybody's memory is as new.
+        self._memory.drain()
+        mapped = self._memory.meet(mesh)
+        self._window = replace(self._window, memory=tuple(mapped))
+        self._windows = self._of_layers()
+        # What was captured finds peers and owners here.
+        self._window.table.copy_(torch.tensor([each.data_ptr() for each in mapped], dtype=torch.int64))
+        self._place(placement)
+        self._window.reset()
+        self._memory.drain()
+        self._first_step = 0
+        # Nobody writes to a peer that is not as new.
+        gather(mesh, b"")
+
+    def _of_layers(self) -> dict[int, PeerWindow]:
+        """The window with each layer's owners."""
+        owner, local = self._tables[:, :, : self._experts]
+        return {
+            layer: replace(self._window, owner=owner[i], local=local[i]) for i, layer in enumerate(self._layers)
+        }  # fmt: skip
+
+    def _place(self, placement: Placement) -> None:
+        """Write down who owns what."""
+        held = [[0] * self.world_size for _ in placement.layers]
+        local = []
+        for counts, owners in zip(held, placement.owners, strict=True):
+            numbers = []
+            for owner in owners:
+                numbers.append(counts[owner])
+                counts[owner] += 1
+            local.append(numbers)
+        tables = torch.tensor([placement.owners, local], dtype=torch.int32)
+        self._tables[:, :, : self._experts].copy_(tables)
+
+    def begin_step(self, step: int) -> None:
+        """See `Exchange.begin_step`."""
+        self._first_step = self._first_step or step
+
+    def expect(self, rows: PeerRows) -> None:
+        """See `Exchange.expect`. A captured step keeps what was said when it was captured, and is told of no prompts.
+
+        More rows than the window holds are an assertion: no step is planned with more (`memory.exchange_shape`).
+        """
+        assert rows.most <= self._window.shape.max_tokens, f"{rows} of {self._window.shape.max_tokens}"
+        self._rows, self._prompt = PeerRows(max(1, rows.most), rows.prompts), None
+        if any(rows.prompts):
+            of_source = torch.tensor(rows.prompts)
+            prompt = torch.arange(self._rows.most)[:, None] < of_source
+            self._prompt = prompt.flatten().to(self._memory.own.device)
+
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
+        """See `Exchange.dispatch`: row t of rank s is row t * W + s. Nothing waits for the host."""
+        rows, experts = ops.dispatch_rows(x, topk_ids, self._windows[layer], layer=layer, max_rows=self._rows.most)
+        return Dispatched(
+            rows=rows, experts=experts, prompt=self._prompt, handle=(layer, topk_ids.shape[0]), one_in=self.world_size
+        )
+
+    def combine(self, expert_out: torch.Tensor, handle: tuple[int, int]) -> torch.Tensor:
+        """See `Exchange.combine`."""
+        layer, num_tokens = handle
+        return ops.combine_rows(expert_out.flatten(0, 1), self._windows[layer], layer=layer, num_tokens=num_tokens)
+
+    def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
+        """See `Exchange.finish_step`: the mesh is listened to, as a peer that is gone ends no wait of the device."""
+        assert self._mesh is not None, "a step begins after the ranks have met"
+        looked = time.monotonic()
+        try:
+            while not has_run():
+                time.sleep(_PAUSE_S)
+                if time.monotonic() - looked > _LOOK_S:
+                    self._mesh.check_peers()
+                    looked = time.monotonic()
+        except ExchangeError:
+            self.abort()
+            limit = time.monotonic() + _DRAIN_S
+            while not has_run() and time.monotonic() < limit:
+                time.sleep(_PAUSE_S)
+            raise
+        self._check(step)
+
+    def _check(self, step: int) -> None:
+        """Raise what the device has written down of this step or one before."""
+        record = self._window.fault.tolist()
+        phase, layer, bits, number, reason = (record[field] for field in (PHASE, LAYER, RANKS, EPOCH, REASON))
+        # The step behind this one may be failing now: what is half written down is read when that one is finished.
+        if not record[FAILED] or not number:
+            return
+        failed_at = self._first_step + (number - 1) // len(self._windows)
+        if failed_at > step and not self._drafts:
+            return
+        # With drafts steps have exchanges of different numbers. It is then this step's, at the latest.
+        failed_at = step if self._drafts else failed_at
+        assert self._mesh is not None
+        # If others have said by now what happened, that counts.
+        self._mesh.check_peers()
+        ranks = [rank for rank in range(self.world_size) if bits >> rank & 1]
+        named = Phase.COMBINE if phase == COMBINE else Phase.DISPATCH
+        what = f"silent ({self._seconds:.1f} s)" if reason == SILENT else "sent more rows than were agreed on"
+        where = where_in_step(failed_at, layer, named)
+        self._mesh.miss(ranks, f"{name_ranks(ranks)} {what} at {where}", step=failed_at, layer=layer, phase=named)
+
+    def abort(self) -> None:
+        """See `Exchange.abort`."""
+        self._window.abort()
+
+    def close(self) -> None:
+        """See `Exchange.close`: memory is given back with the tensors."""
+        self.abort()
