@@ -35,8 +35,8 @@ ROOMS = {
     "scheduling": (("config", "state"), 1510),
     "exchange": (("config",), 2640),
     "experts": (("config", "exchange"), 1660),
-    "layers": (("config", "state", "exchange"), 690),
-    "models": (("config", "state", "exchange", "layers"), 1210),
+    "layers": (("config", "state", "exchange"), 810),
+    "models": (("config", "state", "exchange", "layers"), 1350),
     "checkpoint": (("config", "layers", "models"), 720),
     "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 4540),
 }
