@@ -203,7 +203,8 @@ class CudaDevice:
                 runner, self.backend, max_sequences=config.max_num_seqs, max_pages=max_pages,
                 max_prompt=config.max_batch_tokens, num_drafts=config.num_drafts, adaptive=config.draft_tokens is None,
             )  # fmt: skip
-            if not config.enforce_eager and runner.exchange.captures and config.num_workers == 1:
+            # Passes of drafts bring other rows than their step: where rows have their places, they are launched.
+            if not config.enforce_eager and runner.exchange.captures and not runner.exchange.places_rows:
                 drafting.capture()
             return drafting
         graphs = GraphRunner(

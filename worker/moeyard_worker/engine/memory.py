@@ -107,7 +107,8 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     (2 K H), and with peers the rows gathered from all of them, in a buffer that grows by doubling, and frames both ways
     (4 W H), or with room for all (row, k) of all ranks, W K (H + I) in the served dtype; with drafts a step's states
     stay beside the pair that joins them with tokens (3 H). Then the logits of all sampled rows and of SCORED_ROWS,
-    twice, and one row of the sampler's fp64 scratch.
+    twice, and one row of the sampler's fp64 scratch; with drafts on a GPU the sampled rows' logits once more, and what
+    penalties know of every token for each of these rows (engine/row_edits.py).
     tests/engine/test_memory.py measures the peak against it.
     """
     hidden, peers = model.hidden_size, config.num_workers
@@ -120,6 +121,8 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     row = (7 if model.drafts else 4) * hidden + max(attention, 4 * wide + moved)
     sampled = config.max_num_seqs * (1 + config.num_drafts)
     logits = model.vocab_size * (2 * _FP32 * (sampled + SCORED_ROWS) + 64)
+    if config.num_drafts and config.device != "cpu":
+        logits += model.vocab_size * 2 * _FP32 * sampled
     return int((config.max_batch_tokens * row * _FP32 + logits + footprints.FIXED) * footprints.ALLOCATED)
 
 

@@ -8,6 +8,7 @@ of the one before.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -45,6 +46,15 @@ class RowEdits:
         self._bias = torch.zeros(2, max_requests, MAX_BIASES, dtype=torch.float64, device=device)
         self._counted: dict[RequestKey, _Counted] = {}
         self._now: tuple[torch.Tensor, torch.Tensor, list[tuple[_Counted, int]]] | None = None
+
+    def warm(self, logits: torch.Tensor) -> None:
+        """Have the kernels compiled that choose with edits, by a row of logits [1, V] that none changes."""
+        none, off = torch.zeros(1, dtype=torch.int64, device=self._device), self._bias[0, 0, :1]
+        penalties = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64, device=self._device)
+        edits = LogitEdits(words=self._words[:1], bias=self._bias[0, :1], slots=none, penalties=penalties)
+        one = {"temperature": off + 1, "top_p": off + 1, "min_p": off, "seeds": none, "top_k": none, "positions": none}
+        for arguments, logprobs in product(({}, one), (None, min(MAX_TOP, self._vocab))):
+            ops.sample(logits, edits=edits, logprobs=logprobs, **arguments)
 
     def takes(self, p: SamplingParams) -> bool:
         """Whether there is room for what a request adds to its logits."""

@@ -163,6 +163,7 @@ class SpeculativeRunner:
         )
         ids = torch.zeros(SCORED_ROWS, dtype=torch.int64, device=backend.device)
         ops.token_logprobs(model.head(rows).float(), ids, MAX_TOP)
+        self._edits.warm(self._sampler.logits[:1])
 
     def rows_of(self, step: Step) -> int:
         """See `StepRunner.rows_of`."""
