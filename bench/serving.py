@@ -3,11 +3,11 @@
     python bench/serving.py [--dtype float32 bfloat16] [--rounds 3] [--json FILE]
     python bench/serving.py --base REV ...
 
-The checkpoint is random (Qwen3-MoE architecture, hidden 512, 8 layers, 32 experts top-4). Two workloads: 16 concurrent
-requests of mixed prompt and output length, for which transformers runs one left-padded static batch until its longest
-member ends; and one stream alone. Tokens per second count the tokens that were asked for. Rounds of both alternate in
-one run; medians and their ratio are printed. transformers gets all cores (torch's default threads), moeyard the same
-cores: --workers ranks of one thread each for the batch, one worker for the single stream.
+The checkpoint is random (Qwen3-MoE architecture, or that of --family, hidden 512, 8 layers, 32 experts top-4). Two
+workloads: 16 concurrent requests of mixed prompt and output length, for which transformers runs one left-padded static
+batch until its longest member ends; and one stream alone. Tokens per second count the tokens that were asked for.
+Rounds of both alternate in one run; medians and their ratio are printed. transformers gets all cores (torch's default
+threads), moeyard the same cores: --workers ranks of one thread each for the batch, one worker for the single stream.
 
 With --base the tree this file lies in is compared with revision REV of its repository instead of with transformers.
 Both serve at once, each from its own code, and answer in turns; which goes first alternates. A round's ratio is
@@ -52,25 +52,47 @@ class Request:
     num_tokens: int
 
 
-def make_checkpoint(directory: Path, dtype: torch.dtype) -> None:
+# Sizes of each family's attention and experts; all share the others.
+_QWEN: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 64, "num_experts": EXPERTS}
+_LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "shared_expert_intermediate_size": INTERMEDIATE,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", _QWEN),
+    "qwen3_next": ("Qwen3Next", {**_QWEN, **_LINEAR}),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            **{"num_local_experts": EXPERTS, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
+            **{"v_head_dim": 64, "linear_num_heads": 8, "linear_head_dim": 64, "num_key_value_heads": 8},
+            "pad_token_id": None,
+        },
+    ),
+}
+
+
+def make_checkpoint(directory: Path, dtype: torch.dtype, family: str) -> None:
     """Write the random checkpoint; the tokenizer knows bytes only, because prompts are token ids."""
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
+    name, sizes = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         intermediate_size=4 * INTERMEDIATE,
         num_hidden_layers=LAYERS,
         num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        num_experts=EXPERTS,
         num_experts_per_tok=TOP_K,
         moe_intermediate_size=INTERMEDIATE,
         max_position_embeddings=2048,
         eos_token_id=0,
         bos_token_id=None,
+        **sizes,
     )
-    transformers.Qwen3MoeForCausalLM(config).to(dtype).save_pretrained(directory)
+    getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).save_pretrained(directory)
     alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -255,7 +277,7 @@ def compare_with_transformers(args: argparse.Namespace, root: Path) -> list[dict
     print(f"{'dtype':<9} {'workload':<9} {'workers':>7} {'transformers':>13} {'moeyard':>9} {'ratio':>6}   (tokens/s)")
     for dtype in args.dtype:
         path = root / dtype
-        make_checkpoint(path, getattr(torch, dtype))
+        make_checkpoint(path, getattr(torch, dtype), args.family)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
         for name in args.workload:
             workload, workers = workload_of(name, args.workers)
@@ -275,7 +297,7 @@ def compare_with_base(args: argparse.Namespace, root: Path) -> list[dict[str, An
     print(f"{'dtype':<9} {'workload':<9} {'workers':>7} {'base':>9} {'new':>9} {'new/base':>9}   (tokens/s, range)")
     with worktree(args.base) as tree:
         for dtype in args.dtype:
-            make_checkpoint(root / dtype, getattr(torch, dtype))
+            make_checkpoint(root / dtype, getattr(torch, dtype), args.family)
             for name in args.workload:
                 workload, workers = workload_of(name, args.workers)
                 row = {"dtype": dtype, **measure_base(name, root / dtype, tree, workload, workers, args.rounds)}
@@ -292,6 +314,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--family", choices=tuple(FAMILIES), default="qwen3_moe")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="ranks for the batch workload")
     parser.add_argument("--workload", nargs="+", choices=("batch", "single"), default=["batch", "single"])

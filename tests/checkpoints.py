@@ -25,6 +25,7 @@ FAMILIES = (
     "qwen3_next",
     "qwen3_5_moe",
     "qwen3_5_moe_text",
+    "kimi_linear",
     "mixtral",
     "olmoe",
 )
@@ -88,6 +89,14 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32,
     },
+    "kimi_linear": {
+        **{key: value for key, value in _MLA.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
+        "q_lora_rank": None,
+        "num_local_experts": 8,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
     "olmoe": {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
 }
@@ -98,6 +107,7 @@ _CLASSES: dict[str, tuple[str, str]] = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+    "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
 }

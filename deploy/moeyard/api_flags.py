@@ -11,6 +11,7 @@ from moeyard_router.text.answer_formats import AUTO, REASONING_PARSERS, TOOL_PAR
 from moeyard_router.text.chat import Codec
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.fields import Fields, read_json
+from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.protocol import KV_METHODS, KvCompression
 
 GENERATION_CONFIG = "generation_config.json"
@@ -123,6 +124,12 @@ def kv_compression(text: str) -> KvCompression:
     if not 1 <= found.window <= found.budget < 2**31:
         raise ValueError(f"--kv-compression: window {found.window} must be in [1, budget {found.budget}], below 2**31")
     return found
+
+
+def check_compression(api: ApiSettings, model: ModelConfig) -> None:
+    """Raise `ValueError` where prompts would be kept in part by default and cannot be."""
+    if api.kv_compression is not None and model.has_slots:
+        raise ValueError(f"--kv-compression: {model.family} keeps state per sequence, of which no part can be dropped")
 
 
 def answer_formats_of(codec: Codec, api: ApiSettings) -> AnswerFormats:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeyard import __version__, logs, ray_config
-from moeyard.api_flags import ApiSettings, answer_formats_of, api_settings
+from moeyard.api_flags import ApiSettings, answer_formats_of, api_settings, check_compression
 from moeyard.control import ControlDoor
 from moeyard.control_commands import commands, open_door
 from moeyard.door_flags import door_fields
@@ -258,8 +258,7 @@ def check_before_start(
     config: EngineConfig, model: ModelConfig, *, api: ApiSettings, local: bool, placement: Placement | None = None
 ) -> Checked:
     """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
-    if api.kv_compression is not None and model.has_slots:
-        raise ValueError(f"--kv-compression: {model.family} keeps state per sequence, of which no part can be dropped")
+    check_compression(api, model)
     checkpoint = check_weights(config, model)
     codec = open_codec(None if config.model_path is None else Path(config.model_path), api.chat_template)
     if config.model_path is not None:

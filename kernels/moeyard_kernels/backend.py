@@ -4,8 +4,9 @@ A backend is chosen once, where a worker is assembled. Once a step it makes a pl
 kernels want), which layers hand back without looking into it beyond `StepPlan`. Padding rows are the backend's
 business: every activation has `num_rows` rows, what the rows from `num_tokens` on hold is finite or never read.
 
-Objects that a backend makes for a layer (`Gate`, `GqaAttend`, `MlaAttend`, `GdnMix`, `ExpertSlots`) keep that layer's
-weights and state in the form that the backend's kernels want. H counts hidden, T = num_tokens, K = experts per token.
+Objects that a backend makes for a layer (`Gate`, `GqaAttend`, `MlaAttend`, `GdnMix`, `ExpertSlots`, ...) keep that
+layer's weights and state in the form that the backend's kernels want. H counts hidden, T = num_tokens, K = experts per
+token.
 """
 
 from __future__ import annotations
@@ -73,6 +74,16 @@ class GdnMix(Protocol):
 
         Positions of a prompt take the chunk formula, those of an output the recurrent one, in order.
         """
+        ...
+
+
+class KdaMix(Protocol):
+    """Kimi Delta Attention of one layer: the same, where every row of the state is forgotten at a rate of its own."""
+
+    def mix(
+        self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, gate: torch.Tensor, plan: Own
+    ) -> torch.Tensor:
+        """qkv [num_rows, 3 H D], decay and gate [num_rows, H D], beta [num_rows, H] as projected -> [num_rows, H D]."""
         ...
 
 
@@ -266,6 +277,14 @@ class Backend(Protocol):
     ) -> GdnMix:  # fmt: skip
         """conv [C, K] over C = 2 Hk Dk + Hv Dv channels; a_log, dt_bias [Hv] fp32; norm [Dv]; state [num_slots, Hv, Dk,
         Dv] fp32 and window [num_slots, K - 1, C] are the layer's slots. A chunk at position 0 starts from zeros."""
+        ...
+
+    def kda(
+        self, *, num_heads: int, head_dim: int, eps: float, conv: torch.Tensor, a_log: torch.Tensor,
+        dt_bias: torch.Tensor, norm: torch.Tensor, state: torch.Tensor, window: torch.Tensor,
+    ) -> KdaMix:  # fmt: skip
+        """conv [C, K] over C = 3 H D channels; a_log [H], dt_bias [H D] and norm [D] fp32; state [num_slots, H, D, D]
+        fp32 and window [num_slots, K - 1, C] are the layer's slots, as of `gdn`."""
         ...
 
     def expert_slots(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> ExpertSlots:

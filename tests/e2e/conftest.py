@@ -25,8 +25,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE) are fp32 and have a tokenizer; mla_bf16 is DeepSeek-V3 again,
     gqa_bf16 Mixtral with a window that is shorter than most prompts. hybrid and hybrid_bf16 are Qwen3-Next, with state
-    per sequence in two layers of three. demo is the bundled model, whose layer for
-    multi-token prediction is right as a rule.
+    per sequence in two layers of three; hybrid_mla is Kimi-Linear, whose third has latent attention. demo is the
+    bundled model, whose layer for multi-token prediction is right as a rule.
     """
     root = tmp_path_factory.mktemp("checkpoints")
     bf16 = torch.bfloat16
@@ -36,6 +36,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "gqa": make_checkpoint(root / "gqa", "qwen3_moe", tokenizer=True),
         "mla_bf16": make_checkpoint(root / "mla_bf16", "deepseek_v3", dtype=bf16),
         "hybrid": make_checkpoint(root / "hybrid", "qwen3_next", tokenizer=True),
+        "hybrid_mla": make_checkpoint(root / "hybrid_mla", "kimi_linear"),
         "hybrid_bf16": make_checkpoint(root / "hybrid_bf16", "qwen3_next", dtype=bf16),
         "gqa_bf16": make_checkpoint(root / "gqa_bf16", "mixtral", dtype=bf16, sliding_window=24),
     }

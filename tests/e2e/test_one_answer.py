@@ -242,19 +242,30 @@ def test_gqa(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], e
 
 
 # Prompts are cut at multiples of 64, and no prefix is found again.
-HYBRID_CASES = [
-    Case(1, "shm", "min", "slru", 64, "scarce"),
-    Case(1, "shm", "all", "slru", 128, "ample", deep=2),
-    Case(2, "shm", "half", "slru", 64, "scarce", scattered=True, deep=2),
-    Case(2, "tcp", "min", "lru", 2048, "ample"),
-    Case(4, "shm", "all", "slru", 2048, "scarce"),
-    Case(4, "tcp", "half", "lru", 64, "scarce"),
-]
+HYBRID_CASES = {
+    "hybrid": [
+        Case(1, "shm", "min", "slru", 64, "scarce"),
+        Case(2, "shm", "half", "slru", 64, "scarce", scattered=True, deep=2),
+        Case(2, "tcp", "min", "lru", 2048, "ample"),
+        Case(4, "shm", "all", "slru", 2048, "scarce"),
+        Case(4, "tcp", "half", "lru", 64, "scarce"),
+    ],
+    "hybrid_mla": [
+        Case(1, "shm", "all", "slru", 128, "ample", deep=2),
+        Case(2, "shm", "min", "slru", 64, "scarce", scattered=True),
+        Case(4, "tcp", "half", "lru", 128, "scarce"),
+    ],
+}
 
 
-@pytest.mark.parametrize("case", HYBRID_CASES, ids=str)
-def test_hybrid(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]) -> None:
-    check(case, processes, checkpoints["hybrid"], expected["hybrid"])
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [pytest.param(kind, case, id=f"{kind}-{case}") for kind in HYBRID_CASES for case in HYBRID_CASES[kind]],
+)
+def test_hybrid(
+    kind: str, case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]
+) -> None:
+    check(case, processes, checkpoints[kind], expected[kind])
 
 
 BF16_CASES = {

@@ -27,7 +27,7 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-# Three families have 16 experts: shards of 6, 5 and 5 on 3 ranks; the others' 8 make 3, 3 and 2. Mixtral's window is
+# Four families have 16 experts: shards of 6, 5 and 5 on 3 ranks; the others' 8 make 3, 3 and 2. Mixtral's window is
 # shorter than all but three of the prompts, and than every context at its end.
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": 16},
@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 3, "mlp_only_layers": [1]},
     "qwen3_next": {"num_experts": 16, "num_experts_per_tok": 3},
     "qwen3_5_moe": {"fused_experts": True},
+    "kimi_linear": {"num_local_experts": 16, "num_experts_per_tok": 3},
     "mixtral": {"sliding_window": 24},
     "olmoe": {},
 }
@@ -93,6 +94,7 @@ SEEDS = {
     "qwen3_moe": 3,
     "qwen3_next": 3,
     "qwen3_5_moe": 0,
+    "kimi_linear": 1,
     "mixtral": 3,
     "olmoe": 0,
     "deepseek_v3-no_q_rank": 4,

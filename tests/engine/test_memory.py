@@ -374,10 +374,11 @@ PARTLY_ODD = {"kv_lora_rank": 40, "qk_nope_head_dim": 16, "v_head_dim": 16}
         ("deepseek_v2", PARTLY_ODD),
         ("qwen3_moe", {"attention_bias": True}),
         ("qwen3_next", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
+        ("kimi_linear", {}),
         ("mixtral", {"tie_word_embeddings": True}),
         ("olmoe", {}),
     ],
-    ids=["deepseek_v3", "bias", "odd", "partly_odd", "qwen3_moe", "qwen3_next", "mixtral_tied", "olmoe"],
+    ids=["deepseek_v3", "bias", "odd", "partly_odd", "qwen3_moe", "qwen3_next", "kimi", "mixtral_tied", "olmoe"],
 )
 @pytest.mark.parametrize("served", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["from_fp32", "from_bf16"])

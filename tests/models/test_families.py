@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from safetensors.torch import load_file
+from tests.checkpoints import VOCAB_SIZE, edit_config, edit_tensors, make_checkpoint
 
 from moeyard_worker.engine.local import greedy_tokens, local_runner, prompt_logits
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.verify import reference_model
+from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.step import Chunk, Step
 
 YARN = {
@@ -167,6 +169,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_moe_text",
         {"shared_expert_intermediate_size": 0, "max_shard_size": "100KB", "linear_value_head_dim": 24},
     ),
+    "kimi_linear": ("kimi_linear", {}),
+    "kimi_linear-groups_q_rank_all_moe": (
+        "kimi_linear",
+        {
+            "n_group": 4,
+            "topk_group": 2,
+            "q_lora_rank": 24,
+            "mlp_layer_types": ["sparse"] * 3,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "kimi_linear-odd_heads_no_shared_bias": (
+        "kimi_linear",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 18,
+            "linear_conv_kernel_dim": 3,
+            "n_shared_experts": 0,
+            "attention_bias": True,
+        },
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral-window": ("mixtral", {"sliding_window": 20, "num_key_value_heads": 4}),
     "mixtral-odd": (
@@ -246,13 +273,34 @@ def every_position(runner: Runner, prompt: list[int]) -> torch.Tensor:
         return runner.model.head(hidden)[: len(prompt)]
 
 
+def test_kimi_linear_as_published(tmp_path: Path, seed: int) -> None:
+    """transformers writes other names than the hub has, of keys and of dense layers; the numbers are the same."""
+    directory = make_checkpoint(tmp_path, "kimi_linear", seed=seed)
+    prompt = torch.randint(VOCAB_SIZE, (75,), generator=torch.Generator().manual_seed(seed)).tolist()
+    expected = every_position(local_runner(directory, dtype=torch.float32, num_pages=9), prompt)
+    tensors = load_file(directory / "model.safetensors")
+    dense = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.0.block_sparse_moe.")}
+    assert len(dense) == 3
+    moved = {name.replace("block_sparse_moe", "mlp"): tensor.clone() for name, tensor in dense.items()}
+    edit_tensors(directory, remove=tuple(dense), add=moved)
+    published = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4, "full_attn_layers": [2]}
+    edit_config(
+        directory, remove=("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim"),
+        linear_attn_config={**published, "kda_layers": [1, 3]}, first_k_dense_replace=1, moe_layer_freq=1,
+    )  # fmt: skip
+    config = load_model_config(directory)
+    assert [bool(kind.state().slots) for kind in config.attention] == [True, False, True]
+    assert torch.equal(every_position(local_runner(directory, dtype=torch.float32, num_pages=9), prompt), expected)
+
+
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """The largest difference over the largest value."""
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "mixtral", "olmoe"]
+    "family",
+    ["deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "kimi_linear", "mixtral", "olmoe"],
 )
 def test_decode_logits_match_generate(tmp_path: Path, family: str, seed: int) -> None:
     """Decode rows, which take another formula than the prompt, against transformers' own cached generation."""
@@ -274,7 +322,7 @@ def test_decode_logits_match_generate(tmp_path: Path, family: str, seed: int) ->
     assert relative(logits, torch.cat(output.logits)) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next", "olmoe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next", "kimi_linear", "olmoe"])
 def test_bfloat16(tmp_path: Path, family: str, seed: int) -> None:
     """A bfloat16 checkpoint gives its own float32 logits when served in float32, and close ones in bfloat16."""
     directory = make_checkpoint(tmp_path, family, seed=seed, dtype=torch.bfloat16)

@@ -28,6 +28,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next-odd": ("qwen3_next", ODD),
     "qwen3_next-bf16": ("qwen3_next", {"dtype": torch.bfloat16}),
     "qwen3_5_moe": ("qwen3_5_moe", {}),
+    "kimi_linear-odd": ("kimi_linear", {"linear_num_heads": 3, "linear_head_dim": 18, "linear_conv_kernel_dim": 3}),
+    "kimi_linear-bf16": ("kimi_linear", {"dtype": torch.bfloat16}),
 }
 LENGTHS = (200, 33, 97)
 NUM_TOKENS = 12

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import DeepseekV3Config, KimiLinearConfig, Qwen3MoeConfig, Qwen3NextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.layers.gdn import Gdn
 from moeyard_worker.layers.gqa import Gqa
+from moeyard_worker.layers.kda import Kda
 from moeyard_worker.layers.mla import Mla
 from moeyard_worker.layers.rope import inverse_frequencies
 from moeyard_worker.models.families import load_model_config
@@ -93,6 +94,52 @@ BASE["qwen3_next"] = {
     "shared_expert_intermediate_size": 40,
     "norm_topk_prob": True,
     "mlp_only_layers": [],
+}
+
+
+# The published file (moonshotai/Kimi-Linear-48B-A3B-Instruct) in small.
+BASE["kimi_linear"] = {
+    "model_type": "kimi_linear",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 72,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "mla_use_nope": True,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "linear_attn_config": {
+        "full_attn_layers": [4],
+        "kda_layers": [1, 2, 3, 5],
+        "head_dim": 24,
+        "num_heads": 3,
+        "short_conv_kernel_size": 4,
+    },
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 1,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "use_grouped_topk": True,
+    "routed_scaling_factor": 2.446,
+    "model_max_length": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
 }
 
 
@@ -274,6 +321,34 @@ def test_qwen3_next(tmp_path: Path, spelling: str) -> None:
     assert (state.chunk_alignment, state.prefix_reusable) == (64, False)
 
 
+@pytest.mark.parametrize("spelling", ["published", "transformers"])
+def test_kimi_linear(tmp_path: Path, spelling: str) -> None:
+    """As the hub has it, and as transformers 5 writes the same."""
+    write(tmp_path, "kimi_linear")
+    if spelling == "transformers":
+        KimiLinearConfig(**BASE["kimi_linear"]).save_pretrained(tmp_path)
+        stored = json.loads((tmp_path / "config.json").read_text())
+        assert stored["layer_types"] == ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
+        for key in ("linear_attn_config", "first_k_dense_replace"):
+            stored.pop(key, None)
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+    config = load_model_config(tmp_path)
+    kda, mla = config.attention[0], config.attention[3]
+    assert config.attention == (kda, kda, kda, mla, kda)
+    assert kda == Kda(num_heads=3, head_dim=24, conv_size=4, norm_eps=1e-5)
+    assert isinstance(mla, Mla)
+    assert (mla.rope, mla.scale, mla.rope_dim) == (None, 24**-0.5, 8)
+    assert config.moe_layers == (1, 2, 3, 4)
+    assert (config.num_experts, config.top_k, config.shared_intermediate_size) == (8, 2, 32)
+    assert config.gate.rule.renormalize
+    assert config.gate.rule.scaling == 2.446
+    assert (config.max_position, config.rms_eps) == (2048, 1e-5)
+    state = config.state_spec(2)
+    assert state.bytes_per_token == 40 * 2
+    assert state.bytes_per_sequence == 4 * (3 * 24 * 24 * 4 + 3 * 3 * 72 * 2)
+    assert (state.chunk_alignment, state.prefix_reusable) == (64, False)
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "architecture": (
         "qwen3_moe",
@@ -318,6 +393,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "qwen3_next",
         {"partial_rotary_factor": 1.5},
         "partial_rotary_factor is 1.5, a part is at most",
+    ),
+    "layers named twice": (
+        "kimi_linear",
+        {"linear_attn_config": {"full_attn_layers": [4, 5], "kda_layers": [1, 2, 3, 5]}},
+        "linear_attn_config: kda_layers and full_attn_layers do not name each of 5 layers once, from 1",
+    ),
+    "no object": ("kimi_linear", {"linear_attn_config": [1]}, "linear_attn_config is [1], expected an object"),
+    "rotated": ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False is not supported (supported: True)"),
+    "tied": ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported"),
+    "kind of MLP": (
+        "kimi_linear",
+        {"mlp_layer_types": ["moe"] * 5},
+        "mlp_layer_types has 'moe', which is not supported",
+    ),
+    "softmax": (
+        "kimi_linear",
+        {"moe_router_activation_func": "softmax"},
+        "moe_router_activation_func 'softmax' is not",
     ),
     "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is not supported (supported: null)"),
     "olmoe with a window": ("olmoe", {"sliding_window": 24}, "sliding_window is not supported (supported: null)"),

@@ -21,6 +21,7 @@ PARAMETERS = {
     "DeepSeek-V2-Lite": (15.6, 15.8),
     "DeepSeek-V3": (670, 672),
     "Kimi-K2": (1000, 1060),
+    "Kimi-Linear-48B-A3B": (48.5, 49.6),
     "moeyard-demo": (0.0055, 0.0056),
 }
 

@@ -12,9 +12,12 @@ from moeyard_worker.engine.local import local_runner
 from moeyard_worker.engine.verify import sample_prompts, verify
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "qwen3_next", "mixtral", "olmoe"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "kimi_k2", "qwen3_next", "qwen3_5_moe", "kimi_linear", "mixtral", "olmoe"]
+)
 def test_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str) -> None:
-    cut = {"layer_types": ["linear_attention", "full_attention"]} if family == "qwen3_next" else {}
+    hybrid = family in ("qwen3_next", "qwen3_5_moe", "kimi_linear")
+    cut = {"layer_types": ["linear_attention", "full_attention"]} if hybrid else {}
     make_checkpoint(tmp_path, family, num_hidden_layers=2, **cut)
     assert verify(tmp_path) == 0
     out = capsys.readouterr().out

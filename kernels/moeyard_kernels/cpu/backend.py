@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from moeyard_kernels.cpu.attention import CpuGqa, CpuMla
 from moeyard_kernels.cpu.experts import CpuExpertSlots
 from moeyard_kernels.cpu.footprint import STREAM_SLOTS
-from moeyard_kernels.cpu.gdn import CpuGdn
 from moeyard_kernels.cpu.linear import linear, pack_weight
+from moeyard_kernels.cpu.linear_attention import CpuGdn, CpuKda
 from moeyard_kernels.cpu.plan import CpuPlan
 from moeyard_kernels.ref.mla_split_qkv_a_norm import mla_split_qkv_a_norm
 from moeyard_kernels.ref.moe_weighted_reduce import moe_weighted_reduce
@@ -83,6 +83,10 @@ class CpuBackend:
     def gdn(self, **arguments: Any) -> CpuGdn:
         """See `Backend.gdn`."""
         return CpuGdn(**arguments)
+
+    def kda(self, **arguments: Any) -> CpuKda:
+        """See `Backend.kda`."""
+        return CpuKda(**arguments)
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """See `Backend.sigmoid_mul`."""

@@ -1,7 +1,8 @@
 """The gated delta rule on a CPU: prompts in chunks of 64 positions, output positions one by one.
 
 In a chunk the rule is a linear system (Yang et al. 2024, arXiv 2406.06484, with gates as in arXiv 2412.06464). With G_i
-the sum of g up to position i of the chunk, and for j <= i D_ij = exp(G_i - G_j):
+the sum of g up to position i of the chunk, and for j <= i D_ij = exp(G_i - G_j) (with a rate for each row d of the
+state, as in Kimi Delta Attention, arXiv 2510.26692, D_ij k_i k_j is the sum over d of exp(G_id - G_jd) k_id k_jd):
 
     (I + strictly_lower(beta_i D_ij k_i k_j)) [U | W] = [beta_i v_i | beta_i exp(G_i) k_i]
     V = U - W S
@@ -18,6 +19,8 @@ import torch
 import torch.nn.functional as F
 
 CHUNK = 64
+# Rows and columns of a chunk's products that are taken pair by pair where every row of the state has a rate of its own.
+_BLOCK = 16
 # Chunks of a prompt, and sequences of a decode step, are taken together up to about this many values (2 MiB of fp32).
 _PIECE = 512 * 1024
 
@@ -25,18 +28,19 @@ _PIECE = 512 * 1024
 def chunk_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """q, k [T, Hk, Dk], v [T, Hv, Dv], g, beta [T, Hv], all fp32, of consecutive positions -> [T, Hv, Dv] fp32.
+    """q, k [T, Hk, Dk], v [T, Hv, Dv], beta [T, Hv], all fp32, of consecutive positions -> [T, Hv, Dv] fp32.
 
-    The first sits at a multiple of 64. state [Hv, Dk, Dv] fp32 is what was kept before them, and is replaced. See
+    g [T, Hv], or [T, Hv, Dk] where every row of the state is forgotten at a rate of its own (then Hk = Hv). The first
+    position is a multiple of 64. state [Hv, Dk, Dv] fp32 is what was kept before, and is replaced. See
     `ref.gated_delta_rule`.
     """
     num_tokens, num_heads, width = v.shape
     missing = -num_tokens % CHUNK
     if missing:
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
-        g, beta = (F.pad(x, (0, 0, 0, missing)) for x in (g, beta))
+        q, k, v, g, beta = (F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) for x in (q, k, v, g, beta))
     out = torch.empty(num_tokens + missing, num_heads, width)
-    step = CHUNK * max(1, _PIECE // (num_heads * CHUNK * max(CHUNK, width + k.shape[2])))
+    widest = max(CHUNK, width + k.shape[2], _BLOCK * _BLOCK * k.shape[2] // CHUNK if g.dim() == 3 else 0)
+    step = CHUNK * max(1, _PIECE // (num_heads * CHUNK * widest))
     for begin in range(0, num_tokens, step):
         part = slice(begin, begin + step)
         _chunks(q[part], k[part], v[part], g[part], beta[part], state, out[part])
@@ -48,37 +52,71 @@ def _chunks(
     out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Whole chunks: what does not need the state for all of them at once, then one after the other."""
-    q, k, v = (x.view(-1, CHUNK, *x.shape[1:]).transpose(1, 2).contiguous() for x in (q, k, v))  # [n, heads, 64, D]
-    g, beta = (x.view(-1, CHUNK, x.shape[1]).transpose(1, 2).contiguous() for x in (g, beta))  # [n, Hv, 64]
-    num, heads, _, dim = k.shape
-    num_heads, width = v.shape[1], v.shape[3]
-    total = g.cumsum(-1)
+    # [n, heads, 64, D], where g and beta may have no D.
+    q, k, v, g, beta = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous() for x in (q, k, v, g, beta))
+    num, width = v.shape[0], v.shape[3]
+    total, beta = g.cumsum(2), beta.unsqueeze(-1)
+    if g.dim() == 3:
+        pairs, scores = _scores(q, k, total)
+        total = total.unsqueeze(-1)
+    else:
+        pairs, scores = _scores_by_row(q, k, total)
     grown = total.exp()
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
-    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(later, float("-inf")).exp_()
-    decay = decay.view(num, heads, -1, CHUNK, CHUNK)
-
-    def products(x: torch.Tensor) -> torch.Tensor:
-        """x_i k_j D_ij of every value head, [n, Hv, 64, 64]."""
-        found = torch.bmm(x.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(num, heads, 1, CHUNK, CHUNK)
-        return (found * decay).view(num, num_heads, CHUNK, CHUNK)
 
     def per_value(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """x [n, Hk, 64, Dk] times factor [n, Hv, 64], [n, Hv, 64, Dk]."""
-        return (x.unsqueeze(2) * factor.view(num, heads, -1, CHUNK, 1)).view(num, num_heads, CHUNK, dim)
+        """x [n, Hk, 64, Dk] times factor [n, Hv, 64, 1 or Dk], [n, Hv, 64, Dk]."""
+        return (x.unsqueeze(2) * factor.unflatten(1, (x.shape[1], -1))).flatten(1, 2)
 
-    system = products(k).mul_(beta.unsqueeze(-1))
-    known = torch.cat((v * beta.unsqueeze(-1), per_value(k, beta * grown)), -1)
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    known = torch.cat((v * beta, per_value(k, beta * grown)), -1)
+    solved = torch.linalg.solve_triangular(pairs.mul_(beta), known, upper=False, unitriangular=True)
     values, reads = solved[..., :width].contiguous(), solved[..., width:].contiguous()
-    scores, queries = products(q), per_value(q, grown)
-    keys = per_value(k, (total[..., -1:] - total).exp_()).transpose(2, 3)
-    left = grown[..., -1, None, None]
+    queries, keys = per_value(q, grown), per_value(k, (total[:, :, -1:] - total).exp_()).transpose(2, 3)
+    left = grown[:, :, -1].unsqueeze(-1)  # [n, Hv, 1 or Dk, 1]
     for i in range(num):
         new = values[i].sub_(torch.bmm(reads[i], state))
         done = torch.bmm(queries[i], state).add_(torch.bmm(scores[i], new))
         out[i * CHUNK : (i + 1) * CHUNK] = done.transpose(0, 1)
         state.mul_(left[i]).add_(torch.bmm(keys[i], new))
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """k_i k_j D_ij and q_i k_j D_ij, zero for j > i, [n, Hv, 64, 64]; q, k are [n, Hk, 64, Dk], total [n, Hv, 64]."""
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(later, float("-inf")).exp_()
+    decay = decay.unflatten(1, (k.shape[1], -1))
+
+    def products(x: torch.Tensor) -> torch.Tensor:
+        found = torch.bmm(x.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(*k.shape[:2], 1, CHUNK, CHUNK)
+        return (found * decay).flatten(1, 2)
+
+    return products(k), products(q)
+
+
+def _scores_by_row(q: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with a rate for each row of the state: sum over d of k_i k_j exp(G_i - G_j), total being [n, H, 64, Dk].
+
+    exp(-G_j) alone may be beyond fp32, so the factors are taken from a position between i and j: rows of a block of 16
+    against all columns before the block from the position that ends these, and inside the block pair by pair.
+    """
+    num, heads = k.shape[:2]
+    pairs, scores = (k.new_zeros(num, heads, CHUNK, CHUNK) for _ in range(2))
+    later = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool).triu(1).unsqueeze(-1)
+    for begin in range(0, CHUNK, _BLOCK):
+        block = slice(begin, begin + _BLOCK)
+        here = total[:, :, block]
+        decay = (here.unsqueeze(3) - here.unsqueeze(2)).masked_fill_(later, float("-inf")).exp_()
+        decay *= k[:, :, None, block]
+        # Both from the same factors, and by sums of Dk values each.
+        for x, out in ((k, pairs), (q, scores)):
+            out[:, :, block, block] = (decay * x[:, :, block].unsqueeze(3)).sum(-1)
+        if begin:
+            between = total[:, :, begin - 1 : begin]
+            columns = (k[:, :, :begin] * (between - total[:, :, :begin]).exp_()).flatten(0, 1).transpose(1, 2)
+            since = (here - between).exp_()
+            for x, out in ((k, pairs), (q, scores)):
+                found = torch.bmm((x[:, :, block] * since).flatten(0, 1), columns)
+                out[:, :, block, :begin] = found.view(num, heads, _BLOCK, begin)
+    return pairs, scores
 
 
 def step_delta_rule(

@@ -40,6 +40,11 @@ def gdn(*, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, conv_size
     return Footprint(extra=0, per_row=8 * keys + 7 * values, per_position=0)
 
 
+def kda(*, num_heads: int, head_dim: int) -> Footprint:
+    """As `gdn`; and per row the rates and what they leave. Pairs of a block of 16 positions stay within `FIXED`."""
+    return Footprint(extra=0, per_row=18 * num_heads * head_dim, per_position=0)
+
+
 def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:
     """kv_b in three forms: one whose columns are a multiple of 16 is a view, another a padded copy, and kv_b goes when
     no view of it is left.

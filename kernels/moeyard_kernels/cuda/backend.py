@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moeyard_kernels import ops
-from moeyard_kernels.backend import GdnMix
+from moeyard_kernels.backend import GdnMix, KdaMix
 from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
 from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.cuda.footprint import NO_LINEAR_ATTENTION, STREAM_SLOTS
@@ -100,6 +100,10 @@ class CudaBackend:
 
     def gdn(self, **arguments: Any) -> GdnMix:
         """See `Backend.gdn`: there are no kernels for it yet. Raises ValueError."""
+        raise ValueError(NO_LINEAR_ATTENTION)
+
+    def kda(self, **arguments: Any) -> KdaMix:
+        """See `Backend.kda`: there are no kernels for it yet. Raises ValueError."""
         raise ValueError(NO_LINEAR_ATTENTION)
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,11 @@ def gdn(*, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, conv_size
     raise ValueError(NO_LINEAR_ATTENTION)
 
 
+def kda(*, num_heads: int, head_dim: int) -> Footprint:
+    """There are no kernels for it yet. Raises ValueError."""
+    raise ValueError(NO_LINEAR_ATTENTION)
+
+
 def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:
     """kv_b serves as it is. Positions: latents gathered from pages, decompressed into every head's key and value."""
     return Footprint(

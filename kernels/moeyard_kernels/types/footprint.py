@@ -46,6 +46,10 @@ class Footprints(Protocol):
         """Gated DeltaNet with a convolution over `conv_size` positions. Raises ValueError where there is none."""
         ...
 
+    def kda(self, *, num_heads: int, head_dim: int) -> Footprint:
+        """Kimi Delta Attention. Raises ValueError where there is none."""
+        ...
+
     def mla(self, *, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:
         """Latent attention of rank R."""
         ...

@@ -3,12 +3,13 @@
 An option that would change the numbers and is not implemented is refused with a CheckpointError, never ignored.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_json
-from moeyard_worker.models import deepseek, mixtral, olmoe, qwen3_5_moe, qwen3_moe, qwen3_next
+from moeyard_worker.models import deepseek, kimi_linear, mixtral, olmoe, qwen3_5_moe, qwen3_moe, qwen3_next
 from moeyard_worker.models.family import Family, count_layers, max_position
 from moeyard_worker.models.model_config import ModelConfig
 
@@ -22,6 +23,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
         **qwen3_moe.FAMILIES,
         **qwen3_next.FAMILIES,
         **qwen3_5_moe.FAMILIES,
+        **kimi_linear.FAMILIES,
         **mixtral.FAMILIES,
         **olmoe.FAMILIES,
     }
@@ -44,6 +46,7 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
     family = FAMILIES[name]
     if family.text_config:
         config = _text_part(config)
+    config = _respelt(config, family.spellings)
     config.require("hidden_act", ("silu",), "silu")
     if config.values.get("quantization_config") is not None:
         raise config.error("quantization_config", "is not supported (supported: float32 and bfloat16 weights)")
@@ -69,6 +72,13 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
     for fields in (config, stop):
         _check_ids(fields, model.vocab_size)
     return model
+
+
+def _respelt(config: Fields, spellings: tuple[tuple[str, str], ...]) -> Fields:
+    """The same with what stands under another key under the one that is read, if nothing does."""
+    values = config.values
+    found = {ours: values[theirs] for ours, theirs in spellings if theirs in values and values.get(ours) is None}
+    return replace(config, values={**values, **found}) if found else config
 
 
 def _text_part(config: Fields) -> Fields:

@@ -51,7 +51,7 @@ class Family:
     the sizes of MLPs and experts, the gate. It raises CheckpointError for an option that would change the numbers and
     is not implemented. `reference` is the class of transformers that computes the same; `rms_eps` is its default.
     `other_names`: what a checkpoint may name its parts instead, told by its embedding. `text_config`: config.json may
-    have under that key what is read here.
+    have under that key what is read here. `spellings`: keys that are read, each with another that files have for it.
     """
 
     parse: Callable[[Fields], Mapping[str, Any]]
@@ -60,6 +60,7 @@ class Family:
     rms_eps: float = 1e-6
     other_names: tuple[Names, ...] = ()
     text_config: bool = False
+    spellings: tuple[tuple[str, str], ...] = ()
 
 
 def max_position(config: Fields) -> int:

@@ -39,13 +39,17 @@ def parse_gqa(
     )
 
 
-def parse_mla(config: Fields, *, interleaved: bool) -> Mla:
-    """Latent attention under DeepSeek's keys."""
+def parse_mla(config: Fields, *, interleaved: bool, rotated: bool = True) -> Mla:
+    """Latent attention under DeepSeek's keys. Not `rotated`: what would be is used as it is."""
     num_heads = config.integer("num_attention_heads")
     if config.integer("num_key_value_heads", num_heads) != num_heads:
         raise config.error("num_key_value_heads", f"is not {num_heads}: latent attention has one key per query head")
     nope_dim, rope_dim = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
-    fields = rope_fields(config, 10_000.0)
+    fields, rope = rope_fields(config, 10_000.0), None
+    scale = float((nope_dim + rope_dim) ** -0.5)
+    if rotated:
+        scale = mla_softmax_scale(fields, nope_dim + rope_dim)
+        rope = parse_rope(fields, dim=rope_dim, interleaved=interleaved, max_position=max_position(config))
     return Mla(
         num_heads=num_heads,
         q_lora_rank=config.optional_integer("q_lora_rank"),
@@ -53,22 +57,22 @@ def parse_mla(config: Fields, *, interleaved: bool) -> Mla:
         nope_dim=nope_dim,
         rope_dim=rope_dim,
         v_dim=config.integer("v_head_dim"),
-        scale=mla_softmax_scale(fields, nope_dim + rope_dim),
+        scale=scale,
         bias=config.boolean("attention_bias", False),
-        rope=parse_rope(fields, dim=rope_dim, interleaved=interleaved, max_position=max_position(config)),
+        rope=rope,
     )
 
 
-def parse_layer_types(config: Fields, known: tuple[str, ...], default: Sequence[str]) -> Sequence[str]:
-    """The kind of each layer by `layer_types`, or `default` where there is none."""
-    names = config.values.get("layer_types")
+def parse_layer_types(
+    config: Fields, known: tuple[str, ...], default: Sequence[str], *, key: str = "layer_types"
+) -> Sequence[str]:
+    """The kind of each layer by `key`, or `default` where there is none."""
+    names = config.values.get(key)
     if names is None:
         return default
     if not isinstance(names, list) or len(names) != len(default):
-        raise config.error("layer_types", f"is {names!r:.80}, expected a list of {len(default)} names, one per layer")
+        raise config.error(key, f"is {names!r:.80}, expected a list of {len(default)} names, one per layer")
     for name in names:
         if name not in known:
-            raise config.error(
-                "layer_types", f"has {name!r:.80}, which is not supported (supported: {', '.join(known)})"
-            )
+            raise config.error(key, f"has {name!r:.80}, which is not supported (supported: {', '.join(known)})")
     return names

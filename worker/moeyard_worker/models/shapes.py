@@ -89,6 +89,16 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
             },
         },
+        "Kimi-Linear-48B-A3B": {
+            "model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216,
+            "num_hidden_layers": 27, "num_attention_heads": 32, "q_lora_rank": None, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 256,
+            "num_experts_per_token": 8, "num_shared_experts": 1, "moe_intermediate_size": 1024,
+            "first_k_dense_replace": 1, "moe_renormalize": True, "num_expert_group": 1, "topk_group": 1,
+            "routed_scaling_factor": 2.446, "model_max_length": 1048576, "rms_norm_eps": 1e-5, "dtype": "bfloat16",
+            "layer_types": [*(["linear_attention"] * 3 + ["full_attention"]) * 6, *["linear_attention"] * 2,
+                            "full_attention"],
+        },
         "moeyard-demo": {
             "model_type": "deepseek_v3", "vocab_size": 4096, "hidden_size": 192, "intermediate_size": 384,
             "num_hidden_layers": 6, "num_attention_heads": 6, "q_lora_rank": 64, "kv_lora_rank": 64,
@@ -110,6 +120,8 @@ def shape_config(name: str, num_layers: int | None = None) -> dict[str, Any]:
         if not 1 <= num_layers <= config["num_hidden_layers"]:
             raise ValueError(f"num_layers {num_layers}: {name} has {config['num_hidden_layers']}, give 1 to that many")
         config["num_hidden_layers"] = num_layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:num_layers]
     return config
 
 

@@ -148,7 +148,9 @@ def _layer(config: ModelConfig, names: Names, index: int, keys: Container[str]) 
         at_moe = next((prefix + m for m in names.moe if prefix + m + names.gate in keys), prefix + names.moe[0])
         mlp, experts = _moe(config, names, at_moe), _experts(names, at_moe, keys)
     else:
-        mlp, experts = _mlp(config.hidden_size, config.intermediate_size, prefix + names.mlp), None
+        places = (prefix + place for place in (names.mlp, *names.moe))
+        at_mlp = next((place for place in places if f"{place}gate_proj.weight" in keys), prefix + names.mlp)
+        mlp, experts = _mlp(config.hidden_size, config.intermediate_size, at_mlp), None
     attention, less_one = config.attention[index], names.norms_less_one
     at = prefix + (names.linear if attention.state().slots else names.attention)
     return LayerSpec(

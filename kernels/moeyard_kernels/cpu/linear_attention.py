@@ -1,4 +1,4 @@
-"""Gated DeltaNet on a CPU: convolution, gates, the delta rule over the state in a sequence's slot, gated norm."""
+"""Linear attention on a CPU: convolution, gates, the delta rule over the state in a sequence's slot, gated norm."""
 
 import torch
 import torch.nn.functional as F
@@ -33,23 +33,59 @@ class CpuGdn:
         qkv, z, b, a = x.split_with_sizes((2 * self._keys + self._values, self._values, heads, heads), 1)
         mixed = convolved(qkv, self._conv, self._window, plan)
         q, k, v = mixed.split_with_sizes((self._keys, self._keys, self._values), 1)
-        q, k = (_normalised(part.view(plan.num_rows, -1, self._k_dim)) for part in (q, k))
-        q.mul_(self._k_dim**-0.5)
-        v = v.view(plan.num_rows, heads, self._v_dim)
-        beta = rows_apart(b).sigmoid()
+        q, k = (x.unflatten(1, (-1, self._k_dim)) for x in (q, k))
         g = F.softplus(rows_apart(a).add_(self._dt_bias)) * self._rate
-        out = x.new_zeros(v.shape, dtype=torch.float32)
-        for part in plan.segments:
-            here, state = slice(part.begin, part.end), self._state[part.slot]
-            if not part.start:
-                state.zero_()
-            out[here] = chunk_delta_rule(q[here], k[here], v[here], g[here], beta[here], state)
-        if plan.waves:
-            decay = rows_apart(g).exp().unsqueeze(-1)
-        for rows, slots in plan.waves:
-            here_q, here_k, here_v, left, rate = (each.index_select(0, rows) for each in (q, k, v, decay, beta))
-            out.index_copy_(0, rows, step_delta_rule(here_q, here_k, here_v, left, rate, self._state, slots))
+        out = attended(q, k, v.unflatten(1, (heads, -1)), g, rows_apart(b).sigmoid(), self._state, plan)
         return gated_rms_norm(out.to(x.dtype), z, self._norm, self._eps)
+
+
+class CpuKda:
+    """See `Backend.kda`."""
+
+    def __init__(
+        self, *, num_heads: int, head_dim: int, eps: float, conv: torch.Tensor, a_log: torch.Tensor,
+        dt_bias: torch.Tensor, norm: torch.Tensor, state: torch.Tensor, window: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self._shape, self._eps = (num_heads, head_dim), eps
+        self._conv, self._norm, self._dt_bias = conv, norm, dt_bias
+        self._rate = a_log.exp().neg_().unsqueeze(-1)
+        self._state, self._window = state, window
+
+    def mix(
+        self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, gate: torch.Tensor, plan: CpuPlan
+    ) -> torch.Tensor:
+        """See `KdaMix.mix`; zero in the padding."""
+        mixed = convolved(qkv, self._conv, self._window, plan)
+        q, k, v = (x.unflatten(1, self._shape) for x in mixed.chunk(3, 1))
+        g = F.softplus(rows_apart(decay).add_(self._dt_bias)).unflatten(1, self._shape) * self._rate
+        out = attended(q, k, v, g, rows_apart(beta).sigmoid(), self._state, plan)
+        # The norm's weight is fp32 and so are its rows: one rounding at the end.
+        out = out.to(qkv.dtype).float()
+        return gated_rms_norm(out, gate, self._norm, self._eps, sigmoid=True).to(qkv.dtype)
+
+
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
+    plan: CpuPlan,
+) -> torch.Tensor:  # fmt: skip
+    """The rule over a step's rows: q, k [num_rows, Hk, Dk] as convolved, g [num_rows, Hv] or [num_rows, Hk, Dk].
+
+    state [num_slots, Hv, Dk, Dv] is moved on. [num_rows, Hv, Dv] fp32, zero in the padding.
+    """
+    q, k = _normalised(q).mul_(q.shape[2] ** -0.5), _normalised(k)
+    out = torch.zeros(v.shape)
+    for part in plan.segments:
+        here, kept = slice(part.begin, part.end), state[part.slot]
+        if not part.start:
+            kept.zero_()
+        out[here] = chunk_delta_rule(q[here], k[here], v[here], g[here], beta[here], kept)
+    if plan.waves:
+        decay = rows_apart(g.flatten(1)).exp().view(g.shape)
+        decay = decay if g.dim() == 3 else decay.unsqueeze(-1)
+    for rows, slots in plan.waves:
+        here_q, here_k, here_v, left, rate = (each.index_select(0, rows) for each in (q, k, v, decay, beta))
+        out.index_copy_(0, rows, step_delta_rule(here_q, here_k, here_v, left, rate, state, slots))
+    return out
 
 
 def convolved(x: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, plan: CpuPlan) -> torch.Tensor:

@@ -1,0 +1,112 @@
+"""Kimi Delta Attention (arXiv 2510.26692): Gated DeltaNet whose state forgets each of its rows at a rate of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moeyard_kernels.backend import Backend, KdaMix, StepPlan
+from moeyard_kernels.types.footprint import Footprint, Footprints
+from moeyard_worker.config.rope_config import RopeConfig
+from moeyard_worker.layers.gdn import CHUNK
+from moeyard_worker.layers.weights import Part, Weight, matrix, stacked, weight
+from moeyard_worker.state.layout import LayerState, SlotArray
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kda:
+    """`Attention` by the delta rule with H heads of one width, and a convolution over `conv_size` positions before it.
+
+    Rates of forgetting and the output's gate go through a projection of one head's width. `norm_eps` is of the norm
+    behind.
+    """
+
+    num_heads: int
+    head_dim: int
+    conv_size: int
+    norm_eps: float
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """None: the state knows the order of positions."""
+        return None
+
+    @property
+    def width(self) -> int:
+        """All heads' values."""
+        return self.num_heads * self.head_dim
+
+    def weights(self, hidden: int, at: str) -> dict[str, Weight]:
+        """See `Attention.weights`: q, k, v, the two narrow projections and beta are one product, in that order."""
+        width, narrow, size = self.width, self.head_dim, self.conv_size
+        rows = {"q_proj": width, "k_proj": width, "v_proj": width, "f_a_proj": narrow, "g_a_proj": narrow}
+        rows["b_proj"] = self.num_heads
+        convs = tuple(Part(f"{at}{x}_conv1d.weight", (width, 1, size), i * width) for i, x in enumerate("qkv"))
+        return {
+            "projections": stacked(*((f"{at}{name}.weight", count) for name, count in rows.items()), width=hidden),
+            "decay": matrix(f"{at}f_b_proj.weight", width, narrow),
+            "gate": matrix(f"{at}g_b_proj.weight", width, narrow),
+            "conv": Weight((3 * width, size), convs),
+            "a_log": Weight((self.num_heads,), (Part(f"{at}A_log", (1, 1, self.num_heads, 1)),), fp32=True),
+            "dt_bias": weight(f"{at}dt_bias", width, fp32=True),
+            "norm": weight(f"{at}o_norm.weight", narrow, fp32=True),
+            "o": matrix(f"{at}o_proj.weight", hidden, width),
+        }
+
+    def state(self) -> LayerState:
+        """The rule's state and the inputs of the convolution before the next position."""
+        return LayerState(
+            paged={},
+            slots={
+                "state": SlotArray(shape=(self.num_heads, self.head_dim, self.head_dim), fp32=True),
+                "window": SlotArray(shape=(self.conv_size - 1, 3 * self.width), fp32=False),
+            },
+            chunk_alignment=CHUNK,
+        )
+
+    def footprint(self, footprints: Footprints) -> Footprint:
+        """See `Attention.footprint`."""
+        return footprints.kda(num_heads=self.num_heads, head_dim=self.head_dim)
+
+    def build(
+        self,
+        backend: Backend,
+        *,
+        weights: Mapping[str, torch.Tensor],
+        state: Mapping[str, torch.Tensor],
+        rope: torch.Tensor | None,
+    ) -> KdaBlock:
+        """See `Attention.build`."""
+        mix = backend.kda(
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            eps=self.norm_eps,
+            conv=weights["conv"],
+            a_log=weights["a_log"],
+            dt_bias=weights["dt_bias"],
+            norm=weights["norm"],
+            state=state["state"],
+            window=state["window"],
+        )
+        return KdaBlock(self, backend, mix, weights)
+
+
+class KdaBlock:
+    """One product of the input, two of its narrow parts, the rule, one product back."""
+
+    def __init__(self, spec: Kda, backend: Backend, mix: KdaMix, weights: Mapping[str, torch.Tensor]) -> None:
+        self._backend, self._mix = backend, mix
+        self._projections, self._o = weights["projections"], weights["o"]
+        self._decay, self._gate = weights["decay"], weights["gate"]
+        self._widths = (3 * spec.width, spec.head_dim, spec.head_dim, spec.num_heads)
+
+    def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """x [num_rows, H] -> [num_rows, H]."""
+        linear = self._backend.linear
+        qkv, rates, gates, beta = linear(x, self._projections).split_with_sizes(self._widths, 1)
+        decay, gate = linear(rates.contiguous(), self._decay), linear(gates.contiguous(), self._gate)
+        return linear(self._mix.mix(qkv, decay, beta, gate, plan), self._o)
