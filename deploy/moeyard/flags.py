@@ -174,7 +174,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help=(
-            "prompt rows of a step that has output rows too (default: as many as fit; on a GPU "
+            "prompt rows of a step in which any rank has output rows (default: as many as fit; on a GPU "
             f"{DEVICE_DEFAULTS['cuda']['mixed_prefill_tokens']})"
         ),
     )

@@ -223,21 +223,16 @@ def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> 
     url = reachable_url(router.host, router.port, scheme)
     outside = outside_url(router.host, router.port, scheme)
     report = ranks[0].report
+    between = f", exchange {report['exchange']} ({report['exchange_why']})" if len(ranks) > 1 else ""
     also = f", also called {', '.join(router.model_aliases)}" if router.model_aliases else ""
     print(
         f"ready: {url}/v1 serves {router.model_name}{also} ({report['dtype']}) on {len(ranks)} workers, expert slots "
-        f"{report['expert_slots']}/{report['num_experts']} per worker{_exchange(ranks)}, up to {router.max_model_len} "
+        f"{report['expert_slots']}/{report['num_experts']} per worker{between}, up to {router.max_model_len} "
         "tokens, after "
         f"{seconds:.1f} s" + (f"; on all addresses, from other machines as {outside}/v1" if outside else ""),
         flush=True,
     )
     return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
-
-
-def _exchange(ranks: list[Rank]) -> str:
-    """How rows go between workers, and why so; of one worker nothing."""
-    report = ranks[0].report
-    return f", exchange {report['exchange']} ({report['exchange_why']})" if len(ranks) > 1 else ""
 
 
 def warn_if_open(door: DoorConfig, host: str) -> None:

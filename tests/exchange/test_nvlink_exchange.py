@@ -308,3 +308,12 @@ def test_torch_finds_ranks_by_the_mesh_whatever_a_process_has_met_before() -> No
         store.set("CUDASymmetricMemory/2/0", "nobody answers")
     for mesh in meshes[:2]:
         mesh.close()
+
+
+def test_ids_of_another_layer_lead_to_no_expert() -> None:
+    """Behind an exchange that failed they may lie where this layer's are looked up, and it may have fewer experts."""
+    slots = backend().expert_slots(num_slots=5, hidden=16, intermediate=16, dtype=torch.bfloat16)
+    table = slots.slot_table([3, 1])
+    assert table.tolist() == [3, 1]
+    behind = torch.empty(0, dtype=torch.int32).set_(table.untyped_storage())
+    assert behind.tolist() == [3, 1, -1, -1, -1]
