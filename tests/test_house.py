@@ -51,7 +51,7 @@ ROUTER_FILES = ("config", "errors", "metrics")
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.
 KERNEL_LINES = {
     "types": 890, "common": 400, "ref": 1030, "attention": 2310, "linear": 1200, "experts": 1620, "sampling": 1260,
-    "elementwise": 400, "door": 900, "cpu": 1000, "cuda": 1060, "bench": 2250,
+    "elementwise": 400, "linear_attention": 900, "door": 900, "cpu": 1000, "cuda": 1060, "bench": 2250,
 }  # fmt: skip
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {
@@ -64,7 +64,7 @@ KERNEL_DOORS = {
     "moeyard_worker.engine.device_sampler": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
 }
 # Inside the kernels a folder may import itself and those before it; `ref` only types and the checks.
-SUBJECTS = ("attention", "linear", "experts", "sampling", "elementwise")
+SUBJECTS = ("attention", "linear", "linear_attention", "experts", "sampling", "elementwise")
 KERNEL_ORDER = ("types", "common", "backend", "ref", SUBJECTS, "door", "ops", ("cpu", "cuda"), "bench")
 # What is imported late, by name, and why. Nothing else is: no function hides an import.
 IMPORT_LATE = {
