@@ -10,12 +10,19 @@ import torch.nn.functional as F
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.elementwise import gated_rms_norm
-from moeyard_kernels.linear_attention import causal_conv1d, delta_recurrent
+from moeyard_kernels.linear_attention import causal_conv1d, causal_conv1d_prefill, delta_recurrent
 from moeyard_kernels.ref import causal_conv1d as conv_reference
 from moeyard_kernels.ref import delta_recurrent as rule_reference
+from moeyard_kernels.types.prompt_chunks import PromptChunks
 from moeyard_kernels.types.state_slots import StateSlots
 
-OPS: tuple[str, ...] = ("causal_conv1d_update", "gdn_recurrent", "kda_recurrent", "gated_rms_norm")
+OPS: tuple[str, ...] = (
+    "causal_conv1d_update",
+    "causal_conv1d_prefill",
+    "gdn_recurrent",
+    "kda_recurrent",
+    "gated_rms_norm",
+)
 
 _DIM, _TAPS = 128, 4
 # Sequences, queries of each.
@@ -31,6 +38,9 @@ def cases() -> Iterator[Case]:
         # 2 x 16 key heads and 32 value heads of 128; Kimi-Linear has 3 x 32.
         yield _conv(batch, queries, 8192)
         yield _conv(batch, queries, 12288)
+    for lengths in ((1024,), (4096,), (16384,), (3000, 17, 1200, 64, 1, 2100, 700, 1110)):
+        yield _conv_prefill(lengths, 8192)
+        yield _conv_prefill(lengths, 12288)
     for num_rows in (1, 64, 4096):
         yield _norm(num_rows, sigmoid=False)
         yield _norm(num_rows, sigmoid=True)
@@ -166,6 +176,56 @@ def _conv(batch: int, queries: int, channels: int) -> Case:
         baseline_name="torch cat, copy_, mul, sum, silu",
         variants=[(config, partial(run, config=config)) for config in causal_conv1d.CONFIGS],
         tune_key=("causal_conv1d_update", causal_conv1d.shape_class(batch, channels)),
+    )
+
+
+def _torch_conv_prompt(
+    x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, *, chunks: PromptChunks
+) -> torch.Tensor:
+    """One prompt after the other."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for slot, begin, end, _ in chunks.parts:
+        inputs = torch.cat((window[slot], x[begin:end]))
+        window[slot].copy_(inputs[1 - _TAPS :])
+        done = F.conv1d(inputs.t().unsqueeze(0), weight.unsqueeze(1), groups=x.shape[1])
+        out[begin:end] = F.silu(done)[0].t()
+    return out
+
+
+def _conv_prefill(lengths: tuple[int, ...], channels: int) -> Case:
+    num_rows, num = sum(lengths), len(lengths)
+    x, weight = _rows(num_rows, channels + 64)[:, :channels], _rows(channels, _TAPS)
+    window = _rows(num, _TAPS - 1, channels)
+    # Every second goes on from what its slot holds.
+    chunks = PromptChunks.plan(lengths, [64 * (i % 2) for i in range(num)], range(num), device="cuda")
+    kernel = causal_conv1d_prefill.causal_conv1d_prefill
+    run = partial(kernel, x, weight, window, chunks=chunks)
+
+    def prove() -> None:
+        whole, left = _with_state(run, window)
+        for config in causal_conv1d_prefill.CONFIGS:
+            assert_bits(str(config), _with_state(run, window, config=config), (whole, left))
+        slot, begin, end, fresh = chunks.parts[-1]
+        alone = PromptChunks.plan([end - begin], [0 if fresh else 64], [slot], device="cuda")
+        out, kept = _with_state(partial(kernel, x[begin:end], weight, window, chunks=alone), window)
+        assert_bits("prompt alone", (out, kept[slot]), (whole[begin:end], left[slot]))
+        # The last position, as a decode row would have it.
+        before = torch.cat((window[slot] * (not fresh), x[begin : end - 1]))[1 - _TAPS :].unsqueeze(0)
+        first = StateSlots.in_place(torch.zeros(1, dtype=torch.int64, device="cuda"))
+        step = ops.causal_conv1d_update(x[end - 1 : end], weight, before.clone(), slots=first)
+        assert_bits("as a step", step, out[-1:])
+
+    return Case(
+        op="causal_conv1d_prefill",
+        shape=f"T{num_rows} of {num} C{channels}",
+        run=run,
+        prove=prove,
+        num_bytes=4 * num_rows * channels + 2 * window.nbytes + weight.nbytes,
+        target=Target("copy", 0.8) if num_rows >= 4096 else None,
+        baseline=partial(_torch_conv_prompt, x, weight, window, chunks=chunks),
+        baseline_name="torch cat, conv1d, silu",
+        variants=[(config, partial(run, config=config)) for config in causal_conv1d_prefill.CONFIGS],
+        tune_key=("causal_conv1d_prefill", causal_conv1d_prefill.shape_class(channels)),
     )
 
 

@@ -4,6 +4,7 @@ import torch
 
 from moeyard_kernels.common.checks import FLOATS, check_devices, show
 from moeyard_kernels.door.load import kernel
+from moeyard_kernels.types.prompt_chunks import PromptChunks
 from moeyard_kernels.types.state_slots import StateSlots
 
 
@@ -14,19 +15,35 @@ def causal_conv1d_update(
 
     window [num_slots, K - 1, C] holds the inputs before a sequence's next position: those of slot `slots.read` come
     before the first query, and what is left behind query j goes to slot `slots.write`. x, weight and window share a
-    dtype, fp32 or bf16; the products and their sums are fp32, each rounded, in the order of the positions. Rows of x
-    may be slices of wider ones. Padding sequences give zeros. Slots must lie in [-1, num_slots): checked on a CPU, and
-    on a GPU within `launch.checked()`.
+    dtype, fp32 or bf16, K is at most 8; the products and their sums are fp32, each rounded, in the order of the
+    positions. Rows of x may be slices of wider ones. Padding sequences give zeros. Slots must lie in [-1, num_slots):
+    checked on a CPU, and on a GPU within `launch.checked()`.
     """
     op = "causal_conv1d_update"
     if x.dim() != 2 or x.dtype not in FLOATS or x.shape[0] != slots.num_rows:
         raise ValueError(f"{op}: x must be fp32 or bf16 [{slots.num_rows}, C], got {show(x)}")
-    if weight.dim() != 2 or weight.shape[0] != x.shape[1] or weight.shape[1] < 2 or weight.dtype != x.dtype:
-        raise ValueError(f"{op}: weight {show(weight)} does not fit x {show(x)}")
-    if window.dim() != 3 or window.shape[1:] != (weight.shape[1] - 1, x.shape[1]) or window.dtype != x.dtype:
-        raise ValueError(f"{op}: window {show(window)} does not fit weight {show(weight)}")
+    _check_conv(op, x, weight, window)
     check_devices(op, x=x, weight=weight, window=window, slots=slots.read)
     return kernel("linear_attention.causal_conv1d", x).causal_conv1d_update(x, weight, window, slots=slots)
+
+
+def causal_conv1d_prefill(
+    x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, *, chunks: PromptChunks
+) -> torch.Tensor:
+    """`causal_conv1d_update` over whole prompts: rows x [T, C] of `chunks` -> [T, C], the same bits at each position.
+
+    The inputs before a prompt's first row come from its slot, zeros where it begins at position 0; its last K - 1 are
+    left there. K is at most 8.
+    """
+    op = "causal_conv1d_prefill"
+    if x.dim() != 2 or x.dtype not in FLOATS or x.shape[0] != chunks.num_rows:
+        raise ValueError(f"{op}: x must be fp32 or bf16 [{chunks.num_rows}, C], got {show(x)}")
+    _check_conv(op, x, weight, window)
+    last = max((slot for slot, *_ in chunks.parts), default=-1)
+    if last >= window.shape[0]:
+        raise ValueError(f"{op}: slot {last} is none of window {show(window)}")
+    check_devices(op, x=x, weight=weight, window=window, table=chunks.table)
+    return kernel("linear_attention.causal_conv1d_prefill", x).causal_conv1d_prefill(x, weight, window, chunks=chunks)
 
 
 def gdn_recurrent(
@@ -92,6 +109,13 @@ def gated_rms_norm(
         raise ValueError(f"{op}: weight {show(weight)} does not fit x {show(x)}")
     check_devices(op, x=x, gate=gate, weight=weight)
     return kernel("elementwise.gated_rms_norm", x).gated_rms_norm(x, gate, weight, eps, sigmoid=sigmoid)
+
+
+def _check_conv(op: str, x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor) -> None:
+    if weight.dim() != 2 or weight.shape[0] != x.shape[1] or not 2 <= weight.shape[1] <= 8 or weight.dtype != x.dtype:
+        raise ValueError(f"{op}: weight {show(weight)} does not fit x {show(x)}")
+    if window.dim() != 3 or window.shape[1:] != (weight.shape[1] - 1, x.shape[1]) or window.dtype != x.dtype:
+        raise ValueError(f"{op}: window {show(window)} does not fit weight {show(weight)}")
 
 
 def _check_rows_of(op: str, qkv: torch.Tensor, slots: StateSlots) -> None:
