@@ -41,7 +41,7 @@ def shape_class(channels: int) -> str:
 
 
 def default_config() -> ConvConfig:
-    """The config of shapes that nobody tuned: 16 bytes to a thread's load, 11 of them (of 4 taps) on the way at once."""
+    """The config of shapes that nobody tuned: a thread loads 16 bytes of each of 11 rows (of 4 taps) at once."""
     return CONFIGS[1]
 
 
