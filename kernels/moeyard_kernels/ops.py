@@ -21,6 +21,13 @@ from moeyard_kernels.door.elementwise import (
 from moeyard_kernels.door.expert_cache import cache_access, gather_experts
 from moeyard_kernels.door.experts import expert_layout, grouped_gemm, moe_reduce_add_norm, moe_weighted_reduce
 from moeyard_kernels.door.linear import head_linear, linear, linear_pair
+from moeyard_kernels.door.linear_attention import (
+    causal_conv1d_prefill,
+    causal_conv1d_update,
+    gated_rms_norm,
+    gdn_recurrent,
+    kda_recurrent,
+)
 from moeyard_kernels.door.peer_exchange import combine_rows, dispatch_rows
 from moeyard_kernels.door.prefill import attn_prefill_varlen
 from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_write_mla
@@ -30,7 +37,9 @@ from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
+from moeyard_kernels.types.prompt_chunks import PromptChunks
 from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.state_slots import StateSlots
 
 __all__ = [
     "FEW_PAIRS",
@@ -39,19 +48,26 @@ __all__ = [
     "ExpertPairs",
     "LogitEdits",
     "PrefillPlan",
+    "PromptChunks",
     "SampledTokens",
+    "StateSlots",
     "add_rms_norm",
     "attn_combine",
     "attn_prefill_varlen",
     "cache_access",
+    "causal_conv1d_prefill",
+    "causal_conv1d_update",
     "combine_rows",
     "dispatch_rows",
     "expert_block_rows",
     "expert_layout",
+    "gated_rms_norm",
     "gather_experts",
+    "gdn_recurrent",
     "gqa_decode",
     "grouped_gemm",
     "head_linear",
+    "kda_recurrent",
     "linear",
     "linear_pair",
     "mla_decode",

@@ -20,6 +20,9 @@ MODULE_OF = {
     "rope_cache_write_mla": "rope_cache_write",
     "rope_cache_write_gqa": "rope_cache_write",
     "scale_rows_": "scale_rows",
+    "causal_conv1d_update": "causal_conv1d",
+    "gdn_recurrent": "delta_recurrent",
+    "kda_recurrent": "delta_recurrent",
 }
 
 

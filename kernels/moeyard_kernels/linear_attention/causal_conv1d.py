@@ -1,0 +1,95 @@
+"""Triton: the short convolution ahead of linear attention, activated, over inputs of earlier positions in slots.
+
+Each channel by itself: K products, each rounded, are added in the order of their positions, so that the bits are those
+of the prompt's convolution, whatever the tile. The window is read whole before any of it is written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
+from moeyard_kernels.common.launch import MAX_GRID_X, MAX_GRID_Y, check_indices, check_layout, finish, new_output
+from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.common.tuning import RowConfig, choose
+from moeyard_kernels.types.state_slots import StateSlots
+
+CONFIGS = tuple(
+    RowConfig(BLOCK=block, num_warps=warps) for block, warps in ((128, 1), (256, 1), (256, 2), (512, 4), (1024, 4))
+)
+
+
+def shape_class(num_sequences: int, channels: int) -> str:
+    """One sequence wants many small programs."""
+    return f"{'few' if num_sequences <= 8 else 'many'} C{channels}"
+
+
+def default_config(num_sequences: int) -> RowConfig:
+    """The config of shapes that nobody tuned: at one sequence of 8192 channels 64 programs, of 64 2048."""
+    return CONFIGS[0 if num_sequences <= 8 else 1]
+
+
+@triton.jit(do_not_specialize=("stride_x",))
+def _conv_update_kernel(
+    p_x, p_weight, p_window, p_read, p_write, p_out, stride_x, C,
+    Q: tl.constexpr, K: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """Channels [i_c BC, i_c BC + BC) of the queries of one sequence. Grid: (B, ceil(C / BC))."""
+    let_next_begin()
+    wait_for_previous()
+    i_b = tl.program_id(0)
+    o_c = tl.program_id(1) * BC + tl.arange(0, BC)
+    m_c = o_c < C
+    i_read = tl.load(p_read + i_b)
+    # Of padding nothing is read, and zeros come out.
+    m_live = m_c & (i_read >= 0)
+    p_old = p_window + i_read * ((K - 1) * C)
+    b_xs = ()
+    for k in tl.static_range(K - 1):
+        b_x = tl.load(p_old + k * C + o_c, mask=m_live, other=0.0)
+        # Triton has no unpacking.
+        b_xs = b_xs + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
+    i_row = i_b.to(tl.int64) * Q
+    for q in tl.static_range(Q):
+        b_x = tl.load(p_x + (i_row + q) * stride_x + o_c, mask=m_live, other=0.0)
+        b_xs = b_xs + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
+    for q in tl.static_range(Q):
+        b_acc = tl.zeros([BC], dtype=tl.float32)
+        for k in tl.static_range(K):
+            b_w = tl.load(p_weight + o_c * K + k, mask=m_c, other=0.0).to(tl.float32)
+            b_acc += b_xs[q + k].to(tl.float32) * b_w  # type: ignore[misc]
+        b_y = b_acc / (1.0 + tl.exp(-b_acc))
+        tl.store(p_out + (i_row + q) * C + o_c, b_y.to(p_out.dtype.element_ty), mask=m_c)
+        i_write = tl.load(p_write + i_row + q)
+        p_new = p_window + i_write * ((K - 1) * C)
+        for k in tl.static_range(K - 1):
+            tl.store(p_new + k * C + o_c, b_xs[q + 1 + k], mask=m_c & (i_write >= 0))  # type: ignore[misc]
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window: torch.Tensor,
+    *,
+    slots: StateSlots,
+    config: RowConfig | None = None,
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.causal_conv1d_update`. Raises ValueError for what its grid cannot hold."""
+    op = "causal_conv1d_update"
+    channels, size = weight.shape
+    check_rows(op, x=x)
+    check_layout(op, weight=weight, window=window)
+    check_indices(op, low=-1, high=window.shape[0], read=slots.read, write=slots.write)
+    name = shape_class(slots.num_sequences, channels)
+    config = config or choose(op, name, x, (RowConfig,), lambda: default_config(slots.num_sequences))
+    num_blocks = triton.cdiv(channels, config.BLOCK)
+    if num_blocks > MAX_GRID_Y or slots.num_sequences > MAX_GRID_X:
+        raise ValueError(f"{op}: {slots.num_sequences} sequences of {channels} channels exceed the grid of a GPU")
+    out = new_output(slots.num_rows, channels, like=x)
+    if out.numel():
+        _conv_update_kernel[(slots.num_sequences, num_blocks)](
+            x, weight, window, slots.read, slots.write, out, x.stride(0), channels,
+            Q=slots.num_queries, K=size, BC=config.BLOCK,
+            enable_fp_fusion=False, **config.options, **dependent(x),
+        )  # fmt: skip
+    return finish(out, x.dtype)

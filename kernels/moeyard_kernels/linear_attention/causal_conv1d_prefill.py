@@ -1,0 +1,119 @@
+"""Triton: the short convolution over prompts of any lengths, activated; see `causal_conv1d` for that of decode rows.
+
+A program takes some consecutive rows of one chunk and some channels, and reads the K - 1 rows ahead of them again. Only
+the program of a prompt's first rows reads its window, and it alone writes the new one, out of the prompt's last rows: a
+thread reads and writes channels of its own, so that nothing is overwritten before it was read.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.common.dependent import dependent, wait_for_previous
+from moeyard_kernels.common.launch import MAX_GRID_X, MAX_GRID_Y, check_layout, finish, new_output
+from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.common.tuning import Config, choose
+from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvConfig(Config):
+    """ROWS positions of BC channels are a program."""
+
+    kernel: Literal["rows"] = "rows"
+    num_stages: int = 1
+    ROWS: int
+    BC: int
+
+
+CONFIGS = tuple(
+    ConvConfig(ROWS=rows, BC=channels, num_warps=warps)
+    for rows, channels, warps in ((8, 256, 1), (8, 512, 2), (16, 256, 1), (16, 256, 2), (16, 512, 4), (32, 256, 2))
+)
+
+
+def shape_class(channels: int) -> str:
+    """Prompts have programs enough, whatever their lengths."""
+    return f"C{channels}"
+
+
+def default_config() -> ConvConfig:
+    """The config of shapes that nobody tuned: a thread loads 16 bytes of each of 11 rows (of 4 taps) at once."""
+    return CONFIGS[1]
+
+
+@triton.jit(do_not_specialize=("stride_x",))
+def _conv_prefill_kernel(
+    p_x, p_weight, p_window, p_table, p_fresh, p_out, stride_x, C,
+    K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """Rows [i ROWS, i ROWS + ROWS) of a chunk, channels [i_c BC, i_c BC + BC). Grid: (chunks PARTS, ceil(C / BC))."""
+    wait_for_previous()
+    i_chunk, i_part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    o_c = tl.program_id(1) * BC + tl.arange(0, BC)
+    m_c = o_c < C
+    i_slot, i_begin = tl.load(p_table + i_chunk * 4), tl.load(p_table + i_chunk * 4 + 1)
+    i_end, i_first = tl.load(p_table + i_chunk * 4 + 2), tl.load(p_table + i_chunk * 4 + 3)
+    i_first += i_part * ROWS
+    has_window = tl.load(p_fresh + i_chunk) == 0
+    p_slot = p_window + i_slot * ((K - 1) * C)
+    m_head = m_c & (i_first == i_begin)
+    b_olds = ()
+    for k in tl.static_range(K - 1):
+        b_old = tl.load(p_slot + k * C + o_c, mask=m_head & has_window, other=0.0)
+        # Triton has no unpacking.
+        b_olds = b_olds + (b_old,)  # type: ignore[assignment]  # noqa: RUF005
+    b_xs = ()
+    for r in tl.static_range(K - 1 + ROWS):
+        i_row = i_first + (r - (K - 1))
+        m_row = m_c & (i_row >= i_begin) & (i_row < i_end)
+        b_x = tl.load(p_x + i_row * stride_x + o_c, mask=m_row, other=0.0)
+        if r < K - 1:
+            # Rows ahead of a prompt's first are its window's; elsewhere b_olds are zeros.
+            b_x = tl.where(i_row >= i_begin, b_x, b_olds[r])  # type: ignore[misc]
+        b_xs = b_xs + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
+    for r in tl.static_range(ROWS):
+        b_acc = tl.zeros([BC], dtype=tl.float32)
+        for k in tl.static_range(K):
+            b_w = tl.load(p_weight + o_c * K + k, mask=m_c, other=0.0).to(tl.float32)
+            b_acc += b_xs[r + k].to(tl.float32) * b_w  # type: ignore[misc]
+        b_y = b_acc / (1.0 + tl.exp(-b_acc))
+        tl.store(p_out + (i_first + r) * C + o_c, b_y.to(p_out.dtype.element_ty), mask=m_c & (i_first + r < i_end))
+    for k in tl.static_range(K - 1):
+        # Of a prompt shorter than the window some of the old one stays: its rows i_old on.
+        i_row = i_end + (k - (K - 1))
+        b_new = tl.load(p_x + i_row * stride_x + o_c, mask=m_head & (i_row >= i_begin), other=0.0)
+        for u in tl.static_range(K - 1):
+            b_new = tl.where(i_row - i_begin + (K - 1) == u, b_olds[u], b_new)  # type: ignore[misc]
+        tl.store(p_slot + k * C + o_c, b_new, mask=m_head)
+
+
+def causal_conv1d_prefill(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window: torch.Tensor,
+    *,
+    chunks: PromptChunks,
+    config: ConvConfig | None = None,
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.causal_conv1d_prefill`. Raises ValueError for what its grid cannot hold."""
+    op = "causal_conv1d_prefill"
+    channels, size = weight.shape
+    check_rows(op, x=x)
+    check_layout(op, weight=weight, window=window, table=chunks.table)
+    config = config or choose(op, shape_class(channels), x, (ConvConfig,), default_config)
+    parts, num_blocks = CHUNK // config.ROWS, triton.cdiv(channels, config.BC)
+    num_programs = chunks.table.shape[0] * parts
+    if num_blocks > MAX_GRID_Y or num_programs > MAX_GRID_X:
+        raise ValueError(f"{op}: {num_programs} parts of {channels} channels exceed the grid of a GPU")
+    out = new_output(chunks.num_rows, channels, like=x)
+    if out.numel():
+        _conv_prefill_kernel[(num_programs, num_blocks)](
+            x, weight, window, chunks.table, chunks.fresh, out, x.stride(0), channels,
+            K=size, ROWS=config.ROWS, PARTS=parts, BC=config.BC,
+            enable_fp_fusion=False, **config.options, **dependent(x),
+        )  # fmt: skip
+    return finish(out, x.dtype)

@@ -1,0 +1,167 @@
+"""Triton: the gated delta rule position by position, for decoding; what is left of the state stays in its slot.
+
+A program holds [Dk, BV] of one head's state in registers over all queries of its sequence: for each, S <- decay S;
+S <- fma(k, beta (v - k S), S); out = q S. Gated DeltaNet and Kimi Delta Attention differ in the gate alone, one of a
+head or one of each row of its state. Everything is fp32 (no product runs on tensor cores, so nothing is tf32), and sums
+over Dk go by halves, so that neither tile nor batch shows in the bits.
+
+The state is read once and written once, which is all that the time goes to: 64 sequences of 32 heads of 128 x 128 are
+256 MiB. Columns are a program's own, hence 128 to 512 programs for one sequence.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
+from moeyard_kernels.common.launch import MAX_GRID_X, check_indices, check_layout, finish, new_output
+from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.common.tuning import Config, choose
+from moeyard_kernels.linear_attention.halves import sigmoid, softplus, sum_rows, unit_length
+from moeyard_kernels.types.state_slots import StateSlots
+
+# Beside the sum of squares of a query or key.
+L2_EPS = 1e-6
+# Launches of so few programs let the next begin before they wait (`common/dependent.py`).
+_FEW = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentConfig(Config):
+    """BV columns of one head's state are a program."""
+
+    kernel: Literal["recurrent"] = "recurrent"
+    num_stages: int = 1
+    BV: int
+
+
+CONFIGS = tuple(
+    RecurrentConfig(BV=columns, num_warps=warps)
+    for columns, warps in ((8, 1), (16, 1), (32, 1), (16, 2), (32, 2), (32, 4), (64, 4), (128, 8))
+)
+
+
+def shape_class(num_sequences: int, num_heads: int, k_dim: int, v_dim: int) -> str:
+    """One sequence wants programs, many want bytes on the way."""
+    return f"{'few' if num_sequences <= 8 else 'many'} H{num_heads} {k_dim}x{v_dim}"
+
+
+def default_config() -> RecurrentConfig:
+    """The config of shapes that nobody tuned: a warp, 8 KiB of a state of 128 rows, no shared memory between warps."""
+    return CONFIGS[1]
+
+
+@triton.jit(do_not_specialize=("stride_x", "stride_b", "stride_a"))
+def _delta_recurrent_kernel(
+    p_x, p_b, p_a, p_rate, p_bias, p_state, p_read, p_write, p_out, stride_x, stride_b, stride_a, scale, eps,
+    Q: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
+    LOG2_BK: tl.constexpr, BV: tl.constexpr, BY_ROW: tl.constexpr, FIRST: tl.constexpr
+):  # fmt: skip
+    """Columns [i_v BV, i_v BV + BV) of the state of one head of one sequence. Grid: (B HV ceil(DV / BV),).
+
+    BY_ROW: a gate of each row of the state. FIRST: the next launch may begin before this one has waited.
+    """
+    if FIRST:
+        let_next_begin()
+    wait_for_previous()
+    BLOCKS: tl.constexpr = (DV + BV - 1) // BV
+    i_program = tl.program_id(0)
+    i_v, i_h, i_b = i_program % BLOCKS, i_program // BLOCKS % HV, i_program // (BLOCKS * HV)
+    i_k = i_h // (HV // HK)
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_k, m_v = o_k < DK, o_v < DV
+    m_state = m_k[:, None] & m_v[None, :]
+    o_state = o_k[:, None] * DV + o_v[None, :]
+    i_read = tl.load(p_read + i_b)
+    # Of padding nothing is read, and zeros come out.
+    m_live = i_read >= 0
+    m_q, m_x = m_k & m_live, m_v & m_live
+    p_head = p_state + i_h * (DK * DV)
+    b_state = tl.load(p_head + i_read * (HV * DK * DV) + o_state, mask=m_state & m_live, other=0.0)
+    b_rate = -tl.exp(tl.load(p_rate + i_h))
+    if BY_ROW:  # noqa: SIM108 - tiles of two ranks
+        b_bias = tl.load(p_bias + i_h * DK + o_k, mask=m_k, other=0.0)
+    else:
+        b_bias = tl.load(p_bias + i_h)
+    for i_q in range(Q):
+        i_row = (i_b * Q + i_q).to(tl.int64)
+        p_row = p_x + i_row * stride_x
+        b_q = tl.load(p_row + i_k * DK + o_k, mask=m_q, other=0.0).to(tl.float32)
+        b_k = tl.load(p_row + (HK + i_k) * DK + o_k, mask=m_q, other=0.0).to(tl.float32)
+        b_v = tl.load(p_row + 2 * HK * DK + i_h * DV + o_v, mask=m_x, other=0.0).to(tl.float32)
+        b_beta = sigmoid(tl.load(p_b + i_row * stride_b + i_h, mask=m_live, other=0.0).to(tl.float32))
+        p_gate = p_a + i_row * stride_a
+        if BY_ROW:
+            b_a = tl.load(p_gate + i_h * DK + o_k, mask=m_q, other=0.0).to(tl.float32)
+            b_state = b_state * tl.exp(b_rate * softplus(b_a + b_bias))[:, None]
+        else:
+            b_a = tl.load(p_gate + i_h, mask=m_live, other=0.0).to(tl.float32)
+            b_state = b_state * tl.exp(b_rate * softplus(b_a + b_bias))
+        b_q = unit_length(b_q, eps, BK, LOG2_BK) * scale
+        b_k = unit_length(b_k, eps, BK, LOG2_BK)
+        b_change = (b_v - sum_rows(b_k[:, None] * b_state, BK, LOG2_BK, BV)) * b_beta
+        b_wide_k = tl.broadcast_to(b_k[:, None], [BK, BV])
+        b_state = tl.fma(b_wide_k, tl.broadcast_to(b_change[None, :], [BK, BV]), b_state)
+        b_out = sum_rows(b_q[:, None] * b_state, BK, LOG2_BK, BV)
+        tl.store(p_out + (i_row * HV + i_h) * DV + o_v, b_out.to(p_out.dtype.element_ty), mask=m_v)
+        i_write = tl.load(p_write + i_row)
+        tl.store(p_head + i_write * (HV * DK * DV) + o_state, b_state, mask=m_state & (i_write >= 0))
+
+
+def gdn_recurrent(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    slots: StateSlots,
+    config: RecurrentConfig | None = None,
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.gdn_recurrent`. Raises ValueError for what its grid cannot hold."""
+    return _recurrent("gdn_recurrent", False, qkv, b, a, a_log, dt_bias, state, slots, config)
+
+
+def kda_recurrent(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    slots: StateSlots,
+    config: RecurrentConfig | None = None,
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.kda_recurrent`. Raises ValueError for what its grid cannot hold."""
+    return _recurrent("kda_recurrent", True, qkv, b, a, a_log, dt_bias, state, slots, config)
+
+
+def _recurrent(
+    op: str, by_row: bool, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor,
+    dt_bias: torch.Tensor, state: torch.Tensor, slots: StateSlots, config: RecurrentConfig | None,
+) -> torch.Tensor:  # fmt: skip
+    num_slots, num_heads, k_dim, v_dim = state.shape
+    check_rows(op, qkv=qkv, b=b, a=a)
+    check_layout(op, state=state, a_log=a_log, dt_bias=dt_bias)
+    check_indices(op, low=-1, high=num_slots, read=slots.read, write=slots.write)
+    name = shape_class(slots.num_sequences, num_heads, k_dim, v_dim)
+    config = config or choose(op, name, state, (RecurrentConfig,), default_config)
+    block = max(16, triton.next_power_of_2(k_dim))
+    num_programs = slots.num_sequences * num_heads * triton.cdiv(v_dim, config.BV)
+    if num_programs > MAX_GRID_X:
+        raise ValueError(f"{op}: {slots.num_sequences} sequences of {num_heads} heads exceed the grid of a GPU")
+    out = new_output(slots.num_rows, num_heads, v_dim, like=qkv)
+    if out.numel():
+        _delta_recurrent_kernel[(num_programs,)](
+            qkv, b, a, a_log, dt_bias, state, slots.read, slots.write, out,
+            qkv.stride(0), b.stride(0), a.stride(0), k_dim**-0.5, L2_EPS,
+            Q=slots.num_queries, HK=(qkv.shape[1] - num_heads * v_dim) // (2 * k_dim), HV=num_heads, DK=k_dim, DV=v_dim,
+            BK=block, LOG2_BK=block.bit_length() - 1, BV=config.BV, BY_ROW=by_row,
+            FIRST=num_programs <= _FEW, enable_fp_fusion=False, **config.options, **dependent(qkv),
+        )  # fmt: skip
+    return finish(out, qkv.dtype)

@@ -1,0 +1,71 @@
+"""Inputs of linear attention for tests: a step's rows, the slots that they go on from, and a rule in float64."""
+
+from dataclasses import dataclass
+
+import torch
+
+from moeyard_kernels.ref.gated_delta_rule import gated_delta_rule
+from moeyard_kernels.types.state_slots import StateSlots
+
+# Key heads, value heads, Dk, Dv.
+Heads = tuple[int, int, int, int]
+NUM_SLOTS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What `gdn_recurrent` and `kda_recurrent` take, in order; of a state of `NUM_SLOTS` slots."""
+
+    qkv: torch.Tensor
+    b: torch.Tensor
+    a: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    state: torch.Tensor
+
+    def at(self, rows: slice) -> "Rows":
+        """Some of the rows, over a copy of the state."""
+        return Rows(self.qkv[rows], self.b[rows], self.a[rows], self.a_log, self.dt_bias, self.state.clone())
+
+    def to(self, device: str) -> "Rows":
+        return Rows(*(getattr(self, name).to(device) for name in self.__slots__))
+
+    @property
+    def args(self) -> tuple[torch.Tensor, ...]:
+        return tuple(getattr(self, name) for name in self.__slots__)
+
+
+def make_rows(count: int, heads: Heads, *, by_row: bool, dtype: torch.dtype = torch.float32) -> Rows:
+    """Rows that are slices of wider ones, as of one product; some heads forget at once, some hardly."""
+    num_k, num_v, k_dim, v_dim = heads
+    width, rates = 2 * num_k * k_dim + num_v * v_dim, num_v * (k_dim if by_row else 1)
+    wide = torch.randn(count, width + num_v + rates + 3).to(dtype)
+    qkv, b, a, _ = wide.split((width, num_v, rates, 3), 1)
+    return Rows(
+        qkv, b, a, torch.linspace(-6, 2, num_v), torch.randn(num_v, k_dim) if by_row else torch.randn(num_v),
+        torch.randn(NUM_SLOTS, num_v, k_dim, v_dim),
+    )  # fmt: skip
+
+
+def exact_rule(rows: Rows, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rule over consecutive rows from state [Hv, Dk, Dv] in float64: (out [T, Hv, Dv], what is left)."""
+    _, num_v, k_dim, v_dim = rows.state.shape
+    keys = (rows.qkv.shape[1] - num_v * v_dim) // 2
+    q, k, v = rows.qkv.double().split((keys, keys, num_v * v_dim), 1)
+    q, k = (x.unflatten(1, (-1, k_dim)) for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    a, rate = rows.a.double(), rows.a_log.double().exp()
+    if rows.dt_bias.dim() == 2:
+        a, rate = a.unflatten(1, (num_v, k_dim)), rate.unsqueeze(1)
+    g = -rate * (a + rows.dt_bias).exp().log1p()
+    beta = 1 / (1 + (-rows.b.double()).exp())
+    return gated_delta_rule(q * k_dim**-0.5, k, v.unflatten(1, (num_v, v_dim)), g, beta, state.double())
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The norm of the difference over that of what is wanted."""
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def slots_of(read: list[int], write: list[list[int]], device: str = "cpu") -> StateSlots:
+    return StateSlots(read=torch.tensor(read, device=device), write=torch.tensor(write, device=device))

@@ -1,0 +1,109 @@
+"""The short convolution over prompts: oracle and Triton kernel, whatever the batch, the tile and the cut."""
+
+import pytest
+import torch
+from tests.kernels.linear_attention_cases import relative, slots_of
+
+from moeyard_kernels import ops
+from moeyard_kernels.linear_attention import causal_conv1d
+from moeyard_kernels.linear_attention import causal_conv1d_prefill as triton_kernel
+from moeyard_kernels.linear_attention.causal_conv1d_prefill import ConvConfig
+from moeyard_kernels.ops import PromptChunks
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CHANNELS = 150
+# Lengths, starts, slots: shorter than the window too, from position 0 and from what a slot holds.
+PROMPTS = ([70, 1, 2, 64, 1], [0, 64, 128, 64, 0], [4, 0, 7, 2, 8])
+WHOLE = ConvConfig(ROWS=32, BC=256, num_warps=2)
+
+
+def make_inputs(count: int, dtype: torch.dtype, size: int = 4) -> tuple[torch.Tensor, ...]:
+    """x, a slice of wider rows, weight, and a window of 9 slots."""
+    x = torch.randn(count, CHANNELS + 10, device=DEVICE).to(dtype)[:, 5:-5]
+    return x, torch.randn(CHANNELS, size).to(DEVICE, dtype), torch.randn(9, size - 1, CHANNELS).to(DEVICE, dtype)
+
+
+def run_kernel(
+    x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, chunks: PromptChunks, config: ConvConfig = WHOLE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, the windows behind it), of a copy of the windows."""
+    kept = window.clone()
+    return triton_kernel.causal_conv1d_prefill(x, weight, kept, chunks=chunks, config=config), kept
+
+
+def run_op(
+    x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, chunks: PromptChunks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle, where there is no GPU."""
+    kept = window.clone()
+    return ops.causal_conv1d_prefill(x, weight, kept, chunks=chunks), kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("run", [run_op, run_kernel], ids=["op", "kernel"])
+def test_computes_the_convolution(run, size: int, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    x, weight, window = make_inputs(sum(PROMPTS[0]), dtype, size)
+    out, kept = run(x, weight, window, PromptChunks.plan(*PROMPTS, device=DEVICE))
+    assert out.dtype == dtype
+    begin = 0
+    for length, start, slot in zip(*PROMPTS, strict=True):
+        rows = slice(begin, begin := begin + length)
+        inputs = torch.cat((window[slot] if start else torch.zeros_like(window[slot]), x[rows]))
+        exact = torch.nn.functional.conv1d(inputs.double().t()[None], weight.double()[:, None], groups=CHANNELS)[0].t()
+        wanted = torch.nn.functional.silu(exact)
+        assert relative(out[rows], wanted) < (1e-6 if dtype == torch.float32 else 4e-3)
+        assert torch.equal(kept[slot], inputs[1 - size :])
+    others = [1, 3, 5, 6]
+    assert torch.equal(kept[others], window[others])
+
+
+def test_bits_depend_neither_on_the_batch_nor_on_the_cut_nor_on_the_formula() -> None:
+    x, weight, window = make_inputs(67, torch.float32)
+    whole, kept = run_kernel(x, weight, window, PromptChunks.plan([67], [0], [5], device=DEVICE))
+    both = torch.cat((x[:9], x))
+    out, left = run_kernel(both, weight, window, PromptChunks.plan([9, 67], [64, 0], [1, 5], device=DEVICE))
+    assert torch.equal(out[9:], whole)
+    assert torch.equal(left[5], kept[5])
+    first, here = run_kernel(x[:64], weight, window, PromptChunks.plan([64], [0], [5], device=DEVICE))
+    assert torch.equal(first, whole[:64])
+    then, last = run_kernel(x[64:], weight, here, PromptChunks.plan([3], [64], [5], device=DEVICE))
+    assert torch.equal(then, whole[64:])
+    assert torch.equal(last[5], kept[5])
+    # Output positions go through the windows one by one.
+    steps = causal_conv1d.causal_conv1d_update(x[64:], weight, here, slots=slots_of([5], [[-1, -1, 5]], DEVICE))
+    assert torch.equal(steps, whole[64:])
+    assert torch.equal(here[5], kept[5])
+
+
+@pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
+def test_every_config_gives_the_same_bits(config: ConvConfig) -> None:
+    x, weight, window = make_inputs(34, torch.bfloat16)
+    chunks = PromptChunks.plan([2, 32], [64, 0], [3, 1], device=DEVICE)
+    for got, same in zip(
+        run_kernel(x, weight, window, chunks, config), run_kernel(x, weight, window, chunks), strict=True
+    ):
+        assert torch.equal(got, same)
+
+
+def test_chunks_are_counted_from_the_start_of_each_prompt() -> None:
+    chunks = PromptChunks.plan([130, 64], [64, 0], [7, 3], device="cpu")
+    assert chunks.table.tolist() == [[7, 0, 130, 0], [7, 0, 130, 64], [7, 0, 130, 128], [3, 130, 194, 130]]
+    assert chunks.fresh.tolist() == [False, False, False, True]
+    assert PromptChunks.plan([], [], [], device="cpu").table.shape == (0, 4)
+
+
+def test_bad_arguments_are_named() -> None:
+    x, weight, window = (y.cpu() for y in make_inputs(3, torch.float32))
+    chunks = PromptChunks.plan([3], [0], [9], device="cpu")
+    with pytest.raises(ValueError, match=r"slot 9 is none of window float32 \[9, 3, 150\]"):
+        ops.causal_conv1d_prefill(x, weight, window, chunks=chunks)
+    with pytest.raises(ValueError, match=r"x must be fp32 or bf16 \[3, C\], got float32 \[2, 150\]"):
+        ops.causal_conv1d_prefill(x[:2], weight, window, chunks=chunks)
+    for message, arguments in (
+        (r"a prompt of 3 positions from 7 on: at least one, from a multiple of 64", ([3], [7], [0])),
+        (r"a prompt of 0 positions from 0 on", ([0], [0], [0])),
+        (r"slots \[1, 1\]: each prompt has one of its own", ([1, 1], [0, 0], [1, 1])),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PromptChunks.plan(*arguments, device="cpu")
