@@ -203,7 +203,6 @@ def test_dead_ray_address() -> None:
         (["serve", "--allowed-origins", "chat.example.com"], ["--allowed-origins", "chat.example.com", "https://"]),
         (["serve", "--log-level", "loud"], ["--log-level", "loud", "warning"]),
         (["serve", "--speculate", "mtp", "--draft-tokens", "4"], ["--draft-tokens", "'4' is not auto", "1 to 3"]),
-        (["serve", "--speculate", "mtp", "--device", "cuda"], ["speculate mtp", "CPU only"]),
         (
             ["serve", "--speculate", "mtp", "--max-num-seqs", "9", "--max-batch-tokens", "17"],
             ["--max-num-seqs 9", "--draft-tokens auto", "36 rows", "--max-batch-tokens 17"],
