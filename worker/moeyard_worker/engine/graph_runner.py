@@ -221,7 +221,7 @@ class GraphRunner:
         peers: PeerRows | None = None,
     ) -> GraphLaunched:  # fmt: skip
         """See `Runner.launch`; returns before the step has run."""
-        assert num_drafts == 0, "drafts are made on a CPU only"
+        assert num_drafts == 0, "a SpeculativeRunner makes drafts"
         begun = torch.cuda.Event(enable_timing=True)
         begun.record()
         sampler, count = self._sampler, len(step.sample_rows)
