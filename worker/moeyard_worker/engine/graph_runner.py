@@ -16,10 +16,9 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
-from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
+from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.constrained import choose_again, without_grammars
 from moeyard_worker.engine.device_sampler import DeviceSampler, captured
-from moeyard_worker.engine.memory import SCORED_ROWS
 from moeyard_worker.engine.peer_buckets import smallest, with_peers
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sampling import (
@@ -32,7 +31,7 @@ from moeyard_worker.engine.sampling import (
     tell,
     unsound,
 )  # fmt: skip
-from moeyard_worker.engine.scoring import Scores, score, told, unsound_scores
+from moeyard_worker.engine.scoring import Scores, score, told, unsound_scores, warm_scoring
 from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
@@ -196,10 +195,8 @@ class GraphRunner:
             bucket = Bucket(prompt=size, keys=keys, width=self._max_pages, chunks=_CHUNKS)
             self._exchange.expect(PeerRows(size))
             self._forward(self._inputs(bucket))
-        config = self._runner.config
-        rows = torch.zeros(SCORED_ROWS, config.hidden_size, dtype=self._runner.dtype, device=self._backend.device)
-        ids = torch.zeros(SCORED_ROWS, dtype=torch.int64, device=self._backend.device)
-        ops.token_logprobs(self._runner.model.head(rows).float(), ids, MAX_TOP)
+        row = torch.zeros(1, self._runner.config.hidden_size, dtype=self._runner.dtype, device=self._backend.device)
+        warm_scoring(self._runner.model.head, row)
 
     def _inputs(self, bucket: Bucket) -> GraphInputs:
         return GraphInputs(
@@ -253,7 +250,9 @@ class GraphRunner:
         return GraphLaunched(step, tokens, requests, chosen_logits(sampler.logits, tokens.ids), begun, errors, scores)
 
     def rows_of(self, step: Step) -> int:
-        """See `StepRunner.rows_of`."""
+        """See `StepRunner.rows_of`. No graph is looked for where nobody puts rows by their padding."""
+        if not self._has_peers:
+            return step.num_tokens
         found = self._find(step, PeerRows(0, (step.num_prefill_tokens,)))
         return step.num_tokens if found is None else found.inputs.num_rows
 

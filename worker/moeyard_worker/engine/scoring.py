@@ -42,6 +42,13 @@ def score(
     return blocks
 
 
+def warm_scoring(head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> None:
+    """Have the kernels of a whole block compiled, by a row of any values, hidden [1, H]."""
+    rows = hidden.expand(SCORED_ROWS, -1).contiguous()
+    ids = torch.zeros(SCORED_ROWS, dtype=torch.int64, device=hidden.device)
+    token_logprobs(head(rows).float(), ids, MAX_TOP)
+
+
 def _wanted(step: Step) -> tuple[list[int], list[int], int]:
     """Rows of the step, the tokens behind them, and the most alternatives that one of the requests asks for."""
     rows: list[int] = []

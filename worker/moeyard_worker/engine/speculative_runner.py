@@ -10,16 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from moeyard_kernels import ops
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.cuda.verify_inputs import VerifySize
-from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
+from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.constrained import least, put, put_again
 from moeyard_worker.engine.device_sampler import DeviceSampler
 from moeyard_worker.engine.draft_graphs import DraftGraphs, SizedGraphs
 from moeyard_worker.engine.graph_runner import nothing_collected, to_host
-from moeyard_worker.engine.memory import SCORED_ROWS
 from moeyard_worker.engine.row_edits import RowEdits
 from moeyard_worker.engine.runner import Launched, Runner
 from moeyard_worker.engine.sampling import (
@@ -33,7 +31,7 @@ from moeyard_worker.engine.sampling import (
     tell,
     unsound,
 )  # fmt: skip
-from moeyard_worker.engine.scoring import Scores
+from moeyard_worker.engine.scoring import Scores, warm_scoring
 from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Chunk, Step
@@ -158,11 +156,8 @@ class SpeculativeRunner:
             )
             inputs.begin()
             speculation.drafter.forward(inputs.token_ids, model.hidden(inputs), inputs)
-        rows = torch.zeros(
-            SCORED_ROWS, self._runner.config.hidden_size, dtype=self._runner.dtype, device=backend.device
-        )
-        ids = torch.zeros(SCORED_ROWS, dtype=torch.int64, device=backend.device)
-        ops.token_logprobs(model.head(rows).float(), ids, MAX_TOP)
+        row = torch.zeros(1, self._runner.config.hidden_size, dtype=self._runner.dtype, device=backend.device)
+        warm_scoring(model.head, row)
         self._edits.warm(self._sampler.logits[:1])
 
     def rows_of(self, step: Step) -> int:

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 CHUNK = 64
 
 
+def delta_state(state: tuple[int, int, int], window: tuple[int, int]) -> LayerState:
+    """The rule's state [heads, Dk, Dv], and the convolution's inputs before the next position, [size - 1, channels]."""
+    slots = {"state": SlotArray(shape=state, fp32=True), "window": SlotArray(shape=window, fp32=False)}
+    return LayerState(paged={}, slots=slots, chunk_alignment=CHUNK)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gdn:
     """`Attention` by the gated delta rule, with a convolution over `conv_size` positions before it.
@@ -83,15 +89,8 @@ class Gdn:
         return regrouped(stacked((qkvz, self.num_channels + values), (ba, 2 * heads), width=hidden), order)
 
     def state(self) -> LayerState:
-        """The rule's state and the inputs of the convolution before the next position."""
-        return LayerState(
-            paged={},
-            slots={
-                "state": SlotArray(shape=(self.num_v_heads, self.k_dim, self.v_dim), fp32=True),
-                "window": SlotArray(shape=(self.conv_size - 1, self.num_channels), fp32=False),
-            },
-            chunk_alignment=CHUNK,
-        )
+        """See `delta_state`."""
+        return delta_state((self.num_v_heads, self.k_dim, self.v_dim), (self.conv_size - 1, self.num_channels))
 
     def footprint(self, footprints: Footprints) -> Footprint:
         """See `Attention.footprint`."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from moeyard_kernels.backend import Backend, KdaMix, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_worker.config.rope_config import RopeConfig
-from moeyard_worker.layers.gdn import CHUNK
+from moeyard_worker.layers.gdn import delta_state
 from moeyard_worker.layers.weights import Part, Weight, matrix, stacked, weight
-from moeyard_worker.state.layout import LayerState, SlotArray
+from moeyard_worker.state.layout import LayerState
 
 if TYPE_CHECKING:
     import torch
@@ -58,15 +58,8 @@ class Kda:
         }
 
     def state(self) -> LayerState:
-        """The rule's state and the inputs of the convolution before the next position."""
-        return LayerState(
-            paged={},
-            slots={
-                "state": SlotArray(shape=(self.num_heads, self.head_dim, self.head_dim), fp32=True),
-                "window": SlotArray(shape=(self.conv_size - 1, 3 * self.width), fp32=False),
-            },
-            chunk_alignment=CHUNK,
-        )
+        """See `delta_state`."""
+        return delta_state((self.num_heads, self.head_dim, self.head_dim), (self.conv_size - 1, 3 * self.width))
 
     def footprint(self, footprints: Footprints) -> Footprint:
         """See `Attention.footprint`."""
