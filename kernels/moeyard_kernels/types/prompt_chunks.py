@@ -15,11 +15,14 @@ class PromptChunks:
 
     table: [M, 4] int64, a row for each chunk that there is: its prompt's slot, its prompt's first row, the row behind
     its prompt, its own first row. fresh: [M] bool, whether its prompt begins at position 0, hence from zeros, whatever
-    the slot holds. `parts` is the same for a CPU: (slot, first row, row behind, fresh) of each prompt.
+    the slot holds. heads: [N] int64, the rows of `table` that are a prompt's first chunk, those of long prompts first:
+    who goes through chunks in order begins with them. `parts` is the same for a CPU, in the order of rows: (slot, first
+    row, row behind, fresh) of each prompt.
     """
 
     table: torch.Tensor
     fresh: torch.Tensor
+    heads: torch.Tensor
     parts: tuple[tuple[int, int, int, bool], ...]
     num_rows: int
 
@@ -35,7 +38,7 @@ class PromptChunks:
             raise ValueError(f"{len(lengths)} lengths, {len(starts)} starts, {len(slots)} slots")
         if len(set(slots)) != len(slots) or min(slots, default=0) < 0:
             raise ValueError(f"slots {list(slots)}: each prompt has one of its own")
-        parts, rows, fresh, begin = [], [], [], 0
+        parts, rows, fresh, heads, begin = [], [], [], [], 0
         for length, start, slot in zip(lengths, starts, slots, strict=True):
             if length < 1 or start % CHUNK:
                 raise ValueError(
@@ -43,12 +46,14 @@ class PromptChunks:
                 )
             end = begin + length
             parts.append((slot, begin, end, start == 0))
+            heads.append((-length, len(rows)))
             firsts = range(begin, end, CHUNK)
             rows += [(slot, begin, end, first) for first in firsts]
             fresh += [start == 0] * len(firsts)
             begin = end
         table = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
         return cls(
-            table=table.to(device), fresh=torch.tensor(fresh, dtype=torch.bool).to(device), parts=tuple(parts),
-            num_rows=begin,
+            table=table.to(device), fresh=torch.tensor(fresh, dtype=torch.bool).to(device),
+            heads=torch.tensor([first for _, first in sorted(heads)], dtype=torch.int64).to(device),
+            parts=tuple(parts), num_rows=begin,
         )  # fmt: skip
