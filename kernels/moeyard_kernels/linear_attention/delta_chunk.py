@@ -52,11 +52,13 @@ class ChunkConfig(Config):
     intra_warps: int = 8
 
 
-CONFIGS = tuple(
-    ChunkConfig(BV=columns, num_warps=warps, num_stages=stages, fused=fused, intra_warps=intra)
-    for fused in (True, False)
-    for intra in (4, 8)
-    for columns, warps, stages in ((64, 4, 2), (64, 4, 3), (32, 4, 2), (32, 4, 3), (128, 8, 2), (16, 4, 3))
+CONFIGS = (
+    *(
+        ChunkConfig(BV=columns, num_warps=warps, num_stages=stages, fused=fused)
+        for fused in (True, False)
+        for columns, warps, stages in ((64, 4, 2), (64, 4, 3), (32, 4, 2), (32, 4, 3), (128, 8, 2), (16, 4, 3))
+    ),
+    ChunkConfig(fused=True, intra_warps=4),
 )
 
 

@@ -51,10 +51,17 @@ def _unit_rows(b_x, eps, R: tl.constexpr, N: tl.constexpr, LOG2_N: tl.constexpr)
 
 
 @triton.jit
-def _between(o_c, LEVEL: tl.constexpr):
-    """[64, 64]: whether row i is in the upper and column j in the lower half of the same block of 2^(LEVEL + 1)."""
-    m_late = ((o_c >> LEVEL) & 1) == 1
-    m_block = (o_c >> (LEVEL + 1))[:, None] == (o_c >> (LEVEL + 1))[None, :]
+def _keys(p_row, i_head, m_x, o_k, eps, DK: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LOG2_BK: tl.constexpr):
+    """[C, BK] fp32: queries or keys of head i_head, of length 1, zeros where not m_x."""
+    b_x = tl.load(p_row + i_head * DK + o_k[None, :], mask=m_x, other=0.0).to(tl.float32)
+    return _unit_rows(b_x, eps, C, BK, LOG2_BK)
+
+
+@triton.jit
+def _between(o_c, level):
+    """[64, 64]: whether row i is in the upper and column j in the lower half of the same block of 2^(level + 1)."""
+    m_late = ((o_c >> level) & 1) == 1
+    m_block = (o_c >> (level + 1))[:, None] == (o_c >> (level + 1))[None, :]
     return m_late[:, None] & (m_late[None, :] == 0) & m_block
 
 
@@ -92,7 +99,7 @@ def _by_levels(
     DTYPE: tl.constexpr
 ):  # fmt: skip
     """(pairs, scores) with the levels from FIRST up to LAST filled in."""
-    for level in tl.static_range(FIRST, LAST):
+    for level in range(FIRST, LAST):
         o_mid = ((o_c >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
         b_mid = tl.load(p_sums + o_mid[:, None] * BK + o_k[None, :])
         # Sums do not rise: this is G_i - G_b in the upper half and G_b - G_j in the lower.
@@ -111,7 +118,7 @@ def _inverse(b_lower, o_c, PRECISION: tl.constexpr):
     """(I + b_lower)^-1 for strictly lower b_lower [64, 64] fp32."""
     b_one = tl.where(o_c[:, None] == o_c[None, :], 1.0, 0.0)
     b_x = tl.where(_between(o_c, 0), -b_lower, b_one)
-    for level in tl.static_range(1, LEVELS):
+    for level in range(1, LEVELS):
         b_c = tl.where(_between(o_c, level), b_lower, 0.0)
         b_x = b_x - tl.dot(b_x, tl.dot(b_c, b_x, input_precision=PRECISION), input_precision=PRECISION)
     return b_x
@@ -146,10 +153,6 @@ def delta_intra_kernel(
     p_row = p_x + i_row[:, None] * stride_x
     p_sum = p_sums + i_unit * (C * BK)
     p_pair = p_pairs + i_unit * (2 * C * C)
-    # Rows behind a prompt's last are zeros, and change nothing.
-    b_q = tl.load(p_row + i_k * DK + o_k[None, :], mask=m_x, other=0.0).to(tl.float32)
-    b_k = tl.load(p_row + (HK + i_k) * DK + o_k[None, :], mask=m_x, other=0.0).to(tl.float32)
-    b_q, b_k = _unit_rows(b_q, eps, C, BK, LOG2_BK) * scale, _unit_rows(b_k, eps, C, BK, LOG2_BK)
     b_rate = -tl.exp(tl.load(p_rate + i_h)) * LOG2_E
     m_later = o_c[:, None] >= o_c[None, :]
     if BY_ROW:
@@ -158,13 +161,16 @@ def delta_intra_kernel(
             _store_sums(p_a + i_h * DK, p_sum, i_first, i_end, stride_a, b_rate, b_bias, o_k, m_k, BK, C)
             # Other threads read them.
             tl.debug_barrier()
-        b_sum = tl.load(p_sum + o_tile)
     else:
         b_a = tl.load(p_a + i_row * stride_a + i_h, mask=m_row, other=0.0).to(tl.float32)
         b_gate = tl.where(m_row, b_rate * softplus(b_a + tl.load(p_bias + i_h)), 0.0)
         b_sum = sum_columns(tl.where(m_later, b_gate[None, :], 0.0), C, C, LEVELS)
+    # Rows behind a prompt's last are zeros, and change nothing. Stages load what they use, for want of registers.
     if BLOCKS:
+        b_q = _keys(p_row, i_k, m_x, o_k, eps, DK, C, BK, LOG2_BK) * scale
+        b_k = _keys(p_row, HK + i_k, m_x, o_k, eps, DK, C, BK, LOG2_BK)
         if BY_ROW:
+            b_sum = tl.load(p_sum + o_tile)
             b_same = sum_columns(b_q * b_k, C, BK, LOG2_BK)
             b_scores = tl.where(o_c[:, None] == o_c[None, :], b_same[:, None], 0.0)
             b_pairs = tl.zeros([C, C], dtype=tl.float32)
@@ -182,6 +188,9 @@ def delta_intra_kernel(
         b_pairs, b_scores = tl.load(p_pair + o_square), tl.load(p_pair + C * C + o_square)
     if SOLVE:
         if BY_ROW:
+            b_q = _keys(p_row, i_k, m_x, o_k, eps, DK, C, BK, LOG2_BK) * scale
+            b_k = _keys(p_row, HK + i_k, m_x, o_k, eps, DK, C, BK, LOG2_BK)
+            b_sum = tl.load(p_sum + o_tile)
             b_pairs, b_scores = _by_levels(
                 b_q, b_k, b_sum, p_sum, b_pairs, b_scores, o_c, o_k, BK, DIAGONAL, LEVELS, DTYPE
             )
@@ -201,7 +210,12 @@ def delta_intra_kernel(
         b_u = tl.dot(tl.trans(operand(b_v, DTYPE)), tl.trans(b_inverse), input_precision="ieee")
         o_u = o_v[:, None] * C + o_c[None, :]
         tl.store(p_u + i_unit * (BV * C) + o_u, round_to(b_u, DTYPE).to(p_u.dtype.element_ty))
+        # Keeps the loads of this stage behind the ones before, for registers' sake.
+        tl.debug_barrier()
+        b_q = _keys(p_row, i_k, m_x, o_k, eps, DK, C, BK, LOG2_BK) * scale
+        b_k = _keys(p_row, HK + i_k, m_x, o_k, eps, DK, C, BK, LOG2_BK)
         if BY_ROW:
+            b_sum = tl.load(p_sum + o_tile)
             b_last = tl.load(p_sum + (C - 1) * BK + o_k)
             b_grown, b_rest = tl.exp2(b_sum), tl.exp2(b_last[None, :] - b_sum)
             tl.store(p_left + i_unit * BK + o_k, tl.exp2(b_last))

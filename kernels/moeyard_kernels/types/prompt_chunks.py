@@ -38,7 +38,11 @@ class PromptChunks:
             raise ValueError(f"{len(lengths)} lengths, {len(starts)} starts, {len(slots)} slots")
         if len(set(slots)) != len(slots) or min(slots, default=0) < 0:
             raise ValueError(f"slots {list(slots)}: each prompt has one of its own")
-        parts, rows, fresh, heads, begin = [], [], [], [], 0
+        parts: list[tuple[int, int, int, bool]] = []
+        rows: list[tuple[int, int, int, int]] = []
+        fresh: list[bool] = []
+        heads: list[tuple[int, int]] = []
+        begin = 0
         for length, start, slot in zip(lengths, starts, slots, strict=True):
             if length < 1 or start % CHUNK:
                 raise ValueError(
