@@ -103,7 +103,7 @@ def _delta_chunk_kernel(
         b_qg, b_kg = tl.load(p_qg + i_unit * (C * BK) + o_read), tl.load(p_kg + i_unit * (C * BK) + o_read)
         b_scores = tl.load(p_scores + i_unit * (C * C) + o_square)
         b_rounded = operand(b_state, DTYPE)
-        b_new = b_u.to(tl.float32) - tl.dot(b_rounded, tl.trans(b_w), input_precision="ieee")
+        b_new = b_u - tl.dot(b_rounded, tl.trans(b_w), input_precision="ieee")
         b_out = tl.dot(b_rounded, tl.trans(b_qg), input_precision="ieee")
         b_new = operand(b_new, DTYPE)
         b_out = tl.dot(b_new, tl.trans(b_scores), b_out, input_precision="ieee")
@@ -171,7 +171,9 @@ def _prefill(
         return new_output(num_units, *shape, like=qkv, dtype=dtype)
 
     scores, w, kg, qg = scratch(CHUNK, CHUNK), *(scratch(CHUNK, rows) for _ in range(3))
-    u, left = scratch(columns, CHUNK), scratch(rows if by_row else 1, dtype=torch.float32)
+    # u is not rounded: w S is taken from it in fp32.
+    u = scratch(columns, CHUNK, dtype=torch.float32)
+    left = scratch(rows if by_row else 1, dtype=torch.float32)
     # What only passes between stages, where there is something to pass.
     sums = scratch(CHUNK, rows, dtype=torch.float32) if by_row else left
     pairs, inverse = (left, left) if config.fused else (scratch(2, CHUNK, CHUNK, dtype=torch.float32),

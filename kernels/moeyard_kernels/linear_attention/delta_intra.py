@@ -135,8 +135,8 @@ def delta_intra_kernel(
     """One chunk of one head. Grid: (chunks HV,). BLOCKS, SOLVE, READS: the stages that this launch has.
 
     BLOCKS: sums of gates and diagonal blocks; SOLVE: the other blocks and the inverse; READS: w, u, kg, qg and left.
-    Tiles of a chunk and head lie one behind the other: p_sums [C, BK], p_pairs [2, C, C] (pairs and scores so far) and
-    p_left [BK] (or one value) in fp32, p_scores and p_inverse [C, C], p_w, p_kg, p_qg [C, BK], p_u [BV, C] in the
+    Tiles of a chunk and head lie one behind the other: p_sums [C, BK], p_pairs [2, C, C] (pairs and scores so far),
+    p_u [BV, C] and p_left [BK] (or one value) in fp32, p_scores and p_inverse [C, C], p_w, p_kg, p_qg [C, BK] in the
     rows' dtype.
     """
     wait_for_previous()
@@ -209,7 +209,7 @@ def delta_intra_kernel(
         b_v = tl.load(p_row + (2 * HK * DK + i_h * DV + o_v)[None, :], mask=m_v, other=0.0)
         b_u = tl.dot(tl.trans(operand(b_v, DTYPE)), tl.trans(b_inverse), input_precision="ieee")
         o_u = o_v[:, None] * C + o_c[None, :]
-        tl.store(p_u + i_unit * (BV * C) + o_u, round_to(b_u, DTYPE).to(p_u.dtype.element_ty))
+        tl.store(p_u + i_unit * (BV * C) + o_u, b_u)
         # Keeps the loads of this stage behind the ones before, for registers' sake.
         tl.debug_barrier()
         b_q = _keys(p_row, i_k, m_x, o_k, eps, DK, C, BK, LOG2_BK) * scale
