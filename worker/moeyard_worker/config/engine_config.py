@@ -46,7 +46,8 @@ class SchedulerConfig:
     `queue_timeout`; None: as long as it takes.
     max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3;
     adaptive_drafts: as many of them as have turned out to be worth it.
-    num_state_slots: sequences with state of their own beside pages, 0 when the model has none.
+    num_state_slots: sequences with state of their own beside pages, 0 when the model has none; num_snapshots: slots
+    behind these for what prompts left there, without which their beginnings are not reused.
     chunk_alignment: what every prompt chunk but the last ends at a multiple of. kv_compression: whether prompts can be
     kept in part; never where state is kept per sequence.
     """
@@ -67,6 +68,7 @@ class SchedulerConfig:
     num_drafts: int = 0
     adaptive_drafts: bool = False
     num_state_slots: int = 0
+    num_snapshots: int = 0
     chunk_alignment: int = 1
     kv_compression: bool = False
 
@@ -76,8 +78,9 @@ class SchedulerConfig:
         for name, low, high in (("max_in_flight", 1, 2), ("num_drafts", 0, MAX_DRAFTS)):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} must be in [{low}, {high}], got {getattr(self, name)}")
-        if self.num_state_slots < 0:
-            raise ValueError(f"num_state_slots must be at least 0, got {self.num_state_slots}")
+        for name in ("num_state_slots", "num_snapshots"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         rows = self.max_num_seqs * (1 + self.num_drafts)
         if rows > self.max_batch_tokens:
             raise ValueError(
