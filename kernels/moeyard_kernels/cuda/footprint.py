@@ -12,6 +12,8 @@ ALLOCATED = 1.25
 STREAM_SLOTS = 48
 # Experts that have no slot are read from pinned memory of the host, where all are kept.
 HOST_EXPERTS = True
+# No linear attention, no state per sequence.
+SNAPSHOTS = False
 NO_LINEAR_ATTENTION = "linear attention with state per sequence runs on a CPU only so far, use --device cpu"
 
 
