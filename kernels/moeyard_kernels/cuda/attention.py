@@ -100,7 +100,12 @@ class CudaMla:
     def _decode(self, q_nope: torch.Tensor, q_rope: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
         """[decode rows, Hq, Dv] in the absorbed form."""
         q_latent = ops.head_linear(q_nope, self._k_absorb, static_weight=True)
-        latent, _ = ops.mla_decode(q_latent, q_rope, self._latents, tables=plan.decode[None], scale=self._scale)
+        # At work are the product ahead and the cache write ahead of it: tables are older, and so are a sequence's keys
+        # but its row's, unless the step has several rows of it.
+        latent, _ = ops.mla_decode(
+            q_latent, q_rope, self._latents, tables=plan.decode[None], scale=self._scale,
+            static_tables=True, static_keys=plan.lone_rows,
+        )  # fmt: skip
         return ops.head_linear(latent, self._v_expand, static_weight=True)
 
 

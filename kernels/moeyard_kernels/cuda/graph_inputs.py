@@ -73,6 +73,9 @@ class GraphInputs:
     before chose, by sampled row) where the host does not know them yet.
     """
 
+    # No sequence has two decode rows but for such copies.
+    lone_rows = True
+
     def __init__(
         self, bucket: Bucket, *, page_size: int, windows: Iterable[int | None], last_ids: torch.Tensor
     ) -> None:

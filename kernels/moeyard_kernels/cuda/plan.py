@@ -20,6 +20,7 @@ class CudaPlan:
     paged: per sliding window, the prompt chunks over pages; None without any.
     flat, prefix_entries: the same chunks over the rows of their prefixes, one chunk's behind the other's, and where
     in the pages those rows are, [L] int64. Only where `flat` was asked for.
+    lone_rows: whether no sequence has two decode rows.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class CudaPlan:
         self.num_tokens = self.num_rows = self.num_prompt + sum(len(c.token_ids) for c in decode)
         self.num_sampled = len(step.sample_rows)
         chunks = (*prefill, *decode)
+        self.lone_rows = all(len(c.token_ids) == 1 for c in decode)
         token_ids = np.fromiter(chain.from_iterable(c.token_ids for c in chunks), np.int64, self.num_tokens)
         starts = [np.arange(c.start, c.start + len(c.token_ids)) for c in chunks]
         positions = np.concatenate(starts) if starts else np.zeros(0, np.int64)

@@ -62,6 +62,8 @@ class DraftRows:
     num_prompt = 0
     sample_rows = None
     flat: PrefillPlan | None = None
+    # What rows of one sequence write, the others read.
+    lone_rows = False
 
     def __init__(self, inputs: "VerifyInputs", positions: torch.Tensor, stored: torch.Tensor) -> None:
         self.num_tokens = self.num_rows = self.num_sampled = inputs.size.sequences
@@ -84,6 +86,8 @@ class VerifyInputs:
     num_prompt = 0
     sample_rows = None
     flat: PrefillPlan | None = None
+    # What rows of one sequence write, the others read.
+    lone_rows = False
 
     def __init__(
         self, size: VerifySize, *, page_size: int, windows: Iterable[int | None], limit: int, device: torch.device
