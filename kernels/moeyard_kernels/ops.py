@@ -16,6 +16,7 @@ from moeyard_kernels.door.elementwise import (
     residual_add_scaled,
     rms_norm,
     scale_rows_,
+    sigmoid_mul,
     silu_mul,
 )
 from moeyard_kernels.door.expert_cache import cache_access, gather_experts
@@ -82,6 +83,7 @@ __all__ = [
     "rope_cache_write_mla",
     "sample",
     "scale_rows_",
+    "sigmoid_mul",
     "silu_mul",
     "token_logprobs",
     "topk_gate",
