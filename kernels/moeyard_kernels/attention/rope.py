@@ -107,7 +107,7 @@ def move_rest(
     p_x, stride_n, p_out, stride_out, o_n, N, m_n, p_norm, b_scale, FIRST,
     BD: tl.constexpr, REST: tl.constexpr, BREST: tl.constexpr
 ):  # fmt: skip
-    """Store values [FIRST, FIRST + REST) of heads o_n where m_n, normalised by b_scale if BD > 0, as they are if not."""
+    """Store values [FIRST, FIRST + REST) of heads o_n where m_n, normalised by b_scale if BD > 0, else as they are."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     o_d = tl.arange(0, BREST)
     m_d = (o_d < REST)[None, :]

@@ -69,7 +69,7 @@ def scale_rows_(x: torch.Tensor, scale: torch.Tensor, *, sigmoid: bool = False) 
 
 
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [M, N] * sigmoid(gate [M, N]) in fp32, rounded once to x's dtype -> [M, N]. Rows may be slices of wider ones."""
+    """x [M, N] * sigmoid(gate [M, N]) in fp32, rounded once to x's dtype. Rows may be slices of wider ones."""
     if x.dim() != 2 or x.dtype not in FLOATS:
         raise ValueError(f"sigmoid_mul: x must be fp32 or bf16 [M, N], got {show(x)}")
     if gate.shape != x.shape or gate.dtype not in FLOATS:

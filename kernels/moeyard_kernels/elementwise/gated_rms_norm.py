@@ -58,6 +58,7 @@ def gated_rms_norm(
     if out.numel():
         _gated_rms_norm_kernel[(triton.cdiv(num_tokens * heads, together),)](
             x, gate, weight, weight if rows is None else rows, out, num_tokens * heads, heads, gate.stride(0), dim, eps,
-            SIGMOID=sigmoid, FROM_ROWS=rows is not None, BR=together, BD=block, num_warps=NUM_WARPS, enable_fp_fusion=False, **dependent(x),
+            SIGMOID=sigmoid, FROM_ROWS=rows is not None, BR=together, BD=block, num_warps=NUM_WARPS,
+            enable_fp_fusion=False, **dependent(x),
         )  # fmt: skip
     return finish(out, x.dtype)
