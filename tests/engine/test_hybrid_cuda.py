@@ -1,7 +1,7 @@
 """Families with state in slots as a GPU serves them: graphs, two steps in flight, prompts beside output, preemption.
 
 Without a GPU the same steps run over the kernels' oracles (captured_on_cpu.py), in fp32: tokens are those of a worker
-on CPUs, log-probabilities nearly. On a GPU, in bf16, all bits are those of each request alone, launched kernel by kernel.
+on CPUs, log-probabilities nearly. On a GPU, in bf16, all bits are those of each request alone, launched one by one.
 """
 
 from collections.abc import Iterator
