@@ -16,6 +16,7 @@ from moeyard_kernels.door.elementwise import (
     residual_add_scaled,
     rms_norm,
     scale_rows_,
+    sigmoid_mul,
     silu_mul,
 )
 from moeyard_kernels.door.expert_cache import cache_access, gather_experts
@@ -25,7 +26,9 @@ from moeyard_kernels.door.linear_attention import (
     causal_conv1d_prefill,
     causal_conv1d_update,
     gated_rms_norm,
+    gdn_chunk_prefill,
     gdn_recurrent,
+    kda_chunk_prefill,
     kda_recurrent,
 )
 from moeyard_kernels.door.peer_exchange import combine_rows, dispatch_rows
@@ -63,10 +66,12 @@ __all__ = [
     "expert_layout",
     "gated_rms_norm",
     "gather_experts",
+    "gdn_chunk_prefill",
     "gdn_recurrent",
     "gqa_decode",
     "grouped_gemm",
     "head_linear",
+    "kda_chunk_prefill",
     "kda_recurrent",
     "linear",
     "linear_pair",
@@ -82,6 +87,7 @@ __all__ = [
     "rope_cache_write_mla",
     "sample",
     "scale_rows_",
+    "sigmoid_mul",
     "silu_mul",
     "token_logprobs",
     "topk_gate",

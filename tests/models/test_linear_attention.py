@@ -152,7 +152,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "qwen3_next")
     assert load_model_config(directory).has_slots
     for options, message in (
-        ({"device": "cuda"}, "--device cuda: qwen3_next has linear attention, whose state per sequence lives on a CPU"),
         ({"prefill_chunk": 63}, "--prefill-chunk 63: qwen3_next computes 64 positions of a prompt together"),
         ({"max_batch_tokens": 32, "max_num_seqs": 8}, "--max-batch-tokens 32: qwen3_next computes 64"),
         ({"speculate": "mtp"}, "qwen3_next keeps state per sequence, behind which no drafts are verified yet"),

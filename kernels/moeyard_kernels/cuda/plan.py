@@ -6,6 +6,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from moeyard_kernels.cuda.state_rows import plan_state
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, page_table
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
@@ -21,11 +22,13 @@ class CudaPlan:
     flat, prefix_entries: the same chunks over the rows of their prefixes, one chunk's behind the other's, and where
     in the pages those rows are, [L] int64. Only where `flat` was asked for.
     lone_rows: whether no sequence has two decode rows.
+    state: how rows reach state in slots. Only where `slots` was asked for.
     """
 
     def __init__(
-        self, step: StepRows, *, page_size: int, windows: Iterable[int | None], flat: bool, device: torch.device
-    ) -> None:
+        self, step: StepRows, *, page_size: int, windows: Iterable[int | None], flat: bool, device: torch.device,
+        slots: bool = False,
+    ) -> None:  # fmt: skip
         prefill, decode = tuple(step.prefill), tuple(step.decode)
         self.num_prompt = sum(len(c.token_ids) for c in prefill)
         self.num_tokens = self.num_rows = self.num_prompt + sum(len(c.token_ids) for c in decode)
@@ -67,3 +70,4 @@ class CudaPlan:
             if flat:
                 self.flat = plan_prefill(q_lens, begins, device=device)
         self.rotation = Rotations(self.positions)
+        self.state = plan_state(prefill, decode, device) if slots else None

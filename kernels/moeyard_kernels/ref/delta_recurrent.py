@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from moeyard_kernels.common.checks import check_indices
 from moeyard_kernels.ref.gated_delta_rule import gated_delta_rule
+from moeyard_kernels.ref.rows_apart import rows_apart
 from moeyard_kernels.types.state_slots import StateSlots
 
 # Beside the sum of squares of a query or key.
@@ -36,7 +37,7 @@ def kda_recurrent(
     slots: StateSlots,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.kda_recurrent`: in the dtype of the state."""
-    gates = a.view(a.shape[0], state.shape[1], state.shape[2])
+    gates = a.unflatten(1, tuple(state.shape[1:3]))
     return _recurrent("kda_recurrent", qkv, b, gates, a_log.unsqueeze(1), dt_bias, state, slots)
 
 
@@ -44,14 +45,19 @@ def rule_inputs(
     qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """What `gated_delta_rule` takes: q, k [T, Hk, Dk] of length 1, queries scaled, v, g and beta, in state's dtype."""
+    """What `gated_delta_rule` takes: q, k [T, Hk, Dk] of length 1, queries scaled, v, g and beta, in state's dtype.
+
+    A row's bits are its own.
+    """
     _, num_heads, k_dim, v_dim = state.shape
     keys = (qkv.shape[1] - num_heads * v_dim) // 2
     q, k, v = qkv.to(state.dtype).split((keys, keys, num_heads * v_dim), 1)
     q, k = (x.reshape(x.shape[0], -1, k_dim) for x in (q, k))
     q, k = (x * x.square().sum(-1, keepdim=True).add(L2_EPS).rsqrt() for x in (q, k))
-    g = -a_log.to(state.dtype).exp() * F.softplus(a.to(state.dtype) + dt_bias.to(state.dtype))
-    return q * k_dim**-0.5, k, v.reshape(v.shape[0], num_heads, v_dim), g, b.to(state.dtype).sigmoid()
+    gates = rows_apart((a.to(state.dtype) + dt_bias.to(state.dtype)).flatten(1))
+    g = -a_log.to(state.dtype).exp() * F.softplus(gates).view(a.shape)
+    beta = rows_apart(b.to(state.dtype)).sigmoid()
+    return q * k_dim**-0.5, k, v.reshape(v.shape[0], num_heads, v_dim), g, beta
 
 
 def _recurrent(

@@ -212,6 +212,7 @@ class CudaDevice:
             max_prompt=config.max_batch_tokens, captures_prompts=not plan.stream_slots,
         )  # fmt: skip
         if not config.enforce_eager and runner.exchange.captures:
+            runner.warm_recompute()
             graphs.capture()
         return graphs
 
