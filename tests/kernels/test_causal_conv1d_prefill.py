@@ -91,6 +91,8 @@ def test_chunks_are_counted_from_the_start_of_each_prompt() -> None:
     chunks = PromptChunks.plan([130, 64], [64, 0], [7, 3], device="cpu")
     assert chunks.table.tolist() == [[7, 0, 130, 0], [7, 0, 130, 64], [7, 0, 130, 128], [3, 130, 194, 130]]
     assert chunks.fresh.tolist() == [False, False, False, True]
+    assert chunks.heads.tolist() == [0, 3]
+    assert PromptChunks.plan([3, 65], [0, 0], [1, 2], device="cpu").heads.tolist() == [1, 0]
     assert PromptChunks.plan([], [], [], device="cpu").table.shape == (0, 4)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import triton
 
-from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.case import Case, Target, assert_bits, with_own_tensors
 from moeyard_kernels.bench.results import HEADS, Facts, Results, check_device, compare, read
 from moeyard_kernels.bench.timing import Timer
 from moeyard_kernels.common import tuning
@@ -137,11 +137,12 @@ def tune(ops: Sequence[str]) -> int:
     for case in all_cases(ops):
         if not case.variants or case.tune_key is None:
             continue
-        wanted = case.run()
+        # Over copies: what an op writes in place is as it was for the next.
+        wanted = with_own_tensors(case.run)()
         timed = []
         for config, run in case.variants:
             try:
-                assert_bits(f"{case.op} {case.shape} {config}", run(), wanted)
+                assert_bits(f"{case.op} {case.shape} {config}", with_own_tensors(run)(), wanted)
             except AssertionError as error:
                 red += 1
                 print(f"RED {error}", flush=True)

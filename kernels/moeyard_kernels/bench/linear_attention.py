@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.delta_chunk import PROMPTS, chunk_prefill
 from moeyard_kernels.elementwise import gated_rms_norm
 from moeyard_kernels.linear_attention import causal_conv1d, causal_conv1d_prefill, delta_recurrent
 from moeyard_kernels.ref import causal_conv1d as conv_reference
@@ -21,6 +22,8 @@ OPS: tuple[str, ...] = (
     "causal_conv1d_prefill",
     "gdn_recurrent",
     "kda_recurrent",
+    "gdn_chunk_prefill",
+    "kda_chunk_prefill",
     "gated_rms_norm",
 )
 
@@ -38,7 +41,10 @@ def cases() -> Iterator[Case]:
         # 2 x 16 key heads and 32 value heads of 128; Kimi-Linear has 3 x 32.
         yield _conv(batch, queries, 8192)
         yield _conv(batch, queries, 12288)
-    for lengths in ((1024,), (4096,), (16384,), (3000, 17, 1200, 64, 1, 2100, 700, 1110)):
+    for lengths in PROMPTS:
+        yield chunk_prefill("kda_chunk_prefill", lengths, 32, 32)
+        yield chunk_prefill("gdn_chunk_prefill", lengths, 16, 32)
+    for lengths in PROMPTS:
         yield _conv_prefill(lengths, 8192)
         yield _conv_prefill(lengths, 12288)
     for num_rows in (1, 64, 4096):

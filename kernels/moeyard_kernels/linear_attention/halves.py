@@ -33,3 +33,11 @@ def softplus(b_x):
 def sigmoid(b_x):
     """1 / (1 + e^-x) in fp32."""
     return 1.0 / (1.0 + tl.exp(-b_x))
+
+
+@triton.jit
+def sum_columns(b_x, R: tl.constexpr, N: tl.constexpr, LOG2_N: tl.constexpr):
+    """[R]: the sums of b_x [R, N] by halves, (2 n, 2 n + 1) first: most of them lie in one thread."""
+    for i in tl.static_range(LOG2_N):
+        b_x = tl.sum(tl.reshape(b_x, [R, N >> (i + 1), 2]), 2)
+    return tl.reshape(b_x, [R])

@@ -43,6 +43,7 @@ def _prompts(
     inputs = rule_inputs(qkv, b, a, a_log, dt_bias, state)
     out = torch.empty_like(inputs[2])
     for slot, begin, end, fresh in chunks.parts:
+        q, k, v, g, beta = (x[begin:end] for x in inputs)
         kept = torch.zeros_like(state[slot]) if fresh else state[slot]
-        out[begin:end], state[slot] = gated_delta_rule(*(x[begin:end] for x in inputs), kept)
+        out[begin:end], state[slot] = gated_delta_rule(q, k, v, g, beta, kept)
     return out.to(qkv.dtype)

@@ -1,0 +1,107 @@
+"""Chunk prefill beside flash-linear-attention's: `python bench/flash_linear_attention.py --folder WHEELS` on a GPU.
+
+WHEELS is a folder with its wheels (flash-linear-attention 0.6, fla-core, einops; pure Python) or with them unpacked.
+Both take the same rows, raw gates and rates, and normalise inside. Printed are microseconds of a call: launched one by
+one (the wall clock over many calls, hence the host's time where that is longer) and replayed as a graph (where theirs
+can be captured), and how far the outputs are apart.
+"""
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels.bench.timing import capture
+from moeyard_kernels.types.prompt_chunks import PromptChunks
+
+DIM, HEADS = 128, 32
+PROMPTS = ((1024,), (4096,), (16384,), (3000, 17, 1200, 64, 1, 2100, 700, 1110))
+
+
+def eager(run: Callable[[], object], count: int = 20) -> float:
+    """Microseconds of a call by the wall clock, of `count` in a row."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / count * 1e6
+
+
+def replayed(run: Callable[[], object]) -> float | None:
+    """The same of replays of a graph, None where `run` cannot be captured."""
+    try:
+        graph = capture(run)
+    except RuntimeError as error:
+        print(f"  not captured: {str(error).splitlines()[0]}")
+        torch.cuda.synchronize()
+        return None
+    return eager(graph.replay)
+
+
+def compare(op: str, lengths: Sequence[int], k_heads: int, theirs: Callable[..., Any]) -> None:
+    """One line of the table."""
+    by_row, num_rows = op == "kda_chunk_prefill", sum(lengths)
+    rates = HEADS * (DIM if by_row else 1)
+    qkv = torch.randn(num_rows, (2 * k_heads + HEADS) * DIM, device="cuda", dtype=torch.bfloat16)
+    b, a = (torch.randn(num_rows, width, device="cuda", dtype=torch.bfloat16) for width in (HEADS, rates))
+    a_log = torch.linspace(-4, 1, HEADS, device="cuda")
+    dt_bias = torch.randn(*((HEADS, DIM) if by_row else (HEADS,)), device="cuda")
+    state = torch.zeros(len(lengths), HEADS, DIM, DIM, device="cuda")
+    chunks = PromptChunks.plan(lengths, [0] * len(lengths), range(len(lengths)), device="cuda")
+    prefill = ops.kda_chunk_prefill if by_row else ops.gdn_chunk_prefill
+    # Theirs wants each contiguous.
+    q, k, v = (x.contiguous() for x in qkv.split((k_heads * DIM, k_heads * DIM, HEADS * DIM), 1))
+    q, k, v = (x.view(1, num_rows, -1, DIM) for x in (q, k, v))
+    gates = a.view(1, num_rows, HEADS, DIM) if by_row else a.view(1, num_rows, HEADS)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    several: dict[str, Any] = {"cu_seqlens": ends.cuda(), "cu_seqlens_cpu": ends} if len(lengths) > 1 else {}
+    more = {"use_gate_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias.flatten(), "output_final_state": True}
+
+    def ours() -> torch.Tensor:
+        return prefill(qkv, b, a, a_log, dt_bias, state, chunks=chunks)
+
+    def other() -> torch.Tensor:
+        return theirs(
+            q, k, v, gates, b.view(1, num_rows, HEADS), use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+            **more, **several,
+        )[0]  # fmt: skip
+
+    with torch.no_grad():
+        mine, his = ours().double(), other()[0].double()
+        apart = float((mine - his).norm() / mine.norm())
+        times = [eager(ours), eager(other)]
+        graphs = [replayed(ours), replayed(other)]
+    graph = (
+        f"{graphs[0]:8.1f} {graphs[1]:8.1f} {graphs[1] / graphs[0]:5.2f}x" if graphs[0] and graphs[1] else f"{graphs}"
+    )
+    shape = f"{op} T{num_rows} of {len(lengths)}"
+    print(f"{shape:32} eager {times[0]:8.1f} {times[1]:8.1f} {times[1] / times[0]:5.2f}x  graph {graph}  {apart:.1e}")
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="where its wheels are, or what is in them")
+    folder = parser.parse_args().folder
+    sys.path[:0] = [str(folder), *map(str, sorted(folder.glob("*.whl")))]
+    kda = importlib.import_module("fla.ops.kda").chunk_kda
+    gdn = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds: ours, theirs, theirs / ours; apart"
+    )
+    for lengths in PROMPTS:
+        compare("kda_chunk_prefill", lengths, HEADS, kda)
+        compare("gdn_chunk_prefill", lengths, HEADS // 2, gdn)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Bench cases of the gated delta rule over prompts, proven against the rule in float64 at their full length."""
+
+from functools import partial
+
+import torch
+
+from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.linear_attention import delta_chunk
+from moeyard_kernels.ref.delta_recurrent import rule_inputs
+from moeyard_kernels.ref.gated_delta_rule import gated_delta_rule
+from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
+
+PROMPTS = ((1024,), (4096,), (16384,), (3000, 17, 1200, 64, 1, 2100, 700, 1110))
+_DIM = 128
+# What flash-linear-attention 0.6 took for one prompt (an H200), over what is to be reached of it.
+_KDA_US = ((1024, 590 / 2), (4096, 643 / 1.5), (16384, 2137 / 1.4))
+
+
+def chunk_prefill(op: str, lengths: tuple[int, ...], k_heads: int, heads: int) -> Case:
+    """Prompts of `lengths`; every second goes on from what its slot holds."""
+    by_row, num_rows, num = op == "kda_chunk_prefill", sum(lengths), len(lengths)
+    rates, width = heads * (_DIM if by_row else 1), (2 * k_heads + heads) * _DIM
+    wide = torch.randn(num_rows, width + heads + rates, device="cuda", dtype=torch.bfloat16)
+    qkv, b, a = wide.split((width, heads, rates), 1)
+    a_log = torch.linspace(-4, 1, heads, device="cuda")
+    dt_bias = torch.randn(*((heads, _DIM) if by_row else (heads,)), device="cuda")
+    state = torch.randn(num, heads, _DIM, _DIM, device="cuda")
+    chunks = PromptChunks.plan(lengths, [CHUNK * (i % 2) for i in range(num)], range(num), device="cuda")
+    kernel = delta_chunk.kda_chunk_prefill if by_row else delta_chunk.gdn_chunk_prefill
+    run = partial(kernel, qkv, b, a, a_log, dt_bias, state, chunks=chunks)
+
+    def prefill(rows: slice, kept: torch.Tensor, these: PromptChunks, **more: object) -> tuple[torch.Tensor, ...]:
+        """(out, the states behind it) of some rows, over a copy of the states."""
+        own = kept.clone()
+        return kernel(qkv[rows], b[rows], a[rows], a_log, dt_bias, own, chunks=these, **more), own  # type: ignore[arg-type]
+
+    def prove() -> None:
+        whole, left = prefill(slice(None), state, chunks)
+        for config in delta_chunk.CONFIGS:
+            assert_bits(str(config), prefill(slice(None), state, chunks, config=config), (whole, left))
+        slot, begin, end, fresh = chunks.parts[-1]
+        start = 0 if fresh else CHUNK
+        cut = min(end - begin, CHUNK * max(1, (end - begin) // CHUNK // 2))
+        kept, parts, at = state, [], 0
+        for length in (cut, end - begin - cut):
+            if length:
+                plan = PromptChunks.plan([length], [start + at], [slot], device="cuda")
+                part, kept = prefill(slice(begin + at, begin + at + length), kept, plan)
+                parts.append(part)
+                at += length
+        assert_bits("prompt alone, in two steps", (torch.cat(parts), kept[slot]), (whole[begin:end], left[slot]))
+        here_qkv, here_b, here_a = (x[begin:end].cpu().double() for x in (qkv, b, a))
+        rate, bias, exact = a_log.cpu(), dt_bias.cpu(), state.cpu().double()
+        if by_row:
+            here_a, rate = here_a.unflatten(1, (heads, _DIM)), rate.unsqueeze(1)
+        inputs = rule_inputs(here_qkv, here_b, here_a, rate, bias, exact)
+        q, k, v, g, beta = (x.cuda() for x in inputs)
+        first = torch.zeros_like(exact[slot]) if fresh else exact[slot]
+        wanted, behind = gated_delta_rule(q, k, v, g, beta, first.cuda())
+        for what, got, right in (("out", whole[begin:end], wanted.cuda()), ("state", left[slot], behind)):
+            error = (got.double() - right).norm() / right.norm()
+            assert error < 5e-3, f"{what}: relative error {error:.2e}"
+
+    targets = dict(_KDA_US) if by_row else {}
+    square = CHUNK * CHUNK
+    # pairs and scores; w, u and scores V; w S, qg S and kg V.
+    flops = 2 * (2 * square * _DIM + 3 * square * _DIM + 3 * CHUNK * _DIM * _DIM)
+    return Case(
+        op=op,
+        shape=f"T{num_rows} of {num} H{k_heads}/{heads} {_DIM}x{_DIM}",
+        run=run,
+        prove=prove,
+        num_bytes=wide.nbytes + 2 * num_rows * heads * _DIM + 2 * state.nbytes,
+        num_flops=flops * chunks.table.shape[0] * heads,
+        target=Target("us", targets[num_rows]) if num_rows in targets else None,
+        variants=[(config, partial(run, config=config)) for config in delta_chunk.CONFIGS],
+        tune_key=(op, delta_chunk.shape_class(chunks.table.shape[0], num, heads, _DIM, _DIM)),
+    )

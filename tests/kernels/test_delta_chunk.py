@@ -1,0 +1,153 @@
+"""The gated delta rule over prompts: oracle and Triton kernels against float64, whatever the batch, tile and cut."""
+
+import pytest
+import torch
+from tests.kernels.linear_attention_cases import Heads, Rows, exact_rule, make_rows, relative
+
+from moeyard_kernels import ops
+from moeyard_kernels.linear_attention import delta_chunk as triton_kernel
+from moeyard_kernels.linear_attention.delta_chunk import ChunkConfig
+from moeyard_kernels.ops import PromptChunks
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BY_ROW = pytest.mark.parametrize("by_row", [False, True], ids=["gdn", "kda"])
+FUSED, APART = ChunkConfig(fused=True), ChunkConfig(fused=False)
+# Lengths, starts, slots: from position 0 and from what a slot holds.
+PROMPTS = ([70, 1, 64], [64, 0, 64], [4, 0, 7])
+
+
+def run_kernel(
+    rows: Rows, chunks: PromptChunks, config: ChunkConfig | None = FUSED
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, the states behind it), of a copy of the states."""
+    on_device, state = rows.to(DEVICE), rows.state.to(DEVICE, copy=True)
+    poison = torch.full((4 * rows.qkv.numel(),), float("nan"), device=DEVICE)
+    del poison
+    op = triton_kernel.kda_chunk_prefill if rows.dt_bias.dim() == 2 else triton_kernel.gdn_chunk_prefill
+    out = op(*on_device.args[:-1], state, chunks=chunks, config=config)
+    return out.cpu(), state.cpu()
+
+
+def run_oracle(rows: Rows, chunks: PromptChunks) -> tuple[torch.Tensor, torch.Tensor]:
+    state = rows.state.clone()
+    op = ops.kda_chunk_prefill if rows.dt_bias.dim() == 2 else ops.gdn_chunk_prefill
+    on_cpu = PromptChunks(
+        table=chunks.table.cpu(), fresh=chunks.fresh.cpu(), heads=chunks.heads.cpu(), parts=chunks.parts,
+        num_rows=chunks.num_rows,
+    )  # fmt: skip
+    return op(*rows.args[:-1], state, chunks=on_cpu), state
+
+
+def plan(lengths: list[int], starts: list[int], slots: list[int]) -> PromptChunks:
+    return PromptChunks.plan(lengths, starts, slots, device=DEVICE)
+
+
+@BY_ROW
+# The last is a shape whose tile is wider than the state, in both directions.
+@pytest.mark.parametrize("heads", [(1, 2, 16, 32), (1, 3, 18, 10)], ids=str)
+@pytest.mark.parametrize("run", [run_oracle, run_kernel], ids=["oracle", "kernel"])
+def test_computes_the_rule(run, heads: Heads, by_row: bool) -> None:  # type: ignore[no-untyped-def]
+    rows = make_rows(sum(PROMPTS[0]), heads, by_row=by_row)
+    out, state = run(rows, plan(*PROMPTS))
+    assert out.dtype == torch.float32
+    begin = 0
+    for length, start, slot in zip(*PROMPTS, strict=True):
+        here = slice(begin, begin := begin + length)
+        wanted, left = exact_rule(rows.at(here), rows.state[slot] * (start > 0))
+        assert relative(out[here], wanted) < 1e-5
+        assert relative(state[slot], left) < 1e-5
+    others = [slot for slot in range(len(state)) if slot not in PROMPTS[2]]
+    assert torch.equal(state[others], rows.state[others])
+
+
+@BY_ROW
+def test_stages_together_are_stages_apart(by_row: bool) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        rows, chunks = make_rows(70, (1, 2, 32, 16), by_row=by_row, dtype=dtype), plan([70], [0], [3])
+        wanted = run_kernel(rows, chunks, FUSED)
+        for got, same in zip(run_kernel(rows, chunks, APART), wanted, strict=True):
+            assert torch.equal(got, same)
+
+
+def test_the_default_goes_by_the_shape() -> None:
+    assert [triton_kernel.default_config(count).fused for count in (1, 256, 257, 8192)] == [True, True, False, False]
+    classes = [triton_kernel.shape_class(chunks, 1, 32, 128, 128) for chunks in (1, 16, 17, 64, 257, 5000)]
+    assert [name.split()[0] for name in classes] == ["4", "16", "64", "64", "1024", "1024"]
+    assert triton_kernel.shape_class(9, 2, 32, 128, 64) == "16 several H32 128x64"
+
+
+@BY_ROW
+@pytest.mark.parametrize("columns", [16, 32, 128])
+def test_every_tile_gives_the_same_bits(columns: int, by_row: bool) -> None:
+    rows, chunks = make_rows(65, (1, 1, 16, 128), by_row=by_row), plan([65], [64], [3])
+    wanted = run_kernel(rows, chunks, FUSED)
+    for got, same in zip(run_kernel(rows, chunks, ChunkConfig(BV=columns, fused=True)), wanted, strict=True):
+        assert torch.equal(got, same)
+
+
+@BY_ROW
+def test_bits_depend_neither_on_the_batch_nor_on_the_cut(by_row: bool) -> None:
+    rows = make_rows(140, (1, 1, 16, 16), by_row=by_row)
+    whole, state = run_kernel(rows, plan([140], [0], [5]))
+    both = Rows(*(torch.cat((x[:9], x)) for x in rows.args[:3]), *rows.args[3:])
+    out, left = run_kernel(both, plan([9, 140], [64, 0], [1, 5]))
+    assert torch.equal(out[9:], whole)
+    assert torch.equal(left[5], state[5])
+    kept, parts = rows.state, []
+    for begin, end in ((0, 64), (64, 140)):
+        part = rows.at(slice(begin, end))
+        out, kept = run_kernel(Rows(*part.args[:-1], kept), plan([end - begin], [begin], [5]))
+        parts.append(out)
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(kept[5], state[5])
+    # What follows in a chunk does not show in the positions before.
+    assert torch.equal(run_kernel(rows.at(slice(0, 70)), plan([70], [0], [5]))[0], whole[:70])
+
+
+@BY_ROW
+def test_gates_at_the_ends(by_row: bool) -> None:
+    """Rows that forget at once beside rows that forget nothing: no exponential leaves fp32."""
+    rows = make_rows(70, (1, 1, 16, 16), by_row=by_row)
+    rows.a[:] = torch.tensor([-30.0, -14.0, 0.5, 40.0, 120.0])[torch.randint(5, rows.a.shape)]
+    rows.a_log[:], rows.dt_bias[:] = 2.0, 0.0
+    out, state = run_kernel(rows, plan([70], [64], [2]))
+    wanted, left = exact_rule(rows, rows.state[2])
+    assert relative(out, wanted) < 1e-5
+    assert relative(state[2], left) < 1e-5
+
+
+@BY_ROW
+def test_keys_that_are_alike(by_row: bool) -> None:
+    """With rates of one and nothing forgotten: powers of the system would be beyond any precision."""
+    rows = make_rows(64, (1, 1, 16, 16), by_row=by_row)
+    rows.qkv[:, 16:32] = rows.qkv[:1, 16:32]
+    rows.b[:], rows.a[:] = 20.0, -20.0
+    out, state = run_kernel(rows, plan([64], [64], [2]))
+    wanted, left = exact_rule(rows, rows.state[2])
+    assert relative(out, wanted) < 1e-5
+    assert relative(state[2], left) < 1e-5
+
+
+@BY_ROW
+def test_bf16_keeps_its_bound(by_row: bool) -> None:
+    """Relative 5e-3 of the outputs, at the width of the models."""
+    rows = make_rows(256, (1, 1, 128, 128), by_row=by_row, dtype=torch.bfloat16)
+    out, _ = run_kernel(rows, plan([256], [0], [0]))
+    assert out.dtype == torch.bfloat16
+    assert relative(out, exact_rule(rows, torch.zeros_like(rows.state[0]))[0]) < 5e-3
+
+
+def test_no_rows_are_no_launch() -> None:
+    rows = make_rows(0, (1, 1, 16, 16), by_row=True)
+    assert run_kernel(rows, plan([], [], []))[0].shape == (0, 1, 16)
+
+
+def test_bad_arguments_are_named() -> None:
+    rows = make_rows(3, (1, 2, 16, 16), by_row=False)
+    chunks = PromptChunks.plan([3], [0], [9], device="cpu")
+    with pytest.raises(ValueError, match=r"gdn_chunk_prefill: slot 9 is none of state float32 \[9, 2, 16, 16\]"):
+        ops.gdn_chunk_prefill(*rows.args, chunks=chunks)
+    with pytest.raises(ValueError, match=r"gdn_chunk_prefill: the chunks are of 3 rows, qkv is float32 \[2, 64\]"):
+        ops.gdn_chunk_prefill(*rows.at(slice(0, 2)).args, chunks=chunks)
+    with pytest.raises(ValueError, match=r"kda_chunk_prefill: a float32 \[3, 2\], expected fp32 or bf16 \[3, 32\]"):
+        ops.kda_chunk_prefill(*rows.args, chunks=chunks)
