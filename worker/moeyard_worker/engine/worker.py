@@ -189,7 +189,7 @@ class Worker:
                 adaptive_drafts=config.draft_tokens is None,
                 num_state_slots=num_state_slots,
                 chunk_alignment=state.chunk_alignment,
-                kv_compression=config.device == "cpu" and not num_state_slots,
+                kv_compression=not num_state_slots,
             )
         )
         step_runner = self.runner = self._device.step_runner(runner, config, plan)
