@@ -76,6 +76,7 @@ class CudaBackend:
         # keeps state in slots.
         self.windows: set[int | None] = set()
         self.flat = self.slots = False
+        self._attention: list[CudaGqa | CudaMla] = []
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """See `Backend.matrix`: as it is."""
@@ -94,13 +95,22 @@ class CudaBackend:
     def gqa(self, **arguments: Any) -> CudaGqa:
         """See `Backend.gqa`."""
         self.windows.add(arguments["window"])
-        return CudaGqa(**arguments)
+        found = CudaGqa(**arguments)
+        self._attention.append(found)
+        return found
 
     def mla(self, **arguments: Any) -> CudaMla:
         """See `Backend.mla`."""
         self.windows.add(None)
         self.flat = True
-        return CudaMla(**arguments)
+        found = CudaMla(**arguments)
+        self._attention.append(found)
+        return found
+
+    def warm_compaction(self) -> None:
+        """Have what keeps a part of prompts compiled, before there is one that waits for it."""
+        for attention in self._attention:
+            attention.warm_compaction()
 
     def gdn(self, **arguments: Any) -> CudaGdn:
         """See `Backend.gdn`."""

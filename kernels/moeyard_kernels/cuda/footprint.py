@@ -17,11 +17,20 @@ STREAM_SLOTS = 48
 HOST_EXPERTS = True
 # Not taken of state on a GPU so far.
 SNAPSHOTS = False
+# Where a part of a prompt is kept (common/kept.py), in values of 4 bytes per position: a key head's scores, pooled,
+# sorted, with positions of 8 bytes, and as much again while they are sorted; and the places of all positions in pages.
+_CHOICE, _PLACES = 11, 4
 
 
 def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp32_norm: bool) -> Footprint:
-    """Rows: the product, its normalised heads, the rotated query and the output; keys are read where they lie."""
-    return Footprint(extra=0, per_row=(4 * num_heads + 4 * num_kv_heads) * head_dim, per_position=0)
+    """Rows: the product, its normalised heads, the rotated query and the output; keys are read where they lie.
+
+    Positions: what is chosen by where a part of a prompt is kept, for each key head.
+    """
+    return Footprint(
+        extra=0, per_row=(4 * num_heads + 4 * num_kv_heads) * head_dim, per_position=0,
+        fp32_per_position=_CHOICE * num_kv_heads + _PLACES,
+    )  # fmt: skip
 
 
 def gdn(*, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> Footprint:
@@ -43,9 +52,11 @@ def _chunked(heads: int, k_dim: int, v_dim: int) -> int:
 
 
 def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:
-    """kv_b serves as it is. Positions: latents gathered from pages, decompressed into every head's key and value."""
+    """kv_b serves as it is. Positions: latents gathered from pages, decompressed into every head's key and value; the
+    scores of all heads and their halves, and one choice, where a part of a prompt is kept."""
     return Footprint(
         extra=0,
         per_row=4 * num_heads * (nope_dim + rope_dim) + 2 * num_heads * rank,
         per_position=2 * (rank + rope_dim) + num_heads * (nope_dim + v_dim),
+        fp32_per_position=2 * num_heads + _CHOICE + _PLACES,
     )

@@ -7,6 +7,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from moeyard_kernels.cuda.plan import Kept
 from moeyard_kernels.cuda.staging import Staging
 from moeyard_kernels.cuda.state_rows import StateInputs
 from moeyard_kernels.types.decode_tables import BLOCK, DecodeTables
@@ -46,8 +47,11 @@ class Bucket:
 
     @staticmethod
     def of(step: StepRows) -> "Bucket | None":
-        """The exact size of a step; None for one with a decode chunk of several rows, or without any row."""
+        """The exact size of a step; None for one with a decode chunk of several rows, or without any row, or that ends
+        a prompt of which a part is kept."""
         if any(len(c.token_ids) > 1 for c in step.decode) or not (step.prefill or step.decode):
+            return None
+        if any(c.compaction is not None for c in step.prefill):
             return None
         return Bucket(
             prompt=sum(len(c.token_ids) for c in step.prefill),
@@ -76,6 +80,8 @@ class GraphInputs:
 
     # No sequence has two decode rows but for such copies.
     lone_rows = True
+    # No prompt ends here of which a part is kept (`Bucket.of`).
+    kept: tuple[Kept, ...] = ()
 
     def __init__(
         self, bucket: Bucket, *, page_size: int, windows: Iterable[int | None], last_ids: torch.Tensor,
@@ -210,9 +216,10 @@ class GraphInputs:
             table[row, : len(chunk.pages)] = chunk.pages
         starts = np.fromiter((chunk.start for chunk in chunks), np.int64, count)
         ids[:count] = [chunk.token_ids[0] for chunk in chunks]
-        positions[:count], lens[:count], fed[:count] = starts, starts + 1, feed
-        pages = table[np.arange(count), starts // self._page_size].astype(np.int64)
-        entries[:count] = pages * self._page_size + starts % self._page_size
+        places = starts - np.fromiter((chunk.dropped for chunk in chunks), np.int64, count)
+        positions[:count], lens[:count], fed[:count] = starts, places + 1, feed
+        pages = table[np.arange(count), places // self._page_size].astype(np.int64)
+        entries[:count] = pages * self._page_size + places % self._page_size
         for field in (ids, positions, lens, fed, table):
             field[count:] = field[0]
         entries[count:] = -1

@@ -100,6 +100,7 @@ class WorkerMetrics:
             for name, text, labels in (
                 ("engine_steps", "Lockstep steps", ()),
                 ("prefill_tokens", "Prompt positions computed", ()),
+                ("kv_dropped_tokens", "Prompt positions whose keys and values were not kept", ()),
                 ("generation_tokens", "Tokens sampled", ()),
                 ("prefix_cache_query_tokens", "Prompt tokens looked up in the prefix index", ()),
                 ("prefix_cache_hit_tokens", "Prompt tokens found in the prefix index", ()),
@@ -185,6 +186,7 @@ class WorkerMetrics:
     def _observe_scheduler(self, scheduler: Scheduler) -> None:
         stats = scheduler.stats
         self._advance("prefill_tokens", stats.prefill_tokens)
+        self._advance("kv_dropped_tokens", stats.dropped_tokens)
         self._advance("generation_tokens", stats.generation_tokens)
         self._advance("prefix_cache_query_tokens", stats.prefix_query_tokens)
         self._advance("prefix_cache_hit_tokens", stats.prefix_hit_tokens)

@@ -190,6 +190,7 @@ class SchedulerStats:
 
     `token_seconds` has, per request that ended by itself with 2 tokens or more, the mean time from token to token.
 
+    `dropped_tokens`: positions of computed prompts that were not kept.
     `drafts[j]` and `accepted[j]` count the drafts verified and accepted at the j-th position after a known token.
     """
 
@@ -197,12 +198,19 @@ class SchedulerStats:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefill_tokens: int = 0
+    dropped_tokens: int = 0
     generation_tokens: int = 0
     queue_seconds: list[float] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
     token_seconds: list[float] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+
+    def computed(self, chunk: Chunk) -> None:
+        """A chunk of a prompt is computed, and what is kept of the prompt copied if it says so."""
+        self.prefill_tokens += chunk.num_tokens
+        if chunk.compaction is not None:
+            self.dropped_tokens += chunk.compaction.dropped
 
     def prefilled(self, request: Request, now: float) -> None:
         """A request's prompt is computed."""

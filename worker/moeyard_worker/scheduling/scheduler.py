@@ -279,7 +279,7 @@ class Scheduler:
         assert result is None or num_accepted, "a sampled chunk yields a token at least"
         request.num_computed += len(chunk.token_ids) - chunk.num_sampled + num_accepted
         if chunk.prompt:
-            self.stats.prefill_tokens += chunk.num_tokens
+            self.stats.computed(chunk)
             self._holdings.register(request)
         if result is not None:
             return self._accept(request, chunk, result, now)
