@@ -40,6 +40,7 @@ from router import MODEL, Engine, run_routers
 from tokenizers import Tokenizer
 
 from moeyard_worker.protocol import TokenBatch, Tokens
+from moeyard_worker.wire import encode
 
 WIDTH = 4
 WARM_UP_SECONDS = 2.0
@@ -85,7 +86,7 @@ class TimedEngine(Engine):
         self._ids = [i for i, text in texts if len(text) == WIDTH and text.isalpha() and text.isascii()][:500]
 
     def _step(self) -> None:
-        step = self._clock.tick()
+        step = self._clock.step + 1
         rows: dict[bytes, list[Tokens]] = {}
         for name, sequence in self._running.items():
             if not sequence.sent and sequence.submit.sampling.max_tokens >= FIRST_LIMIT:
@@ -93,8 +94,10 @@ class TimedEngine(Engine):
             token = self._ids[sequence.sent % len(self._ids)]
             rows.setdefault(sequence.peer, []).append(Tokens(request_id=name, start=sequence.sent, token_ids=(token,)))
             sequence.sent += 1
-        for peer, some in rows.items():
-            self._send(peer, TokenBatch(rows=tuple(some)))
+        frames = [(peer, encode(TokenBatch(rows=tuple(some)))) for peer, some in rows.items()]
+        self._clock.tick()  # now that all is written, as the HTTP engine's events are
+        for frame in frames:
+            self._socket.send_multipart(frame)
         for name, sequence in list(self._running.items()):
             if sequence.sent == sequence.submit.sampling.max_tokens:  # the router's own probe
                 self._end(name, sequence, "length")

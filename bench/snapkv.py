@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from moeyard_kernels.common.kept import latest
 from moeyard_kernels.cpu import attention
-from moeyard_kernels.cpu.snapkv import latest, snapkv
+from moeyard_kernels.cpu.snapkv import snapkv
 from moeyard_worker.engine.local import local_runner
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.scheduling.step import Chunk, Compaction, Step

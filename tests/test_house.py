@@ -32,26 +32,26 @@ MAY_IMPORT = {
 ROOMS = {
     "config": ((), 750),
     "state": (("config",), 350),
-    "scheduling": (("config", "state"), 1510),
+    "scheduling": (("config", "state"), 1590),
     "exchange": (("config",), 2640),
     "experts": (("config", "exchange"), 1660),
     "layers": (("config", "state", "exchange"), 810),
     "models": (("config", "state", "exchange", "layers"), 1350),
     "checkpoint": (("config", "layers", "models"), 720),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 4540),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 4620),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
     "text": ((), 2620),
     "fleet": ((), 3080),
-    "api": (("text", "fleet"), 4390),
+    "api": (("text", "fleet"), 4460),
     "http": (("text", "fleet", "api"), 2370),
 }
 ROUTER_FILES = ("config", "errors", "metrics")
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.
 KERNEL_LINES = {
-    "types": 1020, "common": 400, "ref": 1250, "attention": 2340, "linear": 1200, "experts": 1660, "sampling": 1260,
-    "elementwise": 430, "linear_attention": 900, "door": 1040, "cpu": 1340, "cuda": 1260, "bench": 2500,
+    "types": 1080, "common": 410, "ref": 1350, "attention": 2670, "linear": 1230, "experts": 1660, "sampling": 1260,
+    "elementwise": 510, "linear_attention": 900, "door": 1190, "cpu": 1340, "cuda": 1660, "bench": 2680,
 }  # fmt: skip
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {

@@ -93,8 +93,6 @@ def api_settings(args: argparse.Namespace, config: EngineConfig) -> ApiSettings:
         raise ValueError(f"--served-model-name: names must differ and not be empty, got {', '.join(map(repr, names))}")
     file = generation_file(args.generation_config, config.model_path)
     kept = None if args.kv_compression is None else kv_compression(args.kv_compression)
-    if kept is not None and config.device != "cpu":
-        raise ValueError(f"--kv-compression runs on a CPU only so far, not on {config.device}")
     return ApiSettings(
         names=names,
         chat_template=args.chat_template,

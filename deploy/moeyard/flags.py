@@ -139,12 +139,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="residency policy (default %(default)s)",
     )
     add("--record-routing", metavar="FILE", help="record the experts each step needs, for cache-sim")
-    add(
-        "--kv-memory",
-        type=byte_size,
-        metavar="SIZE",
-        help="KV pages of each rank, e.g. 1GiB (default: from the limits below and free memory)",
-    )
+    text = "KV pages of each rank, e.g. 1GiB (default: from the limits below and free memory)"
+    add("--kv-memory", type=byte_size, metavar="SIZE", help=text)
+    text = "of it for snapshots of linear attention's state, behind which prompts are reused (default: half)"
+    add("--snapshot-memory", type=byte_size, metavar="SIZE", help=text)
     add(
         "--max-model-len",
         type=int,
@@ -300,6 +298,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         expert_policy=args.expert_policy,
         record_routing=None if args.record_routing is None else str(Path(args.record_routing).resolve()),
         kv_memory=args.kv_memory,
+        snapshot_memory=args.snapshot_memory,
         max_model_len=args.max_model_len,
         device=args.device,
         page_size=usual["page_size"],

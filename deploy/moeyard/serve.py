@@ -209,7 +209,7 @@ def router_config(
         host=args.host,
         port=port,
         step_deadline=config.step_deadline,
-        prefix_caching=config.prefix_caching and not model.has_slots,
+        prefix_caching=all(rank.report["prefix_caching"] for rank in ranks),
         metric_aliases=tuple(args.metric_aliases),
         **door_fields(args, config),
         version=__version__,

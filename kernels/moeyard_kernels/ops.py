@@ -16,6 +16,7 @@ from moeyard_kernels.door.elementwise import (
     residual_add_scaled,
     rms_norm,
     scale_rows_,
+    sigmoid_mul,
     silu_mul,
 )
 from moeyard_kernels.door.expert_cache import cache_access, gather_experts
@@ -31,7 +32,7 @@ from moeyard_kernels.door.linear_attention import (
     kda_recurrent,
 )
 from moeyard_kernels.door.peer_exchange import combine_rows, dispatch_rows
-from moeyard_kernels.door.prefill import attn_prefill_varlen
+from moeyard_kernels.door.prefill import attn_prefill_varlen, snapkv_scores
 from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_write_mla
 from moeyard_kernels.door.routing import topk_gate
 from moeyard_kernels.door.sampling import sample, token_logprobs
@@ -86,7 +87,9 @@ __all__ = [
     "rope_cache_write_mla",
     "sample",
     "scale_rows_",
+    "sigmoid_mul",
     "silu_mul",
+    "snapkv_scores",
     "token_logprobs",
     "topk_gate",
 ]

@@ -65,6 +65,7 @@ WORKER_HISTOGRAMS = (
 WORKER_OTHERS = (
     "moeyard_prefill_tokens_total",
     "moeyard_generation_tokens_total",
+    "moeyard_kv_dropped_tokens_total",
     "moeyard_prefix_cache_query_tokens_total",
     "moeyard_prefix_cache_hit_tokens_total",
     "moeyard_preemptions_total",

@@ -24,6 +24,8 @@ from moeyard_worker.protocol import KvCompression
 
 PAGE = 16
 NUM_PAGES = {"ample": 256, "scarce": 10}
+# Where state is kept per sequence.
+SNAPSHOTS = {"ample": 16, "scarce": 1}
 # What is kept of the longest prompt has pages of its own while the prompt has.
 MORE_PAGES = 3
 VOCAB = 272
@@ -90,7 +92,8 @@ def config(case: Case, model: Path) -> EngineConfig:
     """The engine configuration of a case."""
     read = read_model(case, model)
     total = read.num_experts // case.ranks * len(read.moe_layers)
-    bytes_per_token = read.state_spec(DTYPE_BYTES[read.dtype]).bytes_per_token
+    state = read.state_spec(DTYPE_BYTES[read.dtype])
+    snapshots = SNAPSHOTS[case.pages] * state.bytes_per_sequence
     return EngineConfig(
         model_path=str(model),
         num_workers=case.ranks,
@@ -98,7 +101,8 @@ def config(case: Case, model: Path) -> EngineConfig:
         expert_slots={"min": 1, "half": total // 2, "all": total}[case.slots],
         expert_policy=case.policy,
         prefill_chunk=case.chunk,
-        kv_memory=case.num_pages * PAGE * bytes_per_token,
+        kv_memory=case.num_pages * PAGE * state.bytes_per_token + snapshots,
+        snapshot_memory=snapshots or None,
         page_size=PAGE,
         max_batch_tokens=256,
         max_num_seqs=16,
@@ -181,7 +185,7 @@ def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, t
             spread = {name: i % case.ranks for i, name in enumerate(requests())}
             assert run_mixed(fleet, "spread", spread, compressed=kept) == expected
         stats = fleet.call("stats")[0]
-        assert (stats["prefix_hit_tokens"] > 0) == (not read_model(case, model).has_slots)
+        assert stats["prefix_hit_tokens"] > 0
         # With drafts, or less to keep, a request may have ended before pages run out; tests/engine preempts those.
         assert (stats["num_preemptions"] > 0) == (case.pages == "scarce") or case.drafts or kept, stats
         assert stats["num_free"] == stats["num_pages"] == case.num_pages  # so it ran in the checkpoint's dtype
@@ -241,7 +245,7 @@ def test_gqa(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], e
     check(case, processes, checkpoints["gqa"], expected["gqa"])
 
 
-# Prompts are cut at multiples of 64, and no prefix is found again.
+# Prompts are cut at multiples of 64, and a prefix is found again behind a snapshot of state.
 HYBRID_CASES = {
     "hybrid": [
         Case(1, "shm", "min", "slru", 64, "scarce"),

@@ -18,7 +18,7 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.types.footprint import Footprints
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.engine import device_sampler, draft_graphs, speculative_runner, worker
+from moeyard_worker.engine import device_sampler, draft_graphs, graph_runner, speculative_runner, worker
 from moeyard_worker.engine.device import CpuDevice, CudaDevice
 
 
@@ -74,8 +74,9 @@ class OracleDevice(CpuDevice):
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have workers that are loaded from now on run a GPU's steps on the CPU."""
     monkeypatch.setattr(worker, "make_device", lambda config, _gpu: OracleDevice(config))
-    for module in (device_sampler, draft_graphs):
+    for module in (device_sampler, draft_graphs, graph_runner):
         monkeypatch.setattr(module, "captured", captured)
-    monkeypatch.setattr(speculative_runner, "to_host", lambda x: x.clone())
+    for module in (speculative_runner, graph_runner):
+        monkeypatch.setattr(module, "to_host", lambda x: x.clone())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", list)

@@ -213,19 +213,49 @@ def free_of(available: int) -> tuple[int]:
     return (available - 10 * MIB - plan(4 * GIB).reserve.workspace - int(available * 0.05),)
 
 
+LINEAR = Gdn(num_k_heads=2, num_v_heads=4, k_dim=64, v_dim=64, conv_size=4, norm_eps=1e-6, by_key_head=True)
+HYBRID = replace(MODEL, attention=(LINEAR, LINEAR, LINEAR, GQA))
+STATE_BYTES = 3 * (4 * 64 * 64 * 4 + 3 * 512 * 4)
+
+
 def test_state_per_sequence_is_counted_first() -> None:
-    """Slots for all sequences beside the dense weights; the log says what they take, and that no prefix is found."""
-    linear = Gdn(num_k_heads=2, num_v_heads=4, k_dim=64, v_dim=64, conv_size=4, norm_eps=1e-6, by_key_head=True)
-    hybrid = replace(MODEL, attention=(linear, linear, linear, GQA))
-    slots = 3 * (4 * 64 * 64 * 4 + 3 * 512 * 4)
-    done = plan(8 * GIB, model=hybrid, max_num_seqs=16)
-    assert done.resident_bytes == 10 * MIB + 16 * slots
-    assert f"state of 16 sequences, {format_size(16 * slots)}; prefixes are not reused" in str(done)
-    assert "prefixes" not in str(plan(8 * GIB, model=hybrid, prefix_caching=False))
+    """Slots for all sequences, and what they leave, beside the dense weights; the log says what they take."""
+    slots = STATE_BYTES
+    done = plan(8 * GIB, model=HYBRID, max_num_seqs=16)
+    assert done.num_snapshots == 4 * 16, "more are no use"
+    assert done.resident_bytes == 10 * MIB + (16 + 64) * slots
+    assert f"state of 16 sequences, {format_size(16 * slots)}; 64 snapshots of it" in str(done)
+    off = plan(8 * GIB, model=HYBRID, prefix_caching=False)
+    assert off.num_snapshots == 0
+    assert "snapshots" not in str(off)
     assert "state of" not in str(plan(8 * GIB))
-    text = refused(120 * MIB, model=hybrid, max_num_seqs=500)
+    text = refused(120 * MIB, model=HYBRID, max_num_seqs=500)
     assert f"the state of 500 sequences {format_size(500 * slots)} beside" in text
     assert "lower --max-num-seqs or --max-batch-tokens" in text
+
+
+def test_snapshots_are_a_part_of_kv_memory() -> None:
+    page, kv = PAGE_BYTES // 4, 64 * MIB
+    done = plan(8 * GIB, model=HYBRID, kv_memory=kv)
+    assert done.num_snapshots == 32 * MIB // STATE_BYTES
+    assert done.num_pages == (kv - done.num_snapshots * STATE_BYTES) // page
+    asked = plan(8 * GIB, model=HYBRID, kv_memory=kv, snapshot_memory=STATE_BYTES * 3 + 1)
+    assert (asked.num_snapshots, asked.num_pages) == (3, (kv - 3 * STATE_BYTES) // page)
+    # A length that was asked for comes before a share that was not.
+    room = 4096 // 16 * page + 2 * STATE_BYTES
+    long = plan(8 * GIB, model=HYBRID, kv_memory=room, max_model_len=4096)
+    assert long.max_model_len == 4096
+    assert long.num_snapshots <= 2
+    none = plan(8 * GIB, model=HYBRID, kv_memory=STATE_BYTES)
+    assert none.num_snapshots == 0
+    assert "prefixes are not reused: there is no snapshot" in str(none)
+
+
+def test_snapshot_memory_that_cannot_be_had() -> None:
+    assert "here no state is kept per sequence" in refused(8 * GIB, snapshot_memory=MIB)
+    assert "raise --kv-memory" in refused(8 * GIB, model=HYBRID, kv_memory=MIB, snapshot_memory=2 * MIB)
+    with pytest.raises(ValueError, match="snapshot_memory is for prefix_caching, which is off"):
+        EngineConfig(model_path="", snapshot_memory=MIB, prefix_caching=False)
 
 
 def test_experts_without_slots_are_kept_by_the_host() -> None:

@@ -9,6 +9,7 @@ from moeyard_kernels.linear_attention import causal_conv1d
 from moeyard_kernels.linear_attention import causal_conv1d_prefill as triton_kernel
 from moeyard_kernels.linear_attention.causal_conv1d_prefill import ConvConfig
 from moeyard_kernels.ops import PromptChunks
+from moeyard_kernels.types.prompt_chunks import PADDING, chunks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHANNELS = 150
@@ -109,3 +110,21 @@ def test_bad_arguments_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             PromptChunks.plan(*arguments, device="cpu")
+
+
+def test_a_table_with_room_touches_what_there_is() -> None:
+    """As in a captured step: the bits of the plan, and neither rows nor slots that are nobody's."""
+    lengths, starts, slots = [86, 33], [64, 0], [3, 1]
+    x, weight, window = make_inputs(192, torch.float32)
+    wanted, left = run_kernel(x[:119], weight, window, PromptChunks.plan(lengths, starts, slots, device=DEVICE))
+    _, rows, fresh, heads = chunks_of(lengths, starts, slots)
+    table = torch.tensor([*rows, *[PADDING] * 3], device=DEVICE)
+    chunks = PromptChunks(
+        table=table, fresh=torch.tensor([*fresh, *[True] * 3], device=DEVICE),
+        heads=torch.tensor([*heads, 5, 5], device=DEVICE), planned=None, num_rows=192,
+    )  # fmt: skip
+    got, kept = run_kernel(x, weight, window, chunks)
+    assert torch.equal(got[:119], wanted)
+    assert torch.equal(kept, left)
+    assert torch.equal(kept[[0, 2, 4]], window[[0, 2, 4]])
+    assert chunks.parts == (() if DEVICE == "cuda" else ((3, 0, 86, False), (1, 86, 119, True)))

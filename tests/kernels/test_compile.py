@@ -47,16 +47,19 @@ def test_every_kernel_waits_for_what_it_reads(built: list[dict]) -> None:
         ("_head_linear_kernel", True),
         ("head_linear_hopper_kernel", True),
         ("_gqa_decode_kernel", True),
+        ("mla_decode_hopper_kernel", True),
         ("_expert_kernel", False),
         ("expert_slice_kernel", False),
     }
-    unless_static = {"linear_skinny_kernel", "_head_linear_kernel", "head_linear_hopper_kernel", "_gqa_decode_kernel"}
+    unless_static = {"linear_skinny_kernel", "_head_linear_kernel", "head_linear_hopper_kernel"}
+    unless_static |= {"_gqa_decode_kernel", "mla_decode_hopper_kernel"}
     assert {(kernel, False) for kernel in unless_static} <= early
     attention = {"_gqa_decode_kernel", "_mla_decode_kernel", "mla_decode_pairs_kernel", "_attn_prefill_kernel"}
     experts = {"_count_kernel", "_place_kernel", "_expert_stream_kernel"}
     experts |= {"_cache_access_kernel", "_gather_experts_kernel"}
     late = {line["kernel"] for line in built if not line["early"]}
-    assert late == attention | experts | {"attn_prefill_hopper_kernel"}
+    chooses = {"_snapkv_softmax_kernel", "_snapkv_merge_kernel", "_snapkv_weights_kernel"}
+    assert late == attention | experts | chooses | {"attn_prefill_hopper_kernel"}
 
 
 def test_launches_complete_in_order(built: list[dict]) -> None:
@@ -76,5 +79,5 @@ def test_launches_complete_in_order(built: list[dict]) -> None:
     assert [line["kernel"] for line in built if line["triggers_first"] and not line["always_waits"]] == []
     # A warp of every program waits; a program without work waits at its end; the experts' second product may leave at
     # once, but the first has waited in every program before it lets that begin.
-    unseen = {"linear_skinny_kernel", "_gqa_decode_kernel", "_expert_kernel"}
+    unseen = {"linear_skinny_kernel", "_gqa_decode_kernel", "mla_decode_hopper_kernel", "_expert_kernel"}
     assert {line["kernel"] for line in built if line["early"] and not line["always_waits"]} == unseen

@@ -48,6 +48,33 @@ def test_rows_are_independent(dim: int, dtype: torch.dtype) -> None:
     assert run_kernel(x[:0], gate[:0], weight, sigmoid=False).shape == (0, 2 * dim)
 
 
+@DTYPES
+@pytest.mark.parametrize("fp32_weight", [False, True])
+def test_rows_may_come_from_others(fp32_weight: bool, dtype: torch.dtype) -> None:
+    """Those that stand in for a step's padding: heads of another row, with the gate of the same."""
+    x, gate = torch.randn(5, 3, 24).to(dtype), torch.randn(5, 72).to(dtype)
+    weight = torch.rand(24).to(torch.float32 if fp32_weight else dtype)
+    rows = torch.tensor([0, 1, 4, 0, 0])
+    wanted = run_kernel(x[rows], gate, weight, sigmoid=True)
+    on_device = [t.to(DEVICE) for t in (x, gate, weight)]
+    got = triton_kernel.gated_rms_norm(*on_device, 1e-6, sigmoid=True, rows=rows.to(DEVICE))
+    assert torch.equal(got.cpu(), wanted)
+    oracle = ops.gated_rms_norm(x, gate, weight, 1e-6, sigmoid=True, rows=rows)
+    assert torch.equal(oracle, ops.gated_rms_norm(x[rows], gate, weight, 1e-6, sigmoid=True))
+    with pytest.raises(ValueError, match=r"rows int64 \[5\] holds 0 to 5, outside 0 to 4"):
+        ops.gated_rms_norm(x, gate, weight, 1e-6, rows=rows + (rows == 4))
+
+
+def test_a_weight_in_fp32_rounds_once() -> None:
+    """As Kimi-Linear's module does: the bits of all in fp32."""
+    x, gate, weight = torch.randn(9, 2, 32).bfloat16(), torch.randn(9, 64).bfloat16(), torch.rand(32)
+    wide = x.float()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    wanted = (normed.flatten(1) * gate.float().sigmoid()).bfloat16()
+    assert torch.equal(ops.gated_rms_norm(x, gate, weight, 1e-6, sigmoid=True), wanted)
+    assert relative(run_kernel(x, gate, weight, sigmoid=True), wanted) < 5e-4
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
 @pytest.mark.parametrize("num_rows", [1, 65])
 def test_a_graph_replays_it(num_rows: int) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from tests.kernels.decode_cases import DEVICE, Paged, assert_same, exact, paged, poison, relative, torch_chain
+from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention import mla_decode as kernel
@@ -136,6 +137,39 @@ def test_configs_agree(count: int, heads: int, rank: int, rope: int, page: int) 
     results = [attend(q, cache, held.tables(lens), config=config) for config in configs]
     for config, result in zip(configs, results, strict=True):
         assert_same(result, results[0], str(config))
+        # Nothing is launched ahead, so that nothing is written late.
+        static = attend(q, cache, held.tables(lens), config=config, static_tables=True, static_keys=True)
+        assert_same(static, results[0], f"{config}, static")
+
+
+@pytest.mark.skipif(not GPU, reason="only GPUs launch one kernel beside another")
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("longest", [500, 3000], ids=["one split", "splits"])
+@pytest.mark.parametrize("config", kernel.configs_for(16) if GPU else (), ids=str)
+def test_queries_and_latents_written_by_launches_ahead_are_complete(
+    config: kernel.LatentConfig, longest: int, rows: int
+) -> None:
+    """Each launch beside its neighbours: cache write, product of heads, attention with what is old read ahead."""
+    lens = [1 + 67 * i % longest for i in range(rows)]
+    held, cache = sequences(lens, 512, 64, 64, torch.bfloat16)
+    tables = held.tables(torch.tensor(lens))
+    down = torch.randn(rows, 16 * 192 + 576).to(DEVICE, torch.bfloat16)
+    weight = (torch.randn(16, 512, 128, device=DEVICE) / 16).bfloat16()
+    position = torch.tensor(lens, device=DEVICE) - 1
+    slots = held.table[torch.arange(rows, device=DEVICE), position // 64].long() * 64 + position % 64
+    cos, sin = torch.randn(rows, 64, device=DEVICE).chunk(2, 1)
+    scale = torch.ones(rows, device=DEVICE)
+    torch.cuda.synchronize()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        q, latent, k = ops.scale_rows_(down.clone(), scale).split((16 * 192, 512, 64), 1)
+        q_nope, q_rope = q.view(rows, 16, 192).split((128, 64), 2)
+        rotated = ops.rope_cache_write_mla(q_rope, latent, k, cos, sin, slots, cache, interleaved=True)
+        q_latent = ops.head_linear(q_nope, weight, static_weight=True)
+        static = {"static_tables": True, "static_keys": True, "config": config}
+        return kernel.mla_decode(q_latent, rotated, cache, tables=tables, scale=0.1, **static)  # type: ignore[arg-type]
+
+    assert_replays(step, lambda: down.copy_(torch.randn_like(down)))
 
 
 def test_up_to_160_splits() -> None:

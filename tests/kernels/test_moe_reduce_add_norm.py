@@ -56,6 +56,16 @@ def test_one_launch_equals_the_chain(
     assert_bits("a row alone", run(*last, args[4]), tuple(x[-1:] for x in got))
 
 
+@pytest.mark.parametrize(("num_rows", "top_k", "hidden"), SHAPES[:3], ids=lambda n: str(n))
+def test_a_norm_in_fp32_equals_the_chain(num_rows: int, top_k: int, hidden: int) -> None:
+    """As in families that store norms less one."""
+    *args, norm = inputs(num_rows if not GPU else 500, top_k, hidden, torch.bfloat16)
+    fp32 = norm.float() + 0.01
+    got = run(*args, fp32)
+    assert_bits("one launch", got, chain(*args, fp32))
+    assert not torch.equal(got[0], run(*args, fp32.bfloat16())[0])
+
+
 @pytest.mark.parametrize("config", kernel.CONFIGS, ids=str)
 @pytest.mark.parametrize(("top_k", "hidden"), [(1, 2048), (8, 7168), (9, 320)], ids=lambda n: str(n))
 def test_every_config_gives_the_same_bits(top_k: int, hidden: int, config: kernel.ReduceConfig) -> None:

@@ -92,6 +92,22 @@ def test_kernel_rows_are_independent_and_fused_equals_the_chain(dim: int, dtype:
     assert run_kernel(x[:0], weight).shape == (0, dim)
 
 
+@pytest.mark.parametrize("dim", [48, 256, 2048])
+def test_a_weight_in_fp32_comes_before_the_rounding(dim: int) -> None:
+    """As in families that store norms less one; fused and unfused alike."""
+    x, residual = (torch.randn(4, dim).to(DEVICE, torch.bfloat16) for _ in range(2))
+    weight = torch.randn(dim, device=DEVICE)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    got, oracle = run_kernel(x, weight), ops.rms_norm(x.cpu(), weight.cpu(), 1e-6)
+    assert got.dtype == oracle.dtype == torch.bfloat16
+    for found in (got.cpu(), oracle):
+        # One rounding, of which a fp32 sum in another order turns few.
+        assert (found.double() - exact.cpu().bfloat16().double()).norm() < 2e-4 * exact.norm()
+    normed, total = triton_kernel.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(normed, run_kernel(total, weight))
+    assert torch.equal(total, x + residual)
+
+
 @DTYPES
 def test_kernel_takes_rows_out_of_wider_ones(dtype: torch.dtype) -> None:
     x, weight = torch.randn(3, 7, 64).to(DEVICE, dtype), torch.randn(64).to(DEVICE, dtype)

@@ -117,6 +117,57 @@ def test_norms_of_heads_in_the_same_launch_equal_the_chain(
         assert_bits("a row alone", got, wanted[0][17:18])
 
 
+@DTYPES
+@LAYOUT
+@pytest.mark.parametrize("fp32_norms", [None, False, True], ids=["plain", "norms", "fp32-norms"])
+@pytest.mark.parametrize(
+    ("num_q", "num_kv", "dim", "turned"), [(3, 1, 48, 12), (8, 2, 256, 64), (5, 2, 32, 16)], ids=lambda n: str(n)
+)
+def test_part_of_a_head_is_rotated(
+    num_q: int, num_kv: int, dim: int, turned: int, fp32_norms: bool | None, interleaved: bool, dtype: torch.dtype
+) -> None:
+    """The others stay, normalised or not; kernel and oracle."""
+    args, norms = normed_inputs(3 if DEVICE == "cpu" else 3000, num_q, num_kv, dim, dtype)
+    q, k, v, cos, sin, slots, *caches = args
+    cos, sin = cos[:, : turned // 2], sin[:, : turned // 2]
+    named: dict[str, object] = {}
+    plain_q, plain_k = q, k
+    if fp32_norms is not None:
+        weights = [weight.float() + 0.01 if fp32_norms else weight for weight in norms]
+        named = {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-6}
+        plain_q, plain_k = (norm_kernel.rms_norm(x, weight, 1e-6) for x, weight in zip((q, k), weights, strict=True))
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((ops.rope(x[..., :turned], cos, sin, interleaved=interleaved), x[..., turned:]), 2)
+
+    wanted = [cache.clone().flatten(1, 2) for cache in caches]
+    written_at = slots >= 0
+    wanted[0][:, slots[written_at]] = chain(plain_k)[written_at].transpose(0, 1)
+    wanted[1][:, slots[written_at]] = v[written_at].transpose(0, 1)
+    got = written([q, k, v, cos, sin, slots, *caches], interleaved=interleaved, **named)
+    whole = chain(plain_q), *(x.view(cache.shape) for x, cache in zip(wanted, caches, strict=True))
+    assert_bits("one launch", got, whole)
+    ours = [x.cpu().clone() for x in caches]
+    named = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in named.items()}
+    out = ops.rope_cache_write_gqa(
+        *(x.cpu() for x in (q, k, v, cos, sin, slots)),
+        *ours,
+        interleaved=interleaved,
+        **named,  # type: ignore[arg-type]
+    )
+    for mine, theirs in zip((out, *ours), whole, strict=True):
+        # Sums of squares of another order, hence roundings to the other side here and there.
+        scale = theirs.double().cpu().norm()
+        assert (mine.double() - theirs.double().cpu()).norm() <= (2e-3 if dtype == torch.bfloat16 else 1e-6) * scale
+
+
+def test_more_than_a_head_is_not_rotated() -> None:
+    args, _ = normed_inputs(2, 2, 1, 16, torch.float32)
+    cos = torch.randn(2, 12, device=DEVICE)
+    with pytest.raises(ValueError, match=r"cos float32 \[2, 12\] does not fit q float32 \[2, 2, 16\]"):
+        ops.rope_cache_write_gqa(*args[:3], cos, cos, *args[5:], interleaved=False)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
 @pytest.mark.parametrize("count", [1, 65])
 def test_a_graph_replays_the_launch_with_norms(count: int) -> None:

@@ -29,6 +29,15 @@ def test_kernel_and_reference_equal_the_formula(
     assert torch.equal(in_place, wanted)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+def test_the_sigmoid_of_a_scale(dtype: torch.dtype) -> None:
+    x, scale = torch.randn(5, 70).to(dtype), (torch.randn(5) * 4).to(dtype)
+    wanted = x.double() * scale.double().sigmoid()[:, None]
+    on_device = triton_kernel.scale_rows_(x.to(DEVICE, copy=True), scale.to(DEVICE), sigmoid=True)
+    for got in (on_device.cpu(), ops.scale_rows_(x.clone(), scale, sigmoid=True)):
+        torch.testing.assert_close(got.double(), wanted, rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-30)
+
+
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
 def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
     x, scale = torch.randn(1, 700).bfloat16(), torch.rand(1)

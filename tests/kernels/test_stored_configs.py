@@ -73,7 +73,8 @@ def test_a_cpu_runs_the_default() -> None:
 
 def test_a_stored_config_is_one_of_its_kernels() -> None:
     good = {"kernel": "skinny", "BM": 8, "BN": 64, "BK": 256, "EARLY": 4, "num_stages": 6, "num_warps": 4}
-    assert parse(KINDS, good) == Skinny(BM=8, BN=64, BK=256, EARLY=4, num_stages=6)
+    good["LEFT"] = True
+    assert parse(KINDS, good) == Skinny(BM=8, BN=64, BK=256, EARLY=4, LEFT=True, num_stages=6)
     for message, change in (
         (r"no kernel of that name in \['Tiles', 'Stream', 'Skinny', 'Wide'\]", {"kernel": "thin"}),
         (r"Wide has the fields \['BK', 'BM', 'BN', 'GROUP', 'kernel', 'num_stages', 'num_warps'\]", {"kernel": "wide"}),

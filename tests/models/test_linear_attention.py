@@ -3,6 +3,7 @@
 Prompt chunks end at multiples of 64 there, which the scheduler sees to; everything else is as free as elsewhere.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,22 @@ def test_mixed_batch(runner: Runner, prompts: list[list[int]], alone: list) -> N
     assert [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)] == [tokens for tokens, _ in alone]
 
 
+@pytest.mark.parametrize("at", [64, 128, 192])
+def test_from_a_snapshot(runner: Runner, prompts: list[list[int]], alone: list, at: int) -> None:
+    """What one sequence left on its way, in the middle of a chunk or at its end, is where another goes on from."""
+    ids, other = prompts[0], chunk(prompts[2], 0, LENGTHS[2], which=2, prompt=True)
+    left = replace(chunk(ids, 0, 192, which=0, prompt=True), snapshots=((at, 6), (192, 7)) if at < 192 else ((192, 6),))
+    runner.forward(Step(prefill=(other, left)))
+    # The first sequence's pages are its neighbour's, too; its state is not: it has gone on.
+    runner.forward(Step(prefill=(chunk(ids, 192, 8, which=0, prompt=True),)))
+    begun = replace(chunk(ids, at, LENGTHS[0] - at, which=0, prompt=True), state_slot=3, restored=6, snapshots=())
+    logits = runner.forward(Step(prefill=(begun, other)))
+    assert torch.equal(logits[0], alone[0][1][0])
+    assert torch.equal(logits[1], alone[2][1][0])
+    first = replace(chunk([*ids, alone[0][0][0]], LENGTHS[0], 1, which=0, prompt=False), state_slot=3)
+    assert torch.equal(runner.forward(Step(decode=(first,)))[0], alone[0][1][1])
+
+
 @pytest.mark.parametrize("chunk_size", [2, 5, NUM_TOKENS - 1])
 def test_recomputed_outputs(runner: Runner, prompts: list[list[int]], alone: list, chunk_size: int) -> None:
     """As after a preemption: several rows of each of two sequences in one step, beside another's prompt."""
@@ -135,7 +152,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "qwen3_next")
     assert load_model_config(directory).has_slots
     for options, message in (
-        ({"device": "cuda"}, "--device cuda: qwen3_next has linear attention, whose state per sequence lives on a CPU"),
         ({"prefill_chunk": 63}, "--prefill-chunk 63: qwen3_next computes 64 positions of a prompt together"),
         ({"max_batch_tokens": 32, "max_num_seqs": 8}, "--max-batch-tokens 32: qwen3_next computes 64"),
         ({"speculate": "mtp"}, "qwen3_next keeps state per sequence, behind which no drafts are verified yet"),

@@ -334,21 +334,24 @@ def test_a_reader_that_stops_and_goes_on(job_of, tool_codec):
     assert answer.data.endswith(b"data: [DONE]\n\n")
 
 
-def test_a_fault_in_one_answer_is_its_own(job_of, tool_codec, monkeypatch):
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_fault_in_one_answer_is_its_own(job_of, tool_codec, monkeypatch, plain):
     job, ids = job_of("completion", PLAIN), ids_of(tool_codec, "completion")
 
     async def main():
         fleet = fleet_of_one()
         bad = Answer(fleet, tool_codec, job, "completion", "bad", with_direct=True)
         good = Answer(fleet, tool_codec, job, "completion", "good", with_direct=True)
-        whole = bad.writer.chunk
+        whole = bad.writer.texts() if plain else bad.writer.chunk
 
-        def broken(index, delta, choices):
+        def broken(*added):
             if bad.pieces == 3:
                 raise ZeroDivisionError
-            return whole(index, delta, choices)
+            return whole(*added)
 
-        monkeypatch.setattr(bad.writer, "chunk", broken)
+        monkeypatch.setattr(bad.writer, "texts", lambda: broken if plain else None)
+        if not plain:
+            monkeypatch.setattr(bad.writer, "chunk", broken)
         for step, token_id in enumerate(ids[:8]):
             rows = [Tokens(request_id=n, start=step, token_ids=(token_id,)) for n in ("bad-0", "good-0")]
             fleet._replies.take(0, rows)

@@ -3,7 +3,8 @@
 The fake state of a position is a hash of all earlier states, read through the page table of the chunk, of its own token
 and of its formula (prompt or decode). Pages are blank when they are handed out. So a lost, shared, stale or skipped
 position, or one computed with the wrong formula, changes all that follows; what each chunk reads is compared with the
-states of its request alone, which `states_alone` computes without pages. A slot holds the states of all positions.
+states of its request alone, which `states_alone` computes without pages. A slot holds the states of all positions, and
+so does that of a snapshot.
 
 A prompt of which a part is kept leaves the states that a hash of them prefers, and its window, in pages of their own.
 
@@ -95,7 +96,7 @@ class Device:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.cells: list[list[Cell]] = [[None] * config.page_size for _ in range(config.num_pages)]
-        self.slots: list[list[Cell]] = [[] for _ in range(config.num_state_slots)]
+        self.slots: list[list[Cell]] = [[] for _ in range(config.num_state_slots + config.num_snapshots)]
         # Of each sampled chunk of the latest step: where its last accepted token sits, the token, drafts behind it.
         self.latest: list[tuple[int, int, tuple[int, ...]]] = []
 
@@ -128,12 +129,16 @@ class Device:
         alone = states_alone(prompt, config.vocab_size, config.max_model_len, kept)[:start]
         assert states == places_alone(alone, len(prompt), kept), "others' states are read"
         if chunk.state_slot >= 0:
-            assert start == 0 or self.slots[chunk.state_slot][:start] == states, "the slot is another's, or stale"
+            read = chunk.state_slot if chunk.restored < 0 else chunk.restored
+            assert start == 0 or self.slots[read][:start] == states, "the slot is another's, or stale"
+            assert chunk.restored < 0 or len(self.slots[read]) == start, "a snapshot of another position"
         for place, token_id in enumerate(token_ids, start=len(states)):
             states.append(state_of(states, token_id, prompt=chunk.prompt))
             self.cells[chunk.pages[place // size]][place % size] = states[-1]
         if chunk.state_slot >= 0:
             self.slots[chunk.state_slot] = list(states)
+            for position, slot in chunk.snapshots:
+                self.slots[slot] = states[:position]
         if chunk.compaction is None:
             return states
         assert kept is not None

@@ -245,6 +245,8 @@ class Harness:
         assert chunk.pages[:num_old] == table[:num_old], "a page table only grows"
         assert chunk.prompt == prompt == (chunk.start < num_prompt)
         assert (chunk.state_slot >= 0) == bool(config.num_state_slots)
+        assert (chunk.restored >= 0) == bool(started and config.num_state_slots), "state is restored once, at the start"
+        self._check_snapshots(chunk)
         before = request.in_flight[-1] if request.in_flight else None
         start = request.computed if before is None else request.computed + before.num_tokens
         if before is not None and before.num_sampled:
@@ -274,6 +276,16 @@ class Harness:
         fresh += self._check_compaction(chunk, request)
         request.in_flight.append(chunk)
         return fresh
+
+    def _check_snapshots(self, chunk: Chunk) -> None:
+        """Between whole pages of the prompt, on the way, each in a slot that no sequence has."""
+        config, before = self.config, chunk.start
+        for position, slot in chunk.snapshots:
+            assert before < position <= chunk.end
+            assert position % config.page_size == position % config.chunk_alignment == 0
+            assert config.num_state_slots <= slot < config.num_state_slots + config.num_snapshots
+            before = position
+        assert not chunk.snapshots or chunk.prompt
 
     def _check_compaction(self, chunk: Chunk, request: Live) -> list[int]:
         """What the end of a prompt keeps of it, in pages of its own, which it is the first to name."""

@@ -34,8 +34,10 @@ def test_places_go_by_what_is_kept_and_rows_by_their_position() -> None:
     assert len(chunk.compaction.pages) == 3
     # Both are held until the copy is made, and then the prompt's are free.
     assert harness.scheduler.pool.num_free == 32 - 8 - 3
+    assert harness.scheduler.stats.dropped_tokens == 0
     harness.finish(last)
     assert harness.scheduler.pool.num_free == 32 - 3
+    assert harness.scheduler.stats.dropped_tokens == 20
     starts = []
     while harness.live:
         [row] = harness.step().decode
@@ -83,6 +85,7 @@ def test_a_lost_step_and_a_lost_rank_compact_again() -> None:
     while harness.live:
         step = harness.step()
         again += [(c.start, c.num_tokens, c.prompt, c.dropped) for c in step.chunks]
+    assert harness.scheduler.stats.dropped_tokens == 40
     # Its whole pages were found again; its output runs as output, behind what is kept.
     assert again[:2] == [(24, 6, True, 0), (30, 4, False, 20)]
 
@@ -104,7 +107,7 @@ def test_nothing_happens_where_nothing_is_dropped(budget: int, sampling: dict[st
         ({}, submit("r", 3, 0), "wants 1 <= window <= budget, got window 0 and budget 3"),
         ({}, submit("r", 20, 17), "the window of 17 exceeds the 16 prompt rows"),
         ({"mixed_prefill_tokens": 8}, submit("r", 20, 9), "the window of 9 exceeds the 8 prompt rows"),
-        ({"kv_compression": False}, submit("r"), "on a CPU so far"),
+        ({"kv_compression": False}, submit("r"), "for models whose state is all in pages"),
         ({"num_pages": 11}, submit("r"), "the request needs 12 KV pages, this worker has 11"),
     ],
 )

@@ -33,11 +33,11 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         prefill_chunk=max(draw(st.sampled_from((1, 2, 3, 7, 16, 64))), alignment),
         mixed_prefill_tokens=draw(st.sampled_from((None, alignment, alignment + 3))),
         max_waiting=draw(st.integers(1, 6)),
-        # A state per sequence cannot be found again by the tokens that led to it.
-        prefix_caching=num_state_slots == 0 and draw(st.booleans()),
+        prefix_caching=draw(st.booleans()),
         max_in_flight=draw(st.sampled_from((1, 2))),
         num_drafts=num_drafts,
         num_state_slots=num_state_slots,
+        num_snapshots=draw(st.sampled_from((0, 1, 2, 5))) if num_state_slots else 0,
         chunk_alignment=alignment,
         kv_compression=num_state_slots == 0 and draw(st.booleans()),
     )
@@ -121,7 +121,9 @@ def test_any_life_of_a_scheduler(config: SchedulerConfig, eager: bool, life: lis
     harness.drain()
 
 
-def random_life(rng: random.Random, *, max_in_flight: int, num_drafts: int, compressed: bool = False) -> Harness:
+def random_life(
+    rng: random.Random, *, max_in_flight: int, num_drafts: int, compressed: bool = False, num_snapshots: int = 0
+) -> Harness:
     """A busy life over a pool that holds about two of the requests; runs to the end."""
     page_size = rng.choice((1, 2, 4))
     config = SchedulerConfig(
@@ -136,6 +138,9 @@ def random_life(rng: random.Random, *, max_in_flight: int, num_drafts: int, comp
         max_in_flight=max_in_flight,
         num_drafts=num_drafts,
         kv_compression=compressed,
+        num_state_slots=4 if num_snapshots else 0,
+        num_snapshots=num_snapshots,
+        chunk_alignment=2 if num_snapshots else 1,
     )
     harness = Harness(config, eager=rng.random() < 0.5)
     for i in range(12):
@@ -170,3 +175,19 @@ def test_busy_lives_preempt_and_reuse(seed: int, compressed: bool, max_in_flight
     for j in range(num_drafts):
         verified, accepted = sum(s.drafts[j] for s in stats), sum(s.accepted[j] for s in stats)
         assert 0.05 * verified < accepted < 0.95 * verified, f"draft {j}: {accepted} of {verified} are right"
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("num_snapshots", [1, 3, 12])
+def test_busy_lives_with_state_per_sequence(seed: int, num_snapshots: int, max_in_flight: int) -> None:
+    """The same where a prefix is reused only behind a snapshot, of which there are few."""
+    lives = [
+        random_life(random.Random(seed + i), max_in_flight=max_in_flight, num_drafts=0, num_snapshots=num_snapshots)
+        for i in range(25)
+    ]
+    stats = [harness.scheduler.stats for harness in lives]
+    snapshots = [harness.scheduler.snapshots for harness in lives]
+    assert sum(1 for s in stats if s.num_preemptions > 0) > 12
+    assert sum(1 for s in snapshots if s.num_used > 0) > 6
+    assert all((s.num_used > 0) == (t.prefix_hit_tokens > 0) for s, t in zip(snapshots, stats, strict=True))
+    assert num_snapshots > 3 or sum(1 for s in snapshots if s.num_evicted > 0) > 12

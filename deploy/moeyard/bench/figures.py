@@ -78,14 +78,15 @@ def floor_bytes(spec: ModelSpec, *, distinct: float, rows: int, context: float, 
     """What one decode step must read of a model with all experts resident.
 
     All dense weights but the rows of the embedding, `distinct` experts per MoE layer, and of every row the keys and
-    values of `context` positions.
+    values of `context` positions, and its slot of state, which is written too.
     """
     config = spec.config
     dense = sum(num_elements(each.shape) * (4 if each.fp32 else itemsize) for each in spec.dense())
     if spec.lm_head is not None:
         dense -= num_elements(spec.embed.shape) * itemsize
     experts = distinct * len(config.moe_layers) * config.expert_bytes(itemsize)
-    return dense + experts + rows * context * config.state_spec(itemsize).bytes_per_token
+    state = config.state_spec(itemsize)
+    return dense + experts + rows * (context * state.bytes_per_token + 2 * state.bytes_per_sequence)
 
 
 def shares(counts: Mapping[str, int]) -> dict[str, float]:

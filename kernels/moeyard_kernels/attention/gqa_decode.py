@@ -239,6 +239,10 @@ _SHORT = (
     _short(3, 4, BM=64, PER_SM=2),
 )
 CONFIGS = (*_LONG, *_SHORT)
+# For blocks of which a multiprocessor holds one.
+_HUGE = tuple(GroupedConfig(BM=rows, SWAP=False, PER_SM=1, num_warps=8, num_stages=4) for rows in (16, 32, 64))
+# Bytes that a program may take of a multiprocessor's shared memory; of a block of 64 keys and values of 128 in bf16.
+_SHARED, _USUAL_BLOCK = 220 << 10, 32 << 10
 
 
 def shape_class(rows: int, dim: int, sequences: int, *, one_split: bool) -> str:
@@ -251,9 +255,15 @@ def configs_for(rows: int) -> tuple[GroupedConfig, ...]:
     return fitting(CONFIGS, rows)
 
 
-def default_config(rows: int, *, one_split: bool) -> GroupedConfig:
-    """The config for shapes that nobody tuned."""
+def default_config(rows: int, *, one_split: bool, block_bytes: int = 0) -> GroupedConfig:
+    """The config for shapes that nobody tuned; `block_bytes` are a block's keys and values, of which three are on the
+    way in the short ones (heads of 256 in bf16 fit, those in fp32 do not)."""
     size = 0 if rows <= 16 else 1 if rows <= 32 else 2
+    if 3 * block_bytes > _SHARED:
+        return _HUGE[size]
+    if block_bytes > _USUAL_BLOCK and not one_split and not size:
+        # Two warps would hold too much of a wide row each.
+        return _LONG[1]
     return (_SHORT[1], _SHORT[5], _SHORT[6])[size] if one_split else (_LONG[0], _LONG[4], _LONG[5])[size]
 
 
@@ -278,8 +288,11 @@ def gqa_decode(
     if config is None:
         name = shape_class(rows, dim, sequences, one_split=splits == 1)
         config = tuning.choose(
-            "gqa_decode", name, q, (GroupedConfig,), lambda: default_config(rows, one_split=splits == 1)
-        )
+            "gqa_decode", name, q, (GroupedConfig,),
+            lambda: default_config(
+                rows, one_split=splits == 1, block_bytes=BLOCK * (dim + dim_v) * k_cache.element_size()
+            ),
+        )  # fmt: skip
     partial, lse = new_partials(q, tables=tables, heads=heads, dim=dim_v, split=split)
     if partial.numel():
         work = sequences * splits * kv_heads * triton.cdiv(rows, config.BM)

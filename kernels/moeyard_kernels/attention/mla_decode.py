@@ -132,13 +132,14 @@ class LatentConfig(Config):
     """BM rows (queries times heads) of a tile, PER_SM programs of a multiprocessor.
 
     kernel: the one above, or where they can be, `mla_decode_hopper` and `mla_decode_pairs`. SWAP: keys are the rows of
-    the products, which suits few heads.
+    the products, which suits few heads. AHEAD: see `mla_decode_hopper`; the others know none.
     """
 
     kernel: Literal["triton", "hopper", "pairs"]
     BM: int
     SWAP: bool
     PER_SM: int
+    AHEAD: int = 0
 
 
 CONFIGS = (
@@ -150,6 +151,11 @@ CONFIGS = (
     LatentConfig(kernel="hopper", BM=32, SWAP=True, PER_SM=1, num_warps=8, num_stages=2),
     LatentConfig(kernel="hopper", BM=64, SWAP=False, PER_SM=1, num_warps=8, num_stages=2),
     LatentConfig(kernel="pairs", BM=64, SWAP=False, PER_SM=1, num_warps=4, num_stages=2),
+    # Not timed yet.
+    LatentConfig(kernel="hopper", BM=16, SWAP=True, PER_SM=1, num_warps=4, num_stages=2, AHEAD=1),
+    LatentConfig(kernel="hopper", BM=16, SWAP=True, PER_SM=1, num_warps=4, num_stages=2, AHEAD=2),
+    LatentConfig(kernel="hopper", BM=16, SWAP=True, PER_SM=1, num_warps=8, num_stages=2, AHEAD=2),
+    LatentConfig(kernel="hopper", BM=64, SWAP=False, PER_SM=1, num_warps=8, num_stages=2, AHEAD=2),
 )
 
 # What fits a tile of fp32, whose products are not the matrix units'.
@@ -178,6 +184,8 @@ def mla_decode(
     *,
     tables: DecodeTables,
     scale: float,
+    static_tables: bool = False,
+    static_keys: bool = False,
     split: int = MLA_SPLIT,
     config: LatentConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,8 +226,14 @@ def mla_decode(
         if kind == "pairs":
             mla_decode_pairs_kernel[grid](*descriptors(q_latent, q_rope, latent_cache), latent_cache, *tail, **sizes)
         elif kind == "hopper":
+            early = {
+                "ONE": splits == 1 and config.AHEAD > 0,
+                "AHEAD": config.AHEAD,
+                "STATIC": static_tables,
+                "KEYS": static_keys,
+            }
             mla_decode_hopper_kernel[grid](
-                q_latent, q_rope, latent_cache, *tail, **sizes, **tile, **dependent(q_latent)
+                q_latent, q_rope, latent_cache, *tail, **sizes, **tile, **early, **dependent(q_latent)
             )
         else:
             _mla_decode_kernel[grid](

@@ -3,6 +3,11 @@
 Per block of keys: the scores' product starts, the last block's product with the values ends, whose buffer is then
 filled with the next block while scores become weights. Triton's own pipeline fills it only after that, and has both
 groups of warps compute all scores.
+
+With few sequences what counts is how many latencies follow each other. AHEAD 1: a block's page is looked up a block
+before it is copied, and the first two pages and the lengths ahead of the wait if no launch at work writes them
+(STATIC). AHEAD 2: so is the first block copied, if nobody writes its keys (KEYS) and the step's own are not among them.
+Where the table holds one split (ONE) there is nothing to count either.
 """
 
 from triton.experimental import gluon
@@ -54,17 +59,28 @@ def sum_over_keys(b_x, BM: gl.constexpr, BN: gl.constexpr, LOG2_BN: gl.constexpr
 
 
 @gluon.jit
+def _page_of(p_pages, i_n, i_high, PAGE: gl.constexpr):
+    """The page of position i_n, 0 from i_high on."""
+    return gl.load(p_pages + i_n // PAGE, mask=i_n < i_high, other=0)
+
+
+@gluon.jit
 def _copy_block(
-    p_kv, p_pages, s_kv, s_k, i_n, i_high, L_KV: gl.constexpr, L_K: gl.constexpr,
-    R: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
+    p_kv, p_pages, i_page, s_kv, s_k, i_n, i_high, L_KV: gl.constexpr, L_K: gl.constexpr,
+    R: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy positions [i_n, i_n + BN) to shared memory, zeros from i_high on; one group."""
+    """Begin to copy positions [i_n, i_n + BN) to shared memory, zeros from i_high on; one group.
+
+    i_page: their page, if pages are blocks and it was looked up before (AHEAD).
+    """
     o_n = gl.arange(0, BN, gl.SliceLayout(1, L_KV))
     o_k = gl.arange(0, BN, gl.SliceLayout(1, L_K))
     o_r = gl.arange(0, R, gl.SliceLayout(0, L_KV))
     o_d = gl.arange(0, D, gl.SliceLayout(0, L_K))
     if PAGE == BN:
-        i_page = gl.load(p_pages + i_n // PAGE, mask=i_n < i_high, other=0).to(gl.int64)
+        if not AHEAD:
+            i_page = _page_of(p_pages, i_n, i_high, PAGE)
+        i_page = i_page.to(gl.int64)
         p_page = p_kv + i_page * (PAGE * (R + D))
         p_latent = p_page + (o_n[:, None] * (R + D) + o_r[None, :])
         p_rope = p_page + (o_k[:, None] * (R + D) + R + o_d[None, :])
@@ -83,10 +99,16 @@ def mla_decode_hopper_kernel(
     p_q, p_r, p_kv, p_table, p_lens, p_out, p_lse, c, B, MAX_PAGES, S,
     Q: gl.constexpr, H: gl.constexpr, R: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     SPLIT: gl.constexpr, BN: gl.constexpr, LOG2_BN: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr,
-    BM: gl.constexpr, SWAP: gl.constexpr, num_warps: gl.constexpr,
+    BM: gl.constexpr, SWAP: gl.constexpr, ONE: gl.constexpr, AHEAD: gl.constexpr, STATIC: gl.constexpr,
+    KEYS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """As `_mla_decode_kernel` without a window; R and D are powers of two, all is bf16."""
-    wait_for_previous()
+    # Tables are read ahead of the wait; so is the first block, if its keys are old.
+    EARLY: gl.constexpr = STATIC and AHEAD > 0
+    OLD: gl.constexpr = EARLY and KEYS and AHEAD > 1
+    LOOKED_UP: gl.constexpr = AHEAD > 0 and PAGE == BN
+    if not EARLY:
+        wait_for_previous()
     M: gl.constexpr = Q * H
     TILES: gl.constexpr = (M + BM - 1) // BM
     AXIS: gl.constexpr = 0 if SWAP else 1
@@ -110,7 +132,8 @@ def mla_decode_hopper_kernel(
         L_SCRATCH: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     L_M: gl.constexpr = gl.SliceLayout(AXIS, L_S)
     L_N: gl.constexpr = gl.SliceLayout(OTHER, L_S)
-    b_ends = work_ends(p_lens, B, S, Q, BB, BQ, SPLIT, num_warps)
+    if not ONE:
+        b_ends = work_ends(p_lens, B, S, Q, BB, BQ, SPLIT, num_warps)
 
     s_q = gl.allocate_shared_memory(DT, [BM, R], gl.NVMMASharedLayout.get_default_for([BM, R], DT))
     s_r = gl.allocate_shared_memory(DT, [BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], DT))
@@ -121,15 +144,36 @@ def mla_decode_hopper_kernel(
     else:
         s_p = gl.allocate_shared_memory(DT, [BM, BN], gl.NVMMASharedLayout.get_default_for([BM, BN], DT))
 
-    num_items = gl.max(b_ends, 0) * TILES
+    num_items = B * TILES if ONE else gl.max(b_ends, 0) * TILES
     for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        i_b, i_s = find_work(i_item // TILES, b_ends)
+        if ONE:
+            i_b, i_s = i_item // TILES, 0
+        else:
+            i_b, i_s = find_work(i_item // TILES, b_ends)
         o_m = (i_item % TILES) * BM + gl.arange(0, BM, L_M)
         m_m = o_m < M
         b_len = gl.load(p_lens + i_b * Q + o_m // H, mask=m_m, other=0)
         i_low, i_high = i_s * SPLIT, gl.minimum(gl.max(b_len, 0), (i_s + 1) * SPLIT)
         p_pages = p_table + i_b.to(gl.int64) * MAX_PAGES
-        _copy_block(p_kv, p_pages, s_kv.index(0), s_k.index(0), i_low, i_high, L_KV, L_K, R, D, PAGE, BN)
+        i_page, i_after = 0, 0
+        if LOOKED_UP:
+            i_page, i_after = _page_of(p_pages, i_low, i_high, PAGE), _page_of(p_pages, i_low + BN, i_high, PAGE)
+        is_old = False
+        if OLD:
+            # The step's own keys begin one below the least length.
+            is_old = i_low + BN < gl.min(gl.where(m_m, b_len, 2147483647), 0)
+            if is_old:
+                _copy_block(
+                    p_kv, p_pages, i_page, s_kv.index(0), s_k.index(0), i_low, i_high, L_KV, L_K, R, D, PAGE, BN,
+                    LOOKED_UP,
+                )  # fmt: skip
+        if EARLY:
+            wait_for_previous()
+        if not is_old:
+            _copy_block(
+                p_kv, p_pages, i_page, s_kv.index(0), s_k.index(0), i_low, i_high, L_KV, L_K, R, D, PAGE, BN,
+                LOOKED_UP,
+            )  # fmt: skip
 
         i_row = i_b.to(gl.int64) * M
         i_tile = (i_item % TILES) * BM
@@ -158,9 +202,11 @@ def mla_decode_hopper_kernel(
                 b_s = warpgroup_mma(s_q, s_values.permute((1, 0)), b_zero, use_acc=False, is_async=True)
                 b_s = warpgroup_mma(s_r, s_rope.permute((1, 0)), b_s, is_async=True)
             _copy_block(
-                p_kv, p_pages, s_kv.index(1 - i_buffer), s_k.index(1 - i_buffer), i_n + BN, i_high, L_KV, L_K,
-                R, D, PAGE, BN,
+                p_kv, p_pages, i_after, s_kv.index(1 - i_buffer), s_k.index(1 - i_buffer), i_n + BN, i_high,
+                L_KV, L_K, R, D, PAGE, BN, LOOKED_UP,
             )  # fmt: skip
+            if LOOKED_UP:
+                i_after = _page_of(p_pages, i_n + 2 * BN, i_high, PAGE)
             b_s = warpgroup_mma_wait(num_outstanding=0, deps=(b_s,))
 
             o_n = gl.expand_dims(i_n + gl.arange(0, BN, L_N), OTHER)
@@ -203,3 +249,6 @@ def mla_decode_hopper_kernel(
         o_ro = gl.expand_dims(gl.arange(0, R, gl.SliceLayout(OTHER, L_O)), OTHER)
         gl.store(p_out + (i_out + o_mo) * R + o_ro, b_acc.to(p_out.dtype.element_ty), mask=o_mo < M)
         gl.store(p_lse + i_out + o_m, b_lse, mask=m_m)
+    if EARLY:
+        # A program without work too: launches complete in order.
+        wait_for_previous()

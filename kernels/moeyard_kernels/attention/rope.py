@@ -53,13 +53,15 @@ def _split_pairs(b_x, BH: tl.constexpr):
 @triton.jit
 def rotated_heads(
     p_x, stride_n, o_n, N, p_cos, p_sin, p_norm, eps, HALF,
-    INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr
+    INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, REST: tl.constexpr
 ):  # fmt: skip
-    """The rotated halves [BN, BH] (fp32, rounded to x's dtype) of heads o_n of one token. BH covers HALF = D / 2.
+    """The rotated halves [BN, BH] (fp32, rounded to x's dtype) of heads o_n of one token. BH covers HALF.
 
-    With BD > 0 each head is normalised first, by the weight p_norm [D]: its scale is that of rms_norm, whose sum's
+    A head has D = 2 HALF + REST values, of which the last REST are not rotated (`move_rest`). With BD > 0 each head
+    is normalised first, by the weight p_norm [D]: its scale is that of rms_norm, whose sum's
     order follows from the tile [BN, BD] (see `rope_cache_write`). The tile is read for it a second time, which is
     cheaper than taking it apart: both reads are in flight together, and the second finds the lines of the first.
+    Returns that scale too, [BN, 1], or 1.
     """
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     o_h = tl.arange(0, BH)
@@ -68,7 +70,7 @@ def rotated_heads(
     p_head = p_x + o_n.to(tl.int64)[:, None] * stride_n
     if BD > 0:
         o_x = tl.arange(0, BD)
-        b_whole = tl.load(p_head + o_x[None, :], mask=m_n & (o_x < 2 * HALF)[None, :], other=0.0).to(tl.float32)
+        b_whole = tl.load(p_head + o_x[None, :], mask=m_n & (o_x < 2 * HALF + REST)[None, :], other=0.0).to(tl.float32)
     if INTERLEAVED:
         o_d = tl.arange(0, 2 * BH)
         m_d = o_d < 2 * HALF
@@ -86,15 +88,37 @@ def rotated_heads(
             b_weight_second = tl.load(p_norm + HALF + o_h, mask=m_h, other=0.0).to(tl.float32)
     b_cos = tl.load(p_cos + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
     b_sin = tl.load(p_sin + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+    b_scale = 1.0
     if BD > 0:
-        b_scale = row_scale(b_whole, 2 * HALF, eps)
-        b_first = round_to(round_to(b_first * b_scale, DTYPE) * b_weight_first[None, :], DTYPE)
-        b_second = round_to(round_to(b_second * b_scale, DTYPE) * b_weight_second[None, :], DTYPE)
+        # A weight in fp32 comes before the rounding, one of x's dtype behind it: see the oracle of `rms_norm`.
+        WEIGHT: tl.constexpr = p_norm.dtype.element_ty
+        b_scale = row_scale(b_whole, 2 * HALF + REST, eps)
+        b_first = round_to(round_to(b_first * b_scale, WEIGHT) * b_weight_first[None, :], DTYPE)
+        b_second = round_to(round_to(b_second * b_scale, WEIGHT) * b_weight_second[None, :], DTYPE)
     if p_cos.dtype.element_ty == tl.float32:
         b_first, b_second = rotate(b_first, b_second, b_cos, b_sin, tl.float32)
     else:
         b_first, b_second = rotate(b_first, b_second, b_cos, b_sin, DTYPE)
-    return round_to(b_first, DTYPE), round_to(b_second, DTYPE)
+    return round_to(b_first, DTYPE), round_to(b_second, DTYPE), b_scale
+
+
+@triton.jit
+def move_rest(
+    p_x, stride_n, p_out, stride_out, o_n, N, m_n, p_norm, b_scale, FIRST,
+    BD: tl.constexpr, REST: tl.constexpr, BREST: tl.constexpr
+):  # fmt: skip
+    """Store values [FIRST, FIRST + REST) of heads o_n where m_n, normalised by b_scale if BD > 0, else as they are."""
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    o_d = tl.arange(0, BREST)
+    m_d = (o_d < REST)[None, :]
+    o_head = o_n.to(tl.int64)[:, None]
+    b_x = tl.load(p_x + o_head * stride_n + (FIRST + o_d)[None, :], mask=(o_n < N)[:, None] & m_d, other=0.0)
+    if BD > 0:
+        b_weight = tl.load(p_norm + FIRST + o_d, mask=o_d < REST, other=0.0).to(tl.float32)
+        b_y = round_to(b_x.to(tl.float32) * b_scale, p_norm.dtype.element_ty) * b_weight[None, :]
+        b_x = round_to(b_y, DTYPE).to(DTYPE)
+    p_rest = p_out + o_head * stride_out + (FIRST + o_d)[None, :]
+    tl.store(p_rest, b_x.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_d)
 
 
 @triton.jit
@@ -122,15 +146,22 @@ def token_and_block(num_blocks):
 @triton.jit
 def rotate_block(
     p_x, p_cos, p_sin, p_norm, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, eps, HALF,
-    INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr
+    INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, REST: tl.constexpr,
+    BREST: tl.constexpr,
 ):  # fmt: skip
     """Rotate heads [i_n BN, i_n BN + BN) of token i_t of x into out [T, N, D], normalised first if BD > 0."""
     o_n = i_n * BN + tl.arange(0, BN)
-    b_first, b_second = rotated_heads(
+    b_first, b_second, b_scale = rotated_heads(
         p_x + i_t * stride_t, stride_n, o_n, N, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, p_norm, eps, HALF,
-        INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=BD
+        INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=BD, REST=REST
     )  # fmt: skip
-    store_halves(p_out + i_t * N * 2 * HALF, 2 * HALF, o_n, o_n < N, b_first, b_second, HALF, BH=BH)
+    p_token = p_out + i_t * N * (2 * HALF + REST)
+    store_halves(p_token, 2 * HALF + REST, o_n, o_n < N, b_first, b_second, HALF, BH=BH)
+    if REST > 0:
+        move_rest(
+            p_x + i_t * stride_t, stride_n, p_token, 2 * HALF + REST, o_n, N, o_n < N, p_norm, b_scale, 2 * HALF,
+            BD=BD, REST=REST, BREST=BREST
+        )  # fmt: skip
 
 
 @triton.jit
@@ -144,7 +175,7 @@ def _rope_kernel(
     i_t, i_n = token_and_block(num_blocks)
     rotate_block(
         p_x, p_cos, p_sin, p_x, p_out, i_t, i_n, N, stride_t, stride_n, stride_cos, stride_sin, 0.0, HALF,
-        INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=0
+        INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=0, REST=0, BREST=1
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from moeyard_kernels.attention.rope import CONFIGS as CONFIGS
 from moeyard_kernels.attention.rope import (
     half_block,
     launch_plan,
+    move_rest,
     rotate_block,
     rotated_heads,
     store_halves,
@@ -58,11 +59,12 @@ def _gqa_kernel(
     stride_qt, stride_qn, stride_kt, stride_kn, stride_vt, stride_vn, stride_cos, stride_sin,
     stride_ckn, stride_ckp, stride_cke, stride_cvn, stride_cvp, stride_cve,
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BNKV: tl.constexpr, BH: tl.constexpr,
-    BD: tl.constexpr,
+    BD: tl.constexpr, REST: tl.constexpr, BREST: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Query heads [i_n BN, i_n BN + BN) of one token, or its keys and values. Grid: T (num_q_blocks + 1).
 
-    BD > 0: queries and keys are normalised first, by tiles of BD columns.
+    BD > 0: queries and keys are normalised first, by tiles of BD columns. The last REST values of a head are not
+    rotated. BV covers all of a head.
     """
     let_next_begin()
     wait_for_previous()
@@ -70,22 +72,27 @@ def _gqa_kernel(
     if i_n < num_q_blocks:
         rotate_block(
             p_q, p_cos, p_sin, p_q_norm, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, eps, HALF,
-            INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=BD
+            INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=BD, REST=REST, BREST=BREST
         )  # fmt: skip
     else:
         o_kv = tl.arange(0, BNKV)
-        o_d = tl.arange(0, 2 * BH)
+        o_d = tl.arange(0, BV)
         is_written, o_k_entry = _slot_of(p_slots, i_t, stride_ckp, stride_cke, PAGE)
         is_written, o_v_entry = _slot_of(p_slots, i_t, stride_cvp, stride_cve, PAGE)
         m_kv = (o_kv < NKV) & is_written
-        m_v = m_kv[:, None] & (o_d < 2 * HALF)[None, :]
+        m_v = m_kv[:, None] & (o_d < 2 * HALF + REST)[None, :]
         o_v = o_kv.to(tl.int64)[:, None]
         b_v = tl.load(p_v + i_t * stride_vt + o_v * stride_vn + o_d[None, :], mask=m_v, other=0.0)
-        b_k_first, b_k_second = rotated_heads(
+        b_k_first, b_k_second, b_scale = rotated_heads(
             p_k + i_t * stride_kt, stride_kn, o_kv, NKV, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin,
-            p_k_norm, eps, HALF, INTERLEAVED=INTERLEAVED, BN=BNKV, BH=BH, BD=BD
+            p_k_norm, eps, HALF, INTERLEAVED=INTERLEAVED, BN=BNKV, BH=BH, BD=BD, REST=REST
         )  # fmt: skip
         store_halves(p_k_cache + o_k_entry, stride_ckn, o_kv, m_kv, b_k_first, b_k_second, HALF, BH=BH)
+        if REST > 0:
+            move_rest(
+                p_k + i_t * stride_kt, stride_kn, p_k_cache + o_k_entry, stride_ckn, o_kv, NKV, m_kv, p_k_norm,
+                b_scale, 2 * HALF, BD=BD, REST=REST, BREST=BREST
+            )  # fmt: skip
         tl.store(p_v_cache + o_v_entry + o_v * stride_cvn + o_d[None, :], b_v, mask=m_v)
 
 
@@ -103,7 +110,7 @@ def _mla_kernel(
     if i_n < num_q_blocks:
         rotate_block(
             p_q, p_cos, p_sin, p_q, p_out, i_t, i_n, NQ, stride_qt, stride_qn, stride_cos, stride_sin, 0.0, HALF,
-            INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=0
+            INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=0, REST=0, BREST=1
         )  # fmt: skip
     else:
         is_written, o_entry = _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE)
@@ -111,9 +118,9 @@ def _mla_kernel(
         m_r = (o_r < R) & is_written
         b_latent = tl.load(p_latent + i_t * stride_lt + o_r, mask=m_r, other=0.0)
         o_k = tl.arange(0, 1)
-        b_k_first, b_k_second = rotated_heads(
+        b_k_first, b_k_second, _ = rotated_heads(
             p_k + i_t * stride_kt, 0, o_k, 1, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, p_k, 0.0, HALF,
-            INTERLEAVED=INTERLEAVED, BN=1, BH=BH, BD=0
+            INTERLEAVED=INTERLEAVED, BN=1, BH=BH, BD=0, REST=0
         )  # fmt: skip
         tl.store(p_cache + o_entry + o_r, b_latent, mask=m_r)
         store_halves(p_cache + o_entry + R, 0, o_k, (o_k < 1) & is_written, b_k_first, b_k_second, HALF, BH=BH)
@@ -132,6 +139,7 @@ def rope_cache_write_gqa(
     """
     op = "rope_cache_write_gqa"
     num_tokens, num_heads, dim = q.shape
+    turned = min(dim, 2 * cos.shape[1])
     check_rows(op, q=q, k=k, v=v, cos=cos, sin=sin, slot_mapping=slot_mapping, k_cache=k_cache, v_cache=v_cache)
     check_rows(op, q=q, q_norm=q_norm, k_norm=k_norm)
     normed = q_norm is not None
@@ -147,11 +155,13 @@ def rope_cache_write_gqa(
     if num_tokens:
         _gqa_kernel[(num_tokens * (q_blocks + 1),)](
             q, k, v, cos, sin, q if q_norm is None else q_norm, k if k_norm is None else k_norm,
-            slot_mapping, out, k_cache, v_cache, num_heads, k.shape[1], dim // 2, q_blocks, eps,
+            slot_mapping, out, k_cache, v_cache, num_heads, k.shape[1], turned // 2, q_blocks, eps,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
             *k_cache.stride()[:3], *v_cache.stride()[:3],
-            PAGE=page, INTERLEAVED=interleaved, BNKV=kv_block, BH=half_block(dim), BD=block if normed else 0,
-            enable_fp_fusion=False, BN=config.BLOCK, **config.options, **dependent(q),
+            PAGE=page, INTERLEAVED=interleaved, BNKV=kv_block, BH=half_block(turned), BD=block if normed else 0,
+            REST=dim - turned, BREST=triton.next_power_of_2(max(1, dim - turned)),
+            BV=max(2 * half_block(turned), triton.next_power_of_2(dim)), BN=config.BLOCK,
+            enable_fp_fusion=False, **config.options, **dependent(q),
         )  # fmt: skip
     return finish(out, q.dtype)
 

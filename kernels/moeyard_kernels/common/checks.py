@@ -54,8 +54,10 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
 def check_norm(op: str, x: torch.Tensor, weight: torch.Tensor) -> None:
     if x.dim() == 0 or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         raise ValueError(f"{op}: weight {show(weight)} does not fit x {show(x)}")
-    if x.dtype not in FLOATS or weight.dtype != x.dtype:
-        raise ValueError(f"{op}: x {x.dtype} and weight {weight.dtype} must share a dtype, fp32 or bf16")
+    if x.dtype not in FLOATS or weight.dtype not in (x.dtype, torch.float32):
+        raise ValueError(
+            f"{op}: x {x.dtype} and weight {weight.dtype} must share a dtype, fp32 or bf16, or weight fp32"
+        )
 
 
 def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int, group_score: str) -> None:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from moeyard_kernels.cpu.delta import chunk_delta_rule, step_delta_rule
-from moeyard_kernels.cpu.plan import CpuPlan
+from moeyard_kernels.cpu.plan import CpuPlan, PromptSegment
 from moeyard_kernels.ref.causal_conv1d import causal_conv1d
 from moeyard_kernels.ref.gated_rms_norm import gated_rms_norm
 from moeyard_kernels.ref.rows_apart import rows_apart
@@ -75,10 +75,12 @@ def attended(
     q, k = _normalised(q).mul_(q.shape[2] ** -0.5), _normalised(k)
     out = torch.zeros(v.shape)
     for part in plan.segments:
-        here, kept = slice(part.begin, part.end), state[part.slot]
-        if not part.start:
-            kept.zero_()
-        out[here] = chunk_delta_rule(q[here], k[here], v[here], g[here], beta[here], kept)
+        kept, begin = _before(part, state), part.begin
+        for end, slot in part.parts:
+            here, begin = slice(begin, end), end
+            out[here] = chunk_delta_rule(q[here], k[here], v[here], g[here], beta[here], kept)
+            if slot >= 0:
+                state[slot] = kept
     if plan.waves:
         decay = rows_apart(g.flatten(1)).exp().view(g.shape)
         decay = decay if g.dim() == 3 else decay.unsqueeze(-1)
@@ -96,12 +98,13 @@ def convolved(x: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, plan: C
     size = conv.shape[1]
     out = rows_apart(torch.zeros(1, 1).expand(x.shape))
     for part in plan.segments:
-        before = window[part.slot]
-        if not part.start:
-            before.zero_()
+        before = _before(part, window)
         rows = x[part.begin : part.end]
         out[part.begin : part.end] = causal_conv1d(rows, conv, before)
-        before.copy_(torch.cat((before, rows))[1 - size :])
+        inputs = torch.cat((before, rows))
+        for end, slot in (*part.parts, (part.end, part.slot)):
+            if slot >= 0:
+                window[slot] = inputs[end - part.begin :][: size - 1]
     factors = conv.float().t().contiguous()
     for rows, slots in plan.waves:
         inputs = torch.cat((window.index_select(0, slots), x.index_select(0, rows).unsqueeze(1)), 1)
@@ -113,6 +116,16 @@ def convolved(x: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, plan: C
             done += wide[:, i] * factors[i]
         out.index_copy_(0, rows, done)
     return F.silu(out).to(x.dtype).float()
+
+
+def _before(part: PromptSegment, slots: torch.Tensor) -> torch.Tensor:
+    """What a chunk's sequence keeps in its slot of `slots` [num_slots, ...] as the chunk begins."""
+    kept = slots[part.slot]
+    if not part.start:
+        kept.zero_()
+    elif part.restored >= 0:
+        kept.copy_(slots[part.restored])
+    return kept
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:

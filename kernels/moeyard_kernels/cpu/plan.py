@@ -22,15 +22,20 @@ class PromptSegment:
 
     `pages` [n] int64 hold positions 0 to at least start + end - begin, in order and rounded up to whole attention
     blocks (the last page repeats: what it adds is never seen). `kept`: what is kept of the prompt, None for all.
-    `slot`: the sequence's slot of recurrent state, -1 where the model has none.
+    `slot`: the sequence's slot of recurrent state, -1 where the model has none; `restored`: the slot of what it starts
+    from instead, -1 for none. `parts`: (end, slot) of the rows up to each snapshot of that state, whose slot is given,
+    and of those behind the last, with -1.
     """
 
-    __slots__ = ("begin", "end", "kept", "pages", "slot", "start")
+    __slots__ = ("begin", "end", "kept", "pages", "parts", "restored", "slot", "start")
 
-    def __init__(
-        self, begin: int, end: int, *, start: int, pages: torch.Tensor, kept: "Kept | None", slot: int
-    ) -> None:
-        self.begin, self.end, self.start, self.pages, self.kept, self.slot = begin, end, start, pages, kept, slot
+    def __init__(self, begin: int, chunk: ChunkRows, *, pages: torch.Tensor, kept: "Kept | None") -> None:
+        self.begin, self.end = begin, begin + len(chunk.token_ids)
+        self.start, self.slot, self.restored = chunk.start, chunk.state_slot, chunk.restored
+        self.pages, self.kept = pages, kept
+        self.parts = [(begin + position - chunk.start, slot) for position, slot in chunk.snapshots]
+        if not self.parts or self.parts[-1][0] < self.end:
+            self.parts.append((self.end, -1))
 
 
 class Kept:
@@ -92,8 +97,7 @@ class CpuPlan:
                 kept = None
                 if chunk.compaction is not None:
                     kept = Kept(start + end - begin, chunk.compaction, page_size)
-                slot = chunk.state_slot
-                self.segments.append(PromptSegment(begin, end, start=start, pages=pages, kept=kept, slot=slot))
+                self.segments.append(PromptSegment(begin, chunk, pages=pages, kept=kept))
             begin = end
         self.num_sampled = len(step.sample_rows)
         sample_rows = np.zeros(padded_rows(self.num_sampled), dtype=np.int64)

@@ -8,13 +8,10 @@ show in what is chosen.
 """
 
 import torch
-import torch.nn.functional as F
 
+from moeyard_kernels.common.kept import best, sum_rows
 from moeyard_kernels.cpu.attn_prefill import ROW_TILE, key_blocks
 from moeyard_kernels.types.decode_tables import BLOCK
-
-# Neighbours that a key is pooled with, itself in the middle, as in the runs of the paper on LongBench.
-POOLED = 7
 
 
 def snapkv(
@@ -26,18 +23,10 @@ def snapkv(
     at least length - 1 (what lies behind is finite and unseen). The window stays, and of the positions before it those
     that count most; of equal ones the lower. `shared`: scores are summed over all heads, for keys that are one latent.
     """
-    window = q.shape[0]
     scores = key_scores(q, k, length=length, scale=scale)
     if shared:
-        scores = _sum_rows(scores).unsqueeze(0)
-    pooled = F.max_pool1d(scores.unsqueeze(1), POOLED, stride=1, padding=POOLED // 2).squeeze(1)
-    best = pooled.sort(stable=True, dim=1, descending=True).indices[:, : budget - window].sort(1).values
-    return torch.cat((best, latest(length, window).expand(best.shape[0], -1)), 1)
-
-
-def latest(length: int, count: int) -> torch.Tensor:
-    """The last `count` positions of `length`, [1, count] int64."""
-    return torch.arange(length - count, length).unsqueeze(0)
+        scores = sum_rows(scores).unsqueeze(0)
+    return best(scores, length=length, budget=budget)
 
 
 def key_scores(q: torch.Tensor, k: torch.Tensor, *, length: int, scale: float) -> torch.Tensor:
@@ -61,14 +50,5 @@ def key_scores(q: torch.Tensor, k: torch.Tensor, *, length: int, scale: float) -
             p = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
             total = p.view(group, ROW_TILE, -1, BLOCK).sum(-1).cumsum(-1)[..., -1:]
             part = p.div_(total)[:, :count, :before]
-            found[head] += _sum_rows(_sum_rows(part.transpose(0, 1)))
+            found[head] += sum_rows(sum_rows(part.transpose(0, 1)))
     return found
-
-
-def _sum_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [R, ...] -> [...], halves onto halves: an order that only R decides, in additions of whole rows."""
-    while x.shape[0] > 1:
-        half = x.shape[0] // 2
-        folded = x[:half] + x[half : 2 * half]
-        x = torch.cat((folded, x[2 * half :])) if x.shape[0] % 2 else folded
-    return x[0]

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from moeyard_kernels import ops
-from moeyard_kernels.cuda.plan import CudaPlan
+from moeyard_kernels.common.kept import best, latest, sum_rows
+from moeyard_kernels.cuda.plan import CudaPlan, Kept
 
 # Positions that a table without memory of its own has rows for.
 _ANY_POSITION = 1 << 30
@@ -51,7 +52,32 @@ class CudaGqa:
             # The launch ahead is the cache write, or the prompts' attention: the tables are older.
             out, _ = ops.gqa_decode(rows, self._k, self._v, tables=tables, scale=self._scale, static_tables=True)
             parts.append(out)
+        if plan.num_prompt:
+            for kept in plan.kept:
+                self._compact(q[kept.choosing], kept)
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+
+    def _compact(self, q: torch.Tensor, kept: Kept) -> None:
+        """Copy what is kept of a prompt to places of its own; q [W, Hq, D] are its last queries.
+
+        Where a sliding window hides the rest, each layer keeps the latest: then a place's distance is its position's.
+        """
+        k, v = self._k.flatten(1, 2), self._v.flatten(1, 2)
+        if self._window is None:
+            scores = ops.snapkv_scores(q, k, rows=kept.places, length=kept.length, scale=self._scale)
+            found = best(scores, length=kept.length, budget=kept.count)
+        else:
+            found = latest(kept.length, kept.count, k.device).expand(k.shape[0], -1)
+        source = kept.places[found].unsqueeze(2)
+        for flat in (k, v):
+            flat.index_copy_(1, kept.entries, flat.gather(1, source.expand(-1, -1, flat.shape[2])))
+
+    def warm_compaction(self) -> None:
+        """Have what chooses compiled, before there is a prompt that waits for it."""
+        k = self._k.flatten(1, 2)
+        rows = torch.zeros(2, dtype=torch.int64, device=k.device)
+        q = k.new_zeros(1, self._heads[0], self._head_dim)
+        best(ops.snapkv_scores(q, k, rows=rows, length=2, scale=self._scale), length=2, budget=1)
 
     def _normalised(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """x [T, heads, D], all heads together."""
@@ -93,14 +119,37 @@ class CudaMla:
         rows = self._latents.flatten(0, 1).index_select(0, plan.prefix_entries)
         kv = ops.linear(rows[:, : self._rank].contiguous(), self._kv_b, static_weight=True)
         k, v = kv.view(rows.shape[0], self._num_heads, -1).split((self._nope_dim, self._v_dim), 2)
-        return ops.attn_prefill_varlen(
-            torch.cat((q_nope, q_rope), 2), k, v, plan=plan.flat, scale=self._scale, k_rope=rows[:, self._rank :]
-        )[0]
+        queries, k_rope = torch.cat((q_nope, q_rope), 2), rows[:, self._rank :]
+        for kept in plan.kept:
+            here = kept.keys
+            self._compact(queries[kept.choosing], k[here].transpose(0, 1), k_rope[here], rows[here], kept)
+        return ops.attn_prefill_varlen(queries, k, v, plan=plan.flat, scale=self._scale, k_rope=k_rope)[0]
+
+    def _compact(
+        self, q: torch.Tensor, k: torch.Tensor, k_rope: torch.Tensor, latents: torch.Tensor, kept: Kept
+    ) -> None:  # fmt: skip
+        """Copy what is kept of a prompt: one latent is the key of all heads, so they choose together."""
+        scores = ops.snapkv_scores(q, k, k_rope=k_rope, length=kept.length, scale=self._scale)
+        found = best(sum_rows(scores).unsqueeze(0), length=kept.length, budget=kept.count)
+        self._latents.flatten(0, 1).index_copy_(0, kept.entries, latents.index_select(0, found[0]))
+
+    def warm_compaction(self) -> None:
+        """As `CudaGqa.warm_compaction`."""
+        q = self._latents.new_zeros(2, self._num_heads, sum(self._widths))
+        kv = self._latents.new_zeros(2, self._num_heads, self._nope_dim + self._v_dim)
+        k, k_rope = kv[..., : self._nope_dim].transpose(0, 1), self._latents.flatten(0, 1)[:2, self._rank :]
+        scores = ops.snapkv_scores(q[:1], k, k_rope=k_rope, length=2, scale=self._scale)
+        best(sum_rows(scores).unsqueeze(0), length=2, budget=1)
 
     def _decode(self, q_nope: torch.Tensor, q_rope: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
         """[decode rows, Hq, Dv] in the absorbed form."""
         q_latent = ops.head_linear(q_nope, self._k_absorb, static_weight=True)
-        latent, _ = ops.mla_decode(q_latent, q_rope, self._latents, tables=plan.decode[None], scale=self._scale)
+        # At work are the product ahead and the cache write ahead of it: tables are older, and so are a sequence's keys
+        # but its row's, unless the step has several rows of it.
+        latent, _ = ops.mla_decode(
+            q_latent, q_rope, self._latents, tables=plan.decode[None], scale=self._scale,
+            static_tables=True, static_keys=plan.lone_rows,
+        )  # fmt: skip
         return ops.head_linear(latent, self._v_expand, static_weight=True)
 
 

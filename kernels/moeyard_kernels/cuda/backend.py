@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from moeyard_kernels import ops
-from moeyard_kernels.backend import GdnMix, KdaMix
 from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
 from moeyard_kernels.cuda.experts import CudaExpertSlots
-from moeyard_kernels.cuda.footprint import NO_LINEAR_ATTENTION, STREAM_SLOTS
+from moeyard_kernels.cuda.footprint import STREAM_SLOTS
+from moeyard_kernels.cuda.linear_attention import CudaGdn, CudaKda
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.cuda.residency import CudaResidency
 from moeyard_kernels.types.decode_tables import BLOCK
@@ -39,7 +39,8 @@ class CudaGate:
     ) -> None:
         self._norm, self._eps = norm, eps
         self._fp32_logits = weight.dtype == torch.float32
-        rounded = weight.to(norm.dtype)
+        # A weight in another dtype than fp32 is in the rows'; so is a norm.
+        rounded = weight.to(norm.dtype if self._fp32_logits else weight.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
         self._top_k = rule.top_k
         self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
@@ -71,9 +72,11 @@ class CudaBackend:
             raise ValueError(f"page_size {page_size} does not divide {BLOCK}")
         self.page_size, self.device = page_size, device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # The sliding windows of the layers built so far, and whether one of them decompresses its keys.
+        # The sliding windows of the layers built so far, whether one of them decompresses its keys, and whether one
+        # keeps state in slots.
         self.windows: set[int | None] = set()
-        self.flat = False
+        self.flat = self.slots = False
+        self._attention: list[CudaGqa | CudaMla] = []
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """See `Backend.matrix`: as it is."""
@@ -81,7 +84,9 @@ class CudaBackend:
 
     def plan(self, step: StepRows) -> CudaPlan:
         """See `Backend.plan`."""
-        return CudaPlan(step, page_size=self.page_size, windows=self.windows, flat=self.flat, device=self.device)
+        return CudaPlan(
+            step, page_size=self.page_size, windows=self.windows, flat=self.flat, device=self.device, slots=self.slots
+        )
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See `Backend.linear`; weights do not change while a model serves."""
@@ -90,26 +95,36 @@ class CudaBackend:
     def gqa(self, **arguments: Any) -> CudaGqa:
         """See `Backend.gqa`."""
         self.windows.add(arguments["window"])
-        return CudaGqa(**arguments)
+        found = CudaGqa(**arguments)
+        self._attention.append(found)
+        return found
 
     def mla(self, **arguments: Any) -> CudaMla:
         """See `Backend.mla`."""
         self.windows.add(None)
         self.flat = True
-        return CudaMla(**arguments)
+        found = CudaMla(**arguments)
+        self._attention.append(found)
+        return found
 
-    def gdn(self, **arguments: Any) -> GdnMix:
-        """See `Backend.gdn`: there are no kernels for it yet. Raises ValueError."""
-        raise ValueError(NO_LINEAR_ATTENTION)
+    def warm_compaction(self) -> None:
+        """Have what keeps a part of prompts compiled, before there is one that waits for it."""
+        for attention in self._attention:
+            attention.warm_compaction()
 
-    def kda(self, **arguments: Any) -> KdaMix:
-        """See `Backend.kda`: there are no kernels for it yet. Raises ValueError."""
-        raise ValueError(NO_LINEAR_ATTENTION)
+    def gdn(self, **arguments: Any) -> CudaGdn:
+        """See `Backend.gdn`."""
+        self.slots = True
+        return CudaGdn(**arguments)
+
+    def kda(self, **arguments: Any) -> CudaKda:
+        """See `Backend.kda`."""
+        self.slots = True
+        return CudaKda(**arguments)
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """See `Backend.sigmoid_mul`."""
-        factor = gate.float().sigmoid()
-        return ops.scale_rows_(x, factor[:, 0]) if gate.shape[1] == 1 else (x * factor).to(x.dtype)
+        return ops.scale_rows_(x, gate[:, 0], sigmoid=True) if gate.shape[1] == 1 else ops.sigmoid_mul(x, gate)
 
     def expert_slots(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> CudaExpertSlots:
         """See `Backend.expert_slots`."""

@@ -2,6 +2,9 @@
 
 from moeyard_kernels.types.footprint import Footprint
 
+# Positions of a chunk of the formula.
+CHUNK = 64
+
 # Partial results of split keys, plans, and what captured graphs keep.
 FIXED = 1 << 30
 # Torch's caching allocator keeps blocks of other sizes.
@@ -12,28 +15,48 @@ ALLOCATED = 1.25
 STREAM_SLOTS = 48
 # Experts that have no slot are read from pinned memory of the host, where all are kept.
 HOST_EXPERTS = True
-NO_LINEAR_ATTENTION = "linear attention with state per sequence runs on a CPU only so far, use --device cpu"
+# Not taken of state on a GPU so far.
+SNAPSHOTS = False
+# Where a part of a prompt is kept (common/kept.py), in values of 4 bytes per position: a key head's scores, pooled,
+# sorted, with positions of 8 bytes, and as much again while they are sorted; and the places of all positions in pages.
+_CHOICE, _PLACES = 11, 4
 
 
 def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp32_norm: bool) -> Footprint:
-    """Rows: the product, its normalised heads, the rotated query and the output; keys are read where they lie."""
-    return Footprint(extra=0, per_row=(4 * num_heads + 4 * num_kv_heads) * head_dim, per_position=0)
+    """Rows: the product, its normalised heads, the rotated query and the output; keys are read where they lie.
+
+    Positions: what is chosen by where a part of a prompt is kept, for each key head.
+    """
+    return Footprint(
+        extra=0, per_row=(4 * num_heads + 4 * num_kv_heads) * head_dim, per_position=0,
+        fp32_per_position=_CHOICE * num_kv_heads + _PLACES,
+    )  # fmt: skip
 
 
 def gdn(*, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> Footprint:
-    """There are no kernels for it yet. Raises ValueError."""
-    raise ValueError(NO_LINEAR_ATTENTION)
+    """Rows: projected, convolved, mixed and normalised; and what the chunk formula makes of them on the way."""
+    keys, values = num_k_heads * k_dim, num_v_heads * v_dim
+    return Footprint(extra=0, per_row=4 * keys + 4 * values + _chunked(num_v_heads, k_dim, v_dim), per_position=0)
 
 
 def kda(*, num_heads: int, head_dim: int) -> Footprint:
-    """There are no kernels for it yet. Raises ValueError."""
-    raise ValueError(NO_LINEAR_ATTENTION)
+    """As `gdn`; and per row the rates and the output's gate."""
+    per_row = 9 * num_heads * head_dim + _chunked(num_heads, head_dim, head_dim)
+    return Footprint(extra=0, per_row=per_row, per_position=0)
+
+
+def _chunked(heads: int, k_dim: int, v_dim: int) -> int:
+    """The chunk formula's own, per row: of each head what the linear system gives, the products of a chunk's rows with
+    each other, and a state behind each chunk."""
+    return heads * (2 * k_dim + 2 * v_dim + 2 * CHUNK + k_dim * v_dim // CHUNK)
 
 
 def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:
-    """kv_b serves as it is. Positions: latents gathered from pages, decompressed into every head's key and value."""
+    """kv_b serves as it is. Positions: latents gathered from pages, decompressed into every head's key and value; the
+    scores of all heads and their halves, and one choice, where a part of a prompt is kept."""
     return Footprint(
         extra=0,
         per_row=4 * num_heads * (nope_dim + rope_dim) + 2 * num_heads * rank,
         per_position=2 * (rank + rope_dim) + num_heads * (nope_dim + v_dim),
+        fp32_per_position=2 * num_heads + _CHOICE + _PLACES,
     )

@@ -7,7 +7,9 @@ from itertools import chain
 import numpy as np
 import torch
 
+from moeyard_kernels.cuda.plan import Kept
 from moeyard_kernels.cuda.staging import Staging
+from moeyard_kernels.cuda.state_rows import StateInputs
 from moeyard_kernels.types.decode_tables import BLOCK, DecodeTables
 from moeyard_kernels.types.plan_parts import Rotations, entries_at
 from moeyard_kernels.types.prefill_plan import TILE, PrefillPlan, tiles_of
@@ -45,8 +47,11 @@ class Bucket:
 
     @staticmethod
     def of(step: StepRows) -> "Bucket | None":
-        """The exact size of a step; None for one with a decode chunk of several rows, or without any row."""
+        """The exact size of a step; None for one with a decode chunk of several rows, or without any row, or that ends
+        a prompt of which a part is kept."""
         if any(len(c.token_ids) > 1 for c in step.decode) or not (step.prefill or step.decode):
+            return None
+        if any(c.compaction is not None for c in step.prefill):
             return None
         return Bucket(
             prompt=sum(len(c.token_ids) for c in step.prefill),
@@ -69,13 +74,19 @@ class GraphInputs:
 
     Decode rows that a step has not are copies of its first one that store nothing: they compute the same bits, choose
     the same experts and so read no weights of their own. Prompt rows that it has not are token 0, store nothing and
-    attend to nothing: their activations hold anything. token_ids: those of the host, or of `last_ids` (what the step
-    before chose, by sampled row) where the host does not know them yet.
+    attend to nothing: their activations hold anything. Neither have slots of state. token_ids: those of the host, or
+    of `last_ids` (what the step before chose, by sampled row) where the host does not know them yet.
     """
 
+    # No sequence has two decode rows but for such copies.
+    lone_rows = True
+    # No prompt ends here of which a part is kept (`Bucket.of`).
+    kept: tuple[Kept, ...] = ()
+
     def __init__(
-        self, bucket: Bucket, *, page_size: int, windows: Iterable[int | None], last_ids: torch.Tensor
-    ) -> None:
+        self, bucket: Bucket, *, page_size: int, windows: Iterable[int | None], last_ids: torch.Tensor,
+        slots: bool = False,
+    ) -> None:  # fmt: skip
         self.bucket = bucket
         self.num_prompt, self.num_tokens, self.num_rows = bucket.prompt, bucket.rows, bucket.rows
         self.num_sampled = bucket.samples
@@ -97,8 +108,13 @@ class GraphInputs:
             fields |= {"prefix_entries": (torch.int64, (bucket.keys,)), "cu_kv": (torch.int32, (pad + 1,))}
         if bucket.decode:
             fields |= {"lens": (torch.int32, (bucket.decode,)), "table": (torch.int32, (bucket.decode, bucket.width))}
+        self._state: StateInputs | None = None
+        if slots:
+            self._state = StateInputs(prompt=bucket.prompt, chunks=bucket.chunks, decode=bucket.decode)
+            fields |= self._state.fields()
         self._staging = Staging(fields, last_ids.device)
         on = self._staging.on_device
+        self.state = None if self._state is None else self._state.rows(on)
         self.positions, self.entries, self._feed = on["positions"], on["entries"], on["feed"]
         self.sample_rows = on.get("sample_rows")
         self.prefix_entries = on.get("prefix_entries")
@@ -129,6 +145,8 @@ class GraphInputs:
             host["lens"][:] = 1
         if bucket.prompt:
             self._fill_prompts(host, ())
+        if self._state is not None:
+            self._state.fill(host, (), ())
         self._staging.send()
 
     def begin(self) -> None:
@@ -150,6 +168,8 @@ class GraphInputs:
         elif self.bucket.decode:
             host["entries"][first:], host["feed"][first:] = -1, -1
             host["positions"][first:], host["lens"][:] = 0, 1
+        if self._state is not None:
+            self._state.fill(host, step.prefill, step.decode)
         self._staging.send()
 
     def _fill_prompts(self, host: dict[str, np.ndarray], prefill: Sequence[ChunkRows]) -> int:
@@ -196,9 +216,10 @@ class GraphInputs:
             table[row, : len(chunk.pages)] = chunk.pages
         starts = np.fromiter((chunk.start for chunk in chunks), np.int64, count)
         ids[:count] = [chunk.token_ids[0] for chunk in chunks]
-        positions[:count], lens[:count], fed[:count] = starts, starts + 1, feed
-        pages = table[np.arange(count), starts // self._page_size].astype(np.int64)
-        entries[:count] = pages * self._page_size + starts % self._page_size
+        places = starts - np.fromiter((chunk.dropped for chunk in chunks), np.int64, count)
+        positions[:count], lens[:count], fed[:count] = starts, places + 1, feed
+        pages = table[np.arange(count), places // self._page_size].astype(np.int64)
+        entries[:count] = pages * self._page_size + places % self._page_size
         for field in (ids, positions, lens, fed, table):
             field[count:] = field[0]
         entries[count:] = -1

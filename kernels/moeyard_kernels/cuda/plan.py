@@ -1,15 +1,33 @@
 """A step as the kernels behind the door want it: index tensors on the device, made once and copied at once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import torch
 
+from moeyard_kernels.cuda.state_rows import plan_state
 from moeyard_kernels.types.decode_tables import DecodeTables
-from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, page_table
+from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, entries_of, page_table
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
-from moeyard_kernels.types.step import StepRows
+from moeyard_kernels.types.step import ChunkRows, StepRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What is kept of a prompt of `length` positions: `count` of them, chosen by the rows `choosing` of the step.
+
+    places: [length] int64, where in the pages the prompt lies, page * page_size + offset. entries: [count] int64, the
+    places for what is kept. keys: its rows among those of all prefixes, where there are any.
+    """
+
+    length: int
+    count: int
+    choosing: slice
+    keys: slice
+    places: torch.Tensor
+    entries: torch.Tensor
 
 
 class CudaPlan:
@@ -20,16 +38,21 @@ class CudaPlan:
     paged: per sliding window, the prompt chunks over pages; None without any.
     flat, prefix_entries: the same chunks over the rows of their prefixes, one chunk's behind the other's, and where
     in the pages those rows are, [L] int64. Only where `flat` was asked for.
+    lone_rows: whether no sequence has two decode rows.
+    state: how rows reach state in slots. Only where `slots` was asked for.
+    kept: of each prompt that the step ends and of which a part is kept.
     """
 
     def __init__(
-        self, step: StepRows, *, page_size: int, windows: Iterable[int | None], flat: bool, device: torch.device
-    ) -> None:
+        self, step: StepRows, *, page_size: int, windows: Iterable[int | None], flat: bool, device: torch.device,
+        slots: bool = False,
+    ) -> None:  # fmt: skip
         prefill, decode = tuple(step.prefill), tuple(step.decode)
         self.num_prompt = sum(len(c.token_ids) for c in prefill)
         self.num_tokens = self.num_rows = self.num_prompt + sum(len(c.token_ids) for c in decode)
         self.num_sampled = len(step.sample_rows)
         chunks = (*prefill, *decode)
+        self.lone_rows = all(len(c.token_ids) == 1 for c in decode)
         token_ids = np.fromiter(chain.from_iterable(c.token_ids for c in chunks), np.int64, self.num_tokens)
         starts = [np.arange(c.start, c.start + len(c.token_ids)) for c in chunks]
         positions = np.concatenate(starts) if starts else np.zeros(0, np.int64)
@@ -47,6 +70,7 @@ class CudaPlan:
         self.decode: dict[int | None, DecodeTables] = {}
         self.paged: dict[int | None, PrefillPlan] = {}
         self.flat: PrefillPlan | None = None
+        self.kept = kept_of(prefill, page_size=page_size, device=device)
         if decode:
             table, lens = decode_table(decode, page_size)
             rows_of_pages = torch.from_numpy(table.astype(np.int32)).to(device)
@@ -65,3 +89,27 @@ class CudaPlan:
             if flat:
                 self.flat = plan_prefill(q_lens, begins, device=device)
         self.rotation = Rotations(self.positions)
+        self.state = plan_state(prefill, decode, device) if slots else None
+
+
+def kept_of(prefill: Sequence[ChunkRows], *, page_size: int, device: torch.device) -> tuple[Kept, ...]:
+    """What is kept of the prompts that end with one of these chunks, the first of which is the step's first row."""
+    found, row, key = [], 0, 0
+    for chunk in prefill:
+        length, compaction = chunk.start + len(chunk.token_ids), chunk.compaction
+        row, key = row + len(chunk.token_ids), key + length
+        if compaction is None:
+            continue
+        places = entries_at(chunk, np.arange(length), page_size)
+        entries = entries_of(compaction.pages, np.arange(compaction.kept), page_size)
+        found.append(
+            Kept(
+                length=length,
+                count=compaction.kept,
+                choosing=slice(row - compaction.window, row),
+                keys=slice(key - length, key),
+                places=torch.from_numpy(places).to(device),
+                entries=torch.from_numpy(entries).to(device),
+            )
+        )
+    return tuple(found)

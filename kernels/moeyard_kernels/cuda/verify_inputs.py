@@ -62,12 +62,14 @@ class DraftRows:
     num_prompt = 0
     sample_rows = None
     flat: PrefillPlan | None = None
+    # What rows of one sequence write, the others read.
+    lone_rows = False
 
     def __init__(self, inputs: "VerifyInputs", positions: torch.Tensor, stored: torch.Tensor) -> None:
         self.num_tokens = self.num_rows = self.num_sampled = inputs.size.sequences
         self.positions = self.token_ids = positions
         self.entries = torch.where(stored, inputs.entries_at(positions[:, None])[:, 0], -1)
-        self.decode = inputs.tables((positions + 1).int())
+        self.decode = inputs.tables(positions + 1)
         self.paged: dict[int | None, PrefillPlan] = {}
         self.rotation = Rotations(positions)
 
@@ -84,6 +86,8 @@ class VerifyInputs:
     num_prompt = 0
     sample_rows = None
     flat: PrefillPlan | None = None
+    # What rows of one sequence write, the others read.
+    lone_rows = False
 
     def __init__(
         self, size: VerifySize, *, page_size: int, windows: Iterable[int | None], limit: int, device: torch.device
@@ -94,7 +98,7 @@ class VerifyInputs:
         long = (torch.int64, (size.sequences,))
         self._staging = Staging(
             {"token_ids": (torch.int64, (size.sequences, size.queries)), "starts": long, "rows": long, "feed": long,
-             "caps": long, "real": long, "table": (torch.int32, (size.sequences, size.width))},
+             "caps": long, "real": long, "dropped": long, "table": (torch.int32, (size.sequences, size.width))},
             device,
         )  # fmt: skip
         self._on = self._staging.on_device
@@ -111,13 +115,15 @@ class VerifyInputs:
         host["rows"][:count] = [len(chunk.token_ids) for chunk in chunks]
         host["starts"][:count] = [chunk.start for chunk in chunks]
         host["feed"][:count] = [-1 if chunk.fed is None else chunk.fed for chunk in chunks]
-        host["caps"][:count] = [min(len(chunk.pages) * self._page_size, self._limit) for chunk in chunks]
+        host["dropped"][:count] = [chunk.dropped for chunk in chunks]
+        host["caps"][:count] = [
+            min(len(chunk.pages) * self._page_size + chunk.dropped, self._limit) for chunk in chunks
+        ]  # fmt: skip
         for row, chunk in enumerate(chunks):
-            assert not chunk.dropped, "places are positions here"
             host["token_ids"][row, : len(chunk.token_ids)] = chunk.token_ids
             host["table"][row, : len(chunk.pages)] = chunk.pages
         host["real"][:] = np.arange(self.size.sequences) < count
-        for name in ("rows", "starts", "feed", "caps", "token_ids", "table"):
+        for name in ("rows", "starts", "feed", "caps", "dropped", "token_ids", "table"):
             host[name][count:] = host[name][0]
         self._staging.send()
 
@@ -133,7 +139,7 @@ class VerifyInputs:
         self.positions, self.token_ids = positions.flatten(), self.tokens.flatten()
         stored = (self._numbers < on["rows"][:, None]) & (on["real"][:, None] > 0)
         self.entries = torch.where(stored, self.entries_at(positions), -1).flatten()
-        self.decode = self.tables((positions + 1).int())
+        self.decode = self.tables(positions + 1)
         self.rotation = Rotations(self.positions)
 
     def accept(self, ids: torch.Tensor, tails: Tails) -> torch.Tensor:
@@ -158,11 +164,14 @@ class VerifyInputs:
 
     def entries_at(self, positions: torch.Tensor) -> torch.Tensor:
         """Of positions [B, n]: page * page_size + offset, [B, n] int64."""
-        pages = self._on["table"].gather(1, positions // self._page_size).long()
-        return pages * self._page_size + positions % self._page_size
+        places = positions - self._on["dropped"][:, None]
+        pages = self._on["table"].gather(1, places // self._page_size).long()
+        return pages * self._page_size + places % self._page_size
 
-    def tables(self, kv_lens: torch.Tensor) -> dict[int | None, DecodeTables]:
-        """Per sliding window, the pages and these lengths ([B] or [B, Q])."""
+    def tables(self, ends: torch.Tensor) -> dict[int | None, DecodeTables]:
+        """Per sliding window, the pages and lengths of what rows see that end before positions [B] or [B, Q]."""
+        dropped = self._on["dropped"]
+        kv_lens = (ends - (dropped if ends.dim() == 1 else dropped[:, None])).int()
         return {
             window: DecodeTables(
                 page_table=self._on["table"], kv_lens=kv_lens, page_size=self._page_size, window=window

@@ -40,12 +40,20 @@ def gqa_decode(
 
 
 def mla_decode(
-    q_latent: torch.Tensor, q_rope: torch.Tensor, latent_cache: torch.Tensor, *, tables: DecodeTables, scale: float
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    *,
+    tables: DecodeTables,
+    scale: float,
+    static_tables: bool = False,
+    static_keys: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Absorbed latent attention of q_latent [B, Hq, R], q_rope [B, Hq, Dr] -> ([B, Hq, R], lse [B, Hq] fp32).
 
     latent_cache is [num_pages, page, R + Dr]; every query head reads the one latent, whose first R values are also the
-    values. `tables` and what the cache may hold are as in `gqa_decode`.
+    values. `tables`, `static_tables` and what the cache may hold are as in `gqa_decode`. static_keys: likewise no
+    launch at work writes what the cache holds of a sequence below its least length less one, its earlier steps' rows.
     """
     if q_latent.dim() != 3 or q_rope.dim() != 3 or q_latent.shape[:2] != q_rope.shape[:2]:
         raise ValueError(f"mla_decode: q_latent {show(q_latent)} does not fit q_rope {show(q_rope)}")
@@ -63,7 +71,7 @@ def mla_decode(
         q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache,
     )  # fmt: skip
     return kernel("attention.mla_decode", q_latent).mla_decode(
-        q_latent, q_rope, latent_cache, tables=tables, scale=scale
+        q_latent, q_rope, latent_cache, tables=tables, scale=scale, static_tables=static_tables, static_keys=static_keys
     )
 
 

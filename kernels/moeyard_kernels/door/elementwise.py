@@ -7,7 +7,10 @@ from moeyard_kernels.door.load import kernel
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """weight [D] * cast(x32 / sqrt(mean(x32^2) + eps)) for x [..., D]; the cast is to x's dtype, x32 is x in fp32."""
+    """weight [D] * cast(x32 / sqrt(mean(x32^2) + eps)) for x [..., D]; the cast is to x's dtype, x32 is x in fp32.
+
+    A weight in fp32 beside x in bf16 comes before the cast: cast(weight * x32 / sqrt(...)).
+    """
     check_norm("rms_norm", x, weight)
     check_devices("rms_norm", x=x, weight=weight)
     return kernel("elementwise.rms_norm", x).rms_norm(x, weight, eps)
@@ -52,14 +55,27 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return kernel("elementwise.silu_mul", gate_up).silu_mul(gate_up)
 
 
-def scale_rows_(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x [T, H] becomes round(float(x) * float(scale[t])) in place, its own rounded pass; scale [T]. Returns x."""
+def scale_rows_(x: torch.Tensor, scale: torch.Tensor, *, sigmoid: bool = False) -> torch.Tensor:
+    """x [T, H] becomes round(float(x) * float(scale[t])) in place, its own rounded pass; scale [T]. Returns x.
+
+    sigmoid: the factor is sigmoid(scale[t]), in fp32.
+    """
     if x.dim() != 2 or x.dtype not in FLOATS:
         raise ValueError(f"scale_rows_: x must be fp32 or bf16 [T, H], got {show(x)}")
     if scale.shape != x.shape[:1] or scale.dtype not in FLOATS:
         raise ValueError(f"scale_rows_: scale {show(scale)} does not fit x {show(x)}")
     check_devices("scale_rows_", x=x, scale=scale)
-    return kernel("elementwise.scale_rows", x).scale_rows_(x, scale)
+    return kernel("elementwise.scale_rows", x).scale_rows_(x, scale, sigmoid=sigmoid)
+
+
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [M, N] * sigmoid(gate [M, N]) in fp32, rounded once to x's dtype. Rows may be slices of wider ones."""
+    if x.dim() != 2 or x.dtype not in FLOATS:
+        raise ValueError(f"sigmoid_mul: x must be fp32 or bf16 [M, N], got {show(x)}")
+    if gate.shape != x.shape or gate.dtype not in FLOATS:
+        raise ValueError(f"sigmoid_mul: gate {show(gate)} is not like x {show(x)}")
+    check_devices("sigmoid_mul", x=x, gate=gate)
+    return kernel("elementwise.sigmoid_mul", x).sigmoid_mul(x, gate)
 
 
 def residual_add_scaled(hidden: torch.Tensor, shared: torch.Tensor, routed: torch.Tensor, scale: float) -> torch.Tensor:

@@ -137,12 +137,14 @@ def kda_chunk_prefill(
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, sigmoid: bool = False
-) -> torch.Tensor:
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, sigmoid: bool = False,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """rms_norm(x) * silu(gate), or sigmoid(gate), for x [T, H, D], gate [T, H D], weight [D] -> [T, H D] in x's dtype.
 
-    As `rms_norm`, but a weight in fp32 is applied before the norm's rounding; the gate is activated and multiplied in
-    fp32, and the product rounded once. Rows of the gate may be slices of wider ones.
+    The gate is activated and multiplied in fp32, and the product rounded once; a weight in fp32 rounds nothing before
+    (Kimi-Linear), one of x's dtype as in `rms_norm`. Rows of the gate may be slices of wider ones. rows [T] int64: row
+    t of x is x[rows[t]], with the gate of row t; checked on a CPU, and on a GPU within `launch.checked()`.
     """
     op = "gated_rms_norm"
     if x.dim() != 3 or x.dtype not in FLOATS:
@@ -151,8 +153,10 @@ def gated_rms_norm(
         raise ValueError(f"{op}: gate {show(gate)} does not fit x {show(x)}")
     if weight.shape != x.shape[2:] or weight.dtype not in (x.dtype, torch.float32):
         raise ValueError(f"{op}: weight {show(weight)} does not fit x {show(x)}")
-    check_devices(op, x=x, gate=gate, weight=weight)
-    return kernel("elementwise.gated_rms_norm", x).gated_rms_norm(x, gate, weight, eps, sigmoid=sigmoid)
+    if rows is not None and (rows.shape != x.shape[:1] or rows.dtype != torch.int64):
+        raise ValueError(f"{op}: rows {show(rows)}, expected int64 [{x.shape[0]}]")
+    check_devices(op, x=x, gate=gate, weight=weight, rows=rows)
+    return kernel("elementwise.gated_rms_norm", x).gated_rms_norm(x, gate, weight, eps, sigmoid=sigmoid, rows=rows)
 
 
 def _check_conv(op: str, x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The door to attention over whole prompts. See `ops` for the rules."""
+"""The door to attention over whole prompts, and to what their last queries look at. See `ops` for the rules."""
 
 import torch
 
@@ -74,3 +74,58 @@ def _check_varlen(
         raise ValueError(f"{op}: the plan is for {plan.num_keys} rows of keys, k is {show(k)}")
     if not scale > 0:
         raise ValueError(f"{op}: scale {scale} is not positive")
+
+
+def snapkv_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    length: int,
+    scale: float,
+    rows: torch.Tensor | None = None,
+    k_rope: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What the last W queries of a prompt of `length` positions give each key before them: fp32 [Hkv, length - W].
+
+    q [W, Hq, D] sits at positions length - W .. length - 1, 1 <= W < length; k [Hkv, N, D] has the key of position p in
+    row p, or in row rows[p] where `rows` [length or more] int64 is given; strides are free but for the last. With
+    `k_rope` [N, Dr], k holds the first D - Dr values of a key and k_rope the rest, which all heads share. A key's score
+    is the sum of its softmax weights (scale q . k over all keys that a query sees) over the window and the query heads
+    that share it. Its bits depend on the queries and keys, not on where these lie. Source: arXiv 2404.14469.
+    """
+    op = "snapkv_scores"
+    if q.dim() != 3 or k.dim() != 3 or q.dtype not in FLOATS:
+        raise ValueError(f"{op}: q {show(q)} and k {show(k)}, expected fp32 or bf16 [W, Hq, D] and [Hkv, N, D]")
+    shared = 0
+    if k_rope is not None:
+        if k_rope.dim() != 2 or k_rope.shape[0] != k.shape[1]:
+            raise ValueError(f"{op}: k_rope {show(k_rope)} does not fit k {show(k)}")
+        shared = k_rope.shape[1]
+    if q.shape[2] != k.shape[2] + shared:
+        raise ValueError(f"{op}: q {show(q)} for keys {show(k)} and {shared} shared dimensions")
+    if k.shape[0] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[0]:
+        raise ValueError(f"{op}: {q.shape[1]} query heads over {k.shape[0]} key heads")
+    if not 1 <= q.shape[0] < length:
+        raise ValueError(f"{op}: a window of {q.shape[0]} in a prompt of {length}")
+    known = k.shape[1]
+    if rows is not None:
+        if rows.dim() != 1 or rows.dtype != torch.int64 or not rows.is_contiguous():
+            raise ValueError(f"{op}: rows {show(rows)}, expected contiguous int64 [{length} or more]")
+        known = rows.shape[0]
+    if known < length:
+        raise ValueError(f"{op}: keys of {known} positions in a prompt of {length}")
+    for name, x in {"q": q, "k": k, "k_rope": k_rope}.items():
+        if x is None:
+            continue
+        if x.dtype != q.dtype:
+            raise ValueError(f"{op}: {name} {x.dtype} and q {q.dtype} must share a dtype, fp32 or bf16")
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(
+                f"{op}: {name} {show(x)} with strides {x.stride()} is not contiguous in its last dimension"
+            )
+    check_devices(op, q=q, k=k, rows=rows, k_rope=k_rope)
+    if not scale > 0:
+        raise ValueError(f"{op}: scale {scale} is not positive")
+    return kernel("attention.snapkv_scores", q).snapkv_scores(
+        q, k, length=length, scale=scale, rows=rows, k_rope=k_rope
+    )

@@ -36,14 +36,15 @@ def rope_cache_write_gqa(
 ) -> torch.Tensor:
     """`rope` of q [T, Hq, D] -> the same shape; `rope` of k [T, Hkv, D], and v as it is, go into the caches.
 
-    With q_norm and k_norm [D], of q's dtype, it is `rope` of `rms_norm(q, q_norm, eps)` and `rms_norm(k, k_norm, eps)`.
+    cos and sin [T, Dr/2] rotate the first Dr <= D values of each head, the others stay ([T, D]: all D, the first half
+    counts). With q_norm and k_norm [D] it is `rope` of `rms_norm(q, q_norm, eps)` and `rms_norm(k, k_norm, eps)`.
     k_cache, v_cache [Hkv, num_pages, page, D] of any strides whose last is one; slot_mapping [T] int64 is page number *
     page + place in the page, all different, or -1 for a token that is not written. Bits: those of the
     norms, of `rope` and a copy.
     """
     op = "rope_cache_write_gqa"
-    _check_rope(op, "q", q, cos, sin)
-    _check_rope(op, "k", k, cos, sin)
+    _check_rope(op, "q", q, cos, sin, partly=True)
+    _check_rope(op, "k", k, cos, sin, partly=True)
     if k.shape[2] != q.shape[2] or k.dtype != q.dtype:
         raise ValueError(f"{op}: k {show(k)} does not fit q {show(q)}")
     if v.shape != k.shape or v.dtype != k.dtype:
@@ -100,12 +101,16 @@ def rope_cache_write_mla(
     )
 
 
-def _check_rope(op: str, name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def _check_rope(
+    op: str, name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, partly: bool = False
+) -> None:
     if x.dim() != 3 or x.shape[2] % 2:
         raise ValueError(f"{op}: {name} must be [T, heads, even D], got {show(x)}")
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         raise ValueError(f"{op}: cos {show(cos)} and sin {show(sin)} differ")
-    if cos.dim() != 2 or cos.shape[0] != x.shape[0] or cos.shape[1] not in (x.shape[2], x.shape[2] // 2):
+    fits = cos.dim() == 2 and cos.shape[0] == x.shape[0]
+    widths = range(1, x.shape[2] // 2) if partly else ()
+    if not fits or cos.shape[1] not in (x.shape[2], x.shape[2] // 2, *widths):
         raise ValueError(f"{op}: cos {show(cos)} does not fit {name} {show(x)}")
     if x.dtype not in FLOATS or cos.dtype not in FLOATS:
         raise ValueError(f"{op}: {name} {show(x)} and cos {show(cos)} must be fp32 or bf16")

@@ -35,7 +35,10 @@ def row_scale(b_x, D, eps):
 
 @triton.jit
 def normed(b_x, b_weight, D, eps, DTYPE: tl.constexpr):
-    """weight * round(x / sqrt(mean(x^2) + eps)), before its last rounding; b_x [BR, BD] fp32, zero past D."""
+    """weight * round(x / sqrt(mean(x^2) + eps)), before its last rounding; b_x [BR, BD] fp32, zero past D.
+
+    DTYPE: the weight's. It is that of the rows, or fp32, which rounds nothing before the product.
+    """
     return round_to(b_x * row_scale(b_x, D, eps), DTYPE) * b_weight[None, :]
 
 
@@ -50,7 +53,7 @@ def norm_rows(
     m_x = (o_r < num_rows)[:, None] & m_d[None, :]
     b_x = tl.load(p_x + o_r[:, None] * stride_x + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
     b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
-    b_y = normed(b_x, b_weight, D, eps, p_x.dtype.element_ty)
+    b_y = normed(b_x, b_weight, D, eps, p_weight.dtype.element_ty)
     tl.store(p_out + o_r[:, None] * stride_out + o_d[None, :], b_y.to(p_out.dtype.element_ty), mask=m_x)
 
 
@@ -82,7 +85,7 @@ def _add_rms_norm_kernel(
     b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_total = round_to(b_x + b_residual, p_x.dtype.element_ty)
     tl.store(p_total + o_x, b_total.to(p_total.dtype.element_ty), mask=m_x)
-    b_y = normed(b_total, b_weight, D, eps, p_x.dtype.element_ty)
+    b_y = normed(b_total, b_weight, D, eps, p_weight.dtype.element_ty)
     tl.store(p_out + o_x, b_y.to(p_out.dtype.element_ty), mask=m_x)
 
 

@@ -27,7 +27,7 @@ def default_config(num_rows: int, hidden: int) -> RowConfig:
 
 
 @triton.jit
-def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr):
+def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr, SIGMOID: tl.constexpr):
     """One program scales one row's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
     let_next_begin()
     wait_for_previous()
@@ -35,11 +35,16 @@ def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr):
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     m_h = o_h < H
     b_x = tl.load(p_x + i_t * H + o_h, mask=m_h, other=0.0).to(tl.float32)
-    b_y = round_to(b_x * tl.load(p_scale + i_t).to(tl.float32), p_x.dtype.element_ty)
+    b_scale = tl.load(p_scale + i_t).to(tl.float32)
+    if SIGMOID:
+        b_scale = 1.0 / (1.0 + tl.exp(-b_scale))
+    b_y = round_to(b_x * b_scale, p_x.dtype.element_ty)
     tl.store(p_x + i_t * H + o_h, b_y.to(p_x.dtype.element_ty), mask=m_h)
 
 
-def scale_rows_(x: torch.Tensor, scale: torch.Tensor, *, config: RowConfig | None = None) -> torch.Tensor:
+def scale_rows_(
+    x: torch.Tensor, scale: torch.Tensor, *, sigmoid: bool = False, config: RowConfig | None = None
+) -> torch.Tensor:
     """See `moeyard_kernels.ops.scale_rows_`. Raises ValueError for a strided x or what its grid cannot hold."""
     num_rows, hidden = x.shape
     config = config or choose(
@@ -50,5 +55,7 @@ def scale_rows_(x: torch.Tensor, scale: torch.Tensor, *, config: RowConfig | Non
         raise ValueError(f"scale_rows_: [{num_rows}, {hidden}] exceeds the grid of a GPU")
     check_layout("scale_rows_", x=x, scale=scale)
     if x.numel():
-        _scale_rows_kernel[(num_rows, num_blocks)](x, scale, hidden, BH=config.BLOCK, **config.options, **dependent(x))
+        _scale_rows_kernel[(num_rows, num_blocks)](
+            x, scale, hidden, BH=config.BLOCK, SIGMOID=sigmoid, **config.options, **dependent(x)
+        )
     return x

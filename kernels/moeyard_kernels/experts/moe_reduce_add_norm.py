@@ -112,7 +112,7 @@ def _moe_reduce_add_norm_kernel(
         b_acc += b_shared.to(tl.float32)
     b_total = round_to(round_to(b_acc, DTYPE) + b_residual.to(tl.float32), DTYPE)
     tl.store(p_total + o_x, b_total.to(p_total.dtype.element_ty), mask=m_x)
-    b_y = normed(b_total, b_norm.to(tl.float32), H, eps, DTYPE)
+    b_y = normed(b_total, b_norm.to(tl.float32), H, eps, p_norm.dtype.element_ty)
     tl.store(p_out + o_x, b_y.to(p_out.dtype.element_ty), mask=m_x)
 
 

@@ -165,7 +165,7 @@ def _launch_skinny(
     blocks = [linear_skinny.descriptor(w, n) for w in (weights[0], weights[-1]) for n in (head, tail or head)]
     linear_skinny.linear_skinny_kernel[(min(tiles, _num_programs(x)),)](
         linear_skinny.descriptor(x, chosen.BM), *blocks, *rest, HEAD=head, TAIL=tail, EARLY=chosen.EARLY,
-        SUB=chosen.BK // linear_skinny.COLUMNS, STAGES=chosen.num_stages, **flags,
+        LEFT=chosen.LEFT, SUB=chosen.BK // linear_skinny.COLUMNS, STAGES=chosen.num_stages, **flags,
     )  # fmt: skip
 
 

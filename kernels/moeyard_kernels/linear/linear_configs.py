@@ -49,13 +49,17 @@ class Stream(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skinny(Config):
-    """`linear_skinny_kernel`, for few rows on Hopper: EARLY steps of the weight ahead of x."""
+    """`linear_skinny_kernel`, for few rows on Hopper: EARLY steps of the weight ahead of x.
+
+    LEFT: the weight is the left operand, of BN columns, at most 64.
+    """
 
     kernel: Literal["skinny"] = "skinny"
     BM: int
     BN: int
     BK: int
     EARLY: int
+    LEFT: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +93,9 @@ def _stream(
     )  # fmt: skip
 
 
-def _skinny(BM: int, BN: int, BK: int, *, num_stages: int, EARLY: int) -> Skinny:
-    return Skinny(BM=BM, BN=BN, BK=BK, EARLY=EARLY, num_stages=num_stages)
+def _skinny(BM: int, BN: int, BK: int, *, num_stages: int, EARLY: int, LEFT: bool | None = None) -> Skinny:
+    left = BN == 64 if LEFT is None else LEFT
+    return Skinny(BM=BM, BN=BN, BK=BK, EARLY=EARLY, LEFT=left, num_stages=num_stages)
 
 
 _SKINNY = (
@@ -112,6 +117,14 @@ _SKINNY = (
     _skinny(64, 40, 128, num_stages=8, EARLY=4),
     _skinny(64, 48, 128, num_stages=8, EARLY=8),
     _skinny(64, 64, 128, num_stages=7, EARLY=7),
+    # Behind the others, which are the defaults: not timed yet.
+    _skinny(8, 16, 256, num_stages=8, EARLY=4, LEFT=True),
+    _skinny(8, 32, 256, num_stages=10, EARLY=4, LEFT=True),
+    _skinny(8, 40, 256, num_stages=8, EARLY=4, LEFT=True),
+    _skinny(8, 48, 256, num_stages=7, EARLY=4, LEFT=True),
+    _skinny(16, 32, 256, num_stages=9, EARLY=4, LEFT=True),
+    _skinny(16, 48, 256, num_stages=6, EARLY=4, LEFT=True),
+    _skinny(32, 48, 128, num_stages=11, EARLY=6, LEFT=True),
 )
 _FEW_ROWS = (
     _tiles(16, 64, 128, num_stages=6),

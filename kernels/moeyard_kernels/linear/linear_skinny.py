@@ -3,9 +3,9 @@
 Rows of x are the left operand of products that always take 64: BM of them are copied, and what lies behind them in
 shared memory fills the others, whose results are not stored. So a tile may be as narrow as 16 columns, which a weight
 of 2112 needs to occupy 132 multiprocessors. Where the columns are no power of two (40: 5120 in 128 programs), they
-likewise are the first columns of an operand of the next power. Slices of 64 columns are the left operand themselves,
-and the rows of x, as many as there are, the right one: of what an instruction reads out of shared memory, which is what
-it takes its time for, nothing is garbage then. One warp copies, four multiply.
+likewise are the first columns of an operand of the next power. With LEFT the columns are the left operand themselves,
+the first of 64, and the rows of x, as many as there are, the right one: an instruction takes its time for what it reads
+out of shared memory, of which with 64 columns nothing is garbage then. One warp copies, four multiply.
 
 Of a weight that no running launch writes (STATIC), the first EARLY steps are copied while the launch before still runs,
 where that one leaves room. Not all that the buffers hold: the first rows of x would wait behind it for the memory
@@ -137,31 +137,29 @@ def _copy(
 def _multiply(
     p_bias, p_ya, p_yb, s_x, s_w, e, f, M, NA, NB, num_tiles, num_k,
     BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
-    HAS_BIAS: gl.constexpr, PAIR: gl.constexpr,
+    HAS_BIAS: gl.constexpr, PAIR: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Products of a buffer start before those of the last have ended, whose buffer is then free."""
     BN: gl.constexpr = HEAD + TAIL
-    WIDTH: gl.constexpr = 2 * HEAD if TAIL else HEAD
-    # 64 columns fill a left operand, and no row is read for nothing (see the module).
-    SWAP: gl.constexpr = BN == 64
+    WIDTH: gl.constexpr = 64 if LEFT else (2 * HEAD if TAIL else HEAD)
     BLOCK: gl.constexpr = s_w.shape[1]
-    ROWS: gl.constexpr = BM if SWAP else 64
-    L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS if SWAP else WIDTH, 16])
+    ROWS: gl.constexpr = BM if LEFT else 64
+    L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS if LEFT else WIDTH, 16])
     L_X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, _COLUMNS], s_x.dtype)
     L_W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, _COLUMNS], s_w.dtype)
-    AXIS: gl.constexpr = 1 if SWAP else 0
+    AXIS: gl.constexpr = 1 if LEFT else 0
     o_r, o_c = gl.arange(0, ROWS, gl.SliceLayout(1 - AXIS, L_Y)), gl.arange(0, WIDTH, gl.SliceLayout(AXIS, L_Y))
     i_buffer, phase = 0, 0
     for i_tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         i_m, i_n, second = _place(i_tile, M, NA, BM, BN, PAIR)
-        b_acc = gl.zeros([WIDTH, ROWS] if SWAP else [ROWS, WIDTH], gl.float32, L_Y)
+        b_acc = gl.zeros([WIDTH, ROWS] if LEFT else [ROWS, WIDTH], gl.float32, L_Y)
         for i_k in range(num_k):
             mbarrier.wait(e.index(i_buffer), phase)
             for u in gl.static_range(SUB):
                 i_part = i_buffer * SUB + u
                 s_rows = s_x.index(i_part)._reinterpret(s_x.dtype, [ROWS, _COLUMNS], L_X)
                 s_part = s_w.index(i_part * (BN // BLOCK))._reinterpret(s_w.dtype, [WIDTH, _COLUMNS], L_W)
-                if SWAP:
+                if LEFT:
                     b_acc = warpgroup_mma(s_part, s_rows.permute((1, 0)), b_acc, is_async=True)
                 else:
                     b_acc = warpgroup_mma(s_rows, s_part.permute((1, 0)), b_acc, is_async=True)
@@ -188,24 +186,26 @@ def _multiply(
 def linear_skinny_kernel(
     d_x, d_wa, d_ta, d_wb, d_tb, p_bias, p_ya, p_yb, M, NA, NB, K,
     BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, HAS_BIAS: gl.constexpr, PAIR: gl.constexpr, STATIC: gl.constexpr,
+    EARLY: gl.constexpr, HAS_BIAS: gl.constexpr, PAIR: gl.constexpr, STATIC: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """x [M, K] @ wa [NA, K].T, then @ wb [NB, K].T if PAIR, in tiles [BM, HEAD + TAIL] that go to the programs in turn.
 
     Descriptors in blocks of [BM, 64] for x, [HEAD, 64] for wa and wb, [TAIL, 64] for ta and tb, which are the same
     weights (if TAIL is 0, they are as wa and wb). BM, HEAD and TAIL are powers of two of 8 at least, for 8 rows are
     swizzled as one; BM is at most 64. SUB blocks are a step, STAGES steps are on the way, EARLY of them (at most all)
-    ahead of x.
+    ahead of x. LEFT: see the module; HEAD + TAIL are at most 64 then.
     """
+    gl.static_assert(HEAD + TAIL <= 64 or not LEFT)
     gl.static_assert(EARLY <= STAGES)
     gl.static_assert(TAIL == 0 or (TAIL >= 8 and HEAD % TAIL == 0))
     DT: gl.constexpr = d_x.dtype
     BLOCK: gl.constexpr = TAIL if TAIL else HEAD
     BN: gl.constexpr = HEAD + TAIL
     # Behind the last blocks there is room for a whole operand.
-    MORE: gl.constexpr = 0 if BN == 64 else 64 // BM - 1
+    MORE: gl.constexpr = 0 if LEFT else 64 // BM - 1
     s_x = gl.allocate_shared_memory(DT, [STAGES * SUB + MORE, BM, _COLUMNS], d_x.layout)
-    REST: gl.constexpr = (2 * HEAD - BN) // BLOCK if TAIL else 0
+    WIDTH: gl.constexpr = 64 if LEFT else (2 * HEAD if TAIL else HEAD)
+    REST: gl.constexpr = (WIDTH - BN) // BLOCK
     s_w = gl.allocate_shared_memory(DT, [STAGES * SUB * (BN // BLOCK) + REST, BLOCK, _COLUMNS], d_ta.layout)
     e = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     f = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -221,7 +221,7 @@ def linear_skinny_kernel(
                 _multiply,
                 (
                     p_bias, p_ya, p_yb, s_x, s_w, e, f, M, NA, NB, num_tiles, num_k,
-                    BM, HEAD, TAIL, SUB, STAGES, HAS_BIAS, PAIR,
+                    BM, HEAD, TAIL, SUB, STAGES, HAS_BIAS, PAIR, LEFT,
                 ),
             ),
             (

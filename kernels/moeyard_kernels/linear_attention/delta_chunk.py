@@ -116,7 +116,8 @@ def _delta_chunk_kernel(
         i_row = i_begin + n * C + o_c
         p_row = p_out + (i_row[:, None] * HV + i_h) * DV + o_v[None, :]
         tl.store(p_row, tl.trans(b_out).to(p_out.dtype.element_ty), mask=(i_row < i_end)[:, None] & m_v[None, :])
-    tl.store(p_slot, b_state, mask=m_state)
+    # What `heads` has room for and no prompt names a row of padding: it has a slot, too, and nothing for it.
+    tl.store(p_slot, b_state, mask=m_state & (i_end > i_begin))
 
 
 def gdn_chunk_prefill(

@@ -13,9 +13,11 @@ def mla_decode(
     *,
     tables: DecodeTables,
     scale: float,
+    static_tables: bool = False,
+    static_keys: bool = False,
     split: int = MLA_SPLIT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `moeyard_kernels.ops.mla_decode`."""
+    """See `moeyard_kernels.ops.mla_decode`. On a CPU nothing is launched ahead."""
     check_tables("mla_decode", tables, latent_cache.shape[0])
     keys = latent_cache.unsqueeze(0)
     values = keys[..., : q_latent.shape[2]]

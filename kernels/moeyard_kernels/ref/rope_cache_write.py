@@ -16,10 +16,10 @@ def rope_cache_write_gqa(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     tokens, page, entry = _entries("rope_cache_write_gqa", slot_mapping, *k_cache.shape[1:3])
-    rotated = rope(k, cos, sin, interleaved=interleaved)
+    rotated = _turned(k, cos, sin, interleaved=interleaved)
     k_cache[:, page, entry] = rotated[tokens].transpose(0, 1)
     v_cache[:, page, entry] = v[tokens].transpose(0, 1)
-    return rope(q, cos, sin, interleaved=interleaved)
+    return _turned(q, cos, sin, interleaved=interleaved)
 
 
 def rope_cache_write_mla(
@@ -31,6 +31,13 @@ def rope_cache_write_mla(
     rotated = rope(k_rope.unsqueeze(1), cos, sin, interleaved=interleaved).squeeze(1)
     cache[page, entry] = torch.cat((kv_a, rotated), 1)[tokens]
     return rope(q_rope, cos, sin, interleaved=interleaved)
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """`rope` of the first 2 cos.shape[1] values of each head of x [T, heads, D], the others as they are."""
+    width = min(x.shape[2], 2 * cos.shape[1])
+    rotated = rope(x[..., :width], cos, sin, interleaved=interleaved)
+    return rotated if width == x.shape[2] else torch.cat((rotated, x[..., width:]), 2)
 
 
 def _entries(

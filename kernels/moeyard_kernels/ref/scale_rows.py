@@ -3,9 +3,11 @@
 import torch
 
 
-def scale_rows_(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x [T, H] becomes round(float(x) * float(scale[t])), in place; scale [T]."""
+def scale_rows_(x: torch.Tensor, scale: torch.Tensor, *, sigmoid: bool = False) -> torch.Tensor:
+    """x [T, H] becomes round(float(x) * float(scale[t])), in place; scale [T], or its sigmoid in fp32."""
     factor = scale.float().unsqueeze(1)
+    if sigmoid:
+        factor = factor.sigmoid()
     if x.dtype == torch.float32:
         return x.mul_(factor)
     return x.copy_(x.float() * factor)

@@ -66,6 +66,10 @@ class BlockWriter(ABC):
         self._take(delta, out)
         return b"".join(out)
 
+    def texts(self) -> None:
+        """Events are numbered and belong to blocks: none says a text alone."""
+        return
+
     def pieces(self, data: bytes) -> list[bytes]:
         """All of it: these APIs have nothing long."""
         return [data]

@@ -69,6 +69,7 @@ class Choice:
             table = job.extraction.visible if job.skip_special_tokens else None
         self._detokenizer = Detokenizer(tokens, skip_special_tokens=job.skip_special_tokens, table=table)
         self._matcher = StopMatcher(job.stops, include_stop=job.include_stop) if job.stops else None
+        self._plain = self._extractor is None and self._matcher is None
         self._waiting: list[int] = []  # at most one id: a possible stop token whose text waits
         self._searched = 0  # output tokens whose text has been made
 
@@ -91,6 +92,14 @@ class Choice:
             message = decode(frame)
             assert isinstance(message, PromptLogprobs), "it was one when it came"
             yield from message.logprobs
+
+    def plain_text(self, message: Tokens) -> str | None:
+        """The text of tokens that cannot be anything else; None, with nothing taken, where they may be (`tokens`)."""
+        ids = message.token_ids
+        if not self._plain or self._waiting or ids[-1] in self._stop_ids or message.cached_tokens is not None:
+            return None
+        self.num_tokens += len(ids)
+        return self._detokenizer.push(ids)
 
     def tokens(self, message: Tokens) -> Delta:
         """Take new output tokens, at least one. Those after the end of a stop string do not count."""

@@ -142,17 +142,22 @@ async def _stream(
             for piece in writer.pieces(writer.chunk(index, delta, generation.choices))
         ]
 
-    apart = job.num_scores >= _APART_SCORES
+    num_scores, event_of = job.num_scores, writer.texts()
+    apart = num_scores >= _APART_SCORES
 
     async def events(deltas: dict[int, Delta]) -> bytes:
         if not apart:
-            return b"".join(write_scores(deltas)) if job.num_scores else write(deltas)
+            return b"".join(write_scores(deltas)) if num_scores else write(deltas)
         await _send_pieces(send, await bodies.write(write_scores, deltas), more=True)
         return b""
 
     def push(deltas: dict[int, Delta]) -> None:
-        if direct is not None and (data := b"".join(write_scores(deltas)) if job.num_scores else write(deltas)):
+        if direct is not None and (data := b"".join(write_scores(deltas)) if num_scores else write(deltas)):
             direct.write(data)
+
+    def say(index: int, text: str) -> None:
+        if direct is not None and event_of is not None:
+            direct.write(event_of(index, text))
 
     headers = [*_STREAM_HEADERS, _route_header(generation), *reply_headers(job)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -163,7 +168,7 @@ async def _stream(
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 data = b""
             if direct is not None and not apart:
-                await generation.push(direct.ready, push)
+                await generation.push(direct.ready, push, say if event_of is not None else None)
                 direct.flush()
             if not generation.finished:
                 data = await events(await generation.step())

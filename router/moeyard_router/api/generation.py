@@ -85,8 +85,16 @@ class Generation:
             self._take_all(await self._ticket.events(), deltas)
         return deltas
 
-    async def push(self, ready: Callable[[], bool], write: Callable[[dict[int, Delta]], None]) -> None:
+    async def push(
+        self,
+        ready: Callable[[], bool],
+        write: Callable[[dict[int, Delta]], None],
+        say: Callable[[int, str], None] | None,
+    ) -> None:
         """Have `write` called with what tokens add, as they come and without waking a task, while `ready` says so.
+
+        Where that is text and nothing else, of a choice that has begun, `say` gets it, if there is one: nearly every
+        token of a stream comes by here.
 
         Returns when it does not, when all choices are finished, and when `step` has something else to tell.
         """
@@ -97,8 +105,11 @@ class Generation:
         def read() -> None:
             try:
                 if ready():
+                    events = self._ticket.take()
+                    if say is not None and len(events) == 1 and self._say(*events[0], say):
+                        return
                     deltas: dict[int, Delta] = {}
-                    self._take_all(self._ticket.take(), deltas)
+                    self._take_all(events, deltas)
                     write(deltas)
                     if self._unfinished and self._error is None:
                         return
@@ -130,6 +141,19 @@ class Generation:
         record.output_tokens = sum(c.num_tokens for c in self.choices)
         record.first_token = min((t.first for t in self._timings if t.first is not None), default=None)
         record.failure = None if self._error is None else self._error.status
+
+    def _say(self, now: float, index: int, event: Event, say: Callable[[int, str], None]) -> bool:
+        """Tell an event that is text and nothing else; False, and nothing done, if it may be more."""
+        timing = self._timings[index]
+        if not isinstance(event, Tokens) or timing.first is None or self._error or index not in self._unfinished:
+            return False
+        text = self.choices[index].plain_text(event)
+        if text is None:
+            return False
+        timing.tokens(now, len(event.token_ids))
+        if text:
+            say(index, text)
+        return True
 
     def _take_all(self, events: list[tuple[float, int, Event]], deltas: dict[int, Delta]) -> None:
         for now, index, event in events:

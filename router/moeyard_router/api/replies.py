@@ -1,6 +1,6 @@
 """The bytes of an answer: OpenAI's objects with vLLM's extensions, whole or as server-sent events."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -55,8 +55,7 @@ class ReplyWriter:
         if self._plain and self._started[index] and delta.finish_reason is None and message is None:
             text = _only_text(delta)
             if text is not None:
-                before, behind = self._plain[index]
-                return before + orjson.dumps(text) + behind if text else b""
+                return self._text(index, text) if text else b""
         if delta.events is not None:
             return self._event_chunks(index, delta, choices)
         job, first = self._job, not self._started[index]
@@ -86,6 +85,14 @@ class ReplyWriter:
         if job.include_usage or job.continuous_usage:
             more["usage"] = self.usage(choices) if job.continuous_usage else None
         return self._head + orjson.dumps(choice) + b"]," + orjson.dumps(more)[1:] + b"\n\n"
+
+    def texts(self) -> Callable[[int, str], bytes] | None:
+        """What makes the event of a choice's text where that has begun and nothing else was added to it."""
+        return self._text if self._plain else None
+
+    def _text(self, index: int, text: str) -> bytes:
+        before, behind = self._plain[index]
+        return before + orjson.dumps(text) + behind
 
     def _around(self, index: int) -> tuple[bytes, bytes]:
         """What is before and behind the text in an event that says nothing else."""

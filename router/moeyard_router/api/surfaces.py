@@ -23,6 +23,11 @@ class Writer(Protocol):
     def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
         """What was added to choice `index`, as events; empty if there is nothing to say."""
 
+    def texts(self) -> Callable[[int, str], bytes] | None:
+        """What makes the event of a choice's text (not empty) where that has begun and nothing else was added to it;
+        None if events of this answer say more.
+        """
+
     def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> bytes:
         """The whole answer; `deltas[i]` is everything of choice i."""
 

@@ -4,9 +4,12 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+# Few enough that the first ones of a large step need not wait for its last, enough that sending stays cheap.
+_TOGETHER = 16
+
 
 class Outbox:
-    """Writes the pieces of all connections that were made in one turn of the event loop, one behind the other.
+    """Writes the pieces of all connections that were made in one turn of the event loop, several behind one another.
 
     To send between making two pieces took 17 to 25 us of CPU for each, to send them behind one another 11 to 14: their
     readers and the kernel stay awake (64 streams of 15 ms, 2026-11-22, two shared cores, in turn in one process).
@@ -20,6 +23,8 @@ class Outbox:
         if not self._pieces:
             asyncio.get_running_loop().call_soon(self.flush)
         self._pieces.append((transport, data))
+        if len(self._pieces) == _TOGETHER:
+            self.flush()
 
     def flush(self) -> None:
         """Write what is here now: whoever writes to a transport otherwise comes behind it.

@@ -18,6 +18,8 @@ class Chunk:
     pages: tuple[int, ...]
     prompt: bool
     state_slot: int = -1
+    restored: int = -1
+    snapshots: tuple[tuple[int, int], ...] = ()
     dropped: int = 0
     compaction: "Compaction | None" = None
 

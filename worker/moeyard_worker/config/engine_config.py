@@ -46,7 +46,8 @@ class SchedulerConfig:
     `queue_timeout`; None: as long as it takes.
     max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3;
     adaptive_drafts: as many of them as have turned out to be worth it.
-    num_state_slots: sequences with state of their own beside pages, 0 when the model has none.
+    num_state_slots: sequences with state of their own beside pages, 0 when the model has none; num_snapshots: slots
+    behind these for what prompts left there, without which their beginnings are not reused.
     chunk_alignment: what every prompt chunk but the last ends at a multiple of. kv_compression: whether prompts can be
     kept in part; never where state is kept per sequence.
     """
@@ -67,6 +68,7 @@ class SchedulerConfig:
     num_drafts: int = 0
     adaptive_drafts: bool = False
     num_state_slots: int = 0
+    num_snapshots: int = 0
     chunk_alignment: int = 1
     kv_compression: bool = False
 
@@ -76,8 +78,9 @@ class SchedulerConfig:
         for name, low, high in (("max_in_flight", 1, 2), ("num_drafts", 0, MAX_DRAFTS)):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} must be in [{low}, {high}], got {getattr(self, name)}")
-        if self.num_state_slots < 0:
-            raise ValueError(f"num_state_slots must be at least 0, got {self.num_state_slots}")
+        for name in ("num_state_slots", "num_snapshots"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         rows = self.max_num_seqs * (1 + self.num_drafts)
         if rows > self.max_batch_tokens:
             raise ValueError(
@@ -102,6 +105,7 @@ class EngineConfig:
     model_path: a checkpoint's directory; None where load_format is "dummy", which draws weights of chance for `shape`,
     a published architecture, cut to its first num_layers if that is set. "auto" is "safetensors", all that is read.
     expert_slots and expert_memory: at most one is set; neither means as many as fit. kv_memory None means auto.
+    snapshot_memory: of kv_memory, for snapshots of state per sequence; None: a share of it.
     async_scheduling: a step is planned while the one before runs. device: "cpu", "cuda:N" (of one worker) or "cuda":
     each worker takes a GPU of its own, the first of a host its first.
     enforce_eager: no step is captured in a CUDA graph. mesh_encryption: of activations that go over TCP.
@@ -123,6 +127,7 @@ class EngineConfig:
     expert_policy: str = "slru"
     record_routing: str | None = None
     kv_memory: int | None = None
+    snapshot_memory: int | None = None
     page_size: int = 16
     max_model_len: int | None = None
     max_batch_tokens: int = 512
@@ -160,7 +165,7 @@ class EngineConfig:
             raise ValueError("record_routing on a GPU needs enforce_eager: a captured step tells the host of no expert")
         _require_positive(self, ("num_workers", "page_size", "threads", *_LIMITS))
         _require_positive(self, ("expert_slots", "expert_memory", "kv_memory", "max_model_len", "num_layers"))
-        _require_positive(self, ("mixed_prefill_tokens",))
+        _require_positive(self, ("mixed_prefill_tokens", "snapshot_memory"))
         _require_source(self)
         _require_rows(self)
         _require_speculation(self)
@@ -176,6 +181,8 @@ class EngineConfig:
             raise ValueError(f"exchange 'local' is for one worker, got {self.num_workers} workers")
         if self.expert_slots is not None and self.expert_memory is not None:
             raise ValueError("give expert_slots or expert_memory, not both")
+        if self.snapshot_memory is not None and not self.prefix_caching:
+            raise ValueError("snapshot_memory is for prefix_caching, which is off")
         if 64 % self.page_size:
             raise ValueError(f"page_size must divide 64 (attention splits keys every 64 tokens), got {self.page_size}")
 

@@ -197,6 +197,8 @@ class CudaDevice:
 
     def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
         """Steps of every size that is captured are captured here."""
+        if not config.enforce_eager and not runner.config.state_spec(runner.dtype.itemsize).bytes_per_sequence:
+            self.backend.warm_compaction()
         max_pages = -(-plan.max_model_len // config.page_size)
         if config.num_drafts:
             drafting = SpeculativeRunner(
@@ -212,6 +214,7 @@ class CudaDevice:
             max_prompt=config.max_batch_tokens, captures_prompts=not plan.stream_slots,
         )  # fmt: skip
         if not config.enforce_eager and runner.exchange.captures:
+            runner.warm_recompute()
             graphs.capture()
         return graphs
 

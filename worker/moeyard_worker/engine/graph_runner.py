@@ -199,8 +199,9 @@ class GraphRunner:
         warm_scoring(self._runner.model.head, row)
 
     def _inputs(self, bucket: Bucket) -> GraphInputs:
+        backend, last_ids = self._backend, self._sampler.last_ids
         return GraphInputs(
-            bucket, page_size=self._backend.page_size, windows=self._backend.windows, last_ids=self._sampler.last_ids
+            bucket, page_size=backend.page_size, windows=backend.windows, last_ids=last_ids, slots=backend.slots
         )
 
     def _forward(self, inputs: GraphInputs) -> None:

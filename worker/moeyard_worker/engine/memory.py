@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from moeyard_kernels.types.footprint import Footprints
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size
+from moeyard_worker.engine.kv_memory import num_pages_of, num_snapshots_of
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.slots import resolve_slots, slot_bytes
 from moeyard_worker.models.model_config import ModelConfig
-from moeyard_worker.state.spec import StateSpec
 
 # Without --kv-memory, KV pages and what it takes to attend to the longest sequence in them take at most this share of
 # what weights and reserve leave free.
@@ -50,15 +50,16 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What fits: pages of KV, expert slots, and the longest sequence that the pages can hold.
+    """What fits: pages of KV, snapshots of state, expert slots, and the longest sequence that the pages can hold.
 
-    Bytes: `available` is what was divided, `resident_bytes` the dense weights and slots of state. `stream_slots` come
-    on top of `expert_slots` if these do not hold all experts, `host_bytes` is what those experts then take of the
+    Bytes: `available` is what was divided, `resident_bytes` the dense weights and all slots of state. `stream_slots`
+    come on top of `expert_slots` if these do not hold all experts, `host_bytes` is what those experts then take of the
     host's memory. `reserve` is what was set aside before, `prefix_bytes` what attending to that longest sequence takes.
     `reasons` says in words how KV and experts came to their shares.
     """
 
     num_pages: int
+    num_snapshots: int
     expert_slots: int
     stream_slots: int
     host_bytes: int
@@ -189,7 +190,17 @@ def plan_memory(
     per_position = prefix_bytes(model, itemsize, footprints)
     expert_bytes = model.expert_bytes(itemsize)
     budget, reasons = _kv_budget(config, free=free, all_experts=num_local_experts * expert_bytes)
-    num_pages = _num_pages(config, state, budget=budget, max_model_len=max_model_len, per_position=per_position)
+    both = config.page_size * (state.bytes_per_token + per_position)
+    num_snapshots = num_snapshots_of(
+        config, state, whole=config.kv_memory or budget, longest=-(-max_model_len // config.page_size) * both,
+        supported=footprints.SNAPSHOTS,
+    )  # fmt: skip
+    snapshot_bytes = num_snapshots * state.bytes_per_sequence
+    held, free = held + snapshot_bytes, free - snapshot_bytes
+    num_pages = num_pages_of(
+        config, state, budget=budget - snapshot_bytes, snapshot_bytes=snapshot_bytes, max_model_len=max_model_len,
+        per_position=per_position,
+    )  # fmt: skip
     max_model_len = min(max_model_len, num_pages * config.page_size)
     kv, prefix = num_pages * config.page_size * state.bytes_per_token, max_model_len * per_position
     if kv + prefix > free:
@@ -226,6 +237,7 @@ def plan_memory(
     )
     return MemoryPlan(
         num_pages=num_pages,
+        num_snapshots=num_snapshots,
         expert_slots=slots,
         stream_slots=footprints.STREAM_SLOTS if partial else 0,
         host_bytes=host_bytes,
@@ -236,7 +248,7 @@ def plan_memory(
         resident_bytes=held,
         reasons=(
             *reasons,
-            *_slot_reasons(config, slots_bytes),
+            *_slot_reasons(config, slots_bytes, num_snapshots, snapshot_bytes),
             f"{num_pages} KV pages, {format_size(kv)}, for sequences of up to {max_model_len} tokens",
             f"{slots} of {num_local_experts} experts in slots, {format_size(held_bytes)}"
             + (f", and all in {format_size(host_bytes)} of pinned host memory" if host_bytes else ""),
@@ -244,12 +256,15 @@ def plan_memory(
     )
 
 
-def _slot_reasons(config: EngineConfig, num_bytes: int) -> Iterator[str]:
+def _slot_reasons(config: EngineConfig, num_bytes: int, num_snapshots: int, snapshot_bytes: int) -> Iterator[str]:
     """What is said of state per sequence, if there is any."""
-    if num_bytes:
-        yield f"state of {config.max_num_seqs} sequences, {format_size(num_bytes)}"
-        if config.prefix_caching:
-            yield "prefixes are not reused: no page holds the state behind them"
+    if not num_bytes:
+        return
+    yield f"state of {config.max_num_seqs} sequences, {format_size(num_bytes)}"
+    if num_snapshots:
+        yield f"{num_snapshots} snapshots of it behind prompts, {format_size(snapshot_bytes)} of KV memory"
+    elif config.prefix_caching:
+        yield "prefixes are not reused: there is no snapshot of the state behind them"
 
 
 def _kv_budget(config: EngineConfig, *, free: int, all_experts: int) -> tuple[int, tuple[str, ...]]:
@@ -269,27 +284,3 @@ def _kv_budget(config: EngineConfig, *, free: int, all_experts: int) -> tuple[in
         f"{words} {AUTO_KV_SHARE:.0%}, {format_size(share)}; not all experts fit, {format_size(all_experts)}, even "
         f"beside {LEAST_KV_SHARE:.0%} for KV",
     )
-
-
-def _num_pages(config: EngineConfig, state: StateSpec, *, budget: int, max_model_len: int, per_position: int) -> int:
-    """Pages of --kv-memory, or, without it, as many as can be used and `budget` allows."""
-    page_bytes = config.page_size * state.bytes_per_token
-    longest = -(-max_model_len // config.page_size)
-    if config.kv_memory is not None:
-        num_pages = config.kv_memory // page_bytes
-    else:
-        # Pages that make the longest sequence longer also make its attention take more.
-        both = page_bytes + config.page_size * per_position
-        num_pages = budget // both
-        if num_pages > longest:
-            num_pages = min(longest + (budget - longest * both) // page_bytes, config.max_num_seqs * longest)
-    if num_pages < 2:
-        raise ValueError(
-            f"KV memory holds {num_pages} pages of {format_size(page_bytes)}, at least 2 are needed; raise --kv-memory"
-        )
-    if config.max_model_len is not None and num_pages < longest:
-        raise ValueError(
-            f"--max-model-len {max_model_len} needs {longest} KV pages, memory holds {num_pages}; "
-            "raise --kv-memory or lower --max-model-len"
-        )
-    return num_pages

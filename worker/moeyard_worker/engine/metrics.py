@@ -100,9 +100,13 @@ class WorkerMetrics:
             for name, text, labels in (
                 ("engine_steps", "Lockstep steps", ()),
                 ("prefill_tokens", "Prompt positions computed", ()),
+                ("kv_dropped_tokens", "Prompt positions whose keys and values were not kept", ()),
                 ("generation_tokens", "Tokens sampled", ()),
                 ("prefix_cache_query_tokens", "Prompt tokens looked up in the prefix index", ()),
                 ("prefix_cache_hit_tokens", "Prompt tokens found in the prefix index", ()),
+                ("state_snapshots_taken", "Snapshots of state per sequence taken behind prompts", ()),
+                ("state_snapshots_used", "Requests that began behind a snapshot", ()),
+                ("state_snapshots_evicted", "Snapshots that made room for another", ()),
                 ("preemptions", "Sequences preempted for lack of pages", ()),
                 ("expert_cache_hits", "Needed experts found in a slot", ("segment", "phase")),
                 ("expert_cache_misses", "Needed experts copied into a slot", ("phase",)),
@@ -122,6 +126,7 @@ class WorkerMetrics:
                 ("num_requests_running", "Sequences that take part in steps"),
                 ("num_requests_waiting", "Sequences in the queue"),
                 ("kv_cache_usage_ratio", "Share of KV pages that live sequences hold"),
+                ("state_snapshots", "Snapshots of state per sequence that can be found"),
                 ("expert_cache_slots", "Expert slots of this rank"),
                 ("expert_load_imbalance", "Rows of the busiest local expert over the mean, latest step with rows"),
             )
@@ -181,10 +186,14 @@ class WorkerMetrics:
     def _observe_scheduler(self, scheduler: Scheduler) -> None:
         stats = scheduler.stats
         self._advance("prefill_tokens", stats.prefill_tokens)
+        self._advance("kv_dropped_tokens", stats.dropped_tokens)
         self._advance("generation_tokens", stats.generation_tokens)
         self._advance("prefix_cache_query_tokens", stats.prefix_query_tokens)
         self._advance("prefix_cache_hit_tokens", stats.prefix_hit_tokens)
         self._advance("preemptions", stats.num_preemptions)
+        self._advance("state_snapshots_taken", scheduler.snapshots.num_taken)
+        self._advance("state_snapshots_used", scheduler.snapshots.num_used)
+        self._advance("state_snapshots_evicted", scheduler.snapshots.num_evicted)
         _drain(stats.queue_seconds, self.queue_seconds)
         _drain(stats.prefill_seconds, self.prefill_seconds)
         _drain(stats.token_seconds, self.token_seconds)
@@ -202,6 +211,7 @@ class WorkerMetrics:
         """Bring the gauges of running and waiting requests and of KV pages up to date."""
         self._gauge("num_requests_running", scheduler.num_running)
         self._gauge("num_requests_waiting", scheduler.num_waiting)
+        self._gauge("state_snapshots", scheduler.snapshots.num_held)
         self._gauge("kv_cache_usage_ratio", 1 - scheduler.pool.num_free / scheduler.pool.num_pages)
 
     def _gauge(self, name: str, value: float) -> None:

@@ -25,7 +25,7 @@ from moeyard_worker.models.decoder import Decoder, Load
 from moeyard_worker.models.mtp import Drafter
 from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.scheduling.request import Accepted, Request
-from moeyard_worker.scheduling.step import Step
+from moeyard_worker.scheduling.step import Chunk, Step
 from moeyard_worker.state.pools import allocate
 
 
@@ -99,6 +99,18 @@ class Runner:
         An empty step returns no row but takes part in every exchange. Raises ExchangeError when a peer is lost.
         """
         return self.model.forward(self.backend.plan(step))
+
+    def warm_recompute(self) -> None:
+        """Where state is kept per sequence, have the kernels compiled that compute output again, of several rows of a
+        sequence. Before the first step, when neither slots nor pages hold anything.
+        """
+        if not self.config.has_slots:
+            return
+        again = Chunk(
+            key=(b"", ""), start=0, token_ids=(0, 0), pages=(0, 0), state_slot=0, prompt=False, num_sampled=1
+        )  # fmt: skip
+        self.exchange.expect(PeerRows(again.num_tokens))
+        self.forward(Step(decode=(again,)))
 
     def rows_of(self, step: Step) -> int:
         """See `StepRunner.rows_of`."""

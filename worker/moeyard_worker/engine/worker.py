@@ -164,7 +164,7 @@ class Worker:
             log.info("the exchange goes through the host: steps are launched kernel by kernel, none is captured")
         runner = Runner(
             self._checkpoint.spec, load=load, backend=backend, exchange=exchange, experts=experts, dtype=self._dtype,
-            num_pages=plan.num_pages, num_state_slots=num_state_slots,
+            num_pages=plan.num_pages, num_state_slots=num_state_slots + plan.num_snapshots,
         )  # fmt: skip
         experts.preload(self._advance)
         self._device.finish()
@@ -183,15 +183,14 @@ class Worker:
                 mixed_prefill_tokens=config.mixed_prefill_tokens,
                 max_waiting=config.max_waiting,
                 max_queue_seconds=config.max_queue_seconds,
-                prefix_caching=config.prefix_caching and state.prefix_reusable,
+                prefix_caching=config.prefix_caching and (state.prefix_reusable or plan.num_snapshots > 0),
                 max_in_flight=2 if config.async_scheduling else 1,
-                num_drafts=config.num_drafts,
-                adaptive_drafts=config.draft_tokens is None,
-                num_state_slots=num_state_slots,
+                num_drafts=config.num_drafts, adaptive_drafts=config.draft_tokens is None,
+                num_state_slots=num_state_slots, num_snapshots=plan.num_snapshots,
                 chunk_alignment=state.chunk_alignment,
-                kv_compression=config.device == "cpu" and not num_state_slots,
+                kv_compression=not num_state_slots,
             )
-        )
+        )  # fmt: skip
         step_runner = self.runner = self._device.step_runner(runner, config, plan)
         self.grammars = Grammars.of_directory(
             config.model_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
@@ -217,6 +216,7 @@ class Worker:
             "exchange_why": self._exchange_why,
             "dtype": str(self._dtype).removeprefix("torch."),
             "num_pages": plan.num_pages,
+            "prefix_caching": scheduler.config.prefix_caching,
             "max_model_len": plan.max_model_len,
             "expert_slots": experts.num_slots,
             "num_experts": experts.num_experts,

@@ -133,11 +133,6 @@ def shape_model(name: str, num_layers: int | None = None) -> ModelConfig:
 
 def _check_slots(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ValueError for what does not go with state per sequence."""
-    if config.device != "cpu":
-        raise ValueError(
-            f"--device {config.device}: {model.family} has linear attention, whose state per sequence lives on a CPU "
-            "only so far; use --device cpu"
-        )
     together = model.state_spec(1).chunk_alignment
     for name in ("prefill_chunk", "max_batch_tokens", "mixed_prefill_tokens"):
         if (rows := getattr(config, name)) is not None and rows < together:

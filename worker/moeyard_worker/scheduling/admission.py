@@ -67,7 +67,7 @@ def _compression_error(num_prompt: int, params: SamplingParams, config: Schedule
     if params.kv_compression is None:
         return None
     if not config.kv_compression:
-        return "kv_compression is for models whose state is all in pages, on a CPU so far"
+        return "kv_compression is for models whose state is all in pages"
     rows = min(config.prefill_chunk, config.max_batch_tokens, config.mixed_prefill_tokens or config.max_batch_tokens)
     # A chunk may end so much earlier than it could, and the next has to hold the window all the same.
     rows -= config.chunk_alignment - 1

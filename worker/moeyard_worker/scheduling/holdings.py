@@ -1,20 +1,40 @@
-"""What requests hold on a rank: pages and a slot each, taken, grown, found again and given back. Pure."""
+"""What requests hold on a rank: pages and a slot each, taken, grown, found again and given back. Pure.
+
+Where a model keeps state per sequence, the beginning of a prompt is reused up to the longest position at which there
+are both pages and a snapshot of that state. A request takes two: behind the last whole pages of its prompt, where a
+longer prompt goes on from; and where it leaves what others had in their prompts, if there is none yet. A third request
+with the same beginning will start there.
+"""
 
 from collections.abc import Iterable
 from itertools import islice
 from math import lcm
+from typing import NamedTuple
 
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.scheduling.request import Request
 from moeyard_worker.state.pages import PagePool
 from moeyard_worker.state.slots import SlotPool
+from moeyard_worker.state.snapshots import SnapshotPool
+
+
+class Prefix(NamedTuple):
+    """What is known of the beginning of a prompt: the `pages` to start behind, and how many are known in all.
+
+    They differ where state is kept per sequence and there is no snapshot of it behind the last.
+    """
+
+    pages: list[int]
+    num_known: int
 
 
 class Holdings:
     """Owner of a rank's pages and slots; which request holds which is written in the request."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.pool = PagePool(config.num_pages)
+        first = config.num_state_slots
+        self.snapshots = SnapshotPool(range(first, first + config.num_snapshots))
+        self.pool = PagePool(config.num_pages, self.snapshots.forget)
         self.slots = SlotPool(config.num_state_slots)
         self._page_size = config.page_size
         self._max_num_seqs = config.max_num_seqs
@@ -30,8 +50,8 @@ class Holdings:
         kept = self.pages_for(request.length - request.num_dropped)
         return kept + self.pages_for(len(request.prompt)) if request.num_dropped else kept
 
-    def known_prefix(self, request: Request) -> list[int]:
-        """Pages of other requests that hold the beginning of this one's prompt."""
+    def known_prefix(self, request: Request) -> Prefix:
+        """Pages of other requests that hold the beginning of this one's prompt, with the state behind them."""
         # At least the last prompt position is computed, because its logits choose the first output token; or all those
         # whose queries choose what is kept.
         reusable = len(request.prompt) - request.window
@@ -39,7 +59,10 @@ class Holdings:
             # Pages hold no logits: a position whose next token is still to be scored is computed here.
             reusable = min(reusable, request.num_scored)
         pages = self.pool.match(request.hashes[: reusable // self._page_size])
-        return pages[: len(pages) - len(pages) % self._reuse_unit]
+        num_known = len(pages) - len(pages) % self._reuse_unit
+        if not self.slots.num_slots:
+            return Prefix(pages[:num_known], num_known)
+        return Prefix(pages[: self.snapshots.reach(request.hashes[:num_known], self._reuse_unit)], num_known)
 
     def can_start(self, request: Request, cached: list[int]) -> bool:
         """Whether a slot is free, and the pages for all known tokens beside the `cached` ones."""
@@ -56,11 +79,12 @@ class Holdings:
             return False
         return sum(self.pages_to_start(r) for r in islice(waiting, count)) <= self.pool.num_free
 
-    def start(self, request: Request, cached: list[int]) -> None:
-        """Give the request a slot, the `cached` pages, whose positions count as computed, and the rest for its tokens.
+    def start(self, request: Request, prefix: Prefix) -> None:
+        """Give the request a slot, the pages of its known `prefix`, which counts as computed, and the rest it needs.
 
         All pages of the prompt at once: prompts that are still being computed must not starve each other.
         """
+        cached = prefix.pages
         self.pool.acquire(cached)
         if request.num_dropped:
             request.compact = self.pool.allocate(self.pages_for(request.length - request.num_dropped))
@@ -68,8 +92,31 @@ class Holdings:
         request.pages = cached + self.pool.allocate(self.pages_for(length) - len(cached))
         if self.slots.num_slots:
             request.state_slot = self.slots.allocate()
+            self._plan_snapshots(request, prefix)
         request.num_computed = len(cached) * self._page_size
         request.num_registered = len(cached)
+
+    def _plan_snapshots(self, request: Request, prefix: Prefix) -> None:
+        """Where a request that starts behind a snapshot, or behind none, takes others."""
+        start, unit = len(prefix.pages), self._reuse_unit
+        if start:
+            request.restored = self.snapshots.use(request.hashes[start - 1])
+        ends = sorted({prefix.num_known, len(request.hashes) - len(request.hashes) % unit})
+        request.snapshots_at = tuple(end * self._page_size for end in ends if end > start)
+
+    def take_snapshots(self, request: Request, start: int, rows: int) -> tuple[tuple[int, int], ...]:
+        """(position, slot) of the snapshots that a chunk of so many rows from `start` takes, where there is room."""
+        found: list[tuple[int, int]] = []
+        for position in request.snapshots_at:
+            if start < position <= start + rows:
+                slot = self.snapshots.reserve(self._hash_before(request, position))
+                if slot is not None:
+                    found.append((position, slot))
+                    request.taking.append(position)
+        return tuple(found)
+
+    def _hash_before(self, request: Request, position: int) -> bytes:
+        return request.hashes[position // self._page_size - 1]
 
     @property
     def num_free_positions(self) -> int:
@@ -95,7 +142,7 @@ class Holdings:
             self.grow(request, missing)
 
     def register(self, request: Request) -> None:
-        """Make newly filled prompt pages findable; a page shared with output positions never is.
+        """Make newly filled prompt pages, and snapshots behind them, findable; a page with output positions never is.
 
         A whole prompt of which what is kept was copied needs its pages no more; others, and the index, may.
         """
@@ -103,6 +150,8 @@ class Holdings:
         for i in range(request.num_registered, full):
             self.pool.register(request.pages[i], request.hashes[i])
         request.num_registered = max(request.num_registered, full)
+        while request.taking and request.taking[0] <= request.num_computed:
+            self.snapshots.keep(self._hash_before(request, request.taking.pop(0)))
         if request.compact and request.num_computed >= len(request.prompt):
             self.pool.release(request.pages)
             request.pages, request.compact = request.compact, []
@@ -120,6 +169,9 @@ class Holdings:
         self.pool.release(request.pages)
         self.pool.release(request.compact)
         request.pages, request.compact = [], []
+        for position in request.taking:
+            self.snapshots.cancel(self._hash_before(request, position))
+        request.taking, request.snapshots_at, request.restored = [], (), -1
         if request.state_slot >= 0:
             self.slots.release(request.state_slot)
             request.state_slot = -1
@@ -129,6 +181,7 @@ class Holdings:
         requests = list(holders)
         self.pool.validate(pages for r in requests for pages in (r.pages, r.compact))
         self.slots.validate(r.state_slot for r in requests if r.state_slot >= 0)
+        self.snapshots.validate((self._hash_before(r, p) for r in requests for p in r.taking), self.pool.known)
         for r in requests:
             assert len(r.pages) >= self.pages_for(r.num_places), f"{r.key} computed past its pages"
             compacts = bool(r.pages and r.num_dropped and r.num_computed < len(r.prompt))

@@ -37,6 +37,7 @@ class StepBuilder:
     def add(self, request: Request, chunk: Chunk) -> None:
         """Make a chunk part of the step; from here on its request is in flight."""
         request.in_flight.append(chunk)
+        request.restored = -1
         (self.prefill if chunk.prompt else self.decode).append((request, chunk))
         self.budget -= len(chunk.token_ids)
 
@@ -124,8 +125,8 @@ def num_wanted(request: Request, length: int, config: SchedulerConfig) -> int:
     return min(length + max(config.num_drafts - 1, 0), max(request.limit, length))
 
 
-def make_chunk(request: Request, place: Place, rows: int) -> Chunk:
-    """The next `rows` rows of a request, whose pages are reserved."""
+def make_chunk(request: Request, place: Place, rows: int, snapshots: tuple[tuple[int, int], ...] = ()) -> Chunk:
+    """The next `rows` rows of a request, whose pages are reserved, as are the slots of its `snapshots` on the way."""
     start, num_sampled, num_prompt = place.start, 0, len(request.prompt)
     if place.fed is not None:
         token_ids, num_sampled = (0,) * rows, rows
@@ -142,6 +143,8 @@ def make_chunk(request: Request, place: Place, rows: int) -> Chunk:
         token_ids=token_ids,
         pages=tuple(request.pages if start < num_prompt else request.kept_pages),
         state_slot=request.state_slot,
+        restored=request.restored,
+        snapshots=snapshots,
         prompt=start < num_prompt,
         num_sampled=num_sampled,
         fed=place.fed,

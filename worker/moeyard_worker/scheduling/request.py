@@ -76,8 +76,10 @@ class Request:
     `serial` is its place in the order of arrival. `num_computed` positions have their state in `pages` (and in slot
     `state_slot`), as of the last completed step: a refused draft is undone by not counting it. It has a logical length
     and a kept one: `num_dropped` positions of its prompt are given up once that is computed. Until then `compact` are
-    the pages for what is kept and all that follows, afterwards they are its `pages`. `drafts` are proposed
-    for the positions after the last token. `in_flight` are its chunks in planned steps that are not completed, oldest
+    the pages for what is kept and all that follows, afterwards they are its `pages`. Where state
+    is kept per sequence, its first chunk restores what is in slot `restored` (-1: nothing, or that is done), snapshots
+    are wanted of positions `snapshots_at`, and planned steps are `taking` those. `drafts` are proposed for the
+    positions after the last token. `in_flight` are its chunks in planned steps that are not completed, oldest
     first; `sample_index` is the place of the newest one among the sampled chunks of its step. `num_scored`: positions
     whose next token's log-probability has been sent, counted if `prompt_logprobs` are asked for. `num_given`: output
     tokens that it came with, from a rank that was lost. `excused` are seconds of its wait in which nothing ran.
@@ -97,6 +99,9 @@ class Request:
     compact: list[int] = field(default_factory=list)
     num_dropped: int = 0
     state_slot: int = -1
+    restored: int = -1
+    snapshots_at: tuple[int, ...] = ()
+    taking: list[int] = field(default_factory=list)
     running: bool = False
     ended: bool = False
     num_computed: int = 0
@@ -185,6 +190,7 @@ class SchedulerStats:
 
     `token_seconds` has, per request that ended by itself with 2 tokens or more, the mean time from token to token.
 
+    `dropped_tokens`: positions of computed prompts that were not kept.
     `drafts[j]` and `accepted[j]` count the drafts verified and accepted at the j-th position after a known token.
     """
 
@@ -192,12 +198,19 @@ class SchedulerStats:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefill_tokens: int = 0
+    dropped_tokens: int = 0
     generation_tokens: int = 0
     queue_seconds: list[float] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
     token_seconds: list[float] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+
+    def computed(self, chunk: Chunk) -> None:
+        """A chunk of a prompt is computed, and what is kept of the prompt copied if it says so."""
+        self.prefill_tokens += chunk.num_tokens
+        if chunk.compaction is not None:
+            self.dropped_tokens += chunk.compaction.dropped
 
     def prefilled(self, request: Request, now: float) -> None:
         """A request's prompt is computed."""

@@ -25,7 +25,7 @@ from moeyard_worker.scheduling.request import Accepted, Constraint, Reply, Reque
 from moeyard_worker.scheduling.roster import Roster
 from moeyard_worker.scheduling.scoring import tell_scores
 from moeyard_worker.scheduling.step import Chunk, Step
-from moeyard_worker.state.pages import PagePool, page_hashes
+from moeyard_worker.state.pages import page_hashes
 
 
 class _Flight(NamedTuple):
@@ -41,15 +41,12 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._holdings = Holdings(config)
+        # The rank's pages and snapshots of state, to be read.
+        self.pool, self.snapshots = self._holdings.pool, self._holdings.snapshots
         self.stats = SchedulerStats(drafts=[0] * config.num_drafts, accepted=[0] * config.num_drafts)
         self._drafting = Drafting(config.num_drafts, adaptive=config.adaptive_drafts)
         self._roster = Roster()
         self._flights: deque[_Flight] = deque()
-
-    @property
-    def pool(self) -> PagePool:
-        """The rank's pages, to be read."""
-        return self._holdings.pool
 
     @property
     def num_running(self) -> int:
@@ -170,16 +167,16 @@ class Scheduler:
         config, roster, holdings = self.config, self._roster, self._holdings
         while roster.waiting and builder.budget > 0 and not builder.closed and self.num_running < config.max_num_seqs:
             request = roster.waiting[0]
-            cached = holdings.known_prefix(request)
-            if not holdings.can_start(request, cached):
+            prefix = holdings.known_prefix(request)
+            if not holdings.can_start(request, prefix.pages):
                 assert roster.running or roster.leaving, f"{request.key} does not fit into an empty pool"
                 return
-            start = len(cached) * config.page_size
+            start = len(prefix.pages) * config.page_size
             place = Place(start, start, None)
             if not num_rows(request, place, budget=builder.budget, config=config):
                 return
             roster.start_first()
-            holdings.start(request, cached)
+            holdings.start(request, prefix)
             if request.started is None:
                 request.started = now
                 request.cached_tokens = start
@@ -193,18 +190,19 @@ class Scheduler:
         # One that was preempted a moment ago is not running any more.
         if not request.running or request is builder.held:
             return False
+        holdings = self._holdings
         if not (rows := num_rows(request, place, budget=builder.budget, config=self.config)):
             return False
         if rows > 1 and place.start >= request.length - 1:
             # Drafts are optional: they take pages that are free, and never another's.
-            reach = self._holdings.reach(request) + self._holdings.num_free_positions
+            reach = holdings.reach(request) + holdings.num_free_positions
             rows = max(1, min(rows, reach - place.max_start))
         length = place.max_start + rows
-        if length > self._holdings.reach(request) and not self._reserve(request, length, builder):
+        if length > holdings.reach(request) and not self._reserve(request, length, builder):
             return False
         if place.fed is not None or length >= request.length:
-            self._holdings.extend(request, num_wanted(request, length, self.config), len(self._roster.running))
-        builder.add(request, make_chunk(request, place, rows))
+            holdings.extend(request, num_wanted(request, length, self.config), len(self._roster.running))
+        builder.add(request, make_chunk(request, place, rows, holdings.take_snapshots(request, place.start, rows)))
         return True
 
     def _reserve(self, request: Request, length: int, builder: StepBuilder) -> bool:
@@ -281,7 +279,7 @@ class Scheduler:
         assert result is None or num_accepted, "a sampled chunk yields a token at least"
         request.num_computed += len(chunk.token_ids) - chunk.num_sampled + num_accepted
         if chunk.prompt:
-            self.stats.prefill_tokens += chunk.num_tokens
+            self.stats.computed(chunk)
             self._holdings.register(request)
         if result is not None:
             return self._accept(request, chunk, result, now)

@@ -8,7 +8,7 @@ were all computed with the prompt formula may be registered (one answer).
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 
 ROOT_HASH = b"moeyard"
 
@@ -25,10 +25,11 @@ def page_hashes(token_ids: Sequence[int], page_size: int) -> list[bytes]:
 
 
 class PagePool:
-    """Reference-counted pages [0, num_pages) with a prefix index."""
+    """Reference-counted pages [0, num_pages) with a prefix index. `forgotten` is told the hash of what leaves it."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, forgotten: Callable[[bytes], None] | None = None) -> None:
         self.num_pages = num_pages
+        self._forgotten = forgotten
         self._free = list(range(num_pages - 1, -1, -1))
         self._refs = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
@@ -51,6 +52,11 @@ class PagePool:
             pages.append(page)
         return pages
 
+    @property
+    def known(self) -> KeysView[bytes]:
+        """The hashes of all pages that can be found."""
+        return self._page_of.keys()
+
     def num_idle(self, pages: Sequence[int]) -> int:
         """How many of `pages` count as free now, so that acquiring them lowers `num_free`."""
         return sum(1 for p in pages if self._refs[p] == 0)
@@ -72,7 +78,10 @@ class PagePool:
                 page = self._free.pop()
             else:
                 page, _ = self._idle.popitem(last=False)
-                del self._page_of[self._hash_of.pop(page)]
+                digest = self._hash_of.pop(page)
+                del self._page_of[digest]
+                if self._forgotten is not None:
+                    self._forgotten(digest)
             self._refs[page] = 1
             pages.append(page)
         return pages

@@ -10,8 +10,8 @@ class StateSpec:
     State is paged, `bytes_per_token`, or sits in one slot per sequence, `bytes_per_sequence` (0 for models whose state
     is all paged), or both. Every prompt chunk but the last ends at a multiple of `chunk_alignment`, counted from
     position 0: 64 for linear attention that is computed in chunks, 1 where any cut gives the same bits.
-    `prefix_reusable` is True when the state of a prompt prefix is exactly its pages; a layer that keeps one state per
-    sequence sets it to False.
+    `prefix_reusable` is True when the state of a prompt prefix is exactly its pages; where a layer keeps one state per
+    sequence it is False, and a prefix is reused only behind a snapshot of that, of `bytes_per_sequence`.
     """
 
     bytes_per_token: int

@@ -1,0 +1,92 @@
+"""Linear attention through the door's kernels: convolution, the delta rule over states in slots, gated norm."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels.cuda.plan import CudaPlan
+from moeyard_kernels.types.state_slots import StateSlots
+
+Rule = Callable[..., torch.Tensor]
+
+
+class _Delta:
+    """The delta rule of one layer with the convolution before it.
+
+    conv [C, K], a_log [H] fp32, dt_bias as `recurrent` wants it; state [num_slots, H, Dk, Dv] fp32 and window
+    [num_slots, K - 1, C] are the layer's slots. `chunked` is the rule of prompt rows, `recurrent` that of decode rows.
+    """
+
+    def __init__(
+        self, chunked: Rule, recurrent: Rule, *, conv: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
+        state: torch.Tensor, window: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self._chunked, self._recurrent = chunked, recurrent
+        self._conv, self._window = conv, window
+        self._rates, self._state = (a_log, dt_bias), state
+
+    def __call__(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
+        """qkv [num_rows, C], b [num_rows, H] and a as projected -> [num_rows, H, Dv] in their dtype."""
+        rows, first, parts = plan.state, plan.num_prompt, []
+        assert rows is not None, "a plan knows its slots once there is linear attention"
+        if rows.chunks is not None:
+            mixed = ops.causal_conv1d_prefill(qkv[:first], self._conv, self._window, chunks=rows.chunks)
+            parts.append(self._chunked(mixed, b[:first], a[:first], *self._rates, self._state, chunks=rows.chunks))
+        if first < plan.num_tokens:
+            inputs = (qkv, b, a) if not first else (qkv[first:], b[first:], a[first:])
+            if rows.slots is not None:
+                parts.append(self._steps(*inputs, rows.slots))
+            else:
+                out = qkv.new_empty(plan.num_tokens - first, *self._state.shape[1:4:2])
+                for wave in rows.waves:
+                    some_qkv, some_b, some_a = (x.index_select(0, wave.rows) for x in inputs)
+                    some = self._steps(some_qkv, some_b, some_a, wave.slots)
+                    out.index_copy_(0, wave.at, some.index_select(0, wave.taken))
+                parts.append(out)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _steps(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, slots: StateSlots) -> torch.Tensor:
+        mixed = ops.causal_conv1d_update(qkv, self._conv, self._window, slots=slots)
+        return self._recurrent(mixed, b, a, *self._rates, self._state, slots=slots)
+
+
+class CudaGdn:
+    """See `Backend.gdn`."""
+
+    def __init__(
+        self, *, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, eps: float, norm: torch.Tensor,
+        **arguments: Any,
+    ) -> None:  # fmt: skip
+        values = num_v_heads * v_dim
+        self._widths = (2 * num_k_heads * k_dim + values, values, num_v_heads, num_v_heads)
+        self._norm = partial(ops.gated_rms_norm, weight=norm, eps=eps)
+        self._rule = _Delta(ops.gdn_chunk_prefill, ops.gdn_recurrent, **arguments)
+
+    def mix(self, x: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
+        """See `GdnMix.mix`."""
+        qkv, z, b, a = x.split_with_sizes(self._widths, 1)
+        return self._norm(self._rule(qkv, b, a, plan), z, rows=_stand_in(plan))
+
+
+class CudaKda:
+    """See `Backend.kda`."""
+
+    def __init__(
+        self, *, num_heads: int, head_dim: int, eps: float, dt_bias: torch.Tensor, norm: torch.Tensor, **arguments: Any
+    ) -> None:
+        self._norm = partial(ops.gated_rms_norm, weight=norm, eps=eps, sigmoid=True)
+        rates = dt_bias.view(num_heads, head_dim)
+        self._rule = _Delta(ops.kda_chunk_prefill, ops.kda_recurrent, dt_bias=rates, **arguments)
+
+    def mix(
+        self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, gate: torch.Tensor, plan: CudaPlan
+    ) -> torch.Tensor:
+        """See `KdaMix.mix`."""
+        return self._norm(self._rule(qkv, beta, decay, plan), gate, rows=_stand_in(plan))
+
+
+def _stand_in(plan: CudaPlan) -> torch.Tensor | None:
+    return None if plan.state is None else plan.state.stand_in

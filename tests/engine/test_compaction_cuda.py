@@ -1,0 +1,117 @@
+"""A prompt of which a part is kept, as a GPU does it: one answer for a budget, with drafts and without.
+
+Without a GPU the same steps run over the kernels' oracles (captured_on_cpu.py), in fp32, and tokens and ends are those
+of the CPU's backend too. On a GPU all bits are those of each request alone, launched kernel by kernel.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoints import make_checkpoint
+from tests.engine.captured_on_cpu import without_a_gpu
+from tests.engine.test_compaction import requests, without
+from tests.engine.test_speculation import DEMO
+from tests.engine.test_speculation_cuda import GPU, same
+from tests.rank import Rank, Requests, Told
+
+MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+
+
+def load(model: Any, **options: Any) -> Rank:
+    where: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"} if GPU else {"dtype": "float32"}
+    return Rank(model, **where, **{"max_num_seqs": 8, "max_batch_tokens": 128, "max_model_len": 160, **options})
+
+
+def alone(rank: Rank, asked: Requests) -> dict[str, Told]:
+    return {name: rank.run({name: request}, num_drafts=0)[0][name] for name, request in asked.items()}
+
+
+@pytest.fixture(scope="module")
+def on_a_cpu() -> dict[str, Told]:
+    """Each request alone, by the CPU's backend."""
+    rank = Rank(DEMO, dtype="float32")
+    found = alone(rank, requests())
+    rank.worker.stop()
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _device(on_a_cpu: dict[str, Told]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not GPU:
+            without_a_gpu(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[Rank]:
+    rank = load(DEMO, speculate="mtp", draft_tokens=3)
+    yield rank
+    rank.worker.stop()
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Told]:
+    """Each request alone, without drafts, launched kernel by kernel."""
+    rank = load(DEMO, enforce_eager=True, speculate="mtp", draft_tokens=1)
+    found = alone(rank, requests())
+    rank.worker.stop()
+    return found
+
+
+@pytest.mark.skipif(GPU, reason="a GPU's bits are its own")
+def test_answers_are_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[str, Told]) -> None:
+    same(expected, on_a_cpu)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"num_drafts": 1, "prefill_chunk": 16}, {"num_drafts": 2, "max_in_flight": 2},
+    {"max_in_flight": 2, "prefill_chunk": 23}, {"num_drafts": 0, "num_pages": 17, "max_in_flight": 2},
+], ids=str)  # fmt: skip
+def test_drafts_are_verified_on_what_is_kept(
+    drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]
+) -> None:
+    before = drafting.worker.runner.num_replayed  # type: ignore[attr-defined]
+    told, stats = drafting.run(requests(), **changes)
+    same(told, expected)
+    assert drafting.worker.runner.num_replayed > before  # type: ignore[attr-defined]
+    if changes.get("num_drafts") != 0:
+        assert stats.accepted[0] > 0.4 * stats.drafts[0], "the drafting layer is compacted too, and drafts well"
+    if "num_pages" in changes:
+        assert stats.num_preemptions > 0
+
+
+def test_graphs_read_kept_places_and_rotate_by_positions(drafting: Rank, expected: dict[str, Told]) -> None:
+    """A regression test of both lengths: of a graph that took one for the other no token would be right."""
+    name = "long"
+    told, _ = drafting.run({name: requests()[name]})
+    whole, _ = drafting.run(without({name: requests()[name]}))
+    same(told, {name: expected[name]})
+    assert told[name].token_ids != whole[name].token_ids
+
+
+@pytest.fixture(scope="module", params=["mla", "gqa", "window"])
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rank, Rank]]:
+    """Ranks without drafts: one that replays graphs where there is a GPU, one that launches."""
+    family, overrides = {
+        "mla": ("deepseek_v3", MLA), "gqa": ("qwen3_moe", {}), "window": ("mixtral", {"sliding_window": 24}),
+    }[request.param]  # fmt: skip
+    model = make_checkpoint(tmp_path_factory.mktemp(request.param), family, dtype=torch.float32, **overrides)
+    ranks = tuple(load(model, enforce_eager=eager, kv_memory=64 * 16 * 4096) for eager in (True, False))
+    yield ranks[0], ranks[1]
+    for rank in ranks:
+        rank.worker.stop()
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"prefill_chunk": 23, "max_in_flight": 2}, {"num_pages": 16}, {"num_pages": 17, "max_in_flight": 2},
+], ids=str)  # fmt: skip
+def test_one_answer_for_a_budget(plain: tuple[Rank, Rank], changes: dict[str, Any]) -> None:
+    launching, replaying = plain
+    asked = {name: ([token % 200 for token in prompt], params) for name, (prompt, params) in requests().items()}
+    told, stats = replaying.run(asked, **changes)
+    same(told, alone(launching, asked))
+    assert (stats.num_preemptions > 0) == ("num_pages" in changes)
+    assert replaying.worker.runner.num_replayed > 0  # type: ignore[attr-defined]

@@ -1,0 +1,191 @@
+"""Families with state in slots on the backend of a GPU: the logits of the CPU's, through the oracles if there is none.
+
+Prompts in chunks, decode rows beside them, several rows of one sequence in order, and captured inputs with padding,
+which touches no slot. In fp32 the two backends agree as far as sums of another order may.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+
+from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
+from moeyard_worker.engine.local import PAGE_SIZE, greedy_tokens, local_runner
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.scheduling.step import Chunk, Step
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Kernels want widths that are powers of two from 16 on, but for those of linear attention.
+MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", {"head_dim": 32}),
+    "qwen3_next-odd": (
+        "qwen3_next",
+        {
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 18,
+            "head_dim": 64,
+            "linear_value_head_dim": 10,
+            "linear_conv_kernel_dim": 3,
+            "mlp_only_layers": [0],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        {"head_dim": 256, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "kimi_linear": ("kimi_linear", MLA),
+    "kimi_linear-odd": ("kimi_linear", {**MLA, "linear_num_heads": 3, "linear_head_dim": 18}),
+}
+LENGTHS = (150, 33, 130, 70)
+PAGES = 11
+SLOTS = 5
+
+
+@pytest.fixture(params=CASES, scope="module")
+def runners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, Runner]:
+    family, options = CASES[request.param]
+    directory = make_checkpoint(tmp_path_factory.mktemp(family), family, **options)
+    return make_runner(directory), make_runner(directory, CudaBackend(page_size=PAGE_SIZE, device=DEVICE))
+
+
+def make_runner(directory: Path, backend: CudaBackend | None = None) -> Runner:
+    more = {} if backend is None else {"backend": backend}
+    return local_runner(directory, dtype=torch.float32, num_pages=4 * PAGES, num_state_slots=SLOTS, **more)
+
+
+def ids(which: int) -> list[int]:
+    generator = torch.Generator().manual_seed(which)
+    return torch.randint(VOCAB_SIZE, (LENGTHS[which] + 60,), generator=generator).tolist()
+
+
+def chunk(which: int, start: int, end: int, *, is_prompt: bool, sampled: int = 1) -> Chunk:
+    return Chunk(
+        key=(b"", str(which)), start=start, token_ids=tuple(ids(which)[start:end]), state_slot=which,
+        pages=tuple(range(PAGES * which, PAGES * which + PAGES)), prompt=is_prompt, num_sampled=sampled,
+    )  # fmt: skip
+
+
+def begin(runner: Runner) -> None:
+    """Sequence 0 in the middle of its prompt, 2 and 3 behind theirs, whatever their slots held."""
+    firsts = tuple(chunk(which, 0, end, is_prompt=True) for which, end in ((0, 64), (2, 128), (3, 70)))
+    runner.forward(Step(prefill=firsts))
+    runner.forward(Step(prefill=(chunk(2, 128, 130, is_prompt=True),)))
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.cpu() - wanted.cpu()).abs().max() / wanted.abs().max())
+
+
+def slots_of(runner: Runner) -> list[torch.Tensor]:
+    """All that the layers keep in slots."""
+    rules = [layer.attention._mix for layer in runner.model._layers if hasattr(layer.attention, "_mix")]
+    return [x for mix in rules for x in (getattr(mix, "_rule", mix)._state, getattr(mix, "_rule", mix)._window)]
+
+
+def test_logits_and_greedy_tokens(runners: tuple[Runner, Runner]) -> None:
+    theirs, ours = (greedy_tokens(runner, ids(0)[:150], 16, chunk_size=64, slot=1) for runner in runners)
+    assert relative(ours[1], theirs[1]) < 1e-4
+    assert ours[0] == theirs[0]
+
+
+def test_prompts_beside_decode_rows_and_rows_computed_again(runners: tuple[Runner, Runner]) -> None:
+    """Of one sequence a row, of another 40 rows, which are more than the rule takes at a time, and what follows."""
+    found, kept = [], []
+    for runner in runners:
+        begin(runner)
+        prefill = (chunk(0, 64, 150, is_prompt=True), chunk(1, 0, 33, is_prompt=True))
+        decode = (chunk(2, 130, 131, is_prompt=False), chunk(3, 70, 110, is_prompt=False))
+        logits = [runner.forward(Step(prefill=prefill, decode=decode))[:4]]
+        rows = ((0, 150), (1, 33), (2, 131), (3, 110))
+        step = Step(decode=tuple(chunk(which, at, at + 1, is_prompt=False) for which, at in rows))
+        logits.append(runner.forward(step)[:4])
+        found.append(torch.cat(logits))
+        kept.append([x[:4] for x in slots_of(runner)])
+    assert relative(found[1], found[0]) < 1e-4
+    for ours, theirs in zip(kept[1], kept[0], strict=True):
+        assert relative(ours, theirs) < 1e-4
+
+
+def test_rows_computed_again_are_those_of_decoding(runners: tuple[Runner, Runner]) -> None:
+    """In pieces of any size; on a GPU to the bit."""
+    runner, results = runners[1], []
+    for size in (1, 16, 19, 38):
+        begin(runner)
+        logits = [
+            runner.forward(Step(decode=(chunk(3, at, min(at + size, 108), is_prompt=False),)))[:1]
+            for at in range(70, 108, size)
+        ]
+        results.append((logits[-1], [x[3].clone() for x in slots_of(runner)]))
+    for logits, state in results[1:]:
+        assert relative(logits, results[0][0]) < 1e-5
+        if DEVICE.type == "cuda":
+            assert torch.equal(logits, results[0][0])
+            assert all(torch.equal(a, b) for a, b in zip(state, results[0][1], strict=True))
+
+
+def captured(runner: Runner, bucket: Bucket, step: Step) -> torch.Tensor:
+    backend = runner.backend
+    assert isinstance(backend, CudaBackend)
+    last = torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    inputs = GraphInputs(
+        bucket, page_size=PAGE_SIZE, windows=backend.windows, last_ids=last, slots=backend.slots
+    )  # fmt: skip
+    size = Bucket.of(step)
+    assert size is not None
+    assert bucket.holds(size)
+    with torch.inference_mode():
+        inputs.begin()
+        before = [x.clone() for x in slots_of(runner)]
+        runner.model.forward(inputs)
+        # A step of nothing, which is what is captured, leaves all slots as they are.
+        assert all(torch.equal(a, b) for a, b in zip(before, slots_of(runner), strict=True))
+        inputs.fill(step, [-1] * len(step.decode))
+        inputs.begin()
+        return runner.model.forward(inputs)[: inputs.num_sampled]
+
+
+def test_captured_inputs_give_what_a_plan_does(runners: tuple[Runner, Runner]) -> None:
+    """Two decode rows in a step of five: padding repeats the first row's result and touches no slot."""
+    runner = runners[1]
+    step = Step(decode=(chunk(2, 130, 131, is_prompt=False), chunk(3, 70, 71, is_prompt=False)))
+    begin(runner)
+    wanted = runner.forward(step)[:2]
+    kept = [x.clone() for x in slots_of(runner)]
+    begin(runner)
+    got = captured(runner, Bucket(decode=5, width=PAGES + 2), step)
+    assert relative(got[:2], wanted) < 1e-5
+    assert relative(got[2:], wanted[:1].expand(3, -1)) < 1e-5
+    for ours, theirs in zip(slots_of(runner), kept, strict=True):
+        assert relative(ours, theirs) < 1e-5
+        assert DEVICE.type == "cpu" or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_captured_prompts_give_what_a_plan_does(runners: tuple[Runner, Runner], rows: int) -> None:
+    """A prompt that goes on, a new one over a slot that held another's, beside decode rows or not."""
+    runner = runners[1]
+    backend = runner.backend
+    assert isinstance(backend, CudaBackend)
+    prefill = (chunk(0, 64, 150, is_prompt=True), chunk(1, 0, 33, is_prompt=True))
+    decode = (chunk(2, 130, 131, is_prompt=False), chunk(3, 70, 71, is_prompt=False)) if rows else ()
+    step = Step(prefill=prefill, decode=decode)
+    begin(runner)
+    wanted = runner.forward(step)[: 2 + len(decode)]
+    kept = [x.clone() for x in slots_of(runner)]
+    begin(runner)
+    bucket = Bucket(prompt=192, decode=rows, keys=384 if backend.flat else 0, width=PAGES + 2, chunks=3)
+    got = captured(runner, bucket, step)[: 2 + len(decode)]
+    assert relative(got, wanted) < 1e-5
+    for ours, theirs in zip(slots_of(runner), kept, strict=True):
+        assert relative(ours, theirs) < 1e-5
+        assert DEVICE.type == "cpu" or torch.equal(ours, theirs)
+    # A smaller step in the same inputs: nothing of the one before is left in them.
+    one = replace(step, prefill=prefill[1:], decode=decode[1:])
+    assert relative(captured(runner, bucket, one)[:1], runner.forward(one)[:1]) < 1e-4

@@ -1,0 +1,158 @@
+"""Snapshots of state per sequence: where prompts leave them, who starts behind them, which goes first."""
+
+from dataclasses import replace
+
+import pytest
+from tests.scheduling.scheduler_harness import Harness
+
+from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.protocol import SamplingParams, Submit
+from moeyard_worker.scheduling.scheduler import Scheduler
+from moeyard_worker.state.snapshots import SnapshotPool
+
+CONFIG = SchedulerConfig(
+    num_pages=64, page_size=2, max_model_len=96, vocab_size=50, max_batch_tokens=16, max_num_seqs=4, prefill_chunk=8,
+    num_state_slots=4, num_snapshots=8, chunk_alignment=4,
+)  # fmt: skip
+SHARED = tuple(range(10))
+
+
+def ask(harness: Harness, name: str, prompt: tuple[int, ...], max_tokens: int = 2) -> list[tuple[int, int, list[int]]]:
+    """Run a request to its end: (start, end, positions of snapshots) of each of its prompt chunks."""
+    harness.submit(Submit(request_id=name, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens)))
+    found = []
+    while harness.live:
+        found += [(c.start, c.end, [p for p, _ in c.snapshots]) for c in harness.step().prefill]
+    harness.drain()
+    return found
+
+
+@pytest.fixture
+def harness() -> Harness:
+    return Harness(CONFIG)
+
+
+def test_a_conversation_goes_on_where_its_last_prompt_had_whole_pages(harness: Harness) -> None:
+    """Not behind the answer: output positions have state that no prompt would leave there."""
+    assert ask(harness, "first", SHARED) == [(0, 8, [8]), (8, 10, [])]
+    longer = (*SHARED, *range(20, 33))
+    assert ask(harness, "second", longer) == [(8, 16, []), (16, 23, [20])]
+    assert ask(harness, "third", (*longer, 1, 2)) == [(20, 25, [24])]
+    assert harness.scheduler.stats.prefix_hit_tokens == 8 + 20
+    assert (harness.scheduler.snapshots.num_taken, harness.scheduler.snapshots.num_used) == (3, 2)
+
+
+def test_the_second_with_a_beginning_leaves_a_snapshot_for_the_third(harness: Harness) -> None:
+    """The first cannot know where others will leave it; pages tell the second."""
+    ask(harness, "p", (*SHARED, *range(20, 30)))
+    assert ask(harness, "q", (*SHARED, *range(30, 39))) == [(0, 8, [8]), (8, 16, [16]), (16, 19, [])]
+    assert ask(harness, "r", (*SHARED, *range(40, 49))) == [(8, 16, [16]), (16, 19, [])]
+    assert ask(harness, "r again", (*SHARED, *range(40, 49))) == [(16, 19, [])]
+
+
+def test_a_prompt_of_whole_pages_is_found_by_longer_ones_and_by_its_twin_but_for_its_end(harness: Harness) -> None:
+    prompt = tuple(range(12))
+    assert ask(harness, "p", prompt) == [(0, 8, []), (8, 12, [12])]
+    assert ask(harness, "longer", (*prompt, 1)) == [(12, 13, [])]
+    assert ask(harness, "twin", prompt) == [(0, 8, [8]), (8, 12, [])], "its last position is computed, behind 8"
+    assert ask(harness, "triplet", prompt) == [(8, 12, [])]
+
+
+def test_pages_without_room_for_a_snapshot_are_no_use() -> None:
+    harness = Harness(replace(CONFIG, num_snapshots=0))
+    assert ask(harness, "p", SHARED) == ask(harness, "q", SHARED) == [(0, 8, []), (8, 10, [])]
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    harness = Harness(replace(CONFIG, num_snapshots=2))
+    first, second = tuple(range(5)), tuple(range(10, 15))
+    ask(harness, "p", first)
+    ask(harness, "q", second)
+    ask(harness, "p again", first)
+    ask(harness, "r", tuple(range(20, 25)))
+    assert ask(harness, "p once more", first) == [(4, 5, [])]
+    assert ask(harness, "q again", second) == [(0, 5, [4])]
+    assert harness.scheduler.snapshots.num_evicted == 2
+
+
+def test_a_snapshot_goes_with_the_page_that_leads_to_it() -> None:
+    harness = Harness(replace(CONFIG, num_pages=8))
+    ask(harness, "p", SHARED)
+    ask(harness, "all pages", tuple(range(20, 33)))
+    assert harness.scheduler.snapshots.num_held == 1
+    assert harness.scheduler.snapshots.num_evicted == 0
+    assert ask(harness, "p again", SHARED) == [(0, 8, [8]), (8, 10, [])]
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_what_a_lost_step_was_taking_cannot_be_found(harness: Harness, after: int) -> None:
+    """A peer is lost while the step that takes one is in flight: another takes it."""
+    prompt = (*SHARED, *range(20, 26))
+    harness.submit(Submit(request_id="p", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=2)))
+    for _ in range(after - 1):
+        harness.step()
+    (chunk,) = harness.plan().prefill
+    assert bool(chunk.snapshots) == (after == 2)
+    harness.roll_back()
+    assert harness.scheduler.snapshots.num_held == 0
+    harness.drain()
+    assert harness.scheduler.snapshots.num_held == 1 + (after == 2), "the pages of the first step are known"
+
+
+def test_a_preempted_request_goes_on_from_its_own_snapshot() -> None:
+    """Its prompt is not computed again; its output is, by the output's formula."""
+    harness = Harness(replace(CONFIG, num_pages=14))
+    for name, prompt in (("p", SHARED), ("q", tuple(range(20, 30)))):
+        harness.submit(Submit(request_id=name, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=8)))
+    harness.drain()
+    stats = harness.scheduler.stats
+    assert stats.num_preemptions > 0
+    assert harness.scheduler.snapshots.num_used == stats.num_preemptions
+    assert stats.prefill_tokens < 2 * len(SHARED) + stats.num_preemptions * 3
+
+
+def test_one_that_ends_while_it_takes_one_leaves_none(harness: Harness) -> None:
+    harness.submit(Submit(request_id="p", prompt_token_ids=SHARED, sampling=SamplingParams(max_tokens=2)))
+    harness.plan()
+    harness.abort("p")
+    harness.finish_oldest()
+    harness.drain()
+    assert harness.scheduler.snapshots.num_held == 0
+
+
+def test_two_at_once_take_one_snapshot() -> None:
+    """And one whose slot is the only one takes it from another, even from the one that it starts behind."""
+    harness = Harness(replace(CONFIG, num_snapshots=1))
+    for name in "pq":
+        harness.submit(Submit(request_id=name, prompt_token_ids=SHARED, sampling=SamplingParams(max_tokens=1)))
+    assert [len(c.snapshots) for c in harness.step().prefill] == [1, 0]
+    harness.drain()
+    longer = (*SHARED, 1, 2, 3)
+    harness.submit(Submit(request_id="r", prompt_token_ids=longer, sampling=SamplingParams(max_tokens=1)))
+    (chunk,) = harness.step().prefill
+    assert (chunk.start, chunk.snapshots) == (8, ((12, chunk.restored),))
+    harness.drain()
+
+
+def test_the_pool_notices_what_is_wrong() -> None:
+    pool = SnapshotPool(range(4, 6))
+    assert [pool.reserve(name) for name in (b"a", b"b", b"c")] == [4, 5, None]
+    assert pool.reserve(b"a") is None
+    pool.keep(b"a")
+    pool.validate([b"b"], {b"a": 0}.keys())
+    with pytest.raises(AssertionError, match="taken for nobody"):
+        pool.validate([], {b"a": 0}.keys())
+    with pytest.raises(AssertionError, match="a page that cannot be found"):
+        pool.validate([b"b"], {}.keys())
+    pool.cancel(b"b")
+    assert pool.reach([b"x", b"a", b"y"], 2) == 2
+    assert pool.reach([b"x", b"a", b"y"], 3) == 0
+    pool.forget(b"a")
+    pool.forget(b"a")
+    pool.validate([], {}.keys())
+    assert (pool.num_held, pool.num_taken, pool.num_evicted) == (0, 1, 0)
+
+
+def test_numbers_of_slots_are_at_least_zero() -> None:
+    with pytest.raises(ValueError, match="num_snapshots must be at least 0, got -1"):
+        Scheduler(replace(CONFIG, num_snapshots=-1))
