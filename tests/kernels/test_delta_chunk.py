@@ -32,7 +32,7 @@ def run_oracle(rows: Rows, chunks: PromptChunks) -> tuple[torch.Tensor, torch.Te
     state = rows.state.clone()
     op = ops.kda_chunk_prefill if rows.dt_bias.dim() == 2 else ops.gdn_chunk_prefill
     on_cpu = PromptChunks(
-        table=chunks.table.cpu(), fresh=chunks.fresh.cpu(), heads=chunks.heads.cpu(), parts=chunks.parts,
+        table=chunks.table.cpu(), fresh=chunks.fresh.cpu(), heads=chunks.heads.cpu(), planned=chunks.planned,
         num_rows=chunks.num_rows,
     )  # fmt: skip
     return op(*rows.args[:-1], state, chunks=on_cpu), state
