@@ -1,12 +1,13 @@
 """The whole matrix of one answer on one GPU, in one command that prints a table and fails on any difference.
 
-    python -m tests.e2e.gpu_matrix [--processes 8] [--models demo qwen3_moe ...] [--speculation no] [--device cuda]
+    python -m tests.e2e.gpu_matrix [--processes 8] [--models demo qwen3_moe ...] [--speculation no] [--kept no] [--device cuda]
 
 Of a random small checkpoint of each family and of the demo model: {alone, mixed} x {prefix missed, hit} x {graphs on,
 off} x {one deep, two deep} x {chunks of 16, 64, 2048} x {preempted, not} x {experts in one slot, a quarter, all} x
 {slru, lru}, requests that are greedy, seeded and penalised. Token ids, log-probability bits and ends are those of each
 request alone, launched kernel by kernel, one deep, with all experts in slots. Of the demo model the same once more over
-{1 draft, 2, as many as each step likes}, by a rank that has its layer for multi-token prediction.
+{1 draft, 2, as many as each step likes}, by a rank that has its layer for multi-token prediction. And of every model the
+first product with 40 tokens of each prompt kept (`--kept`), which has answers of its own; of the demo model with drafts.
 
 A worker is loaded once for its slots and policy, and steps by hand under a scheduler of each other kind; that it ran
 as the axis says (replays, preemptions, found prefixes) is asserted too. Run it on each kind of GPU: bytes are of one.
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 from tests.checkpoints import make_checkpoint
-from tests.e2e.test_one_answer import requests
+from tests.e2e.test_one_answer import MORE_PAGES, requests
 from tests.rank import Rank, Requests, Told
 
 from moeyard_worker.experts.policies import POLICIES
@@ -83,12 +84,14 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A worker: what it serves, how many experts have slots, what they are kept by, whether it can draft."""
+    """A worker: what it serves, how many experts have slots, what they are kept by, whether it can draft, and whether
+    it is asked to keep a part of prompts only."""
 
     model: str
     slots: str = "all"
     policy: str = KEPT[0]
     drafts: bool = False
+    compressed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +112,14 @@ class Row:
     def __str__(self) -> str:
         verdict = "equal" if not self.differing else f"DIFFERS: {', '.join(self.differing[:6])}"
         return (
-            f"{self.worker.model:17} {self.worker.slots:8} {self.worker.policy:5} "
+            f"{self.worker.model + ' kept' * self.worker.compressed:21} {self.worker.slots:8} {self.worker.policy:5} "
             f"{'yes' if self.worker.drafts else '-':6} {self.courses:7} {self.answers:8} {self.replayed:8} "
             f"{self.eager:6} {self.preemptions:8} {self.hits:7} {self.accepted:6} {self.seconds:7.1f}  {verdict}"
         )
 
 
 HEADER = (
-    f"{'model':17} {'experts':8} {'kept':5} {'drafts':6} {'courses':>7} {'answers':>8} {'replays':>8} {'eager':>6} "
+    f"{'model':21} {'experts':8} {'kept':5} {'drafts':6} {'courses':>7} {'answers':>8} {'replays':>8} {'eager':>6} "
     f"{'preempt.':>8} {'hits':>7} {'right':>6} {'seconds':>7}"
 )
 
@@ -137,9 +140,10 @@ def checkpoint(name: str) -> Path:
     return make_checkpoint(Path(tempfile.mkdtemp(prefix="gpu-matrix-")), family, dtype=dtype, **overrides)
 
 
-def wanted() -> Requests:
+def wanted(*, compressed: bool) -> Requests:
     """Those of the CPU's product."""
-    return {name: (prompt, SamplingParams(**params)) for name, (prompt, params) in requests().items()}
+    asked = requests(compressed=compressed)
+    return {name: (prompt, SamplingParams(**params)) for name, (prompt, params) in asked.items()}
 
 
 def load(worker: Loaded, device: str) -> Rank:
@@ -156,13 +160,13 @@ def load(worker: Loaded, device: str) -> Rank:
     )  # fmt: skip
 
 
-def scheduler(rank: Rank, course: Course) -> Scheduler:
+def scheduler(rank: Rank, course: Course, *, compressed: bool) -> Scheduler:
     """An empty one, by which the rank's steps are planned as the course says; they are launched so, too."""
     if hasattr(rank.worker.runner, "eager"):
         rank.worker.runner.eager = course.eager
     most = rank.worker.scheduler.config.num_drafts
     return rank.scheduler(
-        num_pages=PAGES[course.pages], max_in_flight=course.deep,
+        num_pages=min(PAGES[course.pages] + MORE_PAGES * compressed, PAGES["ample"]), max_in_flight=course.deep,
         # Fewer positions than the chunk formula takes together are no chunk where state is kept per sequence.
         prefill_chunk=max(course.chunk, rank.worker.scheduler.config.chunk_alignment),
         adaptive_drafts=course.drafts == "auto",
@@ -170,10 +174,13 @@ def scheduler(rank: Rank, course: Course) -> Scheduler:
     )  # fmt: skip
 
 
-def references(rank: Rank) -> Answers:
+def references(rank: Rank, *, compressed: bool = False) -> Answers:
     """Each request alone, kernel by kernel, one deep, in one chunk."""
-    course = Course(True, 1, 2048, "ample")
-    return {name: rank.serve(scheduler(rank, course), {name: request})[name] for name, request in wanted().items()}
+    course, asked = Course(True, 1, 2048, "ample"), wanted(compressed=compressed)
+    return {
+        name: rank.serve(scheduler(rank, course, compressed=compressed), {name: request})[name]
+        for name, request in asked.items()
+    }
 
 
 def counts(rank: Rank) -> tuple[int, int]:
@@ -182,9 +189,12 @@ def counts(rank: Rank) -> tuple[int, int]:
     return getattr(runner, "num_replayed", 0), getattr(runner, "num_eager", 0)
 
 
-def check(rank: Rank, course: Course, expected: Answers) -> tuple[list[str], SchedulerStats]:
+def check(
+    rank: Rank, course: Course, expected: Answers, *, compressed: bool = False
+) -> tuple[list[str], SchedulerStats]:  # fmt: skip
     """A miss alone, all at once with a hit among them, a hit alone; what differs, and the scheduler's counts."""
-    found, asked, before = scheduler(rank, course), wanted(), counts(rank)
+    found, asked = scheduler(rank, course, compressed=compressed), wanted(compressed=compressed)
+    before = counts(rank)
     told = [rank.serve(found, {name: asked[name] for name in some}) for some in ("c", tuple(asked), "d")]
     differing = [
         f"{course} {name} {how}"
@@ -196,14 +206,16 @@ def check(rank: Rank, course: Course, expected: Answers) -> tuple[list[str], Sch
     assert found.pool.num_free == found.config.num_pages, course
     # Pages hold no state: where there is any, no prefix is found.
     assert (found.stats.prefix_hit_tokens > 0) is not bool(found.config.num_state_slots), course
-    # With drafts a request may have ended before pages run out.
-    assert (found.stats.num_preemptions > 0) == (course.pages == "scarce") or course.drafts != "off", course
+    assert (found.stats.dropped_tokens > 0) == compressed, course
+    # With drafts, or where the prompt's pages come back, a request may have ended before pages run out.
+    unusual = course.drafts != "off" or compressed
+    assert (found.stats.num_preemptions > 0) == (course.pages == "scarce") or unusual, course
     assert course.drafts in ("off", "auto") or found.stats.accepted[0] > 0, course
     if course.eager:
         assert replayed == 0, course
     else:
-        # What is scored or recomputed is launched; prompts are while not all experts have slots, or beside drafts.
-        usual = rank.worker.experts.all_resident and not rank.worker.scheduler.config.num_drafts
+        # What is scored or recomputed is launched, as is the end of a prompt kept in part; prompts are while not all experts have slots, or beside drafts.
+        usual = rank.worker.experts.all_resident and not (rank.worker.scheduler.config.num_drafts or compressed)
         assert replayed > (launched if usual else 0), (course, replayed, launched)
     return differing, found.stats
 
@@ -213,12 +225,12 @@ def run(worker: Loaded, device: str, only: str, expected: Answers | None) -> tup
     begun = time.perf_counter()
     rank = load(worker, device)
     try:
-        answers = references(rank) if expected is None else expected
+        answers = references(rank, compressed=worker.compressed) if expected is None else expected
         before, differing = counts(rank), list[str]()
         preemptions = hits = compared = right = 0
         every = courses(device, drafts=worker.drafts, only=only)
         for course in every:
-            different, stats = check(rank, course, answers)
+            different, stats = check(rank, course, answers, compressed=worker.compressed)
             differing += different
             compared += 2 + len(answers)
             preemptions += stats.num_preemptions
@@ -239,26 +251,33 @@ def run(worker: Loaded, device: str, only: str, expected: Answers | None) -> tup
             torch.cuda.empty_cache()
 
 
-def others(model: str, slots: Sequence[str], speculation: str) -> list[Loaded]:
+def others(first: Loaded, slots: Sequence[str], speculation: str) -> list[Loaded]:
     """The workers of a model beside the one that makes its reference; `speculation`: yes, no or only."""
+    model = first.model
+    if first.compressed:
+        return [Loaded(model, "all", KEPT[-1], True, True)] if model == "demo" and speculation != "no" else []
     plain = [Loaded(model, kept, policy) for kept in slots for policy in KEPT if (kept, policy) != ("all", KEPT[0])]
     drafting = [Loaded(model, kept, KEPT[-1], drafts=True) for kept in slots] if model == "demo" else []
     return {"yes": drafting + plain, "no": plain, "only": drafting}[speculation]
 
 
 def rows(
-    names: Sequence[str], slots: Sequence[str], device: str, processes: int, *, speculation: str, only: str
+    names: Sequence[str], slots: Sequence[str], device: str, processes: int, *, speculation: str, kept: str, only: str
 ) -> Iterator[Row]:
     """As they are known. A model's other workers follow the one that makes its reference."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         waiting: set[Future[tuple[Row, Answers]]]
-        waiting = {pool.submit(run, Loaded(name), device, only, None) for name in names}
+        parts = {"yes": (False, True), "no": (False,), "only": (True,)}[kept]
+        first = [Loaded(name, compressed=part) for name, part in itertools.product(names, parts)]
+        # State per sequence cannot be kept in part.
+        first = [f for f in first if not (f.compressed and load_model_config(checkpoint(f.model)).has_slots)]
+        waiting = {pool.submit(run, worker, device, only, None) for worker in first}
         while waiting:
             done = next(as_completed(waiting))
             waiting.remove(done)
             row, answers = done.result()
-            if row.worker == Loaded(row.worker.model):
-                following = others(row.worker.model, slots, speculation)
+            if row.worker in first:
+                following = others(row.worker, slots, speculation)
                 waiting |= {pool.submit(run, worker, device, only, answers) for worker in following}
             yield row
 
@@ -269,6 +288,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--slots", nargs="+", choices=SLOTS, default=list(SLOTS))
     parser.add_argument("--speculation", choices=("yes", "no", "only"), default="yes", help="of the demo")
+    parser.add_argument("--kept", choices=("yes", "no", "only"), default="yes", help="prompts in part")
     parser.add_argument("--only", default="", help="part of a course's name, for example graphs-2deep")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--processes", type=int, default=8)
@@ -276,7 +296,11 @@ def main() -> int:
     where = "CPU" if args.device == "cpu" else torch.cuda.get_device_name(args.device)
     print(f"{where}, torch {torch.__version__}\n{HEADER}", flush=True)
     begun, found = time.perf_counter(), []
-    for row in rows(args.models, args.slots, args.device, args.processes, speculation=args.speculation, only=args.only):
+    every = rows(
+        args.models, args.slots, args.device, args.processes, speculation=args.speculation, kept=args.kept,
+        only=args.only,
+    )  # fmt: skip
+    for row in every:
         found.append(row)
         print(row, flush=True)
     differing = sum(len(row.differing) for row in found)

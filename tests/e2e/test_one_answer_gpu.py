@@ -3,7 +3,7 @@
 One rank over {graphs, launch by launch} x {one deep, two deep} x {chunk sizes} x {ample, scarce pages}, and over
 {experts in one slot, a quarter, all} x {slru, lru} x a choice of these, each with requests alone and mixed, prefix
 missed and hit, greedy and seeded; a small checkpoint of each kind of attention in both dtypes. The demo model also with
-{1 draft, 2, as many as each step likes}. The reference is each request alone, launch by launch, one deep, with all
+{1 draft, 2, as many as each step likes}; and both with 40 tokens of each prompt kept. The reference is each request alone, launch by launch, one deep, with all
 experts resident and no drafts.
 """
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests.checkpoints import make_checkpoint
 from tests.e2e.conftest import DEMO
-from tests.e2e.test_one_answer import requests, run_alone, run_mixed
+from tests.e2e.test_one_answer import MORE_PAGES, requests, run_alone, run_mixed
 from tests.fleet import ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
@@ -51,10 +51,12 @@ class Case:
     slots: str = "all"
     policy: str = "slru"
     drafts: str = "off"
+    compressed: bool = False
 
     def __str__(self) -> str:
         launched = f"{'eager' if self.eager else 'graphs'}-{self.deep}deep-chunk{self.chunk}-{self.pages}"
         launched += "" if self.drafts == "off" else f"-drafts_{self.drafts}"
+        launched += "-compressed" * self.compressed
         return launched if self.slots == "all" else f"{launched}-{self.slots}-{self.policy}"
 
 
@@ -75,10 +77,24 @@ SPECULATED = [
 ]
 
 
+# Kept in part: of each kind of attention without drafts, of the demo model with them.
+COMPRESSED = [
+    Case(False, 2, 16, "scarce", compressed=True),
+    Case(False, 1, 2048, "ample", compressed=True),
+    Case(True, 2, 64, "ample", compressed=True),
+]
+COMPRESSED_SPECULATED = [
+    Case(False, 2, 16, "scarce", drafts="1", compressed=True),
+    Case(False, 2, 2048, "ample", drafts="auto", compressed=True),
+    Case(True, 1, 64, "ample", drafts="2", compressed=True),
+]
+
+
 def config(case: Case, model: Path) -> EngineConfig:
     read = load_model_config(model)
     read = read if case.drafts == "off" else read.with_drafts()
     page_size, num_pages = PAGES[case.pages]
+    num_pages += MORE_PAGES * case.compressed
     total = read.num_experts * len(read.moe_layers)
     return EngineConfig(
         model_path=str(model),
@@ -128,6 +144,48 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_process
         # Pages hold no state: where there is any, no prefix is found.
         assert (stats["prefix_hit_tokens"] > 0) is not load_model_config(model).has_slots
         assert (stats["num_preemptions"] > 0) == (case.pages == "scarce"), stats
+
+
+@pytest.fixture(scope="module")
+def kept(
+    served: tuple[Path, dict[str, Any]], gpu_processes: ProcessPool
+) -> tuple[Path, dict[str, tuple[Any, ...]]]:  # fmt: skip
+    """The same checkpoint, and what each request is answered alone of whose prompt a part is kept."""
+    model, whole = served
+    if load_model_config(model).has_slots:
+        pytest.skip("state per sequence cannot be kept in part")
+    found = kept_alone(model, gpu_processes)
+    assert found["a"] == whole["a"], "nothing was to be dropped"
+    assert found["d"] != whole["d"]
+    return model, found
+
+
+def kept_alone(model: Path, processes: ProcessPool) -> dict[str, tuple[Any, ...]]:
+    with start_fleet(processes, config(Case(True, 1, 2048, "ample"), model)) as fleet:
+        return {name: run_alone(fleet, "kept", name, 0, compressed=True) for name in requests()}
+
+
+def check_kept(case: Case, model: Path, expected: dict[str, Any], processes: ProcessPool) -> None:
+    with start_fleet(processes, config(case, model)) as fleet:
+        assert run_alone(fleet, "alone", "c", 0, compressed=True) == expected["c"]
+        assert run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0), compressed=True) == expected
+        assert run_alone(fleet, "again", "d", 0, compressed=True) == expected["d"]
+        assert fleet.call("stats")[0]["prefix_hit_tokens"] > 0
+
+
+@pytest.mark.parametrize("case", COMPRESSED, ids=str)
+def test_kept_in_part(case: Case, kept: tuple[Path, dict[str, Any]], gpu_processes: ProcessPool) -> None:
+    check_kept(case, *kept, gpu_processes)
+
+
+@pytest.fixture(scope="module")
+def demo_kept(gpu_processes: ProcessPool) -> dict[str, tuple[Any, ...]]:
+    return kept_alone(DEMO, gpu_processes)
+
+
+@pytest.mark.parametrize("case", COMPRESSED_SPECULATED, ids=str)
+def test_speculation_kept_in_part(case: Case, demo_kept: dict[str, Any], gpu_processes: ProcessPool) -> None:
+    check_kept(case, DEMO, demo_kept, gpu_processes)
 
 
 @pytest.fixture(scope="module")
