@@ -1,13 +1,14 @@
 """The whole matrix of one answer on one GPU, in one command that prints a table and fails on any difference.
 
-    python -m tests.e2e.gpu_matrix [--processes 8] [--models demo qwen3_moe ...] [--speculation no] [--kept no] [--device cuda]
+    python -m tests.e2e.gpu_matrix [--processes 8] [--models demo qwen3_moe ...] [--speculation no] [--kept no]
 
 Of a random small checkpoint of each family and of the demo model: {alone, mixed} x {prefix missed, hit} x {graphs on,
 off} x {one deep, two deep} x {chunks of 16, 64, 2048} x {preempted, not} x {experts in one slot, a quarter, all} x
 {slru, lru}, requests that are greedy, seeded and penalised. Token ids, log-probability bits and ends are those of each
 request alone, launched kernel by kernel, one deep, with all experts in slots. Of the demo model the same once more over
-{1 draft, 2, as many as each step likes}, by a rank that has its layer for multi-token prediction. And of every model the
-first product with 40 tokens of each prompt kept (`--kept`), which has answers of its own; of the demo model with drafts.
+{1 draft, 2, as many as each step likes}, by a rank that has its layer for multi-token prediction. And of every model
+the first product with 40 tokens of each prompt kept (`--kept`), which has answers of its own; of the demo model with
+drafts.
 
 A worker is loaded once for its slots and policy, and steps by hand under a scheduler of each other kind; that it ran
 as the axis says (replays, preemptions, found prefixes) is asserted too. Run it on each kind of GPU: bytes are of one.
@@ -214,7 +215,8 @@ def check(
     if course.eager:
         assert replayed == 0, course
     else:
-        # What is scored or recomputed is launched, as is the end of a prompt kept in part; prompts are while not all experts have slots, or beside drafts.
+        # What is scored or recomputed is launched, as is the end of a prompt kept in part; prompts are while not all
+        # experts have slots, or beside drafts.
         usual = rank.worker.experts.all_resident and not (rank.worker.scheduler.config.num_drafts or compressed)
         assert replayed > (launched if usual else 0), (course, replayed, launched)
     return differing, found.stats

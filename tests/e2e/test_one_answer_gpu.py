@@ -3,8 +3,8 @@
 One rank over {graphs, launch by launch} x {one deep, two deep} x {chunk sizes} x {ample, scarce pages}, and over
 {experts in one slot, a quarter, all} x {slru, lru} x a choice of these, each with requests alone and mixed, prefix
 missed and hit, greedy and seeded; a small checkpoint of each kind of attention in both dtypes. The demo model also with
-{1 draft, 2, as many as each step likes}; and both with 40 tokens of each prompt kept. The reference is each request alone, launch by launch, one deep, with all
-experts resident and no drafts.
+{1 draft, 2, as many as each step likes}; and both with 40 tokens of each prompt kept. The reference is each request
+alone, launch by launch, one deep, with all experts resident and no drafts.
 """
 
 import itertools
