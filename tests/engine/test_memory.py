@@ -492,7 +492,7 @@ def test_step_stays_within_its_estimate(tmp_path: Path, family: str, dtype: str)
         # With narrow heads in its full attention, whose prefix would outweigh what linear attention takes.
         "qwen3_next": {
             **{"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256, "head_dim": 16},
-            **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
+            **{"linear_num_key_heads": 16, "linear_num_value_heads": 64, "linear_key_head_dim": 128},
             **{"linear_value_head_dim": 128, "layer_types": ["linear_attention", "full_attention"]},
         },
         "olmoe": {"hidden_size": 1024, "intermediate_size": 256},

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.elementwise import rms_norm, silu_mul
+from moeyard_kernels.elementwise import rms_norm, sigmoid_mul, silu_mul
 
-OPS = ("rms_norm", "add_rms_norm", "mla_split_qkv_a_norm", "silu_mul", "copy")
+OPS = ("rms_norm", "add_rms_norm", "mla_split_qkv_a_norm", "silu_mul", "sigmoid_mul", "copy")
 _EPS = 1e-6
 _COPY = Target("copy", 0.8)
 
@@ -28,6 +28,8 @@ def cases() -> Iterator[Case]:
         yield _add_norm(num_rows, dim)
     for num_rows, inner in ((4096, 2048), (4096, 7168), (4096, 18432), (64, 2048), (64, 18432), (1, 18432)):
         yield _silu(num_rows, inner)
+    for num_rows in (4096, 64, 1):  # the output gate of Qwen3-Next, 16 heads of 256
+        yield _gate(num_rows, 4096)
 
 
 def _rows(*shape: int) -> torch.Tensor:
@@ -153,4 +155,33 @@ def _silu(num_rows: int, inner: int) -> Case:
         baseline_name="silu, mul",
         variants=[(config, partial(run, config=config)) for config in silu_mul.CONFIGS],
         tune_key=("silu_mul", silu_mul.shape_class(num_rows, inner)),
+    )
+
+
+def _gate_chain(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x * gate.sigmoid()
+
+
+def _gate(num_rows: int, width: int) -> Case:
+    x, gate = _rows(num_rows, 2 * width).chunk(2, 1)
+    run = partial(sigmoid_mul.sigmoid_mul, x, gate)
+
+    def prove() -> None:
+        whole = run()
+        assert_bits("row alone", ops.sigmoid_mul(x[-1:].clone(), gate[-1:].clone()), whole[-1:])
+        exact = x[:64].double() * gate[:64].double().sigmoid()
+        error = (whole[:64].double() - exact).norm() / exact.norm()
+        assert error < 1e-2, f"relative error {error:.2e}"
+
+    return Case(
+        op="sigmoid_mul",
+        shape=f"T{num_rows} N{width}",
+        run=run,
+        prove=prove,
+        num_bytes=6 * num_rows * width,
+        target=_COPY if num_rows == 4096 else None,
+        baseline=partial(_gate_chain, x, gate),
+        baseline_name="sigmoid, mul",
+        variants=[(config, partial(run, config=config)) for config in sigmoid_mul.CONFIGS],
+        tune_key=("sigmoid_mul", sigmoid_mul.shape_class(num_rows, width)),
     )
