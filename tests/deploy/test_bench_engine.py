@@ -123,7 +123,8 @@ def test_table_leaves_out_what_nobody_has() -> None:
 def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None:
     args = parse(
         *("--shape", "moeyard-demo", "--layers", "2", "--device", device, "--streams", "3", "--prompt", "9"),
-        *("--output", "10", "--context", "2x70", "--prefill", "2x30", "--chunk", "32"),
+        *("--output", "10", "--context", "2x70", "--prefill", "2x30", "--chunk", "48"),
+        *("--kv-budget", "40"),
         *(
             "--temperature",
             str(temperature),
@@ -141,6 +142,7 @@ def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None
     assert wanted == [
         Decode(streams=3, prompt=9, output=10),
         Decode(streams=2, prompt=70, output=10),
+        Decode(streams=2, prompt=70, output=10, budget=40),
         Prefill(count=2, length=30),
         Mixed(streams=2, prompt=9, length=40, count=2, chunk=16),
     ]
@@ -155,18 +157,21 @@ def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None
     assert len(said) == 2 + len(wanted)
     assert [row["residency"] for row in result["rows"]] == [1.0] * len(wanted)
     assert json.loads(json.dumps(result)) == result
-    short, long, prompts, mixed = result["rows"]
+    short, long, kept, prompts, mixed = result["rows"]
     model = shape_model("moeyard-demo", 2)
-    for row, streams in ((short, 3), (long, 2)):
+    assert kept["case"] == "decode 2x70+10 kept 40"
+    assert 0 < kept["kv_pages"] < long["kv_pages"]
+    for row, streams, kept_of in ((short, 3, 9), (long, 2, 70), (kept, 2, 40)):
         assert model.top_k <= row["distinct_experts"] <= streams * model.top_k
         assert 0 < row["step_ms"]["p50"] <= row["step_ms"]["p99"]
         assert row["tpot_ms"]["p50"] > 0
         assert row["ttft_ms"]["p50"] > 0
         if device == "cuda":
-            assert row["replay_share"] == 1.0
+            # The steps that end prompts kept in part are launched.
+            assert (row["replay_share"] == 1.0) == (row is not kept)
             # Decode steps have as many rows as a graph, prompts are padded.
             assert 0 < row["padding_share"] < 1
-        positions = (9, 70)[streams == 2] + 10 / 2
+        positions = kept_of + 10 / 2
         needed = floor_bytes(
             model_spec(model, ()), distinct=row["distinct_experts"], rows=streams, context=positions, itemsize=2
         )

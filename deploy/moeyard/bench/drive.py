@@ -20,7 +20,7 @@ from moeyard_worker.engine.graph_runner import GraphRunner
 from moeyard_worker.engine.speculative_runner import SpeculativeRunner
 from moeyard_worker.engine.worker import Worker
 from moeyard_worker.models.spec import ModelSpec
-from moeyard_worker.protocol import SamplingParams, Submit, Tokens
+from moeyard_worker.protocol import KvCompression, SamplingParams, Submit, Tokens
 from moeyard_worker.scheduling.scheduler import Scheduler
 
 _CLIENT = b"bench"
@@ -64,12 +64,16 @@ class Subject:
         config = self._worker.scheduler.config
         return Scheduler(config if chunk is None else replace(config, mixed_prefill_tokens=chunk))
 
-    def submit(self, run: "Run", *, prompt: int, output: int) -> Course:
-        """Queue a request with a prompt of its own, and a seed of its own where tokens are sampled."""
+    def submit(self, run: "Run", *, prompt: int, output: int, budget: int | None = None) -> Course:
+        """Queue a request with a prompt of its own, and a seed of its own where tokens are sampled.
+
+        `budget`: how many tokens of the prompt are kept, None for all.
+        """
         self._names += 1
         name = str(self._names)
         ids = tuple(self._random.randrange(self.spec.config.vocab_size) for _ in range(prompt))
-        params = replace(self._sampling, max_tokens=output, seed=self._names)
+        kept = None if budget is None else KvCompression(method="snapkv", budget=budget)
+        params = replace(self._sampling, max_tokens=output, seed=self._names, kv_compression=kept)
         course = run.courses[name] = Course(time.perf_counter())
         submit = Submit(request_id=name, prompt_token_ids=ids, sampling=params)
         rejected = run.scheduler.add(submit, _CLIENT, course.submitted)

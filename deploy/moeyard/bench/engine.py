@@ -29,7 +29,7 @@ from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EngineConfig
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
-from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.protocol import KvCompression, SamplingParams
 from moeyard_worker.scheduling.sampling_check import sampling_error
 
 COLUMNS = (
@@ -38,14 +38,16 @@ COLUMNS = (
     ("tpot_ms.p50", "TPOT p50"), ("tpot_ms.p90", "p90"), ("tpot_ms.p99", "p99"),
     ("itl_ms.p50", "ITL p50"), ("itl_ms.p90", "p90"), ("itl_ms.p99", "p99"), ("itl_alone_ms.p50", "alone p50"),
     ("ttft_ms.p50", "TTFT p50"), ("ttft_ms.p90", "p90"), ("ttft_ms.p99", "p99"), ("prompt_tok_s", "prompt tok/s"),
-    ("distinct_experts", "experts"), ("replay_share", "replays"), ("padding_share", "padding"),
+    ("distinct_experts", "experts"), ("kv_pages", "KV pages"),
+    ("replay_share", "replays"), ("padding_share", "padding"),
     ("host_ms.p50", "host p50"), ("host_ms.p99", "p99"), ("device_ms.p50", "device p50"),
     ("hit_rate", "hits"), ("missed_mb", "missed MB"),
     ("link_ms", "link"), ("of_bound", "of bound"),
 )  # fmt: skip
 LEGEND = (
     "milliseconds; step: one that decodes every stream and no prompt; floor: the bytes that such a step must read, at "
-    "the copy bandwidth; experts: distinct ones per MoE layer; replays: share of steps; padding: of replayed rows; "
+    "the copy bandwidth; experts: distinct ones per MoE layer; KV pages: held at the end; "
+    "replays: share of steps; padding: of replayed rows; "
     "link: missed bytes over the link; of bound: how near to the slower of link and all experts resident"
 )
 
@@ -205,6 +207,8 @@ def scenarios(args: argparse.Namespace) -> list[Scenario]:
     for text in args.context:
         count, length = times(text, "--context")
         found.append(Decode(streams=count, prompt=length, output=args.output))
+        if args.kv_budget is not None:
+            found.append(Decode(streams=count, prompt=length, output=args.output, budget=args.kv_budget))
     for text in args.prefill:
         count, length = times(text, "--prefill")
         found.append(Prefill(count=count, length=length))
@@ -218,6 +222,10 @@ def scenarios(args: argparse.Namespace) -> list[Scenario]:
                 chunk=args.mixed_chunk,
             )
         )
+    if args.kv_budget is not None:
+        window = KvCompression(method="snapkv", budget=args.kv_budget).window
+        if not args.context or args.kv_budget < window:
+            raise ValueError(f"--kv-budget {args.kv_budget} wants --context, and is {window} at least")
     if not found:
         raise ValueError("nothing to measure: give --streams, --context, --prefill or --mixed")
     return found

@@ -23,6 +23,12 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help="where tokens are sampled (default %(default)s)")
     add("--context", nargs="*", default=[], metavar="CxN", help="C streams whose prompts have N tokens, e.g. 8x32768")
     add(
+        "--kv-budget",
+        type=int,
+        metavar="N",
+        help="measure --context once more with N tokens of each prompt kept (SnapKV)",
+    )
+    add(
         "--prefill",
         nargs="*",
         default=["1x256", "1x1024", "1x8192", "4x4096"],

@@ -43,15 +43,17 @@ class Misses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """`streams` requests at once that answer `output` tokens each."""
+    """`streams` requests at once that answer `output` tokens each; `budget`: to what is kept of their prompts."""
 
     streams: int
     prompt: int
     output: int
+    budget: int | None = None
 
     def requests(self, step_rows: int) -> tuple[int, int]:
         """(sequences, positions of the longest) where a step that answers has room for so many prompt rows."""
-        return self.streams, self.prompt + self._asked(step_rows)
+        # What is kept of a prompt has pages beside it for a while.
+        return self.streams, self.prompt + self._asked(step_rows) + (self.budget or 0)
 
     def _asked(self, step_rows: int) -> int:
         # The first prompts' streams answer while the last prompts are computed, in the rows that decoding leaves of a
@@ -63,16 +65,20 @@ class Decode:
         run = Run(subject, subject.scheduler())
         config = subject.config
         asked = self._asked(min(config.max_batch_tokens, config.mixed_prefill_tokens or config.max_batch_tokens))
-        courses = [subject.submit(run, prompt=self.prompt, output=asked) for _ in range(self.streams)]
+        courses = [
+            subject.submit(run, prompt=self.prompt, output=asked, budget=self.budget) for _ in range(self.streams)
+        ]  # fmt: skip
         routing = Routing(subject, rows=self.streams)
-        ends: list[float] = []
+        ends, pool, held = list[float](), run.scheduler.pool, 0
         before, counted = subject.counts(), dict[str, int]()
         misses, missing = Misses(subject, "decode"), dict[str, float]()
 
         def after() -> None:
+            nonlocal held
             if not ends and min(len(c.tokens) for c in courses) >= self.output:
                 # What was asked for is measured; now a few steps more to look at, launched kernel by kernel.
                 ends.append(run.records[-1].at)
+                held = pool.num_pages - pool.num_free
                 counted.update(subject.counts())
                 decoding = sum(record.rows > record.prompt_rows for record in run.records)
                 missing.update(misses.row(decoding, ceilings.link))
@@ -83,14 +89,16 @@ class Decode:
         finally:
             routing.watch(False)
         needed = floor_bytes(
-            subject.spec, distinct=routing.distinct, rows=self.streams, context=self.prompt + self.output / 2,
-            itemsize=subject.itemsize,
+            subject.spec, distinct=routing.distinct, rows=self.streams,
+            context=min(self.prompt, self.budget or self.prompt) + self.output / 2, itemsize=subject.itemsize,
         )  # fmt: skip
         steps = [record for record in run.records if record.at <= ends[0]]
         counts = {name: counted[name] - before[name] for name in counted}
         times = milliseconds(full_steps(steps, self.streams))
         return {
-            "case": f"decode {self.streams}x{self.prompt}+{self.output}",
+            "case": f"decode {self.streams}x{self.prompt}+{self.output}"
+            + (f" kept {self.budget}" if self.budget else ""),
+            "kv_pages": held,
             "step_ms": times,
             "took_ms": times.get("p50"),
             "floor_ms": needed / ceilings.copy * 1e3,
