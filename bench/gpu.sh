@@ -1,0 +1,114 @@
+#!/usr/bin/env bash
+# What only a GPU can show, in parts of a few minutes each on an H200 with an empty Triton cache; equality first.
+#
+#   bench/gpu.sh wheels [DIR]          here, with a network: what Python 3.12 there lacks beside torch and transformers
+#   OUT=/tmp/out bench/gpu.sh PART...  there, in the root of the tree (carry .wheels): equality, figures
+#     kernels workers matrix           one GPU: every kernel native; graphs, drafts, hybrids, SnapKV; the whole product
+#     decode prefill                   issue-sized figures of Qwen3-30B-A3B
+#     hybrids snapkv drafts delta      figures of linear attention, SnapKV, verify steps; chunk prefill beside fla's
+#     tune                             every config of the products and of latent decode, the best of them stored
+#     ranks                            two GPUs: equality, named failures, rows between them
+# Every command has its limit of seconds, and its output is $OUT/NAME.txt; the last line of each is printed.
+set -uo pipefail
+
+wheels() {
+  local dir=${1:-.wheels} platforms=() n
+  mkdir -p "$dir"
+  for n in 5 12 17 24 26 27 28 31 34 35; do platforms+=(--platform "manylinux_2_${n}_x86_64"); done
+  platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
+  for package in pyzmq msgpack prometheus-client starlette uvicorn orjson httptools llguidance shtab pydantic \
+      pydantic-core annotated-types typing-inspection flash-linear-attention fla-core einops; do
+    python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+      "${platforms[@]}" -d "$dir" "$package" || exit 1
+  done
+  du -sh "$dir"
+}
+
+if [ "${1:-}" = wheels ]; then wheels "${@:2}"; exit; fi
+: "${OUT:?is the folder for results}"
+export PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+SITE=${TMPDIR:-/tmp}/moeyard-site
+if [ -d .wheels ] && [ ! -d "$SITE" ]; then
+  find .wheels -name '*.whl' ! -name 'ray-*' -print0 | xargs -0 \
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$SITE" || exit 1
+fi
+export PYTHONPATH=$PWD/worker:$PWD/router:$PWD/kernels:$PWD/deploy:$PWD/bench:$PWD:$SITE
+BEGAN=$SECONDS
+FAILED=0
+
+# step NAME SECONDS COMMAND...
+step() {
+  local name=$1 limit=$2 rc=0
+  shift 2
+  timeout -k 5 "$limit" "$@" > "$OUT/$name.txt" 2>&1 || rc=$?
+  echo "[$((SECONDS - BEGAN)) s] $name: exit $rc; $(tail -n 1 "$OUT/$name.txt" | cut -c1-160)"
+  [ $rc -eq 0 ] || FAILED=1
+}
+tests() { local name=$1 limit=$2; shift 2; step "$name" "$limit" python3 -m pytest -q -p no:cacheprovider -rf "$@"; }
+engine() { local name=$1 limit=$2; shift 2; step "$name" "$limit" python3 -m moeyard bench engine "$@"; }
+ops() { local name=$1 limit=$2 op args=(); shift 2; for op; do args+=(--op "$op"); done
+  step "$name" "$limit" python3 -m moeyard_kernels.bench "${args[@]}"; }
+
+kernels() {
+  tests kernels 330 -n 12 tests/kernels --ignore tests/kernels/cpu --maxfail 60
+}
+workers() {
+  tests speculation 200 tests/engine/test_speculation_cuda.py &
+  tests compaction 200 tests/engine/test_compaction_cuda.py &
+  tests hybrids 240 tests/engine/test_hybrid_cuda.py tests/models/test_hybrid_backends.py &
+  tests parity 240 -s tests/models/test_gpu_parity.py &
+  wait
+  tests one_answer 240 tests/e2e/test_one_answer_gpu.py tests/e2e/test_faults_gpu.py
+}
+matrix() { step matrix 240 python3 -m tests.e2e.gpu_matrix --processes 9; }
+decode() { engine decode 150 --shape Qwen3-30B-A3B --streams 1 8 64 --prefill; }
+prefill() { engine prefill 150 --shape Qwen3-30B-A3B --streams --prefill 1x256 1x1024 1x8192 4x4096; }
+hybrids() {
+  ops recurrent 90 kda_recurrent gdn_recurrent causal_conv1d_update gated_rms_norm
+  engine kimi-linear 200 --shape Kimi-Linear-48B-A3B --streams 1 8 64 --prefill 1x1024 1x8192 4x4096
+  engine qwen3.5 200 --shape Qwen3.5-35B-A3B --streams 1 8 64 --prefill 1x8192
+}
+delta() {
+  ops chunk_prefill 120 kda_chunk_prefill gdn_chunk_prefill
+  step beside_fla 150 python3 bench/flash_linear_attention.py --folder "$SITE"
+}
+tune() {
+  step tune 400 python3 -m moeyard_kernels.bench --tune --op linear --op mla_decode
+  cp kernels/moeyard_kernels/configs/*.json "$OUT"
+}
+snapkv() {
+  ops snapkv_scores 60 snapkv_scores
+  engine snapkv 150 --shape Qwen3-30B-A3B --streams --prefill --context 8x32768 --kv-budget 2048
+}
+drafts() {
+  step verify_64 200 python3 bench/verify_steps.py --model DeepSeek-V3:6 Kimi-K2:4 --streams 64 --no-prompts
+}
+ranks() {
+  tests nvlink 150 tests/exchange/test_nvlink_exchange.py
+  tests ranks 240 tests/e2e/test_one_answer_gpu_ranks.py
+  tests failures 120 tests/e2e/test_failures_gpu_ranks.py
+  step rows 60 python3 bench/nvlink.py --ranks 2
+  step two_gpus 150 python3 bench/gpu_ranks.py --shape Qwen3-30B-A3B
+}
+
+for part; do declare -F "$part" > /dev/null || { echo "gpu.sh: there is no part '$part'" >&2; exit 2; }; done
+mkdir -p "$OUT"
+python3 - <<'PY' || exit 1
+import torch
+
+a = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+b = torch.empty_like(a)
+begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+for i in range(13):
+    if i == 3:
+        begin.record()
+    b.copy_(a)
+end.record()
+end.synchronize()
+rate = 10 * 2 * a.numel() / begin.elapsed_time(end) * 1e-9
+print(f"{torch.cuda.get_device_name()}: copy {rate:.2f} TB/s (read and write), torch {torch.__version__}")
+# One at hand on 2026-11-23 copied half of what such a card does; no figure of it would have told anything.
+raise SystemExit(rate < 2.6)
+PY
+for part; do "$part"; done
+exit $FAILED
