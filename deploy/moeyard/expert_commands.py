@@ -2,13 +2,14 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from moeyard.door_flags import count
 from moeyard.lazy import load
 from moeyard.model_source import checkpoint
 from moeyard_worker.config.engine_config import DTYPE_BYTES
+from moeyard_worker.config.placement import Placement
 
 
 def add_experts_command(parser: argparse.ArgumentParser) -> None:
@@ -19,16 +20,21 @@ def add_experts_command(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--workers", type=count, required=True, metavar="N", help="ranks to place experts on")
     plan.add_argument(
         "--copies", type=count, nargs="+", default=[], metavar="R",
-        help="also with second copies of the R most needed experts of a layer (a prediction; nothing serves them)",
+        help="also with second copies, on other ranks, of the R most needed experts of a layer",
     )  # fmt: skip
     plan.add_argument("--model", metavar="MODEL", help="the checkpoint: also bytes of weights")
-    plan.add_argument("--write", metavar="FILE", help="write the best placement for `serve --expert-placement FILE`")
+    plan.add_argument(
+        "--write", metavar="FILE",
+        help="write the best placement, with copies where one R is given, for `serve --expert-placement FILE`",
+    )  # fmt: skip
     plan.set_defaults(run=run_experts_plan)
 
 
 def run_experts_plan(args: argparse.Namespace) -> int:
     """`moeyard experts plan`. Raises ValueError and OSError for what cannot be read, placed or written."""
     planning = load("moeyard_worker.experts.planning")
+    if args.write is not None and len(args.copies) > 1:
+        raise ValueError(f"--write writes one placement: give one of --copies {' '.join(map(str, args.copies))}")
     needs = planning.read_needs(Path(args.file))
     expert_bytes = None
     if args.model is not None:
@@ -36,16 +42,21 @@ def run_experts_plan(args: argparse.Namespace) -> int:
         if (model.num_experts, set(needs.layers) - set(model.moe_layers)) != (needs.num_experts, set()):
             raise ValueError(f"{args.file} is no trace of {args.model}: it has other layers or experts")
         expert_bytes = model.expert_bytes(DTYPE_BYTES[model.dtype])
-    predictions = planning.compare(needs, args.workers, num_replicas=args.copies)
+    predictions = planning.compare(needs, args.workers, num_copies=args.copies)
     print(planning.format_plan(predictions, expert_bytes=expert_bytes))
     if args.write is not None:
-        placement = planning.together(needs, args.workers)
-        Path(args.write).write_text(owners_text(placement.layers, placement.owners), encoding="utf-8")
+        placement = planning.copied(needs, planning.together(needs, args.workers), *(args.copies or [0]))
+        Path(args.write).write_text(placement_text(placement), encoding="utf-8")
         print(f"moeyard serve --workers {args.workers} --expert-placement {args.write}")
     return 0
 
 
-def owners_text(layers: Sequence[int], owners: Sequence[Sequence[int]]) -> str:
+def placement_text(placement: Placement) -> str:
     """A placement file, a line per layer."""
-    rows = ",\n".join(f'"{layer}": {json.dumps(list(row))}' for layer, row in zip(layers, owners, strict=True))
-    return f'{{"owners": {{\n{rows}\n}}}}\n'
+    owners = _lines(placement.layers, map(list, placement.owners))
+    copies = _lines(placement.layers, map(dict, placement.copies)) if placement.copies else ""
+    return f'{{"owners": {{\n{owners}\n}}' + (f', "copies": {{\n{copies}\n}}' if copies else "") + "}\n"
+
+
+def _lines(layers: Iterable[int], rows: Iterable[object]) -> str:
+    return ",\n".join(f'"{layer}": {json.dumps(row)}' for layer, row in zip(layers, rows, strict=True))

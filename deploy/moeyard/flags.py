@@ -212,8 +212,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default="linear",
         metavar="HOW",
         help="which rank computes which expert: linear (contiguous shards), round_robin (in turn, for routers that "
-        'choose by groups), or a FILE, {"owners": [rank, ...]} for all MoE layers or by layer: see `moeyard experts` '
-        "(default %(default)s)",
+        'choose by groups), or a FILE, {"owners": [rank, ...]} for all MoE layers or by layer, and "copies" on second '
+        "ranks: see `moeyard experts` (default %(default)s)",
     )
     add(
         "--expert-takeover",

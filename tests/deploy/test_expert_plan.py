@@ -6,7 +6,7 @@ import pytest
 
 from moeyard.cli import main
 from moeyard.placing import placement_of
-from moeyard_worker.experts.planning import read_needs, together
+from moeyard_worker.experts.planning import copied, read_needs, together
 from moeyard_worker.models.families import load_model_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,9 +16,19 @@ TRACE = ROOT / "tests" / "experts" / "data" / "demo-routing-4"
 
 def test_what_is_written_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "owners.json"
-    command = ["experts", "plan", str(TRACE), "--workers", "3", "--copies", "1", "4", "--model", str(DEMO)]
+    command = ["experts", "plan", str(TRACE), "--workers", "3", "--model", str(DEMO)]
     assert main([*command, "--write", str(file)]) == 0
     *table, last = capsys.readouterr().out.splitlines()
-    assert len(table) == 8
+    assert len(table) == 6
     assert last == f"moeyard serve --workers 3 --expert-placement {file}"
-    assert placement_of(str(file), load_model_config(DEMO), 3) == together(read_needs(TRACE), 3)
+    needs, model = read_needs(TRACE), load_model_config(DEMO)
+    assert placement_of(str(file), model, 3) == together(needs, 3)
+    assert main([*command, "--copies", "6", "--write", str(file)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 8
+    written = placement_of(str(file), model, 3)
+    assert written == copied(needs, together(needs, 3), 6)
+    assert written.copies
+    assert main([*command, "--copies", "1", "4"]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--copies", "1", "4", "--write", str(file)])
+    assert "--write writes one placement: give one of --copies 1 4" in capsys.readouterr().err

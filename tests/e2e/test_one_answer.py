@@ -114,14 +114,18 @@ def config(case: Case, model: Path) -> EngineConfig:
 
 
 def placement(case: Case, model: Path) -> Placement | None:
-    """Of a scattered case: each layer's experts dealt by chance, unevenly; None for contiguous shards."""
+    """Of a scattered case: each layer's experts dealt by chance, unevenly, half of them twice; or contiguous shards."""
     if not case.scattered:
         return None
     read, chance = read_model(case, model), random.Random(str(case))
     rows = [[chance.randrange(case.ranks) for _ in range(read.num_experts)] for _ in read.moe_layers]
     for row, rank in zip(itertools.cycle(rows), range(case.ranks), strict=False):
         row[rank] = rank  # everybody has one somewhere
-    return Placement(read.moe_layers, tuple(map(tuple, rows)))
+    copies = []
+    for row in rows if case.ranks > 1 else ():
+        some = sorted(chance.sample(range(read.num_experts), read.num_experts // 2))
+        copies.append(tuple((e, (row[e] + chance.randrange(1, case.ranks)) % case.ranks) for e in some))
+    return Placement(read.moe_layers, tuple(map(tuple, rows)), tuple(copies))
 
 
 def bits(answer: Answer) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.e2e.http_fleet import engine_config
 from tests.e2e.test_recovery import DEADLINE, PROMPTS, kill, sampling, submit_all, told
-from tests.fleet import Client, Fleet, ProcessPool, start_fleet
+from tests.fleet import Client, Fleet, ProcessPool, first_placement, start_fleet
 
 from moeyard_worker.config.placement import Placement
 
@@ -89,6 +89,26 @@ def test_a_loss_on_the_way_is_another_takeover(processes: ProcessPool, checkpoin
         assert losses[0]["ranks"] == ()
         kill(fleet, 1)
         fleet.begin_epoch(fleet.placement, losses)
+        assert told(client.wait()) == expected
+
+
+def test_who_has_a_copy_takes_over_without_reading(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
+    """All experts of rank 1 lie with another rank too: nobody reads any when it is lost, and answers are the same."""
+    config = engine_config(checkpoints["gqa"], num_workers=RANKS, step_deadline=DEADLINE)
+    whole = first_placement(config)
+    copies = tuple(tuple((e, 2 * (e % 2)) for e, owner in enumerate(row) if owner == 1) for row in whole.owners)
+    with start_fleet(processes, config, Placement(whole.layers, whole.owners, copies)) as fleet:
+        client = fleet.client
+        submit_all(fleet)
+        expected = told(client.wait())
+        begin(fleet, 40)
+        kill(fleet, 1)
+        losses = [fleet.ranks[rank].call("wait") for rank in (0, 2)]
+        placed = fleet.placement.without([1])
+        assert not placed.copies
+        assert [fleet.ranks[rank].call("prepare", placed, 0) for rank in (0, 2)] == [0, 0]
+        fleet.begin_epoch(placed, losses, room=0)
+        client.carry_over([1], to=[0, 2])
         assert told(client.wait()) == expected
 
 

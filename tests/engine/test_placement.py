@@ -19,7 +19,13 @@ UNEVEN = Placement(LAYERS, ((0,) * 9 + (1, 1, 2), (0, 1, 2) * 4, (2,) * 12))
 def placements(draw: st.DrawFn) -> Placement:
     num_experts, num_ranks = draw(st.integers(1, 12)), draw(st.integers(1, 5))
     row = st.lists(st.integers(0, num_ranks - 1), min_size=num_experts, max_size=num_experts).map(tuple)
-    return Placement(LAYERS, tuple(draw(st.lists(row, min_size=3, max_size=3))))
+    owners = tuple(draw(st.lists(row, min_size=3, max_size=3)))
+    copies = []
+    for each in owners if num_ranks > 1 and draw(st.booleans()) else ():
+        some = sorted(draw(st.sets(st.integers(0, num_experts - 1))))
+        steps = draw(st.lists(st.integers(1, num_ranks - 1), min_size=len(some), max_size=len(some)))
+        copies.append(tuple((e, (each[e] + step) % num_ranks) for e, step in zip(some, steps, strict=True)))
+    return Placement(LAYERS, owners, tuple(copies))
 
 
 def test_shards() -> None:
@@ -40,13 +46,19 @@ def test_those_that_stay_keep_what_they_have_and_share_the_rest(placed: Placemen
         return
     dealt = placed.without(away)
     assert set(dealt.ranks) == set(left)
-    assert sum(dealt.num_owned(rank) for rank in left) == 3 * placed.num_experts
-    for before, after in zip(placed.owners, dealt.owners, strict=True):
-        for old, new in zip(before, after, strict=True):
-            assert new == old or old in away
+    before, after = ({rank: each.experts(rank) for rank in range(5)} for each in (placed, dealt))
+    assert sum(dealt.num_owned(rank) for rank in left) == 3 * placed.num_experts + sum(map(len, dealt.copies))
+    for i, row in enumerate(placed.owners):
+        second, still = dict(placed.copies_of(i)), dict(dealt.copies_of(i))
+        for expert, (old, new) in enumerate(zip(row, dealt.owners[i], strict=True)):
+            there = [rank for rank in (old, second.get(expert, old)) if rank in left]
+            assert new == there[0] if there else new in left, "whoever has it keeps it"
+            assert still.get(expert) == (there[1] if len(set(there)) > 1 else None)
         # As even as it can be where nothing is taken from anybody.
-        gained = [rank for rank in left if after.count(rank) > before.count(rank)]
-        assert all(after.count(rank) <= min(after.count(other) for other in left) + 1 for rank in gained)
+        count = {rank: len(after[rank][i]) for rank in left}
+        gained = [rank for rank in left if count[rank] > len(before[rank][i])]
+        assert all(count[rank] <= min(count.values()) + 1 for rank in gained)
+        assert all(set(before[rank][i]) <= set(after[rank][i]) for rank in left), "nobody loses anything"
     assert (dealt.fingerprint == placed.fingerprint) == (dealt == placed)
 
 
@@ -56,6 +68,13 @@ def test_a_file_names_all_layers_or_each() -> None:
 
     assert read({"owners": [1, 0, 1]}).owners == ((1, 0, 1),) * 3
     assert read({"owners": {"1": [0, 0, 0], "2": [1, 1, 1], "5": [0, 1, 0]}}).experts(1) == ((), (0, 1, 2), (1,))
+    copied = read({"owners": [1, 0, 1], "copies": {"2": 0, "0": 0}})
+    assert copied.copies == (((0, 0), (2, 0)),) * 3
+    assert copied.experts(0) == ((0, 1, 2),) * 3
+    assert copied.num_owned(1) == 6
+    owners = {"1": [0, 1, 0], "2": [1, 1, 1], "5": [0, 1, 0]}
+    assert read({"owners": owners, "copies": {"2": {"1": 0}}}).copies == ((), ((1, 0),), ())
+    assert read({"owners": owners, "copies": {"2": {}}}) == read({"owners": owners})
 
 
 @pytest.mark.parametrize(
@@ -67,6 +86,14 @@ def test_a_file_names_all_layers_or_each() -> None:
         ({"owners": [0, 1, 2]}, "layer 1 does not name one of 2 ranks for each of 3 experts"),
         ({"owners": [0, 1, True]}, "layer 1 does not name one of 2 ranks for each of 3 experts"),
         ({"owners": [0, 0, 0]}, "rank 1 owns no expert"),
+        ({"owners": [0, 1, 0], "copies": {"3": 0}}, "layer 1: copies are one of 2 ranks by one of 3 experts"),
+        ({"owners": [0, 1, 0], "copies": {"0": 2}}, "layer 1: copies are one of 2 ranks by one of 3 experts"),
+        ({"owners": [0, 1, 0], "copies": [1]}, "layer 1: copies are one of 2 ranks by one of 3 experts"),
+        ({"owners": [0, 1, 0], "copies": {"1": 1}}, "layer 1: a copy of expert 1 lies on no other rank than its owner"),
+        (
+            {"owners": {"1": [0, 1, 0], "2": [0, 1, 0], "5": [0, 1, 0]}, "copies": {"3": {"1": 0}}},
+            "its copies are not of the MoE layers 1 to 5",
+        ),
     ],
 )
 def test_a_file_that_places_nothing_is_refused(value: Any, said: str) -> None:
@@ -74,6 +101,15 @@ def test_a_file_that_places_nothing_is_refused(value: Any, said: str) -> None:
         Placement.parse(json.dumps(value), layers=LAYERS, num_experts=3, num_ranks=2)
     with pytest.raises(ValueError, match="no JSON object"):
         Placement.parse("[" * 100_000, layers=LAYERS, num_experts=3, num_ranks=2)
+
+
+def test_copies_that_cannot_be_are_refused() -> None:
+    for copies, said in {
+        ((),): "copies of 1 layers", (((0, 1), (0, 2)), (), ()): "has one at most", (((12, 0),), (), ()): "12",
+        (((0, -1),), (), ()): "no other rank",
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            Placement(LAYERS, WHOLE.owners, copies)
 
 
 @pytest.mark.parametrize("placed", [WHOLE, UNEVEN], ids=["even", "uneven"])

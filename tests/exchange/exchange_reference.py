@@ -94,16 +94,20 @@ def reference(
     dtype = getattr(torch, shape.dtype)
     homes = {rank: torch.empty(*each.topk_ids.shape, shape.hidden, dtype=dtype) for rank, each in layers.items()}
     for rank in layers:
-        experts = placement.experts(rank)[index]
+        experts, owners = placement.experts(rank)[index], placement.owners[index]
+        second = dict(placement.copies_of(index))
         rows: list[torch.Tensor] = []
         local: list[list[int]] = []
         prompt: list[bool] = []
         places: list[tuple[int, int]] = []
         for source, layer in layers.items():
             for token, chosen in enumerate(layer.topk_ids.tolist()):
-                if any(expert in experts for expert in chosen):
+                # Experts with a copy have every second 16 rows of a source computed there.
+                turn = second if token // 16 % 2 else {}
+                mine = [expert >= 0 and turn.get(expert, owners[expert]) == rank for expert in chosen]
+                if any(mine):
                     rows.append(layer.x[token])
-                    local.append([experts.index(expert) if expert in experts else -1 for expert in chosen])
+                    local.append([experts.index(e) if here else -1 for e, here in zip(chosen, mine, strict=True)])
                     prompt.append(token < layer.num_prompt)
                     places.append((source, token))
         ids = torch.tensor(local, dtype=torch.int64).view(len(rows), shape.top_k)

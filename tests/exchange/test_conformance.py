@@ -9,7 +9,7 @@ import torch
 from exchange_fleet import Fleet, close, run_layers
 from exchange_reference import SCENARIOS, Scenario, bits, make_layer, reference
 
-from moeyard_worker.config.placement import Placement
+from moeyard_worker.config.placement import Copies, Placement
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.placement import partition
 
@@ -27,6 +27,7 @@ class Setup:
     hosts: str | None = None
     shuffled: bool = False
     away: int | None = None
+    copied: bool = False
 
     @property
     def members(self) -> list[int]:
@@ -35,13 +36,18 @@ class Setup:
 
     @property
     def placement(self) -> Placement:
-        """Contiguous shards, or of any owner in any layer: also such that own nothing of it."""
+        """Contiguous shards, or of any owner in any layer: also such that own nothing of it, and some with copies."""
         if not self.shuffled:
             return Placement.of_shards(range(6), partition(self.shape.num_experts, self.ranks))
         chance = random.Random(self.name)
         rows = [tuple(chance.choice(self.members) for _ in range(self.shape.num_experts)) for _ in range(4)]
         alone = (self.members[-1],) * self.shape.num_experts
-        return Placement(tuple(range(6)), (*rows, alone, alone))
+        rows += [alone, alone]
+        copies: list[Copies] = []
+        for row in rows if self.copied else ():
+            some = sorted(chance.sample(range(self.shape.num_experts), 5))
+            copies.append(tuple((e, chance.choice([r for r in self.members if r != row[e]])) for e in some))
+        return Placement(tuple(range(6)), tuple(rows), tuple(copies))
 
     @property
     def shape(self) -> ExchangeShape:
@@ -68,6 +74,10 @@ SETUPS += [
         ("tcp", "zmq-tcp", 3, 0, None), ("two_hosts", "zmq", 3, 2, "aba"),
     )
 ]  # fmt: skip
+SETUPS += [
+    Setup(name=f"{name}-3ranks-copies", kind=kind, ranks=3, dtype="bfloat16", shuffled=True, copied=True, hosts=hosts)
+    for name, kind, hosts in (("shm", "zmq", None), ("two_hosts", "zmq", "aba"))
+]
 
 
 @pytest.fixture(scope="module", params=SETUPS, ids=lambda setup: setup.name)

@@ -172,11 +172,12 @@ def test_every_layer_has_owners_of_its_own_and_a_new_epoch_others(
     window.state[POISONED] = 1
     for mesh in meshes:
         mesh.close()
-    again, placement = open_meshes(2, SMALL, epoch=2), Placement((0, 1, 2, 3), owners)
+    copies = ((), (), ((1, 1),), ((0, 0), (5, 1)))
+    again, placement = open_meshes(2, SMALL, epoch=2), Placement((0, 1, 2, 3), owners, copies)
     attach(exchanges, again, placement)
-    # What was captured keeps its tensors.
-    assert window.owner.tolist() == [0, 0, 0, 0, 0, 1]
-    assert window.local.tolist() == [0, 1, 2, 3, 4, 0]
+    # What was captured keeps its tensors. Rank 1 has expert 1 as its first, and 5 as its second.
+    assert window.owner.tolist() == [[0, 0], [0, 1], [0, 0], [0, 0], [0, 0], [1, 1]]
+    assert window.local.tolist() == [[0, 0], [1, 0], [2, 2], [3, 3], [4, 4], [1, 1]]
     assert window.state.tolist() == [0] * 8
     x = torch.arange(16, dtype=torch.float32).to(torch.bfloat16).view(2, 8)
     ids = torch.tensor([[5, 1], [4, 5]])
@@ -191,7 +192,7 @@ def test_every_layer_has_owners_of_its_own_and_a_new_epoch_others(
     nothing = [-1, -1]
     assert together([lambda rank=rank: step(rank, 2) for rank in range(2)]) == [
         [[-1, 1], nothing, [4, -1], nothing, nothing, nothing],
-        [[0, -1], nothing, [-1, 0], nothing, nothing, nothing],
+        [[1, -1], nothing, [-1, 1], nothing, nothing, nothing],
     ]
     assert together([lambda rank=rank: step(rank, 1) for rank in range(2)]) == [
         [[2, -1], nothing, [1, 2], nothing, nothing, nothing],

@@ -14,10 +14,10 @@ from moeyard_worker.experts.planning import (
     balanced,
     by_chance,
     compare,
+    copied,
     format_plan,
     predict,
     read_needs,
-    replicas,
     together,
 )
 from moeyard_worker.experts.trace import RoutingRecorder, TraceHeader
@@ -79,19 +79,50 @@ def test_loads_are_dealt_to_the_emptiest() -> None:
     assert balanced(needs, 2).owners == ((0, 1, 1, 0),)
 
 
-def test_copies_lie_elsewhere_and_take_turns() -> None:
+def test_copies_lie_elsewhere_and_bear_half_of_many_rows() -> None:
     needs = Needs((0,), 4, (((0,),),) * 4)
     shards = Placement.of_shards((0,), partition(4, 2))
-    assert replicas(needs, shards, 1) == ({0: 1},)
-    # Alone in its step an expert makes its rank the fullest, whichever of the two that is.
-    assert predict("", needs, shards, replicas(needs, shards, 1)).fullest == 1
-    both = Needs((0,), 4, (((0, 1),),) * 4)
-    assert predict("", both, shards).fullest == 2
-    assert predict("", both, shards, replicas(both, shards, 1)).fullest == 1.5, "every second time apart"
-    with pytest.raises(ValueError, match="5 replicas per layer of 4 experts"):
-        replicas(needs, shards, 5)
+    both = copied(needs, shards, 1)
+    assert both == Placement((0,), shards.owners, (((0, 1),),))
+    assert (predict("", needs, shards).rows, predict("", needs, both).rows) == (2, 1)
+    # Of few rows the owner computes all.
+    assert predict("", needs, shards).fullest == predict("", needs, both).fullest == 1
+    assert copied(needs, shards, 0) == shards
+    with pytest.raises(ValueError, match="5 copies per layer of 4 experts"):
+        copied(needs, shards, 5)
     with pytest.raises(ValueError, match="second rank"):
-        replicas(needs, Placement.of_shards((0,), partition(4, 1)), 1)
+        copied(needs, Placement.of_shards((0,), partition(4, 1)), 1)
+
+
+@given(st.integers(2, 4), st.integers(0, 12), st.integers(0, 999))
+def test_copies_even_out_what_is_needed_unevenly(ranks: int, count: int, seed: int) -> None:
+    """Loads as of a trained model: a few experts are needed in nearly every step, most in few."""
+    chance = random.Random(seed)
+    shares = [1 / (1 + expert) for expert in range(12)]
+    chance.shuffle(shares)
+    steps = tuple((tuple(e for e in range(12) if chance.random() < shares[e]),) for _ in range(40))
+    needs = Needs((0,), 12, steps)
+    start = balanced(needs, ranks)
+    placement = copied(needs, start, count)
+    assert placement.owners == start.owners
+    assert len(placement.copies_of(0)) <= count
+    found, before = predict("", needs, placement), predict("", needs, start)
+    assert found.fullest == before.fullest
+    assert found.rows <= before.rows
+    counts = [sum(rank == each for _, rank in placement.copies_of(0)) for each in range(ranks)]
+    assert max(counts) <= -(-count // ranks), "memory stays as even"
+
+
+def test_what_copies_gain() -> None:
+    """The hottest experts (by Zipf) all on one of eight ranks, and as many copies elsewhere: half of it stays."""
+    chance = random.Random(3)
+    shares = [min(1.0, 4 / (1 + expert)) for expert in range(64)]
+    steps = tuple((tuple(e for e in range(64) if chance.random() < shares[e]),) for _ in range(200))
+    needs = Needs((0,), 64, steps)
+    shards = Placement.of_shards((0,), partition(64, 8))
+    rows = {count: predict("", needs, copied(needs, shards, count)).rows for count in (0, 8, 16)}
+    assert rows[0] > 3.5
+    assert rows[0] / 2 <= rows[16] < rows[8] < 0.55 * rows[0]
 
 
 @pytest.mark.parametrize(("trace", "share"), [(ONE, 0.70), (FOUR, 0.87)])
@@ -133,14 +164,15 @@ def test_prompts_alone_say_nothing(tmp_path: Path) -> None:
 def test_the_table_has_bytes_where_they_are_known() -> None:
     chance = random.Random(5)
     steps = tuple((tuple(sorted(chance.sample(range(8), 3))),) for _ in range(40))
-    predictions = compare(Needs((0,), 8, steps), 2, num_replicas=(1,))
+    predictions = compare(Needs((0,), 8, steps), 2, num_copies=(1,))
     plain = format_plan(predictions, expert_bytes=None).splitlines()
     assert [line.split("  ")[0] for line in plain] == [
         "placement", "contiguous (linear)", "in turn (round_robin)", "by chance (mean of 16)", "balanced by load",
         "kept apart", "kept apart, 1 copied",
     ]  # fmt: skip
+    assert "rows, fullest / mean" in plain[0]
     table = format_plan(predictions, expert_bytes=2_000_000).splitlines()
     assert "MB, fullest rank" in table[0]
     assert [float(line.split()[-1]) for line in table[1:]] == pytest.approx(
-        [2 * float(line.split()[-3]) for line in plain[1:]], abs=0.02
+        [2 * float(line.split()[-4]) for line in plain[1:]], abs=0.02
     )

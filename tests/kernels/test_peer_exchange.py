@@ -37,19 +37,23 @@ Op = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 
 def open_ranks(
     world_size: int, *, dtype: torch.dtype = torch.bfloat16, hidden: int = 40, top_k: int = 3, max_tokens: int = 6,
-    num_experts: int = 10,
+    num_experts: int = 10, copied: bool = False,
 ) -> list[PeerWindow]:  # fmt: skip
-    """Windows of all ranks of one process; experts lie with ranks in no order."""
+    """Windows of all ranks of one process; experts lie with ranks in no order, every third with the next one too."""
     shape = PeerShape(
         world_size=world_size, top_k=top_k, row_bytes=hidden * dtype.itemsize, max_tokens=max_tokens
     )  # fmt: skip
     memory = [torch.zeros(shape.num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(world_size)]
     owner = [(e * 7 + e // 3) % world_size for e in range(num_experts)]
     local = [owner[:e].count(owner[e]) for e in range(num_experts)]
-    return [
+    windows = [
         open_window(shape, memory, rank=rank, dtype=dtype, owner=owner, local=local, seconds=2.0)
         for rank in range(world_size)
     ]
+    for e in range(0, num_experts if copied else 0, 3):
+        for window in windows:
+            window.owner[e, 1], window.local[e, 1] = (owner[e] + 1) % world_size, num_experts + e
+    return windows
 
 
 def random_rows(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
@@ -129,17 +133,20 @@ def test_kernel_and_oracle_put_the_same(counts: tuple[int, ...], dtype: torch.dt
             assert int(a.fault[FAILED]) == int(b.fault[FAILED]) == 0
 
 
+@pytest.mark.parametrize(("counts", "copied"), [((4, 0, 5), False), ((37, 0, 16), True)], ids=("owners", "copies"))
 @pytest.mark.parametrize("kernels", [triton_kernel, oracle], ids=("kernel", "oracle"))
-def test_every_pair_comes_home_to_its_place(kernels: ModuleType) -> None:
+def test_every_pair_comes_home_to_its_place(kernels: ModuleType, counts: tuple[int, ...], copied: bool) -> None:
     """Against plain loops that know of no memory."""
-    windows, counts = open_ranks(3), (4, 0, 5)
+    most = max(counts)
+    windows = open_ranks(3, max_tokens=most, copied=copied)
     xs, ids = [random_rows(torch.bfloat16, n, 40) for n in counts], [random_ids(n, 3, 10) for n in counts]
-    received, home = one_exchange(kernels, windows, xs, ids, layer=0, max_rows=5)
+    received, home = one_exchange(kernels, windows, xs, ids, layer=0, max_rows=most)
     owner, local = windows[0].owner.tolist(), windows[0].local.tolist()
     for source, chosen in enumerate(ids):
         for t, row in enumerate(chosen.tolist()):
             for rank, (rows, here) in enumerate(received):
-                wanted = [local[e] if e >= 0 and owner[e] == rank else -1 for e in row]
+                turn = t // 16 % 2
+                wanted = [local[e][turn] if e >= 0 and owner[e][turn] == rank else -1 for e in row]
                 assert here[t * 3 + source].tolist() == wanted
                 if max(wanted) >= 0:
                     assert_bits("row", rows[t * 3 + source], xs[source][t])
@@ -148,7 +155,7 @@ def test_every_pair_comes_home_to_its_place(kernels: ModuleType) -> None:
                         if e >= 0:
                             assert_bits("result", home[source][t, k], by_k[k])
     for rank, (_, here) in enumerate(received):
-        theirs = here.view(5, 3, 3)
+        theirs = here.view(most, 3, 3)
         for source, n in enumerate(counts):
             assert (theirs[n:, source] == -1).all(), f"rank {rank}: rows that rank {source} has not"
 

@@ -34,6 +34,7 @@ _ARRIVED, _LINE = tl.constexpr(window_types.ARRIVED), tl.constexpr(LINE)
 _COMBINED, _DISPATCHED = tl.constexpr(window_types.COMBINED), tl.constexpr(window_types.DISPATCHED)
 _POISONED, _CLOCK = tl.constexpr(window_types.POISONED), tl.constexpr(window_types.CLOCK)
 _ABORTED, _ABORT = tl.constexpr(window_types.ABORTED), tl.constexpr(window_types.ABORT)
+_TURN = tl.constexpr(window_types.ROWS_PER_TURN)
 _SILENT, _TOO_MANY = tl.constexpr(window_types.SILENT), tl.constexpr(window_types.TOO_MANY)
 
 # Looks between two at the clock, about half a microsecond each.
@@ -184,8 +185,9 @@ def _dispatch_kernel(
         o_k = tl.arange(0, BK)
         for i_t in range(i_g, T, num_g):
             b_id = tl.load(p_ids + _wide(i_t) * K + o_k, mask=o_k < K, other=-1).to(tl.int32)
-            b_owner = tl.load(p_owner + b_id, mask=b_id >= 0, other=-1)
-            b_local = tl.load(p_local + b_id, mask=b_id >= 0, other=-1)
+            o_e = b_id * 2 + i_t // _TURN % 2
+            b_owner = tl.load(p_owner + o_e, mask=b_id >= 0, other=-1)
+            b_local = tl.load(p_local + o_e, mask=b_id >= 0, other=-1)
             b_local = tl.where(b_owner == i_w, b_local, -1)
             i_row = _wide(i_t) * WORLD + rank
             tl.store(_int32_at(to, IDS) + i_row * K + o_k, b_local, mask=o_k < K)

@@ -10,6 +10,7 @@ from moeyard_kernels.types.peer_window import (
     DISPATCHED,
     FAILED,
     POISONED,
+    ROWS_PER_TURN,
     SILENT,
     TOO_MANY,
     PeerWindow,
@@ -67,8 +68,9 @@ def combine_rows(
 def _local_ids(topk_ids: torch.Tensor, window: PeerWindow, peer: int) -> torch.Tensor:
     """[T, K] int32: the experts of `peer` by their numbers there, -1 for all others."""
     chosen = topk_ids.long().clamp(min=0)
-    theirs = (topk_ids >= 0) & (window.owner[chosen] == peer)
-    return torch.where(theirs, window.local[chosen], -1).int()
+    turn = torch.arange(len(chosen), device=chosen.device)[:, None] // ROWS_PER_TURN % 2
+    theirs = (topk_ids >= 0) & (window.owner[chosen, turn] == peer)
+    return torch.where(theirs, window.local[chosen, turn], -1).int()
 
 
 def _arrived(window: PeerWindow, phase: int, epoch: int, layer: int) -> bool:

@@ -23,6 +23,9 @@ COMBINED, DISPATCHED, POISONED, CLOCK, ABORTED, NUM_STATE = 0, 1, 2, 3, 4, 8
 # number, and what is wrong. Apart from them what only the host writes: that the wait is to end.
 FAILED, PHASE, LAYER, RANKS, EPOCH, REASON, ABORT, NUM_FAULT = 0, 1, 2, 3, 4, 5, LINE, 2 * LINE
 SILENT, TOO_MANY = 0, 1
+# An expert with two ranks is computed by them in turn, so many rows of a source each. Few rows stay together: what they
+# cost is the weights of distinct experts, and shared between two ranks both would read these.
+ROWS_PER_TURN = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +44,10 @@ class PeerWindow:
     """Rank `rank`'s hold on the memory of all.
 
     memory: of each rank, uint8 [num_bytes], as this rank's device sees it. table: [W] int64, their addresses: peers are
-    found there, so that a captured step goes on with others in their place. owner, local: [E] int32, each expert's rank
-    and its number there. state: [NUM_STATE] int64 on the device. fault: [NUM_FAULT] int64 in pinned memory of the host,
-    which the device writes and reads. limit: nanoseconds that a phase waits.
+    found there, so that a captured step goes on with others in their place. owner, local: [E, 2] int32, each expert's
+    rank and its number there, by turns of ROWS_PER_TURN rows of a source: an expert may have two ranks. state:
+    [NUM_STATE] int64 on the device. fault: [NUM_FAULT] int64 in pinned memory of the host, which the device writes and
+    reads. limit: nanoseconds that a phase waits.
     """
 
     rank: int
@@ -103,7 +107,7 @@ def open_window(
     local: Sequence[int],
     seconds: float,
 ) -> PeerWindow:
-    """The window of `rank` on `memory`; expert e is number local[e] of rank owner[e]. A phase waits `seconds`.
+    """The window of `rank` on `memory`; expert e is number local[e] of rank owner[e] alone. A phase waits `seconds`.
 
     Raises ValueError for memory of another size.
     """
@@ -119,9 +123,14 @@ def open_window(
         dtype=dtype,
         memory=tuple(memory),
         table=torch.tensor([each.data_ptr() for each in memory], dtype=torch.int64).to(device),
-        owner=torch.tensor(owner, dtype=torch.int32).to(device),
-        local=torch.tensor(local, dtype=torch.int32).to(device),
+        owner=_both(owner).to(device),
+        local=_both(local).to(device),
         state=torch.zeros(NUM_STATE, dtype=torch.int64, device=device),
         fault=fault.pin_memory() if device.type == "cuda" else fault,
         limit=round(seconds * 1e9),
     )
+
+
+def _both(of: Sequence[int]) -> torch.Tensor:
+    """[E, 2] int32, the same in both turns."""
+    return torch.tensor([[each, each] for each in of], dtype=torch.int32)

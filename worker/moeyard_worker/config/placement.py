@@ -5,32 +5,51 @@ Ranks keep their numbers: those that are away own nothing, and the others are it
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 MAX_RANKS = 1 << 16  # a frame's tag has 16 bits for its source
+# Of one layer: (expert, rank) of each that has a second rank, by expert.
+Copies = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Placement:
     """`owners[i][e]` is the rank that computes expert e of `layers[i]`, the MoE layers by their number in the model.
 
-    Raises ValueError unless every layer has as many experts, one at least, and owners that can be ranks.
+    `copies[i]` are the experts that a second rank has too: of many rows of a step's source it computes a half
+    (`exchange/routing.py`). Empty: of no layer.
+    Raises ValueError unless every layer has as many experts, one at least, and owners that can be ranks, and for a copy
+    of none of its experts, beside its owner, or a second one.
     """
 
     layers: tuple[int, ...]
     owners: tuple[tuple[int, ...], ...]
+    copies: tuple[Copies, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.layers) != len(self.owners) or list(self.layers) != sorted({*self.layers}):
             raise ValueError(f"owners of {len(self.owners)} layers for the MoE layers {self.layers}")
+        if self.copies and len(self.copies) != len(self.layers):
+            raise ValueError(f"copies of {len(self.copies)} layers for the MoE layers {self.layers}")
         counts = {len(row) for row in self.owners}
         if len(counts) != 1 or not min(counts):
             raise ValueError(f"every MoE layer has as many experts, one at least, got {sorted(counts)}")
         if any(not 0 <= owner < MAX_RANKS for row in self.owners for owner in row):
             raise ValueError(f"an expert's owner is a rank in [0, {MAX_RANKS})")
+        for layer, row, copies in self._by_layer:
+            experts = [expert for expert, _ in copies]
+            if experts != sorted({*experts}) or any(not 0 <= expert < len(row) for expert in experts):
+                raise ValueError(f"layer {layer}: copies of experts {experts}, each of {len(row)} has one at most")
+            if beside := [expert for expert, rank in copies if rank == row[expert] or not 0 <= rank < MAX_RANKS]:
+                raise ValueError(f"layer {layer}: a copy of expert {beside[0]} lies on no other rank than its owner")
+
+    @property
+    def _by_layer(self) -> Iterator[tuple[int, tuple[int, ...], Copies]]:
+        return zip(self.layers, self.owners, self.copies or ((),) * len(self.layers), strict=True)
 
     @staticmethod
     def of_shards(layers: Iterable[int], shards: Sequence[Collection[int]]) -> "Placement":
@@ -46,12 +65,14 @@ class Placement:
     def parse(text: str, *, layers: Sequence[int], num_experts: int, num_ranks: int) -> "Placement":
         """A placement file: JSON, {"owners": [rank of expert 0, ...]} for all MoE layers, or by layer's number.
 
-        Raises ValueError, in one line, for anything else than each expert of each layer on a rank below `num_ranks`,
-        and for a rank without any expert.
+        Experts that a second rank has too are in "copies", {expert: rank} for all layers or by layer's number, as
+        owners are. Raises ValueError, in one line, for anything else than each expert of each layer on a rank below
+        `num_ranks`, for copies that cannot be, and for a rank without any expert of its own.
         """
         try:
-            found: Any = json.loads(text)["owners"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            whole: Any = json.loads(text)
+            found, copied = whole["owners"], whole.get("copies", {})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError('it is no JSON object with "owners"') from error
         by_layer = {str(layer): found for layer in layers} if isinstance(found, list) else found
         if not isinstance(by_layer, Mapping) or set(by_layer) != {str(layer) for layer in layers}:
@@ -62,7 +83,9 @@ class Placement:
                 raise ValueError(
                     f"layer {layer} does not name one of {num_ranks} ranks for each of {num_experts} experts"
                 )
-        placed = Placement(tuple(layers), tuple(tuple(by_layer[str(layer)]) for layer in layers))
+        second = {str(layer): copied for layer in layers} if isinstance(found, list) else copied
+        copies = _copies(second, layers, num_experts=num_experts, num_ranks=num_ranks)
+        placed = Placement(tuple(layers), tuple(tuple(by_layer[str(layer)]) for layer in layers), copies)
         if idle := sorted(set(range(num_ranks)).difference(placed.ranks)):
             raise ValueError(f"rank {idle[0]} owns no expert")
         return placed
@@ -80,25 +103,39 @@ class Placement:
     @property
     def fingerprint(self) -> str:
         """Text that is equal exactly when two placements are."""
-        return hashlib.sha256(json.dumps([self.layers, self.owners]).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([self.layers, self.owners, self.copies]).encode()).hexdigest()[:16]
+
+    def copies_of(self, index: int) -> Copies:
+        """Of `layers[index]`."""
+        return self.copies[index] if self.copies else ()
 
     def experts(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """The experts of a rank in each of `layers`, ascending: the order of its local ids."""
-        return tuple(tuple(expert for expert, owner in enumerate(row) if owner == rank) for row in self.owners)
+        """The experts that a rank has in each of `layers`, copies too, ascending: the order of its local ids."""
+        return tuple(
+            tuple(sorted([*(e for e, owner in enumerate(row) if owner == rank), *(e for e, r in copies if r == rank)]))
+            for _, row, copies in self._by_layer
+        )
 
     def num_owned(self, rank: int) -> int:
-        """How many (layer, expert) a rank owns."""
-        return sum(row.count(rank) for row in self.owners)
+        """How many (layer, expert) a rank has, copies too."""
+        return sum(map(len, self.experts(rank)))
 
     def without(self, away: Collection[int]) -> "Placement":
         """The same with the experts of `away` dealt to the others, in each layer to whoever has fewest by then.
 
-        What the others own stays theirs. Raises ValueError if nobody is left.
+        What the others have stays theirs: one that has a copy of an expert whose owner goes is its owner from then on.
+        Raises ValueError if nobody is left.
         """
         left = [rank for rank in self.ranks if rank not in away]
         if not left:
             raise ValueError(f"nobody is left without ranks {sorted(away)}")
-        return Placement(self.layers, tuple(_dealt(row, left) for row in self.owners))
+        owners, copies = [], []
+        for _, row, second in self._by_layer:
+            stay = {expert: rank for expert, rank in second if rank in left}
+            moved = [stay.pop(expert, owner) if owner not in left else owner for expert, owner in enumerate(row)]
+            owners.append(_dealt(moved, left, Counter(stay.values())))
+            copies.append(tuple(stay.items()))
+        return Placement(self.layers, tuple(owners), tuple(copies) if any(copies) else ())
 
     def resized(self, num_ranks: int) -> "Placement":
         """The same for ranks 0 to `num_ranks` - 1, with as few experts moved as that takes.
@@ -112,7 +149,7 @@ class Placement:
             raise ValueError(f"{num_ranks} ranks for {self.num_experts} experts per layer: every rank must own one")
         stay = self.without(range(num_ranks, MAX_RANKS)) if max(self.ranks) >= num_ranks else self
         come = range(max(stay.ranks) + 1, num_ranks)
-        return Placement(self.layers, tuple(_shared(row, come, num_ranks) for row in stay.owners))
+        return Placement(self.layers, tuple(_shared(row, come, num_ranks) for row in stay.owners), stay.copies)
 
 
 def _shared(row: tuple[int, ...], come: Iterable[int], num_ranks: int) -> tuple[int, ...]:
@@ -130,10 +167,25 @@ def _shared(row: tuple[int, ...], come: Iterable[int], num_ranks: int) -> tuple[
     return tuple(out)
 
 
-def _dealt(row: tuple[int, ...], left: list[int]) -> tuple[int, ...]:
-    held, out = {rank: row.count(rank) for rank in left}, []
+def _dealt(row: Sequence[int], left: list[int], copies: Mapping[int, int]) -> tuple[int, ...]:
+    """`row` with what nobody of `left` owns dealt to them; `copies`: how many each has beside what it owns."""
+    held, out = {rank: row.count(rank) + copies.get(rank, 0) for rank in left}, []
     for owner in row:
         rank = owner if owner in held else min(left, key=lambda each: (held[each], each))
         held[rank] += rank != owner
         out.append(rank)
     return tuple(out)
+
+
+def _copies(found: Any, layers: Sequence[int], *, num_experts: int, num_ranks: int) -> tuple[Copies, ...]:
+    """Those of a placement file, by layer. Raises ValueError for what is none."""
+    if not isinstance(found, Mapping) or not set(found) <= {str(layer) for layer in layers}:
+        raise ValueError(f"its copies are not of the MoE layers {layers[0]} to {layers[-1]}")
+    out = []
+    for layer in map(str, layers):
+        each = found.get(layer, {})
+        named = isinstance(each, Mapping) and set(each) <= {str(expert) for expert in range(num_experts)}
+        if not named or any(type(rank) is not int or not 0 <= rank < num_ranks for rank in each.values()):
+            raise ValueError(f"layer {layer}: copies are one of {num_ranks} ranks by one of {num_experts} experts")
+        out.append(tuple(sorted((int(expert), rank) for expert, rank in each.items())))
+    return tuple(out) if any(out) else ()

@@ -60,8 +60,8 @@ class NvlinkExchange:
         self._memory, self._seconds = memory, seconds
         self._experts = shape.num_experts
         device, width = memory.own.device, -(-shape.num_experts // _ALIGNED) * _ALIGNED
-        # [2, L, E]: owner and number of each layer's experts. They stay where they are, for what was captured.
-        self._tables = torch.zeros(2, len(placement.layers), width, dtype=torch.int32, device=device)
+        # [2, L, E, 2]: owner and number of each layer's experts, by turns; where they are for what was captured.
+        self._tables = torch.zeros(2, len(placement.layers), width, 2, dtype=torch.int32, device=device)
         window = open_window(
             shape.window(world_size), [memory.own] * world_size, rank=rank, dtype=getattr(torch, shape.dtype),
             owner=(), local=(), seconds=seconds,
@@ -108,16 +108,14 @@ class NvlinkExchange:
 
     def _place(self, placement: Placement) -> None:
         """Write down who owns what."""
-        held = [[0] * self.world_size for _ in placement.layers]
-        local = []
-        for counts, owners in zip(held, placement.owners, strict=True):
-            numbers = []
-            for owner in owners:
-                numbers.append(counts[owner])
-                counts[owner] += 1
-            local.append(numbers)
-        tables = torch.tensor([placement.owners, local], dtype=torch.int32)
-        self._tables[:, :, : self._experts].copy_(tables)
+        has = [placement.experts(rank) for rank in range(self.world_size)]
+        owner, local = [], []
+        for i, row in enumerate(placement.owners):
+            second = dict(placement.copies_of(i))
+            number = [{expert: place for place, expert in enumerate(layers[i])} for layers in has]
+            owner.append([(rank, second.get(expert, rank)) for expert, rank in enumerate(row)])
+            local.append([[number[rank][expert] for rank in ranks] for expert, ranks in enumerate(owner[i])])
+        self._tables[:, :, : self._experts].copy_(torch.tensor([owner, local], dtype=torch.int32))
 
     def begin_step(self, step: int) -> None:
         """See `Exchange.begin_step`."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moeyard_kernels.types.peer_window import ROWS_PER_TURN
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -34,31 +36,56 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class LayerTables:
-    """Who computes the E experts of one layer, as one rank looks it up. An id of -1 reads the last entry of both.
+    """Who computes the E experts of one layer, as one rank looks it up by `keys`. An id of -1 reads the end of both.
 
     owner: [E + 1] int32 the rank of each expert, -1 at the end. local: [E + 1] int64 its local id on this rank, -1
-    where it is elsewhere.
+    where it is elsewhere. Where experts have copies both are twice as long, the second half for every second
+    ROWS_PER_TURN rows of a source.
     """
 
     owner: np.ndarray
     local: np.ndarray
+    num_experts: int
 
     @staticmethod
-    def of(owners: Sequence[int], rank: int) -> "LayerTables":
-        """The tables of `rank` in a layer whose expert e is computed by owners[e]; local ids ascend as experts do."""
-        owner = np.array([*owners, -1], np.int32)
-        here = owner == rank
-        return LayerTables(owner, np.where(here, here.cumsum() - 1, -1))
+    def of(owners: Sequence[int], rank: int, copies: Sequence[tuple[int, int]] = ()) -> "LayerTables":
+        """The tables of `rank` in a layer whose expert e is computed by owners[e], and by the rank of its copy.
+
+        Local ids ascend as the experts do that this rank has.
+        """
+        first = np.array([*owners, -1], np.int32)
+        turns = [first]
+        if copies:
+            turns.append(first.copy())
+            for expert, other in copies:
+                turns[1][expert] = other
+        local = np.logical_or.reduce([turn == rank for turn in turns]).cumsum() - 1
+        return LayerTables(
+            np.concatenate(turns), np.concatenate([np.where(turn == rank, local, -1) for turn in turns]), len(owners)
+        )
+
+    def keys(self, topk_ids: np.ndarray, token_bounds: Sequence[int]) -> np.ndarray:
+        """Where each (token, k) of topk_ids [S, K] looks; source s has the tokens [token_bounds[s], ...[s + 1]).
+
+        Which of two ranks computes a pair follows from its row within its source alone, so that all agree. An id
+        outside [-1, E) is an assertion.
+        """
+        ids = topk_ids
+        assert ids.size == 0 or -1 <= ids.min() <= ids.max() < self.num_experts, "an expert id is out of range"
+        half = self.num_experts + 1
+        if self.owner.size == half:
+            return ids
+        rows = np.arange(len(ids)) - np.repeat(token_bounds[:-1], np.diff(token_bounds))
+        return ids + (rows // ROWS_PER_TURN % 2 * half)[:, None]
 
 
-def route(topk_ids: np.ndarray, *, token_bounds: Sequence[int], local: np.ndarray) -> Routing:
-    """Route topk_ids [S, K] (int64, all sources stacked; -1 for none) to the experts that have a `local` id.
+def route(topk_ids: np.ndarray, *, token_bounds: Sequence[int], tables: LayerTables) -> Routing:
+    """Route topk_ids [S, K] (int64, all sources stacked; -1 for none) to the experts that this rank's `tables` have.
 
     Source s has the tokens [token_bounds[s], token_bounds[s + 1]). An id outside [-1, E) is an assertion.
     """
-    assert topk_ids.size == 0 or -1 <= topk_ids.min() <= topk_ids.max() < local.size - 1, "an expert id is out of range"
     top_k = topk_ids.shape[1]
-    local_ids = local.take(topk_ids)
+    local_ids = tables.local.take(tables.keys(topk_ids, token_bounds))
     here = local_ids >= 0
     row_tokens = here.max(1).nonzero()[0]
     of_rows = here[row_tokens]
@@ -73,6 +100,6 @@ def route(topk_ids: np.ndarray, *, token_bounds: Sequence[int], local: np.ndarra
     )
 
 
-def pairs_of(flat_ids: np.ndarray, owner: np.ndarray, rank: int) -> np.ndarray:
-    """The positions (ascending) of `flat_ids` (contiguous) whose expert is `rank`'s by an `owner` table."""
-    return (owner.take(flat_ids) == rank).nonzero()[0]
+def pairs_of(keys: np.ndarray, owner: np.ndarray, rank: int) -> np.ndarray:
+    """The positions (ascending) of one source's `keys`, stacked, that are `rank`'s by an `owner` table."""
+    return (owner.take(keys.reshape(-1)) == rank).nonzero()[0]

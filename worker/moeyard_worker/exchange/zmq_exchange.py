@@ -91,8 +91,12 @@ class ZmqExchange:
                 f"{shape.num_experts} and ranks {mesh.members}"
             )
         self.world_size = mesh.world_size
-        kinds = {owners: LayerTables.of(owners, mesh.rank) for owners in set(placement.owners)}
-        self._tables = {layer: kinds[owners] for layer, owners in zip(placement.layers, placement.owners, strict=True)}
+        by_layer = {
+            layer: (owners, placement.copies_of(i))
+            for i, (layer, owners) in enumerate(zip(placement.layers, placement.owners, strict=True))
+        }
+        kinds = {each: LayerTables.of(each[0], mesh.rank, each[1]) for each in set(by_layer.values())}
+        self._tables = {layer: kinds[each] for layer, each in by_layer.items()}
         self._mesh = mesh
         self._slab = Slab(shape, mesh.own_slab.memory if mesh.own_slab else bytearray(shape.slab_bytes))
         self._home = self._slab.home_tensor(shape)
@@ -138,7 +142,7 @@ class ZmqExchange:
         routing = route(
             np.concatenate([source.ids for source in sources]),
             token_bounds=token_bounds,
-            local=self._tables[layer].local,
+            tables=self._tables[layer],
         )
         self._open = ZmqHandle(layer, num_tokens, routing, token_bounds, remote_pairs)
         dispatched = Dispatched(
@@ -205,8 +209,10 @@ class ZmqExchange:
             for peer in self._near:
                 self._mesh.send(peer, head)
         remote_pairs = {}
+        tables = self._tables[layer]
+        keys = tables.keys(own.ids, (0, num_tokens)) if self._far else own.ids
         for peer, outbox in self._far.items():
-            pairs = pairs_of(own.ids.reshape(-1), self._tables[layer].owner, peer)
+            pairs = pairs_of(keys, tables.owner, peer)
             tokens = np.unique(pairs // top_k)
             rows_start = _HEAD_BYTES + 4 * own.ids.size
             frame = outbox.frame(rows_start + tokens.size * row_bytes)

@@ -7,10 +7,10 @@ reads the weights of its distinct experts. Torch-free.
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moeyard_worker.config.placement import Placement
+from moeyard_worker.config.placement import Copies, Placement
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.experts.swapping import apart
 from moeyard_worker.experts.trace import RankTrace, read_trace
@@ -46,11 +46,15 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Distinct experts of a step, summed over its layers: on the fullest rank of each, and on the mean rank."""
+    """Distinct experts of a step, summed over its layers: on the fullest rank of each, and on the mean rank.
+
+    `rows`: of many rows, those of the fullest rank over the mean rank's, mean of the layers.
+    """
 
     name: str
     fullest: float
     mean: float
+    rows: float
 
 
 def read_needs(path: Path) -> Needs:
@@ -117,62 +121,76 @@ def by_chance(needs: Needs, num_ranks: int, seed: int) -> Placement:
     return Placement(needs.layers, tuple(rows))
 
 
-def replicas(needs: Needs, placement: Placement, count: int) -> tuple[Mapping[int, int], ...]:
-    """For each layer, where second copies of its `count` most needed experts would lie, by expert.
+def copied(needs: Needs, placement: Placement, count: int) -> Placement:
+    """The same with second copies of up to `count` experts of every layer, as far as they even out its load.
 
-    Each takes half of its expert's load to the rank with the least by then, its owner's excepted. Raises ValueError
-    for a negative count, more than there are experts, or one rank.
+    One after the other relieves the fullest rank: half of an expert's load goes to the rank with the least by then, of
+    those that have not their even share of the layer's copies, so that memory stays as even. DeepSeek's EPLB copies
+    and packs by load, too. Raises ValueError for a negative count, more than there are experts, or one rank.
     """
     if not 0 <= count <= needs.num_experts:
-        raise ValueError(f"{count} replicas per layer of {needs.num_experts} experts")
+        raise ValueError(f"{count} copies per layer of {needs.num_experts} experts")
     if count and len(placement.ranks) < 2:
         raise ValueError("a second copy needs a second rank")
-    return tuple(
+    copies = tuple(
         _copied(loads, owners, placement.ranks, count)
         for loads, owners in zip(needs.loads(), placement.owners, strict=True)
     )
+    return replace(placement, copies=copies if any(copies) else ())
 
 
-def _copied(loads: Sequence[int], owners: Sequence[int], ranks: Sequence[int], count: int) -> dict[int, int]:
-    held = dict.fromkeys(ranks, 0.0)
+def _copied(loads: Sequence[int], owners: Sequence[int], ranks: Sequence[int], count: int) -> Copies:
+    held, room = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, -(-count // len(ranks)))
     for expert, owner in enumerate(owners):
         held[owner] += loads[expert]
     copies: dict[int, int] = {}
-    for expert in sorted(range(len(loads)), key=lambda each: (-loads[each], each))[:count]:
-        rank = min((r for r in ranks if r != owners[expert]), key=lambda r: (held[r], r))
-        copies[expert] = rank
-        held[rank] += loads[expert] / 2
-        held[owners[expert]] -= loads[expert] / 2
-    return copies
+    for _ in range(count):
+        fullest = max(ranks, key=lambda r: (held[r], -r))
+        target = min((r for r in ranks if room[r] and r != fullest), key=lambda r: (held[r], r), default=None)
+        whole = [e for e, owner in enumerate(owners) if owner == fullest and e not in copies]
+        if target is None or not whole:
+            break
+        after = {e: max(held[fullest] - loads[e] / 2, held[target] + loads[e] / 2) for e in whole}
+        expert = min(whole, key=lambda e: (after[e], e))
+        if after[expert] >= held[fullest]:
+            break
+        copies[expert] = target
+        room[target] -= 1
+        held[target] += loads[expert] / 2
+        held[fullest] -= loads[expert] / 2
+    return tuple(sorted(copies.items()))
 
 
-def predict(
-    name: str, needs: Needs, placement: Placement, copies: Sequence[Mapping[int, int]] | None = None
-) -> Prediction:
-    """What a mean step of `needs` asks of ranks that own experts by `placement`.
+def predict(name: str, needs: Needs, placement: Placement) -> Prediction:
+    """What a mean step of `needs` asks of ranks that own experts by `placement`, and how uneven many rows would be.
 
-    An expert with a copy is asked of one of the two, by turns: so it is where a step has a row for it, and where it has
-    several both may be asked.
+    Copies bear half of their experts' rows where these are many. Few rows go to owners alone, as the exchanges have it.
     """
     fullest = total = 0
-    for number, step in enumerate(needs.steps):
-        for i, experts in enumerate(step):
-            here = copies[i] if copies is not None else {}
-            owners = placement.owners[i]
-            asked = Counter(
-                here[expert] if expert in here and (number + expert) % 2 else owners[expert] for expert in experts
-            )
-            fullest += max(asked.values(), default=0)
+    for step in needs.steps:
+        for experts, owners in zip(step, placement.owners, strict=True):
+            fullest += max(Counter(owners[expert] for expert in experts).values(), default=0)
             total += len(experts)
-    count = len(needs.steps)
-    return Prediction(name=name, fullest=fullest / count, mean=total / count / len(placement.ranks))
+    count, uneven = len(needs.steps), []
+    for i, loads in enumerate(needs.loads()):
+        second, held = dict(placement.copies_of(i)), Counter[int]()
+        for expert, load in enumerate(loads):
+            for rank in (placement.owners[i][expert], second.get(expert, placement.owners[i][expert])):
+                held[rank] += load
+        uneven.append(max(held.values()) * len(placement.ranks) / max(1, held.total()))
+    return Prediction(
+        name=name,
+        fullest=fullest / count,
+        mean=total / count / len(placement.ranks),
+        rows=sum(uneven) / len(uneven),
+    )
 
 
-def compare(needs: Needs, num_ranks: int, *, num_replicas: Collection[int] = ()) -> tuple[Prediction, ...]:
+def compare(needs: Needs, num_ranks: int, *, num_copies: Collection[int] = ()) -> tuple[Prediction, ...]:
     """Placements beside each other: contiguous, by chance, balanced, and balanced with copies.
 
     What is placed by needs is so by those of the first half of the steps, and all are asked for the second: what is to
-    come is not known to who places. Raises ValueError as `partition` and `replicas`.
+    come is not known to who places. Raises ValueError as `partition` and `copied`.
     """
     known, coming = needs.halves()
     shards = Placement.of_shards(needs.layers, partition(needs.num_experts, num_ranks))
@@ -187,19 +205,21 @@ def compare(needs: Needs, num_ranks: int, *, num_replicas: Collection[int] = ())
             name=f"by chance (mean of {_CHANCES})",
             fullest=sum(each.fullest for each in chances) / _CHANCES,
             mean=chances[0].mean,
+            rows=sum(each.rows for each in chances) / _CHANCES,
         ),
         predict("balanced by load", coming, balanced(known, num_ranks)),
         predict("kept apart", coming, best),
-        *(predict(f"kept apart, {count} copied", coming, best, replicas(known, best, count)) for count in num_replicas),
+        *(predict(f"kept apart, {count} copied", coming, copied(known, best, count)) for count in num_copies),
     )
 
 
 def format_plan(predictions: Sequence[Prediction], *, expert_bytes: int | None) -> str:
     """A plain-text table; with bytes of a step's weights on the fullest rank where those of an expert are known."""
-    heads = ["placement", "experts, fullest rank", "mean rank", "fullest / mean"]
+    heads = ["placement", "experts, fullest rank", "mean rank", "fullest / mean", "rows, fullest / mean"]
     rows = [heads + ["MB, fullest rank"] * (expert_bytes is not None)]
     for each in predictions:
         cells = [each.name, f"{each.fullest:.2f}", f"{each.mean:.2f}", f"{each.fullest / each.mean:.3f}"]
+        cells.append(f"{each.rows:.3f}")
         if expert_bytes is not None:
             cells.append(f"{each.fullest * expert_bytes * 1e-6:.3g}")
         rows.append(cells)
