@@ -258,7 +258,7 @@ def check_before_start(
     config: EngineConfig, model: ModelConfig, *, api: ApiSettings, local: bool, placement: Placement | None = None
 ) -> Checked:
     """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
-    check_compression(api, model)
+    check_compression(api, config, model)
     checkpoint = check_weights(config, model)
     codec = open_codec(None if config.model_path is None else Path(config.model_path), api.chat_template)
     if config.model_path is not None:

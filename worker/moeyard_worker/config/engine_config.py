@@ -238,6 +238,11 @@ def _require_rows(config: SchedulerConfig | EngineConfig) -> None:
         )
 
 
+def prompt_rows(config: SchedulerConfig | EngineConfig) -> int:
+    """Prompt rows of one sequence in a step, at most, whether or not others decode beside it."""
+    return min(config.prefill_chunk, config.max_batch_tokens, config.mixed_prefill_tokens or config.max_batch_tokens)
+
+
 def parse_size(text: str) -> int:
     """Bytes of a size such as "512MiB", "2GiB", "1.5GB" or a plain number; raises ValueError naming the text."""
     units = {"": 1, "b": 1}
