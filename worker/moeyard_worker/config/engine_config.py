@@ -182,7 +182,8 @@ class EngineConfig:
         if self.expert_slots is not None and self.expert_memory is not None:
             raise ValueError("give expert_slots or expert_memory, not both")
         if self.snapshot_memory is not None and not self.prefix_caching:
-            raise ValueError("snapshot_memory is for prefix_caching, which is off")
+            # By the field's name the command line would say that the flag which switches it off is off.
+            raise ValueError("snapshot_memory is for prompts that begin alike, which is off by --no-prefix-caching")
         if 64 % self.page_size:
             raise ValueError(f"page_size must divide 64 (attention splits keys every 64 tokens), got {self.page_size}")
 
