@@ -9,7 +9,7 @@ from moeyard.model_source import hub_id
 from moeyard_router.config import SamplingDefaults
 from moeyard_router.text.answer_formats import AUTO, REASONING_PARSERS, TOOL_PARSERS, AnswerFormats, answer_formats
 from moeyard_router.text.chat import Codec
-from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.engine_config import EngineConfig, prompt_rows
 from moeyard_worker.config.fields import Fields, read_json
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.protocol import KV_METHODS, KvCompression
@@ -124,10 +124,18 @@ def kv_compression(text: str) -> KvCompression:
     return found
 
 
-def check_compression(api: ApiSettings, model: ModelConfig) -> None:
-    """Raise `ValueError` where prompts would be kept in part by default and cannot be."""
-    if api.kv_compression is not None and model.has_slots:
+def check_compression(api: ApiSettings, config: EngineConfig, model: ModelConfig) -> None:
+    """Raise `ValueError` where prompts would be kept in part by default and cannot be: clients could not help it."""
+    kept = api.kv_compression
+    if kept is None:
+        return
+    if model.has_slots:
         raise ValueError(f"--kv-compression: {model.family} keeps state per sequence, of which no part can be dropped")
+    if kept.window > prompt_rows(config):
+        raise ValueError(
+            f"--kv-compression: the window of {kept.window} exceeds the {prompt_rows(config)} prompt rows that a step "
+            "has at least; raise --prefill-chunk, --max-batch-tokens or --mixed-prefill-tokens"
+        )
 
 
 def answer_formats_of(codec: Codec, api: ApiSettings) -> AnswerFormats:

@@ -5,7 +5,7 @@ import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moeyard import __version__
 from moeyard.api_flags import add_api_arguments
@@ -36,6 +36,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and where to read on, and exit with code 2."""
         fail(f"{self.origin}{message}; see `{self.prog} --help`")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A command refuses what it does not know itself: argparse has the program do so, whose help is another."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
 
 
 def build_parser() -> argparse.ArgumentParser:

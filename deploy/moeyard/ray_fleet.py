@@ -264,6 +264,7 @@ class RayFleet:
         """Stop the actors and leave Ray (a private one ends with its processes). Safe to call twice."""
         self._stopping.set()
         children = psutil.Process().children(recursive=True)
+        trackers = [process for process in children if is_tracker(process)]
         if ray.is_initialized():
             # Whoever replaces ranks notices at its next look; a call after `shutdown` would start another Ray.
             with self._lock:
@@ -274,8 +275,8 @@ class RayFleet:
         # Also ends what an interrupted ray.init had started.
         ray.shutdown()
         # Ray leaves its agents to notice the end by themselves, half a minute later.
-        _, alive = psutil.wait_procs(children, timeout=STOP_SECONDS)
-        for process in alive:
+        _, alive = psutil.wait_procs([p for p in children if p not in trackers], timeout=STOP_SECONDS)
+        for process in (*alive, *trackers):
             with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it ended meanwhile
                 process.kill()
         # Ranks that were killed before they met leave names on this host.
@@ -284,6 +285,14 @@ class RayFleet:
     def _stop_ranks(self) -> None:
         self._ranks.stop()
         self._places.close()
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """Whether this is Python's tracker of what several processes share: it ends when we do, so nobody waits for it."""
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:  # boundary: it has just ended
+        return False
 
 
 def check_reachable(address: str) -> None:

@@ -225,11 +225,11 @@ def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> 
     report = ranks[0].report
     between = f", exchange {report['exchange']} ({report['exchange_why']})" if len(ranks) > 1 else ""
     also = f", also called {', '.join(router.model_aliases)}" if router.model_aliases else ""
+    elsewhere = f"; on all addresses, from other machines as {outside}/v1" if outside else ""
     print(
-        f"ready: {url}/v1 serves {router.model_name}{also} ({report['dtype']}) on {len(ranks)} workers, expert slots "
-        f"{report['expert_slots']}/{report['num_experts']} per worker{between}, up to {router.max_model_len} "
-        "tokens, after "
-        f"{seconds:.1f} s" + (f"; on all addresses, from other machines as {outside}/v1" if outside else ""),
+        f"ready: {url}/v1 serves {router.model_name}{also} ({report['dtype']}) on {len(ranks)} "
+        f"worker{'s'[: len(ranks) > 1]}, expert slots {report['expert_slots']}/{report['num_experts']} per worker"
+        f"{between}, up to {router.max_model_len} tokens, after {seconds:.1f} s{elsewhere}",
         flush=True,
     )
     return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
@@ -258,7 +258,7 @@ def check_before_start(
     config: EngineConfig, model: ModelConfig, *, api: ApiSettings, local: bool, placement: Placement | None = None
 ) -> Checked:
     """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
-    check_compression(api, model)
+    check_compression(api, config, model)
     checkpoint = check_weights(config, model)
     codec = open_codec(None if config.model_path is None else Path(config.model_path), api.chat_template)
     if config.model_path is not None:

@@ -14,6 +14,7 @@ from moeyard.flags import engine_config
 from moeyard.serve import check_before_start
 from moeyard_router.config import SamplingDefaults
 from moeyard_router.text.chat import TextCodec
+from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.shapes import shape_model
 from moeyard_worker.protocol import KvCompression
 
@@ -214,6 +215,19 @@ def test_what_is_kept_of_prompts() -> None:
 def test_what_cannot_be_kept_of_prompts(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=f"^--kv-compression: .*{re.escape(says)}"):
         settings(str(DEMO), "--kv-compression", text)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--prefill-chunk 16", "--max-batch-tokens 31 --max-num-seqs 4", "--mixed-prefill-tokens 16"]
+)
+def test_a_window_that_no_step_holds_is_refused_at_the_start(flags: str) -> None:
+    """Or every long prompt would be, for what its client did not ask for."""
+    args = build_parser().parse_args(
+        ["serve", str(DEMO), *flags.split(), "--kv-compression", '{"method": "snapkv", "budget": 256}']
+    )
+    config = engine_config(args)
+    with pytest.raises(ValueError, match=r"^--kv-compression: the window of 32 exceeds the (16|31) prompt rows"):
+        check_before_start(config, load_model_config(DEMO), api=api_settings(args, config), local=True)
 
 
 def test_state_per_sequence_is_kept_whole() -> None:

@@ -38,9 +38,9 @@ MAX_IDLE_WAKE_UPS = 200
 MAX_IDLE_CORES = 0.06
 SETTLE_SECONDS, IDLE_SECONDS = 3.0, 10.0
 READY = re.compile(
-    r"ready: (?P<url>http://127\.0\.0\.1:\d+)/v1 serves (moeyard-)?demo \((float32|bfloat16)\) on \d+ workers?, "
-    r"expert slots \d+/\d+ per worker(, exchange zmq \(ranks compute on CPUs\))?, up to \d+ tokens, "
-    r"after \d+\.\d s\n"
+    r"ready: (?P<url>http://127\.0\.0\.1:\d+)/v1 serves (moeyard-)?demo \((float32|bfloat16)\) "
+    r"on (1 worker|[2-9] workers), expert slots \d+/\d+ per worker(, exchange zmq \(ranks compute on CPUs\))?, "
+    r"up to \d+ tokens, after \d+\.\d s\n"
 )
 
 pytestmark = pytest.mark.timeout(BUSY_READY_SECONDS + 120)

@@ -143,6 +143,24 @@ def test_a_name_and_a_place_used_again(sampler: DeviceSampler) -> None:
             session.step([one], logits_of(100 * i + j, 1))
 
 
+def near_tie(penalty: str) -> torch.Tensor:
+    """[1, V]: by a penalty of 1.1 or 0.1 as asked, token 5 of the prompt and output is above token 4; by what fp32 has
+    of it, both are equal."""
+    logits = torch.full((1, V), -9.0)
+    logits[0, 4:6] = torch.tensor([1.0, 1.1]) if penalty == "repetition_penalty" else torch.tensor([0.0, 0.1])
+    return logits
+
+
+@pytest.mark.parametrize(("penalty", "value"), [("repetition_penalty", 1.1), ("presence_penalty", 0.1)])
+def test_penalties_are_what_was_asked_to_the_last_bit(sampler: DeviceSampler, penalty: str, value: float) -> None:
+    """Wherever a row is chosen: beside one that the device has no room for it is by `choose`."""
+    session = Session(sampler, deep=False)
+    one = request("a", (5,), temperature=0.0, **{penalty: value})
+    session.tokens["a"] = [5]
+    session.step([one], near_tie(penalty))
+    assert session.tokens["a"] == [5, 5]
+
+
 def test_too_many_biases_are_not_taken(sampler: DeviceSampler) -> None:
     many = request("m", (1,), logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0))
     few = request("f", (1,), logit_bias=dict.fromkeys(range(MAX_BIASES - len(EOS)), 1.0))

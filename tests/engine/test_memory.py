@@ -245,7 +245,7 @@ def test_snapshots_are_a_part_of_kv_memory() -> None:
     room = 4096 // 16 * page + 2 * STATE_BYTES
     long = plan(8 * GIB, model=HYBRID, kv_memory=room, max_model_len=4096)
     assert long.max_model_len == 4096
-    assert long.num_snapshots <= 2
+    assert long.num_snapshots == 2, "attending to it takes other memory"
     none = plan(8 * GIB, model=HYBRID, kv_memory=STATE_BYTES)
     assert none.num_snapshots == 0
     assert "prefixes are not reused: there is no snapshot" in str(none)
@@ -253,9 +253,25 @@ def test_snapshots_are_a_part_of_kv_memory() -> None:
 
 def test_snapshot_memory_that_cannot_be_had() -> None:
     assert "here no state is kept per sequence" in refused(8 * GIB, snapshot_memory=MIB)
-    assert "raise --kv-memory" in refused(8 * GIB, model=HYBRID, kv_memory=MIB, snapshot_memory=2 * MIB)
-    with pytest.raises(ValueError, match="snapshot_memory is for prefix_caching, which is off"):
+    for kv_memory in (None, 64 * MIB):
+        text = refused(8 * GIB, model=HYBRID, kv_memory=kv_memory, snapshot_memory=64 * GIB)
+        taken = format_size(64 * GIB // STATE_BYTES * STATE_BYTES)
+        assert f"KV memory holds 0 pages of {format_size(PAGE_BYTES // 4)} beside {taken} of snapshots" in text
+        assert "raise --kv-memory or lower --snapshot-memory" in text
+    text = refused(8 * GIB, model=HYBRID, snapshot_memory=STATE_BYTES - 1)
+    assert f"holds no snapshot: each takes {format_size(STATE_BYTES)}" in text
+    # The flag's own name would be told as the one that switches it off.
+    with pytest.raises(ValueError, match=r"snapshot_memory is for prompts .* off by --no-prefix-caching") as caught:
         EngineConfig(model_path="", snapshot_memory=MIB, prefix_caching=False)
+    assert "prefix_caching" not in str(caught.value)
+
+
+def test_kv_memory_that_does_not_fit_is_told_with_its_snapshots() -> None:
+    """They are a part of it: what is free is what there was for both."""
+    asked: dict[str, Any] = {"model": HYBRID, "kv_memory": 100 * GIB, "max_num_seqs": 512}
+    texts = [refused(8 * GIB, prefix_caching=on, **asked).partition(" of free memory")[0] for on in (True, False)]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("--kv-memory 100 GiB does not fit: this worker has ")
 
 
 def test_experts_without_slots_are_kept_by_the_host() -> None:

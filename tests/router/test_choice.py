@@ -28,21 +28,27 @@ stops = st.lists(st.text("abc 🙂�", min_size=1, max_size=3), max_size=3)
 cuts = st.lists(st.integers(min_value=1, max_value=6), min_size=25, max_size=25)
 
 
-def run(job, output, sizes):
-    """Feed a worker's messages until the choice ends; everything it gave, and each delta."""
+def run(job, output, sizes, shorter=()):
+    """Feed a worker's messages until the choice ends: everything it gave.
+
+    Message i is offered to `plain_text` first if `shorter[i]`: of one that it takes only the text is known.
+    """
     sampling = job.continuations[0].sampling
     choice = Choice(job, index=0, tokens=TOKENS)
     ends = {EOS, *sampling.stop_token_ids}
     length = next((i + 1 for i, t in enumerate(output) if t in ends and i >= sampling.min_tokens), None)
     reason, output = ("length", output) if length is None else ("stop", output[:length])
-    deltas, start = [], 0
-    for size in sizes:
+    deltas, start, num_plain = [], 0, 0
+    for i, size in enumerate(sizes):
         ids = tuple(output[start : start + size])
         if not ids or choice.finish_reason is not None:
             break
         logprobs = tuple(TokenLogprob(logprob=float(-i), rank=1) for i in ids)
-        deltas.append(choice.tokens(Tokens(request_id="r", start=start, token_ids=ids, logprobs=logprobs)))
+        message = Tokens(request_id="r", start=start, token_ids=ids, logprobs=logprobs)
         start += size
+        text = choice.plain_text(message) if i < len(shorter) and shorter[i] else None
+        num_plain += 0 if text is None else len(ids)
+        deltas.append(choice.tokens(message) if text is None else Delta(text))
     if choice.finish_reason is None:
         stop_id = output[-1] if reason == "stop" else None
         deltas.append(
@@ -58,7 +64,8 @@ def run(job, output, sizes):
     total = Delta()
     for delta in deltas:
         total.extend(delta)
-    assert choice.num_tokens == len(total.token_ids) == len(total.logprobs)
+    assert choice.num_tokens == len(total.token_ids) + num_plain
+    assert len(total.token_ids) == len(total.logprobs)
     assert [-i for i in total.token_ids] == [lp.logprob for lp in total.logprobs]
     return total
 
@@ -84,6 +91,18 @@ def test_cuts_change_nothing(output, stop_strings, sizes, include, skip, stop_to
         stop_strings=stop_strings, include=include, skip=skip, stop_token_ids=stop_token_ids, min_tokens=min_tokens
     )
     assert run(job, output, sizes) == run(job, output, [100]) == run(job, output, [1] * 100)
+
+
+@given(
+    ids_lists, st.just([]) | stops, cuts, st.lists(st.booleans(), max_size=25), st.booleans(),
+    st.lists(st.integers(0, EOS - 1), max_size=2), st.integers(min_value=0, max_value=4),
+)  # fmt: skip
+def test_the_shorter_way_of_plain_text_changes_nothing(
+    output, stop_strings, sizes, shorter, include, stop_token_ids, min_tokens
+):
+    job = job_with(stop_strings=stop_strings, include=include, stop_token_ids=stop_token_ids, min_tokens=min_tokens)
+    whole, short = run(job, output, sizes), run(job, output, sizes, shorter)
+    assert (short.text, short.finish_reason, short.stop_reason) == (whole.text, whole.finish_reason, whole.stop_reason)
 
 
 @given(ids_lists, cuts)

@@ -182,7 +182,8 @@ class EngineConfig:
         if self.expert_slots is not None and self.expert_memory is not None:
             raise ValueError("give expert_slots or expert_memory, not both")
         if self.snapshot_memory is not None and not self.prefix_caching:
-            raise ValueError("snapshot_memory is for prefix_caching, which is off")
+            # By the field's name the command line would say that the flag which switches it off is off.
+            raise ValueError("snapshot_memory is for prompts that begin alike, which is off by --no-prefix-caching")
         if 64 % self.page_size:
             raise ValueError(f"page_size must divide 64 (attention splits keys every 64 tokens), got {self.page_size}")
 
@@ -236,6 +237,11 @@ def _require_rows(config: SchedulerConfig | EngineConfig) -> None:
             f"max_num_seqs {config.max_num_seqs} exceeds max_batch_tokens {config.max_batch_tokens}: "
             "every running sequence needs a row of the step"
         )
+
+
+def prompt_rows(config: SchedulerConfig | EngineConfig) -> int:
+    """Prompt rows of one sequence in a step, at most, whether or not others decode beside it."""
+    return min(config.prefill_chunk, config.max_batch_tokens, config.mixed_prefill_tokens or config.max_batch_tokens)
 
 
 def parse_size(text: str) -> int:

@@ -18,7 +18,13 @@ def num_snapshots_of(config: EngineConfig, state: StateSpec, *, whole: int, long
     if config.snapshot_memory is not None:
         if not (supported and state.bytes_per_sequence):
             raise ValueError("--snapshot-memory is for linear attention on a CPU: here no state is kept per sequence")
-        return config.snapshot_memory // state.bytes_per_sequence
+        found = config.snapshot_memory // state.bytes_per_sequence
+        if not found:
+            raise ValueError(
+                f"--snapshot-memory {format_size(config.snapshot_memory)} holds no snapshot: each takes "
+                f"{format_size(state.bytes_per_sequence)}"
+            )
+        return found
     if not (supported and state.bytes_per_sequence and config.prefix_caching):
         return 0
     share = int(whole * SNAPSHOT_SHARE)
@@ -42,8 +48,12 @@ def num_pages_of(
         if num_pages > longest:
             num_pages = min(longest + (budget - longest * both) // page_bytes, config.max_num_seqs * longest)
     if num_pages < 2:
+        beside, lower = "", ""
+        if config.snapshot_memory is not None:
+            beside, lower = f" beside {format_size(snapshot_bytes)} of snapshots", " or lower --snapshot-memory"
         raise ValueError(
-            f"KV memory holds {num_pages} pages of {format_size(page_bytes)}, at least 2 are needed; raise --kv-memory"
+            f"KV memory holds {max(num_pages, 0)} pages of {format_size(page_bytes)}{beside}, at least 2 are needed; "
+            f"raise --kv-memory{lower}"
         )
     if config.max_model_len is not None and num_pages < longest:
         raise ValueError(

@@ -190,7 +190,8 @@ def plan_memory(
     per_position = prefix_bytes(model, itemsize, footprints)
     expert_bytes = model.expert_bytes(itemsize)
     budget, reasons = _kv_budget(config, free=free, all_experts=num_local_experts * expert_bytes)
-    both = config.page_size * (state.bytes_per_token + per_position)
+    # --kv-memory is of pages; what it takes to attend to them comes on top.
+    both = config.page_size * (state.bytes_per_token + (per_position if config.kv_memory is None else 0))
     num_snapshots = num_snapshots_of(
         config, state, whole=config.kv_memory or budget, longest=-(-max_model_len // config.page_size) * both,
         supported=footprints.SNAPSHOTS,
@@ -206,9 +207,9 @@ def plan_memory(
     if kv + prefix > free:
         assert config.kv_memory is not None, "an automatic size fits"
         raise ValueError(
-            f"--kv-memory {format_size(config.kv_memory)} does not fit: this worker has {format_size(free)} of free "
-            f"memory beside its dense weights and {reserve}, of which attention over {max_model_len} tokens takes "
-            f"{format_size(prefix)}; lower --kv-memory"
+            f"--kv-memory {format_size(config.kv_memory)} does not fit: this worker has "
+            f"{format_size(free + snapshot_bytes)} of free memory beside its dense weights and {reserve}, of which "
+            f"attention over {max_model_len} tokens takes {format_size(prefix)}; lower --kv-memory"
         )
     left = free - kv - prefix
     try:

@@ -222,7 +222,9 @@ def _edits(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tupl
             words[slot] = edit_words(p, biases[i], rows[i].prompt, rows[i].output, vocab)
         bias[slot, : len(biases[i])] = torch.tensor(list(biases[i].values()), dtype=torch.float64)
         if rows[i].edits:
-            penalties[i] = torch.tensor((p.repetition_penalty, p.frequency_penalty, p.presence_penalty))
+            # In fp64, as a GPU's sampler has them: torch's default rounds them, and what is a tie then is none there.
+            asked = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+            penalties[i] = torch.tensor(asked, dtype=torch.float64)
     allowed = _allowed([rows[i].mask for i in edited], vocab)
     return LogitEdits(
         words=words, bias=bias.to(device), slots=slots.to(device), penalties=penalties.to(device),

@@ -1,6 +1,6 @@
 """Which requests can never run on a rank, whatever else it does; and what is said to those that cannot now. Pure."""
 
-from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.config.engine_config import SchedulerConfig, prompt_rows
 from moeyard_worker.protocol import Rejected, SamplingParams, Submit
 from moeyard_worker.scheduling.request import num_dropped
 from moeyard_worker.scheduling.sampling_check import sampling_error
@@ -68,9 +68,8 @@ def _compression_error(num_prompt: int, params: SamplingParams, config: Schedule
         return None
     if not config.kv_compression:
         return "kv_compression is for models whose state is all in pages"
-    rows = min(config.prefill_chunk, config.max_batch_tokens, config.mixed_prefill_tokens or config.max_batch_tokens)
     # A chunk may end so much earlier than it could, and the next has to hold the window all the same.
-    rows -= config.chunk_alignment - 1
+    rows = prompt_rows(config) - (config.chunk_alignment - 1)
     window = params.kv_compression.window
     if window > rows and num_dropped(params, num_prompt):
         return f"kv_compression: the window of {window} exceeds the {rows} prompt rows that a step has at least"
