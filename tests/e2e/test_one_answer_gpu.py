@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests.checkpoints import make_checkpoint
 from tests.e2e.conftest import DEMO
-from tests.e2e.test_one_answer import MORE_PAGES, requests, run_alone, run_mixed
+from tests.e2e.test_one_answer import MORE_PAGES, SNAPSHOTS, requests, run_alone, run_mixed
 from tests.fleet import ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
@@ -96,13 +96,16 @@ def config(case: Case, model: Path) -> EngineConfig:
     page_size, num_pages = PAGES[case.pages]
     num_pages += MORE_PAGES * case.compressed
     total = read.num_experts * len(read.moe_layers)
+    state = read.state_spec(DTYPE_BYTES[read.dtype])
+    snapshots = SNAPSHOTS[case.pages] * state.bytes_per_sequence
     return EngineConfig(
         model_path=str(model),
         device="cuda",
-        kv_memory=num_pages * page_size * read.state_spec(DTYPE_BYTES[read.dtype]).bytes_per_token,
+        kv_memory=num_pages * page_size * state.bytes_per_token + snapshots,
+        snapshot_memory=snapshots or None,
         page_size=page_size,
         # Fewer positions than the chunk formula takes together are no chunk there.
-        prefill_chunk=max(case.chunk, read.state_spec(1).chunk_alignment),
+        prefill_chunk=max(case.chunk, state.chunk_alignment),
         max_batch_tokens=256,
         max_num_seqs=8,
         enforce_eager=case.eager,
@@ -141,8 +144,7 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_process
         assert run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0)) == expected
         assert run_alone(fleet, "again", "d", 0) == expected["d"]
         stats = fleet.call("stats")[0]
-        # Pages hold no state: where there is any, no prefix is found.
-        assert (stats["prefix_hit_tokens"] > 0) is not load_model_config(model).has_slots
+        assert stats["prefix_hit_tokens"] > 0
         assert (stats["num_preemptions"] > 0) == (case.pages == "scarce"), stats
 
 

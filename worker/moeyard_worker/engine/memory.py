@@ -192,8 +192,7 @@ def plan_memory(
     budget, reasons = _kv_budget(config, free=free, all_experts=num_local_experts * expert_bytes)
     both = config.page_size * (state.bytes_per_token + per_position)
     num_snapshots = num_snapshots_of(
-        config, state, whole=config.kv_memory or budget, longest=-(-max_model_len // config.page_size) * both,
-        supported=footprints.SNAPSHOTS,
+        config, state, whole=config.kv_memory or budget, longest=-(-max_model_len // config.page_size) * both
     )  # fmt: skip
     snapshot_bytes = num_snapshots * state.bytes_per_sequence
     held, free = held + snapshot_bytes, free - snapshot_bytes
