@@ -17,8 +17,8 @@ import pytest
 import torch
 from tests.checkpoints import make_checkpoint
 from tests.e2e.conftest import DEMO
-from tests.e2e.test_one_answer import MORE_PAGES, SNAPSHOTS, requests, run_alone, run_mixed
-from tests.fleet import ProcessPool, start_fleet
+from tests.e2e.test_one_answer import MORE_PAGES, SNAPSHOTS, bits, requests, run_alone, run_mixed
+from tests.fleet import Fleet, ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
 from moeyard_worker.experts.policies import POLICIES
@@ -117,6 +117,13 @@ def config(case: Case, model: Path) -> EngineConfig:
     )
 
 
+def run_shared(fleet: Fleet, label: str) -> tuple[Any, ...]:
+    """One request that begins as "c" does and goes on otherwise: where state is kept, behind 64 positions of it."""
+    asked = requests()
+    fleet.client.submit(0, label, asked["c"][0][:70] + asked["d"][0][:60], **asked["d"][1])
+    return bits(fleet.client.wait(label)[0])
+
+
 @pytest.fixture(scope="module")
 def gpu_processes() -> Iterator[ProcessPool]:
     pool = ProcessPool()
@@ -133,7 +140,9 @@ def served(
     family, overrides = MODELS[kind]
     model = make_checkpoint(tmp_path_factory.mktemp(kind), family, dtype=getattr(torch, dtype), **overrides)
     with start_fleet(gpu_processes, config(Case(True, 1, 2048, "ample"), model)) as fleet:
-        return model, {name: run_alone(fleet, "reference", name, 0) for name in requests()}
+        shared = run_shared(fleet, "reference-shared")
+    with start_fleet(gpu_processes, config(Case(True, 1, 2048, "ample"), model)) as fleet:
+        return model, {name: run_alone(fleet, "reference", name, 0) for name in requests()} | {"shared": shared}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -141,7 +150,8 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_process
     model, expected = served
     with start_fleet(gpu_processes, config(case, model)) as fleet:
         assert run_alone(fleet, "alone", "c", 0) == expected["c"]
-        assert run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0)) == expected
+        shared = run_shared(fleet, "shared")
+        assert run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0)) | {"shared": shared} == expected
         assert run_alone(fleet, "again", "d", 0) == expected["d"]
         stats = fleet.call("stats")[0]
         assert stats["prefix_hit_tokens"] > 0
