@@ -1,13 +1,17 @@
 """moeyard's serving path (HTTP) against `transformers.generate` on the same checkpoint and the same cores.
 
     python bench/serving.py [--dtype float32 bfloat16] [--rounds 3] [--json FILE]
+    python bench/serving.py --family qwen3_next --workload short --dtype float32 --rounds 1
     python bench/serving.py --base REV ...
 
-The checkpoint is random (Qwen3-MoE architecture, or that of --family, hidden 512, 8 layers, 32 experts top-4). Two
-workloads: 16 concurrent requests of mixed prompt and output length, for which transformers runs one left-padded static
-batch until its longest member ends; and one stream alone. Tokens per second count the tokens that were asked for.
-Rounds of both alternate in one run; medians and their ratio are printed. transformers gets all cores (torch's default
-threads), moeyard the same cores: --workers ranks of one thread each for the batch, one worker for the single stream.
+The checkpoint is random (Qwen3-MoE architecture, or that of --family, hidden 512, 8 layers, 32 experts top-4).
+Workloads: 16 concurrent requests of mixed prompt and output length, for which transformers runs one left-padded static
+batch until its longest member ends (batch); the same prompts with a quarter of the output (short), as transformers
+takes a second for two tokens of linear attention; and one stream alone (single). Tokens per second count the tokens
+that were asked for, of the same requests on both sides. Rounds of both alternate in one run, behind a warm-up (a round
+of moeyard, the same prompts with 4 tokens of transformers); medians and their ratio are printed. transformers gets all
+cores (torch's default threads), moeyard the same cores: --workers ranks of one thread each for the batch, one worker
+for the single stream.
 
 With --base the tree this file lies in is compared with revision REV of its repository instead of with transformers.
 Both serve at once, each from its own code, and answer in turns; which goes first alternates. A round's ratio is
@@ -42,6 +46,8 @@ FOLDERS = ("worker", "router", "kernels", "deploy")
 VOCAB = 4096
 HIDDEN, LAYERS, EXPERTS, TOP_K, INTERMEDIATE = 512, 8, 32, 4, 512
 READY_SECONDS = 120.0
+# What transformers generates ahead of the first round, and of how many tokens a short answer has one.
+_WARM_TOKENS, _SHORT = 4, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +106,12 @@ def make_checkpoint(directory: Path, dtype: torch.dtype, family: str) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-def batch_workload() -> list[Request]:
-    """16 requests: prompts of 16 to 256 tokens, answers of 32 to 128."""
+def batch_workload(share: int = 1) -> list[Request]:
+    """16 requests: prompts of 16 to 256 tokens, answers of 32 to 128, or of which only one in `share` tokens."""
     rng = random.Random(1)
     return [
-        Request([rng.randrange(1, VOCAB) for _ in range(rng.randint(16, 256))], rng.randint(32, 128)) for _ in range(16)
+        Request([rng.randrange(1, VOCAB) for _ in range(rng.randint(16, 256))], rng.randint(32, 128) // share)
+        for _ in range(16)
     ]
 
 
@@ -245,18 +252,18 @@ def measure_base(
 
 
 def measure(name: str, model: Any, path: Path, workload: list[Request], workers: int, rounds: int) -> dict[str, Any]:
-    """Alternate rounds of both on one workload; the first round of each is a warm-up."""
+    """Alternate rounds of both on one workload, behind a warm-up."""
     tokens = sum(r.num_tokens for r in workload)
     theirs, ours = [], []
     server = Server(path, workers)
 
     async def run() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
-            for i in range(rounds + 1):
-                seconds = run_transformers(model, workload), await run_moeyard(client, workload)
-                if i:
-                    theirs.append(tokens / seconds[0])
-                    ours.append(tokens / seconds[1])
+            run_transformers(model, [Request(r.prompt, _WARM_TOKENS) for r in workload])
+            await run_moeyard(client, workload)
+            for _ in range(rounds):
+                theirs.append(tokens / run_transformers(model, workload))
+                ours.append(tokens / await run_moeyard(client, workload))
 
     try:
         asyncio.run(run())
@@ -268,7 +275,9 @@ def measure(name: str, model: Any, path: Path, workload: list[Request], workers:
 
 def workload_of(name: str, workers: int) -> tuple[list[Request], int]:
     """The requests of a workload and its number of workers, which `workers` says for the batch."""
-    return (batch_workload(), workers) if name == "batch" else (single_workload(), 1)
+    if name == "single":
+        return single_workload(), 1
+    return batch_workload(_SHORT if name == "short" else 1), workers
 
 
 def compare_with_transformers(args: argparse.Namespace, root: Path) -> list[dict[str, Any]]:
@@ -317,7 +326,8 @@ def main() -> None:
     parser.add_argument("--family", choices=tuple(FAMILIES), default="qwen3_moe")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="ranks for the batch workload")
-    parser.add_argument("--workload", nargs="+", choices=("batch", "single"), default=["batch", "single"])
+    workloads = ("batch", "short", "single")
+    parser.add_argument("--workload", nargs="+", choices=workloads, default=["batch", "single"])
     parser.add_argument("--base", metavar="REV", help="compare with this revision instead of with transformers")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -30,6 +30,7 @@ from moeyard_kernels.door.linear_attention import (
     gdn_recurrent,
     kda_chunk_prefill,
     kda_recurrent,
+    restore_slots,
 )
 from moeyard_kernels.door.peer_exchange import combine_rows, dispatch_rows
 from moeyard_kernels.door.prefill import attn_prefill_varlen, snapkv_scores
@@ -42,7 +43,7 @@ from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
 from moeyard_kernels.types.prompt_chunks import PromptChunks
 from moeyard_kernels.types.sampled_tokens import SampledTokens
-from moeyard_kernels.types.state_slots import StateSlots
+from moeyard_kernels.types.state_slots import SlotMoves, StateSlots
 
 __all__ = [
     "FEW_PAIRS",
@@ -53,6 +54,7 @@ __all__ = [
     "PrefillPlan",
     "PromptChunks",
     "SampledTokens",
+    "SlotMoves",
     "StateSlots",
     "add_rms_norm",
     "attn_combine",
@@ -81,6 +83,7 @@ __all__ = [
     "moe_weighted_reduce",
     "plan_prefill",
     "residual_add_scaled",
+    "restore_slots",
     "rms_norm",
     "rope",
     "rope_cache_write_gqa",

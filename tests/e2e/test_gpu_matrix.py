@@ -12,9 +12,11 @@ from tests.e2e.gpu_matrix import Loaded, check, courses, load, references
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_next"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_what_differs_is_named(device: str) -> None:
-    rank = load(Loaded("qwen3_moe"), device)
+def test_what_differs_is_named(device: str, model: str) -> None:
+    """Of pages alone, and of state per sequence, where prefixes begin behind one snapshot at a time."""
+    rank = load(Loaded(model), device)
     try:
         expected = references(rank)
         (course,) = [c for c in courses(device) if str(c).endswith("2deep-chunk16-scarce")][:1]

@@ -1,4 +1,5 @@
-"""Families with state in slots as a GPU serves them: graphs, two steps in flight, prompts beside output, preemption.
+"""Families with state in slots as a GPU serves them: graphs, two steps in flight, prompts beside output, preemption,
+and beginnings of prompts that are reused behind snapshots of that state.
 
 Without a GPU the same steps run over the kernels' oracles (captured_on_cpu.py), in fp32: tokens are those of a worker
 on CPUs, log-probabilities nearly. On a GPU, in bf16, all bits are those of each request alone, launched one by one.
@@ -22,6 +23,8 @@ MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3_next": {"head_dim": 32}, "kimi_linear": MLA}
 # Pages of 16 positions: three of the requests below start together in the fewer, and outgrow them.
 AMPLE, SCARCE = 64, 11
+# Of the turns of a conversation, likewise.
+TIGHT = 16
 
 
 def requests() -> Requests:
@@ -39,6 +42,20 @@ def requests() -> Requests:
     }
 
 
+def turns() -> tuple[Requests, ...]:
+    """Requests at once, three times, all but one with the same beginning: the first of a conversation; one that leaves
+    it; its next turn, one more that leaves it, the first again, and a stranger."""
+    chance = torch.Generator().manual_seed(8)
+    shared, *others = (torch.randint(VOCAB_SIZE, (n,), generator=chance).tolist() for n in (100, 45, 60, 50, 50, 70))
+    prompts = {"first": shared + others[0], "left": shared + others[1], "third": shared + others[2]}
+    prompts |= {"turn": prompts["first"] + others[3], "again": prompts["first"], "stranger": others[4]}
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, ignore_eos=True)
+    return tuple(
+        {name: (prompts[name], params) for name in names}
+        for names in (("first",), ("left",), ("turn", "third", "again", "stranger"))
+    )
+
+
 def load(model: Path, **options: Any) -> Rank:
     return Rank(model, page_size=16, max_num_seqs=4, max_batch_tokens=128, max_model_len=208, **options)
 
@@ -54,8 +71,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[str, Told]:
     """Each request alone."""
-    rank = load(model, **({"device": "cuda", "enforce_eager": True} if GPU else {"device": "cpu"}))
-    found = {name: rank.run({name: request})[0][name] for name, request in requests().items()}
+    rank = load(
+        model, **({"device": "cuda", "enforce_eager": True} if GPU else {"device": "cpu"}), prefix_caching=False
+    )
+    asked = {name: request for some in (requests(), *turns()) for name, request in some.items()}
+    found = {name: rank.run({name: request})[0][name] for name, request in asked.items()}
     rank.worker.stop()
     return found
 
@@ -85,6 +105,10 @@ def test_answers_are_those_of_each_request_alone(
     runner.eager = False
     assert (runner.num_replayed > before) is not eager
     assert (stats.num_preemptions > 0) == (changes.get("num_pages") == SCARCE)
+    check(told, expected)
+
+
+def check(told: dict[str, Told], expected: dict[str, Told]) -> None:
     for name, answer in told.items():
         wanted = expected[name]
         assert (answer.token_ids, answer.end) == (wanted.token_ids, wanted.end), name
@@ -92,3 +116,28 @@ def test_answers_are_those_of_each_request_alone(
             assert answer == wanted, name
         ours, theirs = (torch.tensor([entry.logprob for entry in each.logprobs]) for each in (answer, wanted))
         assert torch.allclose(ours, theirs, atol=1e-4), name
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"max_in_flight": 1}, {"prefill_chunk": 64}, {"mixed_prefill_tokens": 64}, {"num_snapshots": 1},
+    {"num_snapshots": 2, "prefill_chunk": 64}, {"num_snapshots": 0}, {"num_pages": TIGHT},
+    {"num_pages": TIGHT, "max_in_flight": 1, "prefill_chunk": 64},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "launches"])
+def test_prefixes_are_reused_behind_snapshots(
+    served: Rank, expected: dict[str, Told], changes: dict[str, Any], eager: bool
+) -> None:
+    """With room for few a slot that is restored is taken again, by the same step too."""
+    runner = served.worker.runner
+    assert isinstance(runner, GraphRunner)
+    before, runner.eager = runner.num_replayed, eager
+    scheduler = served.scheduler(**{"num_pages": AMPLE, "max_in_flight": 2, **changes})
+    for some in turns():
+        check(served.serve(scheduler, some), expected)
+    runner.eager = False
+    assert (runner.num_replayed > before) is not eager
+    snapshots, stats, few = scheduler.snapshots, scheduler.stats, scheduler.config.num_snapshots < 3
+    reuses = scheduler.config.num_snapshots > 0
+    assert (snapshots.num_used > 0, stats.prefix_hit_tokens > 0) == (reuses, reuses)
+    assert (snapshots.num_evicted > 0) == (few and reuses)
+    assert (stats.num_preemptions > 0) == (changes.get("num_pages") == TIGHT)

@@ -1,5 +1,7 @@
 """The short convolution over prompts: oracle and Triton kernel, whatever the batch, the tile and the cut."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.kernels.linear_attention_cases import relative, slots_of
@@ -77,10 +79,25 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_cut_nor_on_the_formula() ->
     assert torch.equal(here[5], kept[5])
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("run", [run_op, run_kernel], ids=["op", "kernel"])
+def test_a_snapshot_holds_the_inputs_before_it(run, size: int) -> None:  # type: ignore[no-untyped-def]
+    x, weight, window = make_inputs(192 + 5 + 70, torch.bfloat16, size)
+    lengths, starts, slots = [192, 5, 70], [64, 0, 0], [4, 0, 7]
+    snapshots = [[(128, 1), (256, 3)], [], [(64, 8)]]
+    out, kept = run(x, weight, window, PromptChunks.plan(lengths, starts, slots, snapshots, device=DEVICE))
+    whole, left = run(x, weight, window, PromptChunks.plan(lengths, starts, slots, device=DEVICE))
+    assert torch.equal(out, whole)
+    for slot, row in ((1, 64), (3, 192), (8, 197 + 64)):
+        assert torch.equal(kept[slot], x[row + 1 - size : row])
+    others = [0, 2, 4, 5, 6, 7]
+    assert torch.equal(kept[others], left[others])
+
+
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
 def test_every_config_gives_the_same_bits(config: ConvConfig) -> None:
-    x, weight, window = make_inputs(34, torch.bfloat16)
-    chunks = PromptChunks.plan([2, 32], [64, 0], [3, 1], device=DEVICE)
+    x, weight, window = make_inputs(98, torch.bfloat16)
+    chunks = PromptChunks.plan([2, 96], [64, 0], [3, 1], [[], [(64, 5)]], device=DEVICE)
     for got, same in zip(
         run_kernel(x, weight, window, chunks, config), run_kernel(x, weight, window, chunks), strict=True
     ):
@@ -89,11 +106,18 @@ def test_every_config_gives_the_same_bits(config: ConvConfig) -> None:
 
 def test_chunks_are_counted_from_the_start_of_each_prompt() -> None:
     chunks = PromptChunks.plan([130, 64], [64, 0], [7, 3], device="cpu")
-    assert chunks.table.tolist() == [[7, 0, 130, 0], [7, 0, 130, 64], [7, 0, 130, 128], [3, 130, 194, 130]]
+    # Neither leaves a snapshot: in their place stands each one's first row.
+    first, second = [0, 0, -1, 0, -1, 130, 7], [130, 130, -1, 130, -1, 194, 3]
+    assert chunks.table.tolist() == [[0, *first], [64, *first], [128, *first], [130, *second]]
     assert chunks.fresh.tolist() == [False, False, False, True]
     assert chunks.heads.tolist() == [0, 3]
     assert PromptChunks.plan([3, 65], [0, 0], [1, 2], device="cpu").heads.tolist() == [1, 0]
-    assert PromptChunks.plan([], [], [], device="cpu").table.shape == (0, 4)
+    assert PromptChunks.plan([], [], [], device="cpu").table.shape == (0, 8)
+    taking = PromptChunks.plan([130, 64], [64, 0], [7, 3], [[(128, 2)], [(64, 5)]], device="cpu")
+    assert taking.table[[0, 3]].tolist() == [[0, 0, 0, -1, 64, 2, 130, 7], [130, 130, 130, -1, 194, 5, 194, 3]]
+    assert taking.parts == ((7, 0, 130, False, ((64, 2),)), (3, 130, 194, True, ((194, 5),)))
+    assert replace(taking, planned=None).parts == taking.parts
+    assert (taking.last_slot, chunks.last_slot) == (7, 7)
 
 
 def test_bad_arguments_are_named() -> None:
@@ -107,6 +131,13 @@ def test_bad_arguments_are_named() -> None:
         (r"a prompt of 3 positions from 7 on: at least one, from a multiple of 64", ([3], [7], [0])),
         (r"a prompt of 0 positions from 0 on", ([0], [0], [0])),
         (r"slots \[1, 1\]: each prompt has one of its own", ([1, 1], [0, 0], [1, 1])),
+        (r"slots \[1, 1\]: each prompt has one of its own", ([64], [0], [1], [[(64, 1)]])),
+        (r"snapshots at \[64\] of positions 64 to 192: 2 at most", ([128], [64], [1], [[(64, 2)]])),
+        (r"snapshots at \[60\] of positions 0 to 64", ([64], [0], [1], [[(60, 2)]])),
+        (r"snapshots at \[128\] of positions 0 to 64", ([64], [0], [1], [[(128, 2)]])),
+        (r"snapshots at \[128, 64\] of positions", ([128], [0], [1], [[(128, 2), (64, 3)]])),
+        (r"snapshots at \[64, 128, 192\] of", ([192], [0], [1], [[(64, 2), (128, 3), (192, 4)]])),
+        (r"1 lengths, 1 starts, 1 slots, 2 snapshots", ([64], [0], [1], [[], []])),
     ):
         with pytest.raises(ValueError, match=message):
             PromptChunks.plan(*arguments, device="cpu")
@@ -114,10 +145,10 @@ def test_bad_arguments_are_named() -> None:
 
 def test_a_table_with_room_touches_what_there_is() -> None:
     """As in a captured step: the bits of the plan, and neither rows nor slots that are nobody's."""
-    lengths, starts, slots = [86, 33], [64, 0], [3, 1]
+    prompts = ([86, 33], [64, 0], [3, 1], [[(128, 5)], []])
     x, weight, window = make_inputs(192, torch.float32)
-    wanted, left = run_kernel(x[:119], weight, window, PromptChunks.plan(lengths, starts, slots, device=DEVICE))
-    _, rows, fresh, heads = chunks_of(lengths, starts, slots)
+    wanted, left = run_kernel(x[:119], weight, window, PromptChunks.plan(*prompts, device=DEVICE))
+    _, rows, fresh, heads = chunks_of(*prompts)
     table = torch.tensor([*rows, *[PADDING] * 3], device=DEVICE)
     chunks = PromptChunks(
         table=table, fresh=torch.tensor([*fresh, *[True] * 3], device=DEVICE),
@@ -127,4 +158,4 @@ def test_a_table_with_room_touches_what_there_is() -> None:
     assert torch.equal(got[:119], wanted)
     assert torch.equal(kept, left)
     assert torch.equal(kept[[0, 2, 4]], window[[0, 2, 4]])
-    assert chunks.parts == (() if DEVICE == "cuda" else ((3, 0, 86, False), (1, 86, 119, True)))
+    assert chunks.parts == (() if DEVICE == "cuda" else ((3, 0, 86, False, ((64, 5),)), (1, 86, 119, True, ())))

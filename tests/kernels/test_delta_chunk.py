@@ -8,6 +8,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.linear_attention import delta_chunk as triton_kernel
 from moeyard_kernels.linear_attention.delta_chunk import ChunkConfig
 from moeyard_kernels.ops import PromptChunks
+from moeyard_kernels.types.prompt_chunks import PADDING, chunks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BY_ROW = pytest.mark.parametrize("by_row", [False, True], ids=["gdn", "kda"])
@@ -104,6 +105,45 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_cut(by_row: bool) -> None:
     assert torch.equal(run_kernel(rows.at(slice(0, 70)), plan([70], [0], [5]))[0], whole[:70])
 
 
+# Behind a chunk, behind the last row, behind another's first chunk; and a prompt that leaves none.
+TAKING = ([192, 5, 70], [64, 0, 0], [4, 0, 7], [[(128, 1), (256, 3)], [], [(64, 8)]])
+
+
+@BY_ROW
+@pytest.mark.parametrize("run", [run_oracle, run_kernel], ids=["oracle", "kernel"])
+def test_a_snapshot_is_what_a_prompt_that_ends_there_leaves(run, by_row: bool) -> None:  # type: ignore[no-untyped-def]
+    """And nothing else changes by a bit."""
+    rows = make_rows(sum(TAKING[0]), (1, 1, 16, 16), by_row=by_row)
+    out, state = run(rows, PromptChunks.plan(*TAKING, device=DEVICE))
+    whole, left = run(rows, plan(*TAKING[:3]))
+    assert torch.equal(out, whole)
+    others = [slot for slot in range(len(state)) if slot not in (1, 3, 8)]
+    assert torch.equal(state[others], left[others])
+    assert torch.equal(state[3], left[4])
+    for begin, start, slot, taken in ((0, 64, 4, 1), (197, 0, 7, 8)):
+        _, first = run(rows.at(slice(begin, begin + 64)), plan([64], [start], [slot]))
+        assert torch.equal(state[taken], first[slot])
+
+
+@BY_ROW
+def test_a_table_with_room_touches_what_there_is(by_row: bool) -> None:
+    """As in a captured step, snapshots too."""
+    rows = make_rows(192, (1, 1, 16, 16), by_row=by_row)
+    prompts = ([86, 33], [64, 0], [3, 1], [[(128, 5)], []])
+    wanted, left = run_kernel(rows.at(slice(0, 119)), PromptChunks.plan(*prompts, device=DEVICE))
+    _, table, fresh, heads = chunks_of(*prompts)
+    chunks = PromptChunks(
+        table=torch.tensor([*table, *[PADDING] * 3], device=DEVICE),
+        fresh=torch.tensor([*fresh, *[True] * 3], device=DEVICE),
+        heads=torch.tensor([*heads, 5, 5], device=DEVICE), planned=None, num_rows=192,
+    )  # fmt: skip
+    got, state = run_kernel(rows, chunks)
+    assert torch.equal(got[:119], wanted)
+    assert torch.equal(state, left)
+    assert not torch.equal(state[5], rows.state[5])
+    assert torch.equal(state[[0, 2, 4, 6, 7, 8]], rows.state[[0, 2, 4, 6, 7, 8]])
+
+
 @BY_ROW
 def test_gates_at_the_ends(by_row: bool) -> None:
     """Rows that forget at once beside rows that forget nothing: no exponential leaves fp32."""
@@ -147,6 +187,9 @@ def test_bad_arguments_are_named() -> None:
     chunks = PromptChunks.plan([3], [0], [9], device="cpu")
     with pytest.raises(ValueError, match=r"gdn_chunk_prefill: slot 9 is none of state float32 \[9, 2, 16, 16\]"):
         ops.gdn_chunk_prefill(*rows.args, chunks=chunks)
+    taking = PromptChunks.plan([64], [0], [3], [[(64, 9)]], device="cpu")
+    with pytest.raises(ValueError, match=r"gdn_chunk_prefill: slot 9 is none of state"):
+        ops.gdn_chunk_prefill(*make_rows(64, (1, 2, 16, 16), by_row=False).args, chunks=taking)
     with pytest.raises(ValueError, match=r"gdn_chunk_prefill: the chunks are of 3 rows, qkv is float32 \[2, 64\]"):
         ops.gdn_chunk_prefill(*rows.at(slice(0, 2)).args, chunks=chunks)
     with pytest.raises(ValueError, match=r"kda_chunk_prefill: a float32 \[3, 2\], expected fp32 or bf16 \[3, 32\]"):

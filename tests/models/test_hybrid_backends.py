@@ -1,7 +1,8 @@
 """Families with state in slots on the backend of a GPU: the logits of the CPU's, through the oracles if there is none.
 
-Prompts in chunks, decode rows beside them, several rows of one sequence in order, and captured inputs with padding,
-which touches no slot. In fp32 the two backends agree as far as sums of another order may.
+Prompts in chunks, decode rows beside them, several rows of one sequence in order, prompts that leave snapshots of their
+state and go on from them, and captured inputs with padding, which touches no slot. In fp32 the two backends agree as
+far as sums of another order may.
 """
 
 from dataclasses import replace
@@ -45,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LENGTHS = (150, 33, 130, 70)
 PAGES = 11
-SLOTS = 5
+SLOTS = 7
 
 
 @pytest.fixture(params=CASES, scope="module")
@@ -130,14 +131,24 @@ def test_rows_computed_again_are_those_of_decoding(runners: tuple[Runner, Runner
             assert all(torch.equal(a, b) for a, b in zip(state, results[0][1], strict=True))
 
 
-def captured(runner: Runner, bucket: Bucket, step: Step) -> torch.Tensor:
+def make_inputs(runner: Runner, bucket: Bucket) -> GraphInputs:
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
     last = torch.zeros(8, dtype=torch.int64, device=DEVICE)
-    inputs = GraphInputs(
+    return GraphInputs(
         bucket, page_size=PAGE_SIZE, windows=backend.windows, last_ids=last, slots=backend.slots
     )  # fmt: skip
-    size = Bucket.of(step)
+
+
+def replayed(runner: Runner, inputs: GraphInputs, step: Step) -> torch.Tensor:
+    with torch.inference_mode():
+        inputs.fill(step, [-1] * len(step.decode))
+        inputs.begin()
+        return runner.model.forward(inputs)[: inputs.num_sampled]
+
+
+def captured(runner: Runner, bucket: Bucket, step: Step) -> torch.Tensor:
+    inputs, size = make_inputs(runner, bucket), Bucket.of(step)
     assert size is not None
     assert bucket.holds(size)
     with torch.inference_mode():
@@ -146,9 +157,7 @@ def captured(runner: Runner, bucket: Bucket, step: Step) -> torch.Tensor:
         runner.model.forward(inputs)
         # A step of nothing, which is what is captured, leaves all slots as they are.
         assert all(torch.equal(a, b) for a, b in zip(before, slots_of(runner), strict=True))
-        inputs.fill(step, [-1] * len(step.decode))
-        inputs.begin()
-        return runner.model.forward(inputs)[: inputs.num_sampled]
+    return replayed(runner, inputs, step)
 
 
 def test_captured_inputs_give_what_a_plan_does(runners: tuple[Runner, Runner]) -> None:
@@ -189,3 +198,53 @@ def test_captured_prompts_give_what_a_plan_does(runners: tuple[Runner, Runner], 
     # A smaller step in the same inputs: nothing of the one before is left in them.
     one = replace(step, prefill=prefill[1:], decode=decode[1:])
     assert relative(captured(runner, bucket, one)[:1], runner.forward(one)[:1]) < 1e-4
+
+
+def from_snapshots(*, taking: int) -> Step:
+    """Sequence 0 once more, behind 64 positions, in slots 4 and 1, beside a new prompt; the last leaves a snapshot in
+    the slot that both are restored from, or in another."""
+    again = replace(chunk(0, 64, 150, is_prompt=True), restored=5)
+    last = replace(again, state_slot=1, snapshots=((128, taking),))
+    return Step(prefill=(replace(again, state_slot=4), chunk(3, 0, 70, is_prompt=True), last))
+
+
+def leave_snapshots(runner: Runner) -> torch.Tensor:
+    """Of sequence 0, behind 64 positions in slot 5 and 128 in slot 6; the logits behind its prompt."""
+    leaving = replace(chunk(0, 0, 128, is_prompt=True), snapshots=((64, 5), (128, 6)))
+    runner.forward(Step(prefill=(chunk(3, 0, 70, is_prompt=True), leaving)))
+    return runner.forward(Step(prefill=(chunk(0, 128, 150, is_prompt=True),)))[:1]
+
+
+def check_snapshots(runner: Runner, logits: torch.Tensor, wanted: torch.Tensor, *, taken: int) -> None:
+    """Both are where sequence 0 came to, and so is what was left on the way."""
+    assert relative(logits[[0, 2]], wanted.expand(2, -1)) < 1e-5
+    for x in slots_of(runner):
+        for got, right in ((taken, 6), (1, 0), (4, 0)):
+            assert relative(x[got], x[right]) < 1e-5
+            assert DEVICE.type == "cpu" or torch.equal(x[got], x[right])
+
+
+@pytest.mark.parametrize("taking", [5, 2], ids=["its_own", "another"])
+def test_prompts_go_on_from_snapshots(runners: tuple[Runner, Runner], taking: int) -> None:
+    for runner in runners:
+        wanted = leave_snapshots(runner)
+        logits = runner.forward(from_snapshots(taking=taking))
+        check_snapshots(runner, logits, wanted, taken=taking)
+
+
+@pytest.mark.parametrize("taking", [5, 2], ids=["its_own", "another"])
+def test_captured_prompts_go_on_from_snapshots(runners: tuple[Runner, Runner], taking: int) -> None:
+    runner = runners[1]
+    backend = runner.backend
+    assert isinstance(backend, CudaBackend)
+    wanted = leave_snapshots(runner)
+    bucket = Bucket(prompt=320, keys=640 if backend.flat else 0, width=PAGES + 2, chunks=5)
+    inputs = make_inputs(runner, bucket)
+    check_snapshots(runner, replayed(runner, inputs, from_snapshots(taking=taking)), wanted, taken=taking)
+    # Nothing of that is left in the inputs for steps that neither restore nor leave one, in both of the host's blocks.
+    kept = [x.clone() for x in slots_of(runner)]
+    for _ in range(2):
+        replayed(runner, inputs, Step(prefill=(chunk(3, 0, 70, is_prompt=True),)))
+    for x, before in zip(slots_of(runner), kept, strict=True):
+        others = [slot for slot in range(SLOTS) if slot != 3]
+        assert torch.equal(x[others], before[others])

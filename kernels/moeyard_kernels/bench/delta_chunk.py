@@ -25,7 +25,8 @@ def chunk_prefill(op: str, lengths: tuple[int, ...], k_heads: int, heads: int) -
     a_log = torch.linspace(-4, 1, heads, device="cuda")
     dt_bias = torch.randn(*((heads, _DIM) if by_row else (heads,)), device="cuda")
     state = torch.randn(num, heads, _DIM, _DIM, device="cuda")
-    chunks = PromptChunks.plan(lengths, [CHUNK * (i % 2) for i in range(num)], range(num), device="cuda")
+    starts = [CHUNK * (i % 2) for i in range(num)]
+    chunks = PromptChunks.plan(lengths, starts, range(num), device="cuda")
     kernel = delta_chunk.kda_chunk_prefill if by_row else delta_chunk.gdn_chunk_prefill
     run = partial(kernel, qkv, b, a, a_log, dt_bias, state, chunks=chunks)
 
@@ -38,17 +39,23 @@ def chunk_prefill(op: str, lengths: tuple[int, ...], k_heads: int, heads: int) -
         whole, left = prefill(slice(None), state, chunks)
         for config in delta_chunk.CONFIGS:
             assert_bits(str(config), prefill(slice(None), state, chunks, config=config), (whole, left))
-        slot, begin, end, fresh = chunks.parts[-1]
+        slot, begin, end, fresh, _ = chunks.parts[-1]
         start = 0 if fresh else CHUNK
         cut = min(end - begin, CHUNK * max(1, (end - begin) // CHUNK // 2))
-        kept, parts, at = state, [], 0
+        kept, parts, states, at = state, [], [], 0
         for length in (cut, end - begin - cut):
             if length:
                 plan = PromptChunks.plan([length], [start + at], [slot], device="cuda")
                 part, kept = prefill(slice(begin + at, begin + at + length), kept, plan)
                 parts.append(part)
+                states.append(kept[slot])
                 at += length
-        assert_bits("prompt alone, in two steps", (torch.cat(parts), kept[slot]), (whole[begin:end], left[slot]))
+        assert_bits("prompt alone, in two steps", (torch.cat(parts), states[-1]), (whole[begin:end], left[slot]))
+        some = [[(start + cut, num)] if n == num - 1 else [] for n in range(num)]
+        taking = PromptChunks.plan(lengths, starts, range(num), some, device="cuda")
+        with_room = torch.cat((state, state[:1]))
+        out, taken = prefill(slice(None), with_room, taking)
+        assert_bits("a snapshot on the way", (out, taken[:num], taken[num]), (whole, left, states[0]))
         here_qkv, here_b, here_a = (x[begin:end].cpu().double() for x in (qkv, b, a))
         rate, bias, exact = a_log.cpu(), dt_bias.cpu(), state.cpu().double()
         if by_row:

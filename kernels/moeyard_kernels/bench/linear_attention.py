@@ -11,11 +11,11 @@ from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.bench.delta_chunk import PROMPTS, chunk_prefill
 from moeyard_kernels.elementwise import gated_rms_norm
-from moeyard_kernels.linear_attention import causal_conv1d, causal_conv1d_prefill, delta_recurrent
+from moeyard_kernels.linear_attention import causal_conv1d, causal_conv1d_prefill, delta_recurrent, restore_slots
 from moeyard_kernels.ref import causal_conv1d as conv_reference
 from moeyard_kernels.ref import delta_recurrent as rule_reference
 from moeyard_kernels.types.prompt_chunks import PromptChunks
-from moeyard_kernels.types.state_slots import StateSlots
+from moeyard_kernels.types.state_slots import SlotMoves, StateSlots
 
 OPS: tuple[str, ...] = (
     "causal_conv1d_update",
@@ -24,6 +24,7 @@ OPS: tuple[str, ...] = (
     "kda_recurrent",
     "gdn_chunk_prefill",
     "kda_chunk_prefill",
+    "restore_slots",
     "gated_rms_norm",
 )
 
@@ -47,6 +48,9 @@ def cases() -> Iterator[Case]:
     for lengths in PROMPTS:
         yield _conv_prefill(lengths, 8192)
         yield _conv_prefill(lengths, 12288)
+    for count in (0, 1, 16):
+        # What every captured prompt step has room for, and Kimi-Linear's layer.
+        yield _restore(count, 16, 12288)
     for num_rows in (1, 64, 4096):
         yield _norm(num_rows, sigmoid=False)
         yield _norm(num_rows, sigmoid=True)
@@ -190,7 +194,7 @@ def _torch_conv_prompt(
 ) -> torch.Tensor:
     """One prompt after the other."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for slot, begin, end, _ in chunks.parts:
+    for slot, begin, end, *_ in chunks.parts:
         inputs = torch.cat((window[slot], x[begin:end]))
         window[slot].copy_(inputs[1 - _TAPS :])
         done = F.conv1d(inputs.t().unsqueeze(0), weight.unsqueeze(1), groups=x.shape[1])
@@ -211,7 +215,7 @@ def _conv_prefill(lengths: tuple[int, ...], channels: int) -> Case:
         whole, left = _with_state(run, window)
         for config in causal_conv1d_prefill.CONFIGS:
             assert_bits(str(config), _with_state(run, window, config=config), (whole, left))
-        slot, begin, end, fresh = chunks.parts[-1]
+        slot, begin, end, fresh, _ = chunks.parts[-1]
         alone = PromptChunks.plan([end - begin], [0 if fresh else 64], [slot], device="cuda")
         out, kept = _with_state(partial(kernel, x[begin:end], weight, window, chunks=alone), window)
         assert_bits("prompt alone", (out, kept[slot]), (whole[begin:end], left[slot]))
@@ -232,6 +236,41 @@ def _conv_prefill(lengths: tuple[int, ...], channels: int) -> Case:
         baseline_name="torch cat, conv1d, silu",
         variants=[(config, partial(run, config=config)) for config in causal_conv1d_prefill.CONFIGS],
         tune_key=("causal_conv1d_prefill", causal_conv1d_prefill.shape_class(channels)),
+    )
+
+
+def _torch_restore(state: torch.Tensor, window: torch.Tensor, *, moves: SlotMoves) -> None:
+    """Of moves without a -1."""
+    for x in (state, window):
+        x.index_copy_(0, moves.target, x.index_select(0, moves.source))
+
+
+def _restore(count: int, room: int, channels: int) -> Case:
+    """`count` slots of a layer out of others, in a list with room for more."""
+    state = torch.randn(2 * room, 32, _DIM, _DIM, device="cuda")
+    window = _rows(2 * room, _TAPS - 1, channels)
+    pairs = [(room + n, n) if n < count else (-1, 0) for n in range(room)]
+    moves = SlotMoves.plan(pairs, device="cuda")
+    run = partial(restore_slots.restore_slots, state, window, moves=moves)
+
+    def prove() -> None:
+        wanted = state.clone(), window.clone()
+        _torch_restore(*wanted, moves=SlotMoves.plan(pairs[:count], device="cuda"))
+        for config in restore_slots.CONFIGS:
+            got = state.clone(), window.clone()
+            run.func(*got, moves=moves, config=config)
+            assert_bits(str(config), got, wanted)
+
+    return Case(
+        op="restore_slots",
+        shape=f"{count} of {room}, H32 {_DIM}x{_DIM} C{channels}",
+        run=run,
+        prove=prove,
+        num_bytes=2 * count * (state[0].nbytes + window[0].nbytes),
+        target=Target("copy", 0.8) if count == room else None,
+        baseline=partial(_torch_restore, state, window, moves=moves) if count == room else None,
+        baseline_name="torch index_select, index_copy_",
+        variants=[(config, partial(run, config=config)) for config in restore_slots.CONFIGS],
     )
 
 

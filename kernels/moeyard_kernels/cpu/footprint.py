@@ -12,8 +12,6 @@ ALLOCATED = 1.5
 STREAM_SLOTS = 1
 # They are read where the checkpoint is mapped.
 HOST_EXPERTS = False
-# A chunk's rows are taken in parts, and between two of them a copy costs next to nothing.
-SNAPSHOTS = True
 
 
 def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp32_norm: bool) -> Footprint:

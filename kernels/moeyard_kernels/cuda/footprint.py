@@ -15,8 +15,6 @@ ALLOCATED = 1.25
 STREAM_SLOTS = 48
 # Experts that have no slot are read from pinned memory of the host, where all are kept.
 HOST_EXPERTS = True
-# Not taken of state on a GPU so far.
-SNAPSHOTS = False
 # Where a part of a prompt is kept (common/kept.py), in values of 4 bytes per position: a key head's scores, pooled,
 # sorted, with positions of 8 bytes, and as much again while they are sorted; and the places of all positions in pages.
 _CHOICE, _PLACES = 11, 4

@@ -74,8 +74,9 @@ class GraphInputs:
 
     Decode rows that a step has not are copies of its first one that store nothing: they compute the same bits, choose
     the same experts and so read no weights of their own. Prompt rows that it has not are token 0, store nothing and
-    attend to nothing: their activations hold anything. Neither have slots of state. token_ids: those of the host, or
-    of `last_ids` (what the step before chose, by sampled row) where the host does not know them yet.
+    attend to nothing: their activations hold anything. Neither have slots of state; prompts that restore none, or leave
+    no snapshot of theirs, copy nothing. token_ids: those of the host, or of `last_ids` (what the step before chose, by
+    sampled row) where the host does not know them yet.
     """
 
     # No sequence has two decode rows but for such copies.

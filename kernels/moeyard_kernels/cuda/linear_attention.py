@@ -32,6 +32,8 @@ class _Delta:
         """qkv [num_rows, C], b [num_rows, H] and a as projected -> [num_rows, H, Dv] in their dtype."""
         rows, first, parts = plan.state, plan.num_prompt, []
         assert rows is not None, "a plan knows its slots once there is linear attention"
+        if rows.restored is not None:
+            ops.restore_slots(self._state, self._window, moves=rows.restored)
         if rows.chunks is not None:
             mixed = ops.causal_conv1d_prefill(qkv[:first], self._conv, self._window, chunks=rows.chunks)
             parts.append(self._chunked(mixed, b[:first], a[:first], *self._rates, self._state, chunks=rows.chunks))

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from moeyard_kernels.types.decode_tables import MAX_QUERIES
-from moeyard_kernels.types.prompt_chunks import CHUNK, PADDING, PromptChunks, chunks_of
-from moeyard_kernels.types.state_slots import StateSlots
+from moeyard_kernels.types.prompt_chunks import CHUNK, PADDING, WIDTH, PromptChunks, chunks_of
+from moeyard_kernels.types.state_slots import SlotMoves, StateSlots
 from moeyard_kernels.types.step import ChunkRows
 
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -30,7 +30,8 @@ class Wave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRows:
-    """Of prompt rows `chunks` (None without any). Of decode rows `slots`, where each is a sequence of its own, or else
+    """Of prompt rows `chunks` (None without any), before which what `restored` says is to be copied (None: nothing), so
+    that their snapshots may take its place. Of decode rows `slots`, where each is a sequence of its own, or else
     `waves`, which are to be taken in order: a row needs the state that the row before left.
 
     stand_in: [num_rows] int64, the row whose result each row takes, where rows are padding; None where none is.
@@ -38,21 +39,36 @@ class StateRows:
 
     chunks: PromptChunks | None
     slots: StateSlots | None
+    restored: SlotMoves | None = None
     waves: tuple[Wave, ...] = ()
     stand_in: torch.Tensor | None = None
 
 
 def plan_state(prefill: Sequence[ChunkRows], decode: Sequence[ChunkRows], device: torch.device) -> StateRows:
     """Of a step without padding."""
-    chunks = slots = None
+    chunks = slots = restored = None
     if prefill:
-        each = ((len(c.token_ids), c.start, c.state_slot) for c in prefill)
-        chunks = PromptChunks.plan(*zip(*each, strict=True), device=device)
+        chunks = PromptChunks.plan(*_prompts(prefill), device=device)
+        moves = [(source, c.state_slot) for c in prefill if (source := _restored(c)) >= 0]
+        restored = SlotMoves.plan(moves, device=device) if moves else None
     if all(len(c.token_ids) == 1 for c in decode):
         if decode:
             slots = StateSlots.in_place(torch.tensor([c.state_slot for c in decode]).to(device))
-        return StateRows(chunks=chunks, slots=slots)
-    return StateRows(chunks=chunks, slots=None, waves=tuple(_waves(decode, device)))
+        return StateRows(chunks=chunks, slots=slots, restored=restored)
+    return StateRows(chunks=chunks, slots=None, restored=restored, waves=tuple(_waves(decode, device)))
+
+
+def _prompts(prefill: Sequence[ChunkRows]) -> tuple[list[int], list[int], list[int], list[Sequence[tuple[int, int]]]]:
+    """Lengths, starts, slots, snapshots."""
+    return (
+        [len(c.token_ids) for c in prefill], [c.start for c in prefill], [c.state_slot for c in prefill],
+        [c.snapshots for c in prefill],
+    )  # fmt: skip
+
+
+def _restored(chunk: ChunkRows) -> int:
+    """The slot that it goes on from instead of its own; -1 for none."""
+    return chunk.restored if chunk.start else -1
 
 
 def _waves(decode: Sequence[ChunkRows], device: torch.device) -> list[Wave]:
@@ -91,23 +107,24 @@ class StateInputs:
         """What a step's staging is to hold for it."""
         found: Fields = {"stand_in": (torch.int64, (self._prompt + self._decode,))}
         if self._prompt:
-            found |= {"state_chunks": (torch.int64, (self._room, 4)), "state_fresh": (torch.bool, (self._room,))}
-            found["state_heads"] = (torch.int64, (self._heads,))
+            found |= {"state_chunks": (torch.int64, (self._room, WIDTH)), "state_fresh": (torch.bool, (self._room,))}
+            found |= dict.fromkeys(("state_heads", "state_from", "state_to"), (torch.int64, (self._heads,)))
         if self._decode:
             found["state_slots"] = (torch.int64, (self._decode,))
         return found
 
     def rows(self, on: Mapping[str, torch.Tensor]) -> StateRows:
         """Over the device's tensors of these fields."""
-        chunks = slots = None
+        chunks = slots = restored = None
         if self._prompt:
+            restored = SlotMoves(source=on["state_from"], target=on["state_to"])
             chunks = PromptChunks(
                 table=on["state_chunks"], fresh=on["state_fresh"], heads=on["state_heads"], planned=None,
                 num_rows=self._prompt,
             )  # fmt: skip
         if self._decode:
             slots = StateSlots.in_place(on["state_slots"])
-        return StateRows(chunks=chunks, slots=slots, stand_in=on["stand_in"])
+        return StateRows(chunks=chunks, slots=slots, restored=restored, stand_in=on["stand_in"])
 
     def fill(
         self, host: Mapping[str, np.ndarray], prefill: Sequence[ChunkRows], decode: Sequence[ChunkRows]
@@ -116,13 +133,15 @@ class StateInputs:
         it chooses the same experts, and so reads no weights of its own."""
         host["stand_in"][:] = np.arange(self._prompt + self._decode)
         if self._prompt:
-            each = ([len(c.token_ids) for c in prefill], [c.start for c in prefill], [c.state_slot for c in prefill])
-            _, rows, fresh, heads = chunks_of(*each)
+            _, rows, fresh, heads = chunks_of(*_prompts(prefill))
             host["state_chunks"][len(rows) :], host["state_fresh"][len(rows) :] = PADDING, True
             host["state_heads"][:] = self._room - 1
             if rows:
                 host["state_chunks"][: len(rows)], host["state_fresh"][: len(rows)] = rows, fresh
                 host["state_heads"][: len(heads)] = heads
+            host["state_from"][:], host["state_to"][:] = -1, 0
+            for n, chunk in enumerate(prefill):
+                host["state_from"][n], host["state_to"][n] = _restored(chunk), chunk.state_slot
         if self._decode:
             host["state_slots"][:] = -1
             host["state_slots"][: len(decode)] = [c.state_slot for c in decode]

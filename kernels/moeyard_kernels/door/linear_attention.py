@@ -5,7 +5,7 @@ import torch
 from moeyard_kernels.common.checks import FLOATS, check_devices, show
 from moeyard_kernels.door.load import kernel
 from moeyard_kernels.types.prompt_chunks import PromptChunks
-from moeyard_kernels.types.state_slots import StateSlots
+from moeyard_kernels.types.state_slots import SlotMoves, StateSlots
 
 
 def causal_conv1d_update(
@@ -33,15 +33,14 @@ def causal_conv1d_prefill(
     """`causal_conv1d_update` over whole prompts: rows x [T, C] of `chunks` -> [T, C], the same bits at each position.
 
     The inputs before a prompt's first row come from its slot, zeros where it begins at position 0; its last K - 1 are
-    left there. K is at most 8.
+    left there, and those before each of its snapshots in that one's slot. K is at most 8.
     """
     op = "causal_conv1d_prefill"
     if x.dim() != 2 or x.dtype not in FLOATS or x.shape[0] != chunks.num_rows:
         raise ValueError(f"{op}: x must be fp32 or bf16 [{chunks.num_rows}, C], got {show(x)}")
     _check_conv(op, x, weight, window)
-    last = max((slot for slot, *_ in chunks.parts), default=-1)
-    if last >= window.shape[0]:
-        raise ValueError(f"{op}: slot {last} is none of window {show(window)}")
+    if chunks.last_slot >= window.shape[0]:
+        raise ValueError(f"{op}: slot {chunks.last_slot} is none of window {show(window)}")
     check_devices(op, x=x, weight=weight, window=window, table=chunks.table)
     return kernel("linear_attention.causal_conv1d_prefill", x).causal_conv1d_prefill(x, weight, window, chunks=chunks)
 
@@ -106,8 +105,9 @@ def gdn_chunk_prefill(
 
     The same rule of the same arguments, as a linear system of each chunk (arXiv 2412.06464), so not the bits of
     `gdn_recurrent`. A prompt goes on from the state in its slot, from zeros where it begins at position 0 (whatever the
-    slot holds), and leaves there what is behind its last row. A row's bits and the state's depend neither on the other
-    prompts nor on how one was cut into steps. On a GPU the products of bf16 rows run on tensor cores with operands in
+    slot holds), and leaves there what is behind its last row; and in the slot of each of its snapshots, what one that
+    ended there would leave. A row's bits and the state's depend neither on the other prompts nor on how one was cut
+    into steps. On a GPU the products of bf16 rows run on tensor cores with operands in
     bf16 and sums in fp32; gates, their sums and the state between chunks are fp32. Relative error of the outputs
     against float64: at most 5e-3.
     """
@@ -134,6 +134,22 @@ def kda_chunk_prefill(
     return kernel("linear_attention.delta_chunk", qkv).kda_chunk_prefill(
         qkv, b, a, a_log, dt_bias, state, chunks=chunks
     )
+
+
+def restore_slots(state: torch.Tensor, window: torch.Tensor, *, moves: SlotMoves) -> None:
+    """Copy slot `moves.source[n]` of a layer's state [num_slots, Hv, Dk, Dv] and window [num_slots, K - 1, C] to slot
+    `moves.target[n]`, where it is no -1.
+
+    state is fp32, window fp32 or bf16, both contiguous. Slots must lie in [0, num_slots): checked on a CPU, and on a
+    GPU within `launch.checked()`.
+    """
+    op = "restore_slots"
+    if state.dim() != 4 or state.dtype != torch.float32:
+        raise ValueError(f"{op}: state must be fp32 [slots, Hv, Dk, Dv], got {show(state)}")
+    if window.dim() != 3 or window.dtype not in FLOATS or window.shape[0] != state.shape[0]:
+        raise ValueError(f"{op}: window must be fp32 or bf16 [{state.shape[0]}, K - 1, C], got {show(window)}")
+    check_devices(op, state=state, window=window, source=moves.source)
+    kernel("linear_attention.restore_slots", state).restore_slots(state, window, moves=moves)
 
 
 def gated_rms_norm(
@@ -175,9 +191,8 @@ def _check_rows_of(op: str, qkv: torch.Tensor, slots: StateSlots) -> None:
 def _check_prompts(op: str, qkv: torch.Tensor, state: torch.Tensor, chunks: PromptChunks) -> None:
     if qkv.shape[0] != chunks.num_rows:
         raise ValueError(f"{op}: the chunks are of {chunks.num_rows} rows, qkv is {show(qkv)}")
-    last = max((slot for slot, *_ in chunks.parts), default=-1)
-    if last >= state.shape[0]:
-        raise ValueError(f"{op}: slot {last} is none of state {show(state)}")
+    if chunks.last_slot >= state.shape[0]:
+        raise ValueError(f"{op}: slot {chunks.last_slot} is none of state {show(state)}")
     check_devices(op, qkv=qkv, table=chunks.table)
 
 

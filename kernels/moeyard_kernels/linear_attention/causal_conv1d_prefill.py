@@ -2,7 +2,8 @@
 
 A program takes some consecutive rows of one chunk and some channels, and reads the K - 1 rows ahead of them again. Only
 the program of a prompt's first rows reads its window, and it alone writes the new one, out of the prompt's last rows: a
-thread reads and writes channels of its own, so that nothing is overwritten before it was read.
+thread reads and writes channels of its own, so that nothing is overwritten before it was read. The window of a snapshot
+is written by the program of the rows before it, to a slot that nobody reads here.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from moeyard_kernels.common.dependent import dependent, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, MAX_GRID_Y, check_layout, finish, new_output
 from moeyard_kernels.common.rows import check_rows
 from moeyard_kernels.common.tuning import Config, choose
+from moeyard_kernels.linear_attention.halves import SNAPSHOTS, TABLE_WIDTH
 from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
 
 
@@ -55,9 +57,9 @@ def _conv_prefill_kernel(
     i_chunk, i_part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     o_c = tl.program_id(1) * BC + tl.arange(0, BC)
     m_c = o_c < C
-    i_slot, i_begin = tl.load(p_table + i_chunk * 4), tl.load(p_table + i_chunk * 4 + 1)
-    i_end, i_first = tl.load(p_table + i_chunk * 4 + 2), tl.load(p_table + i_chunk * 4 + 3)
-    i_first += i_part * ROWS
+    p_chunk = p_table + i_chunk * TABLE_WIDTH
+    i_first, i_begin = tl.load(p_chunk) + i_part * ROWS, tl.load(p_chunk + 1)
+    i_end, i_slot = tl.load(p_chunk + (TABLE_WIDTH - 2)), tl.load(p_chunk + (TABLE_WIDTH - 1))
     has_window = tl.load(p_fresh + i_chunk) == 0
     p_slot = p_window + i_slot * ((K - 1) * C)
     m_head = m_c & (i_first == i_begin)
@@ -82,6 +84,14 @@ def _conv_prefill_kernel(
             b_acc += b_xs[r + k].to(tl.float32) * b_w  # type: ignore[misc]
         b_y = b_acc / (1.0 + tl.exp(-b_acc))
         tl.store(p_out + (i_first + r) * C + o_c, b_y.to(p_out.dtype.element_ty), mask=m_c & (i_first + r < i_end))
+    # A snapshot is behind a full chunk, so that its window is these rows' last.
+    i_taken = tl.full([], -1, tl.int64)
+    for i in tl.static_range(SNAPSHOTS):
+        m_stop = tl.load(p_chunk + (2 + 2 * i)) == i_first + ROWS
+        i_taken = tl.where(m_stop, tl.load(p_chunk + (3 + 2 * i)), i_taken)
+    for k in tl.static_range(K - 1):
+        p_taken = p_window + (i_taken * (K - 1) + k) * C + o_c
+        tl.store(p_taken, b_xs[ROWS + k], mask=m_c & (i_taken >= 0))  # type: ignore[misc]
     for k in tl.static_range(K - 1):
         # Of a prompt shorter than the window some of the old one stays: its rows i_old on.
         i_row = i_end + (k - (K - 1))

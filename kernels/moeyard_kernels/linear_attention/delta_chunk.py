@@ -8,7 +8,7 @@ many chunks, in three. The kernel here goes through the chunks of a prompt in or
 A program holds BV columns of one head's S, turned: S^T [BV, Dk] in fp32 is the accumulator of one product and,
 rounded, the left operand of the two others, which Hopper's products take out of registers. So what one chunk waits for
 in the one before goes through no shared memory; chunks to come are on their way there. Outputs are computed along the
-way: the states between chunks are never written, which would be a third of all bytes.
+way: the states between chunks are never written, which would be a third of all bytes, but where a snapshot is wanted.
 
 fp32: gates and their sums, exponentials, the state, all sums of products. bf16, of bf16 rows: operands of products,
 each rounded once from fp32 (those of fp32 rows are fp32). tf32: the inverse, whose operands are up to 64 x 64 and whose
@@ -30,6 +30,7 @@ from moeyard_kernels.common.launch import MAX_GRID_X, check_layout, finish, new_
 from moeyard_kernels.common.rows import check_rows
 from moeyard_kernels.common.tuning import Config, choose
 from moeyard_kernels.linear_attention.delta_intra import delta_intra_kernel, operand
+from moeyard_kernels.linear_attention.halves import SNAPSHOTS, TABLE_WIDTH
 from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
 
 # Beside the sum of squares of a query or key.
@@ -88,15 +89,23 @@ def _delta_chunk_kernel(
     i_program = tl.program_id(0)
     i_v, i_h, i_n = i_program % PARTS, i_program // PARTS % HV, i_program // (PARTS * HV)
     i_chunk = tl.load(p_heads + i_n)
-    i_slot, i_begin = tl.load(p_table + i_chunk * 4), tl.load(p_table + i_chunk * 4 + 1)
-    i_end = tl.load(p_table + i_chunk * 4 + 2)
+    p_prompt = p_table + i_chunk * TABLE_WIDTH
+    i_begin, i_slot = tl.load(p_prompt + 1), tl.load(p_prompt + (TABLE_WIDTH - 1))
     has_state = tl.load(p_fresh + i_chunk) == 0
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_v = o_v < DV
     m_state = m_v[:, None] & (o_k < DK)[None, :]
-    p_slot = p_state + (i_slot * HV + i_h) * (DK * DV) + o_k[None, :] * DV + o_v[:, None]
-    b_state = tl.load(p_slot, mask=m_state & has_state, other=0.0)
+    o_state = o_k[None, :] * DV + o_v[:, None]
+    b_state = tl.load(p_state + (i_slot * HV + i_h) * (DK * DV) + o_state, mask=m_state & has_state, other=0.0)
     o_read, o_square, o_u = o_c[:, None] * BK + o_k[None, :], o_c[:, None] * C + o_c[None, :], o_v[:, None] * C + o_c
+    i_end = tl.load(p_prompt + (TABLE_WIDTH - 2))
+    # Behind which chunks snapshots are, and where they go; one that there is not is behind none.
+    n_stops, i_stops = (), ()
+    for i in tl.static_range(SNAPSHOTS):
+        # Triton has no unpacking.
+        n_stop = ((tl.load(p_prompt + (2 + 2 * i)) - i_begin) // C - 1).to(tl.int32)
+        n_stops = n_stops + (n_stop,)  # type: ignore[assignment]  # noqa: RUF005
+        i_stops = i_stops + (tl.load(p_prompt + (3 + 2 * i)).to(tl.int32),)  # type: ignore[assignment]  # noqa: RUF005
     for n in range(tl.cdiv(i_end - i_begin, C)):
         i_unit = (i_chunk + n) * HV + i_h
         b_w, b_u = tl.load(p_w + i_unit * (C * BK) + o_read), tl.load(p_u + i_unit * (BU * C) + o_u)
@@ -116,8 +125,14 @@ def _delta_chunk_kernel(
         i_row = i_begin + n * C + o_c
         p_row = p_out + (i_row[:, None] * HV + i_h) * DV + o_v[None, :]
         tl.store(p_row, tl.trans(b_out).to(p_out.dtype.element_ty), mask=(i_row < i_end)[:, None] & m_v[None, :])
+        i_taken = tl.full([], -1, tl.int32)
+        for i in tl.static_range(SNAPSHOTS):
+            i_taken = tl.where(n == n_stops[i], i_stops[i], i_taken)  # type: ignore[misc]
+        if i_taken >= 0:
+            p_taken = p_state + (i_taken.to(tl.int64) * HV + i_h) * (DK * DV)
+            tl.store(p_taken + o_state, b_state, mask=m_state)
     # What `heads` has room for and no prompt names a row of padding: it has a slot, too, and nothing for it.
-    tl.store(p_slot, b_state, mask=m_state & (i_end > i_begin))
+    tl.store(p_state + (i_slot * HV + i_h) * (DK * DV) + o_state, b_state, mask=m_state & (i_end > i_begin))
 
 
 def gdn_chunk_prefill(

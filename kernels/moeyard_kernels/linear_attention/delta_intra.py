@@ -24,7 +24,7 @@ import triton.language as tl
 
 from moeyard_kernels.common.dependent import wait_for_previous
 from moeyard_kernels.common.rounding import INTERPRETED, round_to
-from moeyard_kernels.linear_attention.halves import sigmoid, softplus, sum_columns
+from moeyard_kernels.linear_attention.halves import TABLE_WIDTH, sigmoid, softplus, sum_columns
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Rows of a diagonal block are 2^4.
@@ -144,7 +144,8 @@ def delta_intra_kernel(
     i_unit = tl.program_id(0).to(tl.int64)
     i_chunk, i_h = i_unit // HV, i_unit % HV
     i_k = i_h // (HV // HK)
-    i_end, i_first = tl.load(p_table + i_chunk * 4 + 2), tl.load(p_table + i_chunk * 4 + 3)
+    p_chunk = p_table + i_chunk * TABLE_WIDTH
+    i_first, i_end = tl.load(p_chunk), tl.load(p_chunk + (TABLE_WIDTH - 2))
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_k, i_row = o_k < DK, i_first + o_c
     m_row = i_row < i_end

@@ -3,6 +3,12 @@
 import triton
 import triton.language as tl
 
+from moeyard_kernels.types import prompt_chunks
+
+# Values of a row of `PromptChunks.table`: first row, prompt's first row, pairs of a row behind and a slot.
+TABLE_WIDTH = tl.constexpr(prompt_chunks.WIDTH)
+SNAPSHOTS = tl.constexpr(prompt_chunks.SNAPSHOTS)
+
 
 @triton.jit
 def sum_rows(b_x, N: tl.constexpr, LOG2_N: tl.constexpr, M: tl.constexpr):

@@ -13,8 +13,11 @@ def causal_conv1d_prefill(
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.causal_conv1d_prefill`."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for slot, begin, end, fresh in chunks.parts:
-        before = torch.zeros_like(window[slot]) if fresh else window[slot].clone()
-        out[begin:end] = F.silu(rows_apart(causal_conv1d(x[begin:end], weight, before))).to(x.dtype)
-        window[slot] = torch.cat((before, x[begin:end]))[1 - weight.shape[1] :]
+    for part in chunks.parts:
+        before = torch.zeros_like(window[part.slot]) if part.fresh else window[part.slot].clone()
+        rows = slice(part.begin, part.end)
+        out[rows] = F.silu(rows_apart(causal_conv1d(x[rows], weight, before))).to(x.dtype)
+        inputs = torch.cat((before, x[rows]))
+        for end, slot in part.stops:
+            window[slot] = inputs[end - part.begin :][: weight.shape[1] - 1]
     return out

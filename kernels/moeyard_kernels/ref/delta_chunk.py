@@ -42,8 +42,11 @@ def _prompts(
 ) -> torch.Tensor:  # fmt: skip
     inputs = rule_inputs(qkv, b, a, a_log, dt_bias, state)
     out = torch.empty_like(inputs[2])
-    for slot, begin, end, fresh in chunks.parts:
-        q, k, v, g, beta = (x[begin:end] for x in inputs)
-        kept = torch.zeros_like(state[slot]) if fresh else state[slot]
-        out[begin:end], state[slot] = gated_delta_rule(q, k, v, g, beta, kept)
+    for part in chunks.parts:
+        kept = torch.zeros_like(state[part.slot]) if part.fresh else state[part.slot]
+        begin = part.begin
+        for end, slot in part.stops:
+            q, k, v, g, beta = (x[begin:end] for x in inputs)
+            out[begin:end], kept = gated_delta_rule(q, k, v, g, beta, kept)
+            state[slot], begin = kept, end
     return out.to(qkv.dtype)

@@ -26,8 +26,7 @@ class Footprints(Protocol):
 
     FIXED: bytes that the largest step takes whatever its shape. ALLOCATED: bytes that the allocator takes for each byte
     of a step's tensors. STREAM_SLOTS: slots that misses of prompts pass through, beside the cache's. HOST_EXPERTS:
-    whether all experts are kept in memory of the host when not all have slots. SNAPSHOTS: whether state per sequence is
-    restored and copied as chunks say (`ChunkRows.restored`, `snapshots`).
+    whether all experts are kept in memory of the host when not all have slots.
     """
 
     @property
@@ -38,8 +37,6 @@ class Footprints(Protocol):
     def STREAM_SLOTS(self) -> int: ...
     @property
     def HOST_EXPERTS(self) -> bool: ...
-    @property
-    def SNAPSHOTS(self) -> bool: ...
 
     def gqa(self, *, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp32_norm: bool) -> Footprint:
         """`head_norm`: queries and keys are normalised head by head, with weights in fp32 if `fp32_norm`."""

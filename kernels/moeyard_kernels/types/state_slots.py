@@ -1,5 +1,6 @@
 """Which slots of recurrent state a step's decode rows go on from and leave behind, as device tensors."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,3 +57,31 @@ class StateSlots:
     @property
     def num_rows(self) -> int:
         return self.num_sequences * self.num_queries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotMoves:
+    """What sequences go on from instead of what is in their slots, as tensors of the state's device.
+
+    source, target: [N] int64, contents of slot source[n] are to be copied to slot target[n]; nothing where source[n] is
+    -1. No target is another's, or a source. Raises ValueError naming what does not fit.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+    def __post_init__(self) -> None:
+        source, target = self.source, self.target
+        for name, x in (("source", source), ("target", target)):
+            if x.dim() != 1 or x.dtype != torch.int64 or not x.is_contiguous():
+                raise ValueError(f"{name}: expected contiguous int64 [moves], got {x.dtype} {list(x.shape)}")
+        if source.shape != target.shape or source.device != target.device:
+            raise ValueError(
+                f"target: {list(target.shape)} on {target.device}, source {list(source.shape)} on {source.device}"
+            )
+
+    @classmethod
+    def plan(cls, moves: Sequence[tuple[int, int]], *, device: torch.device | str) -> "SlotMoves":
+        """Of (source, target) pairs."""
+        source, target = torch.tensor(moves, dtype=torch.int64).view(-1, 2).t().contiguous().to(device)
+        return cls(source=source, target=target)

@@ -26,9 +26,10 @@ class ChunkRows(Protocol):
     `pages` holds positions 0 to at least start + len(token_ids) - 1 in order, but for `dropped` of them before `start`
     that were not kept: position p has place p - dropped, and p is what rotates it. `state_slot` is the sequence's slot
     of recurrent state, -1 where the model has none. A chunk at position 0 starts from a blank state, another from what
-    slot `restored` holds, unless that is -1. `snapshots`: positions and slots, ascending; the state behind the rows
-    before the position is copied to the slot. `prompt` selects the arithmetic (prompt or decode formula).
-    `compaction`, in the chunk that ends a prompt and holds at least its window: what is kept, None for all.
+    slot `restored` holds, unless that is -1. `snapshots`: positions and slots, ascending, two at most; the state behind
+    the rows before the position is copied to the slot, which may be one that the step restores. `prompt` selects the
+    arithmetic (prompt or decode formula). `compaction`, in the chunk that ends a prompt and holds at least its window:
+    what is kept, None for all.
     """
 
     @property

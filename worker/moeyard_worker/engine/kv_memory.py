@@ -9,15 +9,15 @@ SNAPSHOT_SHARE = 0.5
 SNAPSHOTS_PER_SEQUENCE = 4
 
 
-def num_snapshots_of(config: EngineConfig, state: StateSpec, *, whole: int, longest: int, supported: bool) -> int:
+def num_snapshots_of(config: EngineConfig, state: StateSpec, *, whole: int, longest: int) -> int:
     """Snapshots in `whole` bytes of KV memory: of --snapshot-memory, or as many as a share of it holds.
 
     Where --max-model-len is given, pages for one sequence of that length, `longest` bytes, come before a share.
     Raises ValueError where --snapshot-memory is given in vain.
     """
     if config.snapshot_memory is not None:
-        if not (supported and state.bytes_per_sequence):
-            raise ValueError("--snapshot-memory is for linear attention on a CPU: here no state is kept per sequence")
+        if not state.bytes_per_sequence:
+            raise ValueError("--snapshot-memory is for linear attention: here no state is kept per sequence")
         found = config.snapshot_memory // state.bytes_per_sequence
         if not found:
             raise ValueError(
@@ -25,7 +25,7 @@ def num_snapshots_of(config: EngineConfig, state: StateSpec, *, whole: int, long
                 f"{format_size(state.bytes_per_sequence)}"
             )
         return found
-    if not (supported and state.bytes_per_sequence and config.prefix_caching):
+    if not (state.bytes_per_sequence and config.prefix_caching):
         return 0
     share = int(whole * SNAPSHOT_SHARE)
     if config.max_model_len is not None:

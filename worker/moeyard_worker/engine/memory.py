@@ -193,8 +193,7 @@ def plan_memory(
     # --kv-memory is of pages; what it takes to attend to them comes on top.
     both = config.page_size * (state.bytes_per_token + (per_position if config.kv_memory is None else 0))
     num_snapshots = num_snapshots_of(
-        config, state, whole=config.kv_memory or budget, longest=-(-max_model_len // config.page_size) * both,
-        supported=footprints.SNAPSHOTS,
+        config, state, whole=config.kv_memory or budget, longest=-(-max_model_len // config.page_size) * both
     )  # fmt: skip
     snapshot_bytes = num_snapshots * state.bytes_per_sequence
     held, free = held + snapshot_bytes, free - snapshot_bytes

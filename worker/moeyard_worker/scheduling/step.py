@@ -40,9 +40,9 @@ class Chunk:
     None for all. `state_slot`: where its state per sequence lives, -1 for a model that has none; a chunk that starts at
     0 starts from a blank state, whatever the slot held before. `restored`: the slot of a snapshot that it starts from
     instead, taken at `start`; -1 goes on from `state_slot`. `snapshots`: (position, slot) of those to be taken on the
-    way, in (start, end], ascending: the state behind the rows before that position, as a chunk that ended there would
-    leave it. A slot that one chunk restores may be one that it, or a later chunk of the step, writes: what is read is
-    read before.
+    way, in (start, end], ascending, two at most: the state behind the rows before that position, as a chunk that ended
+    there would leave it. A slot that one chunk restores may be one that it, or a later chunk of the step, writes: what
+    is read is read before.
     `prompt` selects the arithmetic: positions of the prompt use the prompt formula, output positions the decode
     formula, however they are scheduled (one answer).
 
