@@ -30,22 +30,23 @@ from moeyard_kernels.elementwise.rms_norm import NUM_WARPS, row_tile
 
 def normed_configs(dim: int) -> tuple[RowConfig, ...]:
     """Those of `CONFIGS` whose tiles sum a head of `dim` values in the order of rms_norm's: see the module."""
-    return tuple(config for config in CONFIGS if _sums_alike(config, dim))
+    return tuple(config for config in CONFIGS if sums_alike(config.BLOCK, config.num_warps, dim))
 
 
-def _sums_alike(config: RowConfig, dim: int) -> bool:
+def sums_alike(num_heads: int, num_warps: int, dim: int) -> bool:
+    """Whether a tile of so many heads sums each in the order of rms_norm's."""
     if dim % 16:
         return False
     rows, block = row_tile(dim)
-    same_warps = config.num_warps == NUM_WARPS
-    if same_warps and rows <= config.BLOCK:
+    same_warps = num_warps == NUM_WARPS
+    if same_warps and rows <= num_heads:
         return True
     # 8 values to a thread, and at most 32 threads to a head: those of fp32, of which 16 bytes are 4.
-    return config.BLOCK * block >= 256 * config.num_warps and (same_warps or block <= 128)
+    return num_heads * block >= 256 * num_warps and (same_warps or block <= 128)
 
 
 @triton.jit
-def _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE: tl.constexpr):
+def slot_of(p_slots, i_t, stride_page, stride_entry, PAGE: tl.constexpr):
     """(Whether token i_t is written, its entry's offset in the cache). A page's size is a constant: no division."""
     i_slot = tl.load(p_slots + i_t)
     i_page = i_slot // PAGE
@@ -77,8 +78,8 @@ def _gqa_kernel(
     else:
         o_kv = tl.arange(0, BNKV)
         o_d = tl.arange(0, BV)
-        is_written, o_k_entry = _slot_of(p_slots, i_t, stride_ckp, stride_cke, PAGE)
-        is_written, o_v_entry = _slot_of(p_slots, i_t, stride_cvp, stride_cve, PAGE)
+        is_written, o_k_entry = slot_of(p_slots, i_t, stride_ckp, stride_cke, PAGE)
+        is_written, o_v_entry = slot_of(p_slots, i_t, stride_cvp, stride_cve, PAGE)
         m_kv = (o_kv < NKV) & is_written
         m_v = m_kv[:, None] & (o_d < 2 * HALF + REST)[None, :]
         o_v = o_kv.to(tl.int64)[:, None]
@@ -113,7 +114,7 @@ def _mla_kernel(
             INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=0, REST=0, BREST=1
         )  # fmt: skip
     else:
-        is_written, o_entry = _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE)
+        is_written, o_entry = slot_of(p_slots, i_t, stride_page, stride_entry, PAGE)
         o_r = tl.arange(0, BR)
         m_r = (o_r < R) & is_written
         b_latent = tl.load(p_latent + i_t * stride_lt + o_r, mask=m_r, other=0.0)
@@ -149,7 +150,7 @@ def rope_cache_write_gqa(
     kv_block = triton.next_power_of_2(k.shape[1])
     rows, block = row_tile(dim)
     if normed:
-        if not _sums_alike(config, dim):
+        if not sums_alike(config.BLOCK, config.num_warps, dim):
             raise ValueError(f"{op}: {config} does not sum heads of {dim} as rms_norm does")
         kv_block = max(kv_block, min(config.BLOCK, rows))
     if num_tokens:

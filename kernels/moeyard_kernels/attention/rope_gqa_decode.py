@@ -1,0 +1,305 @@
+"""Triton: head norms, rotation, cache write and attention of a decode step in one launch, over tables of one split.
+
+The chain is `rope_cache_write_gqa`, then `gqa_decode`, and its bits are these. A program has one sequence and key head,
+of which it normalises and rotates the queries and the new key. It alone writes that key and value into their page, and
+it alone reads them in this step: both take their place in the last block of keys in registers, since read back they
+would be another latency, and others may not see them before the launch ends. So no two rows of a step may belong to
+one sequence, but for copies of a row, which store nothing.
+
+What older steps wrote is read ahead of the wait where the caller says that tables are old (STATIC): the last TAIL
+blocks into registers, the others, which a loop reads behind the wait, into the second-level cache.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from moeyard_kernels.attention.attn_combine import combine_splits, new_partials
+from moeyard_kernels.attention.decode_splits import (
+    LOG2E,
+    UNFUSED,
+    attend_block,
+    check_tables,
+    split_result,
+    sum_over_keys,
+)
+from moeyard_kernels.attention.gqa_decode import fetch, gqa_decode, settle
+from moeyard_kernels.attention.rope_cache_write import rope_cache_write_gqa, slot_of, sums_alike
+from moeyard_kernels.common import tuning
+from moeyard_kernels.common.dependent import dependent
+from moeyard_kernels.common.launch import check_indices, interpreted
+from moeyard_kernels.common.rounding import round_to
+from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.elementwise.rms_norm import row_scale
+from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
+
+
+@triton.jit
+def _turned_heads(
+    p_x, stride_n, N, p_cos, p_sin, p_norm, eps, HALF,
+    BN: tl.constexpr, D: tl.constexpr, NORMED: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """What `rotated_heads` gives of N heads of a token, stride_n apart, but whole: [BN, D] fp32, rounded to x's dtype.
+
+    Each value and the other one of its pair are read apart, in one layout: halves would have to be joined, and of a
+    product's operand that it sees to be joined Triton makes one of another order along the sum, hence other bits. What
+    rows share is read for each, as a thread has it then where it needs it.
+    """
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    o_n, o_d = tl.arange(0, BN), tl.arange(0, D)
+    o_all = tl.zeros([BN, 1], tl.int32)
+    m_n = (o_n < N)[:, None]
+    is_first, m_turned = (o_d < HALF)[None, :], (o_d < 2 * HALF)[None, :]
+    o_pair = tl.where(o_d < HALF, o_d, o_d - HALF)
+    if INTERLEAVED:
+        o_own = tl.where(o_d < HALF, 2 * o_pair, tl.where(o_d < 2 * HALF, 2 * o_pair + 1, o_d))
+        o_other = tl.where(o_d < HALF, 2 * o_pair + 1, 2 * o_pair)
+    else:
+        o_own = o_d
+        o_other = tl.where(o_d < HALF, o_d + HALF, o_pair)
+    p_head = p_x + o_n.to(tl.int64)[:, None] * stride_n
+    b_own = tl.load(p_head + o_own[None, :], mask=m_n, other=0.0).to(tl.float32)
+    b_other = tl.load(p_head + o_other[None, :], mask=m_n & m_turned, other=0.0).to(tl.float32)
+    b_cos = tl.load(p_cos + (o_all + o_pair[None, :]), mask=m_n & m_turned, other=0.0).to(tl.float32)
+    b_sin = tl.load(p_sin + (o_all + o_pair[None, :]), mask=m_n & m_turned, other=0.0).to(tl.float32)
+    if NORMED:
+        # A weight in fp32 comes before the rounding, one of x's dtype behind it: see the oracle of `rms_norm`.
+        WEIGHT: tl.constexpr = p_norm.dtype.element_ty
+        b_weight = tl.load(p_norm + (o_all + o_own[None, :]), mask=m_n, other=0.0).to(tl.float32)
+        b_weight_other = tl.load(p_norm + (o_all + o_other[None, :]), mask=m_n & m_turned, other=0.0).to(tl.float32)
+        b_whole = tl.load(p_head + o_d[None, :], mask=m_n, other=0.0).to(tl.float32) if INTERLEAVED else b_own
+        b_scale = row_scale(b_whole, D, eps)
+        b_own = round_to(round_to(b_own * b_scale, WEIGHT) * b_weight, DTYPE)
+        b_other = round_to(round_to(b_other * b_scale, WEIGHT) * b_weight_other, DTYPE)
+    # As `rotate`: a cos - b sin of the first of a pair, b cos + a sin of the second.
+    if p_cos.dtype.element_ty == tl.float32:
+        b_sine = b_other * b_sin
+        b_new = b_own * b_cos + tl.where(is_first, -b_sine, b_sine)
+    else:
+        b_sine = round_to(b_other * b_sin, DTYPE)
+        b_new = round_to(round_to(b_own * b_cos, DTYPE) + tl.where(is_first, -b_sine, b_sine), DTYPE)
+    return round_to(tl.where(m_turned, b_new, b_own), DTYPE)
+
+
+@triton.jit(do_not_specialize=("MAX_PAGES", "NUM_PAGES"))
+def _rope_gqa_decode_kernel(
+    p_q, p_k, p_v, p_cos, p_sin, p_q_norm, p_k_norm, p_slots, p_k_cache, p_v_cache, p_table, p_lens, p_out, p_lse,
+    c, eps, HALF, MAX_PAGES, NUM_PAGES,
+    stride_qt, stride_qn, stride_kt, stride_kn, stride_vt, stride_vn, stride_cos, stride_sin,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, WINDOW: tl.constexpr,
+    BN: tl.constexpr, LOG2_BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr,
+    NORMED: tl.constexpr, INTERLEAVED: tl.constexpr, UPCAST: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    """One sequence and key head. p_out: [B, H, D], p_lse: [B, H]. Grid: B H / G.
+
+    G <= BM heads share the key. PAGES: how many page ids are asked for, all that a split holds.
+    """
+    HEADS: tl.constexpr = H // G
+    i_b, i_h = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    if not STATIC:
+        settle()
+    # Position i_own is the step's own. Pages are blocks; below i_bottom memory may hold anything.
+    i_own = tl.load(p_lens + i_b) - 1
+    i_last = tl.maximum(i_own, 0) // BN * BN
+    i_bottom = tl.zeros_like(i_last)
+    if WINDOW > 0:
+        i_bottom = tl.maximum(i_own + 1 - WINDOW, 0)
+    i_low = i_bottom // BN * BN
+    b_pages = ()
+    for u in tl.static_range(PAGES):
+        i_entry = i_low // BN + u
+        i_page = tl.load(p_table + i_b * MAX_PAGES + i_entry, mask=i_entry < MAX_PAGES, other=0)
+        # Triton has no unpacking.
+        b_pages = b_pages + (i_page,)  # type: ignore[assignment]  # noqa: RUF005
+    i_head = i_h.to(tl.int64) * NUM_PAGES
+    o_d, o_block = tl.arange(0, D), tl.arange(0, BN)
+    b_ks = ()
+    b_vs = ()
+    for u in tl.static_range(TAIL):
+        i_n = i_last - (TAIL - 1 - u) * BN
+        i_page = b_pages[0]  # type: ignore[misc]
+        for w in tl.static_range(1, PAGES):
+            i_page = tl.where((i_n - i_low) // BN == w, b_pages[w], i_page)
+        o_n = i_n + o_block
+        m_old = ((o_n >= i_bottom) & (o_n < i_own))[:, None]
+        o_key = ((i_head + i_page) * PAGE + o_block)[:, None] * D + o_d[None, :]
+        b_ks = b_ks + (tl.load(p_k_cache + o_key, mask=m_old, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        b_vs = b_vs + (tl.load(p_v_cache + o_key, mask=m_old, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    i_tail = tl.maximum(i_last - (TAIL - 1) * BN, i_low)
+    if STATIC:
+        BYTES: tl.constexpr = p_k.dtype.element_ty.primitive_bitwidth // 8
+        for u in tl.static_range(PAGES):
+            if i_low + u * PAGE < i_tail:
+                fetch(p_k_cache, i_head + b_pages[u], PAGE * D * BYTES)
+                fetch(p_v_cache, i_head + b_pages[u], PAGE * D * BYTES)
+        if NORMED:
+            fetch(p_q_norm, 0, D * p_q_norm.dtype.element_ty.primitive_bitwidth // 8)
+            fetch(p_k_norm, 0, D * p_k_norm.dtype.element_ty.primitive_bitwidth // 8)
+        settle()
+
+    DTYPE: tl.constexpr = p_q.dtype.element_ty
+    o_m = tl.arange(0, BM)
+    b_value = tl.load(p_v + i_b * stride_vt + i_h * stride_vn + o_d)
+    is_written, o_entry = slot_of(p_slots, i_b, PAGE * D, D, PAGE)
+    b_q = _turned_heads(
+        p_q + i_b * stride_qt + i_h * G * stride_qn, stride_qn, G, p_cos + i_b * stride_cos, p_sin + i_b * stride_sin,
+        p_q_norm, eps, HALF, BN=BM, D=D, NORMED=NORMED, INTERLEAVED=INTERLEAVED
+    ).to(DTYPE)  # fmt: skip
+    # The key fills a tile whose rows are all the same, for its sum to be the norm's.
+    b_keys = _turned_heads(
+        p_k + i_b * stride_kt + i_h * stride_kn, 0, BK, p_cos + i_b * stride_cos, p_sin + i_b * stride_sin,
+        p_k_norm, eps, HALF, BN=BK, D=D, NORMED=NORMED, INTERLEAVED=INTERLEAVED
+    )  # fmt: skip
+    b_key = tl.max(b_keys, 0).to(DTYPE)
+    o_entry += i_head * (PAGE * D)
+    tl.store(p_k_cache + o_entry + o_d, b_key, mask=is_written)
+    tl.store(p_v_cache + o_entry + o_d, b_value, mask=is_written)
+    if UPCAST:
+        b_q, b_key, b_value = b_q.to(tl.float32), b_key.to(tl.float32), b_value.to(tl.float32)
+
+    b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
+    b_l = tl.zeros([BM, BN], dtype=tl.float32)
+    b_acc = tl.zeros([BM, D], dtype=tl.float32)
+    for i_n in tl.range(i_low, i_tail, BN):
+        o_n = i_n + o_block
+        m_n = o_n < i_own
+        if WINDOW > 0:
+            m_n = m_n & (o_n >= i_bottom)
+        i_page = b_pages[0]  # type: ignore[misc]
+        for w in tl.static_range(1, PAGES):
+            i_page = tl.where((i_n - i_low) // BN == w, b_pages[w], i_page)
+        o_key = ((i_head + i_page) * PAGE + o_block)[:, None] * D + o_d[None, :]
+        b_k = tl.load(p_k_cache + o_key, mask=m_n[:, None], other=0.0)
+        b_v = tl.load(p_v_cache + o_key, mask=m_n[:, None], other=0.0)
+        if UPCAST:
+            b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
+        b_m, b_l, b_acc = attend_block(
+            b_q, b_k, b_v, m_n[None, :], b_m, b_l, b_acc, c, p_v.dtype.element_ty, SWAP=False, UPCAST=UPCAST
+        )
+    for u in tl.static_range(TAIL):
+        i_n = i_last - (TAIL - 1 - u) * BN
+        b_k, b_v = b_ks[u], b_vs[u]  # type: ignore[misc]
+        if UPCAST:
+            b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
+        o_n = i_n + o_block
+        if u == TAIL - 1:
+            is_own = (o_n == i_own)[:, None]
+            b_k = tl.where(is_own, b_key[None, :], b_k)
+            b_v = tl.where(is_own, b_value[None, :], b_v)
+            b_m, b_l, b_acc = attend_block(
+                b_q, b_k, b_v, ((o_n >= i_bottom) & (o_n <= i_own))[None, :], b_m, b_l, b_acc, c,
+                p_v.dtype.element_ty, SWAP=False, UPCAST=UPCAST
+            )  # fmt: skip
+        elif i_n >= i_low:
+            b_m, b_l, b_acc = attend_block(
+                b_q, b_k, b_v, (o_n >= i_bottom)[None, :], b_m, b_l, b_acc, c, p_v.dtype.element_ty,
+                SWAP=False, UPCAST=UPCAST
+            )  # fmt: skip
+
+    b_inv, b_lse = split_result(b_m, sum_over_keys(b_l, BM, BN, LOG2_BN, 1))
+    b_acc = b_acc * b_inv[:, None]
+    o_out = i_b * H + i_h * G + o_m
+    p_o = p_out + o_out[:, None] * D + o_d[None, :]
+    tl.store(p_o, b_acc.to(p_out.dtype.element_ty), mask=(o_m < G)[:, None])
+    tl.store(p_lse + o_out, b_lse, mask=o_m < G)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConfig(Config):
+    """The chain as it is ("chain", whose launches choose their own configs), or one launch ("one").
+
+    BM rows of a tile, at least the heads of a group; TAIL: see the module.
+    """
+
+    kernel: Literal["chain", "one"]
+    BM: int = 16
+    TAIL: int = 1
+
+
+CHAIN = StepConfig(kernel="chain")
+CONFIGS = (
+    CHAIN,
+    StepConfig(kernel="one", TAIL=1, num_stages=4),
+    StepConfig(kernel="one", TAIL=2, num_stages=4),
+    StepConfig(kernel="one", TAIL=2, num_stages=4, num_warps=8),
+    StepConfig(kernel="one", TAIL=4, num_stages=3, num_warps=8),
+)
+
+
+def shape_class(group: int, dim: int, sequences: int) -> str:
+    """The class of a step: heads that share a key head, their width, whether sequences are few."""
+    return f"M{group} D{dim} {'few' if sequences <= 8 else 'many'}"
+
+
+def configs_for(group: int) -> tuple[StepConfig, ...]:
+    """Those of `CONFIGS` whose tile suits so many heads."""
+    return tuple(config for config in CONFIGS if config == CHAIN or group <= config.BM)
+
+
+def key_rows(num_warps: int, dim: int) -> int:
+    """How many rows a tile of heads of `dim` has at least for its sums to be those of rms_norm."""
+    return max(1, 256 * num_warps // dim)
+
+
+def in_one_launch(
+    q: torch.Tensor, tables: DecodeTables, config: StepConfig, *, group: int, normed: bool, split: int
+) -> bool:
+    """Whether `config` can do such a step in one launch; what cannot be is the chain's."""
+    dim = q.shape[2]
+    one_split = tables.num_queries == 1 and tables.max_splits(split) == 1 and tables.page_size == BLOCK
+    whole = dim >= 16 and dim == triton.next_power_of_2(dim)
+    rows = key_rows(config.num_warps, dim)
+    alike = not normed or (sums_alike(config.BM, config.num_warps, dim) and sums_alike(rows, config.num_warps, dim))
+    # Bytes that a thread holds of a block of keys and values for each of the tail: all of them must fit beside others.
+    held = config.TAIL * 2 * BLOCK * dim * q.element_size() // (32 * config.num_warps)
+    return one_split and whole and alike and group <= config.BM and (interpreted() or held <= 512)
+
+
+def rope_gqa_decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    *, tables: DecodeTables, scale: float, interleaved: bool, q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None, eps: float = 0.0, static_tables: bool = False, lone_rows: bool = False,
+    split: int = GQA_SPLIT, config: StepConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """See `moeyard_kernels.ops.rope_gqa_decode`.
+
+    Raises ValueError for a `config` of one launch that cannot do this step so.
+    """
+    op = "rope_gqa_decode"
+    heads, dim = q.shape[1:]
+    group, normed = heads // k.shape[1], q_norm is not None
+    given = config
+    if config is None:
+        config = tuning.choose(op, shape_class(group, dim, q.shape[0]), q, (StepConfig,), lambda: CHAIN)
+    one = config.kernel == "one" and lone_rows
+    one = one and in_one_launch(q, tables, config, group=group, normed=normed, split=split)
+    if given is not None and given.kernel == "one" and not one:
+        raise ValueError(f"{op}: {given} does not do in one launch what {heads} heads of {dim} and these tables ask")
+    named: dict[str, Any] = {"interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+    if not one:
+        q = rope_cache_write_gqa(q, k, v, cos, sin, slot_mapping, k_cache, v_cache, **named)
+        return gqa_decode(q, k_cache, v_cache, tables=tables, scale=scale, static_tables=static_tables, split=split)
+    check_rows(op, q=q, k=k, v=v, cos=cos, sin=sin, slot_mapping=slot_mapping, k_cache=k_cache, v_cache=v_cache)
+    check_rows(op, q=q, q_norm=q_norm, k_norm=k_norm)
+    num_pages, page = k_cache.shape[1:3]
+    check_tables(op, tables, num_pages)
+    check_indices(op, low=-1, high=num_pages * page, slot_mapping=slot_mapping)
+    out, lse = new_partials(q, tables=tables, heads=heads, dim=dim, split=split)
+    if out.numel():
+        width = tables.page_table.shape[1]
+        _rope_gqa_decode_kernel[(q.shape[0] * k.shape[1],)](
+            q, k, v, cos, sin, q if q_norm is None else q_norm, k if k_norm is None else k_norm,
+            slot_mapping, k_cache, v_cache, tables.page_table, tables.kv_lens, out, lse,
+            scale * LOG2E, eps, min(dim, 2 * cos.shape[1]) // 2, width, num_pages,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
+            H=heads, G=group, D=dim, PAGE=page, PAGES=triton.cdiv(split, BLOCK), WINDOW=tables.window or 0,
+            BN=BLOCK, LOG2_BN=BLOCK.bit_length() - 1, BM=config.BM, BK=key_rows(config.num_warps, dim) if normed else 1,
+            TAIL=config.TAIL, NORMED=normed, INTERLEAVED=interleaved, UPCAST=interpreted(),
+            STATIC=static_tables, num_warps=config.num_warps, num_stages=config.num_stages, **UNFUSED, **dependent(q),
+        )  # fmt: skip
+    return combine_splits(out, lse, dtype=q.dtype, heads=heads, tables=tables, split=split)
