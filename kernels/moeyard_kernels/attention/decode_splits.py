@@ -146,11 +146,18 @@ def softmax_step(b_s, m_seen, b_m, c, AXIS: tl.constexpr):
     """
     b_s = tl.where(m_seen, b_s * c, float("-inf"))
     b_new = tl.maximum(b_m, tl.max(b_s, AXIS))
+    b_p, b_alpha, b_wide = softmax_under(b_s, b_m, b_new, AXIS)
+    return b_p, b_alpha, b_wide, b_new
+
+
+@triton.jit
+def softmax_under(b_s, b_m, b_new, AXIS: tl.constexpr):
+    """`softmax_step` of scores that are scaled and masked, under the maximum b_new with theirs; all but b_new."""
     # Where nothing was seen yet, -inf less -inf would be NaN.
     b_top = tl.where(b_new == float("-inf"), 0.0, b_new)
     b_p = tl.exp2(b_s - tl.expand_dims(b_top, AXIS))
     b_alpha = tl.exp2(b_m - b_top)
-    return b_p, b_alpha, tl.broadcast_to(tl.expand_dims(b_alpha, AXIS), b_s.shape), b_new
+    return b_p, b_alpha, tl.broadcast_to(tl.expand_dims(b_alpha, AXIS), b_s.shape)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from moeyard_kernels.attention.decode_splits import (
     UNFUSED,
     attend_block,
     check_tables,
+    softmax_under,
     split_result,
     sum_over_keys,
 )
@@ -39,21 +40,21 @@ from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
 
 
 @triton.jit
-def _turned_heads(
-    p_x, stride_n, N, p_cos, p_sin, p_norm, eps, HALF,
+def _head(
+    p_x, stride_n, N, p_cos, p_sin, p_norm, HALF,
     BN: tl.constexpr, D: tl.constexpr, NORMED: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """What `rotated_heads` gives of N heads of a token, stride_n apart, but whole: [BN, D] fp32, rounded to x's dtype.
+    """All that the rotation of N heads of a token takes, stride_n apart: seven tiles [BN, D], none of them used yet.
 
-    Each value and the other one of its pair are read apart, in one layout: halves would have to be joined, and of a
-    product's operand that it sees to be joined Triton makes one of another order along the sum, hence other bits. What
-    rows share is read for each, as a thread has it then where it needs it.
+    Values, the other ones of their pairs, cos and sin, values in their places, weights of the norm of either. They are
+    read apart, in one layout: halves would have to be joined, and of a product's operand that it sees to be joined
+    Triton makes one of another order along the sum, hence other bits. What rows share is read for each, as a thread has
+    it then where it needs it.
     """
-    DTYPE: tl.constexpr = p_x.dtype.element_ty
     o_n, o_d = tl.arange(0, BN), tl.arange(0, D)
     o_all = tl.zeros([BN, 1], tl.int32)
     m_n = (o_n < N)[:, None]
-    is_first, m_turned = (o_d < HALF)[None, :], (o_d < 2 * HALF)[None, :]
+    m_turned = (o_d < 2 * HALF)[None, :]
     o_pair = tl.where(o_d < HALF, o_d, o_d - HALF)
     if INTERLEAVED:
         o_own = tl.where(o_d < HALF, 2 * o_pair, tl.where(o_d < 2 * HALF, 2 * o_pair + 1, o_d))
@@ -62,27 +63,38 @@ def _turned_heads(
         o_own = o_d
         o_other = tl.where(o_d < HALF, o_d + HALF, o_pair)
     p_head = p_x + o_n.to(tl.int64)[:, None] * stride_n
-    b_own = tl.load(p_head + o_own[None, :], mask=m_n, other=0.0).to(tl.float32)
-    b_other = tl.load(p_head + o_other[None, :], mask=m_n & m_turned, other=0.0).to(tl.float32)
-    b_cos = tl.load(p_cos + (o_all + o_pair[None, :]), mask=m_n & m_turned, other=0.0).to(tl.float32)
-    b_sin = tl.load(p_sin + (o_all + o_pair[None, :]), mask=m_n & m_turned, other=0.0).to(tl.float32)
+    b_own = tl.load(p_head + o_own[None, :], mask=m_n, other=0.0)
+    b_other = tl.load(p_head + o_other[None, :], mask=m_n & m_turned, other=0.0)
+    b_cos = tl.load(p_cos + (o_all + o_pair[None, :]), mask=m_n & m_turned, other=0.0)
+    b_sin = tl.load(p_sin + (o_all + o_pair[None, :]), mask=m_n & m_turned, other=0.0)
+    b_whole, b_weight, b_weight_other = b_own, b_own, b_own
     if NORMED:
-        # A weight in fp32 comes before the rounding, one of x's dtype behind it: see the oracle of `rms_norm`.
-        WEIGHT: tl.constexpr = p_norm.dtype.element_ty
-        b_weight = tl.load(p_norm + (o_all + o_own[None, :]), mask=m_n, other=0.0).to(tl.float32)
-        b_weight_other = tl.load(p_norm + (o_all + o_other[None, :]), mask=m_n & m_turned, other=0.0).to(tl.float32)
-        b_whole = tl.load(p_head + o_d[None, :], mask=m_n, other=0.0).to(tl.float32) if INTERLEAVED else b_own
-        b_scale = row_scale(b_whole, D, eps)
-        b_own = round_to(round_to(b_own * b_scale, WEIGHT) * b_weight, DTYPE)
-        b_other = round_to(round_to(b_other * b_scale, WEIGHT) * b_weight_other, DTYPE)
+        b_weight = tl.load(p_norm + (o_all + o_own[None, :]), mask=m_n, other=0.0)
+        b_weight_other = tl.load(p_norm + (o_all + o_other[None, :]), mask=m_n & m_turned, other=0.0)
+        if INTERLEAVED:
+            b_whole = tl.load(p_head + o_d[None, :], mask=m_n, other=0.0)
+    return b_own, b_other, b_cos, b_sin, b_whole, b_weight, b_weight_other
+
+
+@triton.jit
+def _turned_heads(b_head, D: tl.constexpr, HALF, eps, NORMED: tl.constexpr):
+    """What `rotated_heads` gives of heads that `_head` has read, but whole: [BN, D] fp32, rounded to their dtype."""
+    DTYPE: tl.constexpr = b_head[0].dtype
+    ANGLE: tl.constexpr = b_head[2].dtype
+    # A weight in fp32 comes before the rounding, one of x's dtype behind it: see the oracle of `rms_norm`.
+    WEIGHT: tl.constexpr = b_head[5].dtype
+    b_own, b_other = b_head[0].to(tl.float32), b_head[1].to(tl.float32)
+    b_cos, b_sin = b_head[2].to(tl.float32), b_head[3].to(tl.float32)
+    o_d = tl.arange(0, D)[None, :]
+    if NORMED:
+        b_scale = row_scale(b_head[4].to(tl.float32), D, eps)
+        b_own = round_to(round_to(b_own * b_scale, WEIGHT) * b_head[5].to(tl.float32), DTYPE)
+        b_other = round_to(round_to(b_other * b_scale, WEIGHT) * b_head[6].to(tl.float32), DTYPE)
     # As `rotate`: a cos - b sin of the first of a pair, b cos + a sin of the second.
-    if p_cos.dtype.element_ty == tl.float32:
-        b_sine = b_other * b_sin
-        b_new = b_own * b_cos + tl.where(is_first, -b_sine, b_sine)
-    else:
-        b_sine = round_to(b_other * b_sin, DTYPE)
-        b_new = round_to(round_to(b_own * b_cos, DTYPE) + tl.where(is_first, -b_sine, b_sine), DTYPE)
-    return round_to(tl.where(m_turned, b_new, b_own), DTYPE)
+    WIDE: tl.constexpr = tl.float32 if tl.float32 == ANGLE else DTYPE
+    b_sine = round_to(b_other * b_sin, WIDE)
+    b_new = round_to(round_to(b_own * b_cos, WIDE) + tl.where(o_d < HALF, -b_sine, b_sine), WIDE)
+    return round_to(tl.where(o_d < 2 * HALF, b_new, b_own), DTYPE)
 
 
 @triton.jit(do_not_specialize=("MAX_PAGES", "NUM_PAGES"))
@@ -145,21 +157,22 @@ def _rope_gqa_decode_kernel(
     o_m = tl.arange(0, BM)
     b_value = tl.load(p_v + i_b * stride_vt + i_h * stride_vn + o_d)
     is_written, o_entry = slot_of(p_slots, i_b, PAGE * D, D, PAGE)
-    b_q = _turned_heads(
+    b_head = _head(
         p_q + i_b * stride_qt + i_h * G * stride_qn, stride_qn, G, p_cos + i_b * stride_cos, p_sin + i_b * stride_sin,
-        p_q_norm, eps, HALF, BN=BM, D=D, NORMED=NORMED, INTERLEAVED=INTERLEAVED
-    ).to(DTYPE)  # fmt: skip
-    # The key fills a tile whose rows are all the same, for its sum to be the norm's.
-    b_keys = _turned_heads(
-        p_k + i_b * stride_kt + i_h * stride_kn, 0, BK, p_cos + i_b * stride_cos, p_sin + i_b * stride_sin,
-        p_k_norm, eps, HALF, BN=BK, D=D, NORMED=NORMED, INTERLEAVED=INTERLEAVED
+        p_q_norm, HALF, BN=BM, D=D, NORMED=NORMED, INTERLEAVED=INTERLEAVED
     )  # fmt: skip
-    b_key = tl.max(b_keys, 0).to(DTYPE)
+    # The key fills a tile whose rows are all the same, for its sum to be the norm's.
+    b_key_head = _head(
+        p_k + i_b * stride_kt + i_h * stride_kn, 0, BK, p_cos + i_b * stride_cos, p_sin + i_b * stride_sin,
+        p_k_norm, HALF, BN=BK, D=D, NORMED=NORMED, INTERLEAVED=INTERLEAVED
+    )  # fmt: skip
+    b_q = _turned_heads(b_head, D, HALF, eps, NORMED).to(DTYPE)
+    b_key = tl.max(_turned_heads(b_key_head, D, HALF, eps, NORMED), 0).to(DTYPE)
     o_entry += i_head * (PAGE * D)
     tl.store(p_k_cache + o_entry + o_d, b_key, mask=is_written)
     tl.store(p_v_cache + o_entry + o_d, b_value, mask=is_written)
     if UPCAST:
-        b_q, b_key, b_value = b_q.to(tl.float32), b_key.to(tl.float32), b_value.to(tl.float32)
+        b_q = b_q.to(tl.float32)
 
     b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
     b_l = tl.zeros([BM, BN], dtype=tl.float32)
@@ -180,25 +193,31 @@ def _rope_gqa_decode_kernel(
         b_m, b_l, b_acc = attend_block(
             b_q, b_k, b_v, m_n[None, :], b_m, b_l, b_acc, c, p_v.dtype.element_ty, SWAP=False, UPCAST=UPCAST
         )
+    # All of the tail's scores and maxima, then its sums in order: the same sums, and fewer waits behind one another.
+    b_ss = ()
+    b_tops = ()
     for u in tl.static_range(TAIL):
-        i_n = i_last - (TAIL - 1 - u) * BN
-        b_k, b_v = b_ks[u], b_vs[u]  # type: ignore[misc]
-        if UPCAST:
-            b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
-        o_n = i_n + o_block
+        o_n = i_last - (TAIL - 1 - u) * BN + o_block
+        b_k = b_ks[u]  # type: ignore[misc]
         if u == TAIL - 1:
-            is_own = (o_n == i_own)[:, None]
-            b_k = tl.where(is_own, b_key[None, :], b_k)
-            b_v = tl.where(is_own, b_value[None, :], b_v)
-            b_m, b_l, b_acc = attend_block(
-                b_q, b_k, b_v, ((o_n >= i_bottom) & (o_n <= i_own))[None, :], b_m, b_l, b_acc, c,
-                p_v.dtype.element_ty, SWAP=False, UPCAST=UPCAST
-            )  # fmt: skip
-        elif i_n >= i_low:
-            b_m, b_l, b_acc = attend_block(
-                b_q, b_k, b_v, (o_n >= i_bottom)[None, :], b_m, b_l, b_acc, c, p_v.dtype.element_ty,
-                SWAP=False, UPCAST=UPCAST
-            )  # fmt: skip
+            b_k = tl.where((o_n == i_own)[:, None], b_key[None, :], b_k)
+        if UPCAST:
+            b_k = b_k.to(tl.float32)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_s = tl.where(((o_n >= i_bottom) & (o_n <= i_own))[None, :], b_s * c, float("-inf"))
+        b_ss = b_ss + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
+        b_tops = b_tops + (tl.max(b_s, 1),)  # type: ignore[assignment]  # noqa: RUF005
+    for u in tl.static_range(TAIL):
+        b_new = tl.maximum(b_m, b_tops[u])  # type: ignore[misc]
+        b_p, b_alpha, b_wide = softmax_under(b_ss[u], b_m, b_new, 1)  # type: ignore[misc]
+        b_m = b_new
+        b_l = tl.fma(b_l, b_wide, b_p)
+        b_v = b_vs[u]  # type: ignore[misc]
+        if u == TAIL - 1:
+            b_v = tl.where((i_last + o_block == i_own)[:, None], b_value[None, :], b_v)
+        if UPCAST:
+            b_p, b_v = round_to(b_p, DTYPE), b_v.to(tl.float32)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None], input_precision="ieee")
 
     b_inv, b_lse = split_result(b_m, sum_over_keys(b_l, BM, BN, LOG2_BN, 1))
     b_acc = b_acc * b_inv[:, None]

@@ -36,10 +36,16 @@ class CudaGqa:
             norms = dict(zip(("q_norm", "k_norm"), self._norms, strict=True), eps=self._eps)
         else:
             q, k = (self._normalised(x, weight) for x, weight in zip((q, k), self._norms, strict=True))
-        q = ops.rope_cache_write_gqa(
-            q, k, v, *plan.rotation(self._rope), plan.entries, self._k, self._v,
-            interleaved=self._interleaved, **norms,
-        )  # fmt: skip
+        step = (q, k, v, *plan.rotation(self._rope), plan.entries, self._k, self._v)
+        norms["interleaved"] = self._interleaved
+        if not plan.num_prompt and plan.num_tokens:
+            # The launch ahead is a product, or a norm of its rows: tables and earlier steps' keys are older.
+            out, _ = ops.rope_gqa_decode(
+                *step, tables=plan.decode[self._window], scale=self._scale, static_tables=True,
+                lone_rows=plan.lone_rows, **norms,
+            )  # fmt: skip
+            return out.flatten(1)
+        q = ops.rope_cache_write_gqa(*step, **norms)
         parts = []
         if plan.num_prompt:
             paged = plan.paged[self._window]

@@ -42,26 +42,9 @@ def rope_cache_write_gqa(
     page + place in the page, all different, or -1 for a token that is not written. Bits: those of the
     norms, of `rope` and a copy.
     """
-    op = "rope_cache_write_gqa"
-    _check_rope(op, "q", q, cos, sin, partly=True)
-    _check_rope(op, "k", k, cos, sin, partly=True)
-    if k.shape[2] != q.shape[2] or k.dtype != q.dtype:
-        raise ValueError(f"{op}: k {show(k)} does not fit q {show(q)}")
-    if v.shape != k.shape or v.dtype != k.dtype:
-        raise ValueError(f"{op}: v {show(v)} is not like k {show(k)}")
-    _check_slots(op, q, slot_mapping)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dim() != 4 or (cache.shape[0], cache.shape[3]) != k.shape[1:] or cache.dtype != k.dtype:
-            raise ValueError(f"{op}: {name} {show(cache)} does not fit k {show(k)}")
-    if v_cache.shape != k_cache.shape:
-        raise ValueError(f"{op}: v_cache {show(v_cache)} is not like k_cache {show(k_cache)}")
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError(f"{op}: q_norm and k_norm come together, or neither")
-    if q_norm is not None and k_norm is not None:
-        check_norm(op, q, q_norm)
-        check_norm(op, k, k_norm)
-    check_devices(op, q=q, k=k, v=v, cos=cos, sin=sin, slot_mapping=slot_mapping, k_cache=k_cache, v_cache=v_cache)
-    check_devices(op, q=q, q_norm=q_norm, k_norm=k_norm)
+    check_step_gqa(
+        "rope_cache_write_gqa", q, k, v, cos, sin, slot_mapping, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm
+    )
     return kernel("attention.rope_cache_write", q).rope_cache_write_gqa(
         q, k, v, cos, sin, slot_mapping, k_cache, v_cache,
         interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
@@ -99,6 +82,33 @@ def rope_cache_write_mla(
     return kernel("attention.rope_cache_write", q_rope).rope_cache_write_mla(
         q_rope, kv_a, k_rope, cos, sin, slot_mapping, cache, interleaved=interleaved
     )
+
+
+def check_step_gqa(
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    *, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """What `rope_cache_write_gqa` asks of its arguments, for all ops that begin like it. Raises ValueError."""
+    _check_rope(op, "q", q, cos, sin, partly=True)
+    _check_rope(op, "k", k, cos, sin, partly=True)
+    if k.shape[2] != q.shape[2] or k.dtype != q.dtype:
+        raise ValueError(f"{op}: k {show(k)} does not fit q {show(q)}")
+    if v.shape != k.shape or v.dtype != k.dtype:
+        raise ValueError(f"{op}: v {show(v)} is not like k {show(k)}")
+    _check_slots(op, q, slot_mapping)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4 or (cache.shape[0], cache.shape[3]) != k.shape[1:] or cache.dtype != k.dtype:
+            raise ValueError(f"{op}: {name} {show(cache)} does not fit k {show(k)}")
+    if v_cache.shape != k_cache.shape:
+        raise ValueError(f"{op}: v_cache {show(v_cache)} is not like k_cache {show(k_cache)}")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError(f"{op}: q_norm and k_norm come together, or neither")
+    if q_norm is not None and k_norm is not None:
+        check_norm(op, q, q_norm)
+        check_norm(op, k, k_norm)
+    check_devices(op, q=q, k=k, v=v, cos=cos, sin=sin, slot_mapping=slot_mapping, k_cache=k_cache, v_cache=v_cache)
+    check_devices(op, q=q, q_norm=q_norm, k_norm=k_norm)
 
 
 def _check_rope(
