@@ -170,7 +170,7 @@ def main() -> None:
                 run()
                 if case.op in ("linear", "head_linear"):
                     run(static_weight=False)
-                elif case.op in ("gqa_decode", "mla_decode"):
+                elif case.op in ("gqa_decode", "rope_gqa_decode", "mla_decode"):
                     run(static_tables=False)
             for name, early, static, _, kernel in built:
                 line = {"op": case.op, "shape": case.shape, "kernel": name, "shared": kernel.metadata.shared}

@@ -37,11 +37,12 @@ class Case:
 
     def configs(self) -> list[StepConfig]:
         """Those that do it in one launch; interpreted, of warps there are no more than one kind."""
-        q, group = self.args[0], self.args[0].shape[1] // self.args[1].shape[1]
+        q, k, _, cos, *_ = self.args
+        group = q.shape[1] // k.shape[1]
         fitting = [
             config
             for config in ONE
-            if kernel.in_one_launch(q, self.tables(), config, group=group, normed="eps" in self.named, split=512)
+            if kernel.in_one_launch(q, cos, self.tables(), config, group=group, normed="eps" in self.named, split=512)
         ]
         return fitting if GPU else list({config.TAIL: config for config in fitting}.values())
 
@@ -94,18 +95,18 @@ def test_one_launch_gives_the_bits_of_two(dtype: torch.dtype) -> None:
 
 
 SHAPES = (
-    (8, 1, 64, {"turned": 16, "norm": torch.bfloat16}),
+    (8, 1, 64, {"norm": torch.bfloat16}),
     (4, 2, 32, {"interleaved": True}),
     (4, 2, 64, {"interleaved": True, "norm": torch.bfloat16, "angle": torch.bfloat16}),
     (3, 3, 128, {"norm": torch.float32, "window": 70}),
-    (4, 1, 16, {"window": 64, "angle": torch.bfloat16, "turned": 8, "interleaved": True}),
+    (4, 1, 32, {"window": 64, "angle": torch.bfloat16, "interleaved": True}),
     (16, 1, 128, {"norm": torch.bfloat16}),
 )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "options"), SHAPES, ids=str)
 def test_what_models_differ_in(heads: int, kv_heads: int, dim: int, options: dict[str, object]) -> None:
-    """Layout of pairs, part of a head, dtype of angles and weights, windows; nothing below a window is looked at."""
+    """Layout of pairs, width, dtype of angles and weights, windows; nothing below a window is looked at."""
     found = case([1, 65, 130, 0], heads, kv_heads, dim, torch.bfloat16, **options)  # type: ignore[arg-type]
     wanted = found.run(CHAIN)
     assert found.configs()
@@ -190,11 +191,12 @@ def test_the_door_runs_the_chain_where_nothing_is_stored() -> None:
 
 
 def test_what_one_launch_cannot_do_is_the_chains_unless_asked_for() -> None:
-    """Rows that read each other's keys, several queries, splits, small pages, heads of other widths, large groups."""
+    """Rows that read each other's keys, several queries, splits, parts of heads, heads of other widths, large groups."""
     found = case([70, 9], 4, 2, 64, torch.bfloat16, norm=torch.bfloat16)
     for message, given, options in (
         ("rows of one sequence", found, {"lone_rows": False}),
         ("splits", found, {"split": 128}),
+        ("part of a head", case([70, 9], 4, 2, 64, torch.bfloat16, turned=16), {}),
         ("width", case([70, 9], 4, 2, 48, torch.bfloat16), {}),
         ("group", case([9], 17, 1, 64, torch.bfloat16), {}),
         ("sums", case([9], 4, 1, 32, torch.bfloat16, norm=torch.bfloat16), {}),

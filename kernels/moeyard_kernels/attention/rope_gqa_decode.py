@@ -28,11 +28,12 @@ from moeyard_kernels.attention.decode_splits import (
     sum_over_keys,
 )
 from moeyard_kernels.attention.gqa_decode import fetch, gqa_decode, settle
+from moeyard_kernels.attention.rope import rotated_heads
 from moeyard_kernels.attention.rope_cache_write import rope_cache_write_gqa, slot_of, sums_alike
 from moeyard_kernels.common import tuning
 from moeyard_kernels.common.dependent import dependent
 from moeyard_kernels.common.launch import check_indices, interpreted
-from moeyard_kernels.common.rounding import round_to
+from moeyard_kernels.common.rounding import INTERPRETED, round_to
 from moeyard_kernels.common.rows import check_rows
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.elementwise.rms_norm import row_scale
@@ -40,67 +41,94 @@ from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
 
 
 @triton.jit
-def _head(
-    p_x, stride_n, N, p_cos, p_sin, p_norm, HALF,
-    BN: tl.constexpr, D: tl.constexpr, NORMED: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """All that the rotation of N heads of a token takes, stride_n apart: seven tiles [BN, D], none of them used yet.
+def _joined(b_first, b_second, DTYPE: tl.constexpr):
+    """The halves [M, BH] of rows, one behind the other, in DTYPE: [M, 2 BH].
 
-    Values, the other ones of their pairs, cos and sin, values in their places, weights of the norm of either. They are
-    read apart, in one layout: halves would have to be joined, and of a product's operand that it sees to be joined
-    Triton makes one of another order along the sum, hence other bits. What rows share is read for each, as a thread has
-    it then where it needs it.
+    Through an instruction that Triton does not look into: of a product's operand that it sees to be joined it makes
+    one of another order along the sum, hence other bits, and computes all of it anew in every warp.
     """
-    o_n, o_d = tl.arange(0, BN), tl.arange(0, D)
-    o_all = tl.zeros([BN, 1], tl.int32)
-    m_n = (o_n < N)[:, None]
-    m_turned = (o_d < 2 * HALF)[None, :]
-    o_pair = tl.where(o_d < HALF, o_d, o_d - HALF)
-    if INTERLEAVED:
-        o_own = tl.where(o_d < HALF, 2 * o_pair, tl.where(o_d < 2 * HALF, 2 * o_pair + 1, o_d))
-        o_other = tl.where(o_d < HALF, 2 * o_pair + 1, 2 * o_pair)
-    else:
-        o_own = o_d
-        o_other = tl.where(o_d < HALF, o_d + HALF, o_pair)
-    p_head = p_x + o_n.to(tl.int64)[:, None] * stride_n
-    b_own = tl.load(p_head + o_own[None, :], mask=m_n, other=0.0)
-    b_other = tl.load(p_head + o_other[None, :], mask=m_n & m_turned, other=0.0)
-    b_cos = tl.load(p_cos + (o_all + o_pair[None, :]), mask=m_n & m_turned, other=0.0)
-    b_sin = tl.load(p_sin + (o_all + o_pair[None, :]), mask=m_n & m_turned, other=0.0)
-    b_whole, b_weight, b_weight_other = b_own, b_own, b_own
-    if NORMED:
-        b_weight = tl.load(p_norm + (o_all + o_own[None, :]), mask=m_n, other=0.0)
-        b_weight_other = tl.load(p_norm + (o_all + o_other[None, :]), mask=m_n & m_turned, other=0.0)
-        if INTERLEAVED:
-            b_whole = tl.load(p_head + o_d[None, :], mask=m_n, other=0.0)
-    return b_own, b_other, b_cos, b_sin, b_whole, b_weight, b_weight_other
+    b_x = tl.permute(tl.join(b_first, b_second), (0, 2, 1))
+    b_x = tl.reshape(b_x, [b_x.shape[0], 2 * b_x.shape[2]]).to(DTYPE)
+    if not INTERPRETED:
+        if tl.float32 == DTYPE:
+            b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=tl.float32, is_pure=False, pack=1)
+        else:
+            b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=tl.bfloat16, is_pure=False, pack=2)
+    return b_x
 
 
 @triton.jit
-def _turned_heads(b_head, D: tl.constexpr, HALF, eps, NORMED: tl.constexpr):
-    """What `rotated_heads` gives of heads that `_head` has read, but whole: [BN, D] fp32, rounded to their dtype."""
-    DTYPE: tl.constexpr = b_head[0].dtype
-    ANGLE: tl.constexpr = b_head[2].dtype
-    # A weight in fp32 comes before the rounding, one of x's dtype behind it: see the oracle of `rms_norm`.
-    WEIGHT: tl.constexpr = b_head[5].dtype
-    b_own, b_other = b_head[0].to(tl.float32), b_head[1].to(tl.float32)
-    b_cos, b_sin = b_head[2].to(tl.float32), b_head[3].to(tl.float32)
-    o_d = tl.arange(0, D)[None, :]
+def _read_key(
+    p_x, p_cos, p_sin, p_norm,
+    D: tl.constexpr, BK: tl.constexpr, NORMED: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
+    """All that the rotation of one head takes: its values, the others of their pairs, cos and sin, [D] each; weights of
+    the norm of either; the head as BK rows that are all the same, for its sum to be that of rms_norm."""
+    BH: tl.constexpr = D // 2
+    o_d = tl.arange(0, D)
+    o_pair = tl.where(o_d < BH, o_d, o_d - BH)
+    if INTERLEAVED:
+        o_own = 2 * o_pair + tl.where(o_d < BH, 0, 1)
+        o_other = 2 * o_pair + tl.where(o_d < BH, 1, 0)
+    else:
+        o_own = o_d
+        o_other = tl.where(o_d < BH, o_d + BH, o_pair)
+    b_own, b_other = tl.load(p_x + o_own), tl.load(p_x + o_other)
+    b_cos, b_sin = tl.load(p_cos + o_pair), tl.load(p_sin + o_pair)
+    b_weight, b_weight_other, b_rows = b_own, b_own, b_own
     if NORMED:
-        b_scale = row_scale(b_head[4].to(tl.float32), D, eps)
-        b_own = round_to(round_to(b_own * b_scale, WEIGHT) * b_head[5].to(tl.float32), DTYPE)
-        b_other = round_to(round_to(b_other * b_scale, WEIGHT) * b_head[6].to(tl.float32), DTYPE)
+        b_weight, b_weight_other = tl.load(p_norm + o_own), tl.load(p_norm + o_other)
+        b_rows = tl.load(p_x + (tl.zeros([BK, 1], tl.int32) + o_d[None, :]))
+    return b_own, b_other, b_cos, b_sin, b_weight, b_weight_other, b_rows
+
+
+@triton.jit
+def _turned_key(b_read, D: tl.constexpr, eps, NORMED: tl.constexpr):
+    """[D]: what `rotated_heads` gives of the head of `_read_key`, fp32 rounded to its dtype."""
+    DTYPE: tl.constexpr = b_read[0].dtype
+    ANGLE: tl.constexpr = b_read[2].dtype
+    # A weight in fp32 comes before the rounding, one of x's dtype behind it: see the oracle of `rms_norm`.
+    WEIGHT: tl.constexpr = b_read[4].dtype
+    b_own, b_other = b_read[0].to(tl.float32), b_read[1].to(tl.float32)
+    if NORMED:
+        b_scale = tl.max(row_scale(b_read[6].to(tl.float32), D, eps), 0)
+        b_own = round_to(round_to(b_own * b_scale, WEIGHT) * b_read[4].to(tl.float32), DTYPE)
+        b_other = round_to(round_to(b_other * b_scale, WEIGHT) * b_read[5].to(tl.float32), DTYPE)
     # As `rotate`: a cos - b sin of the first of a pair, b cos + a sin of the second.
     WIDE: tl.constexpr = tl.float32 if tl.float32 == ANGLE else DTYPE
-    b_sine = round_to(b_other * b_sin, WIDE)
-    b_new = round_to(round_to(b_own * b_cos, WIDE) + tl.where(o_d < HALF, -b_sine, b_sine), WIDE)
-    return round_to(tl.where(o_d < 2 * HALF, b_new, b_own), DTYPE)
+    b_sine = round_to(b_other * b_read[3].to(tl.float32), WIDE)
+    b_sine = tl.where(tl.arange(0, D) < D // 2, -b_sine, b_sine)
+    return round_to(round_to(round_to(b_own * b_read[2].to(tl.float32), WIDE) + b_sine, WIDE), DTYPE)
+
+
+@triton.jit
+def _larger_of_two(a0, a1, b0, b1):
+    return tl.maximum(a0, b0), tl.maximum(a1, b1)
+
+
+@triton.jit
+def _larger_of_four(a0, a1, a2, a3, b0, b1, b2, b3):
+    return tl.maximum(a0, b0), tl.maximum(a1, b1), tl.maximum(a2, b2), tl.maximum(a3, b3)
+
+
+@triton.jit
+def _row_maxima(b_ss, TAIL: tl.constexpr):
+    """The maximum of each row of each of TAIL tiles, 1, 2 or 4: together, so that warps meet once."""
+    if TAIL == 4 and not INTERPRETED:
+        b_tops = tl.reduce((b_ss[0], b_ss[1], b_ss[2], b_ss[3]), 1, _larger_of_four)
+    elif TAIL == 2 and not INTERPRETED:
+        b_tops = tl.reduce((b_ss[0], b_ss[1]), 1, _larger_of_two)
+    else:
+        b_tops = ()
+        for u in tl.static_range(TAIL):
+            b_tops = b_tops + (tl.max(b_ss[u], 1),)  # type: ignore[assignment]  # noqa: RUF005
+    return b_tops
 
 
 @triton.jit(do_not_specialize=("MAX_PAGES", "NUM_PAGES"))
 def _rope_gqa_decode_kernel(
     p_q, p_k, p_v, p_cos, p_sin, p_q_norm, p_k_norm, p_slots, p_k_cache, p_v_cache, p_table, p_lens, p_out, p_lse,
-    c, eps, HALF, MAX_PAGES, NUM_PAGES,
+    c, eps, MAX_PAGES, NUM_PAGES,
     stride_qt, stride_qn, stride_kt, stride_kn, stride_vt, stride_vn, stride_cos, stride_sin,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, WINDOW: tl.constexpr,
     BN: tl.constexpr, LOG2_BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr,
@@ -137,10 +165,17 @@ def _rope_gqa_decode_kernel(
         for w in tl.static_range(1, PAGES):
             i_page = tl.where((i_n - i_low) // BN == w, b_pages[w], i_page)
         o_n = i_n + o_block
-        m_old = ((o_n >= i_bottom) & (o_n < i_own))[:, None]
-        o_key = ((i_head + i_page) * PAGE + o_block)[:, None] * D + o_d[None, :]
-        b_ks = b_ks + (tl.load(p_k_cache + o_key, mask=m_old, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-        b_vs = b_vs + (tl.load(p_v_cache + o_key, mask=m_old, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        m_old = (o_n >= i_bottom) & (o_n < i_own)
+        o_row = ((i_head + i_page) * PAGE + o_block) * D
+        b_old_v = tl.load(p_v_cache + o_row[:, None] + o_d[None, :], mask=m_old[:, None], other=0.0)
+        if UPCAST:
+            # numpy's products follow how an operand lies in memory: as that of the chain.
+            b_old_k = tl.trans(tl.load(p_k_cache + o_row[:, None] + o_d[None, :], mask=m_old[:, None], other=0.0))
+        else:
+            # Turned when it is read, not when it is used, it goes to shared memory at once.
+            b_old_k = tl.load(p_k_cache + o_row[None, :] + o_d[:, None], mask=m_old[None, :], other=0.0)
+        b_ks = b_ks + (b_old_k,)  # type: ignore[assignment]  # noqa: RUF005
+        b_vs = b_vs + (b_old_v,)  # type: ignore[assignment]  # noqa: RUF005
     i_tail = tl.maximum(i_last - (TAIL - 1) * BN, i_low)
     if STATIC:
         BYTES: tl.constexpr = p_k.dtype.element_ty.primitive_bitwidth // 8
@@ -157,17 +192,17 @@ def _rope_gqa_decode_kernel(
     o_m = tl.arange(0, BM)
     b_value = tl.load(p_v + i_b * stride_vt + i_h * stride_vn + o_d)
     is_written, o_entry = slot_of(p_slots, i_b, PAGE * D, D, PAGE)
-    b_head = _head(
-        p_q + i_b * stride_qt + i_h * G * stride_qn, stride_qn, G, p_cos + i_b * stride_cos, p_sin + i_b * stride_sin,
-        p_q_norm, HALF, BN=BM, D=D, NORMED=NORMED, INTERLEAVED=INTERLEAVED
+    p_cos, p_sin = p_cos + i_b * stride_cos, p_sin + i_b * stride_sin
+    b_read = _read_key(
+        p_k + i_b * stride_kt + i_h * stride_kn, p_cos, p_sin, p_k_norm,
+        D=D, BK=BK, NORMED=NORMED, INTERLEAVED=INTERLEAVED
     )  # fmt: skip
-    # The key fills a tile whose rows are all the same, for its sum to be the norm's.
-    b_key_head = _head(
-        p_k + i_b * stride_kt + i_h * stride_kn, 0, BK, p_cos + i_b * stride_cos, p_sin + i_b * stride_sin,
-        p_k_norm, HALF, BN=BK, D=D, NORMED=NORMED, INTERLEAVED=INTERLEAVED
+    b_first, b_second, _ = rotated_heads(
+        p_q + i_b * stride_qt + i_h * G * stride_qn, stride_qn, o_m, G, p_cos, p_sin, p_q_norm, eps, D // 2,
+        INTERLEAVED=INTERLEAVED, BN=BM, BH=D // 2, BD=D if NORMED else 0, REST=0
     )  # fmt: skip
-    b_q = _turned_heads(b_head, D, HALF, eps, NORMED).to(DTYPE)
-    b_key = tl.max(_turned_heads(b_key_head, D, HALF, eps, NORMED), 0).to(DTYPE)
+    b_q = _joined(b_first, b_second, DTYPE)
+    b_key = _turned_key(b_read, D, eps, NORMED).to(DTYPE)
     o_entry += i_head * (PAGE * D)
     tl.store(p_k_cache + o_entry + o_d, b_key, mask=is_written)
     tl.store(p_v_cache + o_entry + o_d, b_value, mask=is_written)
@@ -195,18 +230,17 @@ def _rope_gqa_decode_kernel(
         )
     # All of the tail's scores and maxima, then its sums in order: the same sums, and fewer waits behind one another.
     b_ss = ()
-    b_tops = ()
     for u in tl.static_range(TAIL):
         o_n = i_last - (TAIL - 1 - u) * BN + o_block
         b_k = b_ks[u]  # type: ignore[misc]
         if u == TAIL - 1:
-            b_k = tl.where((o_n == i_own)[:, None], b_key[None, :], b_k)
+            b_k = tl.where((o_n == i_own)[None, :], b_key[:, None], b_k)
         if UPCAST:
-            b_k = b_k.to(tl.float32)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+            b_k = tl.trans(tl.trans(b_k).to(tl.float32))
+        b_s = tl.dot(b_q, b_k, input_precision="ieee")
         b_s = tl.where(((o_n >= i_bottom) & (o_n <= i_own))[None, :], b_s * c, float("-inf"))
         b_ss = b_ss + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
-        b_tops = b_tops + (tl.max(b_s, 1),)  # type: ignore[assignment]  # noqa: RUF005
+    b_tops = _row_maxima(b_ss, TAIL)
     for u in tl.static_range(TAIL):
         b_new = tl.maximum(b_m, b_tops[u])  # type: ignore[misc]
         b_p, b_alpha, b_wide = softmax_under(b_ss[u], b_m, b_new, 1)  # type: ignore[misc]
@@ -265,12 +299,19 @@ def key_rows(num_warps: int, dim: int) -> int:
 
 
 def in_one_launch(
-    q: torch.Tensor, tables: DecodeTables, config: StepConfig, *, group: int, normed: bool, split: int
+    q: torch.Tensor,
+    cos: torch.Tensor,
+    tables: DecodeTables,
+    config: StepConfig,
+    *,
+    group: int,
+    normed: bool,
+    split: int,
 ) -> bool:
     """Whether `config` can do such a step in one launch; what cannot be is the chain's."""
     dim = q.shape[2]
     one_split = tables.num_queries == 1 and tables.max_splits(split) == 1 and tables.page_size == BLOCK
-    whole = dim >= 16 and dim == triton.next_power_of_2(dim)
+    whole = 2 * cos.shape[1] >= dim >= 32 and dim == triton.next_power_of_2(dim)
     rows = key_rows(config.num_warps, dim)
     alike = not normed or (sums_alike(config.BM, config.num_warps, dim) and sums_alike(rows, config.num_warps, dim))
     # Bytes that a thread holds of a block of keys and values for each of the tail: all of them must fit beside others.
@@ -296,7 +337,7 @@ def rope_gqa_decode(
     if config is None:
         config = tuning.choose(op, shape_class(group, dim, q.shape[0]), q, (StepConfig,), lambda: CHAIN)
     one = config.kernel == "one" and lone_rows
-    one = one and in_one_launch(q, tables, config, group=group, normed=normed, split=split)
+    one = one and in_one_launch(q, cos, tables, config, group=group, normed=normed, split=split)
     if given is not None and given.kernel == "one" and not one:
         raise ValueError(f"{op}: {given} does not do in one launch what {heads} heads of {dim} and these tables ask")
     named: dict[str, Any] = {"interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
@@ -314,7 +355,7 @@ def rope_gqa_decode(
         _rope_gqa_decode_kernel[(q.shape[0] * k.shape[1],)](
             q, k, v, cos, sin, q if q_norm is None else q_norm, k if k_norm is None else k_norm,
             slot_mapping, k_cache, v_cache, tables.page_table, tables.kv_lens, out, lse,
-            scale * LOG2E, eps, min(dim, 2 * cos.shape[1]) // 2, width, num_pages,
+            scale * LOG2E, eps, width, num_pages,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
             H=heads, G=group, D=dim, PAGE=page, PAGES=triton.cdiv(split, BLOCK), WINDOW=tables.window or 0,
             BN=BLOCK, LOG2_BN=BLOCK.bit_length() - 1, BM=config.BM, BK=key_rows(config.num_warps, dim) if normed else 1,
