@@ -191,7 +191,7 @@ def test_the_door_runs_the_chain_where_nothing_is_stored() -> None:
 
 
 def test_what_one_launch_cannot_do_is_the_chains_unless_asked_for() -> None:
-    """Rows that read each other's keys, several queries, splits, parts of heads, heads of other widths, large groups."""
+    """Rows that read each other's keys, splits, parts of heads, heads of other widths, large groups, small tiles."""
     found = case([70, 9], 4, 2, 64, torch.bfloat16, norm=torch.bfloat16)
     for message, given, options in (
         ("rows of one sequence", found, {"lone_rows": False}),
