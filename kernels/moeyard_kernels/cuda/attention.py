@@ -95,8 +95,9 @@ class CudaMla:
 
     def __init__(
         self, *, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, scale: float, kv_b: torch.Tensor,
-        rope: torch.Tensor | None, interleaved: bool, latents: torch.Tensor,
+        rope: torch.Tensor | None, interleaved: bool, kv_norm: torch.Tensor | None, eps: float, latents: torch.Tensor,
     ) -> None:  # fmt: skip
+        self._kv_norm, self._eps = kv_norm, eps
         self._num_heads, self._widths = num_heads, (nope_dim, rope_dim)
         self._nope_dim, self._v_dim, self._rank, self._scale = nope_dim, v_dim, kv_b.shape[2], scale
         self._rope, self._interleaved = _rotation_table(rope, rope_dim, latents.device), interleaved
@@ -110,7 +111,7 @@ class CudaMla:
         q_nope, q_rope = q.split(self._widths, 2)
         q_rope = ops.rope_cache_write_mla(
             q_rope, latent, k_rope, *plan.rotation(self._rope), plan.entries, self._latents,
-            interleaved=self._interleaved,
+            interleaved=self._interleaved, kv_norm=self._kv_norm, eps=self._eps,
         )  # fmt: skip
         parts = []
         if plan.num_prompt:

@@ -61,11 +61,14 @@ def rope_cache_write_mla(
     cache: torch.Tensor,
     *,
     interleaved: bool,
+    kv_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     """`rope` of q_rope [T, Hq, Dr] -> the same shape; kv_a [T, R] and `rope` of k_rope [T, Dr] go into the cache.
 
-    cache [num_pages, page, R + Dr] of any strides whose last is one; slot_mapping [T] int64 as in
-    `rope_cache_write_gqa`. Bits: those of `rope` and a copy.
+    With kv_norm [R] it is `rms_norm(kv_a, kv_norm, eps)` that goes there. cache [num_pages, page, R + Dr] of any
+    strides whose last is one; slot_mapping [T] int64 as in `rope_cache_write_gqa`. Bits: those of the norm, of `rope`
+    and a copy.
     """
     op = "rope_cache_write_mla"
     _check_rope(op, "q_rope", q_rope, cos, sin)
@@ -77,10 +80,12 @@ def rope_cache_write_mla(
     _check_slots(op, q_rope, slot_mapping)
     if cache.dim() != 3 or cache.shape[2] != kv_a.shape[1] + dim or cache.dtype != q_rope.dtype:
         raise ValueError(f"{op}: cache {show(cache)} does not fit kv_a {show(kv_a)} and k_rope {show(k_rope)}")
+    if kv_norm is not None:
+        check_norm(op, kv_a, kv_norm)
     moved = {"kv_a": kv_a, "k_rope": k_rope, "cos": cos, "sin": sin, "slot_mapping": slot_mapping, "cache": cache}
-    check_devices(op, q_rope=q_rope, **moved)
+    check_devices(op, q_rope=q_rope, kv_norm=kv_norm, **moved)
     return kernel("attention.rope_cache_write", q_rope).rope_cache_write_mla(
-        q_rope, kv_a, k_rope, cos, sin, slot_mapping, cache, interleaved=interleaved
+        q_rope, kv_a, k_rope, cos, sin, slot_mapping, cache, interleaved=interleaved, kv_norm=kv_norm, eps=eps
     )
 
 
