@@ -33,6 +33,7 @@ CONTEXT, PAGE, PAGES = 128, 64, 4
 TURNS, REPLAYS = 7, 60
 
 Lines = Mapping[str, Mapping[str, Mapping[str, Any]]]
+_AS_STORED = tuning.stored
 
 
 def lines_of(text: str) -> Lines:
@@ -46,10 +47,9 @@ def lines_of(text: str) -> Lines:
 
 def with_lines(lines: Lines) -> Callable[[str], Lines]:
     """`tuning.stored` with these lines in place of the stored ones."""
-    read = tuning.stored.__wrapped__
 
     def stored(name: str) -> Lines:
-        table = dict(read(name))
+        table = dict(_AS_STORED(name))
         for op, classes in lines.items():
             table[op] = {**table.get(op, {}), **classes}
         return MappingProxyType(table)
