@@ -189,6 +189,8 @@ class StepConfig(Config):
 
 
 CHAIN = StepConfig(kernel="chain")
+# Bytes of keys and values in a multiprocessor's shared memory, of which queries and sums take some, too.
+_STAGED = 200 << 10
 CONFIGS = (
     CHAIN,
     StepConfig(kernel="one", TAIL=1, num_stages=4),
@@ -229,9 +231,11 @@ def in_one_launch(
     whole = 2 * cos.shape[1] >= dim >= 32 and dim == triton.next_power_of_2(dim)
     rows = key_rows(config.num_warps, dim)
     alike = not normed or (sums_alike(config.BM, config.num_warps, dim) and sums_alike(rows, config.num_warps, dim))
-    # Bytes that a thread holds of a block of keys and values for each of the tail: all of them must fit beside others.
-    held = config.TAIL * 2 * BLOCK * dim * q.element_size() // (32 * config.num_warps)
-    return one_split and whole and alike and group <= config.BM and (interpreted() or held <= 512)
+    # The tail's bytes must fit a thread's registers; with the blocks of the loop on the way, shared memory.
+    block = 2 * BLOCK * dim * q.element_size()
+    held = config.TAIL * block <= 512 * 32 * config.num_warps
+    staged = (config.num_stages + config.TAIL - 2) * block <= _STAGED
+    return one_split and whole and alike and group <= config.BM and (interpreted() or (held and staged))
 
 
 def rope_gqa_decode(
