@@ -62,7 +62,8 @@ class MlaAttend(Protocol):
     """Latent attention of one layer: rotation, latents into their pages, attention."""
 
     def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: Own) -> torch.Tensor:
-        """q [num_rows, Hq (nope + Dr)], latent [num_rows, R] normalised, k_rope [num_rows, Dr] -> [num_rows, Hq Dv]."""
+        """q [num_rows, Hq (nope + Dr)], latent [num_rows, R] as `Backend.mla` has it, k_rope [num_rows, Dr] ->
+        [num_rows, Hq Dv]."""
         ...
 
 
@@ -266,9 +267,10 @@ class Backend(Protocol):
 
     def mla(
         self, *, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, scale: float, kv_b: torch.Tensor,
-        rope: torch.Tensor | None, interleaved: bool, latents: torch.Tensor,
+        rope: torch.Tensor | None, interleaved: bool, kv_norm: torch.Tensor | None, eps: float, latents: torch.Tensor,
     ) -> MlaAttend:  # fmt: skip
-        """kv_b [Hq, nope + Dv, R]; latents [num_pages, page_size, R + Dr] are the layer's pages, zero at first."""
+        """kv_b [Hq, nope + Dv, R]; kv_norm [R], with eps, is for latents that come as projected, None if they come
+        normalised; latents [num_pages, page_size, R + Dr] are the layer's pages, zero at first."""
         ...
 
     def gdn(

@@ -9,7 +9,7 @@ are, on its place among them or on its neighbours. The oracles are plain formula
 keeps that promise there, is in `moeyard_kernels.cpu`.
 """
 
-from moeyard_kernels.door.decode import attn_combine, gqa_decode, mla_decode
+from moeyard_kernels.door.decode import attn_combine, gqa_decode, mla_decode, rope_gqa_decode
 from moeyard_kernels.door.elementwise import (
     add_rms_norm,
     mla_split_qkv_a_norm,
@@ -88,6 +88,7 @@ __all__ = [
     "rope",
     "rope_cache_write_gqa",
     "rope_cache_write_mla",
+    "rope_gqa_decode",
     "sample",
     "scale_rows_",
     "sigmoid_mul",

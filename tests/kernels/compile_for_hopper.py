@@ -152,7 +152,7 @@ def main() -> None:
     def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         # What may happen ahead of the wait depends on these, and where the parts of a tile lie; or they are operands.
         variant = (bool(kwargs.get("TAIL")), kwargs.get("BD"), kwargs.get("GATED"), kwargs.get("LEFT"))
-        variant += ("KEYS" in kwargs and kwargs["AHEAD"],)
+        variant += ("KEYS" in kwargs and kwargs["AHEAD"], bool(kwargs.get("ROWS")))
         kind = (self.__name__, kwargs.get("launch_pdl", False), kwargs.get("STATIC"), variant)
         if count[kind] >= most:
             return
@@ -170,7 +170,7 @@ def main() -> None:
                 run()
                 if case.op in ("linear", "head_linear"):
                     run(static_weight=False)
-                elif case.op in ("gqa_decode", "mla_decode"):
+                elif case.op in ("gqa_decode", "rope_gqa_decode", "mla_decode"):
                     run(static_tables=False)
             for name, early, static, _, kernel in built:
                 line = {"op": case.op, "shape": case.shape, "kernel": name, "shared": kernel.metadata.shared}

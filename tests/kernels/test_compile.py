@@ -47,12 +47,13 @@ def test_every_kernel_waits_for_what_it_reads(built: list[dict]) -> None:
         ("_head_linear_kernel", True),
         ("head_linear_hopper_kernel", True),
         ("_gqa_decode_kernel", True),
+        ("_rope_gqa_decode_kernel", True),
         ("mla_decode_hopper_kernel", True),
         ("_expert_kernel", False),
         ("expert_slice_kernel", False),
     }
     unless_static = {"linear_skinny_kernel", "_head_linear_kernel", "head_linear_hopper_kernel"}
-    unless_static |= {"_gqa_decode_kernel", "mla_decode_hopper_kernel"}
+    unless_static |= {"_gqa_decode_kernel", "_rope_gqa_decode_kernel", "mla_decode_hopper_kernel"}
     assert {(kernel, False) for kernel in unless_static} <= early
     attention = {"_gqa_decode_kernel", "_mla_decode_kernel", "mla_decode_pairs_kernel", "_attn_prefill_kernel"}
     experts = {"_count_kernel", "_place_kernel", "_expert_stream_kernel"}
@@ -80,4 +81,5 @@ def test_launches_complete_in_order(built: list[dict]) -> None:
     # A warp of every program waits; a program without work waits at its end; the experts' second product may leave at
     # once, but the first has waited in every program before it lets that begin.
     unseen = {"linear_skinny_kernel", "_gqa_decode_kernel", "mla_decode_hopper_kernel", "_expert_kernel"}
+    unseen |= {"_rope_gqa_decode_kernel"}
     assert {line["kernel"] for line in built if line["early"] and not line["always_waits"]} == unseen

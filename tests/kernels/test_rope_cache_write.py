@@ -237,6 +237,38 @@ def test_mla_equals_rope_and_a_copy(
     assert torch.equal(cache, wanted)
 
 
+@DTYPES
+@pytest.mark.parametrize("fp32_norm", [False, True], ids=["norm", "fp32-norm"])
+@pytest.mark.parametrize(("heads", "latent", "dim"), [(5, 20, 10), (16, 512, 64)], ids=lambda n: str(n))
+def test_the_norm_of_latents_in_the_same_launch_equals_the_chain(
+    heads: int, latent: int, dim: int, fp32_norm: bool, dtype: torch.dtype
+) -> None:
+    """Kernel and oracle; by default the norm is a launch of its own."""
+    count = 3 if DEVICE == "cpu" else 500
+    q, kv_a, *rest, cache = mla_inputs(count, heads, latent, dim, dtype, torch.float32)
+    if DEVICE == "cuda":
+        cache = torch.full((count // PAGE + 2, PAGE, latent + dim), 7.0).to(dtype)
+        rest[-1] = slots_for(count, count // PAGE + 2)
+    kv_a = kv_a * torch.exp2(torch.randint(-9, 9, (count, 1)).float()).to(dtype)
+    weight = torch.randn(latent).to(torch.float32 if fp32_norm else dtype)
+    q, kv_a, *rest = (x.to(DEVICE) for x in (q, kv_a, *rest))
+    named = {"kv_norm": weight.to(DEVICE), "eps": 1e-6, "interleaved": True}
+    caches = [cache.to(DEVICE, copy=True) for _ in range(2)]
+    latents = norm_kernel.rms_norm(kv_a, named["kv_norm"], 1e-6)
+    wanted = triton_kernel.rope_cache_write_mla(q, latents, *rest, caches[0], interleaved=True)
+    for config in (None, *(c for c in triton_kernel.CONFIGS if c.num_warps == norm_kernel.NUM_WARPS)):
+        caches[1].fill_(7.0)
+        got = triton_kernel.rope_cache_write_mla(q, kv_a, *rest, caches[1], config=config, **named)
+        assert_bits(str(config), (got, caches[1]), (wanted, caches[0]))
+    ours = [cache.clone() for _ in range(2)]
+    *args, weight = (x.cpu() for x in (q, kv_a, *rest, weight))
+    out = ops.rope_cache_write_mla(*args, ours[0], interleaved=True, kv_norm=weight, eps=1e-6)
+    args[1] = ops.rms_norm(args[1], weight, 1e-6)
+    assert_bits("oracle", (out, ours[0]), (ops.rope_cache_write_mla(*args, ours[1], interleaved=True), ours[1]))
+    with pytest.raises(ValueError, match=r"RowConfig\(.*\) does not sum latents as rms_norm does, with 4 warps"):
+        triton_kernel.rope_cache_write_mla(q, kv_a, *rest, caches[1], config=RowConfig(BLOCK=8, num_warps=2), **named)
+
+
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
 def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
     args = mla_inputs(1, 9, 20, 24, torch.bfloat16, torch.float32)

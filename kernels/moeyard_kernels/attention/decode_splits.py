@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels.common.launch import check_indices
+from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.types.decode_tables import DecodeTables
 
 LOG2E = 1.4426950408889634
@@ -145,11 +146,40 @@ def softmax_step(b_s, m_seen, b_m, c, AXIS: tl.constexpr):
     """
     b_s = tl.where(m_seen, b_s * c, float("-inf"))
     b_new = tl.maximum(b_m, tl.max(b_s, AXIS))
+    b_p, b_alpha, b_wide = softmax_under(b_s, b_m, b_new, AXIS)
+    return b_p, b_alpha, b_wide, b_new
+
+
+@triton.jit
+def softmax_under(b_s, b_m, b_new, AXIS: tl.constexpr):
+    """`softmax_step` of scores that are scaled and masked, under the maximum b_new with theirs; all but b_new."""
     # Where nothing was seen yet, -inf less -inf would be NaN.
     b_top = tl.where(b_new == float("-inf"), 0.0, b_new)
     b_p = tl.exp2(b_s - tl.expand_dims(b_top, AXIS))
     b_alpha = tl.exp2(b_m - b_top)
-    return b_p, b_alpha, tl.broadcast_to(tl.expand_dims(b_alpha, AXIS), b_s.shape), b_new
+    return b_p, b_alpha, tl.broadcast_to(tl.expand_dims(b_alpha, AXIS), b_s.shape)
+
+
+@triton.jit
+def attend_block(
+    b_q, b_k, b_v, m_seen, b_m, b_l, b_acc, c, DTYPE: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr
+):
+    """Maxima, sums by key and sums of values behind a block of keys b_k [BN, BD] and values b_v [BN, BV] of DTYPE.
+
+    b_q [BM, BD], b_l [BM, BN], b_acc [BM, BV] and m_seen, transposed if SWAP; b_m [BM].
+    """
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    b_s = tl.dot(b_k, b_q, input_precision="ieee") if SWAP else tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    b_p, b_alpha, b_wide, b_m = softmax_step(b_s, m_seen, b_m, c, AXIS)
+    b_l = tl.fma(b_l, b_wide, b_p)
+    if UPCAST:
+        b_p = round_to(b_p, DTYPE)
+    b_acc = b_acc * tl.expand_dims(b_alpha, AXIS)
+    if SWAP:
+        b_acc = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), b_acc, input_precision="ieee")
+    else:
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+    return b_m, b_l, b_acc
 
 
 @triton.jit

@@ -29,6 +29,7 @@ from moeyard_kernels.attention.attn_combine import combine_splits, new_partials
 from moeyard_kernels.attention.decode_splits import (
     LOG2E,
     UNFUSED,
+    attend_block,
     cache_rows,
     check_tables,
     find_work,
@@ -36,7 +37,6 @@ from moeyard_kernels.attention.decode_splits import (
     keys_seen,
     num_programs,
     sees,
-    softmax_step,
     split_result,
     sum_over_keys,
     work_ends,
@@ -44,7 +44,7 @@ from moeyard_kernels.attention.decode_splits import (
 from moeyard_kernels.common import tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import interpreted
-from moeyard_kernels.common.rounding import INTERPRETED, round_to
+from moeyard_kernels.common.rounding import INTERPRETED
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
 
@@ -56,7 +56,7 @@ _FEW = tl.constexpr(128)
 
 
 @triton.jit
-def _settle():
+def settle():
     """Wait for the launches before this one; the next may begin if programs are few."""
     wait_for_previous()
     if tl.num_programs(0) <= _FEW:
@@ -64,10 +64,11 @@ def _settle():
 
 
 @triton.jit
-def _fetch_page(p_cache, i_page, BYTES: tl.constexpr):
+def fetch(p_cache, i_page, BYTES: tl.constexpr):
     """Ask for a page of BYTES, a power of two, to come to the second-level cache."""
     if not INTERPRETED:
-        o_line = tl.arange(0, BYTES // _LINE) * _LINE
+        LINES: tl.constexpr = BYTES // _LINE if BYTES > _LINE else 1
+        o_line = tl.arange(0, LINES) * _LINE
         p_line = p_cache.to(tl.int64, bitcast=True) + i_page * BYTES + o_line
         tl.inline_asm_elementwise(_PREFETCH, "=r,l", [p_line], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -89,7 +90,7 @@ def _gqa_decode_kernel(
     HEADS: tl.constexpr = H // G
     AXIS: tl.constexpr = 0 if SWAP else 1
     if EARLY and not STATIC:
-        _settle()
+        settle()
     num_pieces = B
     if not ONE:
         b_ends = work_ends(p_lens, B, Q, BB, BQ, WINDOW, SPLIT, 0)
@@ -123,9 +124,9 @@ def _gqa_decode_kernel(
                 i_first = i_h.to(tl.int64) * NUM_PAGES
                 for u in tl.static_range(PAGES):
                     if i_low + u * PAGE < i_high:
-                        _fetch_page(p_k, i_first + b_pages[u], PAGE * D * p_k.dtype.element_ty.primitive_bitwidth // 8)
-                        _fetch_page(p_v, i_first + b_pages[u], PAGE * V * p_v.dtype.element_ty.primitive_bitwidth // 8)
-            _settle()
+                        fetch(p_k, i_first + b_pages[u], PAGE * D * p_k.dtype.element_ty.primitive_bitwidth // 8)
+                        fetch(p_v, i_first + b_pages[u], PAGE * V * p_v.dtype.element_ty.primitive_bitwidth // 8)
+            settle()
 
         # Rows of q and of the results: (query, head).
         o_row = o_m // G * H + i_h * G + o_m % G
@@ -165,19 +166,10 @@ def _gqa_decode_kernel(
             b_v = tl.load(p_v + o_key[:, None] * V + o_v[None, :], mask=m_v, other=0.0)
             if UPCAST:
                 b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
-            if SWAP:
-                b_s = tl.dot(b_k, b_q, input_precision="ieee")
-            else:
-                b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-            b_p, b_alpha, b_wide, b_m = softmax_step(b_s, sees(o_n, b_len, b_low, AXIS), b_m, c, AXIS)
-            b_l = tl.fma(b_l, b_wide, b_p)
-            if UPCAST:
-                b_p = round_to(b_p, p_v.dtype.element_ty)
-            b_acc = b_acc * tl.expand_dims(b_alpha, AXIS)
-            if SWAP:
-                b_acc = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), b_acc, input_precision="ieee")
-            else:
-                b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+            b_m, b_l, b_acc = attend_block(
+                b_q, b_k, b_v, sees(o_n, b_len, b_low, AXIS), b_m, b_l, b_acc, c, p_v.dtype.element_ty,
+                SWAP=SWAP, UPCAST=UPCAST
+            )  # fmt: skip
 
         b_inv, b_lse = split_result(b_m, sum_over_keys(b_l, BM, BN, LOG2_BN, AXIS))
         b_acc = b_acc * tl.expand_dims(b_inv, AXIS)

@@ -179,6 +179,13 @@ def _rope_kernel(
     )  # fmt: skip
 
 
+def stored_config(op: str, x: torch.Tensor, *, normed: bool) -> RowConfig | None:
+    """The stored config of a launch that rotates x [T, heads, D], normalised or not; None where nothing is stored."""
+    none = RowConfig(BLOCK=0)
+    found = choose(op, shape_class(*x.shape, normed=normed), x, (RowConfig,), lambda: none)
+    return None if found is none else found
+
+
 def launch_plan(
     op: str, x: torch.Tensor, config: RowConfig | None, *, more_blocks: int = 0, normed: bool = False
 ) -> tuple[RowConfig, int, torch.Tensor]:

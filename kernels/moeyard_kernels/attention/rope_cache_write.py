@@ -18,34 +18,37 @@ from moeyard_kernels.attention.rope import (
     rotate_block,
     rotated_heads,
     store_halves,
+    stored_config,
     token_and_block,
 )
 from moeyard_kernels.attention.rope import shape_class as shape_class
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import check_indices, finish
+from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.rows import check_rows
 from moeyard_kernels.common.tuning import RowConfig
-from moeyard_kernels.elementwise.rms_norm import NUM_WARPS, row_tile
+from moeyard_kernels.elementwise.rms_norm import NUM_WARPS, normed, rms_norm, row_tile
 
 
 def normed_configs(dim: int) -> tuple[RowConfig, ...]:
     """Those of `CONFIGS` whose tiles sum a head of `dim` values in the order of rms_norm's: see the module."""
-    return tuple(config for config in CONFIGS if _sums_alike(config, dim))
+    return tuple(config for config in CONFIGS if sums_alike(config.BLOCK, config.num_warps, dim))
 
 
-def _sums_alike(config: RowConfig, dim: int) -> bool:
+def sums_alike(num_heads: int, num_warps: int, dim: int) -> bool:
+    """Whether a tile of so many heads sums each in the order of rms_norm's."""
     if dim % 16:
         return False
     rows, block = row_tile(dim)
-    same_warps = config.num_warps == NUM_WARPS
-    if same_warps and rows <= config.BLOCK:
+    same_warps = num_warps == NUM_WARPS
+    if same_warps and rows <= num_heads:
         return True
     # 8 values to a thread, and at most 32 threads to a head: those of fp32, of which 16 bytes are 4.
-    return config.BLOCK * block >= 256 * config.num_warps and (same_warps or block <= 128)
+    return num_heads * block >= 256 * num_warps and (same_warps or block <= 128)
 
 
 @triton.jit
-def _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE: tl.constexpr):
+def slot_of(p_slots, i_t, stride_page, stride_entry, PAGE: tl.constexpr):
     """(Whether token i_t is written, its entry's offset in the cache). A page's size is a constant: no division."""
     i_slot = tl.load(p_slots + i_t)
     i_page = i_slot // PAGE
@@ -77,8 +80,8 @@ def _gqa_kernel(
     else:
         o_kv = tl.arange(0, BNKV)
         o_d = tl.arange(0, BV)
-        is_written, o_k_entry = _slot_of(p_slots, i_t, stride_ckp, stride_cke, PAGE)
-        is_written, o_v_entry = _slot_of(p_slots, i_t, stride_cvp, stride_cve, PAGE)
+        is_written, o_k_entry = slot_of(p_slots, i_t, stride_ckp, stride_cke, PAGE)
+        is_written, o_v_entry = slot_of(p_slots, i_t, stride_cvp, stride_cve, PAGE)
         m_kv = (o_kv < NKV) & is_written
         m_v = m_kv[:, None] & (o_d < 2 * HALF + REST)[None, :]
         o_v = o_kv.to(tl.int64)[:, None]
@@ -98,12 +101,16 @@ def _gqa_kernel(
 
 @triton.jit
 def _mla_kernel(
-    p_q, p_latent, p_k, p_cos, p_sin, p_slots, p_out, p_cache,
-    NQ, R, HALF, num_q_blocks, stride_qt, stride_qn, stride_lt, stride_kt, stride_cos, stride_sin,
+    p_q, p_latent, p_k, p_cos, p_sin, p_norm, p_slots, p_out, p_cache,
+    NQ, R, HALF, num_q_blocks, eps, stride_qt, stride_qn, stride_lt, stride_kt, stride_cos, stride_sin,
     stride_page, stride_entry,
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Query heads [i_n BN, i_n BN + BN) of one token, or its latent and shared key. Grid: T (num_q_blocks + 1)."""
+    """Query heads [i_n BN, i_n BN + BN) of one token, or its latent and shared key. Grid: T (num_q_blocks + 1).
+
+    ROWS > 0: the latent is normalised first, as so many rows that are all the same: a tile that rms_norm sums.
+    """
     let_next_begin()
     wait_for_previous()
     i_t, i_n = token_and_block(num_q_blocks + 1)
@@ -113,16 +120,28 @@ def _mla_kernel(
             INTERLEAVED=INTERLEAVED, BN=BN, BH=BH, BD=0, REST=0, BREST=1
         )  # fmt: skip
     else:
-        is_written, o_entry = _slot_of(p_slots, i_t, stride_page, stride_entry, PAGE)
+        is_written, o_entry = slot_of(p_slots, i_t, stride_page, stride_entry, PAGE)
         o_r = tl.arange(0, BR)
         m_r = (o_r < R) & is_written
-        b_latent = tl.load(p_latent + i_t * stride_lt + o_r, mask=m_r, other=0.0)
+        if ROWS > 0:
+            o_row = tl.arange(0, ROWS)[:, None]
+            m_row = (o_r < R)[None, :]
+            b_rows = tl.load(p_latent + i_t * stride_lt + (o_row * 0 + o_r[None, :]), mask=m_row, other=0.0)
+            b_weight = tl.load(p_norm + o_r, mask=o_r < R, other=0.0)
+        else:
+            b_latent = tl.load(p_latent + i_t * stride_lt + o_r, mask=m_r, other=0.0)
         o_k = tl.arange(0, 1)
         b_k_first, b_k_second, _ = rotated_heads(
             p_k + i_t * stride_kt, 0, o_k, 1, p_cos + i_t * stride_cos, p_sin + i_t * stride_sin, p_k, 0.0, HALF,
             INTERLEAVED=INTERLEAVED, BN=1, BH=BH, BD=0, REST=0
         )  # fmt: skip
-        tl.store(p_cache + o_entry + o_r, b_latent, mask=m_r)
+        if ROWS > 0:
+            b_rows = normed(b_rows.to(tl.float32), b_weight.to(tl.float32), R, eps, p_norm.dtype.element_ty)
+            b_rows = round_to(b_rows, p_q.dtype.element_ty).to(p_cache.dtype.element_ty)
+            p_rows = p_cache + o_entry + (o_row * 0 + o_r[None, :])
+            tl.store(p_rows, b_rows, mask=m_row & (o_row == 0) & is_written)
+        else:
+            tl.store(p_cache + o_entry + o_r, b_latent, mask=m_r)
         store_halves(p_cache + o_entry + R, 0, o_k, (o_k < 1) & is_written, b_k_first, b_k_second, HALF, BH=BH)
 
 
@@ -149,7 +168,7 @@ def rope_cache_write_gqa(
     kv_block = triton.next_power_of_2(k.shape[1])
     rows, block = row_tile(dim)
     if normed:
-        if not _sums_alike(config, dim):
+        if not sums_alike(config.BLOCK, config.num_warps, dim):
             raise ValueError(f"{op}: {config} does not sum heads of {dim} as rms_norm does")
         kv_block = max(kv_block, min(config.BLOCK, rows))
     if num_tokens:
@@ -169,22 +188,36 @@ def rope_cache_write_gqa(
 def rope_cache_write_mla(
     q_rope: torch.Tensor, kv_a: torch.Tensor, k_rope: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     slot_mapping: torch.Tensor, cache: torch.Tensor,
-    *, interleaved: bool, config: RowConfig | None = None,
+    *, interleaved: bool, kv_norm: torch.Tensor | None = None, eps: float = 0.0,
+    config: RowConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `moeyard_kernels.ops.rope_cache_write_mla`. Every head, row and cache entry is contiguous in itself."""
+    """See `moeyard_kernels.ops.rope_cache_write_mla`. Every head, row and cache entry is contiguous in itself.
+
+    A norm is a launch of its own unless a config is stored for shapes that are normed, or `config` is given. Raises
+    ValueError for one that would sum a latent in another order than rms_norm.
+    """
     op = "rope_cache_write_mla"
     num_tokens, num_heads, dim = q_rope.shape
     check_rows(op, q_rope=q_rope, kv_a=kv_a, k_rope=k_rope, cos=cos, sin=sin, slot_mapping=slot_mapping, cache=cache)
+    check_rows(op, q_rope=q_rope, kv_norm=kv_norm)
     num_pages, page = cache.shape[:2]
     check_indices(op, low=-1, high=num_pages * page, slot_mapping=slot_mapping)
+    if kv_norm is not None:
+        config = config or stored_config(op, q_rope, normed=True)
+        if config is None:
+            kv_a, kv_norm = rms_norm(kv_a, kv_norm, eps), None
+        elif config.num_warps != NUM_WARPS:
+            raise ValueError(f"{op}: {config} does not sum latents as rms_norm does, with {NUM_WARPS} warps")
     config, q_blocks, out = launch_plan(op, q_rope, config, more_blocks=1)
+    rows, block = row_tile(kv_a.shape[1])
     if num_tokens:
         _mla_kernel[(num_tokens * (q_blocks + 1),)](
-            q_rope, kv_a, k_rope, cos, sin, slot_mapping, out, cache,
-            num_heads, kv_a.shape[1], dim // 2, q_blocks,
+            q_rope, kv_a, k_rope, cos, sin, kv_a if kv_norm is None else kv_norm, slot_mapping, out, cache,
+            num_heads, kv_a.shape[1], dim // 2, q_blocks, eps,
             *q_rope.stride()[:2], kv_a.stride(0), k_rope.stride(0), cos.stride(0), sin.stride(0),
             *cache.stride()[:2],
-            PAGE=page, INTERLEAVED=interleaved, BR=triton.next_power_of_2(kv_a.shape[1]),
-            BH=half_block(dim), enable_fp_fusion=False, BN=config.BLOCK, **config.options, **dependent(q_rope),
+            PAGE=page, INTERLEAVED=interleaved, ROWS=0 if kv_norm is None else rows,
+            BR=triton.next_power_of_2(kv_a.shape[1]) if kv_norm is None else block, BH=half_block(dim),
+            enable_fp_fusion=False, BN=config.BLOCK, **config.options, **dependent(q_rope),
         )  # fmt: skip
     return finish(out, q_rope.dtype)

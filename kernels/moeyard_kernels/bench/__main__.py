@@ -33,7 +33,15 @@ from moeyard_kernels.common import tuning
 MODULES = (
     *("elementwise", "rope", "reduce", "linear", "head_linear", "topk_gate", "moe", "expert_cache"),
     "peer_exchange",
-    *("mla_decode", "gqa_decode", "attn_prefill_varlen", "snapkv_scores", "linear_attention", "sample"),
+    *(
+        "mla_decode",
+        "gqa_decode",
+        "rope_gqa_decode",
+        "attn_prefill_varlen",
+        "snapkv_scores",
+        "linear_attention",
+        "sample",
+    ),
 )
 
 

@@ -8,6 +8,7 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.attention import rope, rope_cache_write
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.elementwise.rms_norm import NUM_WARPS
 from moeyard_kernels.ref import rope as rope_reference
 
 OPS = ("rope", "rope_cache_write_mla", "rope_cache_write_gqa")
@@ -17,12 +18,15 @@ _PAGE = 64
 
 
 def cases() -> Iterator[Case]:
-    """The issue's shapes and decode steps beside them; with head norms Qwen3-30B-A3B and Qwen3-235B-A22B."""
+    """The issue's shapes and decode steps beside them; with head norms Qwen3-30B-A3B and Qwen3-235B-A22B, with the norm
+    of latents DeepSeek-V2-Lite."""
     for num_tokens in (4096, 64, 1):
         yield _rope(num_tokens, 32, 128, interleaved=False)
         yield _rope(num_tokens, 128, 64, interleaved=True)
         yield _write_mla(num_tokens, interleaved=True)
         yield _write_gqa(num_tokens)
+    for num_tokens in (1, 8, 64):
+        yield _norm_write_mla(num_tokens, 16)
     for num_tokens in (1, 8, 64, 4096):
         for heads in (32, 64):
             yield _norm_write_gqa(num_tokens, heads, 4, 128)
@@ -101,6 +105,51 @@ def _write_mla(num_tokens: int, *, interleaved: bool) -> Case:
         baseline_name="rope x 2, cat, index_copy",
         variants=[(config, partial(run, config=config)) for config in rope_cache_write.CONFIGS],
         tune_key=("rope_cache_write_mla", rope_cache_write.shape_class(num_tokens, heads, dim)),
+    )
+
+
+def _norm_then_write(
+    q: torch.Tensor, kv_a: torch.Tensor, *rest: torch.Tensor, kv_norm: torch.Tensor
+) -> torch.Tensor:  # fmt: skip
+    kv_a = ops.rms_norm(kv_a, kv_norm, _EPS)
+    return rope_cache_write.rope_cache_write_mla(q, kv_a, *rest, interleaved=True)
+
+
+def _norm_write_mla(num_tokens: int, heads: int) -> Case:
+    latent, dim = 512, 64
+    q, kv_a, k_rope = _rows(num_tokens, heads * (128 + dim) + latent + dim).split_with_sizes(
+        (heads * (128 + dim), latent, dim), 1
+    )
+    q = q.view(num_tokens, heads, 128 + dim)[:, :, 128:]
+    cos, sin = torch.randn(num_tokens, dim, device="cuda").chunk(2, 1)
+    shape = (num_tokens // _PAGE + 16, _PAGE, latent + dim)
+    cache, other = (torch.zeros(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    inputs = q, kv_a, k_rope, cos, sin, torch.randperm(num_tokens, device="cuda") + 5
+    kv_norm = _rows(latent)
+    run = partial(
+        rope_cache_write.rope_cache_write_mla, *inputs, cache, interleaved=True, kv_norm=kv_norm, eps=_EPS
+    )  # fmt: skip
+    chain = partial(_norm_then_write, *inputs, other, kv_norm=kv_norm)
+    configs = [config for config in rope_cache_write.CONFIGS if config.num_warps == NUM_WARPS]
+
+    def prove() -> None:
+        other.zero_()
+        wanted = chain()
+        for config in (None, *configs):
+            cache.zero_()
+            assert_bits(f"norm, then rotation, {config}", run(config=config), wanted)
+            assert_bits(f"cache, {config}", cache, other)
+
+    return Case(
+        op="rope_cache_write_mla",
+        shape=f"T{num_tokens} N{heads} Dr{dim} R{latent} interleaved normed",
+        run=run,
+        prove=prove,
+        num_bytes=4 * num_tokens * (heads * dim + latent + dim) + num_tokens * (4 * dim + 8),
+        baseline=chain,
+        baseline_name="rms_norm, rope with cache write",
+        variants=[(config, partial(run, config=config)) for config in configs],
+        tune_key=("rope_cache_write_mla", rope_cache_write.shape_class(num_tokens, heads, dim, normed=True)),
     )
 
 

@@ -13,7 +13,7 @@ are few. `mla_decode_hopper` waits, and lets the merge begin when its programs a
 first product waits and lets the second begin, which does the same where nothing was laid out, and first lets the next
 begin for one token's pairs (`grouped_slice`); other products and sampling only wait. The rest are launched as ever:
 programs of `gqa_decode` that come early settle unevenly (315 us, 270 without); the layout, of few programs, took
-longer. Over tables of one split `gqa_decode` does both, if its programs are few.
+longer. Over tables of one split `gqa_decode` and `rope_gqa_decode` do both, if their programs are few.
 """
 
 from collections.abc import Mapping

@@ -105,8 +105,9 @@ class CpuMla:
 
     def __init__(
         self, *, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, scale: float, kv_b: torch.Tensor,
-        rope: torch.Tensor | None, interleaved: bool, latents: torch.Tensor,
+        rope: torch.Tensor | None, interleaved: bool, kv_norm: torch.Tensor | None, eps: float, latents: torch.Tensor,
     ) -> None:  # fmt: skip
+        self._kv_norm, self._eps = kv_norm, eps
         self._num_heads, self._nope_dim, self._rope_dim, self._v_dim = num_heads, nope_dim, rope_dim, v_dim
         self._rank, self._scale = kv_b.shape[2], scale
         self._rope, self._interleaved = rope, interleaved
@@ -123,6 +124,8 @@ class CpuMla:
         if self._rope is not None:
             rotated = rotate(rotated, *plan.rotation(self._rope), interleaved=self._interleaved)
         q_rope, k_rope = rotated[:, : self._num_heads], rotated[:, self._num_heads]
+        if self._kv_norm is not None:
+            latent = rms_norm(latent, self._kv_norm, self._eps)
         latent = torch.cat((latent, k_rope), 1)
         self._flat.index_copy_(0, plan.entries, latent[: plan.num_tokens])
         return self._attend(q, q_rope, plan).flatten(1)

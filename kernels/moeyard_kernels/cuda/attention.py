@@ -36,10 +36,16 @@ class CudaGqa:
             norms = dict(zip(("q_norm", "k_norm"), self._norms, strict=True), eps=self._eps)
         else:
             q, k = (self._normalised(x, weight) for x, weight in zip((q, k), self._norms, strict=True))
-        q = ops.rope_cache_write_gqa(
-            q, k, v, *plan.rotation(self._rope), plan.entries, self._k, self._v,
-            interleaved=self._interleaved, **norms,
-        )  # fmt: skip
+        step = (q, k, v, *plan.rotation(self._rope), plan.entries, self._k, self._v)
+        norms["interleaved"] = self._interleaved
+        if not plan.num_prompt and plan.num_tokens:
+            # The launch ahead is a product, or a norm of its rows: tables and earlier steps' keys are older.
+            out, _ = ops.rope_gqa_decode(
+                *step, tables=plan.decode[self._window], scale=self._scale, static_tables=True,
+                lone_rows=plan.lone_rows, **norms,
+            )  # fmt: skip
+            return out.flatten(1)
+        q = ops.rope_cache_write_gqa(*step, **norms)
         parts = []
         if plan.num_prompt:
             paged = plan.paged[self._window]
@@ -89,8 +95,9 @@ class CudaMla:
 
     def __init__(
         self, *, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, scale: float, kv_b: torch.Tensor,
-        rope: torch.Tensor | None, interleaved: bool, latents: torch.Tensor,
+        rope: torch.Tensor | None, interleaved: bool, kv_norm: torch.Tensor | None, eps: float, latents: torch.Tensor,
     ) -> None:  # fmt: skip
+        self._kv_norm, self._eps = kv_norm, eps
         self._num_heads, self._widths = num_heads, (nope_dim, rope_dim)
         self._nope_dim, self._v_dim, self._rank, self._scale = nope_dim, v_dim, kv_b.shape[2], scale
         self._rope, self._interleaved = _rotation_table(rope, rope_dim, latents.device), interleaved
@@ -104,7 +111,7 @@ class CudaMla:
         q_nope, q_rope = q.split(self._widths, 2)
         q_rope = ops.rope_cache_write_mla(
             q_rope, latent, k_rope, *plan.rotation(self._rope), plan.entries, self._latents,
-            interleaved=self._interleaved,
+            interleaved=self._interleaved, kv_norm=self._kv_norm, eps=self._eps,
         )  # fmt: skip
         parts = []
         if plan.num_prompt:

@@ -4,6 +4,7 @@ import torch
 
 from moeyard_kernels.common.checks import FLOATS, check_layout, show
 from moeyard_kernels.door.load import kernel
+from moeyard_kernels.door.rope import check_step_gqa
 from moeyard_kernels.types.decode_tables import DecodeTables
 
 
@@ -24,19 +25,33 @@ def gqa_decode(
     other still at work, does not write the tables, as with those of a step between its layers; a GPU may then read them
     before that launch has ended. Tables that it writes would be read half old, half new.
     """
-    if q.dim() != 3 or k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
-        raise ValueError(f"gqa_decode: q {show(q)}, k_cache {show(k_cache)}, v_cache {show(v_cache)} do not fit")
-    if q.shape[2] != k_cache.shape[3] or k_cache.shape[0] == 0 or q.shape[1] % k_cache.shape[0]:
-        raise ValueError(f"gqa_decode: q {show(q)} does not fit k_cache {show(k_cache)}")
-    if q.dtype not in FLOATS or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
-        raise ValueError(
-            f"gqa_decode: q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype} must share a dtype, "
-            f"fp32 or bf16"
-        )
-    _check_tables("gqa_decode", tables, q.shape[0], k_cache.shape[2], scale, q=q, k_cache=k_cache, v_cache=v_cache)
+    _check_gqa("gqa_decode", q, k_cache, v_cache, tables=tables, scale=scale)
+    check_layout("gqa_decode", q=q, k_cache=k_cache)
     return kernel("attention.gqa_decode", q).gqa_decode(
         q, k_cache, v_cache, tables=tables, scale=scale, static_tables=static_tables
     )
+
+
+def rope_gqa_decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    *, tables: DecodeTables, scale: float, interleaved: bool, q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None, eps: float = 0.0, static_tables: bool = False, lone_rows: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`rope_cache_write_gqa`, and `gqa_decode` of what it returns: (out [T, Hq, D], lse [T, Hq] fp32), caches written.
+
+    A row's own key is at position kv_lens - 1 of what it sees. lone_rows: no row sees what another one writes here, but
+    for copies of a row, which are not written (-1), as padding is. A GPU may then do all of it in one launch, if a
+    config says so. static_tables: as in `gqa_decode`; with lone_rows the keys of earlier steps and the norms' weights
+    are as old as the tables. Bits: those of the two ops.
+    """
+    op = "rope_gqa_decode"
+    check_step_gqa(op, q, k, v, cos, sin, slot_mapping, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm)
+    _check_gqa(op, q, k_cache, v_cache, tables=tables, scale=scale)
+    return kernel("attention.rope_gqa_decode", q).rope_gqa_decode(
+        q, k, v, cos, sin, slot_mapping, k_cache, v_cache, tables=tables, scale=scale, interleaved=interleaved,
+        q_norm=q_norm, k_norm=k_norm, eps=eps, static_tables=static_tables, lone_rows=lone_rows,
+    )  # fmt: skip
 
 
 def mla_decode(
@@ -92,6 +107,20 @@ def attn_combine(
         raise ValueError(f"attn_combine: dtype {dtype} is neither fp32 nor bf16")
     check_layout("attn_combine", partial=partial, lse=lse)
     return kernel("attention.attn_combine", partial).attn_combine(partial, lse, dtype=dtype)
+
+
+def _check_gqa(
+    op: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, tables: DecodeTables, scale: float
+) -> None:
+    if q.dim() != 3 or k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ValueError(f"{op}: q {show(q)}, k_cache {show(k_cache)}, v_cache {show(v_cache)} do not fit")
+    if q.shape[2] != k_cache.shape[3] or k_cache.shape[0] == 0 or q.shape[1] % k_cache.shape[0]:
+        raise ValueError(f"{op}: q {show(q)} does not fit k_cache {show(k_cache)}")
+    if q.dtype not in FLOATS or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
+        raise ValueError(
+            f"{op}: q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype} must share a dtype, fp32 or bf16"
+        )
+    _check_tables(op, tables, q.shape[0], k_cache.shape[2], scale, k_cache=k_cache, v_cache=v_cache)
 
 
 def _check_tables(

@@ -42,7 +42,59 @@ def rope_cache_write_gqa(
     page + place in the page, all different, or -1 for a token that is not written. Bits: those of the
     norms, of `rope` and a copy.
     """
-    op = "rope_cache_write_gqa"
+    check_step_gqa(
+        "rope_cache_write_gqa", q, k, v, cos, sin, slot_mapping, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm
+    )
+    return kernel("attention.rope_cache_write", q).rope_cache_write_gqa(
+        q, k, v, cos, sin, slot_mapping, k_cache, v_cache,
+        interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
+    )  # fmt: skip
+
+
+def rope_cache_write_mla(
+    q_rope: torch.Tensor,
+    kv_a: torch.Tensor,
+    k_rope: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    interleaved: bool,
+    kv_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """`rope` of q_rope [T, Hq, Dr] -> the same shape; kv_a [T, R] and `rope` of k_rope [T, Dr] go into the cache.
+
+    With kv_norm [R] it is `rms_norm(kv_a, kv_norm, eps)` that goes there. cache [num_pages, page, R + Dr] of any
+    strides whose last is one; slot_mapping [T] int64 as in `rope_cache_write_gqa`. Bits: those of the norm, of `rope`
+    and a copy.
+    """
+    op = "rope_cache_write_mla"
+    _check_rope(op, "q_rope", q_rope, cos, sin)
+    num_tokens, dim = q_rope.shape[0], q_rope.shape[2]
+    if k_rope.shape != (num_tokens, dim) or k_rope.dtype != q_rope.dtype:
+        raise ValueError(f"{op}: k_rope {show(k_rope)} does not fit q_rope {show(q_rope)}")
+    if kv_a.dim() != 2 or kv_a.shape[0] != num_tokens or kv_a.dtype != q_rope.dtype:
+        raise ValueError(f"{op}: kv_a {show(kv_a)} does not fit q_rope {show(q_rope)}")
+    _check_slots(op, q_rope, slot_mapping)
+    if cache.dim() != 3 or cache.shape[2] != kv_a.shape[1] + dim or cache.dtype != q_rope.dtype:
+        raise ValueError(f"{op}: cache {show(cache)} does not fit kv_a {show(kv_a)} and k_rope {show(k_rope)}")
+    if kv_norm is not None:
+        check_norm(op, kv_a, kv_norm)
+    moved = {"kv_a": kv_a, "k_rope": k_rope, "cos": cos, "sin": sin, "slot_mapping": slot_mapping, "cache": cache}
+    check_devices(op, q_rope=q_rope, kv_norm=kv_norm, **moved)
+    return kernel("attention.rope_cache_write", q_rope).rope_cache_write_mla(
+        q_rope, kv_a, k_rope, cos, sin, slot_mapping, cache, interleaved=interleaved, kv_norm=kv_norm, eps=eps
+    )
+
+
+def check_step_gqa(
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    *, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """What `rope_cache_write_gqa` asks of its arguments, for all ops that begin like it. Raises ValueError."""
     _check_rope(op, "q", q, cos, sin, partly=True)
     _check_rope(op, "k", k, cos, sin, partly=True)
     if k.shape[2] != q.shape[2] or k.dtype != q.dtype:
@@ -62,43 +114,6 @@ def rope_cache_write_gqa(
         check_norm(op, k, k_norm)
     check_devices(op, q=q, k=k, v=v, cos=cos, sin=sin, slot_mapping=slot_mapping, k_cache=k_cache, v_cache=v_cache)
     check_devices(op, q=q, q_norm=q_norm, k_norm=k_norm)
-    return kernel("attention.rope_cache_write", q).rope_cache_write_gqa(
-        q, k, v, cos, sin, slot_mapping, k_cache, v_cache,
-        interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
-    )  # fmt: skip
-
-
-def rope_cache_write_mla(
-    q_rope: torch.Tensor,
-    kv_a: torch.Tensor,
-    k_rope: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cache: torch.Tensor,
-    *,
-    interleaved: bool,
-) -> torch.Tensor:
-    """`rope` of q_rope [T, Hq, Dr] -> the same shape; kv_a [T, R] and `rope` of k_rope [T, Dr] go into the cache.
-
-    cache [num_pages, page, R + Dr] of any strides whose last is one; slot_mapping [T] int64 as in
-    `rope_cache_write_gqa`. Bits: those of `rope` and a copy.
-    """
-    op = "rope_cache_write_mla"
-    _check_rope(op, "q_rope", q_rope, cos, sin)
-    num_tokens, dim = q_rope.shape[0], q_rope.shape[2]
-    if k_rope.shape != (num_tokens, dim) or k_rope.dtype != q_rope.dtype:
-        raise ValueError(f"{op}: k_rope {show(k_rope)} does not fit q_rope {show(q_rope)}")
-    if kv_a.dim() != 2 or kv_a.shape[0] != num_tokens or kv_a.dtype != q_rope.dtype:
-        raise ValueError(f"{op}: kv_a {show(kv_a)} does not fit q_rope {show(q_rope)}")
-    _check_slots(op, q_rope, slot_mapping)
-    if cache.dim() != 3 or cache.shape[2] != kv_a.shape[1] + dim or cache.dtype != q_rope.dtype:
-        raise ValueError(f"{op}: cache {show(cache)} does not fit kv_a {show(kv_a)} and k_rope {show(k_rope)}")
-    moved = {"kv_a": kv_a, "k_rope": k_rope, "cos": cos, "sin": sin, "slot_mapping": slot_mapping, "cache": cache}
-    check_devices(op, q_rope=q_rope, **moved)
-    return kernel("attention.rope_cache_write", q_rope).rope_cache_write_mla(
-        q_rope, kv_a, k_rope, cos, sin, slot_mapping, cache, interleaved=interleaved
-    )
 
 
 def _check_rope(

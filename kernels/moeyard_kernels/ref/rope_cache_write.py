@@ -24,9 +24,12 @@ def rope_cache_write_gqa(
 
 def rope_cache_write_mla(
     q_rope: torch.Tensor, kv_a: torch.Tensor, k_rope: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    slot_mapping: torch.Tensor, cache: torch.Tensor, *, interleaved: bool,
+    slot_mapping: torch.Tensor, cache: torch.Tensor, *, interleaved: bool, kv_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """See `moeyard_kernels.ops.rope_cache_write_mla`."""
+    if kv_norm is not None:
+        kv_a = rms_norm(kv_a, kv_norm, eps)
     tokens, page, entry = _entries("rope_cache_write_mla", slot_mapping, *cache.shape[:2])
     rotated = rope(k_rope.unsqueeze(1), cos, sin, interleaved=interleaved).squeeze(1)
     cache[page, entry] = torch.cat((kv_a, rotated), 1)[tokens]

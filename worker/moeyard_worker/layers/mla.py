@@ -105,6 +105,9 @@ class Mla:
             kv_b=weights["kv_b"],
             rope=rope,
             interleaved=self.rope is not None and self.rope.interleaved,
+            # With a query rank one launch normalises both, ahead of the query's up projection.
+            kv_norm=None if "q_norm" in weights else weights["kv_norm"],
+            eps=self.norm_eps,
             latents=state["latents"],
         )
         return MlaBlock(self, backend, attend, weights)
@@ -129,5 +132,4 @@ class MlaBlock:
             q = backend.linear(q, self._q_b)
         else:
             q, latent, k_rope = down.split_with_sizes(self._widths, 1)
-            latent = backend.rms_norm(latent, self._kv_norm, self._eps)
         return backend.linear(self._attend.attend(q, latent, k_rope, plan), self._o, self._o_bias)

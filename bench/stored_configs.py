@@ -1,0 +1,163 @@
+"""What a line in the table of stored configs is worth in a decode step: graphs with and without it, in one process.
+
+    python bench/stored_configs.py --model Qwen3-30B-A3B:12 --streams 1 8 --line \
+        'rope_gqa_decode / M8 D128 few / {"kernel": "one", "BM": 16, "TAIL": 4, "num_warps": 8, "num_stages": 3}'
+
+Each --line is one variant, or several lines joined by ';'. All of them decode the same rows greedily, --steps tokens
+behind 128 positions of zeros; any difference in a bit of their logits ends the run. Then replays are timed in turns.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels.common import tuning
+from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.device_sampler import DeviceSampler, captured
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.worker import Worker
+from moeyard_worker.scheduling.step import Chunk, Step
+
+CONTEXT, PAGE, PAGES = 128, 64, 4
+TURNS, REPLAYS = 7, 60
+
+Lines = Mapping[str, Mapping[str, Mapping[str, Any]]]
+_AS_STORED = tuning.stored
+
+
+def lines_of(text: str) -> Lines:
+    """{op: {shape class: fields}} of 'op / class / {fields}; ..'."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in text.split(";"):
+        op, shape, fields = (part.strip() for part in line.split("/", 2))
+        found.setdefault(op, {})[shape] = json.loads(fields)
+    return found
+
+
+def with_lines(lines: Lines) -> Callable[[str], Lines]:
+    """`tuning.stored` with these lines in place of the stored ones."""
+
+    def stored(name: str) -> Lines:
+        table = dict(_AS_STORED(name))
+        for op, classes in lines.items():
+            table[op] = {**table.get(op, {}), **classes}
+        return MappingProxyType(table)
+
+    return stored
+
+
+def load(shape: str, layers: int, streams: int, device: str) -> tuple[Worker, Runner]:
+    """A worker that captures nothing by itself, and its model."""
+    config = EngineConfig(
+        model_path=None, load_format="dummy", shape=shape, num_layers=layers, device=device, page_size=PAGE,
+        max_num_seqs=streams, max_batch_tokens=2048, prefill_chunk=2048, max_model_len=PAGES * PAGE,
+        kv_memory=1 << 30, enforce_eager=True,
+    )  # fmt: skip
+    worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="bench"))
+    worker.connect([worker.endpoints()["mesh"]])
+    worker.load(1)
+    found = worker.runner
+    return worker, found if isinstance(found, Runner) else found._runner
+
+
+class Variant:
+    """A decode step of some rows, captured under its own lines."""
+
+    def __init__(self, runner: Runner, sampler: DeviceSampler, lines: Lines, rows: int, pool: Any) -> None:
+        backend = runner.backend
+        assert isinstance(backend, CudaBackend)
+        tuning.stored = with_lines(lines)  # type: ignore[assignment]
+        tuning._found.cache_clear()
+        self._runner, self._sampler, self._rows = runner, sampler, rows
+        self._inputs = GraphInputs(
+            Bucket(decode=rows, width=8), page_size=PAGE, windows=backend.windows, last_ids=sampler.last_ids
+        )
+        self.replay = captured(self._forward, pool)[0].replay
+
+    def _forward(self) -> None:
+        self._inputs.begin()
+        logits = self._sampler.logits[: self._rows]
+        self._runner.model.forward(self._inputs, out=logits)
+        self._sampler.last_ids[: self._rows] = ops.sample(logits).ids
+
+    def chain(self, steps: int) -> torch.Tensor:
+        """Logits [rows, V] of the last of so many greedy steps, the first of which reads tokens of chance."""
+        chance = random.Random(5)
+        first = [chance.randrange(self._runner.config.vocab_size) for _ in range(self._rows)]
+        for i in range(steps):
+            chunks = [
+                Chunk(
+                    key=(b"", str(row)), start=CONTEXT + i, token_ids=(first[row] if i == 0 else 0,),
+                    pages=tuple(range(PAGES * row, PAGES * row + PAGES)), prompt=False, num_sampled=1,
+                )
+                for row in range(self._rows)
+            ]  # fmt: skip
+            self._inputs.fill(Step(decode=tuple(chunks)), [-1 if i == 0 else row for row in range(self._rows)])
+            self.replay()
+        return self._sampler.logits[: self._rows].clone()
+
+    def milliseconds(self) -> float:
+        """Of one replay, of the step that was filled last, over REPLAYS back to back."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(REPLAYS):
+            self.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / REPLAYS
+
+
+@torch.inference_mode()
+def measure(args: argparse.Namespace) -> int:
+    """Print a line for each number of streams and variant; 1 if any bit differed."""
+    shape, layers = args.model.split(":")
+    worker, runner = load(shape, int(layers), max(args.streams), args.device)
+    pool = torch.cuda.graph_pool_handle()
+    sampler = DeviceSampler(
+        max_rows=max(args.streams), vocab=runner.config.vocab_size, eos_token_ids=(),
+        device=runner.backend.device, max_edited=0,
+    )  # fmt: skip
+    differ = 0
+    for rows in args.streams:
+        named = [("as stored", {}) if text is None else (text, lines_of(text)) for text in (None, *args.line)]
+        variants = [Variant(runner, sampler, lines, rows, pool) for _, lines in named]
+        wanted = variants[0].chain(args.steps)
+        equal = [torch.equal(variant.chain(args.steps), wanted) for variant in variants]
+        differ += equal.count(False)
+        turns = [[variant.milliseconds() for variant in variants] for _ in range(TURNS)]
+        for i, (name, _) in enumerate(named):
+            found = [turn[i] for turn in turns]
+            print(
+                f"{args.model} {rows:3} rows {statistics.median(found):.4f} ms ({min(found):.4f} to {max(found):.4f}), "
+                f"{'the same' if equal[i] else 'OTHER'} logits: {name}", flush=True
+            )  # fmt: skip
+    worker.stop()
+    return 1 if differ else 0
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", default="Qwen3-30B-A3B:12", help="shape:layers")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--line", action="append", default=[], help="op / class / {fields}; several joined by ';'")
+    parser.add_argument("--steps", type=int, default=100, help="tokens of the chain, at most 128")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name(args.device)}, torch {torch.__version__}", flush=True)
+    return measure(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
