@@ -30,15 +30,15 @@ MAY_IMPORT = {
 # The rooms of the worker: what each may import beside itself, and how many lines it may have. A room that outgrows its
 # budget wants another look at what it does before it gets more.
 ROOMS = {
-    "config": ((), 750),
+    "config": ((), 780),
     "state": (("config",), 350),
     "scheduling": (("config", "state"), 1590),
-    "exchange": (("config",), 2640),
+    "exchange": (("config",), 3300),
     "experts": (("config", "exchange"), 1660),
     "layers": (("config", "state", "exchange"), 810),
     "models": (("config", "state", "exchange", "layers"), 1350),
     "checkpoint": (("config", "layers", "models"), 720),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 4620),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 4680),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {

@@ -27,6 +27,7 @@ class Setup:
     hosts: str | None = None
     shuffled: bool = False
     away: int | None = None
+    device: str = "cpu"
 
     @property
     def members(self) -> list[int]:
@@ -56,6 +57,8 @@ SETUPS = [
         ("shm", "zmq", (1, 2, 3, 4), None),
         ("tcp", "zmq-tcp", (1, 2, 3, 4), None),
         ("two_hosts", "zmq", (2, 4), "abab"),
+        # Over gloo: on a CPU torch has no other.
+        ("nccl", "nccl", (1, 2, 3, 4), None),
     )
     for ranks in worlds
     for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16"))
@@ -66,8 +69,18 @@ SETUPS += [
     for name, kind, ranks, away, hosts in (
         ("shm", "zmq", 3, None, None), ("shm", "zmq", 2, 1, None), ("shm", "zmq", 1, 0, None),
         ("tcp", "zmq-tcp", 3, 0, None), ("two_hosts", "zmq", 3, 2, "aba"),
+        ("nccl", "nccl", 3, None, None), ("nccl", "nccl", 3, 1, None), ("nccl", "nccl", 1, 0, None),
     )
 ]  # fmt: skip
+
+
+# Over NCCL, where there are GPUs.
+SETUPS += [
+    Setup(name=f"nccl-{ranks}gpus-{dtype}", kind="nccl", ranks=ranks, dtype=dtype, shuffled=True, device="cuda")
+    for ranks in (2, 3, 4)
+    if ranks <= torch.cuda.device_count()
+    for dtype in ("float32", "bfloat16")
+]
 
 
 @pytest.fixture(scope="module", params=SETUPS, ids=lambda setup: setup.name)
@@ -75,7 +88,10 @@ def connected(request: pytest.FixtureRequest) -> Iterator[tuple[Setup, Fleet, li
     """A fleet of one setup, and its number of steps so far."""
     setup: Setup = request.param
     with Fleet(setup.ranks) as fleet:
-        fleet.connect(setup.kind, setup.shape, hosts=setup.hosts, placement=setup.placement, members=setup.members)
+        fleet.connect(
+            setup.kind, setup.shape, hosts=setup.hosts, placement=setup.placement, members=setup.members,
+            device=setup.device,
+        )  # fmt: skip
         yield setup, fleet, [0]
         assert fleet.call(close) == [None] * setup.ranks
 

@@ -4,9 +4,7 @@ A step is launched and not waited for. Its tokens stay on the device, where the 
 not know yet (`Chunk.fed`), and are copied to the host behind it.
 """
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -18,7 +16,7 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.constrained import choose_again, without_grammars
-from moeyard_worker.engine.device_sampler import DeviceSampler, captured
+from moeyard_worker.engine.device_sampler import DeviceSampler, captured, nothing_collected
 from moeyard_worker.engine.peer_buckets import smallest, with_peers
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sampling import (
@@ -271,6 +269,7 @@ class GraphRunner:
         """Logits of the sampled rows, and what `score` finds; tokens unknown to the host come from the step before."""
         if not step.chunks:
             self._runner.forward(step)
+            self._exchange.drain()
             return []
         self.num_eager += 1
         plan = self._backend.plan(step)
@@ -286,21 +285,10 @@ class GraphRunner:
             plan.token_ids[index[0]] = self._sampler.last_ids[index[1]]
         model = self._runner.model
         hidden = model.hidden(plan)
+        # From here on the host may wait for the device, which must not wait for peers then.
+        self._exchange.drain()
         model.sampled(hidden, plan, out=self._sampler.logits[: plan.num_sampled])
         return score(model.head, hidden, step, whole=True) if step.scored else []
-
-
-@contextmanager
-def nothing_collected() -> Iterator[None]:
-    """A graph of an engine that is no more, destroyed by the collector during a capture, would spoil that."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _below(sizes: Sequence[int], most: int) -> list[int]:

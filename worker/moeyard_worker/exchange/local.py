@@ -35,6 +35,9 @@ class LocalExchange:
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
         """Nobody is waited for."""
 
+    def drain(self) -> None:
+        """Nobody is waited for."""
+
     def abort(self) -> None:
         """Nobody is waited for."""
 

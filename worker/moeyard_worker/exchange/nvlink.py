@@ -186,6 +186,9 @@ class NvlinkExchange:
         where = where_in_step(failed_at, layer, named)
         self._mesh.miss(ranks, f"{name_ranks(ranks)} {what} at {where}", step=failed_at, layer=layer, phase=named)
 
+    def drain(self) -> None:
+        """A wait of the device ends by itself."""
+
     def abort(self) -> None:
         """See `Exchange.abort`."""
         self._window.abort()

@@ -38,6 +38,9 @@ class StagedExchange:
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
         """Each phase has waited for its own packets."""
 
+    def drain(self) -> None:
+        """Each phase has waited for its own packets."""
+
     def abort(self) -> None:
         """The host waits, not the device."""
 

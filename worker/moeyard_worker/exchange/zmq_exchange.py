@@ -112,6 +112,9 @@ class ZmqExchange:
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
         """Each phase has waited for its own packets."""
 
+    def drain(self) -> None:
+        """Each phase has waited for its own packets."""
+
     def abort(self) -> None:
         """Nothing waits but the caller."""
 
