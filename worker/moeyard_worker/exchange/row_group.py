@@ -72,7 +72,7 @@ class TorchGroup:
         self.host_waits = device.type == "cpu"
         self._backend: Any = None
         self._world = 1
-        # torch joins threads that want the interpreter where a group is destroyed: those that were ended are kept.
+        # Where a group is destroyed torch joins its threads, and these may wait for who is gone: groups are kept.
         self._ended: list[Any] = []
         self._store: RelayStore | None = None
 
