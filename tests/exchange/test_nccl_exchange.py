@@ -74,6 +74,12 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
     plans = [[*steps_of(50), Step.empty(), Step.empty()], [Step.empty(), Step.empty(), *steps_of(37)]][:world]
     plans += [[Step.empty()] * 6] * (world - 2)
     runners = [rank_runner(checkpoint, exchange) for exchange in exchanges]
+    for exchange, runner in zip(exchanges, runners, strict=True):
+        # Before they have met: with and without prompts it takes no part, and leaves nothing behind.
+        for prompts in ((), (38,) * world):
+            exchange.expect(PeerRows(38, prompts))
+            runner.forward(steps_of(50)[0])
+        assert exchange.stats.bytes_sent == 0
     attach(exchanges, meshes, placement)  # type: ignore[arg-type]
 
     def run(rank: int) -> list[torch.Tensor]:
@@ -104,8 +110,9 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
 
 def make_exchange(mesh: Mesh, group: Any = None, *, seconds: float = DEADLINE) -> NcclExchange:
     return NcclExchange(
-        group or TorchGroup(CPU), rank=mesh.rank, world_size=mesh.world_size, shape=SMALL, seconds=seconds, device=CPU
-    )
+        group or TorchGroup(CPU), rank=mesh.rank, world_size=mesh.world_size, shape=SMALL, device=CPU, seconds=seconds,
+        placement=Placement.of_shards((4,), partition(6, mesh.world_size)),
+    )  # fmt: skip
 
 
 def round_trip(exchange: NcclExchange, ids: torch.Tensor, peers: PeerRows, layer: int) -> torch.Tensor:

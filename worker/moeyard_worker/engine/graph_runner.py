@@ -171,7 +171,7 @@ class GraphRunner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture all buckets, the largest first, so that the others find their memory in its pool."""
-        self._warm()
+        self._warm_prompts()
         pool, graphs = torch.cuda.graph_pool_handle(), {}
         with nothing_collected():
             for bucket in sorted(self.buckets(), key=lambda b: (b.rows, b.keys, b.width, b.peers), reverse=True):
@@ -182,10 +182,18 @@ class GraphRunner:
         # The smallest first: a step takes the first that holds it.
         self._graphs = dict(reversed(graphs.items()))
 
-    def _warm(self) -> None:
-        """Run prompts of the sizes that stay launches, so that their kernels are compiled before there is one."""
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Where nothing is captured: run steps of all sizes once, so that kernels are compiled before there is one."""
+        self._warm_prompts()
+        for rows in _below(_ROWS, self._max_rows):
+            self._exchange.expect(PeerRows(rows))
+            self._forward(self._inputs(Bucket(decode=rows, width=self._max_pages)))
+
+    def _warm_prompts(self) -> None:
+        """Run prompts of the sizes that stay launches."""
         sizes = {size for size in (*_WARM, self._max_eager) if size <= self._max_eager}
-        if self._captures_prompts:
+        if self._captures_prompts and self._exchange.captures:
             # What is captured runs once before it is.
             sizes = {size for size in sizes if size > self._max_prompt}
         for size in sorted(sizes, reverse=True):

@@ -64,6 +64,8 @@ class Exchange(Protocol):
     stats: ExchangeStats
     # Whether a CUDA graph can hold it: it moves rows without the host.
     captures: bool
+    # Whether what is launched before the first `attach` takes no part: so its kernels are compiled ahead.
+    warms: bool
     # Whether a rank has room for so many rows of each, whoever brings fewer: `expect` says how many.
     places_rows: bool
 

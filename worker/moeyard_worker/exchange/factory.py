@@ -98,7 +98,8 @@ def build_exchange(
         )  # fmt: skip
     if kind == "nccl":
         return NcclExchange(
-            TorchGroup(device), rank=mesh.rank, world_size=mesh.world_size, shape=shape, seconds=seconds, device=device
-        )
+            TorchGroup(device), rank=mesh.rank, world_size=mesh.world_size, shape=shape, placement=placement,
+            seconds=seconds, device=device,
+        )  # fmt: skip
     exchange = ZmqExchange(mesh, shape=shape, placement=placement)
     return exchange if device.type == "cpu" else StagedExchange(exchange, device)

@@ -15,6 +15,7 @@ class LocalExchange:
     rank = 0
     world_size = 1
     captures = True
+    warms = True
     places_rows = False
 
     def __init__(self) -> None:

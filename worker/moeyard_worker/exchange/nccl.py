@@ -63,23 +63,23 @@ class NcclHandle:
 
 
 class NcclExchange:
-    """`Exchange` through a `RowGroup`, among the members of the mesh.
+    """`Exchange` through a `RowGroup`, among the members of the mesh. Before the first `attach` nothing moves.
 
     A rank whose device does not come to its next exchange within `seconds` is silent, and says so; one that waits for
     others waits a deadline of the mesh longer.
     """
 
     captures = False
+    warms = True
     places_rows = False
 
     def __init__(
-        self, group: RowGroup, *, rank: int, world_size: int, shape: ExchangeShape, seconds: float, device: torch.device
-    ) -> None:
+        self, group: RowGroup, *, rank: int, world_size: int, shape: ExchangeShape, placement: Placement,
+        seconds: float, device: torch.device,
+    ) -> None:  # fmt: skip
         self.rank, self.world_size, self.stats = rank, world_size, ExchangeStats()
         self._group, self._shape, self._seconds, self._device = group, shape, seconds, device
         self._dtype = getattr(torch, shape.dtype)
-        self._members: tuple[int, ...] = ()
-        self._place = 0
         self._step = 0
         # Of every layer: [E + 1] the member that has an expert, and its number here, -1 elsewhere and for an id of -1.
         self._owner: dict[int, torch.Tensor] = {}
@@ -89,6 +89,7 @@ class NcclExchange:
         # What this rank's device has not passed yet, oldest first.
         self._marks: deque[_Mark] = deque()
         self._mesh: Mesh | None = None
+        self._put(placement, tuple(range(world_size)))
 
     def attach(self, mesh: Mesh, placement: Placement) -> None:
         """See `Exchange.attach`: the members make a group of their own.
@@ -100,15 +101,19 @@ class NcclExchange:
                 f"a placement of {placement.num_experts} experts on ranks {placement.ranks}: there are "
                 f"{self._shape.num_experts} and ranks {mesh.members}"
             )
-        self._mesh, self._members, self._place = mesh, mesh.members, mesh.members.index(mesh.rank)
-        self.world_size = mesh.world_size
+        self._mesh, self.world_size = mesh, mesh.world_size
         self._marks.clear()
+        self._put(placement, mesh.members)
+        self._group.meet(mesh)
+
+    def _put(self, placement: Placement, members: tuple[int, ...]) -> None:
+        """Write down who owns what."""
+        self._members, self._place = members, members.index(self.rank)
         for layer, owners in zip(placement.layers, placement.owners, strict=True):
             owner = torch.tensor([*(self._members.index(rank) for rank in owners), -1])
             here = owner == self._place
             self._owner[layer] = owner.to(self._device)
             self._local[layer] = torch.where(here, here.cumsum(0) - 1, -1).to(self._device)
-        self._group.meet(mesh)
 
     def begin_step(self, step: int) -> None:
         """See `Exchange.begin_step`."""
@@ -116,7 +121,8 @@ class NcclExchange:
 
     def expect(self, rows: PeerRows) -> None:
         """See `Exchange.expect`. More rows than were agreed on are an assertion."""
-        assert len(rows.counts) == self.world_size or self.world_size == 1, f"{rows} of {self.world_size} ranks"
+        told = len(rows.counts) == self.world_size
+        assert told or self._mesh is None or self.world_size == 1, f"{rows} of {self.world_size} ranks"
         counts = rows.counts or (rows.most,) * self.world_size
         prompts = rows.prompts or (0,) * self.world_size
         self._counts = [counts[rank] for rank in self._members]
@@ -190,7 +196,7 @@ class NcclExchange:
         received: Sequence[int],
     ) -> None:  # fmt: skip
         """Move rows, by their bytes; on a CPU they have come when this returns."""
-        if not sum(self._counts):
+        if self._mesh is None or not sum(self._counts):
             return
         num_bytes = given.shape[1] * given.itemsize
         self.stats.bytes_sent += (sum(sent) - sent[self._place]) * num_bytes

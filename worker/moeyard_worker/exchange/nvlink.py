@@ -49,6 +49,7 @@ class NvlinkExchange:
     """
 
     captures = True
+    warms = True
     places_rows = True
 
     def __init__(

@@ -17,6 +17,7 @@ class StagedExchange:
     """`Exchange` on `device` over `host`, one of the CPU. Bits are only moved."""
 
     captures = False
+    warms = False
     places_rows = False
 
     def __init__(self, host: Exchange, device: torch.device) -> None:

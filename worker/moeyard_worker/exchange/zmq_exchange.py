@@ -63,6 +63,7 @@ class ZmqExchange:
     """
 
     captures = False
+    warms = False
     places_rows = False
 
     def __init__(self, mesh: Mesh, *, shape: ExchangeShape, placement: Placement) -> None:
