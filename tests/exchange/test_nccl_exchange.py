@@ -18,6 +18,7 @@ from tests.exchange.test_staged_exchange import NUM_PAGES, backend, rank_runner,
 
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.local import local_runner
+from moeyard_worker.exchange import nccl
 from moeyard_worker.exchange.base import ExchangeError, PeerRows
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.meeting import RelayStore, Through, relay
@@ -126,9 +127,16 @@ def round_trip(exchange: NcclExchange, ids: torch.Tensor, peers: PeerRows, layer
     return exchange.combine(out, got.handle)[..., 0]
 
 
-@pytest.mark.parametrize("prompts", [(0, 0, 0), (1, 0, 2)], ids=["output", "prompts"])
-def test_another_epoch_has_another_group_and_other_owners(prompts: tuple[int, int, int]) -> None:
-    """Also of fewer ranks, who keep their numbers; of an id of -1 nothing comes home."""
+@pytest.mark.parametrize(
+    ("prompts", "whole"),
+    [((0, 0, 0), 3 * 2 * 16), ((1, 0, 2), 1 << 20), ((0, 0, 0), 3 * 2 * 16 - 1)],
+    ids=["few", "prompts", "many"],
+)
+def test_another_epoch_has_another_group_and_other_owners(
+    prompts: tuple[int, int, int], whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of fewer ranks, who keep their numbers; of an id of -1 nothing comes home. Results return in either way."""
+    monkeypatch.setattr(nccl, "_MOST_WHOLE", whole)
     first = Placement.of_shards((4,), partition(6, 3))
     then = Placement((4,), ((2, 0, 2, 0, 0, 2),))
     ids = torch.tensor([[5, 1], [4, -1]])
@@ -142,6 +150,8 @@ def test_another_epoch_has_another_group_and_other_owners(prompts: tuple[int, in
         return [home.tolist() for home in homes]
 
     [one, none, two] = all_of((1, 0, 2), (0, 1, 2))
+    assert exchanges[0]._whole == (whole == 96)
+    assert sum(e.stats.bytes_sent for e in exchanges) == sum(e.stats.bytes_received for e in exchanges)
     assert one == [[21.0, 1.0]]
     assert none == []
     assert two[0] == [21.0, 1.0]

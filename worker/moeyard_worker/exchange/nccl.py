@@ -2,9 +2,9 @@
 
 Every rank sends its rows and ids to all, in sizes that the plan frames have told, so that nothing waits for the host:
 row t of a member lies behind those of the members before it. Results come home in one of two ways, which all ranks
-choose alike by what was agreed on. In a step without prompts each member returns all (row, k) of a source, and home
-takes each from its owner: a member's share of them is known on the device only. With prompts these would be many, so
-the host looks once per layer how many there are, and only what was computed travels.
+choose alike by what was agreed on. In a step of few rows each member returns all (row, k) of a source, and home takes
+each from its owner: a member's share of them is known on the device only. In one with prompts, or many rows, the host
+looks once per layer how many there are, and only what was computed travels.
 
 Collectives wait on the device until all peers are there, and end only if the host ends them. So the host waits where it
 can watch (`drain`, and where it looks how many): it listens to the mesh meanwhile, and knows by events how far its own
@@ -29,6 +29,8 @@ from moeyard_worker.exchange.shape import ExchangeShape
 
 # Between two looks at what is waited for, and between two at the mesh meanwhile.
 _PAUSE_S, _LOOK_S = 50e-6, 0.01
+# All results of a step that may travel by all members, in bytes: as many as a network moves while a layer is launched.
+_MOST_WHOLE = 32 << 20
 # What is left of a step once it waits for nobody.
 _DRAIN_S = 10.0
 
@@ -85,6 +87,8 @@ class NcclExchange:
         self._owner: dict[int, torch.Tensor] = {}
         self._local: dict[int, torch.Tensor] = {}
         self._counts: list[int] = []
+        # Whether all (row, k) of a source return from each member, in the exchanges that are launched from here on.
+        self._whole = True
         self._prompt: torch.Tensor | None = None
         # What this rank's device has not passed yet, oldest first.
         self._marks: deque[_Mark] = deque()
@@ -127,13 +131,14 @@ class NcclExchange:
         prompts = rows.prompts or (0,) * self.world_size
         self._counts = [counts[rank] for rank in self._members]
         assert max(counts) <= self._shape.max_tokens, f"{rows} of {self._shape.max_tokens}"
+        self._whole = not any(prompts) and sum(counts) * self._shape.top_k * self._shape.row_bytes <= _MOST_WHOLE
         self._prompt = None
         if any(prompts):
             flags = [torch.arange(counts[rank]) < prompts[rank] for rank in self._members]
             self._prompt = torch.cat(flags).to(self._device)
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
-        """See `Exchange.dispatch`: all rows of all members. Without prompts nothing waits for the host."""
+        """See `Exchange.dispatch`: all rows of all members. Of few rows nothing waits for the host."""
         num_tokens, world, counts = topk_ids.shape[0], len(self._members), self._counts
         assert topk_ids.shape == (counts[self._place], self._shape.top_k), (topk_ids.shape, counts)
         assert x.shape[0] >= num_tokens, (x.shape, topk_ids.shape)
@@ -150,7 +155,7 @@ class NcclExchange:
         experts, owners = self._local[layer][chosen], self._owner[layer][chosen]
         first = sum(counts[: self._place])
         handle = NcclHandle(
-            layer, owners[first : first + num_tokens], None if self._prompt is None else self._count(experts, owners)
+            layer, owners[first : first + num_tokens], None if self._whole else self._count(experts, owners)
         )
         return Dispatched(rows=rows, experts=experts, prompt=self._prompt, handle=handle, one_in=world)
 
