@@ -207,12 +207,13 @@ class Device:
     host_waits = False
 
     def __init__(self) -> None:
-        self.comes, self.ended = True, False
+        self.comes, self.ended, self.launched = True, False, 0
 
     def meet(self, mesh: Mesh) -> None:
         pass
 
     def move(self, given: torch.Tensor, sent: Sequence[int], into: torch.Tensor, received: Sequence[int]) -> Moved:
+        self.launched += 1
         return self
 
     def abort(self) -> None:
@@ -270,6 +271,23 @@ def test_devices_that_all_wait_have_no_network(
     assert said == [f"ranks 0, 1, 2 wait for each other's rows (1.0 s) at {where}: the network may be down"] * 3
     assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(0, 1, 2)] * 3
     assert all(device.ended for device in devices)
+
+
+def test_a_host_is_not_far_ahead_of_a_device_that_waits(
+    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
+) -> None:
+    """Launches block without end where too many are waiting."""
+    exchanges, devices, _ = on_devices
+
+    def launch(exchange: NcclExchange) -> None:
+        ids, peers = torch.tensor([[0, 5]]), PeerRows(1, (0, 0, 0), (1, 1, 1))
+        for _ in range(1000):
+            round_trip(exchange, ids, peers, 2)
+
+    said = together([lambda e=e: raised(lambda: launch(e)) for e in exchanges])
+    assert {text.split(" (")[0] for text in said} == {"ranks 0, 1, 2 wait for each other's rows"}
+    assert {text.split(") at ")[1] for text in said} == {"step 812, layer 2, dispatch: the network may be down"}
+    assert [device.launched for device in devices] == [nccl._AHEAD + 1] * 3
 
 
 def test_a_peer_that_is_gone_ends_the_waits_at_once(

@@ -31,6 +31,9 @@ from moeyard_worker.exchange.shape import ExchangeShape
 _PAUSE_S, _LOOK_S = 50e-6, 0.01
 # All results of a step that may travel by all members, in bytes: as many as a network moves while a layer is launched.
 _MOST_WHOLE = 32 << 20
+# How many collectives the host launches ahead of its device, three a layer. Where some thousand launches wait for a
+# device that waits for a peer, the next one blocks, and nobody would watch.
+_AHEAD = 24
 # What is left of a step once it waits for nobody.
 _DRAIN_S = 10.0
 
@@ -200,7 +203,7 @@ class NcclExchange:
         self, at: tuple[int, int, Phase], given: torch.Tensor, sent: Sequence[int], into: torch.Tensor,
         received: Sequence[int],
     ) -> None:  # fmt: skip
-        """Move rows, by their bytes; on a CPU they have come when this returns."""
+        """Launch rows, by their bytes, and wait if the host is too far ahead; on a CPU they have come then."""
         if self._mesh is None or not sum(self._counts):
             return
         num_bytes = given.shape[1] * given.itemsize
@@ -211,8 +214,9 @@ class NcclExchange:
         except RuntimeError as error:
             self._fail(error, at)
         self._marks.append(_Mark(at, moved))
-        if self._group.host_waits:
-            self.drain()
+        ahead = 0 if self._group.host_waits else _AHEAD
+        if len(self._marks) > ahead:
+            self._watch(lambda: len(self._marks) <= ahead)
 
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
         """See `Exchange.finish_step`: what has exchanges was waited for where it was launched."""
