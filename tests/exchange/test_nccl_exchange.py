@@ -298,7 +298,7 @@ def test_a_peer_that_is_gone_ends_the_waits_at_once(
     begun = time.monotonic()
     said = together([lambda e=e: raised(e.drain) for e in exchanges[:2]])
     assert said == ["rank 2 lost at step 812, layer 2, dispatch"] * 2
-    assert time.monotonic() - begun < 0.9
+    assert time.monotonic() - begun < 1.5, "before their time is over"
     assert devices[0].ended
     assert devices[1].ended
 
