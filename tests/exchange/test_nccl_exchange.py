@@ -273,6 +273,19 @@ def test_devices_that_all_wait_have_no_network(
     assert all(device.ended for device in devices)
 
 
+def test_a_host_that_does_not_come_is_named_by_those_that_wait(
+    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
+) -> None:
+    """It lives, and does something else: nothing but its silence tells it from the others."""
+    exchanges, devices, meshes = on_devices
+    begun = time.monotonic()
+    said = together([lambda e=e: raised(e.drain) for e in exchanges[:2]])
+    assert said == ["rank 2 silent (1.0 s) at step 812, layer 2, dispatch"] * 2
+    assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(2,)] * 2
+    assert time.monotonic() - begun >= 2.0, "it was asked"
+    assert [device.ended for device in devices] == [True, True, False]
+
+
 def test_a_host_is_not_far_ahead_of_a_device_that_waits(
     on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
 ) -> None:

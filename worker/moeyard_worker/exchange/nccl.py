@@ -21,7 +21,7 @@ import torch
 
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStats, PeerRows
-from moeyard_worker.exchange.frames import Phase
+from moeyard_worker.exchange.frames import NO_LAYER, Phase, pack_tag
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.naming import name_ranks, where_in_step
 from moeyard_worker.exchange.row_group import Moved, RowGroup
@@ -71,7 +71,7 @@ class NcclExchange:
     """`Exchange` through a `RowGroup`, among the members of the mesh. Before the first `attach` nothing moves.
 
     A rank whose device does not come to its next exchange within `seconds` is silent, and says so; one that waits for
-    others waits a deadline of the mesh longer.
+    others waits a deadline of the mesh longer, and then asks who else waits.
     """
 
     captures = False
@@ -271,13 +271,26 @@ class NcclExchange:
                 if seconds > self._seconds:
                     raise ExchangeError(self._mesh.fail(f"rank {self.rank} silent ({seconds:.1f} s) at {where}"))
             elif seconds > self._seconds + self._mesh.deadline:
-                # Whoever is late has a time that is less: all wait, for what is between them.
-                who = name_ranks(self._members)
-                reason = f"{who} wait for each other's rows ({self._seconds:.1f} s) at {where}: the network may be down"
-                raise ExchangeError(self._mesh.fail(reason, ranks=self._members))
+                # A device that is late has less time: what is late is a host, or what is between them.
+                self._call_roll(self._mesh, at)
         except ExchangeError:
             self._end_waits()
             raise
+
+    def _call_roll(self, mesh: Mesh, at: tuple[int, int, Phase]) -> NoReturn:
+        """Ask the hosts of peers whether they wait, too: who says nothing has not come so far."""
+        here = pack_tag(mesh.epoch, mesh.step, NO_LAYER, Phase.MEETING, self.rank)
+        # Whoever has said something is there, be it of the next step.
+        for peer in set(mesh.peers).difference(mesh.arrived()):
+            mesh.send(peer, here)
+        limit = time.monotonic() + mesh.deadline
+        while (silent := set(mesh.peers).difference(mesh.arrived())) and time.monotonic() < limit:
+            time.sleep(_LOOK_S)
+        where = f"({self._seconds:.1f} s) at {where_in_step(*at)}"
+        if silent:
+            mesh.miss(silent, f"{name_ranks(silent)} silent {where}", step=at[0], layer=at[1], phase=at[2])
+        reason = f"{name_ranks(self._members)} wait for each other's rows {where}: the network may be down"
+        raise ExchangeError(mesh.fail(reason, ranks=self._members))
 
     def _fail(self, error: RuntimeError, at: tuple[int, int, Phase]) -> NoReturn:
         """The group has failed: a peer's end is the reason, if the mesh learns of one."""
