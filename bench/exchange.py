@@ -1,15 +1,19 @@
 """Time of one MoE layer's exchange: dispatch + combine between processes of this host.
 
     python bench/exchange.py --ranks 2 --tokens 8 --hidden 512
+    python bench/exchange.py --kinds nccl zmq --device cuda --ranks 2 --tokens 1 8 64 --hidden 7168 --top-k 8
 
 Every rank sends `--tokens` rows with random top-k routing; the experts' answers lie ready. Times are rank 0's, in
 microseconds; "both" is dispatch + combine of the same layer. The chain keeps the ranks in step, so a rank's time
-includes waiting for its peers.
+includes waiting for its peers. Where only a device knows when a phase ends (`--device cuda`, a GPU for each rank, and
+nccl) "both" is a step's time by its layers. `--prompts` has all rows be of prompts, of which nccl returns
+what was computed.
 """
 
 import argparse
 import json
 import multiprocessing
+import time
 from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing.connection import Connection
@@ -17,6 +21,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
+from moeyard_worker.config.placement import Placement
+from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.exchange.factory import build_exchange, build_mesh, resolve_kind
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.wires import MeshLock
@@ -41,6 +47,8 @@ class Case:
     experts: int
     top_k: int
     layers: int
+    device: str
+    prompts: bool
 
     @property
     def shape(self) -> ExchangeShape:
@@ -62,24 +70,40 @@ def run_rank(case: Case, rank: int, pipe: Connection, keys: WorkerKeys) -> None:
     mesh = build_mesh(case.kind, shape=case.shape, rank=rank, world_size=case.ranks, deadline=60, lock=lock)
     pipe.send(mesh.endpoint())
     mesh.connect(pipe.recv())
-    placement = partition(case.experts, case.ranks)
-    exchange = build_exchange(case.kind, mesh=mesh, shape=case.shape, placement=placement)
-    x = torch.randn(case.tokens, case.hidden, generator=generator).to(getattr(torch, case.dtype))
-    routes = [_random_routes(case, generator) for _ in range(16)]
+    placement = Placement.of_shards(range(LAYERS_PER_STEP), partition(case.experts, case.ranks))
+    device = torch.device("cpu") if case.device == "cpu" else torch.device(case.device, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    exchange = build_exchange(
+        case.kind, mesh=mesh, shape=case.shape, placement=placement, device=device, seconds=60
+    )  # fmt: skip
+    exchange.attach(mesh, placement)
+    x = torch.randn(case.tokens, case.hidden, generator=generator).to(getattr(torch, case.dtype)).to(device)
+    routes = [_random_routes(case, generator).to(device) for _ in range(16)]
     # Whatever ranks did between the phases would be in what they wait for each other.
     num_answers = case.ranks * case.tokens * case.top_k
-    answers = torch.ones(num_answers, case.hidden, dtype=getattr(torch, case.dtype))
+    answers = torch.ones(num_answers, case.hidden, dtype=getattr(torch, case.dtype), device=device)
+    prompt = case.tokens if case.prompts else 0
+    walls: list[float] = []
     for number in range(WARM_UP_LAYERS + case.layers):
         step, layer = divmod(number, LAYERS_PER_STEP)
         if layer == 0:
+            begun = time.perf_counter()
             exchange.begin_step(step)
+            exchange.expect(PeerRows(case.tokens, (prompt,) * case.ranks, (case.tokens,) * case.ranks))
         if number == WARM_UP_LAYERS:
             exchange.stats.seconds = {"dispatch": [], "combine": []}
-        received = exchange.dispatch(x, routes[number % len(routes)], layer=layer, num_prompt=0)
+        received = exchange.dispatch(x, routes[number % len(routes)], layer=layer, num_prompt=prompt)
         outputs = answers[: len(received.rows) * case.top_k].view(-1, case.top_k, case.hidden)
         exchange.combine(outputs, received.handle)
-    pipe.send(exchange.stats.seconds)
+        if layer == LAYERS_PER_STEP - 1:
+            exchange.drain()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            walls.append((time.perf_counter() - begun) / LAYERS_PER_STEP)
+    pipe.send({**exchange.stats.seconds, "both": walls[WARM_UP_LAYERS // LAYERS_PER_STEP :]})
     exchange.close()
+    mesh.close()
 
 
 def _random_routes(case: Case, generator: torch.Generator) -> torch.Tensor:
@@ -104,8 +128,11 @@ def measure(case: Case) -> dict[str, float]:
     for process in processes:
         process.join()
     dispatch, combine = np.array(seconds["dispatch"]) * 1e6, np.array(seconds["combine"]) * 1e6
+    if not len(dispatch):
+        dispatch = combine = np.array([np.nan])
+    both = np.array(seconds["both"]) * 1e6 if np.isnan(dispatch).any() or case.device != "cpu" else dispatch + combine
     figures = {}
-    for name, values in (("dispatch", dispatch), ("combine", combine), ("both", dispatch + combine)):
+    for name, values in (("dispatch", dispatch), ("combine", combine), ("both", both)):
         figures[f"{name}_median_us"] = round(float(np.median(values)), 1)
         figures[f"{name}_p99_us"] = round(float(np.percentile(values, 99)), 1)
     return figures
@@ -114,7 +141,7 @@ def measure(case: Case) -> dict[str, float]:
 def main() -> None:
     """Measure every combination of the given options and print a table, or JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", default=["zmq", "zmq-tcp"], help="local, zmq, zmq-tcp")
+    parser.add_argument("--kinds", nargs="+", default=["zmq", "zmq-tcp"], help="local, zmq, zmq-tcp, nccl")
     parser.add_argument("--locks", nargs="+", default=["on"], help="as --mesh-encryption on and off, or none at all")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
     parser.add_argument("--tokens", nargs="+", type=int, default=[8], help="tokens per rank")
@@ -123,6 +150,8 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--layers", type=int, default=2000, help="measured layers per case")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--prompts", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     args = parser.parse_args()
     if not args.json:
@@ -142,6 +171,8 @@ def main() -> None:
                         experts=args.experts,
                         top_k=args.top_k,
                         layers=args.layers,
+                        device=args.device,
+                        prompts=args.prompts,
                     )
                     figures = measure(case)
                     if args.json:

@@ -51,7 +51,15 @@ def hurt(fleet: Fleet, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("exchange", "how"),
-    [("nvlink", "killed"), ("nvlink", "stopped"), ("nvlink", "silent"), ("zmq", "killed"), ("zmq", "stopped")],
+    [
+        ("nvlink", "killed"),
+        ("nvlink", "stopped"),
+        ("nvlink", "silent"),
+        ("zmq", "killed"),
+        ("zmq", "stopped"),
+        ("nccl", "killed"),
+        ("nccl", "stopped"),
+    ],
 )
 def test_a_lost_rank_is_named_in_time_and_replaced(
     exchange: ExchangeKind, how: str, model: Path, pool: ProcessPool

@@ -1,7 +1,8 @@
 """One answer over several GPUs: ids and log-probability bits of a request, however many ranks serve it.
 
-Ranks, each on a GPU of its own, over {NVLink, shared memory, TCP} x {one deep, two deep} x {experts in slots: all,
-half}, alone and mixed, prefix missed and hit; against each request alone on one rank, launch by launch and in graphs.
+Ranks, each on a GPU of its own, over {NVLink, NCCL, shared memory, TCP} x {one deep, two deep} x {experts in slots:
+all, half}, alone and mixed, prefix missed and hit; against each request alone on one rank, launch by launch and in
+graphs.
 """
 
 import itertools
@@ -44,8 +45,8 @@ class Case:
 MANY = [ranks for ranks in (2, 4, 8) if ranks <= NUM_GPUS]
 CASES = [Case(*values) for values in itertools.product(MANY, ("nvlink",), (2, 1), ("all", "half"))]
 CASES += [Case(ranks, "nvlink", 2, "all", eager=True) for ranks in MANY]
-CASES += [Case(1, "auto"), Case(1, "nvlink"), Case(1, "zmq")]
-CASES += [Case(*values) for values in itertools.product(MANY, ("zmq", "zmq-tcp"), (1, 2), ("all", "half"))]
+CASES += [Case(1, "auto"), Case(1, "nvlink"), Case(1, "zmq"), Case(1, "nccl")]
+CASES += [Case(*values) for values in itertools.product(MANY, ("zmq", "zmq-tcp", "nccl"), (1, 2), ("all", "half"))]
 
 
 def config(case: Case, model: Path) -> EngineConfig:

@@ -25,6 +25,8 @@ from moeyard_worker.engine.host_memory import available_memory, cgroup_available
 from moeyard_worker.engine.memory import (
     AUTO_KV_SHARE,
     LEAST_KV_SHARE,
+    NCCL_BYTES,
+    NCCL_PEER_BYTES,
     MemoryPlan,
     exchange_shape,
     plan_memory,
@@ -159,6 +161,16 @@ def test_max_model_len_needs_more_pages() -> None:
     text = refused(8 * GIB, max_model_len=100, kv_memory=6 * PAGE_BYTES)
     assert "--max-model-len 100 needs 7 KV pages, memory holds 6" in text
     assert plan(8 * GIB, max_model_len=100, kv_memory=7 * PAGE_BYTES).max_model_len == 100
+
+
+def test_what_moves_through_process_groups_is_reserved() -> None:
+    """NCCL's own memory, and results that travel as tensors of a step; one rank has no peer to hold a channel to."""
+    gpus: dict[str, Any] = {"device": "cuda", "num_workers": 4}
+    nccl, nvlink = (plan(64 * GIB, exchange=kind, **gpus).reserve for kind in ("nccl", "nvlink"))
+    assert nccl.exchange == NCCL_BYTES + 3 * NCCL_PEER_BYTES
+    results = EngineConfig(model_path="").max_batch_tokens * 4 * MODEL.top_k * MODEL.hidden_size
+    assert nccl.workspace - nvlink.workspace > 4 * results, "once more as many, in fp32"
+    assert plan(64 * GIB, exchange="nccl", device="cuda").reserve.exchange == 0
 
 
 def test_expert_memory_does_not_fit() -> None:

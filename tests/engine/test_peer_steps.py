@@ -1,4 +1,4 @@
-"""Whole ranks in lockstep over the nvlink exchange, their graphs and all, without a GPU.
+"""Whole ranks in lockstep over the nvlink exchange, their graphs and all, without a GPU; and over nccl's, by gloo.
 
 Ranks are threads of this process. Their backend runs over the oracles, "captured" steps are run again with what the
 host had said when they were captured, and launches meet at a barrier (`test_nvlink_exchange.Turns`).
@@ -21,7 +21,7 @@ from tests.fleet import Client
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine import device_sampler, graph_runner
+from moeyard_worker.engine import device_sampler, graph_runner, topology
 from moeyard_worker.engine import worker as worker_module
 from moeyard_worker.engine.device import CudaDevice
 from moeyard_worker.engine.graph_runner import GraphRunner
@@ -118,6 +118,7 @@ def house(monkeypatch: pytest.MonkeyPatch) -> House:
     found = House()
     monkeypatch.setattr(factory, "GpuMemory", found.make_memory)
     monkeypatch.setattr(worker_module, "make_device", Gpu)
+    monkeypatch.setattr(topology, "missing_nccl", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     for module in (graph_runner, device_sampler):
@@ -282,3 +283,36 @@ def test_partial_residency_launches_what_has_prompts_on_any_rank(model: Path, st
     assert all(runner.num_replayed for runner in runners)
     # A rank has no row of its own in some of its peer's steps with prompts, and those do not count as launched.
     assert all(runner.num_eager for runner in runners)
+
+
+def test_one_answer_through_process_groups(model: Path, start: Starter) -> None:
+    """Launched, whoever brings what; another in a peer's place makes another group with the others."""
+    names = list(requests())
+    alone = start(config(model, ranks=1, exchange="auto"))
+    expected = {name: alone.answers("reference", {name: 0})[name] for name in names}
+    alone.close()
+    for ranks, deep in [(3, 2), (2, 1)] if model.name.startswith("gqa") else [(2, 2)]:
+        fleet = start(config(model, ranks=ranks, exchange="nccl", deep=deep))
+        spread = {name: i % ranks for i, name in enumerate(names)}
+        assert fleet.answers("alone", {"c": ranks - 1})["c"] == expected["c"]
+        assert fleet.answers("mixed", spread) == expected
+        assert [fleet.runner(rank).num_replayed for rank in range(ranks)] == [0] * ranks
+        assert all(fleet.runner(rank).num_eager for rank in range(ranks))
+        if ranks == 2:
+            (loss,) = fleet.replace(1)
+            assert loss["ranks"] == (1,)
+            assert fleet.answers("behind", spread) == expected
+        fleet.close()
+
+
+def test_partial_residency_through_process_groups(model: Path, start: Starter) -> None:
+    """The host asks about experts in the midst of a step, where it must not wait for peers."""
+    if not model.name.startswith("gqa"):
+        pytest.skip("the same for every attention")
+    alone = start(config(model, ranks=1, exchange="auto"))
+    expected = {name: alone.answers("reference", {name: 0})[name] for name in requests()}
+    alone.close()
+    read = load_model_config(model)
+    few = read.num_experts * len(read.moe_layers) // 4
+    fleet = start(replace(config(model, ranks=2, exchange="nccl"), expert_slots=few))
+    assert fleet.answers("mixed", {name: i % 2 for i, name in enumerate(requests())}) == expected

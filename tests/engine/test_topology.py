@@ -8,8 +8,9 @@ import pytest
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine import topology
 from moeyard_worker.engine.device import CpuDevice, Device
-from moeyard_worker.engine.topology import settle_exchange
+from moeyard_worker.engine.topology import patience, settle_exchange
 from moeyard_worker.exchange.shape import ExchangeShape
 
 SHAPE = ExchangeShape(num_experts=8, top_k=2, hidden=16, dtype="bfloat16", max_tokens=4)
@@ -28,9 +29,9 @@ class Gpus:
 
 def settled(
     exchange: str, *, device: Any = None, shape: ExchangeShape = SHAPE, peer_gpus: tuple[int, ...] = (0, 1, 2),
-    workers: int = 3,
+    workers: int = 3, **options: Any,
 ) -> tuple[str, str]:  # fmt: skip
-    config = EngineConfig(model_path="m", device="cuda", num_workers=workers, exchange=cast(Any, exchange))
+    config = EngineConfig(model_path="m", device="cuda", num_workers=workers, exchange=cast(Any, exchange), **options)
     spec = WorkerSpec(config=config, rank=1, epoch=0, host="127.0.0.1", version="", gpu=1, peer_gpus=peer_gpus)
     found, why = settle_exchange(spec, cast(Device, device or Gpus()), shape)
     return found.config.exchange, why
@@ -68,5 +69,35 @@ def test_cpus() -> None:
     device = CpuDevice(config)
     found, why = settle_exchange(spec, device, SHAPE)
     assert (found.config.exchange, why) == ("zmq", "ranks compute on CPUs")
-    with pytest.raises(ValueError, match="exchange 'nvlink' is one of GPUs; use device 'cuda'"):
-        EngineConfig(model_path="m", num_workers=2, exchange="nvlink")
+    for kind in ("nvlink", "nccl"):
+        with pytest.raises(ValueError, match=f"exchange '{kind}' is one of GPUs; use device 'cuda'"):
+            EngineConfig(model_path="m", num_workers=2, exchange=cast(Any, kind))
+
+
+def test_nccl_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wants no peer access, and is refused where torch has none; `auto` does not choose it so far."""
+    monkeypatch.setattr(topology, "missing_nccl", lambda: None)
+    far: dict[str, Any] = {"device": Gpus("GPU 0 has no peer access to GPU 2")}
+    assert settled("nccl") == ("nccl", "asked for")
+    assert settled("nccl", **far) == ("nccl", "asked for")
+    assert settled("nccl", workers=1, peer_gpus=()) == ("nccl", "asked for")
+    assert settled("auto", **far)[0] == "zmq"
+    refused = r"^--exchange nccl cannot be: steps that verify drafts have no such exchange so far; use"
+    with pytest.raises(ValueError, match=refused):
+        settled("nccl", speculate="mtp")
+    monkeypatch.setattr(topology, "missing_nccl", lambda: "torch 9 has no NCCL")
+    with pytest.raises(ValueError, match=r"^--exchange nccl cannot be: torch 9 has no NCCL; use --exchange zmq$"):
+        settled("nccl")
+
+
+def test_how_long_a_device_waits_for_a_peer() -> None:
+    """As long as a first step may have to be compiled, where none is captured."""
+
+    def of(exchange: str, **options: Any) -> float:
+        config = EngineConfig(
+            model_path="m", device="cuda", num_workers=2, exchange=cast(Any, exchange), step_deadline=5.0, **options
+        )
+        return patience(config)
+
+    assert of("nvlink") == 5.0
+    assert of("nvlink", enforce_eager=True) == of("nccl") == 60.0

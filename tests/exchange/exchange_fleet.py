@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 import zmq
-from exchange_reference import Observed, Scenario, expert_outputs, make_layer
+from exchange_reference import Observed, Scenario, expert_outputs, generator, make_layer, random_rows
 
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.exchange.base import Exchange, ExchangeError
+from moeyard_worker.exchange.base import Exchange, ExchangeError, PeerRows
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.nccl import NcclExchange
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.placement import partition
@@ -31,6 +32,7 @@ class Rank:
 
     rank: int
     pipe: Connection
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: Mesh = field(init=False)
     exchange: Exchange = field(init=False)
 
@@ -86,17 +88,19 @@ class Fleet:
 
     def connect(
         self, kind: str, shape: ExchangeShape, *, deadline: float = 30.0, hosts: str | None = None,
-        placement: Placement | None = None, members: Sequence[int] | None = None,
+        placement: Placement | None = None, members: Sequence[int] | None = None, stall: float | None = None,
+        device: str = "cpu",
     ) -> list[MeshEndpoint]:  # fmt: skip
         """Build mesh and exchange on all ranks; `hosts[r]` is the pretended host of rank r.
 
-        Process i is rank members[i]; without a `placement` of their experts they own contiguous shards.
+        With a `stall` ranks feel each other's pulse, as in a fleet. On "cuda" each has a GPU of its own. Process i is
+        rank members[i]; without a `placement` of their experts they own contiguous shards.
         """
         members = range(len(self.pipes)) if members is None else members
-        endpoints = self.call(open_mesh, kind, shape, members, deadline, hosts)
+        endpoints = self.call(open_mesh, kind, shape, members, deadline, hosts, stall)
         if placement is None:
             placement = Placement.of_shards(range(6), partition(shape.num_experts, len(endpoints)))
-        results = self.call(connect_exchange, kind, shape, endpoints, placement)
+        results = self.call(connect_exchange, kind, shape, endpoints, placement, device)
         assert results == [None] * len(self.pipes), results
         return endpoints
 
@@ -117,8 +121,9 @@ def _serve(rank: int, pipe: Connection) -> None:
 
 
 def open_mesh(
-    state: Rank, kind: str, shape: ExchangeShape, members: Sequence[int], deadline: float, hosts: str | None
-) -> MeshEndpoint:
+    state: Rank, kind: str, shape: ExchangeShape, members: Sequence[int], deadline: float, hosts: str | None,
+    stall: float | None,
+) -> MeshEndpoint:  # fmt: skip
     """First phase of the rendezvous."""
     host_id = hosts[state.rank] if hosts else None
     state.rank = members[state.rank]
@@ -129,36 +134,57 @@ def open_mesh(
         world_size=max(members) + 1,
         members=members,
         deadline=deadline,
+        stall=stall,
         host_id=host_id,
     )
     return state.mesh.endpoint()
 
 
 def connect_exchange(
-    state: Rank, kind: str, shape: ExchangeShape, endpoints: list[MeshEndpoint], placement: Placement
+    state: Rank, kind: str, shape: ExchangeShape, endpoints: list[MeshEndpoint], placement: Placement, device: str
 ) -> None:
     """Second phase."""
     state.mesh.connect(endpoints)
-    state.exchange = build_exchange(kind, mesh=state.mesh, shape=shape, placement=placement)
+    if device != "cpu":
+        state.device = torch.device(device, state.mesh.members.index(state.rank))
+        torch.cuda.set_device(state.device)
+    state.exchange = build_exchange(kind, mesh=state.mesh, shape=shape, placement=placement, device=state.device)
+    state.exchange.attach(state.mesh, placement)
+
+
+def expect(state: Rank, scenario: Scenario) -> None:
+    """What plan frames tell: nobody who is away brings anything."""
+    ranks = range(state.mesh.world_size)
+    counts = tuple(scenario.tokens[rank] if rank in state.mesh.members else 0 for rank in ranks)
+    prompts = tuple(round(count * scenario.prefill) for count in counts)
+    state.exchange.expect(PeerRows(max(counts), prompts, counts))
 
 
 def run_layers(state: Rank, shape: ExchangeShape, scenario: Scenario, step: int, num_layers: int) -> list[Observed]:
-    """One lockstep step over `num_layers` layers; returns copies of everything observed."""
+    """One lockstep step over `num_layers` layers; returns copies of everything observed.
+
+    Rows of which no expert is here count for nothing, and an exchange may bring such too.
+    """
     seen = []
     state.exchange.begin_step(step)
+    expect(state, scenario)
     for number in range(num_layers):
         layer = make_layer(shape, scenario, state.rank, number)
-        got = state.exchange.dispatch(layer.x, layer.topk_ids, layer=2 * number, num_prompt=layer.num_prompt)
-        rows = got.rows.clone()
-        outputs = expert_outputs(shape, got.experts, state.rank, number)
-        assert torch.equal(got.rows.view(torch.uint8), rows.view(torch.uint8)), "rows changed before combine"
-        home = state.exchange.combine(outputs, got.handle)
+        x, ids = layer.x.to(state.device), layer.topk_ids.to(state.device)
+        got = state.exchange.dispatch(x, ids, layer=2 * number, num_prompt=layer.num_prompt)
+        state.exchange.drain()
+        rows, experts = got.rows.cpu().clone(), got.experts.cpu()
+        keep = (experts >= 0).any(1)
+        outputs = random_rows(shape, experts.numel(), generator("beside", state.rank, number))
+        outputs = outputs.view(*experts.shape, shape.hidden)
+        outputs[keep] = expert_outputs(shape, experts[keep], state.rank, number)
+        assert torch.equal(got.rows.cpu().view(torch.uint8), rows.view(torch.uint8)), "rows changed before combine"
+        home = state.exchange.combine(outputs.to(state.device), got.handle)
+        state.exchange.drain()
+        prompt = torch.zeros(len(rows), dtype=torch.bool) if got.prompt is None else got.prompt.cpu()
         seen.append(
             Observed(
-                rows=rows,
-                experts=got.experts.tolist(),
-                prompt=[False] * len(rows) if got.prompt is None else got.prompt.tolist(),
-                home=home.clone(),
+                rows=rows[keep], experts=experts[keep].tolist(), prompt=prompt[keep].tolist(), home=home.cpu().clone()
             )
         )
     return seen
@@ -172,6 +198,10 @@ def die(state: Rank, number: int) -> None:
 
 def await_frames(state: Rank) -> None:
     """Wait until every peer sent its frame of this phase, for which it needed ours of the last: that one has left."""
+    if isinstance(state.exchange, NcclExchange):
+        # Its rows take other ways than the mesh.
+        time.sleep(0.3)
+        return
     while len(state.mesh.arrived()) < len(state.mesh.peers):
         time.sleep(0.001)
     # The others have time to be deep in their wait: that is what must be interrupted.
@@ -182,17 +212,27 @@ def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int
     """Steps without end; in step 2, layer 1, rank `victim` gets signal `number` just before its part in `phase`."""
     for step in range(1000):
         state.exchange.begin_step(step)
+        expect(state, scenario)
         for layer in range(2):
             made = make_layer(shape, scenario, state.rank, layer)
+            x, ids = made.x.to(state.device), made.topk_ids.to(state.device)
             fatal = state.rank == victim and (step, layer) == (2, 1)
             if fatal and phase == "dispatch":
                 await_frames(state)
                 die(state, number)
-            got = state.exchange.dispatch(made.x, made.topk_ids, layer=layer, num_prompt=made.num_prompt)
+            got = state.exchange.dispatch(x, ids, layer=layer, num_prompt=made.num_prompt)
+            state.exchange.drain()
             if fatal:
                 await_frames(state)
                 die(state, number)
-            state.exchange.combine(expert_outputs(shape, got.experts, state.rank, layer), got.handle)
+            outputs = expert_outputs(shape, got.experts.cpu(), state.rank, layer).to(state.device)
+            state.exchange.combine(outputs, got.handle)
+            state.exchange.drain()
+
+
+def use_device(state: Rank) -> int:
+    """What a device computes that was waiting for a peer."""
+    return int(torch.arange(1000, device=state.device).sum())
 
 
 def idle(state: Rank, seconds: float) -> float:

@@ -28,6 +28,7 @@ class Setup:
     shuffled: bool = False
     away: int | None = None
     copied: bool = False
+    device: str = "cpu"
 
     @property
     def members(self) -> list[int]:
@@ -62,6 +63,8 @@ SETUPS = [
         ("shm", "zmq", (1, 2, 3, 4), None),
         ("tcp", "zmq-tcp", (1, 2, 3, 4), None),
         ("two_hosts", "zmq", (2, 4), "abab"),
+        # Over gloo: on a CPU torch has no other.
+        ("nccl", "nccl", (1, 2, 3, 4), None),
     )
     for ranks in worlds
     for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16"))
@@ -72,11 +75,19 @@ SETUPS += [
     for name, kind, ranks, away, hosts in (
         ("shm", "zmq", 3, None, None), ("shm", "zmq", 2, 1, None), ("shm", "zmq", 1, 0, None),
         ("tcp", "zmq-tcp", 3, 0, None), ("two_hosts", "zmq", 3, 2, "aba"),
+        ("nccl", "nccl", 3, None, None), ("nccl", "nccl", 3, 1, None), ("nccl", "nccl", 1, 0, None),
     )
 ]  # fmt: skip
 SETUPS += [
     Setup(name=f"{name}-3ranks-copies", kind=kind, ranks=3, dtype="bfloat16", shuffled=True, copied=True, hosts=hosts)
-    for name, kind, hosts in (("shm", "zmq", None), ("two_hosts", "zmq", "aba"))
+    for name, kind, hosts in (("shm", "zmq", None), ("two_hosts", "zmq", "aba"), ("nccl", "nccl", None))
+]
+# Over NCCL, where there are GPUs.
+SETUPS += [
+    Setup(name=f"nccl-{ranks}gpus-{dtype}", kind="nccl", ranks=ranks, dtype=dtype, shuffled=True, device="cuda")
+    for ranks in (2, 3, 4)
+    if ranks <= torch.cuda.device_count()
+    for dtype in ("float32", "bfloat16")
 ]
 
 
@@ -85,7 +96,10 @@ def connected(request: pytest.FixtureRequest) -> Iterator[tuple[Setup, Fleet, li
     """A fleet of one setup, and its number of steps so far."""
     setup: Setup = request.param
     with Fleet(setup.ranks) as fleet:
-        fleet.connect(setup.kind, setup.shape, hosts=setup.hosts, placement=setup.placement, members=setup.members)
+        fleet.connect(
+            setup.kind, setup.shape, hosts=setup.hosts, placement=setup.placement, members=setup.members,
+            device=setup.device,
+        )  # fmt: skip
         yield setup, fleet, [0]
         assert fleet.call(close) == [None] * setup.ranks
 

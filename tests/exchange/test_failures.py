@@ -5,7 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from exchange_fleet import Failed, Fleet, idle, run_until
+import torch
+from exchange_fleet import Failed, Fleet, idle, run_until, use_device
 from exchange_reference import SCENARIOS
 
 from moeyard_worker.exchange.shape import ExchangeShape
@@ -17,7 +18,7 @@ SOON_S = 2.0
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
-@pytest.mark.parametrize("kind", ["zmq", "zmq-tcp"])
+@pytest.mark.parametrize("kind", ["zmq", "zmq-tcp", "nccl"])
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (4, 3)], ids=["2ranks-first", "4ranks-last"])
 def test_a_killed_rank_is_named_long_before_the_deadline(ranks: int, victim: int, kind: str, phase: str) -> None:
     with Fleet(ranks) as fleet:
@@ -48,6 +49,42 @@ def test_a_stopped_rank_is_named_at_the_deadline(kind: str, phase: str) -> None:
             assert failed.at - stopped_at < deadline + SOON_S
 
 
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+@pytest.mark.parametrize("kind", ["zmq", "nccl"])
+def test_a_stopped_rank_has_no_pulse(kind: str, phase: str) -> None:
+    """As in a fleet: one that lives may take long, one that does not is named at the deadline all the same."""
+    deadline = 1.5
+    with Fleet(3) as fleet:
+        fleet.connect(kind, SHAPE, deadline=deadline, stall=20 * deadline)
+        for rank in range(3):
+            fleet.start(rank, run_until, SHAPE, SCENARIO, 1, phase, int(signal.SIGSTOP))
+        stopped_at = fleet.result(1)
+        for rank in (0, 2):
+            failed = fleet.result(rank)
+            assert isinstance(failed, Failed)
+            assert failed.message == f"rank 1 lost at step 2, layer 1, {phase}", failed
+            assert deadline / 2 < failed.at - stopped_at < deadline + SOON_S
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_gpus_wait_no_more_for_one_that_is_lost(number: signal.Signals, phase: str) -> None:
+    """NCCL's kernels are ended by the host, and the device goes on."""
+    deadline = 2.0
+    with Fleet(2) as fleet:
+        fleet.connect("nccl", SHAPE, deadline=deadline, stall=20 * deadline, device="cuda")
+        for rank in range(2):
+            fleet.start(rank, run_until, SHAPE, SCENARIO, 1, phase, int(number))
+        died_at = fleet.result(1)
+        failed = fleet.result(0)
+        assert isinstance(failed, Failed)
+        assert failed.message == f"rank 1 lost at step 2, layer 1, {phase}", failed
+        assert failed.at - died_at < (deadline if number == signal.SIGSTOP else 0) + SOON_S
+        fleet.start(0, use_device)
+        assert fleet.result(0) == 499500
+
+
 def test_a_connected_fleet_killed_at_once_leaves_no_file() -> None:
     with Fleet(3) as fleet:
         endpoints = fleet.connect("zmq", SHAPE)
@@ -61,7 +98,7 @@ def test_a_connected_fleet_killed_at_once_leaves_no_file() -> None:
     assert not [path for path in sockets if path.exists() or path.parent.exists()]
 
 
-@pytest.mark.parametrize("kind", ["zmq", "zmq-tcp"])
+@pytest.mark.parametrize("kind", ["zmq", "zmq-tcp", "nccl"])
 def test_idle_ranks_use_no_processor(kind: str) -> None:
     with Fleet(3) as fleet:
         fleet.connect(kind, SHAPE)

@@ -63,7 +63,7 @@ def test_what_a_peer_says_before_it_ends_is_heard(ends: int, transport: Literal[
 
 def test_one_rank_agrees_with_itself() -> None:
     lockstep = Lockstep(Mesh(rank=0, world_size=1))
-    assert lockstep.agree(0, 7, 2) == ((7,), 2, PeerRows(7, (0,)))
+    assert lockstep.agree(0, 7, 2) == ((7,), 2, PeerRows(7, (0,), (7,)))
     assert not lockstep.peer_started(1)
     assert len(lockstep.wait_seconds) == 1
 
@@ -98,7 +98,7 @@ def test_peer_started_sees_a_plan_and_leaves_it(pair: tuple[Mesh, Mesh]) -> None
     while not idle.peer_started(0):
         first.poll_sockets()[0].poll(10_000)
     assert idle.peer_started(0)
-    agreed = ((0, 9), 3, PeerRows(16, (0, 4)))
+    agreed = ((0, 9), 3, PeerRows(16, (0, 4), (0, 16)))
     assert idle.agree(0, 0) == agreed, "all ranks make the passes, and the room, that one wants"
     starter.join()
     assert busy == [agreed]

@@ -12,6 +12,7 @@ from moeyard_worker.exchange.factory import build_exchange, build_mesh, resolve_
 from moeyard_worker.exchange.frames import Phase, pack_tag
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.nccl import NcclExchange
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.zmq_exchange import ZmqExchange
 from moeyard_worker.experts.placement import partition
@@ -154,12 +155,14 @@ def test_the_kinds() -> None:
     assert resolve_kind("zmq-tcp", 2) == "zmq-tcp"
     with pytest.raises(ValueError, match="the local exchange serves one rank, not 2"):
         resolve_kind("local", 2)
-    with pytest.raises(ValueError, match="unknown exchange 'nccl', known: auto, local, zmq, zmq-tcp, nvlink"):
-        resolve_kind("nccl", 2)
+    assert resolve_kind("nccl", 2) == "nccl"
+    with pytest.raises(ValueError, match="unknown exchange 'ib', known: auto, local, zmq, zmq-tcp, nvlink, nccl"):
+        resolve_kind("ib", 2)
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("auto", LocalExchange), ("local", LocalExchange), ("zmq", ZmqExchange)]
+    ("kind", "expected"),
+    [("auto", LocalExchange), ("local", LocalExchange), ("zmq", ZmqExchange), ("nccl", NcclExchange)],
 )
 def test_one_rank_builds_without_peers(kind: str, expected: type) -> None:
     mesh = build_mesh(kind, shape=SHAPE, rank=0, world_size=1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp", "nvlink"]
+ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp", "nvlink", "nccl"]
 # What a GPU wants where nothing is said: pages of an attention block, steps that fill it, the next planned meanwhile.
 DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -22,7 +22,7 @@ DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
     }
 )
-EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp", "nvlink")
+EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp", "nvlink", "nccl")
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
 DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
 EXPERT_POLICIES: tuple[str, ...] = ("slru", "lru")
@@ -155,8 +155,8 @@ class EngineConfig:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is not cpu, cuda or cuda:N")
-        if self.exchange == "nvlink" and self.device == "cpu":
-            raise ValueError("exchange 'nvlink' is one of GPUs; use device 'cuda', or exchange 'zmq'")
+        if self.exchange in ("nvlink", "nccl") and self.device == "cpu":
+            raise ValueError(f"exchange {self.exchange!r} is one of GPUs; use device 'cuda', or exchange 'zmq'")
         if ":" in self.device and self.num_workers > 1:
             raise ValueError(
                 f"device {self.device!r} is one GPU, num_workers {self.num_workers} take one each; use device 'cuda'"

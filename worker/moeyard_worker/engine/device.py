@@ -216,6 +216,9 @@ class CudaDevice:
         if not config.enforce_eager and runner.exchange.captures:
             runner.warm_recompute()
             graphs.capture()
+        elif not config.enforce_eager and runner.exchange.warms:
+            runner.warm_recompute()
+            graphs.warm()
         return graphs
 
 

@@ -6,7 +6,9 @@ and output and from then on kept by the chain itself, so that a step need not wa
 """
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -52,6 +54,19 @@ class _Counted:
     sampling: SamplingParams
     num_output: int
     held: bool
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """A graph of an engine that is no more, destroyed by the collector during a capture, would spoil that."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def captured(run: Callable[[], _T], pool: Any) -> tuple[torch.cuda.CUDAGraph, _T]:

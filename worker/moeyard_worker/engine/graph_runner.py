@@ -4,9 +4,7 @@ A step is launched and not waited for. Its tokens stay on the device, where the 
 not know yet (`Chunk.fed`), and are copied to the host behind it.
 """
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -18,7 +16,7 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.constrained import choose_again, without_grammars
-from moeyard_worker.engine.device_sampler import DeviceSampler, captured
+from moeyard_worker.engine.device_sampler import DeviceSampler, captured, nothing_collected
 from moeyard_worker.engine.peer_buckets import smallest, with_peers
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sampling import (
@@ -173,7 +171,7 @@ class GraphRunner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture all buckets, the largest first, so that the others find their memory in its pool."""
-        self._warm()
+        self._warm_prompts()
         pool, graphs = torch.cuda.graph_pool_handle(), {}
         with nothing_collected():
             for bucket in sorted(self.buckets(), key=lambda b: (b.rows, b.keys, b.width, b.peers), reverse=True):
@@ -184,10 +182,18 @@ class GraphRunner:
         # The smallest first: a step takes the first that holds it.
         self._graphs = dict(reversed(graphs.items()))
 
-    def _warm(self) -> None:
-        """Run prompts of the sizes that stay launches, so that their kernels are compiled before there is one."""
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Where nothing is captured: run steps of all sizes once, so that kernels are compiled before there is one."""
+        self._warm_prompts()
+        for rows in _below(_ROWS, self._max_rows):
+            self._exchange.expect(PeerRows(rows))
+            self._forward(self._inputs(Bucket(decode=rows, width=self._max_pages)))
+
+    def _warm_prompts(self) -> None:
+        """Run prompts of the sizes that stay launches."""
         sizes = {size for size in (*_WARM, self._max_eager) if size <= self._max_eager}
-        if self._captures_prompts:
+        if self._captures_prompts and self._exchange.captures:
             # What is captured runs once before it is.
             sizes = {size for size in sizes if size > self._max_prompt}
         for size in sorted(sizes, reverse=True):
@@ -271,6 +277,7 @@ class GraphRunner:
         """Logits of the sampled rows, and what `score` finds; tokens unknown to the host come from the step before."""
         if not step.chunks:
             self._runner.forward(step)
+            self._exchange.drain()
             return []
         self.num_eager += 1
         plan = self._backend.plan(step)
@@ -286,21 +293,10 @@ class GraphRunner:
             plan.token_ids[index[0]] = self._sampler.last_ids[index[1]]
         model = self._runner.model
         hidden = model.hidden(plan)
+        # From here on the host may wait for the device, which must not wait for peers then.
+        self._exchange.drain()
         model.sampled(hidden, plan, out=self._sampler.logits[: plan.num_sampled])
         return score(model.head, hidden, step, whole=True) if step.scored else []
-
-
-@contextmanager
-def nothing_collected() -> Iterator[None]:
-    """A graph of an engine that is no more, destroyed by the collector during a capture, would spoil that."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _below(sizes: Sequence[int], most: int) -> list[int]:

@@ -115,7 +115,8 @@ class Engine:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Give back what the loop was woken with; after `run` has returned. Later calls of `stop` do nothing."""
+        """Give back what the loop used; after `run` has returned. Later calls of `stop` do nothing."""
+        self._exchange.close()
         with self._closing:
             self._closed = True
             os.close(self._wake)
@@ -314,7 +315,6 @@ class Engine:
 
     def _report(self, *, force: bool) -> None:
         """Tell every router how this rank is, if it is time to."""
-        snapshot = self._reporter.due(self.step, self.failure, force=force)
-        if snapshot is not None:
+        if (snapshot := self._reporter.due(self.step, self.failure, force=force)) is not None:
             for client in list(self._clients):
                 self._send(client, snapshot)

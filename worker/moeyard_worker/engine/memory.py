@@ -25,6 +25,8 @@ SCORED_ROWS = 64
 GRAMMAR_BYTES = 1024
 # The kernels compute in this many bytes per value, whatever dtype is served.
 _FP32 = 4
+# What NCCL takes of a GPU for its channels to so many peers: a guess from above, not measured.
+NCCL_BYTES, NCCL_PEER_BYTES = 512 << 20, 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,9 @@ def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
 
 
 def exchange_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """What the exchange takes of a rank's memory: its slab, or the window that peers write to."""
+    """What the exchange takes of a rank's memory: its slab, the window that peers write to, or what NCCL takes."""
+    if config.exchange == "nccl":
+        return NCCL_BYTES + (config.num_workers - 1) * NCCL_PEER_BYTES if config.num_workers > 1 else 0
     shape = exchange_shape(config, model)
     return shape.window(config.num_workers).num_bytes if config.exchange == "nvlink" else shape.slab_bytes
 
@@ -106,18 +110,21 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     Values per row, in fp32: the residual, its norm, a block's input and output (4 H) beside the larger of attention
     (`Footprint.per_row`) and MLP: gate, up, activation and product (4 I), the experts' outputs sorted and back in place
     (2 K H), and with peers the rows gathered from all of them, in a buffer that grows by doubling, and frames both ways
-    (4 W H), or with room for all (row, k) of all ranks, W K (H + I) in the served dtype; with drafts a step's states
-    stay beside the pair that joins them with tokens (3 H). Then the logits of all sampled rows and of SCORED_ROWS,
-    twice, and one row of the sampler's fp64 scratch; with drafts on a GPU the sampled rows' logits once more, and what
-    penalties know of every token for each of these rows (engine/row_edits.py).
+    (4 W H), or with room for all (row, k) of all ranks, W K (H + I) in the served dtype, and once more as many results,
+    all rows twice and what comes home twice where these travel as tensors of the step (nccl); with drafts a step's
+    states stay beside the pair that joins them with tokens (3 H). Then the logits of all sampled rows and of
+    SCORED_ROWS, twice, and one row of the sampler's fp64 scratch; with drafts on a GPU the sampled rows' logits once
+    more, and what penalties know of every token for each of these rows (engine/row_edits.py).
     tests/engine/test_memory.py measures the peak against it.
     """
     hidden, peers = model.hidden_size, config.num_workers
     attention = max(kind.footprint(footprints).per_row for kind in model.attention_kinds())
     wide = max(model.intermediate_size, model.shared_intermediate_size, model.moe_intermediate_size)
     moved = 2 * model.top_k * hidden + (4 * peers * hidden if peers > 1 else 0)
-    if config.exchange == "nvlink":
+    if config.exchange in ("nvlink", "nccl"):
         room = peers * model.top_k * (hidden + model.moe_intermediate_size)
+        if config.exchange == "nccl":
+            room += hidden * (peers * (model.top_k + 2) + 2 * model.top_k)
         moved = max(moved, room * DTYPE_BYTES[model.served_dtype(config.dtype)] // _FP32)
     row = (7 if model.drafts else 4) * hidden + max(attention, 4 * wide + moved)
     sampled = config.max_num_seqs * (1 + config.num_drafts)

@@ -15,9 +15,9 @@ from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.cuda.verify_inputs import VerifySize
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.constrained import least, put, put_again
-from moeyard_worker.engine.device_sampler import DeviceSampler
+from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collected
 from moeyard_worker.engine.draft_graphs import DraftGraphs, SizedGraphs
-from moeyard_worker.engine.graph_runner import nothing_collected, to_host
+from moeyard_worker.engine.graph_runner import to_host
 from moeyard_worker.engine.row_edits import RowEdits
 from moeyard_worker.engine.runner import Launched, Runner
 from moeyard_worker.engine.sampling import (

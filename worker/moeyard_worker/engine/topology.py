@@ -1,12 +1,19 @@
 """Which exchange `auto` stands for where a rank is, and why; what keeps GPUs from one that was asked for by name."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from moeyard_worker.config.engine_config import ExchangeKind
+from moeyard_worker.config.engine_config import EngineConfig, ExchangeKind
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import Device
+from moeyard_worker.engine.doors import STALL
 from moeyard_worker.exchange.factory import resolve_kind
+from moeyard_worker.exchange.row_group import missing_nccl
 from moeyard_worker.exchange.shape import ExchangeShape
+
+# What `auto` tries where several ranks compute on GPUs, in this order; the last can always be. "nccl" stands between
+# these two once it has run on GPUs: until then it is asked for by name.
+_AUTO: tuple[ExchangeKind, ...] = ("nvlink", "zmq")
 
 
 def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> tuple[WorkerSpec, str]:
@@ -18,12 +25,11 @@ def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> t
     asked, count = config.exchange, config.num_workers
     kind: ExchangeKind
     if asked == "auto" and count > 1 and config.device != "cpu":
-        problem = _problem(spec, device, shape)
-        kind, why = ("zmq", problem) if problem else ("nvlink", f"{count} GPUs of one host that reach each other")
+        kind, why = _choose(spec, device, shape, _AUTO)
     else:
         kind, why = resolve_kind(asked, count), "asked for"
-        if kind == "nvlink" and (problem := _problem(spec, device, shape)) is not None:
-            raise ValueError(f"--exchange nvlink cannot be: {problem}; use --exchange zmq")
+        if (problem := _problem(kind, spec, device, shape)) is not None:
+            raise ValueError(f"--exchange {kind} cannot be: {problem}; use --exchange zmq")
         if kind == "zmq" and config.device == "cpu":
             why = "ranks compute on CPUs"
         elif asked == "auto":
@@ -31,10 +37,36 @@ def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> t
     return replace(spec, config=replace(config, exchange=kind)), why
 
 
-def _problem(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> str | None:
-    """What keeps rows from going straight from GPU to GPU, or None."""
+def patience(config: EngineConfig) -> float:
+    """Seconds that a rank's device waits for a peer's in an exchange: one deadline where steps are captured before.
+
+    What is launched kernel by kernel may have to be compiled meanwhile.
+    """
+    launched = config.enforce_eager or config.num_drafts > 0 or config.exchange == "nccl"
+    return config.step_deadline * (STALL if launched else 1)
+
+
+def _choose(
+    spec: WorkerSpec, device: Device, shape: ExchangeShape, kinds: Sequence[ExchangeKind]
+) -> tuple[ExchangeKind, str]:
+    """The first of `kinds` that can be: why it can, or why the one before cannot."""
+    problems = list[str]()
+    for kind in kinds:
+        problem = _problem(kind, spec, device, shape)
+        if problem is None:
+            break
+        problems.append(problem)
+    return kind, problems[-1] if problems else f"{spec.config.num_workers} GPUs of one host that reach each other"
+
+
+def _problem(kind: ExchangeKind, spec: WorkerSpec, device: Device, shape: ExchangeShape) -> str | None:
+    """What keeps rows from going from GPU to GPU by such an exchange, or None."""
+    if kind not in ("nvlink", "nccl"):
+        return None
     if spec.config.num_drafts:
-        return "steps that verify drafts have no captured exchange so far"
+        return f"steps that verify drafts have no {'captured exchange' if kind == 'nvlink' else 'such exchange'} so far"
+    if kind == "nccl":
+        return missing_nccl()
     if spec.config.num_workers > 1:
         if not spec.peer_gpus:
             return "this process sees its own GPU only, not those of the other workers"

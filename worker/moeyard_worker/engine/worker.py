@@ -21,7 +21,7 @@ from moeyard_worker.config.engine_config import SchedulerConfig, loading_rates
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
-from moeyard_worker.engine.doors import STALL, bind_frontend, bind_mesh, serve_metrics
+from moeyard_worker.engine.doors import bind_frontend, bind_mesh, serve_metrics
 from moeyard_worker.engine.grammars import Grammars
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.loop import Engine
@@ -30,7 +30,7 @@ from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
 from moeyard_worker.engine.recording import open_recorder
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sources import open_weights
-from moeyard_worker.engine.topology import settle_exchange
+from moeyard_worker.engine.topology import patience, settle_exchange
 from moeyard_worker.exchange.factory import build_exchange
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.experts.cache import ExpertCache
@@ -157,11 +157,11 @@ class Worker:
         self._total = self._checkpoint.dense_bytes() + experts.num_preloaded * slot
         exchange = build_exchange(
             config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device,
-            seconds=config.step_deadline * (STALL if config.enforce_eager or config.num_drafts else 1),
+            seconds=patience(config),
             drafts=config.num_drafts > 0,
         )  # fmt: skip
         if not (exchange.captures or config.enforce_eager or config.device == "cpu"):
-            log.info("the exchange goes through the host: steps are launched kernel by kernel, none is captured")
+            log.info("the exchange needs the host: steps are launched kernel by kernel, none is captured")
         runner = Runner(
             self._checkpoint.spec, load=load, backend=backend, exchange=exchange, experts=experts, dtype=self._dtype,
             num_pages=plan.num_pages, num_state_slots=num_state_slots + plan.num_snapshots,

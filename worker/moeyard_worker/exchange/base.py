@@ -35,11 +35,12 @@ class Dispatched:
 @dataclass(frozen=True, slots=True)
 class PeerRows:
     """What ranks bring to the exchanges of a step: `most`, with padding, of the rank that brings most, and the prompt
-    rows of each (none: of no rank).
+    rows of each (none: of no rank). `counts`: the rows of each, with padding, 0 of one that is away (none: not told).
     """
 
     most: int
     prompts: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -63,6 +64,8 @@ class Exchange(Protocol):
     stats: ExchangeStats
     # Whether a CUDA graph can hold it: it moves rows without the host.
     captures: bool
+    # Whether what is launched before the first `attach` takes no part: so its kernels are compiled ahead.
+    warms: bool
     # Whether a rank has room for so many rows of each, whoever brings fewer: `expect` says how many.
     places_rows: bool
 
@@ -83,6 +86,13 @@ class Exchange(Protocol):
 
         `has_run` says so without waiting. Raises ExchangeError with what the device, or the mesh meanwhile, found of
         this step or one before it. Steps are finished in order.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Before the host waits for its device in the midst of a step: wait for what was launched so far.
+
+        Where waits for peers end by themselves, nothing is waited for. Raises ExchangeError as `finish_step`.
         """
         ...
 

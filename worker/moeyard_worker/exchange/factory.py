@@ -10,20 +10,24 @@ from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.nccl import NcclExchange
 from moeyard_worker.exchange.nvlink import NvlinkExchange
 from moeyard_worker.exchange.peer_memory import GpuMemory
+from moeyard_worker.exchange.row_group import TorchGroup
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.staged import StagedExchange
 from moeyard_worker.exchange.wires import MeshLock
 from moeyard_worker.exchange.zmq_exchange import ZmqExchange
 
 _CPU = torch.device("cpu")
+# Exchanges that do not move rows over the mesh, and want nothing of it that is sized by them.
+_BESIDE_MESH = ("local", "nvlink", "nccl")
 
 
 def resolve_kind(kind: str, world_size: int) -> ExchangeKind:
     """What "auto" stands for: "local" for one rank, otherwise "zmq" (shared memory within a host, TCP between hosts).
 
-    GPUs of one host do better (`engine/topology.py`).
+    GPUs do better (`engine/topology.py`).
 
     Raises ValueError for an unknown kind, or for "local" with more than one rank.
     """
@@ -65,10 +69,10 @@ def build_mesh(
         deadline=deadline,
         stall=stall,
         transport="tcp" if kind == "zmq-tcp" else "shm",
-        slab_bytes=0 if kind in ("local", "nvlink") else shape.slab_bytes,
+        slab_bytes=0 if kind in _BESIDE_MESH else shape.slab_bytes,
         fingerprint=shape.fingerprint
         + (f" placement={placement.fingerprint}" if placement else "")
-        + (f" exchange={kind}" if kind == "nvlink" else ""),
+        + (f" exchange={kind}" if kind in ("nvlink", "nccl") else ""),
         host_id=host_id,
         lock=lock,
     )
@@ -81,7 +85,7 @@ def build_exchange(
     """Second phase: the exchange over a connected mesh (of one rank: the local exchange, unless another is asked for).
 
     `device` is where this rank computes; its launches wait `seconds` for a peer's, where they wait at all. `drafts`:
-    whether steps may have exchanges for drafts too.
+    whether steps may have exchanges for drafts too. Those beside the mesh begin with `Exchange.attach`.
     """
     kind = resolve_kind(kind, mesh.world_size)
     if kind == "local":
@@ -91,6 +95,11 @@ def build_exchange(
         return NvlinkExchange(
             memory, rank=mesh.rank, world_size=mesh.world_size, shape=shape, placement=placement, seconds=seconds,
             drafts=drafts,
+        )  # fmt: skip
+    if kind == "nccl":
+        return NcclExchange(
+            TorchGroup(device), rank=mesh.rank, world_size=mesh.world_size, shape=shape, placement=placement,
+            seconds=seconds, device=device,
         )  # fmt: skip
     exchange = ZmqExchange(mesh, shape=shape, placement=placement)
     return exchange if device.type == "cpu" else StagedExchange(exchange, device)

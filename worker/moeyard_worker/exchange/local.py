@@ -15,6 +15,7 @@ class LocalExchange:
     rank = 0
     world_size = 1
     captures = True
+    warms = True
     places_rows = False
 
     def __init__(self) -> None:
@@ -33,6 +34,9 @@ class LocalExchange:
         """There are no others."""
 
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
+        """Nobody is waited for."""
+
+    def drain(self) -> None:
         """Nobody is waited for."""
 
     def abort(self) -> None:

@@ -58,17 +58,17 @@ class Lockstep:
         frames = mesh.recv_all(Phase.PLAN, layer=None, since=start)
         counts = [0] * mesh.world_size
         counts[mesh.rank] = num_tokens
-        prompts = [0] * mesh.world_size
-        prompts[mesh.rank] = num_prompt
+        prompts, rows = [0] * mesh.world_size, [0] * mesh.world_size
+        prompts[mesh.rank], rows[mesh.rank] = num_prompt, most
         self.others_decode = False
         for peer in mesh.peers:
             theirs = self._plan(peer, bytes(frames[peer]))
-            counts[peer], prompts[peer] = theirs.num_tokens, theirs.num_prompt
+            counts[peer], prompts[peer], rows[peer] = theirs.num_tokens, theirs.num_prompt, theirs.num_rows
             self.others_decode |= theirs.num_tokens > theirs.num_prompt
             num_drafts, most = max(num_drafts, theirs.num_drafts), max(most, theirs.num_rows)
         self.wait_seconds.append(perf_counter() - start)
         self.steps[num_drafts] += 1
-        return Agreed(tuple(counts), num_drafts, PeerRows(most, tuple(prompts)))
+        return Agreed(tuple(counts), num_drafts, PeerRows(most, tuple(prompts), tuple(rows)))
 
     def peer_started(self, step: int) -> bool:
         """Whether a peer's plan for `step` is here, so that this rank must join even without work. Never blocks.

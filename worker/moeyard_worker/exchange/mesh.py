@@ -183,8 +183,8 @@ class Mesh:
         """What an idle engine polls for input; on any event it calls `check_peers`, or `Lockstep.peer_started`."""
         return self._wires.sockets() if self._wires else []
 
-    def check_peers(self) -> None:
-        """Raise ExchangeError when a peer is gone or told of a failure. Never blocks. For use between steps."""
+    def check_peers(self, at: tuple[int, int, Phase] | None = None) -> None:
+        """Raise ExchangeError when a peer is gone, or told of a failure; never blocks. `at`: step, layer, phase."""
         if self.failure is not None:
             raise ExchangeError(self.failure)
         if self._wires is None:
@@ -192,14 +192,18 @@ class Mesh:
         self._wires.drain()
         self._raise_if_told(self._wires)
         for peer in sorted(self._wires.lost):
-            self._raise(AFTER_STEP, [peer], f"rank {peer} {self._wires.lost[peer]} after step {self.step}")
+            how = f"rank {peer} {self._wires.lost[peer]}"
+            if at is not None:
+                self.miss([peer], f"{how} at {where_in_step(*at)}", step=at[0], layer=at[1], phase=at[2])
+            self._raise(AFTER_STEP, [peer], f"{how} after step {self.step}")
 
-    def fail(self, reason: str, *, planned: bool = False) -> str:
+    def fail(self, reason: str, *, planned: bool = False, ranks: Sequence[int] | None = None) -> str:
         """Poison: end this epoch for `reason`; returns the reason that all ranks give, which may be another.
 
-        Waits for the peers as `agree_on_finding` says. The first reason stays. `planned`: nobody is lost.
+        Waits for the peers as `agree_on_finding` says. The first reason stays. `planned`: nobody is lost. `ranks`: who
+        is at fault (None: this one).
         """
-        return self._settle(AFTER_STEP if planned else OWN_FAULT, [] if planned else [self.rank], reason)
+        return self._settle(AFTER_STEP if planned else OWN_FAULT, () if planned else ranks or [self.rank], reason)
 
     def miss(self, ranks: Iterable[int], reason: str, *, step: int, layer: int, phase: Phase) -> NoReturn:
         """Poison as `fail` for what peers did not send in a phase; raises ExchangeError with what all ranks name."""

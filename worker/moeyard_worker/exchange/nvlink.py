@@ -49,6 +49,7 @@ class NvlinkExchange:
     """
 
     captures = True
+    warms = True
     places_rows = True
 
     def __init__(
@@ -183,6 +184,9 @@ class NvlinkExchange:
         what = f"silent ({self._seconds:.1f} s)" if reason == SILENT else "sent more rows than were agreed on"
         where = where_in_step(failed_at, layer, named)
         self._mesh.miss(ranks, f"{name_ranks(ranks)} {what} at {where}", step=failed_at, layer=layer, phase=named)
+
+    def drain(self) -> None:
+        """A wait of the device ends by itself."""
 
     def abort(self) -> None:
         """See `Exchange.abort`."""

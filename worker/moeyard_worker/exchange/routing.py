@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeyard_kernels.types.peer_window import ROWS_PER_TURN
+from moeyard_worker.config.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +49,22 @@ class LayerTables:
     num_experts: int
 
     @staticmethod
-    def of(owners: Sequence[int], rank: int, copies: Sequence[tuple[int, int]] = ()) -> "LayerTables":
+    def of(
+        owners: Sequence[int], rank: int, copies: Sequence[tuple[int, int]] = (), *, turns: bool = False
+    ) -> "LayerTables":
         """The tables of `rank` in a layer whose expert e is computed by owners[e], and by the rank of its copy.
 
-        Local ids ascend as the experts do that this rank has.
+        Local ids ascend as the experts do that this rank has. `turns`: both halves, also where nothing has a copy.
         """
         first = np.array([*owners, -1], np.int32)
-        turns = [first]
-        if copies:
-            turns.append(first.copy())
+        halves = [first]
+        if copies or turns:
+            halves.append(first.copy())
             for expert, other in copies:
-                turns[1][expert] = other
-        local = np.logical_or.reduce([turn == rank for turn in turns]).cumsum() - 1
+                halves[1][expert] = other
+        local = np.logical_or.reduce([half == rank for half in halves]).cumsum() - 1
         return LayerTables(
-            np.concatenate(turns), np.concatenate([np.where(turn == rank, local, -1) for turn in turns]), len(owners)
+            np.concatenate(halves), np.concatenate([np.where(half == rank, local, -1) for half in halves]), len(owners)
         )
 
     def keys(self, topk_ids: np.ndarray, token_bounds: Sequence[int]) -> np.ndarray:
@@ -77,6 +80,23 @@ class LayerTables:
             return ids
         rows = np.arange(len(ids)) - np.repeat(token_bounds[:-1], np.diff(token_bounds))
         return ids + (rows // ROWS_PER_TURN % 2 * half)[:, None]
+
+
+def tables_of(placement: Placement, rank: int, members: Sequence[int] | None = None) -> dict[int, LayerTables]:
+    """The tables of `rank` in every MoE layer, with turns in all or none; owners by their places among `members`."""
+
+    def name(owner: int) -> int:
+        return owner if members is None else members.index(owner)
+
+    made: dict[tuple[object, ...], LayerTables] = {}
+    out = {}
+    for i, layer in enumerate(placement.layers):
+        kind = (placement.owners[i], placement.copies_of(i))
+        if kind not in made:
+            owners, copies = [name(owner) for owner in kind[0]], [(expert, name(other)) for expert, other in kind[1]]
+            made[kind] = LayerTables.of(owners, name(rank), copies, turns=bool(placement.copies))
+        out[layer] = made[kind]
+    return out
 
 
 def route(topk_ids: np.ndarray, *, token_bounds: Sequence[int], tables: LayerTables) -> Routing:

@@ -17,6 +17,7 @@ class StagedExchange:
     """`Exchange` on `device` over `host`, one of the CPU. Bits are only moved."""
 
     captures = False
+    warms = False
     places_rows = False
 
     def __init__(self, host: Exchange, device: torch.device) -> None:
@@ -36,6 +37,9 @@ class StagedExchange:
         """Every frame says it."""
 
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
+        """Each phase has waited for its own packets."""
+
+    def drain(self) -> None:
         """Each phase has waited for its own packets."""
 
     def abort(self) -> None:

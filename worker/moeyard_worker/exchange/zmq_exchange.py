@@ -22,7 +22,7 @@ from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStat
 from moeyard_worker.exchange.frames import TAG_BYTES, Frame, Phase, pack_tag
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.outbox import Outbox
-from moeyard_worker.exchange.routing import LayerTables, Routing, pairs_of, route
+from moeyard_worker.exchange.routing import Routing, pairs_of, route, tables_of
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.slab import Slab
 
@@ -63,6 +63,7 @@ class ZmqExchange:
     """
 
     captures = False
+    warms = False
     places_rows = False
 
     def __init__(self, mesh: Mesh, *, shape: ExchangeShape, placement: Placement) -> None:
@@ -91,12 +92,7 @@ class ZmqExchange:
                 f"{shape.num_experts} and ranks {mesh.members}"
             )
         self.world_size = mesh.world_size
-        by_layer = {
-            layer: (owners, placement.copies_of(i))
-            for i, (layer, owners) in enumerate(zip(placement.layers, placement.owners, strict=True))
-        }
-        kinds = {each: LayerTables.of(each[0], mesh.rank, each[1]) for each in set(by_layer.values())}
-        self._tables = {layer: kinds[each] for layer, each in by_layer.items()}
+        self._tables = tables_of(placement, mesh.rank)
         self._mesh = mesh
         self._slab = Slab(shape, mesh.own_slab.memory if mesh.own_slab else bytearray(shape.slab_bytes))
         self._home = self._slab.home_tensor(shape)
@@ -114,6 +110,9 @@ class ZmqExchange:
         """Every frame says it."""
 
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
+        """Each phase has waited for its own packets."""
+
+    def drain(self) -> None:
         """Each phase has waited for its own packets."""
 
     def abort(self) -> None:

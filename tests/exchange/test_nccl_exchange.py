@@ -1,0 +1,393 @@
+"""The exchange through torch's process groups: ranks in threads of this process, over gloo, torch's own for CPUs.
+
+In processes of their own ranks are in test_conformance.py and test_failures.py, and what a GPU adds (NCCL, streams, an
+abort) in `tests/e2e/test_one_answer_gpu_ranks.py` and test_failures_gpu_ranks.py.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoints import make_checkpoint
+from tests.exchange.test_nvlink_exchange import DEADLINE, SMALL, together
+from tests.exchange.test_staged_exchange import NUM_PAGES, backend, rank_runner, run_steps, steps_of
+
+from moeyard_worker.config.placement import Placement
+from moeyard_worker.engine.local import local_runner
+from moeyard_worker.exchange import nccl
+from moeyard_worker.exchange.base import ExchangeError, PeerRows
+from moeyard_worker.exchange.factory import build_exchange, build_mesh
+from moeyard_worker.exchange.meeting import RelayStore, Through, relay
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.nccl import NcclExchange
+from moeyard_worker.exchange.row_group import Moved, TorchGroup
+from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.experts.placement import partition
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.scheduling.step import Step
+
+CPU = torch.device("cpu")
+
+
+def open_meshes(
+    world: int, *, epoch: int = 1, deadline: float = DEADLINE, members: Sequence[int] | None = None
+) -> list[Mesh]:
+    members = range(world) if members is None else members
+    meshes = [
+        build_mesh("nccl", shape=SMALL, rank=r, world_size=world, members=members, epoch=epoch, deadline=deadline)
+        for r in members
+    ]
+    endpoints = [mesh.endpoint() for mesh in meshes]
+    together([lambda mesh=mesh: mesh.connect(endpoints) for mesh in meshes])
+    return meshes
+
+
+def attach(exchanges: Sequence[NcclExchange], meshes: Sequence[Mesh], placement: Placement) -> None:
+    together([lambda e=e, m=m: e.attach(m, placement) for e, m in zip(exchanges, meshes, strict=True)])
+
+
+def raised(call: Callable[[], Any]) -> str:
+    with pytest.raises(ExchangeError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("nccl"), "qwen3_moe", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
+    """Steps with prompts return what was computed, others all (row, k); some have no row at all."""
+    config = load_model_config(checkpoint)
+    shape = ExchangeShape(
+        num_experts=config.num_experts, top_k=config.top_k, hidden=config.hidden_size, dtype="bfloat16", max_tokens=64
+    )
+    placement = Placement.of_shards(config.moe_layers, partition(config.num_experts, world))
+    meshes = open_meshes(world)
+    exchanges = [build_exchange("nccl", mesh=mesh, shape=shape, placement=placement) for mesh in meshes]
+    # The second rank begins two steps late, the third has no row at all.
+    plans = [[*steps_of(50), Step.empty(), Step.empty()], [Step.empty(), Step.empty(), *steps_of(37)]][:world]
+    plans += [[Step.empty()] * 6] * (world - 2)
+    runners = [rank_runner(checkpoint, exchange) for exchange in exchanges]
+    for exchange, runner in zip(exchanges, runners, strict=True):
+        # Before they have met: with and without prompts it takes no part, and leaves nothing behind.
+        for prompts in ((), (38,) * world):
+            exchange.expect(PeerRows(38, prompts))
+            runner.forward(steps_of(50)[0])
+        assert exchange.stats.bytes_sent == 0
+    attach(exchanges, meshes, placement)  # type: ignore[arg-type]
+
+    def run(rank: int) -> list[torch.Tensor]:
+        exchange = exchanges[rank]
+
+        def begin(number: int) -> None:
+            exchange.begin_step(number + 1)
+            counts = tuple(plan[number].num_tokens for plan in plans)
+            exchange.expect(PeerRows(max(counts), tuple(plan[number].num_prefill_tokens for plan in plans), counts))
+
+        seen = run_steps(runners[rank], plans[rank], begin)
+        exchange.finish_step(6, lambda: True)
+        return seen
+
+    seen = together([lambda rank=rank: run(rank) for rank in range(world)])
+    assert all((exchange.stats.bytes_sent > 0) == (world > 1) for exchange in exchanges[:2])
+    for each in (*exchanges, *meshes):
+        each.close()
+    for of_rank, length in zip(seen, (50, 37), strict=False):
+        alone = local_runner(checkpoint, dtype=torch.bfloat16, num_pages=NUM_PAGES, backend=backend())
+        wanted = run_steps(alone, steps_of(length), lambda number: None)
+        got = [logits for logits in of_rank if len(logits)]
+        assert len(got) == len(wanted)
+        for number, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
+            assert torch.isfinite(theirs).all()
+            assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32)), f"length {length}, step {number}"
+
+
+def make_exchange(mesh: Mesh, group: Any = None, *, seconds: float = DEADLINE) -> NcclExchange:
+    return NcclExchange(
+        group or TorchGroup(CPU), rank=mesh.rank, world_size=mesh.world_size, shape=SMALL, device=CPU, seconds=seconds,
+        placement=Placement.of_shards((4,), partition(6, mesh.world_size)),
+    )  # fmt: skip
+
+
+def round_trip(exchange: NcclExchange, ids: torch.Tensor, peers: PeerRows, layer: int) -> torch.Tensor:
+    """Home of rows whose results say who computed them, as which expert: 10 * rank + its number there."""
+    exchange.expect(peers)
+    x = torch.zeros(len(ids), 8, dtype=torch.bfloat16)
+    got = exchange.dispatch(x, ids, layer=layer, num_prompt=peers.prompts[exchange.rank])
+    out = torch.full((*got.experts.shape, 8), float("nan"), dtype=torch.bfloat16)
+    here = got.experts >= 0
+    out[here] = (10 * exchange.rank + got.experts[here]).to(torch.bfloat16)[:, None]
+    return exchange.combine(out, got.handle)[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "whole"),
+    [((0, 0, 0), 3 * 2 * 16), ((1, 0, 2), 1 << 20), ((0, 0, 0), 3 * 2 * 16 - 1)],
+    ids=["few", "prompts", "many"],
+)
+def test_another_epoch_has_another_group_and_other_owners(
+    prompts: tuple[int, int, int], whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of fewer ranks, who keep their numbers; of an id of -1 nothing comes home. Results return in either way."""
+    monkeypatch.setattr(nccl, "_MOST_WHOLE", whole)
+    first = Placement.of_shards((4,), partition(6, 3))
+    then = Placement((4,), ((2, 0, 2, 0, 0, 2),))
+    ids = torch.tensor([[5, 1], [4, -1]])
+    meshes = open_meshes(3)
+    exchanges = [make_exchange(mesh) for mesh in meshes]
+    attach(exchanges, meshes, first)
+
+    def all_of(counts: tuple[int, int, int], which: Sequence[int]) -> list[list[list[float]]]:
+        peers = PeerRows(2, prompts, counts)
+        homes = together([lambda r=r: round_trip(exchanges[r], ids[: counts[r]], peers, 4) for r in which])
+        return [home.tolist() for home in homes]
+
+    [one, none, two] = all_of((1, 0, 2), (0, 1, 2))
+    assert exchanges[0]._whole == (whole == 96)
+    assert sum(e.stats.bytes_sent for e in exchanges) == sum(e.stats.bytes_received for e in exchanges)
+    assert one == [[21.0, 1.0]]
+    assert none == []
+    assert two[0] == [21.0, 1.0]
+    assert two[1][0] == 20.0
+    for mesh in meshes:
+        mesh.close()
+    again = open_meshes(3, epoch=2, members=(0, 2))
+    attach([exchanges[0], exchanges[2]], again, then)
+    [one, two] = all_of((1, 0, 2), (0, 2))
+    assert one == [[22.0, 0.0]]
+    assert two[0] == [22.0, 0.0]
+    assert two[1][0] == 2.0
+    for each in (*exchanges, *again):
+        each.close()
+
+
+def test_a_placement_is_on_ranks_that_are_there() -> None:
+    [mesh] = open_meshes(1)
+    with pytest.raises(ValueError, match=r"a placement of 6 experts on ranks \(0, 1\): there are 6 and ranks \(0,\)"):
+        make_exchange(mesh).attach(mesh, Placement.of_shards((0,), partition(6, 2)))
+    mesh.close()
+
+
+def test_a_group_that_breaks_is_named_by_who_is_gone() -> None:
+    """Its own error says neither who nor where; where the mesh is whole it says at least that."""
+    meshes = open_meshes(2, deadline=1.0)
+    exchanges = [make_exchange(mesh) for mesh in meshes]
+    placement = Placement.of_shards((0,), partition(6, 2))
+    attach(exchanges, meshes, placement)
+    exchanges[0].begin_step(812)
+    exchanges[0].close()
+    peers, ids = PeerRows(1, (0, 0), (1, 1)), torch.tensor([[5, 1]])
+    said = together([lambda: raised(lambda: round_trip(exchanges[0], ids, peers, 0)), lambda: listen(meshes[1])])
+    assert said == ["rank 0 cannot move rows at step 812, layer 0, dispatch: the process group has ended"] * 2
+    for each in (*exchanges, *meshes):
+        each.close()
+
+
+def listen(mesh: Mesh) -> str:
+    limit = time.monotonic() + DEADLINE
+
+    def until_told() -> None:
+        while time.monotonic() < limit:
+            mesh.check_peers()
+            time.sleep(0.01)
+
+    return raised(until_told)
+
+
+class Device:
+    """Stands for a GPU: rows are on their way until the group is ended, and begin when the device comes to them."""
+
+    host_waits = False
+
+    def __init__(self) -> None:
+        self.comes, self.ended, self.launched = True, False, 0
+
+    def meet(self, mesh: Mesh) -> None:
+        pass
+
+    def move(self, given: torch.Tensor, sent: Sequence[int], into: torch.Tensor, received: Sequence[int]) -> Moved:
+        self.launched += 1
+        return self
+
+    def abort(self) -> None:
+        self.ended = True
+
+    def has_begun(self) -> bool:
+        return self.comes
+
+    def has_ended(self) -> bool:
+        return self.ended
+
+    def check(self) -> None:
+        pass
+
+
+@pytest.fixture
+def on_devices() -> Iterator[tuple[list[NcclExchange], list[Device], list[Mesh]]]:
+    """Three ranks that have met, none of whose rows will come."""
+    meshes = open_meshes(3, deadline=0.5)
+    devices = [Device() for _ in meshes]
+    exchanges = [make_exchange(mesh, device, seconds=1.0) for mesh, device in zip(meshes, devices, strict=True)]
+    attach(exchanges, meshes, Placement.of_shards((2,), partition(6, 3)))
+    for exchange, mesh, device in zip(exchanges, meshes, devices, strict=True):
+        mesh.step = 812
+        device.ended = False
+        exchange.begin_step(812)
+        exchange.expect(PeerRows(1, (0, 0, 0), (1, 1, 1)))
+        exchange.dispatch(torch.zeros(1, 8, dtype=torch.bfloat16), torch.tensor([[0, 5]]), layer=2, num_prompt=0)
+    yield exchanges, devices, meshes
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_a_device_that_does_not_come_is_named_by_its_own_rank(
+    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
+) -> None:
+    """The others cannot know whom they wait for; all end their waits and name it."""
+    exchanges, devices, meshes = on_devices
+    devices[1].comes = False
+    begun = time.monotonic()
+    said = together([lambda e=e: raised(e.drain) for e in exchanges])
+    assert set(said) == {said[0]}
+    assert said[0].startswith("rank 1 silent (1.0 s) at step 812, layer 2, dispatch")
+    assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(1,)] * 3
+    assert all(device.ended for device in devices)
+    assert 1.0 <= time.monotonic() - begun < 1.5 + DEADLINE / 3
+
+
+def test_devices_that_all_wait_have_no_network(
+    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
+) -> None:
+    exchanges, devices, meshes = on_devices
+    said = together([lambda e=e: raised(e.drain) for e in exchanges])
+    where = "step 812, layer 2, dispatch"
+    assert said == [f"ranks 0, 1, 2 wait for each other's rows (1.0 s) at {where}: the network may be down"] * 3
+    assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(0, 1, 2)] * 3
+    assert all(device.ended for device in devices)
+
+
+def test_a_host_that_does_not_come_is_named_by_those_that_wait(
+    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
+) -> None:
+    """It lives, and does something else: nothing but its silence tells it from the others."""
+    exchanges, devices, meshes = on_devices
+    begun = time.monotonic()
+    said = together([lambda e=e: raised(e.drain) for e in exchanges[:2]])
+    assert said == ["rank 2 silent (1.0 s) at step 812, layer 2, dispatch"] * 2
+    assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(2,)] * 2
+    assert time.monotonic() - begun >= 2.0, "it was asked"
+    assert [device.ended for device in devices] == [True, True, False]
+
+
+def test_a_host_is_not_far_ahead_of_a_device_that_waits(
+    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
+) -> None:
+    """Launches block without end where too many are waiting."""
+    exchanges, devices, _ = on_devices
+
+    def launch(exchange: NcclExchange) -> None:
+        ids, peers = torch.tensor([[0, 5]]), PeerRows(1, (0, 0, 0), (1, 1, 1))
+        for _ in range(1000):
+            round_trip(exchange, ids, peers, 2)
+
+    said = together([lambda e=e: raised(lambda: launch(e)) for e in exchanges])
+    assert {text.split(" (")[0] for text in said} == {"ranks 0, 1, 2 wait for each other's rows"}
+    assert {text.split(") at ")[1] for text in said} == {"step 812, layer 2, dispatch: the network may be down"}
+    assert [device.launched for device in devices] == [nccl._AHEAD + 1] * 3
+
+
+def test_a_peer_that_is_gone_ends_the_waits_at_once(
+    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
+) -> None:
+    exchanges, devices, meshes = on_devices
+    meshes[2].close()
+    begun = time.monotonic()
+    said = together([lambda e=e: raised(e.drain) for e in exchanges[:2]])
+    assert said == ["rank 2 lost at step 812, layer 2, dispatch"] * 2
+    assert time.monotonic() - begun < 1.5, "before their time is over"
+    assert devices[0].ended
+    assert devices[1].ended
+
+
+def test_a_device_that_computes_too_long_behind_its_exchanges_is_named(
+    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
+) -> None:
+    """Where a step is finished nothing of it waits for peers."""
+    exchanges, devices, _ = on_devices
+    for device in devices:
+        device.ended = True
+    exchanges[0].drain()
+    [said, *_] = together(
+        [
+            lambda: raised(lambda: exchanges[0].finish_step(812, lambda: False)),
+            *(lambda e=e: raised(lambda: e.finish_step(812, lambda: False)) for e in exchanges[1:]),
+        ]
+    )
+    assert "silent (1.0 s) at step 812" in said
+
+
+def test_stores_of_all_ranks_become_one_until_all_are_through() -> None:
+    """Keys are set and waited for by other threads, of which one begins late."""
+    meshes = open_meshes(3)
+
+    def meet(rank: int) -> list[bytes]:
+        store, ended, found = RelayStore(DEADLINE), list[Through](), list[bytes]()
+
+        def connect() -> None:
+            time.sleep(0.1 * rank)
+            if rank == 0:
+                store.set("id", "of all")
+            store.set(f"at/{rank}", str(rank).encode())
+            store.wait([f"at/{peer}" for peer in range(3)])
+            found.extend([store.get("id"), *(store.get(f"at/{peer}") for peer in range(3))])
+            assert store.check(["id", "at/2"])
+            assert not store.check(["id", "at/3"])
+            ended.append(Through())
+
+        threading.Thread(target=connect, daemon=True).start()
+        relay(meshes[rank], store, lambda: ended[0] if ended else None, seconds=DEADLINE)
+        return found
+
+    assert together([lambda r=r: meet(r) for r in range(3)]) == [[b"of all", b"0", b"1", b"2"]] * 3
+    for mesh in meshes:
+        mesh.close()
+
+
+@pytest.mark.parametrize(
+    ("ends", "seconds", "named"),
+    [
+        ((Through(), Through("no route to host"), Through()), DEADLINE, "no route to host"),
+        ((Through(), None, Through()), 0.2, "no connection within 0 s"),
+    ],
+    ids=["error", "late"],
+)
+def test_a_meeting_in_vain_is_named_alike_by_all(ends: tuple[Through | None, ...], seconds: float, named: str) -> None:
+    meshes = open_meshes(3, deadline=2.0)
+    calls = [
+        lambda m=m, end=end: raised(lambda: relay(m, RelayStore(1.0), lambda: end, seconds=seconds))
+        for m, end in zip(meshes, ends, strict=True)
+    ]
+    assert together(calls) == [f"rank 1 did not meet the others: {named}"] * 3
+    assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(1,)] * 3
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_a_rank_that_leaves_a_meeting_is_named() -> None:
+    meshes = open_meshes(2, deadline=2.0)
+    meshes[1].close()
+    assert raised(lambda: relay(meshes[0], RelayStore(1.0), lambda: Through(), seconds=2.0)).startswith("rank 1 ")
+    meshes[0].close()
+
+
+def test_a_key_that_nobody_sets_is_not_waited_for_long() -> None:
+    store = RelayStore(0.05)
+    with pytest.raises(TimeoutError, match=r"nobody has set \['a'\] within 0.1 s"):
+        store.get("a")

@@ -1,0 +1,24 @@
+"""Environment of processes that move rows with NCCL through torch. Imports no torch."""
+
+import os
+from types import MappingProxyType
+
+# Of torch's threads beside a communicator one ends the process, at once or a minute later, when a peer is lost: but a
+# rank outlives its peers. Losses are found by the mesh (exchange/nccl.py), which also ends what the device waits for.
+NCCL_ENVIRONMENT = MappingProxyType(
+    {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    }
+)
+
+
+def set_nccl_environment() -> None:
+    """Give this process NCCL_ENVIRONMENT, unless the user chose. Before a communicator is made; NCCL_* are the user's.
+
+    Of these NCCL_SOCKET_IFNAME names the network between hosts.
+    """
+    for name, value in NCCL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,319 @@
+"""The exchange of GPUs of several hosts, or of one host without peer access: collectives of torch.distributed.
+
+Every rank sends its rows and ids to all, in sizes that the plan frames have told: row t of a member lies behind those
+of the members before it. Of few rows each member returns all (row, k) of a source, and home takes each from its owner;
+nothing waits for the host. With prompts, or many rows, it looks once per layer how many were computed, and only they
+travel. All ranks choose alike, by what was agreed on.
+
+Collectives wait on the device, and end only if the host ends them. So it waits where it can watch (`drain`): it listens
+to the mesh meanwhile, and knows by events how far its own device has come.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from moeyard_kernels.types.peer_window import ROWS_PER_TURN
+from moeyard_worker.config.placement import Placement
+from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStats, PeerRows
+from moeyard_worker.exchange.frames import NO_LAYER, Phase, pack_tag
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.naming import name_ranks, where_in_step
+from moeyard_worker.exchange.routing import tables_of
+from moeyard_worker.exchange.row_group import Moved, RowGroup
+from moeyard_worker.exchange.shape import ExchangeShape
+
+# Between two looks at what is waited for, and between two at the mesh meanwhile.
+_PAUSE_S, _LOOK_S = 50e-6, 0.01
+# All results of a step that may travel by all members, in bytes: as many as a network moves while a layer is launched.
+_MOST_WHOLE = 32 << 20
+# How many collectives the host launches ahead of its device, three a layer. Where some thousand launches wait for a
+# device that waits for a peer, the next one blocks, and nobody would watch.
+_AHEAD = 24
+# What is left of a step once it waits for nobody.
+_DRAIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Rows on their way, and for which part of a step."""
+
+    at: tuple[int, int, Phase]
+    moved: Moved
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """How results travel where only what was computed does. `pairs` [P]: of R * K, what this member returns, by source.
+    `places` [Q]: where at home what comes belongs, of T * K, by owner; `sent`, `received`: how many, by member.
+    """
+
+    pairs: torch.Tensor
+    places: torch.Tensor
+    sent: list[int]
+    received: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class NcclHandle:
+    """One layer: `owners` [T, K], by member, of what this rank's tokens chose (-1: nobody)."""
+
+    layer: int
+    owners: torch.Tensor
+    returned: _Returned | None
+
+
+class NcclExchange:
+    """`Exchange` through a `RowGroup`, among the members of the mesh. Before the first `attach` nothing moves.
+
+    A rank whose device does not come to its next exchange within `seconds` is silent, and says so; one that waits for
+    others waits a deadline of the mesh longer, and then asks who else waits.
+    """
+
+    captures = False
+    warms = True
+    places_rows = False
+
+    def __init__(
+        self, group: RowGroup, *, rank: int, world_size: int, shape: ExchangeShape, placement: Placement,
+        seconds: float, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.rank, self.world_size, self.stats = rank, world_size, ExchangeStats()
+        self._group, self._shape, self._seconds, self._device = group, shape, seconds, device
+        self._dtype, self._step = getattr(torch, shape.dtype), 0
+        # Of every layer, owners by their places among the members (`LayerTables`).
+        self._owner, self._local = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        self._counts: list[int] = []
+        # Whether all (row, k) of a source return from each member, in the exchanges that are launched from here on.
+        self._whole = True
+        self._prompt: torch.Tensor | None = None
+        self._turns: torch.Tensor | None = None  # [R, 1], where experts have copies: added to a row's ids
+        # What this rank's device has not passed yet, oldest first.
+        self._marks: deque[_Mark] = deque()
+        self._mesh: Mesh | None = None
+        self._put(placement, tuple(range(world_size)))
+
+    def attach(self, mesh: Mesh, placement: Placement) -> None:
+        """See `Exchange.attach`: the members make a group of their own.
+
+        Raises ExchangeError naming who is not there, ValueError for a placement that is not theirs.
+        """
+        if placement.num_experts != self._shape.num_experts or not set(placement.ranks) <= set(mesh.members):
+            raise ValueError(
+                f"a placement of {placement.num_experts} experts on ranks {placement.ranks}: there are "
+                f"{self._shape.num_experts} and ranks {mesh.members}"
+            )
+        self._mesh, self.world_size = mesh, mesh.world_size
+        self._marks.clear()
+        self._put(placement, mesh.members)
+        self._group.meet(mesh)
+
+    def _put(self, placement: Placement, members: tuple[int, ...]) -> None:
+        """Write down who owns what."""
+        self._members, self._place = members, members.index(self.rank)
+        self._copied = bool(placement.copies)
+        for layer, tables in tables_of(placement, self.rank, members).items():
+            self._owner[layer] = torch.from_numpy(tables.owner).long().to(self._device)
+            self._local[layer] = torch.from_numpy(tables.local).to(self._device)
+
+    def begin_step(self, step: int) -> None:
+        """See `Exchange.begin_step`."""
+        self._step = step
+
+    def expect(self, rows: PeerRows) -> None:
+        """See `Exchange.expect`. More rows than were agreed on are an assertion."""
+        told = len(rows.counts) == self.world_size
+        assert told or self._mesh is None or self.world_size == 1, f"{rows} of {self.world_size} ranks"
+        counts = rows.counts or (rows.most,) * self.world_size
+        prompts = rows.prompts or (0,) * self.world_size
+        self._counts = [counts[rank] for rank in self._members]
+        assert max(counts) <= self._shape.max_tokens, f"{rows} of {self._shape.max_tokens}"
+        self._whole = not any(prompts) and sum(counts) * self._shape.top_k * self._shape.row_bytes <= _MOST_WHOLE
+        self._prompt = self._turns = None
+        if self._copied:
+            turns = [torch.arange(count)[:, None] // ROWS_PER_TURN % 2 for count in self._counts]
+            self._turns = (torch.cat(turns) * (self._shape.num_experts + 1)).to(self._device)
+        if any(prompts):
+            flags = [torch.arange(counts[rank]) < prompts[rank] for rank in self._members]
+            self._prompt = torch.cat(flags).to(self._device)
+
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
+        """See `Exchange.dispatch`: all rows of all members. Of few rows nothing waits for the host."""
+        num_tokens, world, counts = topk_ids.shape[0], len(self._members), self._counts
+        assert topk_ids.shape == (counts[self._place], self._shape.top_k), (topk_ids.shape, counts)
+        assert x.shape[0] >= num_tokens, (x.shape, topk_ids.shape)
+        assert x.shape[1:] == (self._shape.hidden,), (x.shape, self._shape)
+        assert x.dtype == self._dtype, (x.dtype, self._shape)
+        total, sent = sum(counts), [num_tokens] * world
+        rows = x.new_empty(total, self._shape.hidden)
+        # Where an exchange is ended nothing has come: what is launched behind it looks up nobody.
+        ids = topk_ids.new_full((total, self._shape.top_k), -1, dtype=torch.int32)
+        at = (self._step, layer, Phase.DISPATCH)
+        self._move(at, topk_ids.int().repeat(world, 1), sent, ids, counts)
+        self._move(at, x[:num_tokens].repeat(world, 1), sent, rows, counts)
+        chosen = ids.long() if self._turns is None else ids.long() + self._turns
+        experts, owners = self._local[layer][chosen], self._owner[layer][chosen]
+        first = sum(counts[: self._place])
+        returned = None if self._whole else self._count(experts, owners)
+        handle = NcclHandle(layer, owners[first : first + num_tokens], returned)
+        return Dispatched(rows=rows, experts=experts, prompt=self._prompt, handle=handle, one_in=world)
+
+    def _count(self, experts: torch.Tensor, owners: torch.Tensor) -> _Returned:
+        """How many results go from whom to whom; waits for the device."""
+        top_k, members = self._shape.top_k, torch.arange(len(self._members), device=owners.device)
+        # [W, W]: by source, what each member has of it. Not by bincount, which waits for the device by itself.
+        table = torch.stack([(part.reshape(-1, 1) == members).sum(0) for part in owners.split(self._counts)])
+        self.drain()
+        known = table.tolist()
+        first, mine = sum(self._counts[: self._place]), self._counts[self._place]
+        order = torch.sort(owners[first : first + mine].flatten(), stable=True).indices
+        received = known[self._place]
+        return _Returned(
+            pairs=(experts.flatten() >= 0).nonzero().flatten(),
+            # Those of nobody come first.
+            places=order[mine * top_k - sum(received) :],
+            sent=[row[self._place] for row in known],
+            received=received,
+        )
+
+    def combine(self, expert_out: torch.Tensor, handle: NcclHandle) -> torch.Tensor:
+        """See `Exchange.combine`."""
+        (num_tokens, top_k), world, hidden = handle.owners.shape, len(self._members), self._shape.hidden
+        assert expert_out.shape == (sum(self._counts), top_k, hidden), (expert_out.shape, self._counts)
+        assert expert_out.dtype == self._dtype, (expert_out.dtype, self._shape)
+        at, pairs = (self._step, handle.layer, Phase.COMBINE), num_tokens * top_k
+        results, returned = expert_out.reshape(-1, hidden), handle.returned
+        if returned is None:
+            here = results.new_empty(world * pairs, hidden)
+            self._move(at, results, [count * top_k for count in self._counts], here, [pairs] * world)
+            of_pair = torch.arange(pairs, device=here.device)
+            home = here.index_select(0, handle.owners.flatten().clamp(min=0) * pairs + of_pair)
+        else:
+            here = results.new_empty(sum(returned.received), hidden)
+            self._move(at, results[returned.pairs], returned.sent, here, returned.received)
+            home = results.new_empty(pairs, hidden)
+            home[returned.places] = here
+        return home.view(num_tokens, top_k, hidden)
+
+    def _move(
+        self, at: tuple[int, int, Phase], given: torch.Tensor, sent: Sequence[int], into: torch.Tensor,
+        received: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Launch rows, by their bytes, and wait if the host is too far ahead; on a CPU they have come then."""
+        if self._mesh is None or not sum(self._counts):
+            return
+        num_bytes = given.shape[1] * given.itemsize
+        self.stats.bytes_sent += (sum(sent) - sent[self._place]) * num_bytes
+        self.stats.bytes_received += (sum(received) - received[self._place]) * num_bytes
+        try:
+            moved = self._group.move(given.view(torch.uint8), sent, into.view(torch.uint8), received)
+        except RuntimeError as error:
+            self._fail(error, at)
+        self._marks.append(_Mark(at, moved))
+        ahead = 0 if self._group.host_waits else _AHEAD
+        if len(self._marks) > ahead:
+            self._watch(lambda: len(self._marks) <= ahead)
+
+    def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
+        """See `Exchange.finish_step`: what has exchanges was waited for where it was launched."""
+        self._watch(has_run)
+
+    def drain(self) -> None:
+        """See `Exchange.drain`: the mesh is listened to, as a peer that is gone ends no wait of the device."""
+        self._watch(lambda: not self._marks)
+
+    def abort(self) -> None:
+        """See `Exchange.abort`."""
+        self._group.abort()
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        self._group.abort()
+
+    def _watch(self, has_run: Callable[[], bool]) -> None:
+        """Wait; raises ExchangeError as soon as it is known to be in vain, and the device waits no more."""
+        since = looked = time.monotonic()
+        state: tuple[int, bool] | None = None
+        while True:
+            now = self._progress()
+            if has_run():
+                return
+            clock = time.monotonic()
+            if now != state:
+                state, since = now, clock
+            if clock - looked > _LOOK_S:
+                looked = clock
+                self._look(clock - since)
+            time.sleep(_PAUSE_S)
+
+    def _progress(self) -> tuple[int, bool]:
+        """How many exchanges are ahead of the device, and whether it waits in the first of them."""
+        while self._marks and self._marks[0].moved.has_ended():
+            mark = self._marks.popleft()
+            try:
+                mark.moved.check()
+            except RuntimeError as error:
+                self._fail(error, mark.at)
+        return len(self._marks), bool(self._marks) and self._marks[0].moved.has_begun()
+
+    def _look(self, seconds: float) -> None:
+        """Listen to the mesh; the device has been where it is for so long."""
+        assert self._mesh is not None, "a step begins after the ranks have met"
+        at = self._marks[0].at if self._marks else None
+        try:
+            self._mesh.check_peers(at)
+            where = f"step {self._step}" if at is None else where_in_step(*at)
+            if at is None or not self._marks[0].moved.has_begun():
+                if seconds > self._seconds:
+                    raise ExchangeError(self._mesh.fail(f"rank {self.rank} silent ({seconds:.1f} s) at {where}"))
+            elif seconds > self._seconds + self._mesh.deadline:
+                # A device that is late has less time: what is late is a host, or what is between them.
+                self._call_roll(self._mesh, at)
+        except ExchangeError:
+            self._end_waits()
+            raise
+
+    def _call_roll(self, mesh: Mesh, at: tuple[int, int, Phase]) -> NoReturn:
+        """Ask the hosts of peers whether they wait, too: who says nothing has not come so far."""
+        here = {rank: pack_tag(mesh.epoch, mesh.step, NO_LAYER, Phase.MEETING, rank) for rank in mesh.members}
+        said = mesh.arrived()
+        for peer in mesh.peers:
+            # Whoever has asked wants an answer; who has said anything else has come to the next step.
+            if peer not in said or bytes(said[peer]) == here[peer]:
+                mesh.send(peer, here[self.rank])
+        limit = time.monotonic() + mesh.deadline
+        while (silent := set(mesh.peers).difference(mesh.arrived())) and time.monotonic() < limit:
+            time.sleep(_LOOK_S)
+        where, all_of = f"({self._seconds:.1f} s) at {where_in_step(*at)}", name_ranks(self._members)
+        if silent:
+            mesh.miss(silent, f"{name_ranks(silent)} silent {where}", step=at[0], layer=at[1], phase=at[2])
+        reason = f"{all_of} wait for each other's rows {where}: the network may be down"
+        raise ExchangeError(mesh.fail(reason, ranks=self._members))
+
+    def _fail(self, error: RuntimeError, at: tuple[int, int, Phase]) -> NoReturn:
+        """The group has failed: a peer's end is the reason, if the mesh learns of one."""
+        assert self._mesh is not None
+        limit = time.monotonic() + self._mesh.deadline
+        try:
+            while time.monotonic() < limit:
+                self._mesh.check_peers(at)
+                time.sleep(_LOOK_S)
+            said = str(error).strip().split("\n", 1)[0]
+            raise ExchangeError(self._mesh.fail(f"rank {self.rank} cannot move rows at {where_in_step(*at)}: {said}"))
+        finally:
+            self._end_waits()
+
+    def _end_waits(self) -> None:
+        """End what the device waits for, and let it run to its end."""
+        self.abort()
+        limit = time.monotonic() + (0 if self._group.host_waits else _DRAIN_S)
+        while self._marks and time.monotonic() < limit:
+            if self._marks[0].moved.has_ended():
+                self._marks.popleft()
+            else:
+                time.sleep(_PAUSE_S)
+        self._marks.clear()
