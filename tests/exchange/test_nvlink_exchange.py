@@ -17,15 +17,17 @@ from tests.checkpoints import make_checkpoint
 from tests.exchange.test_staged_exchange import NUM_PAGES, backend, rank_runner, run_steps, steps_of
 
 from moeyard_kernels.ref import peer_exchange as oracle
+from moeyard_kernels.types.peer_shape import KEPT_TIMES, NUM_COUNTS, NUM_TIMES, RECEIVED, SENT, TIMES
 from moeyard_kernels.types.peer_window import ABORT, COMBINE, DISPATCH, NUM_FAULT, POISONED, SILENT, PeerWindow
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.local import local_runner
 from moeyard_worker.exchange import nvlink
-from moeyard_worker.exchange.base import ExchangeError, PeerRows
+from moeyard_worker.exchange.base import ExchangeError, ExchangeStats, PeerRows
 from moeyard_worker.exchange.factory import build_mesh
 from moeyard_worker.exchange.meeting import MeshStore, gather
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.nvlink import NvlinkExchange
+from moeyard_worker.exchange.peer_counts import PeerCounts
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.models.families import load_model_config
@@ -212,6 +214,57 @@ def test_prompt_rows_are_marked_by_what_was_agreed_on(pair: tuple[list[NvlinkExc
     assert exchanges[0]._prompt is None
     with pytest.raises(AssertionError, match="most=9"):
         exchanges[0].expect(PeerRows(9))
+
+
+def test_bytes_and_times_are_told_as_they_were_counted(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    """Of the device's counts, those of an epoch before among them; not of more often than a few times a second."""
+    exchanges, _ = pair
+    x = torch.arange(16, dtype=torch.float32).to(torch.bfloat16).view(2, 8)
+
+    def step(rank: int, ids: torch.Tensor) -> None:
+        exchanges[rank].expect(PeerRows(3))
+        got = exchanges[rank].dispatch(x, ids, layer=2, num_prompt=0)
+        exchanges[rank].combine(torch.zeros(6, 2, 8, dtype=torch.bfloat16), got.handle)
+
+    # Experts 0 to 2 are rank 0's: two rows go to rank 1, and three results come back.
+    ids = torch.tensor([[5, 1], [4, 3]])
+    together([lambda: step(0, ids), lambda: step(1, ids[:0])])
+    for exchange in exchanges:
+        exchange.finish_step(1, lambda: True)
+    there, back = 2 * (2 * 4 + 16), 3 * 16
+    stats = [exchange.stats for exchange in exchanges]
+    assert [(each.bytes_sent, each.bytes_received) for each in stats] == [(there, back), (back, there)]
+    together([lambda: step(0, ids), lambda: step(1, ids[:0])])
+    exchanges[0].finish_step(2, lambda: True)
+    assert stats[0].bytes_sent == there, "so soon it is not looked at again"
+    exchanges[0]._window.reset()
+    exchanges[0]._counts.look(wait=True)
+    assert (stats[0].bytes_sent, stats[0].bytes_received) == (2 * there, 2 * back)
+
+
+def test_of_the_times_that_a_device_keeps_each_is_told_once() -> None:
+    live, stats = torch.zeros(NUM_COUNTS, dtype=torch.int64), ExchangeStats()
+    counts = PeerCounts(live, stats)
+    live[SENT], live[RECEIVED] = 7, 9
+
+    def take(phase: int, *nanoseconds: int) -> None:
+        """As `peer_words.note_time` does."""
+        for each in nanoseconds:
+            number = int(live[NUM_TIMES + phase])
+            live[TIMES + phase * KEPT_TIMES + number % KEPT_TIMES] = each
+            live[NUM_TIMES + phase] += 1
+
+    take(0, 1000, 2000)
+    take(1, 3000)
+    counts.look(wait=True)
+    assert (stats.bytes_sent, stats.bytes_received) == (7, 9)
+    assert stats.seconds == {"dispatch": pytest.approx([1e-6, 2e-6]), "combine": pytest.approx([3e-6])}
+    for values in stats.seconds.values():
+        values.clear()
+    take(0, *range(1, KEPT_TIMES + 51))
+    counts.look(wait=True)
+    assert stats.seconds["combine"] == []
+    assert stats.seconds["dispatch"] == pytest.approx([each * 1e-9 for each in range(51, KEPT_TIMES + 51)])
 
 
 def write_fault(exchange: NvlinkExchange, *record: int) -> None:

@@ -14,6 +14,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.experts import peer_exchange as triton_kernel
 from moeyard_kernels.ref import peer_exchange as oracle
+from moeyard_kernels.types.peer_shape import NUM_TIMES, RECEIVED, SENT, TIMES
 from moeyard_kernels.types.peer_window import (
     COMBINE,
     DISPATCH,
@@ -25,6 +26,7 @@ from moeyard_kernels.types.peer_window import (
     RANKS,
     REASON,
     SILENT,
+    TIMED_ONE_IN,
     TOO_MANY,
     PeerShape,
     PeerWindow,
@@ -158,6 +160,44 @@ def test_every_pair_comes_home_to_its_place(kernels: ModuleType, counts: tuple[i
         theirs = here.view(most, 3, 3)
         for source, n in enumerate(counts):
             assert (theirs[n:, source] == -1).all(), f"rank {rank}: rows that rank {source} has not"
+
+
+@pytest.mark.parametrize("kernels", [triton_kernel, oracle], ids=("kernel", "oracle"))
+def test_bytes_between_ranks_are_counted_on_both_sides(kernels: ModuleType) -> None:
+    """Ids to every peer, a row where one of its experts is chosen, a result of each; nothing from a rank to itself."""
+    windows, counts, row = open_ranks(3), (4, 0, 5), 40 * 2
+    sent, received = [0] * 3, [0] * 3
+    for layer in range(2):
+        xs, ids = [random_rows(torch.bfloat16, n, 40) for n in counts], [random_ids(n, 3, 10) for n in counts]
+        one_exchange(kernels, windows, xs, ids, layer=layer, max_rows=5)
+        owner = windows[0].owner.tolist()
+        for source, chosen in enumerate(ids):
+            for token in chosen.tolist():
+                owners = [owner[e] for e in token if e >= 0]
+                for peer in {0, 1, 2} - {source}:
+                    there, back = 3 * 4 + (row if peer in owners else 0), row * owners.count(peer)
+                    sent[source], received[peer] = sent[source] + there, received[peer] + there
+                    sent[peer], received[source] = sent[peer] + back, received[source] + back
+        # Another epoch goes on counting.
+        for window in windows:
+            window.reset()
+    of_ranks = [window.views(rank).counts for rank, window in enumerate(windows)]
+    assert [int(each[SENT]) for each in of_ranks] == sent
+    assert [int(each[RECEIVED]) for each in of_ranks] == received
+    assert sum(sent) == sum(received) > 0
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter has no clock")
+def test_one_exchange_in_so_many_is_timed() -> None:
+    """Where all packets are there the wait takes no time, but a launch does."""
+    windows = open_ranks(2)
+    xs, ids = [random_rows(torch.bfloat16, 1, 40) for _ in "ab"], [random_ids(1, 3, 10) for _ in "ab"]
+    for _ in range(2 * TIMED_ONE_IN):
+        one_exchange(triton_kernel, windows, xs, ids, layer=0, max_rows=1)
+    for rank, window in enumerate(windows):
+        counts = window.views(rank).counts.tolist()
+        assert counts[NUM_TIMES : NUM_TIMES + 2] == [2, 2]
+        assert all(0 <= spent < 1e8 for spent in counts[TIMES : TIMES + 2])
 
 
 @pytest.mark.parametrize("programs", [1, 2, 8, 64])

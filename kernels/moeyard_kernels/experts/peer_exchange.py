@@ -11,7 +11,8 @@ captured step needs nothing of the host: `dispatch` reads how many were combined
 
 A wait that lasts too long (or that the host ends) writes who is missing, where and when into memory of the host, and
 poisons the rank: from then on its launches neither send nor wait. What a poisoned rank computes reaches nobody, all who
-need it find it missing, and the device stays usable.
+need it find it missing, and the device stays usable. What crossed, and how long some phases took, is counted for the
+host (`peer_words`).
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.rounding import INTERPRETED
 from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.experts.peer_words import clock_of, count_put, int32_at, int64_at, note_time, put_row, wide
 from moeyard_kernels.types import peer_window as window_types
 from moeyard_kernels.types.peer_shape import LINE
 from moeyard_kernels.types.peer_window import PeerWindow
@@ -54,45 +56,17 @@ class PacketConfig(Config):
 
 
 @triton.jit
-def _wide(i):
-    """An integer in 64 bits."""
-    return tl.full((), 0, tl.int64) + i
-
-
-@triton.jit
-def _int64_at(address, OFFSET: tl.constexpr):
-    """What lies OFFSET bytes behind an address, as 8 byte integers."""
-    return tl.multiple_of((address + OFFSET).to(tl.pointer_type(tl.int64)), 16)
-
-
-@triton.jit
-def _int32_at(address, OFFSET: tl.constexpr):
-    return tl.multiple_of((address + OFFSET).to(tl.pointer_type(tl.int32)), 16)
-
-
-@triton.jit
-def _put_row(p_from, p_to, N: tl.constexpr, BLOCK: tl.constexpr):
-    """N words of 4 bytes."""
-    for i in tl.static_range(0, N, BLOCK):
-        o = i + tl.arange(0, BLOCK)
-        if N % BLOCK:
-            tl.store(p_to + o, tl.load(p_from + o, mask=o < N), mask=o < N)
-        else:
-            tl.store(p_to + o, tl.load(p_from + o))
-
-
-@triton.jit
 def _arrive(address, PHASE: tl.constexpr, share):
     """Count this program's share of a packet, behind all that the program has put."""
     tl.debug_barrier()
-    tl.atomic_add(_int64_at(address, PHASE * _LINE * 8), _wide(share), sem="release", scope="sys")
+    tl.atomic_add(int64_at(address, PHASE * _LINE * 8), wide(share), sem="release", scope="sys")
 
 
 @triton.jit
 def _fail(p_state, p_fault, epoch, layer, ranks, PHASE: tl.constexpr, REASON: tl.constexpr):
     """Say what is wrong, in the order of `peer_window`, and poison this rank."""
     tl.store(p_fault + 1, PHASE)
-    tl.store(p_fault + 2, _wide(layer))
+    tl.store(p_fault + 2, wide(layer))
     tl.store(p_fault + 3, ranks)
     tl.store(p_fault + 4, epoch)
     tl.store(p_fault + 5, REASON)
@@ -113,7 +87,7 @@ def _await(
     BW: tl.constexpr,
 ):  # fmt: skip
     """Wait until all packets of a phase have arrived; whether they have."""
-    p_arrived = _int64_at(own, PHASE * _LINE * 8)
+    p_arrived = int64_at(own, PHASE * _LINE * 8)
     nothing = tl.full((), 0, tl.int64)
     goal = epoch * (WORLD * _ARRIVED)
     # Whatever takes part in a decision is read by one thread, which tells the others.
@@ -130,10 +104,10 @@ def _await(
                 begun = tl.where(begun == 0, now, begun)
                 # Only read: an atomic on memory of the host is none over PCIe, and would write over the host's word.
                 aborted = _told(p_state + _ABORTED, tl.load(p_fault + _ABORT, volatile=True))
-                spent = tl.where(aborted != 0, _wide(limit), now - begun)
+                spent = tl.where(aborted != 0, wide(limit), now - begun)
     if seen < goal:
         o_w = tl.arange(0, BW)
-        p_heads = _int64_at(own, HEADS) + (PHASE * WORLD + o_w) * _LINE
+        p_heads = int64_at(own, HEADS) + (PHASE * WORLD + o_w) * _LINE
         b_epoch = tl.load(p_heads, mask=o_w < WORLD, other=0, volatile=True)
         m_missing = (o_w < WORLD) & (b_epoch < epoch)
         missing = tl.sum(tl.where(m_missing, tl.full([BW], 1, tl.int64) << o_w, 0), 0)
@@ -148,12 +122,12 @@ def _settle_ids(
 ):  # fmt: skip
     """Ids of the first max_rows rows of each source that it has not: -1, in place of those of an exchange before."""
     o_w = tl.arange(0, BW)
-    p_counts = _int64_at(own, HEADS) + 1
+    p_counts = int64_at(own, HEADS) + 1
     b_count = tl.load(p_counts + o_w * _LINE, mask=o_w < WORLD, other=0, volatile=True)
     ranks = tl.sum(tl.where(b_count > max_rows, tl.full([BW], 1, tl.int64) << o_w, 0), 0)
     if ranks > 0:
         _fail(p_state, p_fault, epoch, layer, ranks, _DISPATCH, _TOO_MANY)
-    p_ids = _int32_at(own, IDS)
+    p_ids = int32_at(own, IDS)
     # Below the least count there is nothing to clear.
     least = tl.min(tl.where(o_w < WORLD, b_count, max_rows), 0).to(tl.int32) * (WORLD * K)
     for i in range(least // _CLEARED * _CLEARED, max_rows * WORLD * K, _CLEARED):
@@ -166,8 +140,8 @@ def _settle_ids(
 @triton.jit(do_not_specialize=["T", "rank", "layer", "max_rows", "limit"])
 def _dispatch_kernel(
     p_x, p_ids, p_owner, p_local, p_table, p_state, p_fault, T, rank, layer, max_rows, limit, N: tl.constexpr,
-    K: tl.constexpr, WORLD: tl.constexpr, HEADS: tl.constexpr, IDS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
-    BW: tl.constexpr, BLOCK: tl.constexpr, SEND: tl.constexpr, WAIT: tl.constexpr,
+    K: tl.constexpr, WORLD: tl.constexpr, HEADS: tl.constexpr, COUNTS: tl.constexpr, IDS: tl.constexpr,
+    ROWS: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, SEND: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """x [T, N] words, ids [T, K]. Grid: (W * any power of two up to ARRIVED,), or (1,) without SEND."""
     i_p = tl.program_id(0)
@@ -177,40 +151,46 @@ def _dispatch_kernel(
     if tl.load(p_state + _POISONED) != 0:
         return
     epoch = tl.load(p_state + _COMBINED) + 1
+    begun = clock_of(epoch)
     if SEND:
         # Each rank begins with another peer, and ends with itself.
         i_w = (rank + 1 + i_p % WORLD) % WORLD
         i_g, num_g = i_p // WORLD, tl.num_programs(0) // WORLD
         to = tl.load(p_table + i_w)
-        o_k = tl.arange(0, BK)
+        o_k, put = tl.arange(0, BK), wide(0)
         for i_t in range(i_g, T, num_g):
-            b_id = tl.load(p_ids + _wide(i_t) * K + o_k, mask=o_k < K, other=-1).to(tl.int32)
+            b_id = tl.load(p_ids + wide(i_t) * K + o_k, mask=o_k < K, other=-1).to(tl.int32)
             o_e = b_id * 2 + i_t // _TURN % 2
             b_owner = tl.load(p_owner + o_e, mask=b_id >= 0, other=-1)
             b_local = tl.load(p_local + o_e, mask=b_id >= 0, other=-1)
             b_local = tl.where(b_owner == i_w, b_local, -1)
-            i_row = _wide(i_t) * WORLD + rank
-            tl.store(_int32_at(to, IDS) + i_row * K + o_k, b_local, mask=o_k < K)
+            i_row = wide(i_t) * WORLD + rank
+            tl.store(int32_at(to, IDS) + i_row * K + o_k, b_local, mask=o_k < K)
+            put += 4 * K
             if tl.max(b_local, 0) >= 0:
-                _put_row(p_x + _wide(i_t) * N, _int32_at(to, ROWS) + i_row * N, N, BLOCK)
+                put += 4 * N
+                put_row(p_x + wide(i_t) * N, int32_at(to, ROWS) + i_row * N, N, BLOCK)
         if i_g == 0:
-            p_head = _int64_at(to, HEADS) + rank * _LINE
+            p_head = int64_at(to, HEADS) + rank * _LINE
             tl.store(p_head, epoch)
-            tl.store(p_head + 1, _wide(T))
+            tl.store(p_head + 1, wide(T))
         _arrive(to, _DISPATCH, _ARRIVED // num_g)
+        if i_w != rank:
+            count_put(tl.load(p_table + rank), to, put, COUNTS)
     if i_p == 0:
         tl.store(p_state + _DISPATCHED, epoch)
         if WAIT:
             own = tl.load(p_table + rank)
             if _await(own, p_state, p_fault, epoch, layer, limit, _DISPATCH, HEADS, WORLD, BW):
+                note_time(own, begun, _DISPATCH, COUNTS)
                 _settle_ids(own, p_state, p_fault, epoch, layer, max_rows, HEADS, IDS, WORLD, K, BW)
 
 
 @triton.jit(do_not_specialize=["rank", "layer", "limit"])
 def _combine_kernel(
     p_out, p_table, p_state, p_fault, rank, layer, limit, N: tl.constexpr, K: tl.constexpr, WORLD: tl.constexpr,
-    HEADS: tl.constexpr, IDS: tl.constexpr, HOME: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr,
-    SEND: tl.constexpr, WAIT: tl.constexpr,
+    HEADS: tl.constexpr, COUNTS: tl.constexpr, IDS: tl.constexpr, HOME: tl.constexpr, BW: tl.constexpr,
+    BLOCK: tl.constexpr, SEND: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """out [rows, W, K, N] words. Grid: as above."""
     i_p = tl.program_id(0)
@@ -219,24 +199,28 @@ def _combine_kernel(
     if tl.load(p_state + _POISONED) != 0:
         return
     epoch = tl.load(p_state + _DISPATCHED)
-    own = tl.load(p_table + rank)
+    begun, own, put = clock_of(epoch), tl.load(p_table + rank), wide(0)
     if SEND:
         i_w = (rank + 1 + i_p % WORLD) % WORLD
         i_g, num_g = i_p // WORLD, tl.num_programs(0) // WORLD
         to = tl.load(p_table + i_w)
-        num_pairs = tl.load(_int64_at(own, HEADS) + i_w * _LINE + 1).to(tl.int32) * K
+        num_pairs = tl.load(int64_at(own, HEADS) + i_w * _LINE + 1).to(tl.int32) * K
         for i_pair in range(i_g, num_pairs, num_g):
-            i_row = _wide(i_pair // K) * WORLD + i_w
+            i_row = wide(i_pair // K) * WORLD + i_w
             i_from = i_row * K + i_pair % K
-            if tl.load(_int32_at(own, IDS) + i_from) >= 0:
-                _put_row(p_out + i_from * N, _int32_at(to, HOME) + _wide(i_pair) * N, N, BLOCK)
+            if tl.load(int32_at(own, IDS) + i_from) >= 0:
+                put_row(p_out + i_from * N, int32_at(to, HOME) + wide(i_pair) * N, N, BLOCK)
+                put += 4 * N
         if i_g == 0:
-            tl.store(_int64_at(to, HEADS) + (WORLD + rank) * _LINE, epoch)
+            tl.store(int64_at(to, HEADS) + (WORLD + rank) * _LINE, epoch)
         _arrive(to, _COMBINE, _ARRIVED // num_g)
+        if i_w != rank:
+            count_put(own, to, put, COUNTS)
     if i_p == 0:
         tl.store(p_state + _COMBINED, epoch)
-        if WAIT:
-            _await(own, p_state, p_fault, epoch, layer, limit, _COMBINE, HEADS, WORLD, BW)
+        if WAIT:  # noqa: SIM102 - the compiler wants to know first
+            if _await(own, p_state, p_fault, epoch, layer, limit, _COMBINE, HEADS, WORLD, BW):
+                note_time(own, begun, _COMBINE, COUNTS)
 
 
 def dispatch_rows(
@@ -302,6 +286,7 @@ def _launch(
         "N": words,
         "WORLD": shape.world_size,
         "HEADS": shape.heads_offset,
+        "COUNTS": shape.counts_offset,
         "BW": triton.next_power_of_2(shape.world_size),
         "BLOCK": min(4096, triton.next_power_of_2(words)),
         "num_warps": config.num_warps,

@@ -2,6 +2,7 @@
 
 import torch
 
+from moeyard_kernels.types.peer_shape import RECEIVED, SENT
 from moeyard_kernels.types.peer_window import (
     ARRIVED,
     COMBINE,
@@ -33,6 +34,8 @@ def dispatch_rows(
             theirs.rows[needed, rank] = x[needed]
             theirs.heads[DISPATCH, rank, :2] = torch.tensor([epoch, num_tokens])
             theirs.arrivals[DISPATCH, 0] += ARRIVED
+            if peer != rank:
+                _count(window, peer, ids.nbytes + x[needed].nbytes)
         window.state[DISPATCHED] = epoch
         if wait and _arrived(window, DISPATCH, epoch, layer):
             counts = mine.heads[DISPATCH, :, 1]
@@ -59,10 +62,17 @@ def combine_rows(
             theirs.home[t, k] = results[t, peer, k]
             theirs.heads[COMBINE, rank, 0] = epoch
             theirs.arrivals[COMBINE, 0] += ARRIVED
+            if peer != rank:
+                _count(window, peer, len(t) * shape.row_bytes)
         window.state[COMBINED] = epoch
         if wait:
             _arrived(window, COMBINE, epoch, layer)
     return mine.home[:num_tokens]
+
+
+def _count(window: PeerWindow, peer: int, num_bytes: int) -> None:
+    window.views(peer).counts[RECEIVED] += num_bytes
+    window.views(window.rank).counts[SENT] += num_bytes
 
 
 def _local_ids(topk_ids: torch.Tensor, window: PeerWindow, peer: int) -> torch.Tensor:

@@ -4,6 +4,11 @@ from dataclasses import dataclass
 
 # Integers of 8 bytes to a line of memory: what different ranks write is kept apart.
 LINE = 16
+# Times that are kept of each phase until the host has read them: the latest.
+KEPT_TIMES = 256
+# What was counted, for the host: bytes that came from peers, and apart from these, which peers add to, bytes that went
+# there, how many times were taken of each phase, and these times.
+RECEIVED, SENT, NUM_TIMES, TIMES, NUM_COUNTS = 0, LINE, LINE + 1, 2 * LINE, 2 * LINE + 2 * KEPT_TIMES
 
 _ALIGNMENT = 256
 
@@ -13,9 +18,9 @@ class PeerShape:
     """The sizes that ranks agree on. `max_tokens` bounds the rows of one rank in one exchange.
 
     In a rank's memory: [2, LINE] int64, arrivals by phase, the first of each line; [2, W, LINE] int64, heads by phase
-    and source: the number of the exchange, and how many rows the source has; ids [max_tokens, W, K] int32; rows
-    [max_tokens, W, H] by the source's row and the source; home [max_tokens, K, H]. Raises ValueError for rows that are
-    no multiple of 16 bytes and for sizes below 1.
+    and source: the number of the exchange, and how many rows the source has; counts [NUM_COUNTS] int64; ids
+    [max_tokens, W, K] int32; rows [max_tokens, W, H] by the source's row and the source; home [max_tokens, K, H].
+    Raises ValueError for rows that are no multiple of 16 bytes and for sizes below 1.
     """
 
     world_size: int
@@ -37,8 +42,12 @@ class PeerShape:
         return 2 * LINE * 8
 
     @property
-    def ids_offset(self) -> int:
+    def counts_offset(self) -> int:
         return self.heads_offset + 2 * self.world_size * LINE * 8
+
+    @property
+    def ids_offset(self) -> int:
+        return self.counts_offset + NUM_COUNTS * 8
 
     @property
     def rows_offset(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moeyard_kernels.types.peer_shape import LINE, PeerShape
+from moeyard_kernels.types.peer_shape import LINE, NUM_COUNTS, PeerShape
 
 DISPATCH, COMBINE = 0, 1
 # What the programs that send a packet add to the receiver's count of arrivals, all together, however many they are.
@@ -26,6 +26,8 @@ SILENT, TOO_MANY = 0, 1
 # An expert with two ranks is computed by them in turn, so many rows of a source each. Few rows stay together: what they
 # cost is the weights of distinct experts, and shared between two ranks both would read these.
 ROWS_PER_TURN = 16
+# One in so many exchanges is timed: a prime, so that every layer has its turn.
+TIMED_ONE_IN = 67
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class PeerViews:
 
     arrivals: torch.Tensor
     heads: torch.Tensor
+    counts: torch.Tensor
     ids: torch.Tensor
     rows: torch.Tensor
     home: torch.Tensor
@@ -76,6 +79,7 @@ class PeerWindow:
         return PeerViews(
             arrivals=part(0, torch.int64, 2, LINE),
             heads=part(shape.heads_offset, torch.int64, 2, world, LINE),
+            counts=part(shape.counts_offset, torch.int64, NUM_COUNTS),
             ids=part(shape.ids_offset, torch.int32, tokens, world, top_k),
             rows=part(shape.rows_offset, self.dtype, tokens, world, self.hidden),
             home=part(shape.home_offset, self.dtype, tokens, top_k, self.hidden),
@@ -91,7 +95,7 @@ class PeerWindow:
         self.fault[ABORT] = 1
 
     def reset(self) -> None:
-        """Begin anew: no exchange so far, no failure. For use before peers may write."""
+        """Begin anew: no exchange so far, no failure. For use before peers may write. What was counted stays."""
         mine = self.views(self.rank)
         for x in (mine.arrivals, mine.heads, self.state, self.fault):
             x.zero_()

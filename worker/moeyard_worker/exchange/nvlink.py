@@ -30,6 +30,7 @@ from moeyard_worker.exchange.frames import Phase
 from moeyard_worker.exchange.meeting import gather
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.naming import name_ranks, where_in_step
+from moeyard_worker.exchange.peer_counts import PeerCounts
 from moeyard_worker.exchange.peer_memory import PeerMemory
 from moeyard_worker.exchange.shape import ExchangeShape
 
@@ -70,6 +71,7 @@ class NvlinkExchange:
         window.views(rank).ids.fill_(-1)
         window.poison()
         self._window, self._layers = window, placement.layers
+        self._counts = PeerCounts(window.views(rank).counts, self.stats)
         self._windows = self._of_layers()
         self._place(placement)
         self._mesh: Mesh | None = None
@@ -163,6 +165,7 @@ class NvlinkExchange:
                 time.sleep(_PAUSE_S)
             raise
         self._check(step)
+        self._counts.look()
 
     def _check(self, step: int) -> None:
         """Raise what the device has written down of this step or one before."""
