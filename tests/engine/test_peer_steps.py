@@ -5,6 +5,7 @@ host had said when they were captured, and launches meet at a barrier (`test_nvl
 """
 
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -67,6 +68,9 @@ class Recorded:
             assert self._exchange is not None
             self._exchange._rows, self._exchange._prompt = self._said
         again = self._run()
+        if isinstance(again, torch.Tensor):
+            self.result.copy_(again)
+            return
         for name in () if again is None else [field.name for field in fields(again)]:
             if (kept := getattr(self.result, name)) is not None:
                 kept.copy_(getattr(again, name))
@@ -266,6 +270,28 @@ def test_what_was_captured_goes_on_with_another_in_a_peers_place(model: Path, st
     assert loss["ranks"] == (1,)
     assert fleet.answers("behind", spread) == expected
     assert fleet.runner(0)._graphs is graphs
+
+
+def test_a_worker_whose_peers_do_not_come_can_be_stopped(model: Path, start: Starter) -> None:
+    """It has rejoined a fleet in which another still loads: it would wait for that for twelve deadlines."""
+    if not model.name.startswith("gqa"):
+        pytest.skip("the same for every attention")
+    fleet = start(config(model, ranks=2, exchange="nvlink"))
+    fleet.workers[1].stop()
+    loss = cast(dict[str, Any], fleet.workers[0].wait())
+    epoch = secrets.randbits(31)
+    fleet.workers[0].rebind(epoch)
+    fleet.workers[1] = fleet.make(1, epoch)
+    fleet.meet()
+    fleet.workers[0].rejoin(loss["steps"])
+    mesh = fleet.workers[0]._mesh
+    assert mesh.failure is None
+    time.sleep(0.5)
+    begun = time.monotonic()
+    fleet.workers[0].stop()
+    # A round of telling the other, which does not listen.
+    assert time.monotonic() - begun < fleet.config.step_deadline / 2
+    assert mesh.failure == "rank 0 was stopped at step 0, meeting"
 
 
 def test_partial_residency_launches_what_has_prompts_on_any_rank(model: Path, start: Starter) -> None:

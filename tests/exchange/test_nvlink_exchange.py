@@ -364,6 +364,33 @@ def test_torch_finds_ranks_by_the_mesh_whatever_a_process_has_met_before() -> No
         mesh.close()
 
 
+def test_a_meeting_ends_when_its_rank_is_stopped() -> None:
+    """Long before its peers would be given up, and they hear why."""
+    meshes = open_meshes(2, SMALL, deadline=2.0)
+    meshes[0]._stall = 10 * DEADLINE
+    named = "^rank 0 was stopped at step 0, meeting$"
+
+    def waits(rank: int) -> None:
+        with pytest.raises(ExchangeError, match=named):
+            gather(meshes[rank], b"here")
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(waits, 0)
+        time.sleep(0.3)
+        assert not waiting.done()
+        meshes[0].leaving = True
+        # It tells its peer, which does not listen yet, and does not wait for it for long.
+        waiting.result(timeout=2 * DEADLINE)
+    assert time.monotonic() - begun < 2.0
+    # Its word had come before.
+    assert gather(meshes[1], b"there") == [b"here", b"there"]
+    waits(1)
+    assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(0,), (0,)]
+    for mesh in meshes:
+        mesh.close()
+
+
 def test_ids_of_another_layer_lead_to_no_expert() -> None:
     """Behind an exchange that failed they may lie where this layer's are looked up, and it may have fewer experts."""
     slots = backend().expert_slots(num_slots=5, hidden=16, intermediate=16, dtype=torch.bfloat16)

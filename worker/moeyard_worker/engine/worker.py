@@ -72,8 +72,7 @@ class Worker:
             self._mesh.close()
             raise
         self._available: int | None = None
-        self._loaded = 0
-        self._total = 0
+        self._loaded = self._total = 0
         self._engine: Engine | None = None
         self.grammars: Grammars | None = None
         self._recording: RoutingRecorder | None = None
@@ -309,6 +308,7 @@ class Worker:
         """End the engine after its current step and free sockets and shared memory. Safe to call twice."""
         if self._engine is not None and self._thread is not None:
             self._engine.stop()
+            self._mesh.leaving = True
             self._thread.join()
             self._engine.close()
             self._engine = None

@@ -32,6 +32,7 @@ Transport = Literal["shm", "tcp"]
 
 FRAME_SLACK_BYTES = 1 << 16  # for a frame's tag and counts beside the largest payload, which is smaller than a slab
 CONNECT_SLICE_S = 0.005  # while a handshake waits for its peer to connect there is no event to wait for
+MEETING_SLICE_S = 0.05  # a meeting looks so often whether this rank is leaving
 # A round of agreeing waits so much of the deadline for ranks that do not speak; who looks later hears what was settled.
 PATIENCE_SHARE = 1 / 8
 
@@ -48,6 +49,7 @@ class Mesh:
 
     step: the lockstep step in progress, set by the owner, part of every tag.
     failure: the reason this mesh is poisoned, or None; finding: with it the ranks and the place, as all agreed.
+    leaving: for any thread to set when this rank ends: a meeting that waits for peers ends too.
     peer_slabs: the mapped memory of each peer of this host; own_slab: this rank's, or None.
     """
 
@@ -77,7 +79,7 @@ class Mesh:
         self.own_slab: SharedFile | None = None
         self._folder: Folder | None = None
         self._wires: Wires | None = None
-        self._connected = False
+        self._connected = self.leaving = False
         shared = self._shared = transport == "shm" and len(self.members) > 1
         if shared:
             sweep()
@@ -242,7 +244,7 @@ class Mesh:
     def _wait(self, peer: int, *, phase: Phase, layer: int | None, since: float) -> Frame:
         """Wait on everything until `peer`, whose frame is due, has one."""
         wires = self._open_wires()
-        limit = since + self._stall
+        limit, look = since + self._stall, MEETING_SLICE_S if phase is Phase.MEETING else self._stall
         where, place = where_in_step(self.step, layer, phase), place_of(layer, phase)
         late = happened = False
         while True:
@@ -256,8 +258,10 @@ class Mesh:
                     self._raise(place, [other], f"rank {other} {wires.lost[other]} at {where}")
             if late and not happened:
                 self._raise(place, due, f"{name_ranks(due)} silent at {where} ({self._stall:.1f} s)")
+            if self.leaving and phase is Phase.MEETING:
+                self._raise(OWN_FAULT, [self.rank], f"rank {self.rank} was stopped at {where}")
             late = perf_counter() >= limit
-            happened = wires.poll(LAST_LOOK_S if late else limit - perf_counter())
+            happened = wires.poll(LAST_LOOK_S if late else min(look, limit - perf_counter()))
 
     def _open_wires(self) -> Wires:
         if self.failure is not None:
