@@ -1,7 +1,7 @@
 """Several GPUs of one host as one fleet, without Ray and router: decoding and prompts, exchange and lockstep included.
 
     python bench/gpu_ranks.py --shape Qwen3-30B-A3B [--layers N] --ranks 2 [--exchange nvlink] [--streams 1 8 64]
-        [--uneven 8,9 8,0] [--prefill 8x4096] [--mixed 4096 [--budgets 2048 512]] [--check] [--json FILE]
+        [--uneven 8,9 8,0] [--prefill 8x4096] [--mixed 4096 [--budgets 2048 512]] [--drafts 1] [--check] [--json FILE]
 
 Real workers in processes of their own (tests/fleet.py), with weights of chance; this process is their client, as a
 router would be, and clocks what it is told. `--streams`: so many requests on every rank at once, with distinct random
@@ -9,14 +9,17 @@ prompts; TPOT is each request's mean behind its first token, ITL between tokens.
 separated. `--prefill CxN`: C prompts of N tokens on every rank. `--mixed N`: the last rank gets prompts of N tokens one
 behind the other while the others decode 8 streams each, whose ITL is told, for each of the `--budgets` of prompt rows
 beside output. `--check`: prompts answered on one rank, then spread among strangers: tokens and log-probability bits
-must be the same. From the ranks' own metrics: the device's time per step, the wait for plans; and how many steps were
-replayed.
+must be the same. `--drafts`: how many are made and verified behind every token, where the shape has a layer for that;
+with weights of chance hardly any is right, so that ITL is what such a step takes. From the ranks' own metrics: the
+device's time per step, the wait for plans, what crossed between ranks and how long a layer's dispatch and combine
+took; and how many steps were replayed.
 """
 
 import argparse
 import itertools
 import json
 import random
+import re
 import statistics
 import sys
 import time
@@ -34,6 +37,8 @@ import tests.fleet
 from tests.fleet import Client, Fleet, ProcessPool, start_fleet
 
 METRICS = ("step_seconds", "step_device_seconds", "lockstep_wait_seconds")
+METRICS += ("exchange_seconds dispatch", "exchange_seconds combine")
+SAMPLE = re.compile(r'moeyard_(\w+)_(sum|count|total)\{(?:(?:phase|direction)="(\w+)",)?rank="\d+"\} (\S+)')
 
 
 class Clocked(Client):
@@ -56,7 +61,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     config = EngineConfig(
         model_path=None, load_format="dummy", shape=args.shape, num_layers=args.layers, device=args.device,
         num_workers=args.ranks, exchange=args.exchange, max_num_seqs=rows, max_model_len=max(lengths), kv_memory=1,
-        prefix_caching=False, enforce_eager=args.enforce_eager, step_deadline=20.0, **usual,
+        prefix_caching=False, enforce_eager=args.enforce_eager, step_deadline=20.0,
+        speculate="mtp" if args.drafts else None, draft_tokens=args.drafts or None, **usual,
     )  # fmt: skip
     model = served_model(config)
     page = config.page_size
@@ -66,17 +72,13 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def scraped(fleet: Fleet) -> list[dict[str, float]]:
-    """Of each rank, sums and counts of its histograms."""
+    """Of each rank its counters, and sums and counts of its histograms."""
     found = []
     for endpoint in fleet.endpoints:
         with urllib.request.urlopen(endpoint["metrics_url"], timeout=10) as response:
             lines = response.read().decode().splitlines()
-        values = {}
-        for line in lines:
-            name = line.split("{")[0].removeprefix("moeyard_")
-            if any(name in (f"{metric}_sum", f"{metric}_count") for metric in METRICS):
-                values[name] = float(line.rsplit(" ", 1)[1])
-        found.append(values)
+        samples = [sample.groups() for line in lines if (sample := SAMPLE.fullmatch(line))]
+        found.append({f"{name}{f' {of}' if of else ''}_{kind}": float(value) for name, kind, of, value in samples})
     return found
 
 
@@ -112,8 +114,12 @@ class Bench:
             for old, new in zip(metrics, after, strict=True):
                 count = new.get(f"{metric}_count", 0) - old.get(f"{metric}_count", 0)
                 total = new.get(f"{metric}_sum", 0) - old.get(f"{metric}_sum", 0)
-                means.append(round(total / count * 1e3, 3) if count else None)
+                means.append(round(total / count * 1e3, 4) if count else None)
             row[f"mean {metric} (ms)"] = means
+        sent = "exchange_bytes sent_total"
+        row["sent (MB)"] = [
+            round((new.get(sent, 0) - old.get(sent, 0)) * 1e-6, 2) for old, new in zip(metrics, after, strict=True)
+        ]
         row["steps"] = [
             {name: new[name] - old[name] for name in new}
             for old, new in zip(graphs, self.fleet.call("graphs"), strict=True)
@@ -214,6 +220,7 @@ def main() -> int:
     parser.add_argument("--prefill", type=times, nargs="*", default=[])
     parser.add_argument("--mixed", type=int, default=0)
     parser.add_argument("--budgets", type=int, nargs="*", default=[2048])
+    parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=128)

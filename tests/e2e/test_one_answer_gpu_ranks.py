@@ -3,6 +3,7 @@
 Ranks, each on a GPU of its own, over {NVLink, NCCL, shared memory, TCP} x {one deep, two deep} x {experts in slots:
 all, half}, alone and mixed, prefix missed and hit; against each request alone on one rank, launch by launch and in
 graphs.
+Over NVLink the demo model also with {1 draft, 3, as many as each step likes}, against itself without any.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoints import make_checkpoint
+from tests.e2e.conftest import DEMO
 from tests.e2e.test_one_answer import requests, run_alone, run_mixed
 from tests.e2e.test_one_answer_gpu import MODELS
 from tests.fleet import ProcessPool, start_fleet
@@ -36,9 +38,10 @@ class Case:
     deep: int = 1
     slots: str = "all"
     eager: bool = False
+    drafts: str = "off"
 
     def __str__(self) -> str:
-        launched = "eager" if self.eager else "graphs"
+        launched = ("eager" if self.eager else "graphs") + ("" if self.drafts == "off" else f"-drafts_{self.drafts}")
         return f"{self.ranks}ranks-{self.exchange}-{self.deep}deep-{self.slots}-{launched}"
 
 
@@ -47,10 +50,15 @@ CASES = [Case(*values) for values in itertools.product(MANY, ("nvlink",), (2, 1)
 CASES += [Case(ranks, "nvlink", 2, "all", eager=True) for ranks in MANY]
 CASES += [Case(1, "auto"), Case(1, "nvlink"), Case(1, "zmq"), Case(1, "nccl")]
 CASES += [Case(*values) for values in itertools.product(MANY, ("zmq", "zmq-tcp", "nccl"), (1, 2), ("all", "half"))]
+SPECULATED = [
+    Case(MANY[-1] if MANY else 1, "nvlink", deep, slots, drafts=drafts)
+    for deep, slots, drafts in ((2, "all", "auto"), (1, "all", "3"), (2, "all", "1"), (2, "half", "auto"))
+]
 
 
 def config(case: Case, model: Path) -> EngineConfig:
     read = load_model_config(model)
+    read = read if case.drafts == "off" else read.with_drafts()
     total = read.num_experts * len(read.moe_layers) // case.ranks
     return EngineConfig(
         model_path=str(model),
@@ -65,6 +73,8 @@ def config(case: Case, model: Path) -> EngineConfig:
         expert_slots=None if case.slots == "all" else total // 2,
         enforce_eager=case.eager,
         async_scheduling=case.deep == 2,
+        speculate=None if case.drafts == "off" else "mtp",
+        draft_tokens=int(case.drafts) if case.drafts.isdigit() else None,
         # A first step compiles its kernels.
         step_deadline=10.0,
     )
@@ -104,6 +114,27 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_ranks: 
             # Requests that score their prompt are launched one by one; decoding never is.
             assert all(each["num_replayed"] > each["num_eager"] for each in fleet.call("graphs")), fleet.call("graphs")
         assert all(report["exchange"] != "auto" for report in fleet.reports)
+
+
+@pytest.fixture(scope="module")
+def demo(gpu_ranks: ProcessPool) -> dict[str, tuple[Any, ...]]:
+    """What the demo model answers to each request alone, on one rank and without drafts."""
+    with start_fleet(gpu_ranks, config(Case(1, "auto", eager=True), DEMO)) as fleet:
+        return {name: run_alone(fleet, "reference", name, 0) for name in requests()}
+
+
+@pytest.mark.parametrize("case", SPECULATED, ids=str)
+def test_drafts_over_ranks(case: Case, demo: dict[str, Any], gpu_ranks: ProcessPool) -> None:
+    with start_fleet(gpu_ranks, config(case, DEMO)) as fleet:
+        last = case.ranks - 1
+        # The other ranks have no row.
+        assert run_alone(fleet, "alone", "c", last) == demo["c"]
+        assert run_mixed(fleet, "mixed", {name: i % case.ranks for i, name in enumerate(requests())}) == demo
+        assert run_alone(fleet, "again", "d", last) == demo["d"]
+        stats, graphs = fleet.call("stats"), fleet.call("graphs")
+        assert sum(each["accepted"][0] for each in stats) > 0.25 * sum(each["drafts"][0] for each in stats) > 0, stats
+        assert all(each["num_replayed"] > each["num_eager"] for each in graphs), graphs
+        assert {report["exchange"] for report in fleet.reports} == {"nvlink"}
 
 
 def test_auto_is_nvlink_where_gpus_reach_each_other(

@@ -39,6 +39,7 @@ def settled(
 
 def test_gpus_that_reach_each_other() -> None:
     assert settled("auto") == ("nvlink", "3 GPUs of one host that reach each other")
+    assert settled("auto", speculate="mtp") == ("nvlink", "3 GPUs of one host that reach each other")
     assert settled("nvlink") == ("nvlink", "asked for")
     assert settled("zmq") == ("zmq", "asked for")
     assert settled("nvlink", workers=1, peer_gpus=()) == ("nvlink", "asked for")

@@ -27,11 +27,14 @@ class FedRows(ChunkRows, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifySize:
-    """Up to `sequences` sequences of up to `width` pages, `queries` rows of each."""
+    """Up to `sequences` sequences of up to `width` pages, `queries` rows of each. `peers`: with peers, how many rows
+    each rank may bring to this rank's experts, itself too.
+    """
 
     sequences: int
     queries: int
     width: int
+    peers: int = 0
 
     @property
     def rows(self) -> int:

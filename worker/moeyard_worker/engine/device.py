@@ -204,9 +204,9 @@ class CudaDevice:
             drafting = SpeculativeRunner(
                 runner, self.backend, max_sequences=config.max_num_seqs, max_pages=max_pages,
                 max_prompt=config.max_batch_tokens, num_drafts=config.num_drafts, adaptive=config.draft_tokens is None,
+                captures_prompts=not plan.stream_slots,
             )  # fmt: skip
-            # Passes of drafts bring other rows than their step: where rows have their places, they are launched.
-            if not config.enforce_eager and runner.exchange.captures and not runner.exchange.places_rows:
+            if not config.enforce_eager and runner.exchange.captures:
                 drafting.capture()
             return drafting
         graphs = GraphRunner(

@@ -4,11 +4,15 @@ A step is a chain of graphs in one stream, without the host: the model over all 
 of these count, a pass of the layer for multi-token prediction over the same rows with the tokens behind them, and a
 pass over one row per sequence for every further draft. What the next step begins with stays on the device (`Tails`).
 
+With peers every pass is an exchange, which all ranks take part in: they have agreed on how many passes a step has and
+on the most rows that any of them verifies, and no pass brings more. A rank without rows has a graph of the model's
+exchanges and one of a pass's (`IdleGraphs`).
+
 A draft is drawn with the noise of its position and with its request's temperature and cuts. Penalties, a minimum length
 and grammars it does not know here: where they decide, drafts are refused more often, and tokens stay what they are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -20,7 +24,10 @@ from moeyard_kernels import ops
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.verify_inputs import Tails, VerifyInputs, VerifySize
 from moeyard_worker.engine.device_sampler import DeviceSampler, captured
+from moeyard_worker.engine.peer_buckets import rooms, smallest, verifying_with_peers
 from moeyard_worker.engine.runner import Runner
+from moeyard_worker.exchange.base import PeerRows
+from moeyard_worker.scheduling.step import Step
 
 # Sequences of a captured step; a step runs in the next larger one.
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -58,6 +65,20 @@ class SizedGraphs:
             self.draft[drawn, number].replay()
 
 
+@dataclass(frozen=True, slots=True)
+class IdleGraphs:
+    """What a rank without rows does in a step of its peers: the model's exchanges, and those of each pass."""
+
+    verify: torch.cuda.CUDAGraph
+    draft: torch.cuda.CUDAGraph
+
+    def replay(self, num_drafts: int) -> None:
+        """A step with so many passes."""
+        self.verify.replay()
+        for _ in range(num_drafts):
+            self.draft.replay()
+
+
 class DraftGraphs:
     """Up to `max_sequences` sequences of up to `max_pages` pages, each with up to `num_drafts` drafts; `queries`: with
     how many rows of each steps are captured. `sampler` has room for all rows."""
@@ -70,12 +91,19 @@ class DraftGraphs:
         self._model, self._drafter = runner.model, runner.speculation.drafter
         self._backend, self._sampler, self._num_drafts = backend, sampler, num_drafts
         self._limit = runner.config.max_position
+        self._exchange, self._has_peers = runner.exchange, runner.exchange.places_rows
         self._max_sequences, self._max_pages, self._queries = max_sequences, max_pages, sorted(queries)
         self.tails = Tails(max_sequences=max_sequences, num_drafts=num_drafts, device=backend.device)
         self._graphs: dict[VerifySize, SizedGraphs] = {}
+        # By the rows of a peer that there is room for, ascending.
+        self._idle: dict[int, IdleGraphs] = {}
 
     def sizes(self) -> Iterator[VerifySize]:
         """Of every step that is captured."""
+        return verifying_with_peers([*self._own_sizes()]) if self._has_peers else self._own_sizes()
+
+    def _own_sizes(self) -> Iterator[VerifySize]:
+        """The same of a rank by itself."""
         widths, width = [], _FIRST_WIDTH
         while width < self._max_pages:
             widths.append(width)
@@ -86,14 +114,35 @@ class DraftGraphs:
 
     def capture(self, pool: Any) -> None:
         """Capture all sizes, the largest first, so that the others find their memory in its pool."""
-        for size in sorted(self.sizes(), key=lambda s: (s.rows, s.width), reverse=True):
+        for size in sorted(self.sizes(), key=lambda s: (s.rows, s.width, s.peers), reverse=True):
+            self._exchange.expect(PeerRows(size.peers))
             self._graphs[size] = self._capture(size, pool)
         # The smallest first: a step takes the first that holds it.
         self._graphs = dict(reversed(self._graphs.items()))
+        if self._has_peers:
+            for rows in sorted({1, *rooms(max(size.rows for size in self._own_sizes()))}):
+                self._exchange.expect(PeerRows(rows))
+                self._idle[rows] = self._capture_idle(pool)
 
-    def find(self, size: VerifySize) -> SizedGraphs | None:
-        """The smallest captured step that holds one of this size."""
-        return next((graphs for other, graphs in self._graphs.items() if other.holds(size)), None)
+    def find(self, size: VerifySize, most: int) -> SizedGraphs | None:
+        """The smallest captured step that holds one of this size, beside peers who bring at most `most` rows."""
+        return smallest(self._graphs.items(), size, most if self._has_peers else 0)
+
+    def find_idle(self, most: int) -> IdleGraphs | None:
+        """What a rank without rows runs beside peers who bring at most `most`."""
+        return next((graphs for rows, graphs in self._idle.items() if rows >= most), None)
+
+    def _capture_idle(self, pool: Any) -> IdleGraphs:
+        plan = self._backend.plan(Step.empty())
+        nothing = self._model.hidden(plan)
+        return IdleGraphs(
+            verify=captured(partial(self._idle_pass, self._model.hidden, plan), pool)[0],
+            draft=captured(partial(self._idle_pass, self._drafter.forward, plan.token_ids, nothing, plan), pool)[0],
+        )
+
+    def _idle_pass(self, forward: Callable[..., torch.Tensor], *given: Any) -> None:
+        """Exchanges that bring nothing of this rank's."""
+        forward(*given)
 
     def _capture(self, size: VerifySize, pool: Any) -> SizedGraphs:
         inputs = VerifyInputs(

@@ -18,6 +18,7 @@ import torch
 
 from moeyard_kernels.backend import Backend, StepPlan
 from moeyard_worker.engine.sampling import SampledRow, choose
+from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.models.decoder import Decoder
 from moeyard_worker.models.mtp import Drafter
 from moeyard_worker.scheduling.request import Accepted, Request
@@ -25,10 +26,12 @@ from moeyard_worker.scheduling.step import Chunk, Step
 
 
 class Speculation:
-    """Makes drafts with `drafter` for `model`, in steps that `backend` plans."""
+    """Makes drafts with `drafter` for `model`, in steps that `backend` plans, over the model's `exchange`."""
 
-    def __init__(self, drafter: Drafter, *, model: Decoder, backend: Backend, eos_token_ids: tuple[int, ...]) -> None:
-        self.drafter, self._model, self._backend = drafter, model, backend
+    def __init__(
+        self, drafter: Drafter, *, model: Decoder, backend: Backend, exchange: Exchange, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self.drafter, self._model, self._backend, self._exchange = drafter, model, backend, exchange
         self._eos_token_ids = eos_token_ids
 
     def draft(
@@ -41,11 +44,13 @@ class Speculation:
         results: Sequence[Accepted],
         *,
         num_passes: int,
+        most_rows: int,
     ) -> list[Accepted]:
         """`results` with up to `num_passes` drafts each.
 
         `hidden` [num_rows, H] is what the head read of the step, `plan` is the step's; `requests`, `rows` and `results`
-        are those of its sampled chunks. Raises ExchangeError when a peer is lost.
+        are those of its sampled chunks. No rank brings more than `most_rows` to the step's exchanges. Raises
+        ExchangeError when a peer is lost.
         """
         tails = _tails(step, requests, rows, results)
         token_ids = torch.from_numpy(_tokens_behind(step, results, plan.num_rows))
@@ -53,6 +58,8 @@ class Speculation:
         going = [tail for tail in tails if tail.wants(1, self._backend.page_size)]
         x = _rows(x, [tail.row for tail in going])
         self._choose(x, going)
+        # From here on there are no rows of prompts, whoever had some.
+        self._exchange.expect(PeerRows(most_rows))
         for number in range(2, num_passes + 1):
             kept = [i for i, tail in enumerate(going) if tail.wants(number, self._backend.page_size)]
             x, going = _rows(x, kept), [going[i] for i in kept]

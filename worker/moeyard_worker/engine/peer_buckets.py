@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from moeyard_kernels.cuda.graph_inputs import Bucket
+from moeyard_kernels.cuda.verify_inputs import VerifySize
 
 # Rows of a peer that a step without prompts has room for, beside as many as its own.
 _DECODING = (16, 64)
@@ -18,6 +19,7 @@ _DECODING = (16, 64)
 _PROMPTS = (512,)
 
 _T = TypeVar("_T")
+_Size = TypeVar("_Size", Bucket, VerifySize)
 
 
 def with_peers(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
@@ -26,11 +28,9 @@ def with_peers(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
     Beside more rows than its own a decode step needs only the wider tables: a narrow one fits them, and waits anyway.
     """
     decoding = [bucket for bucket in buckets if not bucket.prompt]
-    widths = sorted({bucket.width for bucket in decoding})
-    wide, most_decoding = {*widths[1::2], widths[-1]}, max(bucket.rows for bucket in decoding)
-    most = max(bucket.rows for bucket in buckets)
-    above = [rows for rows in _DECODING if rows < most_decoding]
-    above += [] if most_decoding in above else [most_decoding]
+    widths, wide = _widths(decoding)
+    most_decoding, most = (max(bucket.rows for bucket in some) for some in (decoding, buckets))
+    above = rooms(most_decoding)
     prompts = [] if most == most_decoding else [*(rows for rows in _PROMPTS if most_decoding < rows < most), most]
     for bucket in buckets:
         yield replace(bucket, peers=bucket.rows)
@@ -45,7 +45,28 @@ def with_peers(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         yield Bucket(width=widths[0], peers=rows)
 
 
-def smallest(graphs: Iterable[tuple[Bucket, _T]], size: Bucket, most: int) -> _T | None:
+def verifying_with_peers(sizes: Sequence[VerifySize]) -> Iterator[VerifySize]:
+    """The same of steps that verify drafts; of a rank without rows there is one for each of `rooms`."""
+    above, wide = rooms(max(size.rows for size in sizes)), _widths(sizes)[1]
+    for size in sizes:
+        yield replace(size, peers=size.rows)
+        for rows in above:
+            if rows > size.rows and size.width in wide:
+                yield replace(size, peers=rows)
+
+
+def rooms(most: int) -> list[int]:
+    """For how many rows of a peer a decode step has room, beside its own number; none brings more than `most`."""
+    return [*(rows for rows in _DECODING if rows < most), most]
+
+
+def _widths(sizes: Sequence[Bucket] | Sequence[VerifySize]) -> tuple[list[int], set[int]]:
+    """All widths, and those that there are beside more rows than a step's own."""
+    widths = sorted({size.width for size in sizes})
+    return widths, {*widths[1::2], widths[-1]}
+
+
+def smallest(graphs: Iterable[tuple[_Size, _T]], size: _Size, most: int) -> _T | None:
     """The first of these that holds a step of that size beside peers who bring at most `most` rows; None: none does.
 
     It brings no more itself: that was agreed on. Without peers `most` is 0.

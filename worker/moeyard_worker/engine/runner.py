@@ -89,7 +89,7 @@ class Runner:
             if spec.draft is not None:
                 drafter = Drafter(spec.draft, model.more_layers[0], model=model, backend=backend, load=load)
                 self.speculation = Speculation(
-                    drafter, model=model, backend=backend, eos_token_ids=config.eos_token_ids
+                    drafter, model=model, backend=backend, exchange=exchange, eos_token_ids=config.eos_token_ids
                 )
 
     @torch.inference_mode()
@@ -129,7 +129,8 @@ class Runner:
         Here the step has run when this returns, and rows that another backend would feed on its device are fed from the
         results before. Raises ExchangeError when a peer is lost.
         """
-        self.exchange.expect(peers or PeerRows(step.num_tokens, (step.num_prefill_tokens,)))
+        peers = peers or PeerRows(step.num_tokens, (step.num_prefill_tokens,))
+        self.exchange.expect(peers)
         fed = feed(step, before)
         plan = self.backend.plan(fed)
         hidden = self.model.hidden(plan)
@@ -141,7 +142,9 @@ class Runner:
         results = accepted(fed, chosen, errors_of(rows))
         if num_drafts:
             assert self.speculation is not None, "drafts were agreed on without a layer that makes any"
-            results = self.speculation.draft(fed, plan, hidden, requests, rows, results, num_passes=num_drafts)
+            results = self.speculation.draft(
+                fed, plan, hidden, requests, rows, results, num_passes=num_drafts, most_rows=peers.most
+            )
         _look_ahead(fed, requests, rows, results)
         # On a CPU a product of fewer rows takes less time, on a GPU every size is a kernel to choose.
         whole = self.backend.device.type != "cpu"

@@ -2,7 +2,8 @@
 
 Beside a `GraphRunner` it differs in what a step leaves behind: not one token per sequence but some, of which the device
 counts the right ones, and drafts behind them. With two steps in flight the next step finds both there. Steps with
-prompts, or with positions that are computed anew, go through `Runner.launch`: the host waits for them.
+prompts, or with positions that are computed anew, go through `Runner.launch`: the host waits for them. Where peers
+take part each rank runs what its own rows ask for: their exchanges are the same (`draft_graphs.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from moeyard_kernels.cuda.verify_inputs import VerifySize
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.constrained import least, put, put_again
 from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collected
-from moeyard_worker.engine.draft_graphs import DraftGraphs, SizedGraphs
+from moeyard_worker.engine.draft_graphs import DraftGraphs, IdleGraphs, SizedGraphs
 from moeyard_worker.engine.graph_runner import to_host
 from moeyard_worker.engine.row_edits import RowEdits
 from moeyard_worker.engine.runner import Launched, Runner
@@ -108,14 +109,16 @@ class SpeculativeRunner:
     """A runner on a GPU whose model drafts.
 
     Up to `max_sequences` sequences of up to `max_pages` pages, with up to `num_drafts` drafts each, if `adaptive` as
-    many as each step likes; `max_prompt` bounds the prompt rows of a step. Counts as a `GraphRunner` does.
+    many as each step likes; `max_prompt` bounds the prompt rows of a step. `captures_prompts` and counts as of a
+    `GraphRunner`.
     """
 
     def __init__(
         self, runner: Runner, backend: CudaBackend, *, max_sequences: int, max_pages: int, max_prompt: int,
-        num_drafts: int, adaptive: bool,
+        num_drafts: int, adaptive: bool, captures_prompts: bool = True,
     ) -> None:  # fmt: skip
         self._runner, self._backend = runner, backend
+        self._captures_prompts = captures_prompts
         self._max_pages, self._max_prompt = max_pages, max_prompt
         self._sampler = DeviceSampler(
             max_rows=max_sequences * (1 + num_drafts), vocab=runner.config.vocab_size,
@@ -155,14 +158,18 @@ class SpeculativeRunner:
                 bucket, page_size=backend.page_size, windows=backend.windows, last_ids=self._sampler.last_ids
             )
             inputs.begin()
+            self._runner.exchange.expect(PeerRows(size))
             speculation.drafter.forward(inputs.token_ids, model.hidden(inputs), inputs)
         row = torch.zeros(1, self._runner.config.hidden_size, dtype=self._runner.dtype, device=backend.device)
         warm_scoring(model.head, row)
         self._edits.warm(self._sampler.logits[:1])
 
     def rows_of(self, step: Step) -> int:
-        """See `StepRunner.rows_of`."""
-        return self._runner.rows_of(step)
+        """See `StepRunner.rows_of`. No graph is looked for where nobody puts rows by their padding."""
+        if not self._runner.exchange.places_rows:
+            return step.num_tokens
+        found = self._find(step, PeerRows(0, (step.num_prefill_tokens,)))
+        return step.num_tokens if found is None else found.inputs.size.rows
 
     @torch.inference_mode()
     def launch(
@@ -170,7 +177,10 @@ class SpeculativeRunner:
         num_drafts: int = 0, peers: PeerRows | None = None,
     ) -> "Launched | SpeculatedLaunch":  # fmt: skip
         """See `Runner.launch`; returns before the step has run, if it is captured."""
-        graphs = self._find(step)
+        peers = peers or PeerRows(self.rows_of(step), (step.num_prefill_tokens,))
+        if not step.chunks and (idle := self._find_idle(peers)) is not None:
+            return self._take_part(step, idle, num_drafts)
+        graphs = self._find(step, peers)
         if graphs is None:
             self.num_eager += bool(step.chunks)
             return self._runner.launch(step, requests, before=before, num_drafts=num_drafts, peers=peers)
@@ -215,6 +225,18 @@ class SpeculativeRunner:
             self._edits.keep(launched, ids, self._graphs.tails.state[:, 0])
         return launched
 
+    def _take_part(self, step: Step, idle: IdleGraphs, num_drafts: int) -> SpeculatedLaunch:
+        """A step of others."""
+        begun = torch.cuda.Event(enable_timing=True)
+        begun.record()
+        idle.replay(num_drafts)
+        self.num_replayed += 1
+        ids, state = self._sampler.last_ids[:0], self._graphs.tails.state[:0]
+        return SpeculatedLaunch(
+            step, (), tokens=SampledTokens(ids=to_host(ids)), places=(), chosen=torch.empty(0), read=state,
+            state=state, num_drafts=num_drafts, errors={}, begun=begun,
+        )  # fmt: skip
+
     def _apart(self, step: Step, requests: Sequence[Request]) -> tuple[list[int], list[int]]:
         """The requests whose logits are edited: here, and with the host's help."""
         edited, helped = list[int](), list[int]()
@@ -245,15 +267,23 @@ class SpeculativeRunner:
         numbers = {place: i for i, place in enumerate(_places(step, each))}
         return {numbers[places[i]]: error for i, error in found.items()}
 
-    def _find(self, step: Step) -> SizedGraphs | None:
+    def _launches(self, peers: PeerRows) -> bool:
+        """Whether steps beside such are launched kernel by kernel, whatever they are."""
+        # Experts without a slot ask the host about anybody's prompts.
+        return self.eager or (not self._captures_prompts and any(peers.prompts))
+
+    def _find_idle(self, peers: PeerRows) -> IdleGraphs | None:
+        return None if self._launches(peers) else self._graphs.find_idle(peers.most)
+
+    def _find(self, step: Step, peers: PeerRows) -> SizedGraphs | None:
         """The smallest captured step that this one fits; None for what is launched kernel by kernel."""
-        if self.eager or step.prefill or not step.decode:
+        if self._launches(peers) or step.prefill or not step.decode:
             return None
         if any(chunk.num_sampled != chunk.num_tokens for chunk in step.decode):
             return None
         queries = max(chunk.num_tokens for chunk in step.decode)
         width = max(len(chunk.pages) for chunk in step.decode)
-        return self._graphs.find(VerifySize(sequences=len(step.decode), queries=queries, width=width))
+        return self._graphs.find(VerifySize(sequences=len(step.decode), queries=queries, width=width), peers.most)
 
 
 def _places(step: Step, each: int) -> list[int]:

@@ -63,10 +63,8 @@ def _problem(kind: ExchangeKind, spec: WorkerSpec, device: Device, shape: Exchan
     """What keeps rows from going from GPU to GPU by such an exchange, or None."""
     if kind not in ("nvlink", "nccl"):
         return None
-    if spec.config.num_drafts:
-        return f"steps that verify drafts have no {'captured exchange' if kind == 'nvlink' else 'such exchange'} so far"
     if kind == "nccl":
-        return missing_nccl()
+        return "steps that verify drafts have no such exchange so far" if spec.config.num_drafts else missing_nccl()
     if spec.config.num_workers > 1:
         if not spec.peer_gpus:
             return "this process sees its own GPU only, not those of the other workers"

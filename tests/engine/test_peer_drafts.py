@@ -1,0 +1,202 @@
+"""Speculation over the nvlink exchange, ranks and graphs as in test_peer_steps.py: answers are those of plain decoding.
+
+The bundled model, which drafts well, in bf16 over the oracles. Ranks have other numbers of sequences and of rows, or
+none, verify drafts or a lone token, wish for other depths, and launch some steps where their peers replay graphs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.test_peer_steps import Fleet, Starter, captured, config, house, start
+from tests.engine.test_speculation import DEMO, prompts
+
+from moeyard_kernels.cuda.verify_inputs import VerifySize
+from moeyard_kernels.ref import grouped_gemm as grouped_oracle
+from moeyard_kernels.ref import linear as linear_oracle
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.engine import draft_graphs, speculative_runner
+from moeyard_worker.engine.peer_buckets import rooms, smallest, verifying_with_peers
+from moeyard_worker.engine.speculative_runner import SpeculativeRunner
+from moeyard_worker.protocol import Done, Grammar
+from moeyard_worker.scheduling.scheduler import Scheduler
+
+__all__ = ["house", "start"]
+
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+
+
+def asked() -> dict[str, tuple[list[int], dict[str, Any]]]:
+    """Prompts of text, from a few tokens to more than a chunk, and all ways of choosing that steps know."""
+    a, b, c, d, _, f = prompts()
+    common: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
+    seeded = {"temperature": 0.8, "seed": 11}
+    schema = Grammar(kind="json_schema", text=SCHEMA)
+    return {
+        "greedy": (a, {**common, "temperature": 0.0, "logprobs": 3}),
+        "seeded": (b, {**common, **seeded, "top_p": 0.95, "top_k": 40, "logprobs": 0, "prompt_logprobs": 2}),
+        "penalised": (c[:40], {**common, "temperature": 0.6, "seed": 5, "repetition_penalty": 1.3, "logprobs": 1}),
+        "short": (d, {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "logprobs": 1}),
+        "grammar": (f, {"max_tokens": 16, **seeded, "grammar": schema, "logprobs": 1}),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One fleet, and on which rank each request is."""
+
+    ranks: int
+    drafts: int | None
+    deep: int = 2
+    eager: bool = False
+    slots: int | None = None
+    where: tuple[int, ...] = (0, 1, 0, 0, 1)
+
+    def __str__(self) -> str:
+        drafts, slots = ("auto" if each is None else each for each in (self.drafts, self.slots))
+        how = "eager" if self.eager else "graphs"
+        return f"{self.ranks}ranks-{drafts}drafts-{self.deep}deep-{how}-{slots}slots-{''.join(map(str, self.where))}"
+
+
+CASES = [
+    Case(2, None), Case(2, 2, deep=1), Case(2, 3), Case(3, 1, where=(2, 0, 2, 2, 2)), Case(2, 2, where=(1, 1, 1, 1, 1)),
+    Case(2, 2, eager=True), Case(2, 2, slots=40), Case(1, 2, where=(0, 0, 0, 0, 0)),
+]  # fmt: skip
+
+
+def settings(case: Case) -> EngineConfig:
+    found = config(DEMO, ranks=case.ranks, exchange="nvlink", deep=case.deep, eager=case.eager)
+    return replace(
+        found, kv_memory=2 * found.kv_memory, speculate="mtp", draft_tokens=case.drafts, expert_slots=case.slots
+    )
+
+
+@pytest.fixture(autouse=True)
+def _drafts_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the house does for steps without drafts. A row's bits must not depend on the rows beside it, as on a GPU."""
+    monkeypatch.setattr(draft_graphs, "captured", captured)
+    monkeypatch.setattr(speculative_runner, "to_host", torch.clone)
+    for module in (linear_oracle, grouped_oracle):
+        monkeypatch.setattr(module, "linear", by_row)
+
+
+def by_row(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, static_weight: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`ref.linear.linear`, a row at a time: products of other sizes add in another order on a CPU."""
+    y = torch.stack([weight.float() @ row for row in x.float()]) if len(x) else x.new_empty(0, len(weight)).float()
+    return (y if bias is None else y + bias.float()).to(out_dtype or x.dtype)
+
+
+def answers(fleet: Fleet, label: str, where: Sequence[int]) -> dict[str, tuple[Any, ...]]:
+    """All at once, each on its rank: ids, log-probabilities without tolerance, and how each ended."""
+    for rank, (name, (prompt, sampling)) in zip(where, asked().items(), strict=True):
+        fleet.client.submit(rank, f"{label}-{name}", prompt, **sampling)
+    told = {}
+    for name in asked():
+        (answer,) = fleet.client.wait(f"{label}-{name}")
+        assert isinstance(answer.end, Done), answer.end
+        assert answer.end.error is None
+        ends = answer.end.finish_reason, answer.end.stop_token_id
+        told[name] = tuple(answer.token_ids), tuple(answer.logprobs), tuple(answer.prompt_logprobs), ends
+    return told
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, dict[str, tuple[Any, ...]]]:
+    """What one rank that drafts nothing answers, computed once."""
+    return {}
+
+
+def expected(plain: dict[str, Any], start: Starter) -> dict[str, tuple[Any, ...]]:
+    if not plain:
+        fleet = start(config(DEMO, ranks=1, exchange="auto", eager=True))
+        plain["alone"] = {name: answers_alone(fleet, name) for name in asked()}
+        fleet.close()
+    return dict(plain["alone"])
+
+
+def answers_alone(fleet: Fleet, name: str) -> tuple[Any, ...]:
+    prompt, sampling = asked()[name]
+    fleet.client.submit(0, name, prompt, **sampling)
+    (answer,) = fleet.client.wait(name)
+    assert isinstance(answer.end, Done)
+    ends = answer.end.finish_reason, answer.end.stop_token_id
+    return tuple(answer.token_ids), tuple(answer.logprobs), tuple(answer.prompt_logprobs), ends
+
+
+def runners(fleet: Fleet) -> Iterator[SpeculativeRunner]:
+    for worker in fleet.workers:
+        assert isinstance(worker.runner, SpeculativeRunner)
+        yield worker.runner
+
+
+def schedulers(fleet: Fleet) -> Iterator[Scheduler]:
+    for worker in fleet.workers:
+        yield worker.scheduler
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_drafts_change_nothing_whoever_has_them(case: Case, plain: dict[str, Any], start: Starter) -> None:
+    wanted = expected(plain, start)
+    fleet = start(settings(case))
+    assert answers(fleet, "first", case.where) == wanted
+    # Prefixes are found now, so that steps with prompts are fewer; and each is on another rank.
+    turned = [(rank + 1) % case.ranks for rank in case.where]
+    assert answers(fleet, "again", turned) == wanted
+    stats = [scheduler.stats for scheduler in schedulers(fleet)]
+    assert sum(each.accepted[0] for each in stats) > 0.25 * sum(each.drafts[0] for each in stats) > 0
+    for rank, runner in enumerate(runners(fleet)):
+        if case.eager:
+            assert runner.num_replayed == 0
+            continue
+        assert runner.num_replayed >= 5, f"rank {rank}: {runner.num_replayed} replayed, {runner.num_eager} launched"
+        assert runner.num_replayed > runner.num_eager or case.slots
+    # What crossed is counted, drafts' passes too.
+    if case.ranks > 1:
+        counted = [worker._engine._exchange for worker in fleet.workers]  # type: ignore[union-attr]
+        for exchange in counted:
+            exchange._counts.look(wait=True)  # type: ignore[attr-defined]
+        assert sum(e.stats.bytes_sent for e in counted) == sum(e.stats.bytes_received for e in counted) > 0
+
+
+def test_a_rank_that_is_replaced_finds_the_others_graphs_as_they_were(plain: dict[str, Any], start: Starter) -> None:
+    wanted, case = expected(plain, start), Case(2, 2)
+    fleet = start(settings(case))
+    assert answers(fleet, "before", case.where) == wanted
+    first = next(runners(fleet))
+    graphs, replayed = first._graphs, first.num_replayed
+    (loss,) = fleet.replace(1)
+    assert loss["ranks"] == (1,)
+    assert answers(fleet, "behind", case.where) == wanted
+    assert first._graphs is graphs
+    assert first.num_replayed > replayed
+
+
+OWN = [
+    VerifySize(sequences=count, queries=queries, width=width)
+    for count in (1, 2, 4, 8, 16, 32, 64) for queries in (1, 2, 3, 4) for width in (8, 128, 160)
+]  # fmt: skip
+
+
+def test_whatever_others_verify_there_is_one_step_for_it() -> None:
+    sizes = sorted(verifying_with_peers(OWN), key=lambda s: (s.rows, s.width, s.peers))
+    assert len(set(sizes)) == len(sizes) < 3 * len(OWN)
+    graphs, most = {size: size for size in sizes}, 256
+    assert rooms(most) == [16, 64, 256]
+    for count in (1, 3, 9, 64):
+        for queries in (1, 2, 4):
+            for width in (1, 9, 140):
+                size = VerifySize(sequences=count, queries=queries, width=width)
+                own = smallest(graphs.items(), size, 0)
+                assert own is not None
+                for others in (1, 2, 16, 17, 100, 256):
+                    found = smallest(graphs.items(), size, max(own.rows, others))
+                    assert found is not None, f"{size} beside {others}"
+                    assert found.holds(size)
+                    assert found.rows <= max(own.rows, others) <= found.peers
+                # More than is captured is launched.
+                assert smallest(graphs.items(), size, most + 1) is None
