@@ -7,6 +7,9 @@ Over NVLink the demo model also with {1 draft, 3, as many as each step likes}, a
 """
 
 import itertools
+import re
+import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +21,10 @@ from tests.checkpoints import make_checkpoint
 from tests.e2e.conftest import DEMO
 from tests.e2e.test_one_answer import requests, run_alone, run_mixed
 from tests.e2e.test_one_answer_gpu import MODELS
-from tests.fleet import ProcessPool, start_fleet
+from tests.fleet import Fleet, ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, ExchangeKind
+from moeyard_worker.exchange.peer_counts import LOOK_SECONDS
 from moeyard_worker.models.families import load_model_config
 
 NUM_GPUS = torch.cuda.device_count()
@@ -135,6 +139,26 @@ def test_drafts_over_ranks(case: Case, demo: dict[str, Any], gpu_ranks: ProcessP
         assert sum(each["accepted"][0] for each in stats) > 0.25 * sum(each["drafts"][0] for each in stats) > 0, stats
         assert all(each["num_replayed"] > each["num_eager"] for each in graphs), graphs
         assert {report["exchange"] for report in fleet.reports} == {"nvlink"}
+        for turn in range(3):
+            # What a device has counted is looked at a few times a second, and told at the next look.
+            time.sleep(2 * LOOK_SECONDS)
+            assert run_alone(fleet, f"counted-{turn}", "a", last) == demo["a"]
+        check_exchange_is_told(fleet)
+
+
+def check_exchange_is_told(fleet: Fleet) -> None:
+    """Bytes and times of every rank are on its page of metrics."""
+    for endpoint in fleet.endpoints:
+        with urllib.request.urlopen(endpoint["metrics_url"], timeout=10) as response:
+            page = response.read().decode()
+        found = re.findall(r'^moeyard_exchange_(\w+)\{(?:phase|direction)="(\w+)",rank="\d"\} (\S+)$', page, re.M)
+        told = {(name, of): float(value) for name, of, value in found}
+        assert told["bytes_total", "sent"] > 0
+        assert told["bytes_total", "received"] > 0
+        for phase in ("dispatch", "combine"):
+            mean = told["seconds_sum", phase] / told["seconds_count", phase]
+            # Waiting for the slowest rank included.
+            assert 1e-7 < mean < 1.0, (phase, mean)
 
 
 def test_auto_is_nvlink_where_gpus_reach_each_other(

@@ -4,8 +4,10 @@ Ranks are threads of this process. Their backend runs over the oracles, "capture
 host had said when they were captured, and launches meet at a barrier (`test_nvlink_exchange.Turns`).
 """
 
+import re
 import secrets
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -28,6 +30,7 @@ from moeyard_worker.engine.device import CudaDevice
 from moeyard_worker.engine.graph_runner import GraphRunner
 from moeyard_worker.engine.worker import Worker
 from moeyard_worker.exchange import factory, nvlink
+from moeyard_worker.exchange.peer_counts import LOOK_SECONDS
 from moeyard_worker.models.families import load_model_config
 
 NUM_PAGES, PAGE_SIZE = 64, 64
@@ -270,6 +273,23 @@ def test_what_was_captured_goes_on_with_another_in_a_peers_place(model: Path, st
     assert loss["ranks"] == (1,)
     assert fleet.answers("behind", spread) == expected
     assert fleet.runner(0)._graphs is graphs
+
+
+def test_bytes_between_ranks_are_on_their_pages(model: Path, start: Starter) -> None:
+    """As its window's counts have them. An oracle has no clock, so that there are no times."""
+    if not model.name.startswith("gqa"):
+        pytest.skip("the same for every attention")
+    fleet = start(config(model, ranks=2, exchange="nvlink"))
+    fleet.answers("first", {name: i % 2 for i, name in enumerate(requests())})
+    # What was counted is looked at behind a step, a few times a second.
+    time.sleep(2 * LOOK_SECONDS)
+    fleet.answers("then", {"c": 0})
+    for worker in fleet.workers:
+        with urllib.request.urlopen(worker.endpoints()["metrics_url"], timeout=DEADLINE) as response:
+            page = response.read().decode()
+        found = dict(re.findall(r'^moeyard_exchange_bytes_total\{direction="(\w+)",rank="\d"\} (\S+)$', page, re.M))
+        assert sorted(found) == ["received", "sent"]
+        assert all(float(count) > 10_000 for count in found.values()), found
 
 
 def test_a_worker_whose_peers_do_not_come_can_be_stopped(model: Path, start: Starter) -> None:
