@@ -54,21 +54,10 @@ class Mesh:
     """
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        members: Sequence[int] | None = None,
-        epoch: int = 0,
-        host: str = "127.0.0.1",
-        deadline: float = 5.0,
-        stall: float | None = None,
-        transport: Transport = "shm",
-        slab_bytes: int = 0,
-        fingerprint: str = "",
-        host_id: str | None = None,
-        lock: MeshLock | None = None,
-    ) -> None:
+        self, *, rank: int, world_size: int, members: Sequence[int] | None = None, epoch: int = 0,
+        host: str = "127.0.0.1", deadline: float = 5.0, stall: float | None = None, transport: Transport = "shm",
+        slab_bytes: int = 0, fingerprint: str = "", host_id: str | None = None, lock: MeshLock | None = None,
+    ) -> None:  # fmt: skip
         self.members = tuple(range(world_size) if members is None else sorted(members))
         check_place(rank, world_size, self.members, host=host, deadline=deadline, transport=transport)
         self.rank, self.world_size, self.epoch, self.deadline = rank, world_size, epoch, deadline
