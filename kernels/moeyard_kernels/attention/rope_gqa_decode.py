@@ -7,7 +7,7 @@ would be another latency, and others may not see them before the launch ends. So
 one sequence, but for copies of a row, which store nothing.
 
 What older steps wrote is read ahead of the wait where the caller says that tables are old (STATIC): the last TAIL
-blocks into registers, the others, which a loop reads behind the wait, into the second-level cache.
+blocks into registers and shared memory, the others, which a loop reads behind the wait, into the second-level cache.
 """
 
 from dataclasses import dataclass
