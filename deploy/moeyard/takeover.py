@@ -16,13 +16,15 @@ MODES: tuple[str, ...] = ("auto", "always", "never")
 class Room:
     """What a survivor says of itself: bytes `available` on its host, those of one slot, and how it keeps experts.
 
-    all_resident: each of its experts has a slot; without that no more slots are taken. movable: experts can come.
+    all_resident: each of its experts has a slot; without that no more slots are taken. movable: experts come and go.
+    regroups: its exchange can do with fewer ranks.
     """
 
     available: int
     slot_bytes: int
     all_resident: bool
     movable: bool
+    regroups: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +55,11 @@ def decide(
     """
     if mode == "never":
         return Takeover(slots=None, reason="--expert-takeover never")
-    if fixed := [rank for rank in after.ranks if not rooms[rank].movable]:
+    moved = [rank for rank in after.ranks if after.experts(rank) != before.experts(rank)]
+    if fixed := [rank for rank in moved if not rooms[rank].movable]:
         return Takeover(slots=None, reason=f"the experts of rank {fixed[0]} are fixed")
+    if after.ranks != before.ranks and not all(rooms[rank].regroups for rank in after.ranks):
+        return Takeover(slots=None, reason="the nvlink exchange is one of all ranks")
     sharing, slots, slowest = Counter(nodes[rank] for rank in after.ranks), dict[int, int](), 0.0
     for rank in after.ranks:
         room, gained = rooms[rank], max(0, after.num_owned(rank) - before.num_owned(rank))

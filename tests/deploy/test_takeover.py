@@ -22,11 +22,8 @@ SLOT = 100
 
 def asked(mode: str = "auto", *, available: tuple[int, int] = (10_000, 10_000), **changes: Any) -> Takeover:
     """Rank 1 is lost: 0 and 2, on hosts a and b, would each take 4 experts of 100 bytes; rank 1 was on a."""
-    keeps = changes.pop("all_resident", True), changes.pop("movable", True)
-    rooms = {
-        rank: Room(available=free, slot_bytes=SLOT, all_resident=keeps[0], movable=keeps[1])
-        for rank, free in zip((0, 2), available, strict=True)
-    }
+    kept = {name: changes.pop(name, True) for name in ("all_resident", "movable", "regroups")}
+    rooms = {rank: Room(available=free, slot_bytes=SLOT, **kept) for rank, free in zip((0, 2), available, strict=True)}
     facts: dict[str, Any] = {
         "before": WHOLE, "after": WITHOUT_1, "rooms": rooms, "nodes": {0: "a", 1: "a", 2: "b"},
         "kept_free": {"a": 5000}, "read_rate": 100.0, "start_seconds": 5.0,
@@ -60,6 +57,16 @@ def test_a_host_store_needs_no_room_and_always_means_always() -> None:
     assert asked("always", available=(5399, 0), start_seconds=0.1).slots == {0: 3, 2: 0}
     # A rate that nobody has measured hinders nobody.
     assert asked(read_rate=None, start_seconds=0.1).slots == {0: 4, 2: 4}
+
+
+def test_fixed_experts_do_if_nobody_needs_others() -> None:
+    """On GPUs, where experts stay: all that the lost rank had lies elsewhere too. NVLink wants all its ranks."""
+    copies = tuple(tuple((e, 2 * (e % 2)) for e, owner in enumerate(row) if owner == 1) for row in WHOLE.owners)
+    whole = Placement(WHOLE.layers, WHOLE.owners, copies)
+    changes: dict[str, Any] = {"before": whole, "after": whole.without([1]), "movable": False, "available": (0, 0)}
+    assert asked(**changes).slots == {0: 0, 2: 0}
+    waits = asked(**changes, regroups=False)
+    assert (waits.slots, waits.reason) == (None, "the nvlink exchange is one of all ranks")
 
 
 def test_a_second_loss_counts_what_was_taken_over() -> None:

@@ -258,14 +258,14 @@ class Worker:
         self._engine.end_epoch(reason)
 
     def room(self) -> dict[str, Any]:
-        """What experts of others could have here: bytes of memory and of a slot; whether all of its own have one, and
-        whether any can come or go (a recording is of one shard).
-        """
+        """What experts of others could have here: bytes of memory and of a slot; whether all of its own have one, any
+        can come or go (a recording is of one shard), and fewer ranks can meet."""
         return {
             "available": self._device.available(),
             "slot_bytes": self._model.expert_bytes(self._dtype.itemsize),
             "all_resident": self.experts.all_resident,
             "movable": self.experts.movable and self._recording is None,
+            "regroups": self._spec.config.exchange != "nvlink",
         }
 
     def prepare(self, placement: Placement, room: int = 0) -> int:
