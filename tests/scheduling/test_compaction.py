@@ -105,7 +105,9 @@ def test_nothing_happens_where_nothing_is_dropped(budget: int, sampling: dict[st
     [
         ({}, submit("r", 3, 4), "wants 1 <= window <= budget, got window 4 and budget 3"),
         ({}, submit("r", 3, 0), "wants 1 <= window <= budget, got window 0 and budget 3"),
-        ({}, submit("r", 20, 17), "the window of 17 exceeds the 16 prompt rows"),
+        ({}, submit("r", 20, 14), "the window of 14 exceeds the 13 prompt rows"),
+        ({"max_num_seqs": 12}, submit("r", 20, 9), "the window of 9 exceeds the 8 prompt rows"),
+        ({"max_num_seqs": 1}, submit("r", 20, 17), "the window of 17 exceeds the 16 prompt rows"),
         ({"mixed_prefill_tokens": 8}, submit("r", 20, 9), "the window of 9 exceeds the 8 prompt rows"),
         ({"kv_compression": False}, submit("r"), "for models whose state is all in pages"),
         ({"num_pages": 11}, submit("r"), "the request needs 12 KV pages, this worker has 11"),
@@ -115,6 +117,19 @@ def test_refusals_say_both_numbers(changes: dict[str, Any], request_: Submit, wo
     rejected = Harness(replace(CONFIG, **changes)).scheduler.add(request_, b"a", 0.0)
     assert isinstance(rejected, Rejected)
     assert words in rejected.message
+
+
+def test_a_window_of_all_that_is_left_beside_others_is_let_in() -> None:
+    """Three outputs run without end; a window of more than the 13 rows beside them had waited for one, and all with it."""
+    harness = Harness(replace(CONFIG, max_model_len=400, num_pages=256))
+    for i in range(3):
+        harness.submit(replace(submit(f"long{i}", None, max_tokens=300), prompt_token_ids=PROMPT[:2]))
+    for _ in range(4):
+        harness.step()
+    assert harness.submit(submit("wide", 20, 13, max_tokens=1)) is None
+    for _ in range(6):
+        harness.step()
+    assert "wide" not in harness.live
 
 
 def test_an_unknown_method_is_named() -> None:
