@@ -30,7 +30,7 @@ MAY_IMPORT = {
 # The rooms of the worker: what each may import beside itself, and how many lines it may have. A room that outgrows its
 # budget wants another look at what it does before it gets more.
 ROOMS = {
-    "config": ((), 830),
+    "config": ((), 840),
     "state": (("config",), 350),
     "scheduling": (("config", "state"), 1590),
     "exchange": (("config",), 3410),

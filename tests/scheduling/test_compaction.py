@@ -120,7 +120,7 @@ def test_refusals_say_both_numbers(changes: dict[str, Any], request_: Submit, wo
 
 
 def test_a_window_of_all_that_is_left_beside_others_is_let_in() -> None:
-    """Three outputs run without end; a window of more than the 13 rows beside them had waited for one, and all with it."""
+    """Three outputs run without end; a window of more than the 13 rows beside them had waited for one, all with it."""
     harness = Harness(replace(CONFIG, max_model_len=400, num_pages=256))
     for i in range(3):
         harness.submit(replace(submit(f"long{i}", None, max_tokens=300), prompt_token_ids=PROMPT[:2]))
