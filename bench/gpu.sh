@@ -6,8 +6,9 @@
 #     kernels workers matrix           one GPU: every kernel native; graphs, drafts, hybrids, SnapKV; the whole product
 #     decode prefill                   issue-sized figures of Qwen3-30B-A3B
 #     hybrids snapkv drafts delta      figures of linear attention, SnapKV, verify steps; chunk prefill beside fla's
+#     variants                         one launch for rotation and short decode, and others, in whole decode steps
 #     tune                             every config of the products and of latent decode, the best of them stored
-#     ranks                            two GPUs: equality, named failures, rows between them
+#     ranks nccl                       two GPUs: equality, named failures, rows between them
 # Every command has its limit of seconds, and its output is $OUT/NAME.txt; the last line of each is printed.
 set -uo pipefail
 
@@ -64,13 +65,27 @@ matrix() { step matrix 240 python3 -m tests.e2e.gpu_matrix --processes 9; }
 decode() { engine decode 150 --shape Qwen3-30B-A3B --streams 1 8 64 --prefill; }
 prefill() { engine prefill 150 --shape Qwen3-30B-A3B --streams --prefill 1x256 1x1024 1x8192 4x4096; }
 hybrids() {
-  ops recurrent 90 kda_recurrent gdn_recurrent causal_conv1d_update gated_rms_norm
+  ops recurrent 90 kda_recurrent gdn_recurrent causal_conv1d_update gated_rms_norm restore_slots
   engine kimi-linear 200 --shape Kimi-Linear-48B-A3B --streams 1 8 64 --prefill 1x1024 1x8192 4x4096
   engine qwen3.5 200 --shape Qwen3.5-35B-A3B --streams 1 8 64 --prefill 1x8192
 }
 delta() {
   ops chunk_prefill 120 kda_chunk_prefill gdn_chunk_prefill
   step beside_fla 150 python3 bench/flash_linear_attention.py --folder "$SITE"
+}
+# What no default names: a step of a few layers with each line of the table of stored configs in turn.
+variants() {
+  local grouped='rope_gqa_decode / M8 D128 few / {"kernel": "one", "BM": 16' tail
+  local latent='rope_cache_write_mla / few N16 D64 normed / {"kernel": "rows", "num_warps": 4, "num_stages": 3'
+  local lines=()
+  for tail in '"TAIL": 1, "num_warps": 4, "num_stages": 4' '"TAIL": 2, "num_warps": 4, "num_stages": 4' \
+      '"TAIL": 2, "num_warps": 8, "num_stages": 4' '"TAIL": 4, "num_warps": 8, "num_stages": 3'; do
+    lines+=(--line "$grouped, $tail}")
+  done
+  tests rotation 90 tests/kernels/test_rope_gqa_decode.py tests/kernels/test_rope_cache_write.py
+  step variants 120 python3 bench/stored_configs.py --model Qwen3-30B-A3B:12 --streams 1 8 "${lines[@]}"
+  step latents 60 python3 bench/stored_configs.py --model DeepSeek-V2-Lite:10 --streams 1 \
+    --line "$latent, \"BLOCK\": 16}" --line "$latent, \"BLOCK\": 4}"
 }
 tune() {
   step tune 400 python3 -m moeyard_kernels.bench --tune --op linear --op mla_decode
@@ -83,10 +98,23 @@ snapkv() {
 drafts() {
   step verify_64 200 python3 bench/verify_steps.py --model DeepSeek-V3:6 Kimi-K2:4 --streams 64 --no-prompts
 }
+# Through P2P, and as between hosts: P2P and shared memory off. A first communicator is what is asked here.
+nccl() {
+  local network=(env NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 NCCL_SOCKET_IFNAME=lo)
+  local rows=(python3 bench/exchange.py --kinds nccl --device cuda --ranks 2 --dtypes bfloat16 --top-k 8 --layers 150)
+  tests nccl 60 tests/exchange/test_conformance.py -k "nccl and 2gpus"
+  tests nccl_lost 90 tests/exchange/test_failures.py -k gpus_wait_no_more
+  step nccl_rows 40 "${rows[@]}" --tokens 1 8 64 --hidden 7168 --experts 256
+  step nccl_prompts 40 "${rows[@]}" --prompts --tokens 1024 4096 --hidden 2048 --experts 128
+  step nccl_network 60 "${network[@]}" python3 -m pytest -q -p no:cacheprovider -rf tests/exchange/test_conformance.py \
+    -k "nccl and 2gpus and bfloat16"
+  step nccl_network_rows 40 "${network[@]}" "${rows[@]}" --tokens 8 64 --hidden 7168 --experts 256
+  tests nccl_answer 200 tests/e2e/test_one_answer_gpu_ranks.py -k "nccl and gqa-bfloat16"
+}
 ranks() {
   tests nvlink 150 tests/exchange/test_nvlink_exchange.py
-  tests ranks 240 tests/e2e/test_one_answer_gpu_ranks.py
-  tests failures 120 tests/e2e/test_failures_gpu_ranks.py
+  tests ranks 240 tests/e2e/test_one_answer_gpu_ranks.py -k "not nccl"
+  tests failures 120 tests/e2e/test_failures_gpu_ranks.py -k "not nccl"
   step rows 60 python3 bench/nvlink.py --ranks 2
   step two_gpus 150 python3 bench/gpu_ranks.py --shape Qwen3-30B-A3B
 }
