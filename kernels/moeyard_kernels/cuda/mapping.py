@@ -14,6 +14,8 @@ import torch
 _FILE, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
 # What sizes and places are multiples of, on all GPUs of this generation.
 _GRANULARITY = 2 << 20
+# Behind what it is asked for torch keeps a few kilobytes of its own; less than this.
+_TAIL = 1 << 20
 
 
 class _Location(ctypes.Structure):
@@ -38,6 +40,12 @@ def _call(name: str, *arguments: object) -> None:
         raise RuntimeError(f"{name}: {(text.value or b'unknown error').decode()} ({status})")
 
 
+def allocated(num_bytes: int) -> tuple[int, int]:
+    """What is asked of torch for memory of `num_bytes` that is to be mapped by others, and what it then allocates."""
+    whole = -(-(num_bytes + _TAIL) // _GRANULARITY) * _GRANULARITY
+    return whole - _TAIL, whole
+
+
 def export(memory: torch.Tensor) -> int:
     """A file that stands for the allocation which `memory` begins, for other processes to map; the caller closes it.
 
@@ -55,11 +63,12 @@ def export(memory: torch.Tensor) -> int:
 class Mapping:
     """The first `num_bytes` of what an exported `file` stands for, as `device` sees them, until `close`.
 
-    The file may be closed at once. `memory`: uint8 [num_bytes]. Raises RuntimeError where it cannot be mapped.
+    It stands for as much as is `allocated` for these, and is mapped whole. The file may be closed at once. `memory`:
+    uint8 [num_bytes]. Raises RuntimeError where it cannot be mapped.
     """
 
     def __init__(self, file: int, num_bytes: int, device: torch.device) -> None:
-        size = ctypes.c_size_t(-(-num_bytes // _GRANULARITY) * _GRANULARITY)
+        size = ctypes.c_size_t(allocated(num_bytes)[1])
         address, handle, none = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64(0)
         access = _Access(_Location(_ON_DEVICE, device.index), _READ_AND_WRITE)
         _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(file), ctypes.c_int(_FILE))

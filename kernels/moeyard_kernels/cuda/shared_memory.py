@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from moeyard_kernels.cuda.mapping import Mapping, export
+from moeyard_kernels.cuda.mapping import Mapping, allocated, export
 
 # Every rank's word to all, by rank, when all have said theirs.
 Gather = Callable[[bytes], Sequence[bytes]]
@@ -22,10 +22,10 @@ Gather = Callable[[bytes], Sequence[bytes]]
 
 def own_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
     """uint8 [num_bytes] of this rank that peers can map, zero at first. Raises RuntimeError where torch has none."""
-    own = c10d._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+    own = c10d._SymmetricMemory.empty_strided_p2p((allocated(num_bytes)[0],), (1,), torch.uint8, device)
     own.zero_()
     torch.cuda.synchronize(device)
-    return own
+    return own[:num_bytes]
 
 
 def map_peers(
