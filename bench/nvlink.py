@@ -21,7 +21,6 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -36,7 +35,7 @@ sys.path[:0] = [str(ROOT / "kernels")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from moeyard_kernels.cuda.shared_memory import map_peers, own_memory  # noqa: E402
+from moeyard_kernels.cuda.shared_memory import share_memory  # noqa: E402
 from moeyard_kernels.experts import peer_exchange  # noqa: E402
 from moeyard_kernels.ref import peer_exchange as oracle  # noqa: E402
 from moeyard_kernels.types import peer_window as fields  # noqa: E402
@@ -59,7 +58,6 @@ class Rank:
     seconds: float
     results: dict[str, Any] = field(default_factory=dict)
     names: int = 0
-    mapped: list[dict[int, Any]] = field(default_factory=list)
 
     @property
     def simulated(self) -> bool:
@@ -101,14 +99,11 @@ class Rank:
             self.meet()
             files[self.number].unlink()
             return out
-        if self.way == "files":
-            own = own_memory(num_bytes, self.device)
-            with tempfile.TemporaryDirectory() as folder:
-                found = map_peers(
-                    own, rank=self.number, world_size=self.world, gather=self.gather, folder=folder, seconds=40.0
-                )
-                self.mapped.append(found)
-            return [own if r == self.number else found[r].memory for r in range(self.world)]
+        if self.way == "store":
+            return share_memory(
+                num_bytes, rank=self.number, world_size=self.world, device=self.device,
+                store=dist.PrefixStore(name, self.store), name=name,
+            )  # fmt: skip
         if self.way == "group":
             import torch.distributed._symmetric_memory as symm_mem
 
@@ -142,12 +137,6 @@ class Rank:
             torch.empty(1, dtype=torch.uint8, device=self.device).copy_(theirs[:1])
             out.append(theirs)
         return out
-
-    def gather(self, word: bytes) -> list[bytes]:
-        """Every rank's word."""
-        name = self.name()
-        self.store.set(f"{name}-{self.number}", word)
-        return [bytes(self.store.get(f"{name}-{r}")) for r in range(self.world)]
 
     def agreed(self, value: object) -> str:
         """The first rank's value, on all."""
@@ -673,7 +662,7 @@ def main() -> int:
         ]
     print(summary, flush=True)
     way = ""
-    for way in ("file",) if args.simulate else ("files", "group", "ipc"):
+    for way in ("file",) if args.simulate else ("store", "group", "ipc"):
         good, _ = fleet(args.ranks, way, "probe", 40, args.simulate)
         if good:
             break

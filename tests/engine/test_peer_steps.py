@@ -271,10 +271,6 @@ def test_what_was_captured_goes_on_with_another_in_a_peers_place(model: Path, st
     graphs = fleet.runner(0)._graphs
     (loss,) = fleet.replace(1)
     assert loss["ranks"] == (1,)
-    # What was mapped of the one before was given up when it was lost, before another had loaded.
-    engine = fleet.workers[0]._engine
-    assert engine is not None
-    assert engine._exchange._memory.num_released == 1  # type: ignore[attr-defined]
     assert fleet.answers("behind", spread) == expected
     assert fleet.runner(0)._graphs is graphs
 

@@ -3,10 +3,6 @@
 What a GPU adds (launches that wait, graphs, torch's mapping) is in `tests/e2e/test_one_answer_gpu_ranks.py`.
 """
 
-import ctypes
-import gc
-import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,23 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.checkpoints import make_checkpoint
 from tests.exchange.test_staged_exchange import NUM_PAGES, backend, rank_runner, run_steps, steps_of
 
-from moeyard_kernels.cuda import shared_memory
 from moeyard_kernels.ref import peer_exchange as oracle
 from moeyard_kernels.types.peer_shape import KEPT_TIMES, NUM_COUNTS, NUM_TIMES, RECEIVED, SENT, TIMES
 from moeyard_kernels.types.peer_window import ABORT, COMBINE, DISPATCH, NUM_FAULT, POISONED, SILENT, PeerWindow
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.local import local_runner
-from moeyard_worker.exchange import nvlink, peer_memory
+from moeyard_worker.exchange import nvlink
 from moeyard_worker.exchange.base import ExchangeError, ExchangeStats, PeerRows
 from moeyard_worker.exchange.factory import build_mesh
-from moeyard_worker.exchange.meeting import gather
+from moeyard_worker.exchange.meeting import MeshStore, gather
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.nvlink import NvlinkExchange
 from moeyard_worker.exchange.peer_counts import PeerCounts
-from moeyard_worker.exchange.peer_memory import GpuMemory
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.models.families import load_model_config
@@ -69,14 +64,9 @@ class Memory:
 
     def __init__(self, rank: int, of_all: Sequence[torch.Tensor]) -> None:
         self.own, self._of_all = of_all[rank], of_all
-        self.num_released = 0
 
     def drain(self) -> None:
         """Nothing runs behind a call's back."""
-
-    def release(self) -> None:
-        """Nothing is mapped."""
-        self.num_released += 1
 
     def meet(self, mesh: Mesh) -> Sequence[torch.Tensor]:
         gather(mesh, b"here")
@@ -345,95 +335,33 @@ def test_an_epoch_that_ends_ends_the_wait_too(pair: tuple[list[NvlinkExchange], 
     assert exchanges[0]._window.fault[ABORT] == 1
 
 
-class HostMapping:
-    """`mapping.Mapping` of a file in memory of the host."""
+def test_torch_finds_ranks_by_the_mesh_whatever_a_process_has_met_before() -> None:
+    meshes = open_meshes(3, SMALL, deadline=2.0)
 
-    def __init__(self, file: int, num_bytes: int, device: torch.device) -> None:
-        self._libc = ctypes.CDLL(None)
-        self._libc.mmap.restype = ctypes.c_void_p
-        size, anywhere = ctypes.c_size_t(num_bytes), ctypes.c_void_p()
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = self._libc.mmap(anywhere, size, protection, mmap.MAP_SHARED, file, ctypes.c_long(0))
-        self._place: tuple[ctypes.c_void_p, ctypes.c_size_t] | None = (ctypes.c_void_p(address), size)
-        storage = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
-        self.memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+    def meet(rank: int) -> list[bytes]:
+        # Through C++, as torch's rendezvous does: it numbers rounds by what its process has seen.
+        own = MeshStore(meshes[rank])
+        store, found = dist.PrefixStore("", own), []
+        for turn in range(2):
+            prefix = f"CUDASymmetricMemory/{rank * 10 + turn}"
+            store.set(f"{prefix}/{rank}", f"{turn} of {rank}")
+            for peer in range(3):
+                if peer != rank:
+                    store.wait([f"{prefix}/{peer}"])
+                    found.append(store.get(f"{prefix}/{peer}"))
+        return found
 
-    def close(self) -> None:
-        assert self._place is not None, "unmapped twice"
-        assert self._libc.munmap(*self._place) == 0
-        self._place = None
-
-
-def host_maps(name: str) -> int:
-    """How often this process has a file of that name mapped."""
-    return Path("/proc/self/maps").read_text().count(f"/memfd:{name} ")
-
-
-def test_memory_of_a_rank_that_was_replaced_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `GpuMemory` maps it, over files of the host; and what was captured finds the new one's."""
-    files: dict[int, int] = {}
-    names: list[str] = []
-
-    def own_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
-        names.append(f"window{len(names)}")
-        file = os.memfd_create(names[-1])
-        os.truncate(file, num_bytes)
-        own = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
-        files[own.data_ptr()] = file
-        return own
-
-    monkeypatch.setattr(peer_memory, "own_memory", own_memory)
-    monkeypatch.setattr(shared_memory, "export", lambda own: os.dup(files[own.data_ptr()]))
-    monkeypatch.setattr(shared_memory, "Mapping", HostMapping)
-    monkeypatch.setattr(GpuMemory, "_check", lambda self, mesh: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(nvlink, "ops", Turns(2))
-    placement, cpu = Placement.of_shards(range(4), partition(6, 2)), torch.device("cpu")
-    x = torch.arange(16, dtype=torch.float32).to(torch.bfloat16).view(2, 8)
-
-    def make(rank: int) -> NvlinkExchange:
-        memory = GpuMemory(SMALL.window(2).num_bytes, cpu)
-        return NvlinkExchange(memory, rank=rank, world_size=2, shape=SMALL, placement=placement, seconds=DEADLINE)
-
-    def step(exchange: NvlinkExchange) -> list[list[int]]:
-        exchange.expect(PeerRows(3))
-        ids = torch.tensor([[5, 1], [4, 3]]) if exchange.rank == 0 else torch.empty(0, 2, dtype=torch.int64)
-        got = exchange.dispatch(x, ids, layer=2, num_prompt=0)
-        home = exchange.combine(torch.full((6, 2, 8), 3.0 + exchange.rank, dtype=torch.bfloat16), got.handle)
-        return home[:, :, 0].tolist()
-
-    def end(exchange: NvlinkExchange) -> None:
-        """As a process does: what it had mapped is mapped no more, and what it had made is a name of nobody."""
-        memory = exchange._memory
-        assert isinstance(memory, GpuMemory)
-        os.close(files.pop(memory.own.data_ptr()))
-        for mapping in memory._mapped.values():
-            mapping.close()
-        exchange._window = exchange._windows = memory.own = None  # type: ignore[assignment]
-        exchange._counts = None  # type: ignore[assignment]
-
-    exchanges = [make(0), make(1)]
-    for epoch in range(1, 5):
-        meshes = open_meshes(2, SMALL, epoch=epoch)
-        attach(exchanges, meshes, placement)
-        # By itself, and by a peer; and those that were replaced by nobody.
-        assert [host_maps(name) for name in names] == [2, *[0] * (epoch - 1), 2]
-        home, nothing = together([lambda exchange=exchange: step(exchange) for exchange in exchanges])
-        assert home == [[4.0, 3.0], [4.0, 4.0]]
-        assert nothing == []
-        for mesh in meshes:
-            mesh.close()
-        end(exchanges[1])
-        gc.collect()
-        # The other holds it until it knows of the end of the epoch, or until they meet again.
-        assert [host_maps(name) for name in names] == [1, *[0] * (epoch - 1), 1]
-        if epoch % 2:
-            exchanges[0].release()
-            assert [host_maps(name) for name in names] == [1, *[0] * epoch]
-            assert exchanges[0]._window.state[POISONED]
-        exchanges[1] = make(1)
-    for exchange in exchanges:
-        end(exchange)
+    assert together([lambda rank=rank: meet(rank) for rank in range(3)]) == [
+        [f"{turn} of {peer}".encode() for turn in range(2) for peer in range(3) if peer != rank] for rank in range(3)
+    ]
+    # A peer that leaves meanwhile is named through it all.
+    meshes[2].close()
+    own = MeshStore(meshes[0])
+    store = dist.PrefixStore("", own)
+    with pytest.raises(ExchangeError, match="rank 2 "):
+        store.set("CUDASymmetricMemory/2/0", "nobody answers")
+    for mesh in meshes[:2]:
+        mesh.close()
 
 
 def test_a_meeting_ends_when_its_rank_is_stopped() -> None:

@@ -293,14 +293,14 @@ class Engine:
         self._scheduler.roll_back(time.monotonic())
         self._report(force=True)
         self._on_loss(loss)
-        self._exchange.release()
 
     def _begin_epoch(self, mesh: Mesh, step: int, placement: Placement) -> None:
         """Go on where the end of the epoch before left this rank."""
         self._mesh, self._lockstep = mesh, Lockstep(mesh)
         self._experts.adopt(placement.experts(self.rank))
         self.epoch = self._reporter.epoch = mesh.epoch
-        self.step, self.failure, self._next, self._reporter.num_ranks = step, None, None, len(mesh.members)
+        self._reporter.num_ranks = len(mesh.members)
+        self.step, self.failure, self._next = step, None, None
         self._watch_peers()
         try:
             self._exchange.attach(mesh, placement)

@@ -100,10 +100,6 @@ class Exchange(Protocol):
         """The epoch has ended: whatever waits for peers on a device stops waiting, until `attach`."""
         ...
 
-    def release(self) -> None:
-        """Give up what is held of peers, once what was launched has run, until `attach`: one may be replaced."""
-        ...
-
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
         """Send the first T rows of x (contiguous, fp32 or bf16) to the owners of topk_ids [T, K] (global expert ids).
 

@@ -42,9 +42,6 @@ class LocalExchange:
     def abort(self) -> None:
         """Nobody is waited for."""
 
-    def release(self) -> None:
-        """There is nobody to hold anything of."""
-
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
         """See `Exchange.dispatch`; global ids are local ones."""
         num_tokens = topk_ids.shape[0]

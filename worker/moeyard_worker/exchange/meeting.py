@@ -1,8 +1,11 @@
 """What ranks tell each other once over a mesh, before its first step: one word of each to all, in rounds.
 
-`RelayStore` and `relay` lend that to torch's process groups, whose ranks find each other through a store and set any
-keys from any thread: a table of its own on each rank, of which the ranks tell each other what is new until all are
-through. torch's own stores want a port or a file and wait for minutes.
+`MeshStore` lends that to torch, whose ranks find each other's memory through a store: a round for every key that each
+sets. Its own stores want a port or a file and wait for minutes; and torch numbers its keys by what a process has met
+before, so that a rank that took another's place would wait for keys that nobody sets.
+
+`RelayStore` and `relay` do the same for torch's process groups, which set any keys from any thread: a table of its own
+on each rank, of which the ranks tell each other what is new until all are through.
 """
 
 import threading
@@ -34,6 +37,34 @@ def gather(mesh: Mesh, word: bytes) -> list[bytes]:
     words = [bytes(theirs[TAG_BYTES:]) for theirs in mesh.recv_all(Phase.MEETING, layer=None, since=begun)]
     words[mesh.rank] = word
     return words
+
+
+class MeshStore(Store):
+    """A store in which every rank sets keys that end in "/" and its number, and reads the others' of the same round.
+
+    Whoever gives it to torch keeps it.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        """Waits until every rank has set its own of this round."""
+        name, _, rank = key.rpartition("/")
+        assert rank == str(self._mesh.rank), f"rank {self._mesh.rank} sets {key}"
+        words = gather(self._mesh, value.encode() if isinstance(value, str) else bytes(value))
+        self._values.update({f"{name}/{peer}": word for peer, word in enumerate(words)})
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        """What a round has brought is there; nothing else comes."""
+        missing = [key for key in keys if key not in self._values]
+        assert not missing, f"{missing} were never set"
+
+    def get(self, key: str) -> bytes:
+        """See `torch.distributed.Store`."""
+        return self._values[key]
 
 
 class RelayStore(Store):

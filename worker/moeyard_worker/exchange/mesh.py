@@ -31,7 +31,8 @@ from moeyard_worker.exchange.wires import LAST_LOOK_S, MeshLock, Wires
 Transport = Literal["shm", "tcp"]
 
 FRAME_SLACK_BYTES = 1 << 16  # for a frame's tag and counts beside the largest payload, which is smaller than a slab
-CONNECT_SLICE_S = 0.005  # that a handshake's peer has connected is no event, nor that this rank leaves a meeting
+CONNECT_SLICE_S = 0.005  # while a handshake waits for its peer to connect there is no event to wait for
+MEETING_SLICE_S = 0.05  # a meeting looks so often whether this rank is leaving
 # A round of agreeing waits so much of the deadline for ranks that do not speak; who looks later hears what was settled.
 PATIENCE_SHARE = 1 / 8
 
@@ -232,7 +233,7 @@ class Mesh:
     def _wait(self, peer: int, *, phase: Phase, layer: int | None, since: float) -> Frame:
         """Wait on everything until `peer`, whose frame is due, has one."""
         wires = self._open_wires()
-        limit, look = since + self._stall, CONNECT_SLICE_S if phase is Phase.MEETING else self._stall
+        limit, look = since + self._stall, MEETING_SLICE_S if phase is Phase.MEETING else self._stall
         where, place = where_in_step(self.step, layer, phase), place_of(layer, phase)
         late = happened = False
         while True:

@@ -103,8 +103,10 @@ class NcclExchange:
         Raises ExchangeError naming who is not there, ValueError for a placement that is not theirs.
         """
         if placement.num_experts != self._shape.num_experts or not set(placement.ranks) <= set(mesh.members):
-            given = f"a placement of {placement.num_experts} experts on ranks {placement.ranks}"
-            raise ValueError(f"{given}: there are {self._shape.num_experts} and ranks {mesh.members}")
+            raise ValueError(
+                f"a placement of {placement.num_experts} experts on ranks {placement.ranks}: there are "
+                f"{self._shape.num_experts} and ranks {mesh.members}"
+            )
         self._mesh, self.world_size = mesh, mesh.world_size
         self._marks.clear()
         self._put(placement, mesh.members)
@@ -227,9 +229,6 @@ class NcclExchange:
     def abort(self) -> None:
         """See `Exchange.abort`."""
         self._group.abort()
-
-    def release(self) -> None:
-        """With `abort` its communicator has ended, which is all that it holds."""
 
     def close(self) -> None:
         """See `Exchange.close`."""

@@ -195,12 +195,6 @@ class NvlinkExchange:
         """See `Exchange.abort`."""
         self._window.abort()
 
-    def release(self) -> None:
-        """See `Exchange.release`: a rank in the place of one that is gone finds that one's window free on its GPU."""
-        self._memory.drain()
-        self._window.poison()
-        self._memory.release()
-
     def close(self) -> None:
         """See `Exchange.close`: memory is given back with the tensors."""
         self.abort()

@@ -45,10 +45,6 @@ class StagedExchange:
     def abort(self) -> None:
         """The host waits, not the device."""
 
-    def release(self) -> None:
-        """See `Exchange.release`."""
-        self._host.release()
-
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
         """See `Exchange.dispatch`; all that it returns is on the device."""
         rows = x[: topk_ids.shape[0]].cpu()

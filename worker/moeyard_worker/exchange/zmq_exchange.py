@@ -118,9 +118,6 @@ class ZmqExchange:
     def abort(self) -> None:
         """Nothing waits but the caller."""
 
-    def release(self) -> None:
-        """What is mapped of peers is mapped anew with the next mesh."""
-
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
         """See `Exchange.dispatch`. More than `max_tokens` rows, or an expert id out of range, is an assertion."""
         start = perf_counter()
