@@ -112,6 +112,7 @@ def serve(
             interrupts.check()
             with startup(captures=config.device != "cpu" and not config.enforce_eager) as told:
                 ranks = fleet.start(told.loading, stage=told.stage, interrupts=interrupts)
+            interrupts.check()
             report_loaded(ranks)
             report_skipped(ranks[0].report["skipped"])
             if config.load_format == "dummy":
