@@ -1,6 +1,7 @@
 """Command line: `moeyard serve | chat | bench | doctor | ...`. Errors of use: one line on stderr, exit code 2."""
 
 import argparse
+import logging
 import signal
 import sys
 from importlib.util import find_spec
@@ -210,6 +211,8 @@ def with_subject(argv: list[str]) -> list[str]:
 
 def fail(message: str, code: int = 2) -> NoReturn:
     """Print one line on stderr and exit with `code`: 2 for what another attempt does not change."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()  # a thread writes the log, and this line is the last
     print(f"moeyard: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
 

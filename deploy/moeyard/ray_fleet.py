@@ -264,7 +264,6 @@ class RayFleet:
         """Stop the actors and leave Ray (a private one ends with its processes). Safe to call twice."""
         self._stopping.set()
         children = psutil.Process().children(recursive=True)
-        trackers = [process for process in children if is_tracker(process)]
         if ray.is_initialized():
             # Whoever replaces ranks notices at its next look; a call after `shutdown` would start another Ray.
             with self._lock:
@@ -272,6 +271,9 @@ class RayFleet:
         if self._headless():
             # Ray's own end would wait for it for ever, where other daemons still run.
             end_tree(os.getpid())
+        # Once more, while Ray lives: it may have been starting a rank's process.
+        children = [*{*children, *psutil.Process().children(recursive=True)}]
+        trackers = [process for process in children if is_tracker(process)]
         # Also ends what an interrupted ray.init had started.
         ray.shutdown()
         # Ray leaves its agents to notice the end by themselves, half a minute later.
@@ -279,6 +281,8 @@ class RayFleet:
         for process in (*alive, *trackers):
             with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it ended meanwhile
                 process.kill()
+        # What they hold is theirs until they are gone.
+        psutil.wait_procs(alive, timeout=STOP_SECONDS)
         # Ranks that were killed before they met leave names on this host.
         sweep()
 
