@@ -45,7 +45,8 @@ step() {
   echo "[$((SECONDS - BEGAN)) s] $name: exit $rc; $(tail -n 1 "$OUT/$name.txt" | cut -c1-160)"
   [ $rc -eq 0 ] || FAILED=1
 }
-tests() { local name=$1 limit=$2; shift 2; step "$name" "$limit" python3 -m pytest -q -p no:cacheprovider -rf "$@"; }
+tests() { local name=$1 limit=$2; shift 2
+  step "$name" "$limit" python3 -m pytest -q -p no:cacheprovider -p no:benchmark -rf "$@"; }
 engine() { local name=$1 limit=$2; shift 2; step "$name" "$limit" python3 -m moeyard bench engine "$@"; }
 ops() { local name=$1 limit=$2 op args=(); shift 2; for op; do args+=(--op "$op"); done
   step "$name" "$limit" python3 -m moeyard_kernels.bench "${args[@]}"; }

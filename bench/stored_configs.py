@@ -79,10 +79,11 @@ class Variant:
         assert isinstance(backend, CudaBackend)
         tuning.stored = with_lines(lines)  # type: ignore[assignment]
         tuning._found.cache_clear()
-        self._runner, self._sampler, self._rows = runner, sampler, rows
+        self._runner, self._sampler, self._rows, self._slots = runner, sampler, rows, backend.slots
         self._inputs = GraphInputs(
-            Bucket(decode=rows, width=8), page_size=PAGE, windows=backend.windows, last_ids=sampler.last_ids
-        )
+            Bucket(decode=rows, width=8), page_size=PAGE, windows=backend.windows, last_ids=sampler.last_ids,
+            slots=backend.slots,
+        )  # fmt: skip
         self.replay = captured(self._forward, pool)[0].replay
 
     def _forward(self) -> None:
@@ -100,6 +101,7 @@ class Variant:
                 Chunk(
                     key=(b"", str(row)), start=CONTEXT + i, token_ids=(first[row] if i == 0 else 0,),
                     pages=tuple(range(PAGES * row, PAGES * row + PAGES)), prompt=False, num_sampled=1,
+                    state_slot=row if self._slots else -1,
                 )
                 for row in range(self._rows)
             ]  # fmt: skip
