@@ -6,6 +6,7 @@
 #     kernels workers matrix           one GPU: every kernel native; graphs, drafts, hybrids, SnapKV; the whole product
 #     decode prefill                   issue-sized figures of Qwen3-30B-A3B
 #     hybrids snapkv drafts delta      figures of linear attention, SnapKV, verify steps; chunk prefill beside fla's
+#     launches                         where steps of hybrids spend their time
 #     variants                         one launch for rotation and short decode, and others, in whole decode steps
 #     tune                             every config of the products and of latent decode, the best of them stored
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
@@ -70,9 +71,15 @@ hybrids() {
   engine kimi-linear 200 --shape Kimi-Linear-48B-A3B --streams 1 8 64 --prefill 1x1024 1x8192 4x4096
   engine qwen3.5 200 --shape Qwen3.5-35B-A3B --streams 1 8 64 --prefill 1x8192
 }
+# The first proves every config: some compile for long.
 delta() {
-  ops chunk_prefill 120 kda_chunk_prefill gdn_chunk_prefill
-  step beside_fla 150 python3 bench/flash_linear_attention.py --folder "$SITE"
+  ops chunk_prefill 150 kda_chunk_prefill gdn_chunk_prefill
+  step delta_launches 60 python3 bench/launches.py --op kda_chunk_prefill --op gdn_chunk_prefill --variants
+  step beside_fla 240 python3 bench/flash_linear_attention.py --folder "$SITE"
+}
+launches() {
+  engine launches_kimi 90 --shape Kimi-Linear-48B-A3B --layers 8 --streams 1 64 --prefill 1x1024 1x8192 --profile
+  engine launches_qwen 90 --shape Qwen3.5-35B-A3B --layers 8 --streams 1 64 --prefill 1x8192 --profile
 }
 # What no default names: a step of a few layers with each line of the table of stored configs in turn.
 variants() {

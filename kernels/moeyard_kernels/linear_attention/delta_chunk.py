@@ -1,9 +1,9 @@
 """Triton: the gated delta rule over prompts in chunks of 64 positions, for prefill; the state goes on in its slot.
 
 Two parts. `delta_intra` computes what does not need the state, of all chunks at once, in one launch or, where there are
-many chunks, in three. The kernel here goes through the chunks of a prompt in order, S being the state before a chunk:
+many chunks, in two. The kernel here goes through the chunks of a prompt in order, S being the state before a chunk:
 
-    V = u - w S;  out = qg S + scores V;  S <- left S + kg^T V
+    V = T (v - kd S);  out = qg S + scores V;  S <- left S + kg^T V
 
 A program holds BV columns of one head's S, turned: S^T [BV, Dk] in fp32 is the accumulator of one product and,
 rounded, the left operand of the two others, which Hopper's products take out of registers. So what one chunk waits for
@@ -27,9 +27,10 @@ import triton.language as tl
 
 from moeyard_kernels.common.dependent import dependent, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, check_layout, finish, new_output
+from moeyard_kernels.common.rounding import INTERPRETED
 from moeyard_kernels.common.rows import check_rows
 from moeyard_kernels.common.tuning import Config, choose
-from moeyard_kernels.linear_attention.delta_intra import delta_intra_kernel, operand
+from moeyard_kernels.linear_attention.delta_intra import FACTORS, delta_intra_kernel, operand
 from moeyard_kernels.linear_attention.halves import SNAPSHOTS, TABLE_WIDTH
 from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
 
@@ -37,29 +38,39 @@ from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
 L2_EPS = 1e-6
 # Of so many chunks and heads at most, the stages of a chunk are one launch.
 _FEW = 256
+# Of Dk, columns that a program of the first part has at a time.
+_HALF = 64
+# Values of bf16 in a load of a thread.
+_EIGHT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkConfig(Config):
-    """BV columns of one head's state are a program of num_warps; the stages before are one launch, or three.
+    """BV columns of one head's state are a program of num_warps; the stages before are one launch, or two.
 
-    intra_warps: of a program of those. Loads of num_stages - 1 chunks are on the way.
+    intra_warps: of a program of those, solve_warps of one that only inverts. A chunk's loads begin num_stages - 2
+    chunks before it, behind the products of the one ahead (Triton's order): with 2 nothing covers them.
     """
 
     kernel: Literal["chunk"] = "chunk"
-    num_stages: int = 2
+    num_stages: int = 3
     BV: int = 64
     fused: bool
     intra_warps: int = 8
+    solve_warps: int = 1
 
 
+# Wider blocks of three stages do not fit the shared memory of a multiprocessor.
+_PARTS = ((64, 4, 3), (64, 4, 2), (64, 8, 2), (32, 4, 3), (32, 4, 2), (128, 8, 2), (16, 4, 3))
 CONFIGS = (
     *(
         ChunkConfig(BV=columns, num_warps=warps, num_stages=stages, fused=fused)
         for fused in (True, False)
-        for columns, warps, stages in ((64, 4, 2), (64, 4, 3), (32, 4, 2), (32, 4, 3), (128, 8, 2), (16, 4, 3))
+        for columns, warps, stages in (_PARTS if not fused else _PARTS[:1])
     ),
-    ChunkConfig(fused=True, intra_warps=4),
+    ChunkConfig(fused=True, intra_warps=16),
+    ChunkConfig(fused=False, intra_warps=16),
+    ChunkConfig(fused=False, solve_warps=2),
 )
 
 
@@ -69,20 +80,31 @@ def shape_class(num_chunks: int, num_prompts: int, num_heads: int, k_dim: int, v
     return f"{bucket} {'one' if num_prompts == 1 else 'several'} H{num_heads} {k_dim}x{v_dim}"
 
 
-def default_config(num_programs: int) -> ChunkConfig:
-    """The config of shapes that nobody tuned, of so many chunks and heads."""
-    return ChunkConfig(fused=num_programs <= _FEW)
+def default_config(num_programs: int, dtype: torch.dtype = torch.bfloat16) -> ChunkConfig:
+    """The config of shapes that nobody tuned, of so many chunks and heads. fp32 leaves no room for loads ahead."""
+    return ChunkConfig(fused=num_programs <= _FEW, num_stages=1 if dtype == torch.float32 else 3)
 
 
 @triton.jit
+def _held(b_x):
+    """b_x, through an instruction that Triton does not look into: one number of each thread from one chunk to the next,
+    where Triton would load it where it is used, at the latency of memory, as it does with what it sees no product take.
+    """
+    if not INTERPRETED:
+        b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=tl.float32, is_pure=False, pack=1)
+    return b_x
+
+
+@triton.jit(do_not_specialize=("stride_x",))
 def _delta_chunk_kernel(
-    p_w, p_u, p_kg, p_qg, p_scores, p_left, p_state, p_table, p_fresh, p_heads, p_out,
-    HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BU: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, BY_ROW: tl.constexpr, DTYPE: tl.constexpr
+    p_x, p_kd, p_kg, p_qg, p_scores, p_inverse, p_factors, p_left, p_state, p_table, p_fresh, p_heads, p_out, stride_x,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BU: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, BY_ROW: tl.constexpr, DTYPE: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
     """Columns [i_v BV, i_v BV + BV) of one head's state, over all chunks of a prompt. Grid: (prompts HV BU / BV,).
 
-    BU: columns that p_u has, DV and more. DTYPE: what operands are rounded to.
+    BU: DV, or as many columns more as make blocks whole. DTYPE: what operands are rounded to. stride_x is in units of
+    UNIT values (`delta_intra_kernel`). p_kd, p_kg, p_qg: with a gate of each row; else rows are read as they are.
     """
     wait_for_previous()
     PARTS: tl.constexpr = BU // BV
@@ -93,12 +115,15 @@ def _delta_chunk_kernel(
     i_begin, i_slot = tl.load(p_prompt + 1), tl.load(p_prompt + (TABLE_WIDTH - 1))
     has_state = tl.load(p_fresh + i_chunk) == 0
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    m_v = o_v < DV
-    m_state = m_v[:, None] & (o_k < DK)[None, :]
+    m_k, m_v = o_k < DK, o_v < DV
+    m_state = m_v[:, None] & m_k[None, :]
     o_state = o_k[None, :] * DV + o_v[:, None]
     b_state = tl.load(p_state + (i_slot * HV + i_h) * (DK * DV) + o_state, mask=m_state & has_state, other=0.0)
-    o_read, o_square, o_u = o_c[:, None] * BK + o_k[None, :], o_c[:, None] * C + o_c[None, :], o_v[:, None] * C + o_c
+    N_LEFT: tl.constexpr = BK if BY_ROW else 1
+    o_read, o_square = o_c[:, None] * BK + o_k[None, :], o_c[:, None] * C + o_c[None, :]
     i_end = tl.load(p_prompt + (TABLE_WIDTH - 2))
+    p_q = p_x + i_h // (HV // HK) * DK + o_k[None, :]
+    p_v = p_x + (2 * HK * DK + i_h * DV) + o_v[None, :]
     # Behind which chunks snapshots are, and where they go; one that there is not is behind none.
     n_stops, i_stops = (), ()
     for i in tl.static_range(SNAPSHOTS):
@@ -106,25 +131,44 @@ def _delta_chunk_kernel(
         n_stop = ((tl.load(p_prompt + (2 + 2 * i)) - i_begin) // C - 1).to(tl.int32)
         n_stops = n_stops + (n_stop,)  # type: ignore[assignment]  # noqa: RUF005
         i_stops = i_stops + (tl.load(p_prompt + (3 + 2 * i)).to(tl.int32),)  # type: ignore[assignment]  # noqa: RUF005
-    for n in range(tl.cdiv(i_end - i_begin, C)):
+    o_left = o_k if BY_ROW else tl.arange(0, 1)
+    p_lefts = p_left + o_left
+    b_next_left = tl.load(p_lefts + (i_chunk * HV + i_h) * N_LEFT)
+    num_chunks = tl.cdiv(i_end - i_begin, C)
+    for n in range(num_chunks):
         i_unit = (i_chunk + n) * HV + i_h
-        b_w, b_u = tl.load(p_w + i_unit * (C * BK) + o_read), tl.load(p_u + i_unit * (BU * C) + o_u)
-        b_qg, b_kg = tl.load(p_qg + i_unit * (C * BK) + o_read), tl.load(p_kg + i_unit * (C * BK) + o_read)
-        b_scores = tl.load(p_scores + i_unit * (C * C) + o_square)
-        b_rounded = operand(b_state, DTYPE)
-        b_new = b_u - tl.dot(b_rounded, tl.trans(b_w), input_precision="ieee")
-        b_out = tl.dot(b_rounded, tl.trans(b_qg), input_precision="ieee")
-        b_new = operand(b_new, DTYPE)
-        b_out = tl.dot(b_new, tl.trans(b_scores), b_out, input_precision="ieee")
-        if BY_ROW:
-            b_left = tl.load(p_left + i_unit * BK + o_k)
-            b_state = b_state * b_left[None, :]
-        else:
-            b_state = b_state * tl.load(p_left + i_unit)
-        b_state = tl.dot(b_new, b_kg, b_state, input_precision="ieee")
+        p_factor = p_factors + i_unit * (FACTORS * C) + o_c
+        b_factor, b_left = tl.load(p_factor + 2 * C), _held(b_next_left)
+        b_next_left = tl.load(p_lefts + tl.where(n + 1 < num_chunks, i_unit + HV, i_unit) * N_LEFT)
         i_row = i_begin + n * C + o_c
+        m_row = (i_row < i_end)[:, None]
+        o_x = i_row[:, None] * (stride_x * UNIT)
+        if BY_ROW:
+            b_kd, b_qg = tl.load(p_kd + i_unit * (C * BK) + o_read), tl.load(p_qg + i_unit * (C * BK) + o_read)
+            b_kg = tl.load(p_kg + i_unit * (C * BK) + o_read)
+        else:
+            b_kd = operand(tl.load(p_q + HK * DK + o_x, mask=m_row & m_k[None, :], other=0.0), DTYPE)
+            b_qg = operand(tl.load(p_q + o_x, mask=m_row & m_k[None, :], other=0.0), DTYPE)
+            b_kg = b_kd
+        b_v = operand(tl.load(p_v + o_x, mask=m_row & m_v[None, :], other=0.0), DTYPE)
+        b_scores = tl.load(p_scores + i_unit * (C * C) + o_square)
+        b_inverse = tl.load(p_inverse + i_unit * (C * C) + o_square)
+        b_rounded = operand(b_state, DTYPE)
+        b_seen = tl.dot(b_rounded, tl.trans(b_kd), input_precision="ieee")
+        b_seen = operand(b_seen * tl.load(p_factor + (0 if BY_ROW else 3 * C))[None, :], DTYPE)
+        b_out = tl.dot(b_rounded, tl.trans(b_qg), input_precision="ieee") * b_factor[None, :]
+        # Not first, though it needs no state: the product ahead of it would run on under it, and reading what that left
+        # makes ptxas wait for each step of each product (C7514).
+        b_new = tl.dot(tl.trans(b_v), tl.trans(b_inverse), input_precision="ieee")
+        b_new = tl.dot(-b_seen, tl.trans(b_inverse), b_new, input_precision="ieee")
+        b_last = operand(b_new, DTYPE)
+        b_out = tl.dot(b_last, tl.trans(b_scores), b_out, input_precision="ieee")
+        b_state = b_state * b_left[None, :]
+        if not BY_ROW:
+            b_last = operand(b_new * tl.load(p_factor + 4 * C)[None, :], DTYPE)
+        b_state = tl.dot(b_last, b_kg, b_state, input_precision="ieee")
         p_row = p_out + (i_row[:, None] * HV + i_h) * DV + o_v[None, :]
-        tl.store(p_row, tl.trans(b_out).to(p_out.dtype.element_ty), mask=(i_row < i_end)[:, None] & m_v[None, :])
+        tl.store(p_row, tl.trans(b_out).to(p_out.dtype.element_ty), mask=m_row & m_v[None, :])
         i_taken = tl.full([], -1, tl.int32)
         for i in tl.static_range(SNAPSHOTS):
             i_taken = tl.where(n == n_stops[i], i_stops[i], i_taken)  # type: ignore[misc]
@@ -175,7 +219,7 @@ def _prefill(
     num_chunks, num_prompts = chunks.table.shape[0], chunks.heads.shape[0]
     num_units = num_chunks * num_heads
     name = shape_class(num_chunks, num_prompts, num_heads, k_dim, v_dim)
-    config = config or choose(op, name, state, (ChunkConfig,), lambda: default_config(num_units))
+    config = config or choose(op, name, state, (ChunkConfig,), lambda: default_config(num_units, qkv.dtype))
     rows, columns = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
     if num_units * columns > MAX_GRID_X:
         raise ValueError(f"{op}: {num_chunks} chunks of {num_heads} heads exceed the grid of a GPU")
@@ -186,31 +230,27 @@ def _prefill(
     def scratch(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return new_output(num_units, *shape, like=qkv, dtype=dtype)
 
-    scores, w, kg, qg = scratch(CHUNK, CHUNK), *(scratch(CHUNK, rows) for _ in range(3))
-    # u is not rounded: w S is taken from it in fp32.
-    u = scratch(columns, CHUNK, dtype=torch.float32)
+    scores, inverse = scratch(CHUNK, CHUNK), scratch(CHUNK, CHUNK)
+    factors = scratch(FACTORS.value, CHUNK, dtype=torch.float32)
     left = scratch(rows if by_row else 1, dtype=torch.float32)
-    # What only passes between stages, where there is something to pass.
-    sums = scratch(CHUNK, rows, dtype=torch.float32) if by_row else left
-    pairs, inverse = (left, left) if config.fused else (scratch(2, CHUNK, CHUNK, dtype=torch.float32),
-                                                        scratch(CHUNK, CHUNK))  # fmt: skip
-    stages = (
-        ((True, True, True),) if config.fused else ((True, False, False), (False, True, False), (False, False, True))
-    )
-    for blocks, solve, reads in stages:
+    sums = scratch(CHUNK, rows, dtype=torch.float32) if by_row else scratch(CHUNK, dtype=torch.float32)
+    lower = scratch(CHUNK, CHUNK, dtype=torch.float32)
+    # What a gate of the head does not need must only be tensors.
+    kd, kg, qg = (scratch(CHUNK, rows) for _ in range(3)) if by_row else (scores,) * 3
+    half, unit = min(rows, _HALF), _EIGHT if qkv.stride(0) % _EIGHT == 0 else 1
+    options = {"HK": (qkv.shape[1] - num_heads * v_dim) // (2 * k_dim), "HV": num_heads, "DK": k_dim, "BK": rows}
+    options |= {"C": CHUNK, "BY_ROW": by_row, "UNIT": unit, "enable_fp_fusion": False, **dependent(qkv)}
+    for blocks, solve in ((True, True),) if config.fused else ((True, False), (False, True)):
         delta_intra_kernel[(num_units,)](
-            qkv, b, a, a_log, dt_bias, chunks.table, sums, pairs, scores, inverse, w, u, kg, qg, left,
-            qkv.stride(0), b.stride(0), a.stride(0), k_dim**-0.5, L2_EPS,
-            HK=(qkv.shape[1] - num_heads * v_dim) // (2 * k_dim), HV=num_heads, DK=k_dim, DV=v_dim,
-            BK=rows, LOG2_BK=rows.bit_length() - 1, BV=columns, C=CHUNK, BY_ROW=by_row,
-            BLOCKS=blocks, SOLVE=solve, READS=reads,
-            enable_fp_fusion=False, num_warps=config.intra_warps, num_stages=1, **dependent(qkv),
+            qkv, b, a, a_log, dt_bias, chunks.table, sums, lower, scores, inverse, factors, kd, kg, qg, left,
+            qkv.stride(0) // unit, b.stride(0), a.stride(0), k_dim**-0.5, L2_EPS,
+            LOG2_BK=rows.bit_length() - 1, HALF=half, LOG2_HALF=half.bit_length() - 1, BLOCKS=blocks, SOLVE=solve,
+            num_warps=config.intra_warps if blocks else config.solve_warps, num_stages=1, **options,
         )  # fmt: skip
     width = min(config.BV, columns)
     _delta_chunk_kernel[(num_prompts * num_heads * columns // width,)](
-        w, u, kg, qg, scores, left, state, chunks.table, chunks.fresh, chunks.heads, out,
-        HV=num_heads, DK=k_dim, DV=v_dim, BK=rows, BU=columns, BV=width, C=CHUNK, BY_ROW=by_row,
-        DTYPE=tl.float32 if qkv.dtype == torch.float32 else tl.bfloat16,
-        enable_fp_fusion=False, **config.options, **dependent(qkv),
+        qkv, kd, kg, qg, scores, inverse, factors, left, state, chunks.table, chunks.fresh, chunks.heads, out,
+        qkv.stride(0) // unit, DV=v_dim, BU=columns, BV=width,
+        DTYPE=tl.float32 if qkv.dtype == torch.float32 else tl.bfloat16, **config.options, **options,
     )  # fmt: skip
     return finish(out, qkv.dtype)
