@@ -5,8 +5,9 @@ on tensors without storage that say they are on a GPU; launches stop after ptxas
 if not given) are reported, a line of JSON each: op, shape, kernel, bytes of shared memory, bytes of stack of a thread,
 whether it is launched early, whether its weight is called static, whether it waits before it reads memory (see
 `moeyard_kernels.common.dependent`) and lets the next launch begin only behind that, how rows are dealt out to threads
-where they are summed, and a digest of the PTX, by which an edit that should change no code shows that it did not. Those
-launched early, static, with a tail or with rows of another width count as others.
+where they are summed, whether ptxas makes the steps of its products wait for each other, and a digest of the PTX, by
+which an edit that should change no code shows that it did not. Those launched early, static, with a tail or with rows
+of another width count as others.
 """
 
 import hashlib
@@ -82,6 +83,18 @@ def stack_bytes(cubin: bytes) -> int:
             [CUOBJDUMP, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
         )
     return sum(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout))
+
+
+def serialized(ptx: str) -> bool:
+    """Whether ptxas says that each step of a product waits for the one before (its notes C7510 to C7519)."""
+    if "wgmma" not in ptx:
+        return False
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, check=True, capture_output=True, text=True)
+    return "(C751" in said.stdout + said.stderr
 
 
 def waits(ptx: str) -> bool:
@@ -180,7 +193,7 @@ def main() -> None:
                     "triggers_first": triggers_first(kernel.asm["ptx"]),
                     "always_waits": always_waits(kernel.asm["ptx"]),
                 }
-                line |= {"row_sums": row_sums(kernel.asm["ttgir"])}
+                line |= {"row_sums": row_sums(kernel.asm["ttgir"]), "serialized": serialized(kernel.asm["ptx"])}
                 print(json.dumps(line), flush=True)
             built.clear()
 
