@@ -41,7 +41,7 @@ def dispatch_rows(
             counts = mine.heads[DISPATCH, :, 1]
             if counts.max() > max_rows:
                 _fail(window, (DISPATCH, layer, _bits(counts > max_rows), epoch, TOO_MANY))
-            beyond = torch.arange(max_rows)[:, None] >= counts
+            beyond = torch.arange(max_rows, device=counts.device)[:, None] >= counts
             mine.ids[:max_rows][beyond] = -1
     return mine.rows[:max_rows].flatten(0, 1), mine.ids[:max_rows].flatten(0, 1)
 
