@@ -194,6 +194,16 @@ def test_bytes_between_ranks_are_counted_on_both_sides(kernels: ModuleType) -> N
     assert sum(sent) == sum(received) > 0
 
 
+def test_the_oracle_makes_nothing_on_another_device() -> None:
+    """What it makes without naming a device would lie on a CPU when ranks have GPUs; here it would lie nowhere."""
+    windows, counts = open_ranks(3, copied=True), (4, 0, 5)
+    xs, ids = [random_rows(torch.bfloat16, n, 40) for n in counts], [random_ids(n, 3, 10) for n in counts]
+    with torch.device("meta"):
+        one_exchange(oracle, windows, xs, ids, layer=0, max_rows=5)
+        in_turn(oracle.dispatch_rows, windows, list(zip(xs, ids, strict=True)), layer=7, max_rows=4)
+    assert all(fault_of(window) == [1, DISPATCH, 7, 0b100, 2, TOO_MANY] for window in windows)
+
+
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter has no clock")
 def test_one_exchange_in_so_many_is_timed() -> None:
     """Where all packets are there the wait takes no time, but a launch does."""
