@@ -47,8 +47,9 @@ step() {
   echo "[$((SECONDS - BEGAN)) s] $name: exit $rc; $(tail -n 1 "$OUT/$name.txt" | cut -c1-160)"
   [ $rc -eq 0 ] || FAILED=1
 }
+# One -q, that of pyproject.toml, leaves the line that counts.
 tests() { local name=$1 limit=$2; shift 2
-  step "$name" "$limit" python3 -m pytest -q -p no:cacheprovider -p no:benchmark -p tests.named_at_once -rfE \
+  step "$name" "$limit" python3 -m pytest -p no:cacheprovider -p no:benchmark -p tests.named_at_once -rfE \
     --tb=short --durations=12 "$@"; }
 engine() { local name=$1 limit=$2; shift 2; step "$name" "$limit" python3 -m moeyard bench engine "$@"; }
 ops() { local name=$1 limit=$2 op args=(); shift 2; for op; do args+=(--op "$op"); done
