@@ -10,7 +10,8 @@
 #     variants                         one launch for rotation and short decode, and others, in whole decode steps
 #     tune                             every config of the products and of latent decode, the best of them stored
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
-# Every command has its limit of seconds, and its output is $OUT/NAME.txt; the last line of each is printed.
+# Every command has its limit of seconds, and its output is $OUT/NAME.txt; the last line of each is printed. Tests name
+# what fails as it fails, and when they are cut what still ran (tests/named_at_once.py).
 set -uo pipefail
 
 wheels() {
@@ -42,18 +43,23 @@ FAILED=0
 step() {
   local name=$1 limit=$2 rc=0
   shift 2
-  timeout -k 5 "$limit" "$@" > "$OUT/$name.txt" 2>&1 || rc=$?
+  # Workers of xdist are given ten seconds to end.
+  timeout -k 20 "$limit" "$@" > "$OUT/$name.txt" 2>&1 || rc=$?
   echo "[$((SECONDS - BEGAN)) s] $name: exit $rc; $(tail -n 1 "$OUT/$name.txt" | cut -c1-160)"
   [ $rc -eq 0 ] || FAILED=1
 }
+# One -q, that of pyproject.toml, leaves the line that counts.
 tests() { local name=$1 limit=$2; shift 2
-  step "$name" "$limit" python3 -m pytest -q -p no:cacheprovider -p no:benchmark -rf "$@"; }
+  step "$name" "$limit" python3 -m pytest -p no:cacheprovider -p no:benchmark -p tests.named_at_once -rfE \
+    --tb=short --durations=12 "$@"; }
 engine() { local name=$1 limit=$2; shift 2; step "$name" "$limit" python3 -m moeyard bench engine "$@"; }
 ops() { local name=$1 limit=$2 op args=(); shift 2; for op; do args+=(--op "$op"); done
   step "$name" "$limit" python3 -m moeyard_kernels.bench "${args[@]}"; }
 
 kernels() {
-  tests kernels 330 -n 12 tests/kernels --ignore tests/kernels/cpu --maxfail 60
+  # The longest first (tests/kernels/conftest.py), two to a worker: of some files thirty tests, which xdist would deal out
+  # at once, build for minutes.
+  tests kernels 330 -n 16 --maxschedchunk 2 tests/kernels --ignore tests/kernels/cpu --maxfail 60
 }
 workers() {
   tests speculation 200 tests/engine/test_speculation_cuda.py &
@@ -61,7 +67,7 @@ workers() {
   tests hybrids 240 tests/engine/test_hybrid_cuda.py tests/models/test_hybrid_backends.py &
   tests parity 240 -s tests/models/test_gpu_parity.py &
   wait
-  tests one_answer 240 tests/e2e/test_one_answer_gpu.py tests/e2e/test_faults_gpu.py
+  tests one_answer 240 -n 4 tests/e2e/test_one_answer_gpu.py tests/e2e/test_faults_gpu.py
 }
 matrix() { step matrix 240 python3 -m tests.e2e.gpu_matrix --processes 9; }
 decode() { engine decode 150 --shape Qwen3-30B-A3B --streams 1 8 64 --prefill; }

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
@@ -33,13 +33,26 @@ def as_wanted(_number: int, wanted: int) -> int:
 
 
 class Rank:
-    """A loaded worker. `stop` its `worker`."""
+    """A loaded worker. `stop` its `worker`, or use it in a `with`.
+
+    Sockets of one that nobody stopped are closed by the garbage collector, whose warning fails the test that runs then.
+    """
 
     def __init__(self, model: Path, **options: Any) -> None:
         config = EngineConfig(model_path=str(model), **{"kv_memory": 4 << 20, **options})
         self.worker = Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
-        self.worker.connect([self.worker.endpoints()["mesh"]])
-        self.worker.load(1)
+        try:
+            self.worker.connect([self.worker.endpoints()["mesh"]])
+            self.worker.load(1)
+        except BaseException:
+            self.worker.stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.stop()
 
     def scheduler(self, **changes: Any) -> Scheduler:
         """An empty one over the rank's pages; `changes` are fields of its config."""

@@ -49,16 +49,14 @@ def requests() -> Requests:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Rank]:
-    rank = Rank(DEMO)
-    yield rank
-    rank.worker.stop()
+    with Rank(DEMO) as rank:
+        yield rank
 
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[Rank]:
-    rank = Rank(DEMO, speculate="mtp", draft_tokens=3)
-    yield rank
-    rank.worker.stop()
+    with Rank(DEMO, speculate="mtp", draft_tokens=3) as rank:
+        yield rank
 
 
 @pytest.fixture(scope="module")

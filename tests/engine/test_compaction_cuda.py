@@ -31,10 +31,8 @@ def alone(rank: Rank, asked: Requests) -> dict[str, Told]:
 @pytest.fixture(scope="module")
 def on_a_cpu() -> dict[str, Told]:
     """Each request alone, by the CPU's backend."""
-    rank = Rank(DEMO, dtype="float32")
-    found = alone(rank, requests())
-    rank.worker.stop()
-    return found
+    with Rank(DEMO, dtype="float32") as rank:
+        return alone(rank, requests())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,18 +45,15 @@ def _device(on_a_cpu: dict[str, Told]) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[Rank]:
-    rank = load(DEMO, speculate="mtp", draft_tokens=3)
-    yield rank
-    rank.worker.stop()
+    with load(DEMO, speculate="mtp", draft_tokens=3) as rank:
+        yield rank
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Told]:
     """Each request alone, without drafts, launched kernel by kernel."""
-    rank = load(DEMO, enforce_eager=True, speculate="mtp", draft_tokens=1)
-    found = alone(rank, requests())
-    rank.worker.stop()
-    return found
+    with load(DEMO, enforce_eager=True, speculate="mtp", draft_tokens=1) as rank:
+        return alone(rank, requests())
 
 
 @pytest.mark.skipif(GPU, reason="a GPU's bits are its own")
@@ -99,10 +94,9 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "mla": ("deepseek_v3", MLA), "gqa": ("qwen3_moe", {}), "window": ("mixtral", {"sliding_window": 24}),
     }[request.param]  # fmt: skip
     model = make_checkpoint(tmp_path_factory.mktemp(request.param), family, dtype=torch.float32, **overrides)
-    ranks = tuple(load(model, enforce_eager=eager, kv_memory=64 * 16 * 4096) for eager in (True, False))
-    yield ranks[0], ranks[1]
-    for rank in ranks:
-        rank.worker.stop()
+    options = {"kv_memory": 64 * 16 * 4096}
+    with load(model, enforce_eager=True, **options) as first, load(model, enforce_eager=False, **options) as second:
+        yield first, second
 
 
 @pytest.mark.parametrize("changes", [

@@ -71,13 +71,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[str, Told]:
     """Each request alone."""
-    rank = load(
-        model, **({"device": "cuda", "enforce_eager": True} if GPU else {"device": "cpu"}), prefix_caching=False
-    )
+    options = {"device": "cuda", "enforce_eager": True} if GPU else {"device": "cpu"}
     asked = {name: request for some in (requests(), *turns()) for name, request in some.items()}
-    found = {name: rank.run({name: request})[0][name] for name, request in asked.items()}
-    rank.worker.stop()
-    return found
+    with load(model, **options, prefix_caching=False) as rank:
+        return {name: rank.run({name: request})[0][name] for name, request in asked.items()}
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +82,8 @@ def served(model: Path, expected: dict[str, Told]) -> Iterator[Rank]:
     with pytest.MonkeyPatch.context() as patch:
         if not GPU:
             without_a_gpu(patch)
-        rank = load(model, **({"device": "cuda"} if GPU else {}))
-        yield rank
-        rank.worker.stop()
+        with load(model, **({"device": "cuda"} if GPU else {})) as rank:
+            yield rank
 
 
 @pytest.mark.parametrize("changes", [

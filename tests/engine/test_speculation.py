@@ -67,9 +67,8 @@ def requests() -> dict[str, tuple[list[int], SamplingParams]]:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Told]:
     """Each request alone, on a rank that does not speculate and has not loaded the layer for it."""
-    rank = Rank(DEMO)
-    found = {name: rank.run({name: request})[0][name] for name, request in requests().items()}
-    rank.worker.stop()
+    with Rank(DEMO) as rank:
+        found = {name: rank.run({name: request})[0][name] for name, request in requests().items()}
     assert found["stopped"].end is not None
     assert found["stopped"].end[0] == "stop"
     assert 6 <= len(found["stopped"].token_ids) < 60
@@ -78,9 +77,8 @@ def expected() -> dict[str, Told]:
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[Rank]:
-    rank = Rank(DEMO, speculate="mtp", draft_tokens=3)
-    yield rank
-    rank.worker.stop()
+    with Rank(DEMO, speculate="mtp", draft_tokens=3) as rank:
+        yield rank
 
 
 @pytest.mark.parametrize("changes", [
@@ -116,9 +114,8 @@ def test_answers_stay_while_the_depth_changes_from_step_to_step(drafting: Rank, 
 
 
 def test_answers_stay_with_few_expert_slots(expected: dict[str, Told]) -> None:
-    rank = Rank(DEMO, speculate="mtp", expert_slots=9)
-    told, stats = rank.run(requests())
-    rank.worker.stop()
+    with Rank(DEMO, speculate="mtp", expert_slots=9) as rank:
+        told, stats = rank.run(requests())
     assert told == expected
     assert stats.accepted[0] > 0.5 * stats.drafts[0]
     # The layer's experts are in the cache as any other's.
@@ -134,9 +131,8 @@ def test_drafts_of_noise_change_nothing(tmp_path: Path, expected: dict[str, Told
     noise = torch.randn(join.shape, generator=torch.Generator().manual_seed(1))
     tensors["model.layers.6.eh_proj.weight"] = noise.to(join.dtype)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    rank = Rank(tmp_path, speculate="mtp", draft_tokens=3)
-    told, stats = rank.run(requests())
-    rank.worker.stop()
+    with Rank(tmp_path, speculate="mtp", draft_tokens=3) as rank:
+        told, stats = rank.run(requests())
     assert told == expected
     assert stats.accepted[0] < 0.1 * stats.drafts[0]
 

@@ -37,18 +37,15 @@ def _device() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[Rank]:
-    rank = load(speculate="mtp")
-    yield rank
-    rank.worker.stop()
+    with load(speculate="mtp") as rank:
+        yield rank
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Told]:
     """Each request alone, on a rank that does not speculate, launched kernel by kernel."""
-    rank = load(enforce_eager=True, speculate="mtp", draft_tokens=1)
-    found = {name: rank.run({name: request}, num_drafts=0)[0][name] for name, request in requests().items()}
-    rank.worker.stop()
-    return found
+    with load(enforce_eager=True, speculate="mtp", draft_tokens=1) as rank:
+        return {name: rank.run({name: request}, num_drafts=0)[0][name] for name, request in requests().items()}
 
 
 def same(told: dict[str, Told], expected: dict[str, Told]) -> None:
@@ -135,9 +132,8 @@ def test_drafts_are_those_that_launches_make(drafting: Rank) -> None:
 
 
 def test_few_expert_slots_change_nothing(expected: dict[str, Told]) -> None:
-    rank = load(speculate="mtp", draft_tokens=2, expert_slots=9)
-    told, stats = rank.run(requests(), max_in_flight=2)
-    rank.worker.stop()
+    with load(speculate="mtp", draft_tokens=2, expert_slots=9) as rank:
+        told, stats = rank.run(requests(), max_in_flight=2)
     same(told, expected)
     assert stats.accepted[0] > 0.5 * stats.drafts[0]
 

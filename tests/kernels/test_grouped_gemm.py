@@ -119,6 +119,20 @@ def test_against_float64_and_the_reference(T: int, K: int, E: int, H: int, I: in
         assert torch.equal(bits(case.run(128).view(T * K, H)), bits(y))
 
 
+@pytest.mark.parametrize("block_rows", [0, 16, 128])
+def test_one_slot_keeps_any_stride(block_rows: int) -> None:
+    """That of what it was cut from, where 16 bytes need not divide it: torch calls it contiguous."""
+    case = Experts(3, 1, 1, 64, 64, dtype=torch.bfloat16, exact=True)
+    wanted = case.run(block_rows)
+    for name in ("gate_up", "down"):
+        x = getattr(case, name)
+        wide = torch.empty(x.numel() + 3, dtype=x.dtype, device=DEVICE)
+        part = wide.as_strided(x.shape, (x.numel() + 3, x.shape[2], 1)).copy_(x)
+        assert part.is_contiguous()
+        setattr(case, name, part)
+    case.assert_any_tile(block_rows, wanted)
+
+
 def test_as_exact_as_torch() -> None:
     T, K, E, H, I = (1024, 8, 16, 2048, 768) if GPU else (192, 2, 4, 64, 48)  # noqa: E741
     case = Experts(T, K, E, H, I, dtype=torch.bfloat16, exact=False)

@@ -5,13 +5,23 @@ a GPU the inputs are random and the bits are compared. Configs of `linear_skinny
 kernel for other GPUs on a CPU.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.common import launch
 from moeyard_kernels.linear import linear, linear_skinny
-from moeyard_kernels.linear.linear_configs import LinearConfig, Skinny, Stream, Wide, default_config, head_and_tail
+from moeyard_kernels.linear.linear_configs import (
+    LinearConfig,
+    Skinny,
+    Stream,
+    Tiles,
+    Wide,
+    default_config,
+    head_and_tail,
+)
 from moeyard_kernels.linear.linear_schedule import Schedule, schedule
 
 CUDA = torch.cuda.is_available()
@@ -115,6 +125,53 @@ def test_misaligned_rows_take_a_kernel_that_can_read_them(kind: type[LinearConfi
     store = draw(1 + 40 * 64, dtype=BF16)
     x, weight = store[1:].view(40, 64), draw(33, 64, dtype=BF16)
     assert_right(linear.linear(x, weight, config=config), exact(x, weight), BF16)
+
+
+def cut(whole: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Columns of one row: contiguous for torch, and its stride is that of the whole."""
+    part = whole[:, begin:end]
+    assert part.is_contiguous()
+    assert part.stride(0) == whole.shape[1]
+    return part
+
+
+@pytest.mark.parametrize("kind", [Tiles, Stream, Skinny, Wide])
+def test_one_row_cut_out_of_a_wider_result(kind: type[LinearConfig]) -> None:
+    """As Kimi Delta Attention cuts its first product, whose columns may be odd in number: 16 bytes divide no stride."""
+    config = next(c for c in linear.CONFIGS if isinstance(c, kind))
+    whole, weight = draw(1, 83, dtype=BF16), draw(33, 64, dtype=BF16)
+    # The last one's first byte is not at a multiple of 16 either.
+    for begin in (0, 8, 3):
+        x = cut(whole, begin, begin + 64)
+        wanted = exact(x, weight)
+        assert_right(linear.linear(x, weight, config=config), wanted, BF16)
+        narrow = cut(draw(1, 75, dtype=BF16), 8, 72)
+        y_a, y_b = linear.linear_pair(x, narrow, weight, config=config)
+        assert_right(y_a, exact(x, narrow), BF16)
+        assert_right(y_b, wanted, BF16)
+
+
+def test_what_the_kernel_for_hopper_copies_one_row_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be interpreted: its launch is taken down, up to which all is as on a GPU."""
+    launches = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *args, **flags: launches.append(args)
+
+    monkeypatch.setattr(launch, "on_hopper", lambda x: True)
+    monkeypatch.setattr(linear_skinny, "linear_skinny_kernel", Kernel())
+    config = next(c for c in linear.CONFIGS if isinstance(c, Skinny))
+    whole, weight = draw(1, 83, dtype=BF16), draw(33, 64, dtype=BF16)
+    x, narrow = cut(whole, 8, 72), cut(whole, 16, 80)
+    linear.linear_pair(x, narrow, weight, config=config)
+    [(rows, *blocks)] = [[arg for arg in args if hasattr(arg, "block_shape")] for args in launches]
+    assert rows.base.data_ptr() == x.data_ptr()
+    assert [(*each.shape, *each.strides) for each in (rows, *blocks)] == [(1, 64, 64, 1)] * 3 + [(33, 64, 64, 1)] * 2
+    # What begins in between is not for it.
+    linear.linear(cut(whole, 3, 67), weight, config=config)
+    linear.linear(x, draw(33 * 64 + 1, dtype=BF16)[1:].view(33, 64), config=config)
+    assert len(launches) == 1
 
 
 def test_the_oracle_rounds_once() -> None:

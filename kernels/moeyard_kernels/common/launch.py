@@ -6,6 +6,7 @@ with `.to(tl.float32)`, and their outputs are made by `new_output` (fp32 when in
 """
 
 import functools
+import math
 
 import torch
 import triton
@@ -45,6 +46,17 @@ def new_output(*shape: int, like: torch.Tensor, dtype: torch.dtype | None = None
     dtype = like.dtype if dtype is None else dtype
     stored = torch.float32 if dtype == torch.bfloat16 and not like.is_cuda else dtype
     return torch.empty(shape, device=like.device, dtype=stored)
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """x, which is contiguous, with the strides of its shape.
+
+    A dimension of one keeps the stride of what it was cut from, and is contiguous all the same: one row of a product's
+    result, cut by columns, says that its next row lies a whole result further. Pointers never go there; a tensor
+    descriptor takes the stride at its word, and is refused where that is no multiple of 16 bytes.
+    """
+    strides = tuple(math.prod(max(n, 1) for n in x.shape[i + 1 :]) for i in range(x.dim()))
+    return x if x.stride() == strides else x.as_strided(x.shape, strides)
 
 
 def finish(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

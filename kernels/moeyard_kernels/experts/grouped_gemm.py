@@ -185,6 +185,7 @@ def _launch(
 ) -> None:  # fmt: skip
     """Run one of the two products; top_k is 0 for the second."""
     num_out, dim = w.shape[1] // (2 if top_k else 1), w.shape[2]
+    w = launch.packed(w)
     aligned = dim * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
     if isinstance(config, ExpertStream):
         if not top_k and aligned and isinstance(layout, ExpertLayout):

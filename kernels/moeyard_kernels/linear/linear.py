@@ -112,7 +112,7 @@ def _num_programs(x: torch.Tensor) -> int:
 
 def _fits_stream(*tensors: torch.Tensor) -> bool:
     """Whether tensor descriptors can describe these matrices: rows and base at multiples of 16 bytes, no empty ones."""
-    return all(t.numel() and t.data_ptr() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in tensors)
+    return all(t.numel() and t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
 
 
 def _schedule(chosen: Stream, num_rows: int, num_out: list[int], programs: int) -> Schedule:
@@ -194,6 +194,7 @@ def _run(
     outs = tuple(launch.new_output(num_rows, n, like=x, dtype=dtype) for n in num_out)
     if num_rows == 0 or not any(num_out):
         return tuple(launch.finish(out, dtype) for out in outs)
+    x, weights = launch.packed(x), tuple(map(launch.packed, weights))
     chosen = chosen or _choose(x, num_out)
     if not isinstance(chosen, Tiles) and not _fits_stream(x, *weights):
         chosen = plain_config(num_rows)

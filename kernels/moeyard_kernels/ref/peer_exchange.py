@@ -32,7 +32,7 @@ def dispatch_rows(
             theirs.ids[:num_tokens, rank] = ids
             needed = (ids >= 0).any(1).nonzero().flatten()
             theirs.rows[needed, rank] = x[needed]
-            theirs.heads[DISPATCH, rank, :2] = torch.tensor([epoch, num_tokens])
+            theirs.heads[DISPATCH, rank, :2] = torch.tensor([epoch, num_tokens], device=x.device)
             theirs.arrivals[DISPATCH, 0] += ARRIVED
             if peer != rank:
                 _count(window, peer, ids.nbytes + x[needed].nbytes)
@@ -41,7 +41,7 @@ def dispatch_rows(
             counts = mine.heads[DISPATCH, :, 1]
             if counts.max() > max_rows:
                 _fail(window, (DISPATCH, layer, _bits(counts > max_rows), epoch, TOO_MANY))
-            beyond = torch.arange(max_rows)[:, None] >= counts
+            beyond = torch.arange(max_rows, device=counts.device)[:, None] >= counts
             mine.ids[:max_rows][beyond] = -1
     return mine.rows[:max_rows].flatten(0, 1), mine.ids[:max_rows].flatten(0, 1)
 
@@ -93,7 +93,7 @@ def _arrived(window: PeerWindow, phase: int, epoch: int, layer: int) -> bool:
 
 
 def _fail(window: PeerWindow, record: tuple[int, ...]) -> None:
-    window.fault[FAILED : 1 + len(record)] = torch.tensor([1, *record])
+    window.fault[FAILED : 1 + len(record)] = torch.tensor([1, *record], device=window.fault.device)
     window.state[POISONED] = 1
 
 

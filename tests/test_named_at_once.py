@@ -1,0 +1,75 @@
+"""A run of tests that is cut says what failed and what still ran."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TESTS = """
+import time
+
+import pytest
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_number(number):
+    assert number != 1, "one is wrong"
+
+
+@pytest.fixture
+def broken():
+    raise ValueError("nothing to build on")
+
+
+def test_fixture(broken):
+    pass
+
+
+def test_long():
+    open("long", "w").close()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_failures_are_named_at_once_and_what_ran_at_the_end(workers: int, tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.named_at_once", "-p", "no:cacheprovider", "-rf"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
+    said = tmp_path / "said"
+    with said.open("w") as file:
+        # A group of its own, which gets the signal whole, as from `timeout`; and the first process gets it twice.
+        run = subprocess.Popen(
+            [*command, "-n", str(workers), "--tb=no"], cwd=tmp_path, env=environment, stdout=file, stderr=file,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            until = time.monotonic() + 60
+            named = ("FAILED in call: test_some.py::test_number[1]", "FAILED in setup: test_some.py::test_fixture")
+            while not ((tmp_path / "long").exists() and all(name in said.read_text() for name in named)):
+                assert time.monotonic() < until, said.read_text()
+                assert run.poll() is None, said.read_text()
+                time.sleep(0.05)
+            assert "E   AssertionError: one is wrong" in said.read_text()
+            assert "ValueError: nothing to build on" in said.read_text()
+            assert "RUNNING" not in said.read_text()
+            # The first process may hear of a test that a worker has begun a moment later than the disk does.
+            time.sleep(2)
+            run.send_signal(signal.SIGTERM)
+            os.killpg(run.pid, signal.SIGTERM)
+            assert run.wait(30) == pytest.ExitCode.INTERRUPTED
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+                run.wait()
+    at_the_end = said.read_text()
+    assert re.search(r"^RUNNING for \d+ s: test_some.py::test_long$", at_the_end, re.MULTILINE)
+    assert at_the_end.count("RUNNING") == 1
+    assert "FAILED test_some.py::test_number[1] - AssertionError: one is wrong" in at_the_end
+    assert re.match(r"1 failed, 3 passed, 1 error in ", at_the_end.splitlines()[-1])
