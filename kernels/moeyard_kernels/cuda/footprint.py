@@ -34,19 +34,20 @@ def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp
 def gdn(*, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> Footprint:
     """Rows: projected, convolved, mixed and normalised; and what the chunk formula makes of them on the way."""
     keys, values = num_k_heads * k_dim, num_v_heads * v_dim
-    return Footprint(extra=0, per_row=4 * keys + 4 * values + _chunked(num_v_heads, k_dim, v_dim), per_position=0)
+    return Footprint(extra=0, per_row=4 * keys + 4 * values + num_v_heads * _chunked(0), per_position=0)
 
 
 def kda(*, num_heads: int, head_dim: int) -> Footprint:
     """As `gdn`; and per row the rates and the output's gate."""
-    per_row = 9 * num_heads * head_dim + _chunked(num_heads, head_dim, head_dim)
+    per_row = num_heads * (9 * head_dim + _chunked(head_dim))
     return Footprint(extra=0, per_row=per_row, per_position=0)
 
 
-def _chunked(heads: int, k_dim: int, v_dim: int) -> int:
-    """The chunk formula's own, per row: of each head what the linear system gives, the products of a chunk's rows with
-    each other, and a state behind each chunk."""
-    return heads * (2 * k_dim + 2 * v_dim + 2 * CHUNK + k_dim * v_dim // CHUNK)
+def _chunked(width: int) -> int:
+    """What passes between the launches of the chunk formula (`delta_chunk`), per row of a head, in values of 2 bytes:
+    two squares of a chunk's rows, and one of 4 bytes; five numbers; with a gate of each row of the state, of `width`
+    of them, sums of gates, and keys and queries three times."""
+    return 4 * CHUNK + 2 * (5 + 1) + 5 * width
 
 
 def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:
