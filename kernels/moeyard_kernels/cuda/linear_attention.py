@@ -25,7 +25,8 @@ class _Delta:
         state: torch.Tensor, window: torch.Tensor,
     ) -> None:  # fmt: skip
         self._chunked, self._recurrent = chunked, recurrent
-        self._conv, self._window = conv, window
+        # Of decode rows tap by tap, so that what is read of it lies together.
+        self._conv, self._taps, self._window = conv, conv.t().contiguous().t(), window
         self._rates, self._state = (a_log, dt_bias), state
 
     def __call__(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
@@ -51,7 +52,7 @@ class _Delta:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _steps(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, slots: StateSlots) -> torch.Tensor:
-        mixed = ops.causal_conv1d_update(qkv, self._conv, self._window, slots=slots)
+        mixed = ops.causal_conv1d_update(qkv, self._taps, self._window, slots=slots)
         return self._recurrent(mixed, b, a, *self._rates, self._state, slots=slots)
 
 
@@ -77,16 +78,19 @@ class CudaKda:
     """See `Backend.kda`."""
 
     def __init__(
-        self, *, num_heads: int, head_dim: int, eps: float, dt_bias: torch.Tensor, norm: torch.Tensor, **arguments: Any
-    ) -> None:
+        self, *, num_heads: int, head_dim: int, eps: float, wide: torch.Tensor, dt_bias: torch.Tensor,
+        norm: torch.Tensor, **arguments: Any,
+    ) -> None:  # fmt: skip
+        self._widths, self._wide = (3 * num_heads * head_dim, 2 * head_dim, num_heads), wide
         self._norm = partial(ops.gated_rms_norm, weight=norm, eps=eps, sigmoid=True)
         rates = dt_bias.view(num_heads, head_dim)
         self._rule = _Delta(ops.kda_chunk_prefill, ops.kda_recurrent, dt_bias=rates, **arguments)
 
-    def mix(
-        self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, gate: torch.Tensor, plan: CudaPlan
-    ) -> torch.Tensor:
+    def mix(self, x: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
         """See `KdaMix.mix`."""
+        qkv, narrow, beta = x.split_with_sizes(self._widths, 1)
+        # Both products in one launch, of slices as they lie.
+        decay, gate = ops.head_linear(narrow.unflatten(1, (2, -1)), self._wide, static_weight=True).unbind(1)
         return self._norm(self._rule(qkv, beta, decay, plan), gate, rows=_stand_in(plan))
 
 

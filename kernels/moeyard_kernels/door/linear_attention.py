@@ -16,8 +16,9 @@ def causal_conv1d_update(
     window [num_slots, K - 1, C] holds the inputs before a sequence's next position: those of slot `slots.read` come
     before the first query, and what is left behind query j goes to slot `slots.write`. x, weight and window share a
     dtype, fp32 or bf16, K is at most 8; the products and their sums are fp32, each rounded, in the order of the
-    positions. Rows of x may be slices of wider ones. Padding sequences give zeros. Slots must lie in [-1, num_slots):
-    checked on a CPU, and on a GPU within `launch.checked()`.
+    positions. Rows of x may be slices of wider ones, and the weight is contiguous or (read faster) its transpose is.
+    Padding sequences give zeros. Slots must lie in [-1, num_slots): checked on a CPU, and on a GPU within
+    `launch.checked()`.
     """
     op = "causal_conv1d_update"
     if x.dim() != 2 or x.dtype not in FLOATS or x.shape[0] != slots.num_rows:

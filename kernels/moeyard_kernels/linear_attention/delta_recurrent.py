@@ -18,9 +18,9 @@ import triton.language as tl
 
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, check_indices, check_layout, finish, new_output
-from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.common.rows import check_rows, stride_unit
 from moeyard_kernels.common.tuning import Config, choose
-from moeyard_kernels.linear_attention.halves import sigmoid, softplus, sum_rows, unit_length
+from moeyard_kernels.linear_attention.halves import sigmoid, softplus, sum_columns, sum_rows
 from moeyard_kernels.types.state_slots import StateSlots
 
 # Beside the sum of squares of a query or key.
@@ -54,20 +54,35 @@ def default_config() -> RecurrentConfig:
     return CONFIGS[1]
 
 
+@triton.jit
+def _values(p_x, o_x, m_x, EVEN: tl.constexpr):
+    """fp32 of what lies at o_x, where m_x does not hold zeros; EVEN: it holds everywhere."""
+    b_x = tl.load(p_x + o_x) if EVEN else tl.load(p_x + o_x, mask=m_x, other=0.0)
+    return b_x.to(tl.float32)
+
+
+@triton.jit
+def _total(b_x, N: tl.constexpr, LOG2_N: tl.constexpr):
+    """The sum of b_x [N], (2 n, 2 n + 1) first, which lie in one thread: by halves every thread would sum its four."""
+    return tl.sum(sum_columns(tl.reshape(b_x, [1, N]), 1, N, LOG2_N), 0)
+
+
 @triton.jit(do_not_specialize=("stride_x", "stride_b", "stride_a"))
 def _delta_recurrent_kernel(
     p_x, p_b, p_a, p_rate, p_bias, p_state, p_read, p_write, p_out, stride_x, stride_b, stride_a, scale, eps,
     Q: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
-    LOG2_BK: tl.constexpr, BV: tl.constexpr, BY_ROW: tl.constexpr, FIRST: tl.constexpr
+    LOG2_BK: tl.constexpr, BV: tl.constexpr, BY_ROW: tl.constexpr, FIRST: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
     """Columns [i_v BV, i_v BV + BV) of the state of one head of one sequence. Grid: (B HV ceil(DV / BV),).
 
-    BY_ROW: a gate of each row of the state. FIRST: the next launch may begin before this one has waited.
+    BY_ROW: a gate of each row of the state. FIRST: the next launch may begin before this one has waited. Strides are in
+    units of UNIT elements.
     """
     if FIRST:
         let_next_begin()
     wait_for_previous()
     BLOCKS: tl.constexpr = (DV + BV - 1) // BV
+    EVEN: tl.constexpr = DK == BK and DV % BV == 0
     i_program = tl.program_id(0)
     i_v, i_h, i_b = i_program % BLOCKS, i_program // BLOCKS % HV, i_program // (BLOCKS * HV)
     i_k = i_h // (HV // HK)
@@ -75,40 +90,45 @@ def _delta_recurrent_kernel(
     m_k, m_v = o_k < DK, o_v < DV
     m_state = m_k[:, None] & m_v[None, :]
     o_state = o_k[:, None] * DV + o_v[None, :]
+    # Of padding no state is read, and zeros come out; its rows are there, and need not wait for what is its slot.
     i_read = tl.load(p_read + i_b)
-    # Of padding nothing is read, and zeros come out.
     m_live = i_read >= 0
-    m_q, m_x = m_k & m_live, m_v & m_live
     p_head = p_state + i_h * (DK * DV)
-    b_state = tl.load(p_head + i_read * (HV * DK * DV) + o_state, mask=m_state & m_live, other=0.0)
+    m_old = m_live if EVEN else m_state & m_live
+    b_state = tl.load(p_head + i_read * (HV * DK * DV) + o_state, mask=m_old, other=0.0)
     b_rate = -tl.exp(tl.load(p_rate + i_h))
     if BY_ROW:  # noqa: SIM108 - tiles of two ranks
-        b_bias = tl.load(p_bias + i_h * DK + o_k, mask=m_k, other=0.0)
+        b_bias = _values(p_bias + i_h * DK, o_k, m_k, EVEN)
     else:
         b_bias = tl.load(p_bias + i_h)
     for i_q in range(Q):
         i_row = (i_b * Q + i_q).to(tl.int64)
-        p_row = p_x + i_row * stride_x
-        b_q = tl.load(p_row + i_k * DK + o_k, mask=m_q, other=0.0).to(tl.float32)
-        b_k = tl.load(p_row + (HK + i_k) * DK + o_k, mask=m_q, other=0.0).to(tl.float32)
-        b_v = tl.load(p_row + 2 * HK * DK + i_h * DV + o_v, mask=m_x, other=0.0).to(tl.float32)
-        b_beta = sigmoid(tl.load(p_b + i_row * stride_b + i_h, mask=m_live, other=0.0).to(tl.float32))
-        p_gate = p_a + i_row * stride_a
+        p_row = p_x + i_row * stride_x * UNIT
+        b_q = _values(p_row + i_k * DK, o_k, m_k, EVEN)
+        b_k = _values(p_row + (HK + i_k) * DK, o_k, m_k, EVEN)
+        b_v = _values(p_row + (2 * HK * DK + i_h * DV), o_v, m_v, EVEN)
+        b_beta = sigmoid(tl.load(p_b + i_row * stride_b * UNIT + i_h).to(tl.float32))
+        p_gate = p_a + i_row * stride_a * UNIT
         if BY_ROW:
-            b_a = tl.load(p_gate + i_h * DK + o_k, mask=m_q, other=0.0).to(tl.float32)
+            b_a = _values(p_gate + i_h * DK, o_k, m_k, EVEN)
             b_state = b_state * tl.exp(b_rate * softplus(b_a + b_bias))[:, None]
         else:
-            b_a = tl.load(p_gate + i_h, mask=m_live, other=0.0).to(tl.float32)
+            b_a = tl.load(p_gate + i_h).to(tl.float32)
             b_state = b_state * tl.exp(b_rate * softplus(b_a + b_bias))
-        b_q = unit_length(b_q, eps, BK, LOG2_BK) * scale
-        b_k = unit_length(b_k, eps, BK, LOG2_BK)
-        b_change = (b_v - sum_rows(b_k[:, None] * b_state, BK, LOG2_BK, BV)) * b_beta
+        # Both reads are of the state before its change, which q sees through q k: neither waits for the other.
+        b_kept = sum_rows(b_k[:, None] * b_state, BK, LOG2_BK, BV)
+        b_seen = sum_rows(b_q[:, None] * b_state, BK, LOG2_BK, BV)
+        b_by_q = tl.rsqrt(_total(b_q * b_q, BK, LOG2_BK) + eps) * scale
+        b_by_k = tl.rsqrt(_total(b_k * b_k, BK, LOG2_BK) + eps)
+        b_change = (b_v - b_kept * b_by_k) * (b_beta * b_by_k)
         b_wide_k = tl.broadcast_to(b_k[:, None], [BK, BV])
         b_state = tl.fma(b_wide_k, tl.broadcast_to(b_change[None, :], [BK, BV]), b_state)
-        b_out = sum_rows(b_q[:, None] * b_state, BK, LOG2_BK, BV)
+        b_out = (b_seen + _total(b_q * b_k, BK, LOG2_BK) * b_change) * b_by_q
+        b_out = tl.where(m_live, b_out, 0.0)
         tl.store(p_out + (i_row * HV + i_h) * DV + o_v, b_out.to(p_out.dtype.element_ty), mask=m_v)
         i_write = tl.load(p_write + i_row)
-        tl.store(p_head + i_write * (HV * DK * DV) + o_state, b_state, mask=m_state & (i_write >= 0))
+        m_new = i_write >= 0 if EVEN else m_state & (i_write >= 0)
+        tl.store(p_head + i_write * (HV * DK * DV) + o_state, b_state, mask=m_new)
 
 
 def gdn_recurrent(
@@ -156,12 +176,13 @@ def _recurrent(
     if num_programs > MAX_GRID_X:
         raise ValueError(f"{op}: {slots.num_sequences} sequences of {num_heads} heads exceed the grid of a GPU")
     out = new_output(slots.num_rows, num_heads, v_dim, like=qkv)
+    unit = stride_unit(qkv, b, a)
     if out.numel():
         _delta_recurrent_kernel[(num_programs,)](
             qkv, b, a, a_log, dt_bias, state, slots.read, slots.write, out,
-            qkv.stride(0), b.stride(0), a.stride(0), k_dim**-0.5, L2_EPS,
+            qkv.stride(0) // unit, b.stride(0) // unit, a.stride(0) // unit, k_dim**-0.5, L2_EPS,
             Q=slots.num_queries, HK=(qkv.shape[1] - num_heads * v_dim) // (2 * k_dim), HV=num_heads, DK=k_dim, DV=v_dim,
             BK=block, LOG2_BK=block.bit_length() - 1, BV=config.BV, BY_ROW=by_row,
-            FIRST=num_programs <= _FEW, enable_fp_fusion=False, **config.options, **dependent(qkv),
+            FIRST=num_programs <= _FEW, UNIT=unit, enable_fp_fusion=False, **config.options, **dependent(qkv),
         )  # fmt: skip
     return finish(out, qkv.dtype)
