@@ -143,7 +143,7 @@ def _rule(op: str, batch: int, queries: int, k_heads: int, heads: int) -> Case:
         target=Target("us", 6.0) if num_rows == 1 else Target("copy", 0.8) if num_rows == 64 else None,
         baseline=partial(_torch_rule, qkv, b, a, a_log, dt_bias, state, slots=slots),
         baseline_name="torch gates, matmul, mul_, add_",
-        variants=[(config, partial(run, config=config)) for config in delta_recurrent.CONFIGS],
+        variants=[(config, partial(run, config=config)) for config in delta_recurrent.TIMED],
         tune_key=(op, delta_recurrent.shape_class(batch, heads, _DIM, _DIM)),
     )
 

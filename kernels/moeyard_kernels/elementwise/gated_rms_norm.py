@@ -12,7 +12,7 @@ from moeyard_kernels.elementwise.rms_norm import NUM_WARPS, row_scale, row_tile
 
 
 @triton.jit
-def _gated_rows(
+def gated_rows(
     p_x, p_gate, p_weight, p_rows, p_out, i_block, num_rows, H: tl.constexpr, stride_gate, D: tl.constexpr, eps,
     SIGMOID: tl.constexpr, FROM_ROWS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def _gated_rms_norm_kernel(
     """
     let_next_begin()
     wait_for_previous()
-    _gated_rows(
+    gated_rows(
         p_x, p_gate, p_weight, p_rows, p_out, tl.program_id(0), num_rows, H, stride_gate * UNIT, D, eps,
         SIGMOID, FROM_ROWS, BR, BD, EVEN,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, MAX_GRID_Y, check_indices, check_layout, finish, new_output
+from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.rows import check_rows, stride_unit
 from moeyard_kernels.common.tuning import RowConfig, choose
 from moeyard_kernels.types.state_slots import StateSlots
@@ -39,6 +40,27 @@ def channels(p_x, o_c, m_c, EVEN: tl.constexpr):
 def activated(b_x):
     """silu in fp32."""
     return b_x / (1.0 + tl.exp(-b_x))
+
+
+@triton.jit
+def sums_before(p_old, p_weight, o_c, m_c, m_live, C: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr):
+    """What the K - 1 inputs ahead of a position add to its channels o_c, of a weight that lies tap by tap: fp32."""
+    b_acc = tl.zeros(o_c.shape, dtype=tl.float32)
+    m_old = m_live if EVEN else m_c & m_live
+    for k in tl.static_range(K - 1):
+        b_x = tl.load(p_old + k * C + o_c, mask=m_old, other=0.0)
+        b_acc += b_x.to(tl.float32) * channels(p_weight + k * C, o_c, m_c, EVEN).to(tl.float32)
+    return b_acc
+
+
+@triton.jit
+def convolved(
+    b_before, p_x, p_weight, o_c, m_c, C: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Channels o_c of the row at p_x behind `sums_before`, as `causal_conv1d_update` would have stored them: fp32."""
+    b_x = channels(p_x, o_c, m_c, EVEN).to(tl.float32)
+    b_acc = b_before + b_x * channels(p_weight + (K - 1) * C, o_c, m_c, EVEN).to(tl.float32)
+    return round_to(activated(b_acc), p_x.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=("stride_x",))
