@@ -207,7 +207,7 @@ def _torch_conv_prompt(
 
 def _conv_prefill(lengths: tuple[int, ...], channels: int) -> Case:
     num_rows, num = sum(lengths), len(lengths)
-    x, weight = _rows(num_rows, channels + 64)[:, :channels], _rows(channels, _TAPS)
+    x, weight = _rows(num_rows, channels + 64)[:, :channels], _rows(_TAPS, channels).t()
     window = _rows(num, _TAPS - 1, channels)
     # Every second goes on from what its slot holds.
     chunks = PromptChunks.plan(lengths, [64 * (i % 2) for i in range(num)], range(num), device="cuda")

@@ -27,8 +27,8 @@ class _Delta:
     ) -> None:  # fmt: skip
         self._chunked, self._recurrent, self._step = chunked, recurrent, step
         self._norm, self._eps, self._sigmoid = norm, eps, sigmoid
-        # Of decode rows tap by tap, so that what is read of it lies together.
-        self._conv, self._taps, self._window = conv, conv.t().contiguous().t(), window
+        # Tap by tap, so that what a thread reads of it lies together.
+        self._conv, self._window = conv.t().contiguous().t(), window
         self._rates, self._state = (a_log, dt_bias), state
 
     def __call__(
@@ -40,7 +40,7 @@ class _Delta:
         if rows.chunks is None and rows.restored is None and rows.slots is not None:
             # Products lie between this and the launches of the step before that wrote these slots.
             return self._step(
-                qkv, self._taps, self._window, b, a, *self._rates, self._state, gate, self._norm, self._eps,
+                qkv, self._conv, self._window, b, a, *self._rates, self._state, gate, self._norm, self._eps,
                 slots=rows.slots, sigmoid=self._sigmoid, rows=rows.stand_in, static_state=True,
             )  # fmt: skip
         mixed = self._mixed(qkv, b, a, plan, rows)
@@ -70,7 +70,7 @@ class _Delta:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _steps(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, slots: StateSlots) -> torch.Tensor:
-        mixed = ops.causal_conv1d_update(qkv, self._taps, self._window, slots=slots)
+        mixed = ops.causal_conv1d_update(qkv, self._conv, self._window, slots=slots)
         return self._recurrent(mixed, b, a, *self._rates, self._state, slots=slots)
 
 
