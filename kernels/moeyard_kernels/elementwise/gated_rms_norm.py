@@ -24,18 +24,21 @@ def gated_rows(
     m_d = o_d < D
     m_x = (o_r < num_rows)[:, None] & m_d[None, :]
     i_token, i_h = (o_r // H).to(tl.int64), o_r % H
-    i_from = i_token
-    if FROM_ROWS:
-        i_from = tl.load(p_rows + i_token, mask=o_r < num_rows, other=0)
-    p_bx = p_x + ((i_from * H + i_h) * D)[:, None] + o_d[None, :]
+    p_bx = p_x + ((i_token * H + i_h) * D)[:, None] + o_d[None, :]
     p_bgate = p_gate + (i_token * stride_gate + i_h * D)[:, None] + o_d[None, :]
     if EVEN:
-        b_x, b_gate = tl.load(p_bx).to(tl.float32), tl.load(p_bgate).to(tl.float32)
+        b_x, b_gate = tl.load(p_bx), tl.load(p_bgate).to(tl.float32)
         b_weight = tl.load(p_weight + o_d).to(tl.float32)
     else:
-        b_x = tl.load(p_bx, mask=m_x, other=0.0).to(tl.float32)
+        b_x = tl.load(p_bx, mask=m_x, other=0.0)
         b_gate = tl.load(p_bgate, mask=m_x, other=0.0).to(tl.float32)
         b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+    if FROM_ROWS:
+        # Most rows are their own: those do not wait until that is known.
+        i_from = tl.load(p_rows + i_token, mask=o_r < num_rows, other=0)
+        p_other = p_x + ((i_from * H + i_h) * D)[:, None] + o_d[None, :]
+        b_x = tl.load(p_other, mask=m_x & (i_from != i_token)[:, None], other=b_x)
+    b_x = b_x.to(tl.float32)
     b_y = round_to(round_to(b_x * row_scale(b_x, D, eps), DTYPE) * b_weight[None, :], DTYPE)
     b_open = 1.0 + tl.exp(-b_gate)
     b_y = round_to(b_y * ((1.0 if SIGMOID else b_gate) / b_open), p_x.dtype.element_ty)

@@ -95,13 +95,18 @@ def _conv_update_kernel(
         o_w = k * C + o_c if TAPS else o_c * K + k
         b_w = channels(p_weight, o_w, m_c, EVEN).to(tl.float32)
         b_ws = b_ws + (b_w,)  # type: ignore[assignment]  # noqa: RUF005
+    # Asked for with the rest, ahead of all stores.
+    i_writes = ()
+    for q in tl.static_range(Q):
+        i_write = tl.load(p_write + i_row + q)
+        i_writes = i_writes + (i_write,)  # type: ignore[assignment]  # noqa: RUF005
     for q in tl.static_range(Q):
         b_acc = tl.zeros([BC], dtype=tl.float32)
         for k in tl.static_range(K):
             b_acc += b_xs[q + k].to(tl.float32) * b_ws[k]  # type: ignore[misc]
         b_y = tl.where(i_read >= 0, activated(b_acc), 0.0)
         tl.store(p_out + (i_row + q) * C + o_c, b_y.to(p_out.dtype.element_ty), mask=m_c)
-        i_write = tl.load(p_write + i_row + q)
+        i_write = i_writes[q]  # type: ignore[misc]
         p_new = p_window + i_write * ((K - 1) * C)
         for k in tl.static_range(K - 1):
             tl.store(p_new + k * C + o_c, b_xs[q + 1 + k], mask=m_c & (i_write >= 0))  # type: ignore[misc]

@@ -121,6 +121,8 @@ def delta_recurrent_kernel(
     for i_q in range(Q):
         i_row = (i_b * Q + i_q).to(tl.int64)
         p_row = p_x + i_row * stride_x * UNIT
+        # Asked for with the rest: behind the output's store the state's would wait for it.
+        i_write = tl.load(p_write + i_row)
         if TAPS:
             b_q = convolved(b_old_q, p_row + o_query, p_taps + o_query, o_k, m_k, C, TAPS, EVEN)
             b_k = convolved(b_old_k, p_row + o_key, p_taps + o_key, o_k, m_k, C, TAPS, EVEN)
@@ -148,7 +150,6 @@ def delta_recurrent_kernel(
         b_out = (b_seen + _total(b_q * b_k, BK, LOG2_BK) * b_change) * b_by_q
         b_out = tl.where(m_live, b_out, 0.0)
         tl.store(p_out + (i_row * HV + i_h) * DV + o_v, b_out.to(p_out.dtype.element_ty), mask=m_v)
-        i_write = tl.load(p_write + i_row)
         m_new = i_write >= 0 if EVEN else m_state & (i_write >= 0)
         tl.store(p_head + i_write * (HV * DK * DV) + o_state, b_state, mask=m_new)
 
