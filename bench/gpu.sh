@@ -103,6 +103,7 @@ steps() {
       lines+=(--line "$(slots_line recurrent $rule "\"kernel\": \"recurrent\", $fields")")
     done
     for fields in '"BV": 16, "num_warps": 1, "EARLY": false' '"BV": 16, "num_warps": 1, "EARLY": true' \
+        '"BV": 16, "num_warps": 2, "EARLY": true' '"BV": 32, "num_warps": 4, "EARLY": true' \
         '"BV": 32, "num_warps": 1, "EARLY": true' '"BV": 32, "num_warps": 1, "EARLY": false'; do
       lines+=(--line "$(slots_line step $rule "\"kernel\": \"two\", $fields")")
     done

@@ -116,8 +116,8 @@ def delta_recurrent_kernel(
         b_old_q = sums_before(p_old + o_query, p_taps + o_query, o_k, m_k, m_live, C, TAPS, EVEN)
         b_old_k = sums_before(p_old + o_key, p_taps + o_key, o_k, m_k, m_live, C, TAPS, EVEN)
         b_old_v = sums_before(p_old + o_value, p_taps + o_value, o_v, m_v, m_live, C, TAPS, EVEN)
-    # If not STATIC all has been waited for, and this keeps the compiler from gates ahead of the states' loads, which take
-    # longest: without it they were asked for two hundred instructions later.
+    # If not STATIC all has been waited for, and this keeps the compiler from gates ahead of the states' loads, which
+    # take longest: without it they were asked for two hundred instructions later.
     wait_for_previous()
     for i_q in range(Q):
         i_row = (i_b * Q + i_q).to(tl.int64)

@@ -60,7 +60,10 @@ KINDS: tuple[type[Chain | TwoLaunches], ...] = (Chain, TwoLaunches)
 CONFIGS: tuple[Chain | TwoLaunches, ...] = (
     Chain(),
     *(TwoLaunches(BV=columns, num_warps=warps) for columns, warps in ((8, 1), (16, 1), (32, 1), (32, 2), (64, 4))),
-    *(TwoLaunches(BV=columns, num_warps=1, EARLY=True) for columns in (8, 16, 32)),
+    *(
+        TwoLaunches(BV=columns, num_warps=warps, EARLY=True)
+        for columns, warps in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 4))
+    ),
 )
 
 
