@@ -132,7 +132,10 @@ def delta_recurrent_kernel(
             b_q = channels(p_row + o_query, o_k, m_k, EVEN).to(tl.float32)
             b_k = channels(p_row + o_key, o_k, m_k, EVEN).to(tl.float32)
             b_v = channels(p_row + o_value, o_v, m_v, EVEN).to(tl.float32)
-        b_beta = sigmoid(tl.load(p_b + i_row * stride_b * UNIT + i_h).to(tl.float32))
+        b_b = tl.load(p_b + i_row * stride_b * UNIT + i_h)
+        # Likewise: the rows' loads would otherwise follow the gates that are computed of the last.
+        wait_for_previous()
+        b_beta = sigmoid(b_b.to(tl.float32))
         p_gate = p_a + i_row * stride_a * UNIT
         if BY_ROW:
             b_a = channels(p_gate + i_h * DK, o_k, m_k, EVEN).to(tl.float32)
