@@ -8,6 +8,7 @@
 #     hybrids snapkv drafts delta      figures of linear attention, SnapKV, verify steps; chunk prefill beside fla's
 #     launches                         where steps of hybrids spend their time
 #     variants                         one launch for rotation and short decode, and others, in whole decode steps
+#     steps                            the same of linear attention: two launches for three, states read early, tiles
 #     tune                             every config of the products and of latent decode, the best of them stored
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
 # Every command has its limit of seconds, and its output is $OUT/NAME.txt; the last line of each is printed. Tests name
@@ -73,7 +74,7 @@ matrix() { step matrix 240 python3 -m tests.e2e.gpu_matrix --processes 9; }
 decode() { engine decode 150 --shape Qwen3-30B-A3B --streams 1 8 64 --prefill; }
 prefill() { engine prefill 150 --shape Qwen3-30B-A3B --streams --prefill 1x256 1x1024 1x8192 4x4096; }
 hybrids() {
-  ops recurrent 90 kda_recurrent gdn_recurrent causal_conv1d_update gated_rms_norm restore_slots
+  ops recurrent 120 kda_recurrent gdn_recurrent kda_step gdn_step causal_conv1d_update gated_rms_norm restore_slots
   engine kimi-linear 200 --shape Kimi-Linear-48B-A3B --streams 1 8 64 --prefill 1x1024 1x8192 4x4096
   engine qwen3.5 200 --shape Qwen3.5-35B-A3B --streams 1 8 64 --prefill 1x8192
 }
@@ -100,6 +101,29 @@ variants() {
   step variants 120 python3 bench/stored_configs.py --model Qwen3-30B-A3B:12 --streams 1 8 "${lines[@]}"
   step latents 60 python3 bench/stored_configs.py --model DeepSeek-V2-Lite:10 --streams 1 \
     --line "$latent, \"BLOCK\": 16}" --line "$latent, \"BLOCK\": 4}"
+}
+# slots_line OP RULE FIELDS: a line for each class of rows, joined.
+slots_line() { local class lines=()
+  for class in one few many; do lines+=("$2_$1 / $class H32 128x128 / {$3, \"num_stages\": 1}"); done
+  local IFS=';'; echo "${lines[*]}"; }
+steps() {
+  local rule model fields lines
+  for rule in kda gdn; do
+    lines=()
+    for fields in '"BV": 16, "num_warps": 1, "EARLY": true' '"BV": 8, "num_warps": 1, "EARLY": false' \
+        '"BV": 32, "num_warps": 1, "EARLY": false' '"BV": 32, "num_warps": 2, "EARLY": false' \
+        '"BV": 64, "num_warps": 4, "EARLY": false'; do
+      lines+=(--line "$(slots_line recurrent $rule "\"kernel\": \"recurrent\", $fields")")
+    done
+    for fields in '"BV": 16, "num_warps": 1, "EARLY": false' '"BV": 16, "num_warps": 1, "EARLY": true' \
+        '"BV": 16, "num_warps": 2, "EARLY": true' '"BV": 32, "num_warps": 4, "EARLY": true' \
+        '"BV": 32, "num_warps": 1, "EARLY": true' '"BV": 32, "num_warps": 1, "EARLY": false'; do
+      lines+=(--line "$(slots_line step $rule "\"kernel\": \"two\", $fields")")
+    done
+    model=Kimi-Linear-48B-A3B:8
+    [ $rule = kda ] || model=Qwen3.5-35B-A3B:8
+    step "steps_$rule" 200 python3 bench/stored_configs.py --model $model --streams 1 8 64 "${lines[@]}"
+  done
 }
 tune() {
   step tune 400 python3 -m moeyard_kernels.bench --tune --op linear --op mla_decode

@@ -27,6 +27,7 @@ from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device_sampler import DeviceSampler, captured
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.worker import Worker
+from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.scheduling.step import Chunk, Step
 
 CONTEXT, PAGE, PAGES = 128, 64, 4
@@ -96,6 +97,8 @@ class Variant:
         """Logits [rows, V] of the last of so many greedy steps, the first of which reads tokens of chance."""
         chance = random.Random(5)
         first = [chance.randrange(self._runner.config.vocab_size) for _ in range(self._rows)]
+        if self._slots:
+            self._begin()
         for i in range(steps):
             chunks = [
                 Chunk(
@@ -108,6 +111,18 @@ class Variant:
             self._inputs.fill(Step(decode=tuple(chunks)), [-1 if i == 0 else row for row in range(self._rows)])
             self.replay()
         return self._sampler.logits[: self._rows].clone()
+
+    def _begin(self) -> None:
+        """Slots as one token behind their beginning leaves them, whatever chain was there before."""
+        chunks = [
+            Chunk(
+                key=(b"", str(row)), start=0, token_ids=(0,), pages=tuple(range(PAGES * row, PAGES * row + PAGES)),
+                prompt=True, num_sampled=1, state_slot=row,
+            )
+            for row in range(self._rows)
+        ]  # fmt: skip
+        self._runner.exchange.expect(PeerRows(self._rows, (self._rows,)))
+        self._runner.forward(Step(prefill=tuple(chunks)))
 
     def milliseconds(self) -> float:
         """Of one replay, of the step that was filled last, over REPLAYS back to back."""

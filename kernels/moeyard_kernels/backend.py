@@ -81,10 +81,9 @@ class GdnMix(Protocol):
 class KdaMix(Protocol):
     """Kimi Delta Attention of one layer: the same, where every row of the state is forgotten at a rate of its own."""
 
-    def mix(
-        self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, gate: torch.Tensor, plan: Own
-    ) -> torch.Tensor:
-        """qkv [num_rows, 3 H D], decay and gate [num_rows, H D], beta [num_rows, H] as projected -> [num_rows, H D]."""
+    def mix(self, x: torch.Tensor, plan: Own) -> torch.Tensor:
+        """x [num_rows, 3 H D + 2 D + H] holds q, k, v, what is narrow of the rates of forgetting and of the output's
+        gate, and beta -> [num_rows, H D]."""
         ...
 
 
@@ -282,11 +281,12 @@ class Backend(Protocol):
         ...
 
     def kda(
-        self, *, num_heads: int, head_dim: int, eps: float, conv: torch.Tensor, a_log: torch.Tensor,
-        dt_bias: torch.Tensor, norm: torch.Tensor, state: torch.Tensor, window: torch.Tensor,
+        self, *, num_heads: int, head_dim: int, eps: float, wide: torch.Tensor, conv: torch.Tensor,
+        a_log: torch.Tensor, dt_bias: torch.Tensor, norm: torch.Tensor, state: torch.Tensor, window: torch.Tensor,
     ) -> KdaMix:  # fmt: skip
-        """conv [C, K] over C = 3 H D channels; a_log [H], dt_bias [H D] and norm [D] fp32; state [num_slots, H, D, D]
-        fp32 and window [num_slots, K - 1, C] are the layer's slots, as of `gdn`."""
+        """wide [2, H D, D] takes what is narrow of rates and gate to all heads; conv [C, K] over C = 3 H D channels;
+        a_log [H], dt_bias [H D] and norm [D] fp32; state [num_slots, H, D, D] fp32 and window [num_slots, K - 1, C] are
+        the layer's slots, as of `gdn`."""
         ...
 
     def expert_slots(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> ExpertSlots:

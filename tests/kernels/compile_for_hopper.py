@@ -29,6 +29,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from moeyard_kernels.bench.__main__ import all_cases
+from moeyard_kernels.linear_attention.delta_step import TwoLaunches
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # An H200, as far as the wrappers ask.
@@ -185,6 +186,8 @@ def main() -> None:
                     run(static_weight=False)
                 elif case.op in ("gqa_decode", "rope_gqa_decode", "mla_decode"):
                     run(static_tables=False)
+                elif case.op in ("gdn_step", "kda_step"):
+                    run(static_state=True, config=TwoLaunches(BV=16, num_warps=1, EARLY=True))
             for name, early, static, _, kernel in built:
                 line = {"op": case.op, "shape": case.shape, "kernel": name, "shared": kernel.metadata.shared}
                 line |= {"stack": stack_bytes(kernel.asm["cubin"]), "ptx": digest(kernel.asm["ptx"])}

@@ -45,7 +45,7 @@ def fused_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
         t = s - p
         error = (p - (s - t)) + (c - t)
         # Round the fp64 sum to odd, then to fp32.
-        outward = np.where(s > 0, np.sign(error), -np.sign(error)).astype(np.int64)
+        outward = np.nan_to_num(np.where(s > 0, np.sign(error), -np.sign(error))).astype(np.int64)
         bits = s.view(np.int64)
         bits = bits + outward * (1 - (bits & 1))
         return TensorHandle(bits.view(np.float64).astype(np.float32), z.dtype.scalar)

@@ -70,6 +70,30 @@ def test_rows_alone_and_together_have_the_same_bits(dtype: torch.dtype) -> None:
         assert torch.equal(here[slot], kept[slot])
 
 
+@DTYPES
+@pytest.mark.parametrize("channels", [CHANNELS, 128])
+def test_a_weight_that_lies_tap_by_tap_gives_the_same_bits(channels: int, dtype: torch.dtype) -> None:
+    """And rows that can be read 16 bytes at a time, in tiles without a rest."""
+    x, weight, window = (part.contiguous() for part in make_inputs(2, dtype))
+    x, weight, window = (
+        x[:, :channels].contiguous(),
+        weight[:channels].contiguous(),
+        window[..., :channels].contiguous(),
+    )
+    taps, where = weight.to(DEVICE).t().contiguous().t(), slots_of([1, -1], [[1], [-1]], DEVICE)
+    found = []
+    for each in (weight.to(DEVICE), taps):
+        kept = window.to(DEVICE, copy=True)
+        found.append((triton_kernel.causal_conv1d_update(x.to(DEVICE), each, kept, slots=where), kept))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    wanted, kept = run_oracle(x, weight, window, slots_of([1, -1], [[1], [-1]]))
+    assert relative(found[0][0].cpu(), wanted) < (1e-6 if dtype == torch.float32 else 4e-3)
+    assert torch.equal(found[0][1].cpu(), kept)
+    with pytest.raises(ValueError, match="is contiguous in no order"):
+        triton_kernel.causal_conv1d_update(x.to(DEVICE), taps[:, ::2], window.to(DEVICE), slots=where)
+
+
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
 def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
     x, weight, window = make_inputs(1, torch.bfloat16)

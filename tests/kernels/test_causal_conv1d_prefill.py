@@ -94,6 +94,18 @@ def test_a_snapshot_holds_the_inputs_before_it(run, size: int) -> None:  # type:
     assert torch.equal(kept[others], left[others])
 
 
+@pytest.mark.parametrize("channels", [CHANNELS, 128])
+def test_a_weight_that_lies_tap_by_tap_gives_the_same_bits(channels: int) -> None:
+    """And rows that can be read 16 bytes at a time, in tiles without a rest."""
+    x, weight, window = make_inputs(98, torch.bfloat16)
+    x, window = x[:, :channels].contiguous(), window[..., :channels].contiguous()
+    weight, chunks = weight[:channels].contiguous(), PromptChunks.plan([30, 68], [64, 0], [1, 5], device=DEVICE)
+    config = ConvConfig(ROWS=16, BC=128, num_warps=1)
+    wanted = run_kernel(x, weight, window, chunks)
+    for found, same in zip(run_kernel(x, weight.t().contiguous().t(), window, chunks, config), wanted, strict=True):
+        assert torch.equal(found, same)
+
+
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
 def test_every_config_gives_the_same_bits(config: ConvConfig) -> None:
     x, weight, window = make_inputs(98, torch.bfloat16)

@@ -26,6 +26,8 @@ MODULE_OF = {
     "causal_conv1d_update": "causal_conv1d",
     "gdn_recurrent": "delta_recurrent",
     "kda_recurrent": "delta_recurrent",
+    "gdn_step": "delta_step",
+    "kda_step": "delta_step",
 }
 
 

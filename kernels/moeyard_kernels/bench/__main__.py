@@ -40,6 +40,7 @@ MODULES = (
         "attn_prefill_varlen",
         "snapkv_scores",
         "linear_attention",
+        "delta_step",
         "sample",
     ),
 )

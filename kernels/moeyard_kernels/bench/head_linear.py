@@ -1,4 +1,4 @@
-"""Cases of `head_linear`: what a step's latent attention does around its decode, for three models."""
+"""Cases of `head_linear`: around the decode of latent attention, for three models, and Kimi Delta Attention's gates."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -35,14 +35,26 @@ def _case(model: str, num_heads: int, num_rows: int, *, absorb: bool) -> Case:
     generator = torch.Generator("cuda").manual_seed(num_heads)
     kv_b = torch.randn(num_heads, NOPE + DIM_V, RANK, device="cuda", dtype=torch.bfloat16, generator=generator)
     weight = kv_b[:, :NOPE].transpose(1, 2) if absorb else kv_b[:, NOPE:]
-    _, num_out, dim = weight.shape
-    x = torch.randn(num_rows, num_heads, dim, device="cuda", dtype=torch.bfloat16, generator=generator)
+    x = torch.randn(num_rows, num_heads, weight.shape[2], device="cuda", dtype=torch.bfloat16, generator=generator)
+    return _product(f"{model} T{num_rows} H{num_heads} {'absorb' if absorb else 'expand'}", x, weight)
+
+
+def _gates(num_rows: int) -> Case:
+    """Rates of forgetting and the output's gate of 32 heads, from two slices of what was projected."""
+    x = torch.randn(num_rows, 3 * 4096 + 256 + 32, device="cuda", dtype=torch.bfloat16)[:, 3 * 4096 : 3 * 4096 + 256]
+    weight = torch.randn(2, 4096, 128, device="cuda", dtype=torch.bfloat16)
+    return _product(f"Kimi-Linear T{num_rows} gates", x.unflatten(1, (2, -1)), weight)
+
+
+def _product(shape: str, x: torch.Tensor, weight: torch.Tensor) -> Case:
+    num_rows, (num_heads, num_out, dim) = x.shape[0], weight.shape
     # `static_weight` promises that it is complete.
     torch.cuda.synchronize()
     run = partial(op.head_linear, x, weight, static_weight=True)
+    along_k = weight.stride(2) == 1
     return Case(
         op="head_linear",
-        shape=f"{model} T{num_rows} H{num_heads} {'absorb' if absorb else 'expand'} {dim}x{num_out}",
+        shape=f"{shape} {dim}x{num_out}",
         run=run,
         prove=partial(_prove, x, weight),
         num_bytes=2 * (num_heads * num_out * dim + num_rows * num_heads * (dim + num_out)),
@@ -55,13 +67,15 @@ def _case(model: str, num_heads: int, num_rows: int, *, absorb: bool) -> Case:
             for config in op.configs_for(num_rows)
             if isinstance(config, op.HeadConfig) or op.suits(config, x, weight)
         ],
-        tune_key=(op.OP, op.shape_class(num_rows, num_heads, num_out, dim, not absorb)),
+        tune_key=(op.OP, op.shape_class(num_rows, num_heads, num_out, dim, along_k)),
     )
 
 
 def cases() -> Iterator[Case]:
-    """Absorption of queries and expansion of values, at 1, 8 and 64 rows."""
+    """Absorption of queries and expansion of values, at 1, 8 and 64 rows; gates of prompts too."""
     for model, num_heads in MODELS:
         for num_rows in (1, 8, 64):
             for absorb in (True, False):
                 yield _case(model, num_heads, num_rows, absorb=absorb)
+    for num_rows in (1, 8, 64, 4096):
+        yield _gates(num_rows)

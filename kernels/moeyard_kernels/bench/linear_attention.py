@@ -143,7 +143,7 @@ def _rule(op: str, batch: int, queries: int, k_heads: int, heads: int) -> Case:
         target=Target("us", 6.0) if num_rows == 1 else Target("copy", 0.8) if num_rows == 64 else None,
         baseline=partial(_torch_rule, qkv, b, a, a_log, dt_bias, state, slots=slots),
         baseline_name="torch gates, matmul, mul_, add_",
-        variants=[(config, partial(run, config=config)) for config in delta_recurrent.CONFIGS],
+        variants=[(config, partial(run, config=config)) for config in delta_recurrent.TIMED],
         tune_key=(op, delta_recurrent.shape_class(batch, heads, _DIM, _DIM)),
     )
 
@@ -157,7 +157,8 @@ def _torch_conv(x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, *, 
 
 
 def _conv(batch: int, queries: int, channels: int) -> Case:
-    x, weight = _rows(batch * queries, channels + 4096 + 64)[:, :channels], _rows(channels, _TAPS)
+    # Tap by tap, as layers keep it.
+    x, weight = _rows(batch * queries, channels + 4096 + 64)[:, :channels], _rows(_TAPS, channels).t()
     window, slots = _rows(batch, _TAPS - 1, channels), _slots(batch, queries)
     kernel = causal_conv1d.causal_conv1d_update
     # The window is the last argument, as the state is of the rule.
@@ -168,6 +169,8 @@ def _conv(batch: int, queries: int, channels: int) -> Case:
         for config in causal_conv1d.CONFIGS:
             assert_bits(str(config), _with_state(run, window, config=config), whole)
         one, slot = _one(slots), slots.read[:1]
+        stored = partial(kernel, x, weight.contiguous(), window, slots=slots)
+        assert_bits("weight as stored", _with_state(stored, window), whole)
         out, left = _with_state(partial(kernel, x[:queries].clone(), weight, window, slots=one), window)
         assert_bits("sequence alone", (out, left[slot]), (whole[0][:queries], whole[1][slot]))
         kept = window.cpu()
@@ -204,7 +207,7 @@ def _torch_conv_prompt(
 
 def _conv_prefill(lengths: tuple[int, ...], channels: int) -> Case:
     num_rows, num = sum(lengths), len(lengths)
-    x, weight = _rows(num_rows, channels + 64)[:, :channels], _rows(channels, _TAPS)
+    x, weight = _rows(num_rows, channels + 64)[:, :channels], _rows(_TAPS, channels).t()
     window = _rows(num, _TAPS - 1, channels)
     # Every second goes on from what its slot holds.
     chunks = PromptChunks.plan(lengths, [64 * (i % 2) for i in range(num)], range(num), device="cuda")

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from moeyard_kernels.cpu.delta import chunk_delta_rule, step_delta_rule
+from moeyard_kernels.cpu.linear import linear, pack_weight
 from moeyard_kernels.cpu.plan import CpuPlan, PromptSegment
 from moeyard_kernels.ref.causal_conv1d import causal_conv1d
 from moeyard_kernels.ref.gated_rms_norm import gated_rms_norm
@@ -43,18 +44,20 @@ class CpuKda:
     """See `Backend.kda`."""
 
     def __init__(
-        self, *, num_heads: int, head_dim: int, eps: float, conv: torch.Tensor, a_log: torch.Tensor,
-        dt_bias: torch.Tensor, norm: torch.Tensor, state: torch.Tensor, window: torch.Tensor,
+        self, *, num_heads: int, head_dim: int, eps: float, wide: torch.Tensor, conv: torch.Tensor,
+        a_log: torch.Tensor, dt_bias: torch.Tensor, norm: torch.Tensor, state: torch.Tensor, window: torch.Tensor,
     ) -> None:  # fmt: skip
         self._shape, self._eps = (num_heads, head_dim), eps
+        self._widths = (3 * num_heads * head_dim, head_dim, head_dim, num_heads)
+        self._wide = [pack_weight(each) for each in wide]
         self._conv, self._norm, self._dt_bias = conv, norm, dt_bias
         self._rate = a_log.exp().neg_().unsqueeze(-1)
         self._state, self._window = state, window
 
-    def mix(
-        self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, gate: torch.Tensor, plan: CpuPlan
-    ) -> torch.Tensor:
+    def mix(self, x: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
         """See `KdaMix.mix`; zero in the padding."""
+        qkv, *narrow, beta = x.split_with_sizes(self._widths, 1)
+        decay, gate = (linear(part.contiguous(), each) for part, each in zip(narrow, self._wide, strict=True))
         mixed = convolved(qkv, self._conv, self._window, plan)
         q, k, v = (x.unflatten(1, self._shape) for x in mixed.chunk(3, 1))
         g = F.softplus(rows_apart(decay).add_(self._dt_bias)).unflatten(1, self._shape) * self._rate

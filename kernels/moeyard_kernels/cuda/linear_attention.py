@@ -1,37 +1,56 @@
 """Linear attention through the door's kernels: convolution, the delta rule over states in slots, gated norm."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.cuda.plan import CudaPlan
+from moeyard_kernels.cuda.state_rows import StateRows
 from moeyard_kernels.types.state_slots import StateSlots
 
 Rule = Callable[..., torch.Tensor]
 
 
 class _Delta:
-    """The delta rule of one layer with the convolution before it.
+    """The delta rule of one layer between the convolution before it and the gated norm behind.
 
     conv [C, K], a_log [H] fp32, dt_bias as `recurrent` wants it; state [num_slots, H, Dk, Dv] fp32 and window
-    [num_slots, K - 1, C] are the layer's slots. `chunked` is the rule of prompt rows, `recurrent` that of decode rows.
+    [num_slots, K - 1, C] are the layer's slots. `chunked` is the rule of prompt rows, `recurrent` that of decode rows,
+    `step` all three parts of a step that has no others.
     """
 
     def __init__(
-        self, chunked: Rule, recurrent: Rule, *, conv: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
-        state: torch.Tensor, window: torch.Tensor,
+        self, chunked: Rule, recurrent: Rule, step: Rule, *, conv: torch.Tensor, a_log: torch.Tensor,
+        dt_bias: torch.Tensor, state: torch.Tensor, window: torch.Tensor, norm: torch.Tensor, eps: float, sigmoid: bool,
     ) -> None:  # fmt: skip
-        self._chunked, self._recurrent = chunked, recurrent
-        self._conv, self._window = conv, window
+        self._chunked, self._recurrent, self._step = chunked, recurrent, step
+        self._norm, self._eps, self._sigmoid = norm, eps, sigmoid
+        # Tap by tap, so that what a thread reads of it lies together.
+        self._conv, self._window = conv.t().contiguous().t(), window
         self._rates, self._state = (a_log, dt_bias), state
 
-    def __call__(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
-        """qkv [num_rows, C], b [num_rows, H] and a as projected -> [num_rows, H, Dv] in their dtype."""
-        rows, first, parts = plan.state, plan.num_prompt, []
+    def __call__(
+        self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, gate: torch.Tensor, plan: CudaPlan
+    ) -> torch.Tensor:
+        """qkv [num_rows, C], b [num_rows, H], a and gate as projected -> [num_rows, H Dv] in their dtype."""
+        rows = plan.state
         assert rows is not None, "a plan knows its slots once there is linear attention"
+        if rows.chunks is None and rows.restored is None and rows.slots is not None:
+            # Products lie between this and the launches of the step before that wrote these slots.
+            return self._step(
+                qkv, self._conv, self._window, b, a, *self._rates, self._state, gate, self._norm, self._eps,
+                slots=rows.slots, sigmoid=self._sigmoid, rows=rows.stand_in, static_state=True,
+            )  # fmt: skip
+        mixed = self._mixed(qkv, b, a, plan, rows)
+        return ops.gated_rms_norm(mixed, gate, self._norm, self._eps, sigmoid=self._sigmoid, rows=rows.stand_in)
+
+    def _mixed(
+        self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, plan: CudaPlan, rows: StateRows
+    ) -> torch.Tensor:
+        """[num_rows, H, Dv], of prompt rows and decode rows."""
+        first, parts = plan.num_prompt, []
         if rows.restored is not None:
             ops.restore_slots(self._state, self._window, moves=rows.restored)
         if rows.chunks is not None:
@@ -64,31 +83,32 @@ class CudaGdn:
     ) -> None:  # fmt: skip
         values = num_v_heads * v_dim
         self._widths = (2 * num_k_heads * k_dim + values, values, num_v_heads, num_v_heads)
-        self._norm = partial(ops.gated_rms_norm, weight=norm, eps=eps)
-        self._rule = _Delta(ops.gdn_chunk_prefill, ops.gdn_recurrent, **arguments)
+        self._rule = _Delta(
+            ops.gdn_chunk_prefill, ops.gdn_recurrent, ops.gdn_step, norm=norm, eps=eps, sigmoid=False, **arguments
+        )
 
     def mix(self, x: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
         """See `GdnMix.mix`."""
         qkv, z, b, a = x.split_with_sizes(self._widths, 1)
-        return self._norm(self._rule(qkv, b, a, plan), z, rows=_stand_in(plan))
+        return self._rule(qkv, b, a, z, plan)
 
 
 class CudaKda:
     """See `Backend.kda`."""
 
     def __init__(
-        self, *, num_heads: int, head_dim: int, eps: float, dt_bias: torch.Tensor, norm: torch.Tensor, **arguments: Any
-    ) -> None:
-        self._norm = partial(ops.gated_rms_norm, weight=norm, eps=eps, sigmoid=True)
-        rates = dt_bias.view(num_heads, head_dim)
-        self._rule = _Delta(ops.kda_chunk_prefill, ops.kda_recurrent, dt_bias=rates, **arguments)
+        self, *, num_heads: int, head_dim: int, eps: float, wide: torch.Tensor, dt_bias: torch.Tensor,
+        norm: torch.Tensor, **arguments: Any,
+    ) -> None:  # fmt: skip
+        self._widths, self._wide = (3 * num_heads * head_dim, 2 * head_dim, num_heads), wide
+        self._rule = _Delta(
+            ops.kda_chunk_prefill, ops.kda_recurrent, ops.kda_step, dt_bias=dt_bias.view(num_heads, head_dim),
+            norm=norm, eps=eps, sigmoid=True, **arguments,
+        )  # fmt: skip
 
-    def mix(
-        self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, gate: torch.Tensor, plan: CudaPlan
-    ) -> torch.Tensor:
+    def mix(self, x: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
         """See `KdaMix.mix`."""
-        return self._norm(self._rule(qkv, beta, decay, plan), gate, rows=_stand_in(plan))
-
-
-def _stand_in(plan: CudaPlan) -> torch.Tensor | None:
-    return None if plan.state is None else plan.state.stand_in
+        qkv, narrow, beta = x.split_with_sizes(self._widths, 1)
+        # Both products in one launch, of slices as they lie.
+        decay, gate = ops.head_linear(narrow.unflatten(1, (2, -1)), self._wide, static_weight=True).unbind(1)
+        return self._rule(qkv, beta, decay, gate, plan)

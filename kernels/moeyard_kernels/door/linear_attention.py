@@ -16,8 +16,9 @@ def causal_conv1d_update(
     window [num_slots, K - 1, C] holds the inputs before a sequence's next position: those of slot `slots.read` come
     before the first query, and what is left behind query j goes to slot `slots.write`. x, weight and window share a
     dtype, fp32 or bf16, K is at most 8; the products and their sums are fp32, each rounded, in the order of the
-    positions. Rows of x may be slices of wider ones. Padding sequences give zeros. Slots must lie in [-1, num_slots):
-    checked on a CPU, and on a GPU within `launch.checked()`.
+    positions. Rows of x may be slices of wider ones, and the weight is contiguous or (read faster) its transpose is.
+    Padding sequences give zeros. Slots must lie in [-1, num_slots): checked on a CPU, and on a GPU within
+    `launch.checked()`.
     """
     op = "causal_conv1d_update"
     if x.dim() != 2 or x.dtype not in FLOATS or x.shape[0] != slots.num_rows:
@@ -54,6 +55,7 @@ def gdn_recurrent(
     state: torch.Tensor,
     *,
     slots: StateSlots,
+    static_state: bool = False,
 ) -> torch.Tensor:
     """Gated DeltaNet (arXiv 2412.06464) of decode rows -> [B Q, Hv, Dv] in qkv's dtype, and their states, in place.
 
@@ -66,10 +68,14 @@ def gdn_recurrent(
     Value head h reads with key head h // (Hv // Hk). A sequence goes on from slot `slots.read` and leaves what is
     behind query j in slot `slots.write`. Queries one by one and several at once give the same bits. Padding sequences
     give zeros. Slots must lie in [-1, num_slots): checked on a CPU, and on a GPU within `launch.checked()`.
+    static_state: the caller knows that no launch still at work writes `slots` or any state that they name, as when they
+    belong to the step before and a product ran in between: a GPU may then read them before the launch ahead has ended.
     """
     _check_rule("gdn_recurrent", qkv, b, a, a_log, dt_bias, state, by_row=False)
     _check_rows_of("gdn_recurrent", qkv, slots)
-    return kernel("linear_attention.delta_recurrent", qkv).gdn_recurrent(qkv, b, a, a_log, dt_bias, state, slots=slots)
+    return kernel("linear_attention.delta_recurrent", qkv).gdn_recurrent(
+        qkv, b, a, a_log, dt_bias, state, slots=slots, static_state=static_state
+    )
 
 
 def kda_recurrent(
@@ -81,6 +87,7 @@ def kda_recurrent(
     state: torch.Tensor,
     *,
     slots: StateSlots,
+    static_state: bool = False,
 ) -> torch.Tensor:
     """Kimi Delta Attention (arXiv 2510.26692) of decode rows: `gdn_recurrent` with a gate of each row of the state.
 
@@ -88,7 +95,44 @@ def kda_recurrent(
     """
     _check_rule("kda_recurrent", qkv, b, a, a_log, dt_bias, state, by_row=True)
     _check_rows_of("kda_recurrent", qkv, slots)
-    return kernel("linear_attention.delta_recurrent", qkv).kda_recurrent(qkv, b, a, a_log, dt_bias, state, slots=slots)
+    return kernel("linear_attention.delta_recurrent", qkv).kda_recurrent(
+        qkv, b, a, a_log, dt_bias, state, slots=slots, static_state=static_state
+    )
+
+
+def gdn_step(
+    qkv: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, b: torch.Tensor, a: torch.Tensor,
+    a_log: torch.Tensor, dt_bias: torch.Tensor, state: torch.Tensor, gate: torch.Tensor, norm: torch.Tensor,
+    eps: float, *, slots: StateSlots, sigmoid: bool = False, rows: torch.Tensor | None = None,
+    static_state: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """`causal_conv1d_update`, `gdn_recurrent` and `gated_rms_norm` of decode rows, bit for bit -> [B Q, Hv Dv].
+
+    qkv [B Q, C] by conv [C, K] over window [num_slots, K - 1, C]; the rule with b, a, a_log, dt_bias and state; its
+    results, or those of `rows`, normalised by norm [Dv] and eps, times silu or sigmoid of gate [B Q, Hv Dv]. Arguments
+    are those of the three; qkv, b, a and gate may be slices of wider rows. On a GPU three launches, or two where a
+    stored config says so, there are one query each, and conv's transpose is contiguous. static_state: as in
+    `gdn_recurrent`, of the windows too.
+    """
+    _check_step("gdn_step", qkv, conv, window, (b, a, a_log, dt_bias, state), gate, norm, slots, rows)
+    return kernel("linear_attention.delta_step", qkv).gdn_step(
+        qkv, conv, window, b, a, a_log, dt_bias, state, gate, norm, eps,
+        slots=slots, sigmoid=sigmoid, rows=rows, static_state=static_state,
+    )  # fmt: skip
+
+
+def kda_step(
+    qkv: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, b: torch.Tensor, a: torch.Tensor,
+    a_log: torch.Tensor, dt_bias: torch.Tensor, state: torch.Tensor, gate: torch.Tensor, norm: torch.Tensor,
+    eps: float, *, slots: StateSlots, sigmoid: bool = False, rows: torch.Tensor | None = None,
+    static_state: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """`gdn_step` with the rule of `kda_recurrent`."""
+    _check_step("kda_step", qkv, conv, window, (b, a, a_log, dt_bias, state), gate, norm, slots, rows)
+    return kernel("linear_attention.delta_step", qkv).kda_step(
+        qkv, conv, window, b, a, a_log, dt_bias, state, gate, norm, eps,
+        slots=slots, sigmoid=sigmoid, rows=rows, static_state=static_state,
+    )  # fmt: skip
 
 
 def gdn_chunk_prefill(
@@ -165,14 +209,36 @@ def gated_rms_norm(
     op = "gated_rms_norm"
     if x.dim() != 3 or x.dtype not in FLOATS:
         raise ValueError(f"{op}: x must be fp32 or bf16 [T, H, D], got {show(x)}")
-    if gate.shape != (x.shape[0], x.shape[1] * x.shape[2]) or gate.dtype not in FLOATS:
-        raise ValueError(f"{op}: gate {show(gate)} does not fit x {show(x)}")
-    if weight.shape != x.shape[2:] or weight.dtype not in (x.dtype, torch.float32):
-        raise ValueError(f"{op}: weight {show(weight)} does not fit x {show(x)}")
-    if rows is not None and (rows.shape != x.shape[:1] or rows.dtype != torch.int64):
-        raise ValueError(f"{op}: rows {show(rows)}, expected int64 [{x.shape[0]}]")
+    _check_gated(op, tuple(x.shape), x.dtype, gate, weight, rows)
     check_devices(op, x=x, gate=gate, weight=weight, rows=rows)
     return kernel("elementwise.gated_rms_norm", x).gated_rms_norm(x, gate, weight, eps, sigmoid=sigmoid, rows=rows)
+
+
+def _check_gated(
+    op: str, shape: tuple[int, ...], dtype: torch.dtype, gate: torch.Tensor, weight: torch.Tensor,
+    rows: torch.Tensor | None,
+) -> None:  # fmt: skip
+    x = f"x {str(dtype).removeprefix('torch.')} {list(shape)}"
+    if gate.shape != (shape[0], shape[1] * shape[2]) or gate.dtype not in FLOATS:
+        raise ValueError(f"{op}: gate {show(gate)} does not fit {x}")
+    if weight.shape != shape[2:] or weight.dtype not in (dtype, torch.float32):
+        raise ValueError(f"{op}: weight {show(weight)} does not fit {x}")
+    if rows is not None and (rows.shape != shape[:1] or rows.dtype != torch.int64):
+        raise ValueError(f"{op}: rows {show(rows)}, expected int64 [{shape[0]}]")
+
+
+def _check_step(
+    op: str, qkv: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, rule: tuple[torch.Tensor, ...],
+    gate: torch.Tensor, norm: torch.Tensor, slots: StateSlots, rows: torch.Tensor | None,
+) -> None:  # fmt: skip
+    b, a, a_log, dt_bias, state = rule
+    _check_rule(op, qkv, b, a, a_log, dt_bias, state, by_row=op == "kda_step")
+    _check_rows_of(op, qkv, slots)
+    _check_conv(op, qkv, conv, window)
+    if window.shape[0] != state.shape[0]:
+        raise ValueError(f"{op}: window {show(window)} has other slots than state {show(state)}")
+    _check_gated(op, (qkv.shape[0], state.shape[1], state.shape[3]), qkv.dtype, gate, norm, rows)
+    check_devices(op, qkv=qkv, conv=conv, window=window, gate=gate, norm=norm, rows=rows)
 
 
 def _check_conv(op: str, x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor) -> None:

@@ -7,38 +7,64 @@ import triton.language as tl
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, check_indices, check_layout, finish, new_output
 from moeyard_kernels.common.rounding import round_to
-from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.common.rows import check_rows, stride_unit
 from moeyard_kernels.elementwise.rms_norm import NUM_WARPS, row_scale, row_tile
+
+
+@triton.jit
+def gated_rows(
+    p_x, p_gate, p_weight, p_rows, p_out, i_block, num_rows, H: tl.constexpr, stride_gate, D: tl.constexpr, eps,
+    SIGMOID: tl.constexpr, FROM_ROWS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Heads [i_block BR, i_block BR + BR) of contiguous [num_rows, D], row t H + h being head h; see the kernel."""
+    # A weight in fp32 rounds nothing before the gate: see the oracle.
+    DTYPE: tl.constexpr = p_weight.dtype.element_ty
+    o_r = i_block * BR + tl.arange(0, BR)
+    o_d = tl.arange(0, BD)
+    m_d = o_d < D
+    m_x = (o_r < num_rows)[:, None] & m_d[None, :]
+    i_token, i_h = (o_r // H).to(tl.int64), o_r % H
+    p_bx = p_x + ((i_token * H + i_h) * D)[:, None] + o_d[None, :]
+    p_bgate = p_gate + (i_token * stride_gate + i_h * D)[:, None] + o_d[None, :]
+    if EVEN:
+        b_x, b_gate = tl.load(p_bx), tl.load(p_bgate).to(tl.float32)
+        b_weight = tl.load(p_weight + o_d).to(tl.float32)
+    else:
+        b_x = tl.load(p_bx, mask=m_x, other=0.0)
+        b_gate = tl.load(p_bgate, mask=m_x, other=0.0).to(tl.float32)
+        b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+    if FROM_ROWS:
+        # Most rows are their own: those do not wait until that is known.
+        i_from = tl.load(p_rows + i_token, mask=o_r < num_rows, other=0)
+        p_other = p_x + ((i_from * H + i_h) * D)[:, None] + o_d[None, :]
+        b_x = tl.load(p_other, mask=m_x & (i_from != i_token)[:, None], other=b_x)
+    b_x = b_x.to(tl.float32)
+    b_y = round_to(round_to(b_x * row_scale(b_x, D, eps), DTYPE) * b_weight[None, :], DTYPE)
+    b_open = 1.0 + tl.exp(-b_gate)
+    b_y = round_to(b_y * ((1.0 if SIGMOID else b_gate) / b_open), p_x.dtype.element_ty)
+    p_by = p_out + (o_r.to(tl.int64) * D)[:, None] + o_d[None, :]
+    if EVEN:
+        tl.store(p_by, b_y.to(p_out.dtype.element_ty))
+    else:
+        tl.store(p_by, b_y.to(p_out.dtype.element_ty), mask=m_x)
 
 
 @triton.jit(do_not_specialize=("stride_gate",))
 def _gated_rms_norm_kernel(
-    p_x, p_gate, p_weight, p_rows, p_out, num_rows, H, stride_gate, D, eps,
-    SIGMOID: tl.constexpr, FROM_ROWS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+    p_x, p_gate, p_weight, p_rows, p_out, num_rows, stride_gate, eps, H: tl.constexpr, D: tl.constexpr,
+    SIGMOID: tl.constexpr, FROM_ROWS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
+    UNIT: tl.constexpr
 ):  # fmt: skip
-    """Heads [i BR, i BR + BR) of contiguous [num_rows, D], row t H + h being head h. Grid: (ceil(num_rows / BR),).
+    """Grid: (ceil(num_rows / BR),). FROM_ROWS: token t's heads are those of token p_rows[t]. EVEN: no tile has a rest.
 
-    FROM_ROWS: token t's heads are those of token p_rows[t].
+    stride_gate is in units of UNIT elements.
     """
-    # A weight in fp32 rounds nothing before the gate: see the oracle.
-    DTYPE: tl.constexpr = p_weight.dtype.element_ty
     let_next_begin()
     wait_for_previous()
-    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    o_d = tl.arange(0, BD)
-    m_d = o_d < D
-    m_x = (o_r < num_rows)[:, None] & m_d[None, :]
-    o_from = o_r
-    if FROM_ROWS:
-        o_from = tl.load(p_rows + o_r // H, mask=o_r < num_rows, other=0) * H + o_r % H
-    b_x = tl.load(p_x + o_from[:, None] * D + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
-    o_gate = (o_r // H) * stride_gate + (o_r % H) * D
-    b_gate = tl.load(p_gate + o_gate[:, None] + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
-    b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
-    b_y = round_to(round_to(b_x * row_scale(b_x, D, eps), DTYPE) * b_weight[None, :], DTYPE)
-    b_open = 1.0 + tl.exp(-b_gate)
-    b_y = round_to(b_y * ((1.0 if SIGMOID else b_gate) / b_open), p_x.dtype.element_ty)
-    tl.store(p_out + o_r[:, None] * D + o_d[None, :], b_y.to(p_out.dtype.element_ty), mask=m_x)
+    gated_rows(
+        p_x, p_gate, p_weight, p_rows, p_out, tl.program_id(0), num_rows, H, stride_gate * UNIT, D, eps,
+        SIGMOID, FROM_ROWS, BR, BD, EVEN,
+    )  # fmt: skip
 
 
 def gated_rms_norm(
@@ -52,13 +78,16 @@ def gated_rms_norm(
     if rows is not None:
         check_indices("gated_rms_norm", low=0, high=num_tokens, rows=rows)
     together, block = row_tile(dim)
-    if triton.cdiv(num_tokens * heads, together) > MAX_GRID_X:
+    num_rows = num_tokens * heads
+    # Rows are counted in 32 bits.
+    if num_rows + together > MAX_GRID_X:
         raise ValueError(f"gated_rms_norm: {list(x.shape)} exceeds the grid of a GPU")
-    out = new_output(num_tokens, heads * dim, like=x)
+    out, unit = new_output(num_tokens, heads * dim, like=x), stride_unit(gate)
     if out.numel():
-        _gated_rms_norm_kernel[(triton.cdiv(num_tokens * heads, together),)](
-            x, gate, weight, weight if rows is None else rows, out, num_tokens * heads, heads, gate.stride(0), dim, eps,
-            SIGMOID=sigmoid, FROM_ROWS=rows is not None, BR=together, BD=block, num_warps=NUM_WARPS,
+        _gated_rms_norm_kernel[(triton.cdiv(num_rows, together),)](
+            x, gate, weight, weight if rows is None else rows, out, num_rows, gate.stride(0) // unit, eps,
+            H=heads, D=dim, SIGMOID=sigmoid, FROM_ROWS=rows is not None, BR=together, BD=block,
+            EVEN=num_rows % together == 0 and dim == block, UNIT=unit, num_warps=NUM_WARPS,
             enable_fp_fusion=False, **dependent(x),
         )  # fmt: skip
     return finish(out, x.dtype)

@@ -15,8 +15,9 @@ import triton.language as tl
 
 from moeyard_kernels.common.dependent import dependent, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, MAX_GRID_Y, check_layout, finish, new_output
-from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.common.rows import check_rows, stride_unit
 from moeyard_kernels.common.tuning import Config, choose
+from moeyard_kernels.linear_attention.causal_conv1d import activated, channels, tap_by_tap
 from moeyard_kernels.linear_attention.halves import SNAPSHOTS, TABLE_WIDTH
 from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
 
@@ -49,10 +50,13 @@ def default_config() -> ConvConfig:
 
 @triton.jit(do_not_specialize=("stride_x",))
 def _conv_prefill_kernel(
-    p_x, p_weight, p_window, p_table, p_fresh, p_out, stride_x, C,
-    K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BC: tl.constexpr
+    p_x, p_weight, p_window, p_table, p_fresh, p_out, stride_x, C: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr, TAPS: tl.constexpr
 ):  # fmt: skip
-    """Rows [i ROWS, i ROWS + ROWS) of a chunk, channels [i_c BC, i_c BC + BC). Grid: (chunks PARTS, ceil(C / BC))."""
+    """Rows [i ROWS, i ROWS + ROWS) of a chunk, channels [i_c BC, i_c BC + BC). Grid: (chunks PARTS, ceil(C / BC)).
+
+    stride_x is in units of UNIT elements. TAPS: the weight lies tap by tap.
+    """
     wait_for_previous()
     i_chunk, i_part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     o_c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -72,18 +76,25 @@ def _conv_prefill_kernel(
     for r in tl.static_range(K - 1 + ROWS):
         i_row = i_first + (r - (K - 1))
         m_row = m_c & (i_row >= i_begin) & (i_row < i_end)
-        b_x = tl.load(p_x + i_row * stride_x + o_c, mask=m_row, other=0.0)
+        b_x = tl.load(p_x + i_row * stride_x * UNIT + o_c, mask=m_row, other=0.0)
         if r < K - 1:
             # Rows ahead of a prompt's first are its window's; elsewhere b_olds are zeros.
             b_x = tl.where(i_row >= i_begin, b_x, b_olds[r])  # type: ignore[misc]
         b_xs = b_xs + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
+    b_ws = ()
+    for k in tl.static_range(K):
+        o_w = k * C + o_c if TAPS else o_c * K + k
+        b_w = channels(p_weight, o_w, m_c, C % BC == 0).to(tl.float32)
+        b_ws = b_ws + (b_w,)  # type: ignore[assignment]  # noqa: RUF005
     for r in tl.static_range(ROWS):
         b_acc = tl.zeros([BC], dtype=tl.float32)
         for k in tl.static_range(K):
-            b_w = tl.load(p_weight + o_c * K + k, mask=m_c, other=0.0).to(tl.float32)
-            b_acc += b_xs[r + k].to(tl.float32) * b_w  # type: ignore[misc]
-        b_y = b_acc / (1.0 + tl.exp(-b_acc))
-        tl.store(p_out + (i_first + r) * C + o_c, b_y.to(p_out.dtype.element_ty), mask=m_c & (i_first + r < i_end))
+            b_acc += b_xs[r + k].to(tl.float32) * b_ws[k]  # type: ignore[misc]
+        tl.store(
+            p_out + (i_first + r) * C + o_c,
+            activated(b_acc).to(p_out.dtype.element_ty),
+            mask=m_c & (i_first + r < i_end),
+        )
     # A snapshot is behind a full chunk, so that its window is these rows' last.
     i_taken = tl.full([], -1, tl.int64)
     for i in tl.static_range(SNAPSHOTS):
@@ -95,7 +106,7 @@ def _conv_prefill_kernel(
     for k in tl.static_range(K - 1):
         # Of a prompt shorter than the window some of the old one stays: its rows i_old on.
         i_row = i_end + (k - (K - 1))
-        b_new = tl.load(p_x + i_row * stride_x + o_c, mask=m_head & (i_row >= i_begin), other=0.0)
+        b_new = tl.load(p_x + i_row * stride_x * UNIT + o_c, mask=m_head & (i_row >= i_begin), other=0.0)
         for u in tl.static_range(K - 1):
             b_new = tl.where(i_row - i_begin + (K - 1) == u, b_olds[u], b_new)  # type: ignore[misc]
         tl.store(p_slot + k * C + o_c, b_new, mask=m_head)
@@ -111,19 +122,20 @@ def causal_conv1d_prefill(
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.causal_conv1d_prefill`. Raises ValueError for what its grid cannot hold."""
     op = "causal_conv1d_prefill"
-    channels, size = weight.shape
+    num_channels, size = weight.shape
     check_rows(op, x=x)
-    check_layout(op, weight=weight, window=window, table=chunks.table)
-    config = config or choose(op, shape_class(channels), x, (ConvConfig,), default_config)
-    parts, num_blocks = CHUNK // config.ROWS, triton.cdiv(channels, config.BC)
+    check_layout(op, window=window, table=chunks.table)
+    taps, unit = tap_by_tap(op, weight), stride_unit(x)
+    config = config or choose(op, shape_class(num_channels), x, (ConvConfig,), default_config)
+    parts, num_blocks = CHUNK // config.ROWS, triton.cdiv(num_channels, config.BC)
     num_programs = chunks.table.shape[0] * parts
     if num_blocks > MAX_GRID_Y or num_programs > MAX_GRID_X:
-        raise ValueError(f"{op}: {num_programs} parts of {channels} channels exceed the grid of a GPU")
-    out = new_output(chunks.num_rows, channels, like=x)
+        raise ValueError(f"{op}: {num_programs} parts of {num_channels} channels exceed the grid of a GPU")
+    out = new_output(chunks.num_rows, num_channels, like=x)
     if out.numel():
         _conv_prefill_kernel[(num_programs, num_blocks)](
-            x, weight, window, chunks.table, chunks.fresh, out, x.stride(0), channels,
-            K=size, ROWS=config.ROWS, PARTS=parts, BC=config.BC,
+            x, weight, window, chunks.table, chunks.fresh, out, x.stride(0) // unit, num_channels,
+            K=size, ROWS=config.ROWS, PARTS=parts, BC=config.BC, UNIT=unit, TAPS=taps,
             enable_fp_fusion=False, **config.options, **dependent(x),
         )  # fmt: skip
     return finish(out, x.dtype)

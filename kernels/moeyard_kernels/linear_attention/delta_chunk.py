@@ -28,7 +28,7 @@ import triton.language as tl
 from moeyard_kernels.common.dependent import dependent, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, check_layout, finish, new_output
 from moeyard_kernels.common.rounding import INTERPRETED
-from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.common.rows import check_rows, stride_unit
 from moeyard_kernels.common.tuning import Config, choose
 from moeyard_kernels.linear_attention.delta_intra import FACTORS, delta_intra_kernel, operand
 from moeyard_kernels.linear_attention.halves import SNAPSHOTS, TABLE_WIDTH
@@ -40,8 +40,6 @@ L2_EPS = 1e-6
 _FEW = 256
 # Of Dk, columns that a program of the first part has at a time.
 _HALF = 64
-# Values of bf16 in a load of a thread.
-_EIGHT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +235,7 @@ def _prefill(
     lower = scratch(CHUNK, CHUNK, dtype=torch.float32)
     # What a gate of the head does not need must only be tensors.
     kd, kg, qg = (scratch(CHUNK, rows) for _ in range(3)) if by_row else (scores,) * 3
-    half, unit = min(rows, _HALF), _EIGHT if qkv.stride(0) % _EIGHT == 0 else 1
+    half, unit = min(rows, _HALF), stride_unit(qkv)
     options = {"HK": (qkv.shape[1] - num_heads * v_dim) // (2 * k_dim), "HV": num_heads, "DK": k_dim, "BK": rows}
     options |= {"C": CHUNK, "BY_ROW": by_row, "UNIT": unit, "enable_fp_fusion": False, **dependent(qkv)}
     for blocks, solve in ((True, True),) if config.fused else ((True, False), (False, True)):

@@ -232,10 +232,10 @@ def delta_intra_kernel(
 ):  # fmt: skip
     """One chunk of one head. Grid: (chunks HV,). BLOCKS, SOLVE: the stages that this launch has.
 
-    BLOCKS: all that is no solution; SOLVE: the inverse. stride_x is in units of UNIT values: of 8 where it is as many
-    bytes as one load has, which Triton cannot know of a number. Tiles of a chunk and head lie one behind the other:
-    p_sums [C, BK] (or [C]), p_lower [C, C], p_factors [FACTORS, C] and p_left [BK] (or one value) in fp32, p_scores and
-    p_inverse [C, C], p_kd, p_kg, p_qg [C, BK] in the rows' dtype; the last three with a gate of each row only.
+    BLOCKS: all that is no solution; SOLVE: the inverse. stride_x is in units of UNIT values (`stride_unit`). Tiles of a
+    chunk and head lie one behind the other: p_sums [C, BK] (or [C]), p_lower [C, C], p_factors [FACTORS, C] and p_left
+    [BK] (or one value) in fp32, p_scores and p_inverse [C, C], p_kd, p_kg, p_qg [C, BK] in the rows' dtype; the last
+    three with a gate of each row only.
     """
     wait_for_previous()
     DTYPE: tl.constexpr = p_x.dtype.element_ty

@@ -18,9 +18,10 @@ import triton.language as tl
 
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, check_indices, check_layout, finish, new_output
-from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.common.rows import check_rows, stride_unit
 from moeyard_kernels.common.tuning import Config, choose
-from moeyard_kernels.linear_attention.halves import sigmoid, softplus, sum_rows, unit_length
+from moeyard_kernels.linear_attention.causal_conv1d import channels, convolved, sums_before
+from moeyard_kernels.linear_attention.halves import sigmoid, softplus, sum_columns, sum_rows
 from moeyard_kernels.types.state_slots import StateSlots
 
 # Beside the sum of squares of a query or key.
@@ -31,22 +32,30 @@ _FEW = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentConfig(Config):
-    """BV columns of one head's state are a program."""
+    """BV columns of one head's state are a program.
+
+    EARLY: where the caller says that no launch still at work writes them (`static_state`), states are asked for while
+    the launch ahead runs.
+    """
 
     kernel: Literal["recurrent"] = "recurrent"
     num_stages: int = 1
     BV: int
+    EARLY: bool = False
 
 
-CONFIGS = tuple(
+# What is timed alone: EARLY is told from the others by what runs ahead of it.
+TIMED = tuple(
     RecurrentConfig(BV=columns, num_warps=warps)
     for columns, warps in ((8, 1), (16, 1), (32, 1), (16, 2), (32, 2), (32, 4), (64, 4), (128, 8))
 )
+CONFIGS = (*TIMED, *(RecurrentConfig(BV=columns, num_warps=1, EARLY=True) for columns in (8, 16, 32)))
 
 
 def shape_class(num_sequences: int, num_heads: int, k_dim: int, v_dim: int) -> str:
     """One sequence wants programs, many want bytes on the way."""
-    return f"{'few' if num_sequences <= 8 else 'many'} H{num_heads} {k_dim}x{v_dim}"
+    few = "one" if num_sequences <= 2 else "few" if num_sequences <= 16 else "many"
+    return f"{few} H{num_heads} {k_dim}x{v_dim}"
 
 
 def default_config() -> RecurrentConfig:
@@ -54,20 +63,34 @@ def default_config() -> RecurrentConfig:
     return CONFIGS[1]
 
 
+@triton.jit
+def _total(b_x, N: tl.constexpr, LOG2_N: tl.constexpr):
+    """The sum of b_x [N], (2 n, 2 n + 1) first, which lie in one thread: by halves every thread would sum its four."""
+    return tl.sum(sum_columns(tl.reshape(b_x, [1, N]), 1, N, LOG2_N), 0)
+
+
 @triton.jit(do_not_specialize=("stride_x", "stride_b", "stride_a"))
-def _delta_recurrent_kernel(
-    p_x, p_b, p_a, p_rate, p_bias, p_state, p_read, p_write, p_out, stride_x, stride_b, stride_a, scale, eps,
-    Q: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
-    LOG2_BK: tl.constexpr, BV: tl.constexpr, BY_ROW: tl.constexpr, FIRST: tl.constexpr
+def delta_recurrent_kernel(
+    p_x, p_b, p_a, p_rate, p_bias, p_state, p_read, p_write, p_out, p_taps, p_window, stride_x, stride_b, stride_a,
+    scale, eps, Q: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BK: tl.constexpr, LOG2_BK: tl.constexpr, BV: tl.constexpr, BY_ROW: tl.constexpr, FIRST: tl.constexpr,
+    UNIT: tl.constexpr, TAPS: tl.constexpr, STATIC: tl.constexpr
 ):  # fmt: skip
     """Columns [i_v BV, i_v BV + BV) of the state of one head of one sequence. Grid: (B HV ceil(DV / BV),).
 
-    BY_ROW: a gate of each row of the state. FIRST: the next launch may begin before this one has waited.
+    BY_ROW: a gate of each row of the state. TAPS: rows of x are convolved over p_window first, by a weight
+    [TAPS, channels], and no window is written (Q is 1); 0: they have been. Strides are in units of UNIT elements.
+    FIRST: the next launch may begin before this one has waited. STATIC: no launch still at work writes slots, states or
+    windows: they are read ahead of the wait.
     """
+    tl.static_assert(TAPS == 0 or Q == 1)
     if FIRST:
         let_next_begin()
-    wait_for_previous()
+    if not STATIC:
+        wait_for_previous()
     BLOCKS: tl.constexpr = (DV + BV - 1) // BV
+    EVEN: tl.constexpr = DK == BK and DV % BV == 0
+    C: tl.constexpr = 2 * HK * DK + HV * DV
     i_program = tl.program_id(0)
     i_v, i_h, i_b = i_program % BLOCKS, i_program // BLOCKS % HV, i_program // (BLOCKS * HV)
     i_k = i_h // (HV // HK)
@@ -75,40 +98,64 @@ def _delta_recurrent_kernel(
     m_k, m_v = o_k < DK, o_v < DV
     m_state = m_k[:, None] & m_v[None, :]
     o_state = o_k[:, None] * DV + o_v[None, :]
+    # Of padding no state is read, and zeros come out; its rows are there, and need not wait for what is its slot.
     i_read = tl.load(p_read + i_b)
-    # Of padding nothing is read, and zeros come out.
     m_live = i_read >= 0
-    m_q, m_x = m_k & m_live, m_v & m_live
     p_head = p_state + i_h * (DK * DV)
-    b_state = tl.load(p_head + i_read * (HV * DK * DV) + o_state, mask=m_state & m_live, other=0.0)
+    m_old = m_live if EVEN else m_state & m_live
+    b_state = tl.load(p_head + i_read * (HV * DK * DV) + o_state, mask=m_old, other=0.0)
     b_rate = -tl.exp(tl.load(p_rate + i_h))
     if BY_ROW:  # noqa: SIM108 - tiles of two ranks
-        b_bias = tl.load(p_bias + i_h * DK + o_k, mask=m_k, other=0.0)
+        b_bias = channels(p_bias + i_h * DK, o_k, m_k, EVEN)
     else:
         b_bias = tl.load(p_bias + i_h)
+    # Where they are among the channels.
+    o_query, o_key, o_value = i_k * DK, (HK + i_k) * DK, 2 * HK * DK + i_h * DV
+    if TAPS:
+        p_old = p_window + i_read * ((TAPS - 1) * C)
+        b_old_q = sums_before(p_old + o_query, p_taps + o_query, o_k, m_k, m_live, C, TAPS, EVEN)
+        b_old_k = sums_before(p_old + o_key, p_taps + o_key, o_k, m_k, m_live, C, TAPS, EVEN)
+        b_old_v = sums_before(p_old + o_value, p_taps + o_value, o_v, m_v, m_live, C, TAPS, EVEN)
+    # If not STATIC all has been waited for, and this keeps the compiler from gates ahead of the states' loads, which
+    # take longest: without it they were asked for two hundred instructions later.
+    wait_for_previous()
     for i_q in range(Q):
         i_row = (i_b * Q + i_q).to(tl.int64)
-        p_row = p_x + i_row * stride_x
-        b_q = tl.load(p_row + i_k * DK + o_k, mask=m_q, other=0.0).to(tl.float32)
-        b_k = tl.load(p_row + (HK + i_k) * DK + o_k, mask=m_q, other=0.0).to(tl.float32)
-        b_v = tl.load(p_row + 2 * HK * DK + i_h * DV + o_v, mask=m_x, other=0.0).to(tl.float32)
-        b_beta = sigmoid(tl.load(p_b + i_row * stride_b + i_h, mask=m_live, other=0.0).to(tl.float32))
-        p_gate = p_a + i_row * stride_a
+        p_row = p_x + i_row * stride_x * UNIT
+        # Asked for with the rest: behind the output's store the state's would wait for it.
+        i_write = tl.load(p_write + i_row)
+        if TAPS:
+            b_q = convolved(b_old_q, p_row + o_query, p_taps + o_query, o_k, m_k, C, TAPS, EVEN)
+            b_k = convolved(b_old_k, p_row + o_key, p_taps + o_key, o_k, m_k, C, TAPS, EVEN)
+            b_v = convolved(b_old_v, p_row + o_value, p_taps + o_value, o_v, m_v, C, TAPS, EVEN)
+        else:
+            b_q = channels(p_row + o_query, o_k, m_k, EVEN).to(tl.float32)
+            b_k = channels(p_row + o_key, o_k, m_k, EVEN).to(tl.float32)
+            b_v = channels(p_row + o_value, o_v, m_v, EVEN).to(tl.float32)
+        b_b = tl.load(p_b + i_row * stride_b * UNIT + i_h)
+        # Likewise: the rows' loads would otherwise follow the gates that are computed of the last.
+        wait_for_previous()
+        b_beta = sigmoid(b_b.to(tl.float32))
+        p_gate = p_a + i_row * stride_a * UNIT
         if BY_ROW:
-            b_a = tl.load(p_gate + i_h * DK + o_k, mask=m_q, other=0.0).to(tl.float32)
+            b_a = channels(p_gate + i_h * DK, o_k, m_k, EVEN).to(tl.float32)
             b_state = b_state * tl.exp(b_rate * softplus(b_a + b_bias))[:, None]
         else:
-            b_a = tl.load(p_gate + i_h, mask=m_live, other=0.0).to(tl.float32)
+            b_a = tl.load(p_gate + i_h).to(tl.float32)
             b_state = b_state * tl.exp(b_rate * softplus(b_a + b_bias))
-        b_q = unit_length(b_q, eps, BK, LOG2_BK) * scale
-        b_k = unit_length(b_k, eps, BK, LOG2_BK)
-        b_change = (b_v - sum_rows(b_k[:, None] * b_state, BK, LOG2_BK, BV)) * b_beta
+        # Both reads are of the state before its change, which q sees through q k: neither waits for the other.
+        b_kept = sum_rows(b_k[:, None] * b_state, BK, LOG2_BK, BV)
+        b_seen = sum_rows(b_q[:, None] * b_state, BK, LOG2_BK, BV)
+        b_by_q = tl.rsqrt(_total(b_q * b_q, BK, LOG2_BK) + eps) * scale
+        b_by_k = tl.rsqrt(_total(b_k * b_k, BK, LOG2_BK) + eps)
+        b_change = (b_v - b_kept * b_by_k) * (b_beta * b_by_k)
         b_wide_k = tl.broadcast_to(b_k[:, None], [BK, BV])
         b_state = tl.fma(b_wide_k, tl.broadcast_to(b_change[None, :], [BK, BV]), b_state)
-        b_out = sum_rows(b_q[:, None] * b_state, BK, LOG2_BK, BV)
+        b_out = (b_seen + _total(b_q * b_k, BK, LOG2_BK) * b_change) * b_by_q
+        b_out = tl.where(m_live, b_out, 0.0)
         tl.store(p_out + (i_row * HV + i_h) * DV + o_v, b_out.to(p_out.dtype.element_ty), mask=m_v)
-        i_write = tl.load(p_write + i_row)
-        tl.store(p_head + i_write * (HV * DK * DV) + o_state, b_state, mask=m_state & (i_write >= 0))
+        m_new = i_write >= 0 if EVEN else m_state & (i_write >= 0)
+        tl.store(p_head + i_write * (HV * DK * DV) + o_state, b_state, mask=m_new)
 
 
 def gdn_recurrent(
@@ -120,10 +167,12 @@ def gdn_recurrent(
     state: torch.Tensor,
     *,
     slots: StateSlots,
+    static_state: bool = False,
     config: RecurrentConfig | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.gdn_recurrent`. Raises ValueError for what its grid cannot hold."""
-    return _recurrent("gdn_recurrent", False, qkv, b, a, a_log, dt_bias, state, slots, config)
+    inputs = (qkv, b, a, a_log, dt_bias, state)
+    return recurrent("gdn_recurrent", False, inputs, None, slots, config, static_state)
 
 
 def kda_recurrent(
@@ -135,16 +184,23 @@ def kda_recurrent(
     state: torch.Tensor,
     *,
     slots: StateSlots,
+    static_state: bool = False,
     config: RecurrentConfig | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.kda_recurrent`. Raises ValueError for what its grid cannot hold."""
-    return _recurrent("kda_recurrent", True, qkv, b, a, a_log, dt_bias, state, slots, config)
+    inputs = (qkv, b, a, a_log, dt_bias, state)
+    return recurrent("kda_recurrent", True, inputs, None, slots, config, static_state)
 
 
-def _recurrent(
-    op: str, by_row: bool, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor,
-    dt_bias: torch.Tensor, state: torch.Tensor, slots: StateSlots, config: RecurrentConfig | None,
+def recurrent(
+    op: str, by_row: bool, inputs: tuple[torch.Tensor, ...], conv: tuple[torch.Tensor, torch.Tensor] | None,
+    slots: StateSlots, config: RecurrentConfig | None, static_state: bool,
 ) -> torch.Tensor:  # fmt: skip
+    """The rule over `inputs` (those of `gdn_recurrent`), convolved before if `conv` is weight, tap by tap, and window.
+
+    Raises ValueError for what its grid cannot hold.
+    """
+    qkv, b, a, a_log, dt_bias, state = inputs
     num_slots, num_heads, k_dim, v_dim = state.shape
     check_rows(op, qkv=qkv, b=b, a=a)
     check_layout(op, state=state, a_log=a_log, dt_bias=dt_bias)
@@ -156,12 +212,16 @@ def _recurrent(
     if num_programs > MAX_GRID_X:
         raise ValueError(f"{op}: {slots.num_sequences} sequences of {num_heads} heads exceed the grid of a GPU")
     out = new_output(slots.num_rows, num_heads, v_dim, like=qkv)
+    unit = stride_unit(qkv, b, a)
+    # What nothing is read from need only be a tensor.
+    taps, window = conv or (qkv, qkv)
     if out.numel():
-        _delta_recurrent_kernel[(num_programs,)](
-            qkv, b, a, a_log, dt_bias, state, slots.read, slots.write, out,
-            qkv.stride(0), b.stride(0), a.stride(0), k_dim**-0.5, L2_EPS,
+        delta_recurrent_kernel[(num_programs,)](
+            qkv, b, a, a_log, dt_bias, state, slots.read, slots.write, out, taps, window,
+            qkv.stride(0) // unit, b.stride(0) // unit, a.stride(0) // unit, k_dim**-0.5, L2_EPS,
             Q=slots.num_queries, HK=(qkv.shape[1] - num_heads * v_dim) // (2 * k_dim), HV=num_heads, DK=k_dim, DV=v_dim,
-            BK=block, LOG2_BK=block.bit_length() - 1, BV=config.BV, BY_ROW=by_row,
-            FIRST=num_programs <= _FEW, enable_fp_fusion=False, **config.options, **dependent(qkv),
+            BK=block, LOG2_BK=block.bit_length() - 1, BV=config.BV, BY_ROW=by_row, FIRST=num_programs <= _FEW,
+            UNIT=unit, TAPS=0 if conv is None else taps.shape[1], STATIC=config.EARLY and static_state,
+            enable_fp_fusion=False, **config.options, **dependent(qkv),
         )  # fmt: skip
     return finish(out, qkv.dtype)

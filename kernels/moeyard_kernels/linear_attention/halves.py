@@ -22,13 +22,6 @@ def sum_rows(b_x, N: tl.constexpr, LOG2_N: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def unit_length(b_x, eps, N: tl.constexpr, LOG2_N: tl.constexpr):
-    """b_x [N] fp32 over the root of its sum of squares and eps."""
-    b_square = sum_rows(tl.reshape(b_x * b_x, [N, 1]), N, LOG2_N, 1)
-    return b_x * tl.div_rn(tl.full([1], 1.0, tl.float32), tl.sqrt_rn(b_square + eps))
-
-
-@triton.jit
 def power_of_two(b_x):
     """2^x in fp32, 0 where that is no normal number: one instruction, `tl.exp2` has four for numbers that are none."""
     if INTERPRETED:

@@ -1,7 +1,8 @@
 """Triton: what sequences keep of a layer, state and window, copied out of other slots, by a list on the device.
 
-Every program reads the list, and copies its block of whatever slot is named there; where none is, it leaves at once. It
-is a launch of its own because whatever else a step does with slots comes behind it: the source may be written again.
+Every program reads the list, and copies its block of its share of the slots named there; where none is, it leaves at
+once. It is a launch of its own because whatever else a step does with slots comes behind it: the source may be written
+again.
 """
 
 from dataclasses import dataclass
@@ -21,14 +22,16 @@ _MOVES = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreConfig(Config):
-    """A program copies BYTES of each slot."""
+    """A program copies BYTES of every SHARES-th slot of the list: so many moves are on the way together."""
 
     num_stages: int = 1
     BYTES: int = 16384
+    SHARES: int = 4
 
 
 CONFIGS = tuple(
-    RestoreConfig(BYTES=size, num_warps=warps) for size, warps in ((16384, 4), (8192, 4), (16384, 8), (32768, 8))
+    RestoreConfig(BYTES=size, num_warps=warps, SHARES=shares)
+    for size, warps, shares in ((16384, 4, 4), (16384, 4, 1), (8192, 4, 4), (16384, 4, 8), (16384, 8, 4), (32768, 8, 2))
 )
 
 
@@ -42,15 +45,16 @@ def _copy_block(p_x, i_from, i_to, i_part, SIZE: tl.constexpr, BLOCK: tl.constex
 @triton.jit(do_not_specialize=("N",), do_not_specialize_on_alignment=("p_source", "p_target"))
 def _restore_slots_kernel(
     p_state, p_window, p_source, p_target, N,
-    STATE: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BW: tl.constexpr
+    STATE: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BW: tl.constexpr,
+    SHARES: tl.constexpr
 ):  # fmt: skip
-    """p_state [slots, STATE], p_window [slots, WINDOW]. Grid: (ceil(STATE / BS) + ceil(WINDOW / BW),)."""
+    """p_state [slots, STATE], p_window [slots, WINDOW]. Grid: (ceil(STATE / BS) + ceil(WINDOW / BW), SHARES)."""
     let_next_begin()
     wait_for_previous()
     o_n = tl.arange(0, BN)
     b_source = tl.load(p_source + o_n, mask=o_n < N, other=-1)
     b_target = tl.load(p_target + o_n, mask=o_n < N, other=0)
-    b_left = (b_source >= 0).to(tl.int32)
+    b_left = ((b_source >= 0) & (o_n % SHARES == tl.program_id(1))).to(tl.int32)
     n_left = tl.sum(b_left, 0)
     i_part = tl.program_id(0)
     PARTS: tl.constexpr = (STATE + BS - 1) // BS
@@ -79,8 +83,9 @@ def restore_slots(
     word = torch.int16 if window.itemsize == 2 else torch.int32
     sizes = state[0].numel(), window[0].numel()
     blocks = config.BYTES // state.itemsize, config.BYTES // window.itemsize
-    _restore_slots_kernel[(sum(triton.cdiv(*pair) for pair in zip(sizes, blocks, strict=True)),)](
+    parts = sum(triton.cdiv(*pair) for pair in zip(sizes, blocks, strict=True))
+    _restore_slots_kernel[(parts, config.SHARES)](
         state.view(torch.int32), window.view(word), moves.source, moves.target, num_moves,
         STATE=sizes[0], WINDOW=sizes[1], BN=max(_MOVES, triton.next_power_of_2(num_moves)), BS=blocks[0], BW=blocks[1],
-        **config.options, **dependent(state),
+        SHARES=config.SHARES, **config.options, **dependent(state),
     )  # fmt: skip

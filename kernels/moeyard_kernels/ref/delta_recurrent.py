@@ -21,8 +21,9 @@ def gdn_recurrent(
     state: torch.Tensor,
     *,
     slots: StateSlots,
+    static_state: bool = False,
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.gdn_recurrent`: in the dtype of the state."""
+    """See `moeyard_kernels.ops.gdn_recurrent`: in the dtype of the state. Nothing is launched ahead on a CPU."""
     return _recurrent("gdn_recurrent", qkv, b, a, a_log, dt_bias, state, slots)
 
 
@@ -35,8 +36,9 @@ def kda_recurrent(
     state: torch.Tensor,
     *,
     slots: StateSlots,
+    static_state: bool = False,
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.kda_recurrent`: in the dtype of the state."""
+    """See `moeyard_kernels.ops.kda_recurrent`: in the dtype of the state. Nothing is launched ahead on a CPU."""
     gates = a.unflatten(1, tuple(state.shape[1:3]))
     return _recurrent("kda_recurrent", qkv, b, gates, a_log.unsqueeze(1), dt_bias, state, slots)
 

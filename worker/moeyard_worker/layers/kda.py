@@ -45,11 +45,11 @@ class Kda:
         width, narrow, size = self.width, self.head_dim, self.conv_size
         rows = {"q_proj": width, "k_proj": width, "v_proj": width, "f_a_proj": narrow, "g_a_proj": narrow}
         rows["b_proj"] = self.num_heads
+        wide = tuple(Part(f"{at}{x}_b_proj.weight", (width, narrow), i * width) for i, x in enumerate("fg"))
         convs = tuple(Part(f"{at}{x}_conv1d.weight", (width, 1, size), i * width) for i, x in enumerate("qkv"))
         return {
             "projections": stacked(*((f"{at}{name}.weight", count) for name, count in rows.items()), width=hidden),
-            "decay": matrix(f"{at}f_b_proj.weight", width, narrow),
-            "gate": matrix(f"{at}g_b_proj.weight", width, narrow),
+            "wide": Weight((2, width, narrow), wide),
             "conv": Weight((3 * width, size), convs),
             "a_log": Weight((self.num_heads,), (Part(f"{at}A_log", (1, 1, self.num_heads, 1)),), fp32=True),
             "dt_bias": weight(f"{at}dt_bias", width, fp32=True),
@@ -78,6 +78,7 @@ class Kda:
             num_heads=self.num_heads,
             head_dim=self.head_dim,
             eps=self.norm_eps,
+            wide=weights["wide"],
             conv=weights["conv"],
             a_log=weights["a_log"],
             dt_bias=weights["dt_bias"],
@@ -85,21 +86,16 @@ class Kda:
             state=state["state"],
             window=state["window"],
         )
-        return KdaBlock(self, backend, mix, weights)
+        return KdaBlock(backend, mix, weights)
 
 
 class KdaBlock:
-    """One product of the input, two of its narrow parts, the rule, one product back."""
+    """One product for everything that the rule reads, narrow parts of it to be widened there; one product back."""
 
-    def __init__(self, spec: Kda, backend: Backend, mix: KdaMix, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, backend: Backend, mix: KdaMix, weights: Mapping[str, torch.Tensor]) -> None:
         self._backend, self._mix = backend, mix
         self._projections, self._o = weights["projections"], weights["o"]
-        self._decay, self._gate = weights["decay"], weights["gate"]
-        self._widths = (3 * spec.width, spec.head_dim, spec.head_dim, spec.num_heads)
 
     def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """x [num_rows, H] -> [num_rows, H]."""
-        linear = self._backend.linear
-        qkv, rates, gates, beta = linear(x, self._projections).split_with_sizes(self._widths, 1)
-        decay, gate = linear(rates.contiguous(), self._decay), linear(gates.contiguous(), self._gate)
-        return linear(self._mix.mix(qkv, decay, beta, gate, plan), self._o)
+        return self._backend.linear(self._mix.mix(self._backend.linear(x, self._projections), plan), self._o)
