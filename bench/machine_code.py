@@ -1,0 +1,104 @@
+"""What the compilers made of a kernel, without a GPU: registers, spills, instructions by kind, loops, ptxas's notes.
+
+    python bench/machine_code.py --op kda_chunk_prefill --op gdn_chunk_prefill [--variants] [--keep FOLDER]
+
+The kernels of the bench's cases, as an H200 would run them (`tests/kernels/compile_for_hopper.py`), each launch once. A
+loop is a line of its own, inner ones are in the outer. What an SM has to issue is instructions x warps / 4 a program,
+each loop as often as it turns; loads of 2 bytes (U16) where 16 were meant, calls of slow divisions and roots, and
+exponentials (MUFU) beyond one of each value are what cost most so far (docs/kernels.md, "Linear attention"). --keep:
+PTX, TTGIR and SASS of each.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.kernels import compile_for_hopper as build
+from triton.runtime.jit import JITFunction
+
+# Of all else a column says nothing.
+KINDS = ("HGMMA", "HMMA", "LDG", "LDGSTS", "STG", "LDS", "LDSM", "STS", "LDL", "STL", "BAR", "MUFU", "CALL", "SHFL")
+LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
+
+
+def sass(cubin: bytes) -> str:
+    """The machine code as text."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = subprocess.run([build.CUOBJDUMP, "-sass", file.name], check=True, capture_output=True, text=True)
+    return run.stdout
+
+
+def notes(ptx: str) -> list[str]:
+    """What ptxas says of registers, spills and of products that wait."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [build.triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, check=True, capture_output=True, text=True)
+    return re.findall(r"\(C75\d\d\).*|Used \d+ registers|[1-9]\d* bytes spill stores", said.stdout + said.stderr)
+
+
+def counted(instructions: list[str]) -> str:
+    """How many, and how many of each of KINDS; loads of 2 bytes apart."""
+    names = [re.sub(r"^@!?U?P\w+\s+", "", text).split(" ")[0] for text in instructions]
+    kinds = Counter(name.split(".")[0] for name in names)
+    words = [f"{kind} {kinds[kind]}" for kind in KINDS if kinds[kind]]
+    narrow = sum(name.startswith("LDG") and ".U16" in name for name in names)
+    return f"{len(names)} instructions: {', '.join(words)}" + (f"; LDG of 2 bytes {narrow}" if narrow else "")
+
+
+def report(name: str, kernel: Any) -> None:
+    """Lines of one kernel."""
+    text = sass(kernel.asm["cubin"])
+    lines = [(int(at, 16), what) for at, what in LINE.findall(text)]
+    print(f"{name}: {kernel.metadata.shared} bytes shared; {'; '.join(notes(kernel.asm['ptx']))}")
+    print(f"    {counted([what for _, what in lines])}")
+    for at, what in lines:
+        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", what)
+        # A program's last instruction branches to itself.
+        if target and int(target[1], 16) < at:
+            body = [here for place, here in lines if int(target[1], 16) <= place <= at]
+            print(f"    loop of {counted(body)}", flush=True)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
+    parser.add_argument("--op", action="append", required=True, help="an op of the kernels' bench (may be repeated)")
+    parser.add_argument("--variants", action="store_true", help="with each config of its cases")
+    parser.add_argument("--keep", type=Path, help="write PTX, TTGIR and SASS there")
+    args = parser.parse_args()
+    launch, seen = JITFunction.run, set[str]()
+
+    def compiled(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
+        if kernel.hash in seen:
+            return
+        seen.add(kernel.hash)
+        told = [f"{key}={value}" for key, value in options.items() if key.isupper() or key.startswith("num_")]
+        report(f"{self.__name__} {' '.join(told)}", kernel)
+        if args.keep:
+            args.keep.mkdir(parents=True, exist_ok=True)
+            stem = args.keep / f"{self.__name__}_{kernel.hash[:8]}"
+            stem.with_suffix(".sass").write_text(sass(kernel.asm["cubin"]))
+            for kind in ("ptx", "ttgir"):
+                stem.with_suffix(f".{kind}").write_text(kernel.asm[kind])
+
+    JITFunction.run = compiled
+    build.pretend()
+    with build.NoStorage():
+        for case in build.all_cases(args.op):
+            for run in (case.run, *(variant for _, variant in case.variants if args.variants)):
+                run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
