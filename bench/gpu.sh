@@ -5,7 +5,7 @@
 #   OUT=/tmp/out bench/gpu.sh PART...  there, in the root of the tree (carry .wheels): equality, figures
 #     kernels workers matrix           one GPU: every kernel native; graphs, drafts, hybrids, SnapKV; the whole product
 #     decode prefill                   issue-sized figures of Qwen3-30B-A3B
-#     hybrids snapkv drafts delta      figures of linear attention, SnapKV, verify steps; chunk prefill beside fla's
+#     hybrids snapkv drafts delta fla  figures of linear attention, SnapKV, verify steps; chunk prefill, beside fla's
 #     launches                         where steps of hybrids spend their time
 #     variants                         one launch for rotation and short decode, and others, in whole decode steps
 #     steps                            the same of linear attention: two launches for three, states read early, tiles
@@ -82,8 +82,9 @@ hybrids() {
 delta() {
   ops chunk_prefill 150 kda_chunk_prefill gdn_chunk_prefill
   step delta_launches 60 python3 bench/launches.py --op kda_chunk_prefill --op gdn_chunk_prefill --variants
-  step beside_fla 240 python3 bench/flash_linear_attention.py --folder "$SITE"
 }
+# Theirs tunes itself for each length, the longest last: some 40 s each, before 2 x 4 lines.
+fla() { step beside_fla 330 python3 bench/flash_linear_attention.py --folder "$SITE"; }
 launches() {
   engine launches_kimi 90 --shape Kimi-Linear-48B-A3B --layers 8 --streams 1 64 --prefill 1x1024 1x8192 --profile
   engine launches_qwen 90 --shape Qwen3.5-35B-A3B --layers 8 --streams 1 64 --prefill 1x8192 --profile
