@@ -21,6 +21,7 @@ from moeyard.bench.figures import (
     shares,
     table,
 )
+from moeyard.bench.profile import chain
 from moeyard.bench.scenarios import Ceilings, Decode, Mixed, Prefill
 from moeyard.cli import build_parser
 from moeyard_worker.checkpoint.check import check_weights
@@ -247,3 +248,16 @@ def test_a_run_serves_what_was_asked_for() -> None:
 def test_bad_arguments(flags: tuple[str, ...], says: str) -> None:
     with pytest.raises(ValueError, match="(?i)" + says.replace("(", r"\(")):
         engine.bench_engine(parse(*flags))
+
+
+def test_what_launches_of_a_graph_add() -> None:
+    """Two replays of three launches, the second begun within the first; a replay of another graph, and a lone copy."""
+    first = [(7, "a", 1000, 3000), (7, "b", 2000, 4000), (7, "c", 4500, 5000)]
+    # On a second stream c began first, and ended when b did not.
+    second = [(8, "c", 10_000, 10_400), (8, "a", 10_100, 12_000), (8, "b", 11_000, 13_000)]
+    lines = chain([*second, *first, (9, "d", 0, 100), (9, "e", 100, 200), (3, "copy", 0, 10_000)])
+    assert lines[0] == "a step of 3 launches, replayed 2 times: 3.5 us; what each adds:"
+    assert [line.split() for line in lines[1:]] == [
+        ["1.80", "us", "a"], ["1.00", "us", "b"], ["0.70", "us", "c"],
+    ]  # fmt: skip
+    assert chain([(3, "copy", 0, 10_000)]) == []

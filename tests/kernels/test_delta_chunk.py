@@ -1,5 +1,6 @@
 """The gated delta rule over prompts: oracle and Triton kernels against float64, whatever the batch, tile and cut."""
 
+import numpy as np
 import pytest
 import torch
 from tests.kernels.linear_attention_cases import Heads, Rows, exact_rule, make_rows, relative
@@ -25,7 +26,9 @@ def run_kernel(
     poison = torch.full((4 * rows.qkv.numel(),), float("nan"), device=DEVICE)
     del poison
     op = triton_kernel.kda_chunk_prefill if rows.dt_bias.dim() == 2 else triton_kernel.gdn_chunk_prefill
-    out = op(*on_device.args[:-1], state, chunks=chunks, config=config)
+    # Of products of whole blocks what lies above the diagonal may be beyond fp32: nothing reads it.
+    with np.errstate(over="ignore", invalid="ignore"):
+        out = op(*on_device.args[:-1], state, chunks=chunks, config=config)
     return out.cpu(), state.cpu()
 
 
@@ -101,8 +104,28 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_cut(by_row: bool) -> None:
         parts.append(out)
     assert torch.equal(torch.cat(parts), whole)
     assert torch.equal(kept[5], state[5])
-    # What follows in a chunk does not show in the positions before.
-    assert torch.equal(run_kernel(rows.at(slice(0, 70)), plan([70], [0], [5]))[0], whole[:70])
+    # What follows in later chunks does not show; within a chunk it may, where a gate is of each row (`delta_scores`).
+    seen = 64 if by_row else 70
+    assert torch.equal(run_kernel(rows.at(slice(0, 70)), plan([70], [0], [5]))[0][:seen], whole[:seen])
+
+
+# Of log2, of a position: sums of 32 and of 8 are within the limit, of 8 only, and neither; around both limits too.
+@pytest.mark.parametrize("most", [0.3, 2.95, 3.05, 11.7, 12.3, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_of_any_strength(most: float, dtype: torch.dtype) -> None:
+    """One product of a whole chunk, of blocks of 16, and none: values that each leaves to the next included."""
+    rows = make_rows(140, (1, 1, 32, 16), by_row=True, dtype=dtype)
+    rows.qkv[:, :64] *= torch.tensor([1e-3, 1.0, 1e3], dtype=dtype)[torch.randint(3, (140, 1))]
+    rows.a_log[:], rows.dt_bias[:] = 0.0, 0.0
+    # Half of the columns forget as much as that in all positions, the rest anything less.
+    gate = torch.rand(140, 32) * most * 0.6931
+    gate[:, ::2] = most * 0.6931
+    rows.a[:] = gate.double().expm1().log().to(dtype)
+    out, state = run_kernel(rows, plan([140], [64], [2]))
+    wanted, left = exact_rule(rows, rows.state[2])
+    bound = 1e-5 if dtype == torch.float32 else 5e-3
+    assert relative(out, wanted) < bound
+    assert relative(state[2], left) < bound
 
 
 # Behind a chunk, behind the last row, behind another's first chunk; and a prompt that leaves none.

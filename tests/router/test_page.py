@@ -209,7 +209,10 @@ def test_last_requests_have_phases_and_no_text(start: Any) -> None:
     stopped, first = answer.json()["requests"]
     assert (first["kind"], first["reason"], first["output_tokens"], first["rank"]) == ("chat", "length", 6, 0)
     assert (first["queue"], first["prefill"], first["cached_tokens"]) == (0.0, 0.0, 3)
-    assert 5 * 0.002 <= first["decode"] <= first["total"] - first["ttft"] + 1e-9
+    # Five tokens came after the first, each at the worker's pace; of how many of them the router heard late, a busy
+    # machine decides.
+    assert first["total"] >= 5 * 0.002
+    assert 0 < first["decode"] <= first["total"] - first["ttft"] + 1e-9
     # The worker's last word of a sequence that a stop string ended is not waited for.
     assert (stopped["kind"], stopped["reason"], stopped["queue"]) == ("completion", "stop", None)
     for _ in range(40):

@@ -1,11 +1,16 @@
 """Where the time of a bench's scenario goes, by torch's profiler: kernels by name, and what nothing ran in."""
 
+import statistics
 import time
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+# Launches of one graph, those of a few layers of a model; what comes behind repeats them.
+_CHAIN = 72
 # The longest kernel and operator names are whole signatures.
 _NAME = 76
 
@@ -15,7 +20,7 @@ def profiled(go: Callable[[], object], *, device: str, most: int = 24) -> list[s
 
     On a device: time and count of its kernels and copies, and how much of the wall's time they fill together (streams
     that run at once count twice). The host's operators follow; recording them slows it, so their times are to be
-    compared with each other only.
+    compared with each other only. Of the graph that was replayed most, `chain` has the launches one by one.
     """
     activities = [ProfilerActivity.CPU]
     if device != "cpu":
@@ -31,6 +36,7 @@ def profiled(go: Callable[[], object], *, device: str, most: int = 24) -> list[s
         busy = sum(us for us, _, _ in kernels) * 1e-3
         lines.append(f"device: {busy:.1f} ms of kernels and copies in {wall * 1e3:.1f} ms")
         lines += _lines(kernels, most)
+        lines += chain(_launched(found))
     lines.append(f"host: {wall * 1e3:.1f} ms with what recording costs")
     return lines + _lines([(a.self_cpu_time_total, a.count, a.key) for a in averages], most // 2)
 
@@ -40,3 +46,45 @@ def _lines(entries: list[tuple[float, int, str]], most: int) -> list[str]:
         f"  {us * 1e-3:9.2f} ms {count:7d} x {us / count:9.1f} us  {name[:_NAME]}"
         for us, count, name in sorted(entries, reverse=True)[:most]
     ]
+
+
+def chain(launches: Iterable[tuple[int, str, int, int]]) -> list[str]:
+    """What each launch of a graph adds to a step: by how much it ended behind everything that began before it.
+
+    launches: (number of the graph's launch, name, begin and end in ns). Launches begin while the ones before run, so
+    how long one ran says little; what they add sums up to the step. Medians over all replays of the graph that took
+    longest together; no lines where none was replayed.
+    """
+    replays: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    for number, name, begin, end in launches:
+        replays[number].append((begin, end, name))
+    graphs: dict[tuple[str, ...], list[list[tuple[int, int, str]]]] = defaultdict(list)
+    for events in replays.values():
+        if len(events) > 1:
+            graphs[tuple(sorted(name for _, _, name in events))].append(sorted(events))
+    if not graphs:
+        return []
+    names, steps = max(graphs.items(), key=lambda item: sum(events[-1][1] - events[0][0] for events in item[1]))
+    # Of two streams the order is not always the same: a launch is the n-th of its name.
+    begun, added = defaultdict(list), defaultdict(list)
+    for events in steps:
+        first = until = events[0][0]
+        count: Counter[str] = Counter()
+        for begin, end, name in events:
+            which = name, count[name]
+            count[name] += 1
+            begun[which].append(begin - first)
+            added[which].append(max(0, end - until) * 1e-3)
+            until = max(until, end)
+    medians = {which: statistics.median(us) for which, us in added.items()}
+    total = sum(medians.values())
+    lines = [f"a step of {len(names)} launches, replayed {len(steps)} times: {total:.1f} us; what each adds:"]
+    order = sorted(medians, key=lambda which: statistics.median(begun[which]))
+    return lines + [f"  {medians[which]:9.2f} us  {which[0][:_NAME]}" for which in order[:_CHAIN]]
+
+
+def _launched(found: Any) -> list[tuple[int, str, int, int]]:
+    """Kernels of graphs: those that share the number of the call that launched them."""
+    events = found.profiler.kineto_results.events()
+    kernels = [event for event in events if event.device_type() == DeviceType.CUDA and event.duration_ns()]
+    return [(e.correlation_id(), e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in kernels]

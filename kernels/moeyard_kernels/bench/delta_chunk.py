@@ -16,13 +16,17 @@ _DIM = 128
 _KDA_US = ((1024, 590 / 2), (4096, 643 / 1.5), (16384, 2137 / 1.4))
 
 
-def chunk_prefill(op: str, lengths: tuple[int, ...], k_heads: int, heads: int) -> Case:
-    """Prompts of `lengths`; every second goes on from what its slot holds."""
+def chunk_prefill(op: str, lengths: tuple[int, ...], k_heads: int, heads: int, *, strong: bool = False) -> Case:
+    """Prompts of `lengths`; every second goes on from what its slot holds.
+
+    Of gates of each row most chunks are one product and none is where gates are strong (`delta_scores`): the latter is
+    the most that it takes.
+    """
     by_row, num_rows, num = op == "kda_chunk_prefill", sum(lengths), len(lengths)
-    rates, width = heads * (_DIM if by_row else 1), (2 * k_heads + heads) * _DIM
-    wide = torch.randn(num_rows, width + heads + rates, device="cuda", dtype=torch.bfloat16)
-    qkv, b, a = wide.split((width, heads, rates), 1)
-    a_log = torch.linspace(-4, 1, heads, device="cuda")
+    gates, width = heads * (_DIM if by_row else 1), (2 * k_heads + heads) * _DIM
+    wide = torch.randn(num_rows, width + heads + gates, device="cuda", dtype=torch.bfloat16)
+    qkv, b, a = wide.split((width, heads, gates), 1)
+    a_log = torch.linspace(*((3, 4) if strong else (-4, 1)), heads, device="cuda")
     dt_bias = torch.randn(*((heads, _DIM) if by_row else (heads,)), device="cuda")
     state = torch.randn(num, heads, _DIM, _DIM, device="cuda")
     starts = [CHUNK * (i % 2) for i in range(num)]
@@ -74,12 +78,12 @@ def chunk_prefill(op: str, lengths: tuple[int, ...], k_heads: int, heads: int) -
     flops = 2 * (2 * square * _DIM + 3 * square * _DIM + 3 * CHUNK * _DIM * _DIM)
     return Case(
         op=op,
-        shape=f"T{num_rows} of {num} H{k_heads}/{heads} {_DIM}x{_DIM}",
+        shape=f"T{num_rows} of {num} H{k_heads}/{heads} {_DIM}x{_DIM}" + (" strong gates" if strong else ""),
         run=run,
         prove=prove,
         num_bytes=wide.nbytes + 2 * num_rows * heads * _DIM + 2 * state.nbytes,
         num_flops=flops * chunks.table.shape[0] * heads,
-        target=Target("us", targets[num_rows]) if num_rows in targets else None,
+        target=Target("us", targets[num_rows]) if num_rows in targets and not strong else None,
         variants=[(config, partial(run, config=config)) for config in delta_chunk.CONFIGS],
         tune_key=(op, delta_chunk.shape_class(chunks.table.shape[0], num, heads, _DIM, _DIM)),
     )

@@ -45,6 +45,7 @@ def cases() -> Iterator[Case]:
     for lengths in PROMPTS:
         yield chunk_prefill("kda_chunk_prefill", lengths, 32, 32)
         yield chunk_prefill("gdn_chunk_prefill", lengths, 16, 32)
+    yield chunk_prefill("kda_chunk_prefill", (4096,), 32, 32, strong=True)
     for lengths in PROMPTS:
         yield _conv_prefill(lengths, 8192)
         yield _conv_prefill(lengths, 12288)

@@ -30,7 +30,8 @@ from moeyard_kernels.common.launch import MAX_GRID_X, check_layout, finish, new_
 from moeyard_kernels.common.rounding import INTERPRETED
 from moeyard_kernels.common.rows import check_rows, stride_unit
 from moeyard_kernels.common.tuning import Config, choose
-from moeyard_kernels.linear_attention.delta_intra import FACTORS, delta_intra_kernel, operand
+from moeyard_kernels.linear_attention.delta_intra import FACTORS, delta_intra_kernel
+from moeyard_kernels.linear_attention.delta_scores import operand
 from moeyard_kernels.linear_attention.halves import SNAPSHOTS, TABLE_WIDTH
 from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
 
@@ -39,22 +40,23 @@ L2_EPS = 1e-6
 # Of so many chunks and heads at most, the stages of a chunk are one launch.
 _FEW = 256
 # Of Dk, columns that a program of the first part has at a time.
-_HALF = 64
+_HALF = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkConfig(Config):
     """BV columns of one head's state are a program of num_warps; the stages before are one launch, or two.
 
-    intra_warps: of a program of those, solve_warps of one that only inverts. A chunk's loads begin num_stages - 2
-    chunks before it, behind the products of the one ahead (Triton's order): with 2 nothing covers them.
+    intra_warps: of a program of those, of which two fit a multiprocessor with 4 (and one with 8: registers); solve_warps
+    of one that only inverts. A chunk's loads begin num_stages - 2 chunks before it, behind the products of the one
+    ahead (Triton's order): with 2 nothing covers them.
     """
 
     kernel: Literal["chunk"] = "chunk"
     num_stages: int = 3
     BV: int = 64
     fused: bool
-    intra_warps: int = 8
+    intra_warps: int = 4
     solve_warps: int = 1
 
 
@@ -66,8 +68,8 @@ CONFIGS = (
         for fused in (True, False)
         for columns, warps, stages in (_PARTS if not fused else _PARTS[:1])
     ),
-    ChunkConfig(fused=True, intra_warps=16),
-    ChunkConfig(fused=False, intra_warps=16),
+    ChunkConfig(fused=True, intra_warps=8),
+    ChunkConfig(fused=False, intra_warps=8),
     ChunkConfig(fused=False, solve_warps=2),
 )
 
@@ -231,7 +233,7 @@ def _prefill(
     scores, inverse = scratch(CHUNK, CHUNK), scratch(CHUNK, CHUNK)
     factors = scratch(FACTORS.value, CHUNK, dtype=torch.float32)
     left = scratch(rows if by_row else 1, dtype=torch.float32)
-    sums = scratch(CHUNK, rows, dtype=torch.float32) if by_row else scratch(CHUNK, dtype=torch.float32)
+    sums = scratch(CHUNK, rows, dtype=torch.float32) if by_row else scratch(2, CHUNK, dtype=torch.float32)
     lower = scratch(CHUNK, CHUNK, dtype=torch.float32)
     # What a gate of the head does not need must only be tensors.
     kd, kg, qg = (scratch(CHUNK, rows) for _ in range(3)) if by_row else (scores,) * 3
