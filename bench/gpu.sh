@@ -9,6 +9,7 @@
 #     launches                         where steps of hybrids spend their time
 #     variants                         one launch for rotation and short decode, and others, in whole decode steps
 #     steps                            the same of linear attention: two launches for three, states read early, tiles
+#     joined                           the same of a shared expert as one more of each row's
 #     tune                             every config of the products and of latent decode, the best of them stored
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
 # Every command has its limit of seconds, and its output is $OUT/NAME.txt; the last line of each is printed. Tests name
@@ -102,6 +103,17 @@ variants() {
   step variants 120 python3 bench/stored_configs.py --model Qwen3-30B-A3B:12 --streams 1 8 "${lines[@]}"
   step latents 60 python3 bench/stored_configs.py --model DeepSeek-V2-Lite:10 --streams 1 \
     --line "$latent, \"BLOCK\": 16}" --line "$latent, \"BLOCK\": 4}"
+}
+# A shared expert as one more of each row's, in steps of few rows.
+joined() {
+  local line='joined_expert / %s / {"kernel": "joined", "num_warps": 4, "num_stages": 3}' lines shape pairs
+  tests joined 90 tests/models/test_joined_expert.py
+  for shape in Qwen3.5-35B-A3B:10/"H2048 I512" Kimi-Linear-48B-A3B:8/"H2304 I1024" DeepSeek-V3:5/"H7168 I2048"; do
+    lines=()
+    for pairs in P9 P18 P36; do lines+=("$(printf "$line" "$pairs ${shape#*/}")"); done
+    step "joined_${shape%%:*}" 90 python3 bench/stored_configs.py --model "${shape%%/*}" --streams 1 2 4 \
+      --line "$(IFS=';'; echo "${lines[*]}")"
+  done
 }
 # slots_line OP RULE FIELDS: a line for each class of rows, joined.
 slots_line() { local class lines=()

@@ -415,6 +415,8 @@ def held_bytes(root: object) -> int:
 class NoExperts:
     """A runner that only loads asks for nothing."""
 
+    joined = None
+
     def run(self, layer: int, dispatched: object) -> torch.Tensor:
         raise AssertionError
 

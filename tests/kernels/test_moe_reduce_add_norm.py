@@ -7,6 +7,7 @@ from tests.kernels.graphs import assert_replays
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.elementwise import rms_norm as norm_kernel
+from moeyard_kernels.elementwise import scale_rows
 from moeyard_kernels.experts import moe_reduce_add_norm as kernel
 from moeyard_kernels.experts import moe_weighted_reduce as reduce_kernel
 
@@ -28,10 +29,9 @@ def inputs(num_rows: int, top_k: int, hidden: int, dtype: torch.dtype, *, with_s
     return partial, torch.rand(num_rows, top_k, device=DEVICE), shared if with_shared else None, residual, norm
 
 
-def chain(partial, weights, shared, residual, norm):  # type: ignore[no-untyped-def]
-    return norm_kernel.add_rms_norm(
-        reduce_kernel.moe_weighted_reduce(partial, weights, shared), residual, norm, EPS
-    )  # fmt: skip
+def chain(partial, weights, shared, residual, norm, *, joined: bool = False):  # type: ignore[no-untyped-def]
+    reduced = reduce_kernel.moe_weighted_reduce(partial, weights, shared, joined=joined)
+    return norm_kernel.add_rms_norm(reduced, residual, norm, EPS)
 
 
 def run(*args: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,6 +54,28 @@ def test_one_launch_equals_the_chain(
     assert_bits("one launch", got, chain(*args))
     last = [None if x is None else x[-1:].clone() for x in args[:4]]
     assert_bits("a row alone", run(*last, args[4]), tuple(x[-1:] for x in got))
+
+
+@DTYPES
+@pytest.mark.parametrize("config", [None, *kernel.CONFIGS], ids=str)
+@pytest.mark.parametrize(("num_rows", "top_k", "hidden"), SHAPES, ids=lambda n: str(n))
+def test_a_joined_expert_is_the_shared_one(
+    num_rows: int, top_k: int, hidden: int, config: kernel.ReduceConfig | None, dtype: torch.dtype
+) -> None:
+    """Scaled by its weight, rounded, and added behind the routed ones: in one launch, in two and as oracles."""
+    partial, weights, _, residual, norm = inputs(num_rows, top_k, hidden, dtype, with_shared=False)
+    shared = scale_rows.scale_rows_(partial[:, -1].clone(), weights[:, -1].contiguous())
+    routed = partial[:, :-1].contiguous(), weights[:, :-1].contiguous()
+    wanted = chain(*routed, shared, residual, norm)
+    assert_bits("chain", chain(partial, weights, None, residual, norm, joined=True), wanted)
+    got = kernel.moe_reduce_add_norm(partial, weights, None, residual, norm, EPS, joined=True, config=config)
+    assert_bits("one launch", got, wanted)
+    if config is None:
+        on_cpu = [x.cpu() for x in (partial, weights, residual)]
+        reduced = ops.moe_weighted_reduce(*on_cpu[:2], joined=True)
+        assert torch.equal(reduced, reduce_kernel.moe_weighted_reduce(*routed, shared).cpu())
+        with pytest.raises(ValueError, match="joined wants no shared"):
+            ops.moe_weighted_reduce(*on_cpu[:2], on_cpu[2], joined=True)
 
 
 @pytest.mark.parametrize(("num_rows", "top_k", "hidden"), SHAPES[:3], ids=lambda n: str(n))

@@ -148,6 +148,25 @@ def test_kernel_agrees_with_the_reference(name: str) -> None:
     assert run_kernel(logits[:0], **gate)[1].shape == (0, gate["top_k"])
 
 
+@pytest.mark.parametrize("run", [run_kernel, ops.topk_gate], ids=["kernel", "oracle"])
+@pytest.mark.parametrize("name", ["qwen3", "kimi", "v3", "all"])
+def test_a_shared_expert_is_the_last(run, name: str) -> None:  # type: ignore[no-untyped-def]
+    """Of id E, whole or by the sigmoid of a logit of its own, which changes nothing of the others."""
+    num_experts, gate = GATES[name]
+    bias = torch.randn(num_experts) * 0.2 if gate["scoring"] == "sigmoid" else None
+    wide = (torch.randn(6, num_experts + 1) * 3).bfloat16()
+    wide[3, -1] = 300.0
+    alone = run(wide[:, :-1].contiguous(), bias=bias, **gate)
+    for shared, logits in (("whole", wide[:, :-1].contiguous()), ("gated", wide)):
+        weights, ids = run(logits, bias=bias, shared=shared, **gate)
+        assert torch.equal(weights[:, :-1], alone[0])
+        assert torch.equal(ids[:, :-1], alone[1])
+        assert ids[:, -1].tolist() == [num_experts] * 6
+        wanted = torch.ones(6) if shared == "whole" else wide[:, -1].float().sigmoid()
+        torch.testing.assert_close(weights[:, -1], wanted, rtol=1e-6, atol=0)
+        assert torch.equal(run(logits[:0], bias=bias, shared=shared, **gate)[1], ids[:0])
+
+
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_kernel_takes_the_lowest_id_among_equals(scoring: str) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 2.0, -1.0, 0.0]])

@@ -27,6 +27,8 @@ from moeyard_kernels.types.step import StepRows
 class CpuGate:
     """See `Gate`; the product runs in the weight's own dtype."""
 
+    joins = False
+
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float
     ) -> None:
@@ -37,8 +39,9 @@ class CpuGate:
         """See `Gate.norm`."""
         return add_rms_norm(x, residual, self._norm, self._eps) if plan.num_tokens else (x, residual)
 
-    def choose(self, x: torch.Tensor, plan: CpuPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, x: torch.Tensor, plan: CpuPlan, *, joined: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Gate.choose`; of the T real rows."""
+        assert not joined
         if not plan.num_tokens:
             return no_choice(x, self._top_k)
         logits = linear(x.to(self._weight.dtype), self._weight)
@@ -58,6 +61,7 @@ class CpuBackend:
     silu_mul = staticmethod(silu_mul)
     expert_slots = staticmethod(CpuExpertSlots)
     stream_slots = STREAM_SLOTS
+    joins = False
 
     def __init__(self, *, page_size: int) -> None:
         if page_size < 1 or BLOCK % page_size:
@@ -96,8 +100,9 @@ class CpuBackend:
         """See `Backend.expert_residency`: counts are known here, and a copy keeps the processor busy anyway."""
 
     def gate(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float
-    ) -> CpuGate:
+        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
+        shared_gate: torch.Tensor | None = None,
+    ) -> CpuGate:  # fmt: skip
         """See `Backend.gate`."""
         return CpuGate(weight, bias, rule, norm=norm, eps=eps)
 
@@ -107,10 +112,11 @@ class CpuBackend:
 
     def reduce_add_norm(
         self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
-        norm: torch.Tensor, eps: float, plan: CpuPlan,
+        norm: torch.Tensor, eps: float, plan: CpuPlan, *, joined: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """See `Backend.reduce_add_norm`; sums are zero in the padding."""
         count = plan.num_tokens
+        assert not joined
         if not count:
             return residual, residual
         out = moe_weighted_reduce(partial, weights, None if shared is None else shared[:count])

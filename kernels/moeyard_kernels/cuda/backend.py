@@ -6,7 +6,7 @@ where there is none.
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -35,27 +35,36 @@ class CudaGate:
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float
-    ) -> None:
+        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
+        shared_gate: torch.Tensor | None,
+    ) -> None:  # fmt: skip
         self._norm, self._eps = norm, eps
         self._fp32_logits = weight.dtype == torch.float32
         # A weight in another dtype than fp32 is in the rows'; so is a norm.
         rounded = weight.to(norm.dtype if self._fp32_logits else weight.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
-        self._top_k = rule.top_k
+        self._num_experts, self._top_k = weight.shape[0], rule.top_k
+        self._shared: Literal["whole", "gated"] | None = "whole"
+        if shared_gate is not None:
+            # One product has both logits, which are then of one dtype.
+            self._shared = "gated" if weight.dtype == shared_gate.dtype else None
+            self._weight = torch.cat((self._weight, shared_gate.to(self._weight.dtype)))
+        self.joins = self._shared is not None
         self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
 
     def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Gate.norm`."""
         return ops.add_rms_norm(x, residual, self._norm, self._eps) if plan.num_rows else (x, residual)
 
-    def choose(self, x: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, x: torch.Tensor, plan: CudaPlan, *, joined: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Gate.choose`."""
+        shared = self._shared if joined else None
         if not plan.num_rows:
-            return no_choice(x, self._top_k)
+            return no_choice(x, self._top_k + joined)
         out_dtype = torch.float32 if self._fp32_logits else None
-        logits = ops.linear(x.to(self._weight.dtype), self._weight, static_weight=True, out_dtype=out_dtype)
-        return ops.topk_gate(logits, **self._arguments)
+        weight = self._weight if shared == "gated" else self._weight[: self._num_experts]
+        logits = ops.linear(x.to(weight.dtype), weight, static_weight=True, out_dtype=out_dtype)
+        return ops.topk_gate(logits, shared=shared, **self._arguments)
 
 
 class CudaBackend:
@@ -66,6 +75,7 @@ class CudaBackend:
     mla_split_qkv_a_norm = staticmethod(ops.mla_split_qkv_a_norm)
     silu_mul = staticmethod(ops.silu_mul)
     stream_slots = STREAM_SLOTS
+    joins = True
 
     def __init__(self, *, page_size: int, device: torch.device) -> None:
         if page_size < 1 or BLOCK % page_size:
@@ -137,10 +147,11 @@ class CudaBackend:
         return CudaResidency(slots, **arguments)
 
     def gate(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float
-    ) -> CudaGate:
+        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
+        shared_gate: torch.Tensor | None = None,
+    ) -> CudaGate:  # fmt: skip
         """See `Backend.gate`."""
-        return CudaGate(weight, bias, rule, norm=norm, eps=eps)
+        return CudaGate(weight, bias, rule, norm=norm, eps=eps, shared_gate=shared_gate)
 
     def beside(self, run: Callable[[], torch.Tensor], plan: CudaPlan) -> Callable[[], torch.Tensor]:
         """See `Backend.beside`: on a stream of its own, where rows are so few that launches leave much of a GPU idle.
@@ -162,11 +173,12 @@ class CudaBackend:
 
     def reduce_add_norm(
         self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
-        norm: torch.Tensor, eps: float, plan: CudaPlan,
+        norm: torch.Tensor, eps: float, plan: CudaPlan, *, joined: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """See `Backend.reduce_add_norm`."""
         if not plan.num_rows:
             return residual, residual
         if plan.num_rows <= _FEW_ROWS and residual.shape[1] > _LARGE:
-            return ops.add_rms_norm(ops.moe_weighted_reduce(partial, weights, shared), residual, norm, eps)
-        return ops.moe_reduce_add_norm(partial, weights, shared, residual, norm, eps)
+            reduced = ops.moe_weighted_reduce(partial, weights, shared, joined=joined)
+            return ops.add_rms_norm(reduced, residual, norm, eps)
+        return ops.moe_reduce_add_norm(partial, weights, shared, residual, norm, eps, joined=joined)

@@ -56,10 +56,22 @@ def default_config(num_rows: int, hidden: int) -> ReduceConfig:
 
 
 @triton.jit
+def _added(
+    b_acc, b_w, b_x, is_routed, JOINED: tl.constexpr, DTYPE: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """A fused multiply-add of a routed expert's; of one that is joined the product is rounded, as by itself."""
+    b_w, b_x = tl.broadcast_to(b_w[:, None], [BR, BD]), b_x.to(tl.float32)
+    b_sum = tl.fma(b_w, b_x, b_acc)
+    if JOINED:
+        b_sum = tl.where(is_routed, b_sum, b_acc + round_to(b_w * b_x, DTYPE))
+    return b_sum
+
+
+@triton.jit
 def _moe_reduce_add_norm_kernel(
     p_partial, p_weights, p_shared, p_residual, p_norm, p_out, p_total, num_rows, H, eps,
-    K: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, HAS_SHARED: tl.constexpr, BR: tl.constexpr,
-    BD: tl.constexpr
+    K: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, HAS_SHARED: tl.constexpr, JOINED: tl.constexpr,
+    BR: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """Rows [i BR, i BR + BR) of [num_rows, H]. Grid: (ceil(num_rows / BR),).
 
@@ -78,6 +90,7 @@ def _moe_reduce_add_norm_kernel(
     if HAS_SHARED:
         b_shared = tl.load(p_shared + o_x, mask=m_x, other=0.0)
     b_acc = tl.zeros([BR, BD], dtype=tl.float32)
+    K_ROUTED: tl.constexpr = K - 1 if JOINED else K
     if STAGES > 1:
         # The weights are no part of the pipeline, whose copies are of 16 bytes.
         b_ws = ()
@@ -90,7 +103,7 @@ def _moe_reduce_add_norm_kernel(
             b_w = b_ws[0]  # type: ignore[misc]
             for k in tl.static_range(1, K):
                 b_w = tl.where(i_k == k, b_ws[k], b_w)
-            b_acc = tl.fma(tl.broadcast_to(b_w[:, None], [BR, BD]), b_x.to(tl.float32), b_acc)
+            b_acc = _added(b_acc, b_w, b_x, i_k < K_ROUTED, JOINED, DTYPE, BR, BD)
     else:
         for k0 in tl.static_range(0, K, AHEAD):
             # All loads before the first use: they are in flight together.
@@ -106,8 +119,7 @@ def _moe_reduce_add_norm_kernel(
                     b_xs = b_xs + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
             for u in tl.static_range(AHEAD):
                 if k0 + u < K:
-                    b_w = tl.broadcast_to(b_ws[u][:, None], [BR, BD])  # type: ignore[misc]
-                    b_acc = tl.fma(b_w, b_xs[u].to(tl.float32), b_acc)  # type: ignore[misc]
+                    b_acc = _added(b_acc, b_ws[u], b_xs[u], k0 + u < K_ROUTED, JOINED, DTYPE, BR, BD)  # type: ignore[misc]
     if HAS_SHARED:
         b_acc += b_shared.to(tl.float32)
     b_total = round_to(round_to(b_acc, DTYPE) + b_residual.to(tl.float32), DTYPE)
@@ -124,6 +136,7 @@ def moe_reduce_add_norm(
     norm: torch.Tensor,
     eps: float,
     *,
+    joined: bool = False,
     config: ReduceConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.moe_reduce_add_norm`. Raises ValueError for what its grid cannot hold.
@@ -134,7 +147,7 @@ def moe_reduce_add_norm(
     op = "moe_reduce_add_norm"
     num_rows, top_k, hidden = partial.shape
     if hidden % 16:
-        return add_rms_norm(moe_weighted_reduce(partial, weights, shared), residual, norm, eps)
+        return add_rms_norm(moe_weighted_reduce(partial, weights, shared, joined=joined), residual, norm, eps)
     check_layout(op, partial=partial, weights=weights, shared=shared, residual=residual, norm=norm)
     rows, block = row_tile(hidden)
     if triton.cdiv(num_rows, rows) > MAX_GRID_X:
@@ -148,6 +161,6 @@ def moe_reduce_add_norm(
         _moe_reduce_add_norm_kernel[(triton.cdiv(num_rows, rows),)](
             partial, weights, partial if shared is None else shared, residual, norm, out, total, num_rows, hidden, eps,
             K=top_k, AHEAD=min(config.AHEAD, top_k), STAGES=stages, HAS_SHARED=shared is not None,
-            BR=rows, BD=block, num_warps=NUM_WARPS, enable_fp_fusion=False, **dependent(partial),
+            JOINED=joined, BR=rows, BD=block, num_warps=NUM_WARPS, enable_fp_fusion=False, **dependent(partial),
         )  # fmt: skip
     return finish(out, partial.dtype), finish(total, partial.dtype)

@@ -47,9 +47,9 @@ _HALF = 32
 class ChunkConfig(Config):
     """BV columns of one head's state are a program of num_warps; the stages before are one launch, or two.
 
-    intra_warps: of a program of those, of which two fit a multiprocessor with 4 (and one with 8: registers); solve_warps
-    of one that only inverts. A chunk's loads begin num_stages - 2 chunks before it, behind the products of the one
-    ahead (Triton's order): with 2 nothing covers them.
+    intra_warps: of a program of those, of which two fit a multiprocessor with 4 (and one with 8: registers);
+    solve_warps of one that only inverts. A chunk's loads begin num_stages - 2 chunks before it, behind the products of
+    the one ahead (Triton's order): with 2 nothing covers them.
     """
 
     kernel: Literal["chunk"] = "chunk"

@@ -13,6 +13,8 @@ def moe_reduce_add_norm(
     residual: torch.Tensor,
     norm: torch.Tensor,
     eps: float,
+    *,
+    joined: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.moe_reduce_add_norm`."""
-    return add_rms_norm(moe_weighted_reduce(partial, weights, shared), residual, norm, eps)
+    return add_rms_norm(moe_weighted_reduce(partial, weights, shared, joined=joined), residual, norm, eps)

@@ -150,14 +150,14 @@ class Worker:
         slot = model.expert_bytes(self._dtype.itemsize)
         experts = self.experts = ExpertCache(
             backend=backend, source=source, layers=model.moe_layers, experts=owned, hidden=model.hidden_size,
-            intermediate=model.moe_intermediate_size,
-            dtype=self._dtype, num_slots=plan.expert_slots, policy=config.expert_policy, recorder=self._recording,
+            intermediate=model.moe_intermediate_size, dtype=self._dtype, num_slots=plan.expert_slots,
+            policy=config.expert_policy, recorder=self._recording,
+            joining=config.num_workers == 1 and model.shared_is_as_wide,
         )  # fmt: skip
         self._total = self._checkpoint.dense_bytes() + experts.num_preloaded * slot
         exchange = build_exchange(
             config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device,
-            seconds=patience(config),
-            drafts=config.num_drafts > 0,
+            seconds=patience(config), drafts=config.num_drafts > 0,
         )  # fmt: skip
         if not (exchange.captures or config.enforce_eager or config.device == "cpu"):
             log.info("the exchange needs the host: steps are launched kernel by kernel, none is captured")

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from moeyard_kernels.backend import Backend, ExpertResidency, ExpertRun, MovableSlots
-from moeyard_kernels.types.expert_residency import ResidencyCounts
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.base import ExpertSource
+from moeyard_worker.experts.joined import JoinedExperts
 from moeyard_worker.experts.owned import Change, Owned, first_residents, of_layers
 from moeyard_worker.experts.policies import start_policy
-from moeyard_worker.experts.policy import SEGMENTS, ExpertKey, Placed, ResidencyPolicy
+from moeyard_worker.experts.policy import ExpertKey, Placed, ResidencyPolicy
 from moeyard_worker.experts.stats import CacheStats, Counting, needed
 from moeyard_worker.experts.store import HostStore
 from moeyard_worker.experts.trace import RoutingRecorder
@@ -33,6 +33,7 @@ class ExpertCache:
     in all); `dtype` is the served one (the source's tensors are rounded to it). Slots beyond the number of experts are
     not allocated; if there are fewer, the backend's `stream_slots` come on top. `preload` must be called before the
     first `run`. Policy and kernels know local ids.
+    `joining`: the layers' shared experts are as wide as these, and every row is of this rank.
     Its experts may change between steps (`prepare`, then `adopt`) if the backend's slots can move: `movable`.
     Raises ValueError for fewer than 1 slot, an unknown policy, or layers with different numbers of experts where the
     backend decides residency. Not thread-safe but for `prepare`.
@@ -51,6 +52,7 @@ class ExpertCache:
         num_slots: int,
         policy: str = "slru",
         recorder: RoutingRecorder | None = None,
+        joining: bool = False,
     ) -> None:
         assert len(set(layers)) == len(layers) > 0, f"layers must be distinct, got {layers}"
         self._layers = tuple(layers)
@@ -67,9 +69,12 @@ class ExpertCache:
         self._expert_bytes = 3 * hidden * intermediate * dtype.itemsize
         self._store = HostStore(source, hidden=hidden, intermediate=intermediate)
         self._loaded = False
+        joining = joining and backend.joins and self.all_resident and recorder is None
+        count = self.num_slots + self._num_passing
         self._slots = backend.expert_slots(
-            num_slots=self.num_slots + self._num_passing, hidden=hidden, intermediate=intermediate, dtype=dtype
+            num_slots=count + joining * len(layers), hidden=hidden, intermediate=intermediate, dtype=dtype
         )
+        self._joined = JoinedExperts(self._slots, layers if joining else (), count)
         self._residency: ExpertResidency | None = None
         if not self.all_resident:
             self._residency = backend.expert_residency(
@@ -107,9 +112,14 @@ class ExpertCache:
             return {}
         slot_of = {key: slot for slot, key in enumerate(self._policy.resident)}
         return {
-            layer: self._slots.slot_table([slot_of[layer, i] for i in range(len(each))])
+            layer: self._slots.slot_table([slot_of[layer, i] for i in range(len(each))] + self._joined.slots(layer))
             for layer, each in zip(self._layers, self._owned, strict=True)
         }
+
+    @property
+    def joined(self) -> JoinedExperts | None:
+        """Shared experts among these, not while somebody observes what rows chose."""
+        return self._joined if self.observer is None else None
 
     @property
     def num_slots(self) -> int:
@@ -211,19 +221,8 @@ class ExpertCache:
             self.stats.records_dropped = self._recorder.dropped
         if self._residency is not None and (wait or now >= self._looked + _LOOK_SECONDS):
             self._looked = now
-            self._take(self._residency.counts(wait=wait))
+            self.stats.take(self._residency.counts(wait=wait), num_slots=self.num_slots, slot_bytes=self._slot_bytes)
         return self.stats
-
-    def _take(self, counts: ResidencyCounts) -> None:
-        counters = self.stats.counters
-        for i, segment in enumerate(SEGMENTS):
-            counters.hits[segment, "decode"] = counts.decode_hits[i]
-            counters.hits[segment, "prefill"] = counts.prompt_hits[i]
-            counters.evictions[segment, "decode"] = counts.evictions[i]
-        counters.misses["decode"] = counts.decode_misses
-        counters.misses["prefill"] = counts.prompt_misses
-        self.stats.copy_seconds = counts.gather_seconds
-        self.stats.bytes_copied = (self.num_slots + counters.num_misses) * self._slot_bytes
 
     def loads(self, rank: int) -> ExpertLoads:
         """See `Counting.loads`."""

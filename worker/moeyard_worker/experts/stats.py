@@ -6,8 +6,9 @@ from itertools import chain
 from operator import add
 
 from moeyard_kernels.backend import ExpertRun
+from moeyard_kernels.types.expert_residency import ResidencyCounts
 from moeyard_worker.experts.owned import Owned
-from moeyard_worker.experts.policy import Counters, Segment
+from moeyard_worker.experts.policy import SEGMENTS, Counters, Segment
 from moeyard_worker.protocol import ExpertLoads
 
 
@@ -30,6 +31,18 @@ class CacheStats:
     load_imbalance: dict[int, float] = field(default_factory=dict)
     expert_rows: dict[int, list[int]] = field(default_factory=dict)
     records_dropped: int | None = None
+
+    def take(self, counts: ResidencyCounts, *, num_slots: int, slot_bytes: int) -> None:
+        """What a device has counted in all, beside the bytes that filled its slots at the start."""
+        counters = self.counters
+        for i, segment in enumerate(SEGMENTS):
+            counters.hits[segment, "decode"] = counts.decode_hits[i]
+            counters.hits[segment, "prefill"] = counts.prompt_hits[i]
+            counters.evictions[segment, "decode"] = counts.evictions[i]
+        counters.misses["decode"] = counts.decode_misses
+        counters.misses["prefill"] = counts.prompt_misses
+        self.copy_seconds = counts.gather_seconds
+        self.bytes_copied = (num_slots + counters.num_misses) * slot_bytes
 
 
 class Counting:
