@@ -12,6 +12,8 @@
 #     joined                           the same of a shared expert as one more of each row's
 #     tune                             every config of the products and of latent decode, the best of them stored
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
+#     keep                             what Triton compiled so far, in $OUT: a minute of each part's time is this
+#   bench/gpu.sh kept FOLDER           here: take that over into .wheels, from where the next run has it
 # Every command has its limit of seconds, and its output is $OUT/NAME.txt; the last line of each is printed. Tests name
 # what fails as it fails, and when they are cut what still ran (tests/named_at_once.py).
 set -uo pipefail
@@ -30,6 +32,16 @@ wheels() {
 }
 
 if [ "${1:-}" = wheels ]; then wheels "${@:2}"; exit; fi
+# Compiled kernels are found by their source's hash, so what is out of date is only of no use.
+if [ "${1:-}" = kept ]; then
+  for name in serving tests; do
+    if compgen -G "$2/kernels-$name.tar.xz.*" > /dev/null; then
+      cat "$2/kernels-$name.tar.xz."* > ".wheels/kernels-$name.tar.xz" || exit 1
+    fi
+  done
+  ls -l .wheels/kernels-*
+  exit
+fi
 : "${OUT:?is the folder for results}"
 export PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 SITE=${TMPDIR:-/tmp}/moeyard-site
@@ -37,6 +49,15 @@ if [ -d .wheels ] && [ ! -d "$SITE" ]; then
   find .wheels -name '*.whl' ! -name 'ray-*' -print0 | xargs -0 \
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$SITE" || exit 1
 fi
+# Apart: of tests there are thousands.
+KERNELS=${TMPDIR:-/tmp}/moeyard-kernels
+for name in serving tests; do
+  if [ ! -d "$KERNELS-$name" ]; then
+    mkdir -p "$KERNELS-$name"
+    [ ! -f ".wheels/kernels-$name.tar.xz" ] || tar -xJf ".wheels/kernels-$name.tar.xz" -C "$KERNELS-$name"
+  fi
+done
+export TRITON_CACHE_DIR=$KERNELS-serving
 export PYTHONPATH=$PWD/worker:$PWD/router:$PWD/kernels:$PWD/deploy:$PWD/bench:$PWD:$SITE
 BEGAN=$SECONDS
 FAILED=0
@@ -52,7 +73,7 @@ step() {
 }
 # One -q, that of pyproject.toml, leaves the line that counts.
 tests() { local name=$1 limit=$2; shift 2
-  step "$name" "$limit" python3 -m pytest -p no:cacheprovider -p no:benchmark -p tests.named_at_once -rfE \
+  step "$name" "$limit" env TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest -p no:cacheprovider -p no:benchmark -p tests.named_at_once -rfE \
     --tb=short --durations=12 "$@"; }
 engine() { local name=$1 limit=$2; shift 2; step "$name" "$limit" python3 -m moeyard bench engine "$@"; }
 ops() { local name=$1 limit=$2 op args=(); shift 2; for op; do args+=(--op "$op"); done
@@ -141,6 +162,19 @@ steps() {
 tune() {
   step tune 400 python3 -m moeyard_kernels.bench --tune --op linear --op mla_decode
   cp kernels/moeyard_kernels/configs/*.json "$OUT"
+}
+# Binaries, what describes them and launchers; the stages between are for people. Files of at most 15 MB come back, and
+# 64 MB in all.
+keep() {
+  local name
+  for name in serving tests; do
+    (cd "$KERNELS-$name" && find . -type f ! -name '*.json' ! -name '*.cubin' ! -name '*.so' -delete &&
+      tar -c . | xz -T0 -3 > "$KERNELS-$name.tar.xz")
+    echo "kept of $name: $(find "$KERNELS-$name" -name '*.cubin' | wc -l) kernels," \
+      "$(stat -c %s "$KERNELS-$name.tar.xz") bytes"
+    [ "$(stat -c %s "$KERNELS-$name.tar.xz")" -gt 30000000 ] ||
+      split -d -b 15000000 "$KERNELS-$name.tar.xz" "$OUT/kernels-$name.tar.xz."
+  done
 }
 snapkv() {
   ops snapkv_scores 60 snapkv_scores
