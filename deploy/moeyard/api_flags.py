@@ -138,6 +138,25 @@ def check_compression(api: ApiSettings, config: EngineConfig, model: ModelConfig
         )
 
 
+def start_notes(api: ApiSettings, config: EngineConfig, model: ModelConfig) -> list[str]:
+    """What holds where requests do not say, and what a step has no room for: a line each."""
+    notes = [] if (defaults := api.describe_defaults()) is None else [defaults]
+    if (kept := api.kv_compression) is not None:
+        notes.append(
+            f"prompts of more than {kept.budget} tokens are kept in part ({kept.method}, window {kept.window}; "
+            '--kv-compression) where a request does not say {"kv_compression": {"method": "none"}}'
+        )
+    together = model.state_spec(1).chunk_alignment
+    beside = (config.max_num_seqs - 1) * (1 + config.num_drafts)
+    if config.max_batch_tokens < together + beside:
+        notes.append(
+            f"--max-batch-tokens {config.max_batch_tokens}: {model.family} computes {together} positions of a prompt "
+            f"together, for which a step has no room beside {beside} rows of output: prompts will wait for sequences "
+            f"to end; {together + beside} or more let them in"
+        )
+    return notes
+
+
 def answer_formats_of(codec: Codec, api: ApiSettings) -> AnswerFormats:
     """What the model's answers are read for; raises `ValueError` that names the flag where a parser is missing."""
     try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeyard import __version__, logs, ray_config
-from moeyard.api_flags import ApiSettings, answer_formats_of, api_settings, check_compression
+from moeyard.api_flags import ApiSettings, answer_formats_of, api_settings, check_compression, start_notes
 from moeyard.control import ControlDoor
 from moeyard.control_commands import commands, open_door
 from moeyard.door_flags import door_fields
@@ -117,8 +117,8 @@ def serve(
             report_skipped(ranks[0].report["skipped"])
             if config.load_format == "dummy":
                 print(DUMMY_NOTE, file=sys.stderr)
-            if (defaults := api.describe_defaults()) is not None:
-                print(defaults, file=sys.stderr, flush=True)
+            for note in start_notes(api, config, model):
+                print(note, file=sys.stderr, flush=True)
             print(formats.describe(), file=sys.stderr, flush=True)
             router = dataclasses.replace(
                 router_config(args, config, model, api=api, ranks=ranks, port=sock.getsockname()[1]),

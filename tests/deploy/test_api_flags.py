@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moeyard.api_flags import answer_formats_of, api_settings, sampling_defaults
+from moeyard.api_flags import answer_formats_of, api_settings, sampling_defaults, start_notes
 from moeyard.cli import build_parser, main
 from moeyard.config_file import with_config_file
 from moeyard.flags import engine_config
@@ -15,6 +15,7 @@ from moeyard.serve import check_before_start
 from moeyard_router.config import SamplingDefaults
 from moeyard_router.text.chat import TextCodec
 from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import shape_model
 from moeyard_worker.protocol import KvCompression
 
@@ -236,3 +237,23 @@ def test_state_per_sequence_is_kept_whole() -> None:
     config = engine_config(args)
     with pytest.raises(ValueError, match=r"^--kv-compression: qwen3_next keeps state per sequence"):
         check_before_start(config, shape_model("Qwen3-Next-80B-A3B", 4), api=api_settings(args, config), local=True)
+
+
+def notes(words: str, model: ModelConfig) -> list[str]:
+    args = build_parser().parse_args(["serve", *words.split()])
+    config = engine_config(args)
+    return start_notes(api_settings(args, config), config, model)
+
+
+def test_what_a_start_says_of_prompts() -> None:
+    """That they are kept in part, and that a step has no room for them beside output; nothing where neither is."""
+    demo = load_model_config(DEMO)
+    assert notes(str(DEMO), demo) == []
+    [kept] = notes(f'{DEMO} --kv-compression {{"method":"snapkv","budget":40}}', demo)
+    assert kept.startswith("prompts of more than 40 tokens are kept in part (snapkv, window 32; --kv-compression)")
+    shape = "--load-format dummy --shape Qwen3-Next-80B-A3B --layers 4 --max-num-seqs 8 --max-batch-tokens"
+    model = shape_model("Qwen3-Next-80B-A3B", 4)
+    assert notes(f"{shape} 71", model) == []
+    [narrow] = notes(f"{shape} 70", model)
+    assert narrow.startswith("--max-batch-tokens 70: qwen3_next computes 64 positions of a prompt together")
+    assert narrow.endswith("7 rows of output: prompts will wait for sequences to end; 71 or more let them in")

@@ -247,13 +247,15 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A request that was never run. `retry_after` (seconds) is set where trying again may help."""
+    """A request that was never run. `retry_after` (seconds) is set where trying again may help, `param` where one field
+    of the request is at fault."""
 
     type: ClassVar[str] = "rejected"
     request_id: str
     reason: str
     message: str
     retry_after: float | None = None
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -237,7 +237,7 @@ def _as_error(event: Done | Rejected | Lost) -> ApiError:
         return ApiError(503, event.reason, reason="")
     if isinstance(event, Rejected):
         status = _REJECT_STATUS.get(event.reason, 500)
-        return ApiError(status, event.message, reason=event.reason, retry_after=event.retry_after)
+        return ApiError(status, event.message, param=event.param, reason=event.reason, retry_after=event.retry_after)
     if event.finish_reason == "abort":
         return ApiError(503, "the worker aborted the request", reason="")
     # Workers end a request with an error only when the fleet is lost or stopping.

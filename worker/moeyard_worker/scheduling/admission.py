@@ -10,8 +10,8 @@ def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
     """Why a request cannot run by its own words and the rank's limits; None when it can."""
     prompt, params = submit.prompt_token_ids, submit.sampling
 
-    def no(reason: str, message: str) -> Rejected:
-        return Rejected(request_id=submit.request_id, reason=reason, message=message)
+    def no(reason: str, message: str, param: str | None = None) -> Rejected:
+        return Rejected(request_id=submit.request_id, reason=reason, message=message, param=param)
 
     if not prompt:
         return no("bad_request", "the prompt is empty")
@@ -43,7 +43,7 @@ def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
         )
     wrong = _compression_error(len(prompt), params, config)
     if wrong is not None:
-        return no("bad_request", wrong)
+        return no("bad_request", wrong, "kv_compression")
     pages = num_pages(len(prompt), params, config)
     if pages > config.num_pages:
         return no("never_fits", f"the request needs {pages} KV pages, this worker has {config.num_pages}")
