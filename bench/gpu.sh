@@ -10,7 +10,8 @@
 #     variants                         one launch for rotation and short decode, and others, in whole decode steps
 #     steps                            the same of linear attention: two launches for three, states read early, tiles
 #     joined                           the same of a shared expert as one more of each row's
-#     tune                             every config of the products and of latent decode, the best of them stored
+#     tune tune_rules                  every config of the products and of latent decode, of linear attention and the
+#                                      experts' sum, the best of them stored
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
 #     keep                             what Triton compiled so far, in $OUT: a minute of each part's time is this
 #   bench/gpu.sh kept FOLDER           here: take that over into .wheels, from where the next run has it
@@ -146,7 +147,7 @@ steps() {
     lines=()
     for fields in '"BV": 16, "num_warps": 1, "EARLY": true' '"BV": 8, "num_warps": 1, "EARLY": false' \
         '"BV": 32, "num_warps": 1, "EARLY": false' '"BV": 32, "num_warps": 2, "EARLY": false' \
-        '"BV": 64, "num_warps": 4, "EARLY": false'; do
+        '"BV": 64, "num_warps": 4, "EARLY": false' '"BV": 128, "num_warps": 8, "EARLY": false'; do
       lines+=(--line "$(slots_line recurrent $rule "\"kernel\": \"recurrent\", $fields")")
     done
     for fields in '"BV": 16, "num_warps": 1, "EARLY": false' '"BV": 16, "num_warps": 1, "EARLY": true' \
@@ -159,10 +160,12 @@ steps() {
     step "steps_$rule" 200 python3 bench/stored_configs.py --model $model --streams 1 8 64 "${lines[@]}"
   done
 }
-tune() {
-  step tune 400 python3 -m moeyard_kernels.bench --tune --op linear --op mla_decode
-  cp kernels/moeyard_kernels/configs/*.json "$OUT"
-}
+# tuned NAME SECONDS OP...: the best configs of these stored, and the table of all.
+tuned() { local name=$1 limit=$2 op args=(); shift 2; for op; do args+=(--op "$op"); done
+  step "$name" "$limit" python3 -m moeyard_kernels.bench --tune "${args[@]}"
+  cp kernels/moeyard_kernels/configs/*.json "$OUT"; }
+tune() { tuned tune 400 linear mla_decode; }
+tune_rules() { tuned tune_rules 150 kda_recurrent gdn_recurrent kda_chunk_prefill gdn_chunk_prefill moe_reduce_add_norm; }
 # Binaries, what describes them and launchers; the stages between are for people. Files of at most 15 MB come back, and
 # 64 MB in all.
 keep() {
