@@ -37,7 +37,9 @@ if [ "${1:-}" = wheels ]; then wheels "${@:2}"; exit; fi
 if [ "${1:-}" = kept ]; then
   for name in serving tests; do
     if compgen -G "$2/kernels-$name.tar.xz.*" > /dev/null; then
-      cat "$2/kernels-$name.tar.xz."* > ".wheels/kernels-$name.tar.xz" || exit 1
+      cat "$2/kernels-$name.tar.xz."* > .wheels/kept || exit 1
+      xz -t .wheels/kept || { echo "gpu.sh: not all parts of kernels-$name.tar.xz came back" >&2; exit 1; }
+      mv .wheels/kept ".wheels/kernels-$name.tar.xz"
     fi
   done
   ls -l .wheels/kernels-*
@@ -55,7 +57,9 @@ KERNELS=${TMPDIR:-/tmp}/moeyard-kernels
 for name in serving tests; do
   if [ ! -d "$KERNELS-$name" ]; then
     mkdir -p "$KERNELS-$name"
-    [ ! -f ".wheels/kernels-$name.tar.xz" ] || tar -xJf ".wheels/kernels-$name.tar.xz" -C "$KERNELS-$name"
+    [ ! -f ".wheels/kernels-$name.tar.xz" ] || tar -xJf ".wheels/kernels-$name.tar.xz" -C "$KERNELS-$name" || exit 1
+    # What is read from here on is what `keep` keeps.
+    find "$KERNELS-$name" -type f -exec touch -a -d @0 {} +
   fi
 done
 export TRITON_CACHE_DIR=$KERNELS-serving
@@ -166,17 +170,21 @@ tuned() { local name=$1 limit=$2 op args=(); shift 2; for op; do args+=(--op "$o
   cp kernels/moeyard_kernels/configs/*.json "$OUT"; }
 tune() { tuned tune 400 linear mla_decode; }
 tune_rules() { tuned tune_rules 150 kda_recurrent gdn_recurrent kda_chunk_prefill gdn_chunk_prefill moe_reduce_add_norm; }
-# Binaries, what describes them and launchers; the stages between are for people. Files of at most 15 MB come back, and
-# 64 MB in all.
+# Binaries, what describes them and launchers; the stages between are for people. Only what was read or written since the
+# machine began: kernels change. At most 8 files come back of a call, of 16 MB each, and 64 MB travel with the tree.
 keep() {
-  local name
+  local name archive
   for name in serving tests; do
-    (cd "$KERNELS-$name" && find . -type f ! -name '*.json' ! -name '*.cubin' ! -name '*.so' -delete &&
-      tar -c . | xz -T0 -3 > "$KERNELS-$name.tar.xz")
-    echo "kept of $name: $(find "$KERNELS-$name" -name '*.cubin' | wc -l) kernels," \
-      "$(stat -c %s "$KERNELS-$name.tar.xz") bytes"
-    [ "$(stat -c %s "$KERNELS-$name.tar.xz")" -gt 30000000 ] ||
-      split -d -b 15000000 "$KERNELS-$name.tar.xz" "$OUT/kernels-$name.tar.xz."
+    archive=$KERNELS-$name.tar.xz
+    (cd "$KERNELS-$name" && find . -type f \( -name '*.json' -o -name '*.cubin' -o -name '*.so' \) \
+      -newerat @1 -print0 | tar -c --null -T - | xz -T0 -3 > "$archive") || { FAILED=1; continue; }
+    echo "of $name: $(tar -tJf "$archive" | grep -c 'cubin$') kernels, $(stat -c %s "$archive") bytes"
+    if [ "$(stat -c %s "$archive")" -gt 25000000 ]; then
+      echo "too much of $name to be kept"
+      FAILED=1
+    else
+      split -d -b 15000000 "$archive" "$OUT/kernels-$name.tar.xz." || FAILED=1
+    fi
   done
 }
 snapkv() {
@@ -194,7 +202,7 @@ nccl() {
   tests nccl_lost 90 tests/exchange/test_failures.py -k gpus_wait_no_more
   step nccl_rows 40 "${rows[@]}" --tokens 1 8 64 --hidden 7168 --experts 256
   step nccl_prompts 40 "${rows[@]}" --prompts --tokens 1024 4096 --hidden 2048 --experts 128
-  step nccl_network 60 "${network[@]}" python3 -m pytest -q -p no:cacheprovider -rf tests/exchange/test_conformance.py \
+  step nccl_network 60 "${network[@]}" TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest -q -p no:cacheprovider -rf tests/exchange/test_conformance.py \
     -k "nccl and 2gpus and bfloat16"
   step nccl_network_rows 40 "${network[@]}" "${rows[@]}" --tokens 8 64 --hidden 7168 --experts 256
   tests nccl_answer 200 tests/e2e/test_one_answer_gpu_ranks.py -k "nccl and gqa-bfloat16"

@@ -282,7 +282,9 @@ def test_full_of_prompts_that_nobody_has_read(start, wait_for):
 
 def test_what_the_worker_finds_wrong_with_a_field_names_it(service):
     for worker in service.workers:
-        worker.reject = Rejected(request_id="", reason="bad_request", message="no kv_compression", param="kv_compression")
+        worker.reject = Rejected(
+            request_id="", reason="bad_request", message="no kv_compression", param="kv_compression"
+        )
     assert check_error(service.post(COMPLETIONS, prompt="x"), 400, "kv_compression") == "no kv_compression"
 
 

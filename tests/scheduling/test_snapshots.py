@@ -58,6 +58,20 @@ def test_a_prompt_of_whole_pages_is_found_by_longer_ones_and_by_its_twin_but_for
     assert ask(harness, "triplet", prompt) == [(8, 12, [])]
 
 
+def test_pages_of_a_chunk_that_ends_with_its_prompt_are_not_handed_on(harness: Harness) -> None:
+    """Bits of 8 and 9, computed by themselves, may be others than computed with 10 and 11 (`delta_scores.py`)."""
+    ask(harness, "short", SHARED)
+    longer, pages = (*SHARED, *range(20, 31)), []
+    for name in ("long", "long again"):
+        harness.submit(Submit(request_id=name, prompt_token_ids=longer, sampling=SamplingParams(max_tokens=1)))
+        chunks = []
+        while harness.live:
+            chunks += harness.step().prefill
+        pages.append((chunks[0].start, chunks[-1].pages[:10]))
+    assert [start for start, _ in pages] == [8, 20]
+    assert pages[0][1] == pages[1][1]
+
+
 def test_pages_without_room_for_a_snapshot_are_no_use() -> None:
     harness = Harness(replace(CONFIG, num_snapshots=0))
     assert ask(harness, "p", SHARED) == ask(harness, "q", SHARED) == [(0, 8, []), (8, 10, [])]

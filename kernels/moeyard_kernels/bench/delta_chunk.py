@@ -85,5 +85,6 @@ def chunk_prefill(op: str, lengths: tuple[int, ...], k_heads: int, heads: int, *
         num_flops=flops * chunks.table.shape[0] * heads,
         target=Target("us", targets[num_rows]) if num_rows in targets and not strong else None,
         variants=[(config, partial(run, config=config)) for config in delta_chunk.CONFIGS],
-        tune_key=(op, delta_chunk.shape_class(chunks.table.shape[0], num, heads, _DIM, _DIM)),
+        # Of one class with others, which are what is tuned for.
+        tune_key=None if strong else (op, delta_chunk.shape_class(chunks.table.shape[0], num, heads, _DIM, _DIM)),
     )

@@ -48,7 +48,8 @@ class CudaGate:
         if shared_gate is not None:
             # One product has both logits, which are then of one dtype.
             self._shared = "gated" if weight.dtype == shared_gate.dtype else None
-            self._weight = torch.cat((self._weight, shared_gate.to(self._weight.dtype)))
+            if self._shared:
+                self._weight = torch.cat((self._weight, shared_gate.to(self._weight.dtype)))
         self.joins = self._shared is not None
         self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
 

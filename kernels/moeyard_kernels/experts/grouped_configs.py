@@ -122,9 +122,9 @@ def default_config(step: str, block_rows: int, dtype: torch.dtype) -> AnyConfig:
 def few_pairs_config(step: str, num_slices: int, dim: int) -> AnyConfig:
     """The bf16 config where nothing is laid out; `num_slices`: of one token's pairs, 64 outputs each, else 0.
 
-    Slices if all can be at work at once, on 132 multiprocessors, or two on each (of 768 values or fewer as many fit; of
-    1408 one does, measured, too). Rows of 2048 values come in longer steps (measured with 8 and 64 pairs; longer rows
-    were not).
+    Slices up to as many as fit 132 multiprocessors, or two for each of them (of rows of 1408 values one fits: measured,
+    slices were faster still). Rows of 2048 values come in longer steps (measured with 8 and 64 pairs; longer rows were
+    not).
     """
     # Weights and rows, and what a block takes by itself.
     fitting = (228 << 10) // (2 * dim * (SLICE[0].BN + 8) + 1088)

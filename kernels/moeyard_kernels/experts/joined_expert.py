@@ -1,7 +1,7 @@
 """Whether a shared expert that is as wide as a routed one is taken for one more expert of every row.
 
 By itself it is three launches on a stream beside the routed experts, and the weighted sum, which waits for two streams,
-cannot begin while its predecessors run: 6 of 50 us of a layer of Qwen3.5-35B-A3B at one row (H200, 2026-11-23). Joined
+cannot begin while its predecessors run: 6 of 53 us of a layer of Qwen3.5-35B-A3B at one row (H200, 2026-11-23). Joined
 it is a pair more of each row. The bits are the same: products take K in the same order, and the sum rounds what the
 shared expert gives as its gate does. A line of the table of stored configs says where; none does by default.
 """

@@ -2,10 +2,12 @@
 
 import torch
 
+from moeyard_kernels.ref.rows_apart import rows_apart
+
 
 def scale_rows_(x: torch.Tensor, scale: torch.Tensor, *, sigmoid: bool = False) -> torch.Tensor:
     """x [T, H] becomes round(float(x) * float(scale[t])), in place; scale [T], or its sigmoid in fp32."""
-    factor = scale.float().unsqueeze(1)
+    factor = rows_apart(scale.unsqueeze(1))
     if sigmoid:
         factor = factor.sigmoid()
     if x.dtype == torch.float32:

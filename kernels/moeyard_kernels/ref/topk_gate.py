@@ -2,6 +2,8 @@
 
 import torch
 
+from moeyard_kernels.ref.rows_apart import rows_apart
+
 # The sigmoid of a contiguous tensor takes a scalar path for what does not fill two vector registers.
 _LANES = 32
 
@@ -38,7 +40,7 @@ def topk_gate(
     if scaling != 1.0:
         weights *= scaling
     if shared is not None:
-        last = torch.ones_like(weights[:, :1]) if gate is None else gate.sigmoid()
+        last = torch.ones_like(weights[:, :1]) if gate is None else rows_apart(gate).sigmoid()
         weights = torch.cat((weights, last), 1)
         ids = torch.cat((ids, torch.full_like(ids[:, :1], logits.shape[1])), 1)
     return weights, ids

@@ -147,6 +147,8 @@ class Holdings:
         A whole prompt of which what is kept was copied needs its pages no more; others, and the index, may.
         """
         full = min(request.num_computed // self._page_size, len(request.hashes))
+        # Of a chunk that is computed together and ends with this prompt, what lies in pages is this prompt's alone.
+        full -= full % self._reuse_unit
         for i in range(request.num_registered, full):
             self.pool.register(request.pages[i], request.hashes[i])
         request.num_registered = max(request.num_registered, full)
