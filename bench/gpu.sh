@@ -149,10 +149,11 @@ steps() {
   local rule model fields lines
   for rule in kda gdn; do
     lines=()
-    for fields in '"BV": 16, "num_warps": 1, "EARLY": true' '"BV": 8, "num_warps": 1, "EARLY": false' \
-        '"BV": 32, "num_warps": 1, "EARLY": false' '"BV": 32, "num_warps": 2, "EARLY": false' \
-        '"BV": 64, "num_warps": 4, "EARLY": false' '"BV": 128, "num_warps": 8, "EARLY": false'; do
-      lines+=(--line "$(slots_line recurrent $rule "\"kernel\": \"recurrent\", $fields")")
+    for fields in '16, "num_warps": 1, "EARLY": true, "ACROSS": false' '8, "num_warps": 1, "EARLY": false, "ACROSS": false' \
+        '16, "num_warps": 1, "EARLY": false, "ACROSS": true' '32, "num_warps": 1, "EARLY": false, "ACROSS": true' \
+        '32, "num_warps": 2, "EARLY": false, "ACROSS": false' '64, "num_warps": 4, "EARLY": false, "ACROSS": false' \
+        '128, "num_warps": 8, "EARLY": false, "ACROSS": false'; do
+      lines+=(--line "$(slots_line recurrent $rule "\"kernel\": \"recurrent\", \"BV\": $fields")")
     done
     for fields in '"BV": 16, "num_warps": 1, "EARLY": false' '"BV": 16, "num_warps": 1, "EARLY": true' \
         '"BV": 16, "num_warps": 2, "EARLY": true' '"BV": 32, "num_warps": 4, "EARLY": true' \
