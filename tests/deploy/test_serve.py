@@ -476,7 +476,9 @@ def test_sigterm_while_starting(command: Callable[..., Command]) -> None:
     seconds = started.check_end(130)
     print(f"ended in {seconds:.1f} s, load {os.getloadavg()[0]:.1f}")
     assert not started.quiet or seconds < SOON_SECONDS
-    assert started.err.read_text() == "starting Ray\nstopping\n"
+    # A thread that Ray's gRPC begins just as the process ends is refused, of which it tells once in many starts.
+    said = [line for line in started.err.read_text().splitlines() if "thd.cc" not in line]
+    assert said == ["starting Ray", "stopping"]
 
 
 def test_a_metrics_port_that_is_taken(command: Callable[..., Command]) -> None:
