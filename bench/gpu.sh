@@ -78,11 +78,11 @@ step() {
 }
 # One -q, that of pyproject.toml, leaves the line that counts.
 tests() { local name=$1 limit=$2; shift 2
-  step "$name" "$limit" env TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest -p no:cacheprovider -p no:benchmark -p tests.named_at_once -rfE \
-    --tb=short --durations=12 "$@"; }
+  step "$name" "$limit" env TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest -p no:cacheprovider -p no:benchmark \
+    -p tests.named_at_once -rfE --tb=short --durations=12 "$@"; }
 engine() { local name=$1 limit=$2; shift 2; step "$name" "$limit" python3 -m moeyard bench engine "$@"; }
 ops() { local name=$1 limit=$2 op args=(); shift 2; for op; do args+=(--op "$op"); done
-  step "$name" "$limit" python3 -m moeyard_kernels.bench "${args[@]}"; }
+  step "$name" "$limit" python3 -m moeyard_kernels.bench ${TUNE:+--tune} "${args[@]}"; }
 
 kernels() {
   # The longest first (tests/kernels/conftest.py), two to a worker: of some files thirty tests, which xdist would deal out
@@ -166,9 +166,7 @@ steps() {
   done
 }
 # tuned NAME SECONDS OP...: the best configs of these stored, and the table of all.
-tuned() { local name=$1 limit=$2 op args=(); shift 2; for op; do args+=(--op "$op"); done
-  step "$name" "$limit" python3 -m moeyard_kernels.bench --tune "${args[@]}"
-  cp kernels/moeyard_kernels/configs/*.json "$OUT"; }
+tuned() { TUNE=yes ops "$@"; cp kernels/moeyard_kernels/configs/*.json "$OUT"; }
 tune() { tuned tune 400 linear mla_decode; }
 tune_rules() { tuned tune_rules 150 kda_recurrent gdn_recurrent kda_chunk_prefill gdn_chunk_prefill moe_reduce_add_norm; }
 # Binaries, what describes them and launchers; the stages between are for people. Only what was read or written since the
@@ -203,8 +201,8 @@ nccl() {
   tests nccl_lost 90 tests/exchange/test_failures.py -k gpus_wait_no_more
   step nccl_rows 40 "${rows[@]}" --tokens 1 8 64 --hidden 7168 --experts 256
   step nccl_prompts 40 "${rows[@]}" --prompts --tokens 1024 4096 --hidden 2048 --experts 128
-  step nccl_network 60 "${network[@]}" TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest -q -p no:cacheprovider -rf tests/exchange/test_conformance.py \
-    -k "nccl and 2gpus and bfloat16"
+  step nccl_network 60 "${network[@]}" TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest -q -p no:cacheprovider -rf \
+    tests/exchange/test_conformance.py -k "nccl and 2gpus and bfloat16"
   step nccl_network_rows 40 "${network[@]}" "${rows[@]}" --tokens 8 64 --hidden 7168 --experts 256
   tests nccl_answer 200 tests/e2e/test_one_answer_gpu_ranks.py -k "nccl and gqa-bfloat16"
 }

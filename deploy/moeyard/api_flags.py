@@ -9,7 +9,7 @@ from moeyard.model_source import hub_id
 from moeyard_router.config import SamplingDefaults
 from moeyard_router.text.answer_formats import AUTO, REASONING_PARSERS, TOOL_PARSERS, AnswerFormats, answer_formats
 from moeyard_router.text.chat import Codec
-from moeyard_worker.config.engine_config import EngineConfig, prompt_rows
+from moeyard_worker.config.engine_config import EngineConfig, prompt_rows, rows_beside
 from moeyard_worker.config.fields import Fields, read_json
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.protocol import KV_METHODS, KvCompression
@@ -146,8 +146,7 @@ def start_notes(api: ApiSettings, config: EngineConfig, model: ModelConfig) -> l
             f"prompts of more than {kept.budget} tokens are kept in part ({kept.method}, window {kept.window}; "
             '--kv-compression) where a request does not say {"kv_compression": {"method": "none"}}'
         )
-    together = model.state_spec(1).chunk_alignment
-    beside = (config.max_num_seqs - 1) * (1 + config.num_drafts)
+    together, beside = model.state_spec(1).chunk_alignment, rows_beside(config)
     if config.max_batch_tokens < together + beside:
         notes.append(
             f"--max-batch-tokens {config.max_batch_tokens}: {model.family} computes {together} positions of a prompt "

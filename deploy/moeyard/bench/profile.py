@@ -20,8 +20,8 @@ def profiled(go: Callable[[], object], *, device: str, most: int = 24) -> list[s
 
     On a device: time and count of its kernels and copies, and how much of the wall's time they fill together (streams
     that run at once count twice). The host's operators follow; recording them slows it, so their times are to be
-    compared with each other only. Of the graph whose replays took longest together, `chain` has the
-    launches one by one.
+    compared with each other only. Of the graph whose replays took longest together, `chain` has the launches one by
+    one.
     """
     activities = [ProfilerActivity.CPU]
     if device != "cpu":

@@ -239,14 +239,18 @@ def _require_rows(config: SchedulerConfig | EngineConfig) -> None:
         )
 
 
+def rows_beside(config: SchedulerConfig | EngineConfig) -> int:
+    """Rows of a step that all other sequences take while they decode."""
+    return (config.max_num_seqs - 1) * (1 + config.num_drafts)
+
+
 def prompt_rows(config: SchedulerConfig | EngineConfig) -> int:
     """Prompt rows of one sequence that a step has room for, however many others decode beside it.
 
     Where these might fill it, half of its rows: one that asks for so many waits until there is room, and who comes
     behind it waits too, but only for so much.
     """
-    beside = (config.max_num_seqs - 1) * (1 + config.num_drafts)
-    room = max(config.max_batch_tokens - beside, config.max_batch_tokens // 2)
+    room = max(config.max_batch_tokens - rows_beside(config), config.max_batch_tokens // 2)
     return min(config.prefill_chunk, room, config.mixed_prefill_tokens or room)
 
 
