@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from moeyard_kernels.common.rounding import INTERPRETED, round_to
+from moeyard_kernels.common.rounding import INTERPRETED, opaque, round_to
 from moeyard_kernels.elementwise.rms_norm import row_scale
 
 
@@ -11,17 +11,11 @@ from moeyard_kernels.elementwise.rms_norm import row_scale
 def joined(b_first, b_second, DTYPE: tl.constexpr):
     """The halves [M, BH] of rows, one behind the other, in DTYPE: [M, 2 BH].
 
-    Through an instruction that Triton does not look into: of a product's operand that it sees to be joined it makes
-    one of another order along the sum, hence other bits, and computes all of it anew in every warp.
+    Opaque: of a product's operand that Triton sees to be joined it makes one of another order along the sum, hence
+    other bits, and computes all of it anew in every warp.
     """
     b_x = tl.permute(tl.join(b_first, b_second), (0, 2, 1))
-    b_x = tl.reshape(b_x, [b_x.shape[0], 2 * b_x.shape[2]]).to(DTYPE)
-    if not INTERPRETED:
-        if tl.float32 == DTYPE:
-            b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=tl.float32, is_pure=False, pack=1)
-        else:
-            b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=tl.bfloat16, is_pure=False, pack=2)
-    return b_x
+    return opaque(tl.reshape(b_x, [b_x.shape[0], 2 * b_x.shape[2]]).to(DTYPE), DTYPE)
 
 
 @triton.jit

@@ -29,6 +29,17 @@ def round_to(b_x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def opaque(b_x, DTYPE: tl.constexpr):
+    """b_x of DTYPE (fp32 or bf16), through an instruction that Triton does not look into, as it is."""
+    if not INTERPRETED:
+        if tl.float32 == DTYPE:
+            b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=tl.float32, is_pure=False, pack=1)
+        else:
+            b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=tl.bfloat16, is_pure=False, pack=2)
+    return b_x
+
+
+@triton.jit
 def product(b_x, b_w, b_acc, SWAP: tl.constexpr):
     """b_acc + b_x @ b_w.T in fp32, or its transpose if SWAP; the interpreter gets products of bf16 wrong."""
     if INTERPRETED:

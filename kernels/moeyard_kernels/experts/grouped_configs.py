@@ -119,6 +119,11 @@ def default_config(step: str, block_rows: int, dtype: torch.dtype) -> AnyConfig:
     return WIDE[2] if step == "gate_up" else STREAM[0]
 
 
+def slice_bytes(dim: int, columns: int) -> int:
+    """Shared memory of a slice: `columns` outputs by dim values of a weight in bf16, and the 8 rows it is for."""
+    return 2 * dim * (columns + 8)
+
+
 def few_pairs_config(step: str, num_slices: int, dim: int) -> AnyConfig:
     """The bf16 config where nothing is laid out; `num_slices`: of one token's pairs, 64 outputs each, else 0.
 
@@ -126,8 +131,8 @@ def few_pairs_config(step: str, num_slices: int, dim: int) -> AnyConfig:
     slices were faster still). Rows of 2048 values come in longer steps (measured with 8 and 64 pairs; longer rows were
     not).
     """
-    # Weights and rows, and what a block takes by itself.
-    fitting = (228 << 10) // (2 * dim * (SLICE[0].BN + 8) + 1088)
+    # What a block takes by itself, too.
+    fitting = (228 << 10) // (slice_bytes(dim, SLICE[0].BN) + 1088)
     if step == "down" and 0 < num_slices <= 132 * max(2, fitting):
         return SLICE[0]
     return NARROW[2] if step == "gate_up" and dim <= 2048 else default_config(step, 16, torch.bfloat16)

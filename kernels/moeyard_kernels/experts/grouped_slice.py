@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
+from moeyard_kernels.experts.grouped_configs import slice_bytes
 from moeyard_kernels.types.expert_layout import ExpertPairs
 
 # What a copy brings of K: 128 bytes, as far as shared memory is swizzled.
@@ -77,7 +78,7 @@ def expert_slice_kernel(
 def fits(down: torch.Tensor, columns: int) -> bool:
     """Whether slices of `columns` outputs of down [S, H, I] fit shared memory, in whole steps."""
     dim = down.shape[2]
-    return dim % STEP == 0 and dim * (columns + 8) * 2 <= _SHARED_BYTES
+    return dim % STEP == 0 and slice_bytes(dim, columns) <= _SHARED_BYTES
 
 
 def slice_pairs(h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, pairs: ExpertPairs, columns: int) -> None:

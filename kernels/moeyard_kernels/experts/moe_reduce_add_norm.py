@@ -18,7 +18,7 @@ from moeyard_kernels.common.launch import MAX_GRID_X, check_layout, finish, new_
 from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.tuning import Config, choose
 from moeyard_kernels.elementwise.rms_norm import NUM_WARPS, add_rms_norm, normed, row_tile
-from moeyard_kernels.experts.moe_weighted_reduce import moe_weighted_reduce
+from moeyard_kernels.experts.moe_weighted_reduce import added, moe_weighted_reduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,18 +56,6 @@ def default_config(num_rows: int, hidden: int) -> ReduceConfig:
 
 
 @triton.jit
-def _added(
-    b_acc, b_w, b_x, is_routed, JOINED: tl.constexpr, DTYPE: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
-):  # fmt: skip
-    """A fused multiply-add of a routed expert's; of one that is joined the product is rounded, as by itself."""
-    b_w, b_x = tl.broadcast_to(b_w[:, None], [BR, BD]), b_x.to(tl.float32)
-    b_sum = tl.fma(b_w, b_x, b_acc)
-    if JOINED:
-        b_sum = tl.where(is_routed, b_sum, b_acc + round_to(b_w * b_x, DTYPE))
-    return b_sum
-
-
-@triton.jit
 def _moe_reduce_add_norm_kernel(
     p_partial, p_weights, p_shared, p_residual, p_norm, p_out, p_total, num_rows, H, eps,
     K: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, HAS_SHARED: tl.constexpr, JOINED: tl.constexpr,
@@ -90,7 +78,6 @@ def _moe_reduce_add_norm_kernel(
     if HAS_SHARED:
         b_shared = tl.load(p_shared + o_x, mask=m_x, other=0.0)
     b_acc = tl.zeros([BR, BD], dtype=tl.float32)
-    K_ROUTED: tl.constexpr = K - 1 if JOINED else K
     if STAGES > 1:
         # The weights are no part of the pipeline, whose copies are of 16 bytes.
         b_ws = ()
@@ -103,7 +90,7 @@ def _moe_reduce_add_norm_kernel(
             b_w = b_ws[0]  # type: ignore[misc]
             for k in tl.static_range(1, K):
                 b_w = tl.where(i_k == k, b_ws[k], b_w)
-            b_acc = _added(b_acc, b_w, b_x, i_k < K_ROUTED, JOINED, DTYPE, BR, BD)
+            b_acc = added(b_acc, tl.broadcast_to(b_w[:, None], [BR, BD]), b_x, i_k == K - 1, JOINED)
     else:
         for k0 in tl.static_range(0, K, AHEAD):
             # All loads before the first use: they are in flight together.
@@ -119,7 +106,8 @@ def _moe_reduce_add_norm_kernel(
                     b_xs = b_xs + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
             for u in tl.static_range(AHEAD):
                 if k0 + u < K:
-                    b_acc = _added(b_acc, b_ws[u], b_xs[u], k0 + u < K_ROUTED, JOINED, DTYPE, BR, BD)  # type: ignore[misc]
+                    b_w = tl.broadcast_to(b_ws[u][:, None], [BR, BD])  # type: ignore[misc]
+                    b_acc = added(b_acc, b_w, b_xs[u], k0 + u == K - 1, JOINED)  # type: ignore[misc]
     if HAS_SHARED:
         b_acc += b_shared.to(tl.float32)
     b_total = round_to(round_to(b_acc, DTYPE) + b_residual.to(tl.float32), DTYPE)

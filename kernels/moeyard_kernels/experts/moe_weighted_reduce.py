@@ -27,6 +27,16 @@ def default_config(num_tokens: int, hidden: int) -> RowConfig:
 
 
 @triton.jit
+def added(b_acc, b_w, b_x, is_last, JOINED: tl.constexpr):
+    """A fused multiply-add; of the last, where it is JOINED, the product is rounded to b_x's dtype, as by itself."""
+    b_value = b_x.to(tl.float32)
+    b_sum = tl.fma(b_w, b_value, b_acc)
+    if JOINED:
+        b_sum = tl.where(is_last, b_acc + round_to(b_w * b_value, b_x.dtype), b_sum)
+    return b_sum
+
+
+@triton.jit
 def _moe_weighted_reduce_kernel(
     p_partial, p_weights, p_shared, p_residual, p_out, H,
     K: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, JOINED: tl.constexpr,
@@ -41,12 +51,8 @@ def _moe_weighted_reduce_kernel(
     b_acc = tl.zeros([BH], dtype=tl.float32)
     for k in tl.static_range(K):
         i_pair = i_t * K + k
-        b_x = tl.load(p_partial + i_pair * H + o_h, mask=m_h, other=0.0).to(tl.float32)
-        b_w = tl.broadcast_to(tl.load(p_weights + i_pair), [BH])
-        if JOINED and k == K - 1:
-            b_acc += round_to(b_w * b_x, p_partial.dtype.element_ty)
-        else:
-            b_acc = tl.fma(b_w, b_x, b_acc)
+        b_x = tl.load(p_partial + i_pair * H + o_h, mask=m_h, other=0.0)
+        b_acc = added(b_acc, tl.broadcast_to(tl.load(p_weights + i_pair), [BH]), b_x, k == K - 1, JOINED)
     if HAS_SHARED:
         b_acc += tl.load(p_shared + i_t * H + o_h, mask=m_h, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:

@@ -99,10 +99,10 @@ def _topk_gate_kernel(
     K_ALL: tl.constexpr = K + 1 if SHARED else K
     if SHARED:
         m_k, m_last = o_k < K_ALL, o_k == K
-        b_last = tl.full([BK], 1.0, tl.float32)
+        b_last = 1.0
         if GATED:
             # As `scale_rows_` has it.
-            b_last = 1.0 / (1.0 + tl.exp(-tl.load(p_logits + E + o_k * 0).to(tl.float32)))
+            b_last = 1.0 / (1.0 + tl.exp(-tl.load(p_logits + E).to(tl.float32)))
         b_weight, b_ids = tl.where(m_last, b_last, b_weight), tl.where(m_last, E, b_ids)
     tl.store(p_weights + i_t * K_ALL + o_k, b_weight, mask=m_k)
     tl.store(p_ids + i_t * K_ALL + o_k, b_ids.to(tl.int64), mask=m_k)

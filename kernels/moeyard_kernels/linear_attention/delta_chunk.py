@@ -27,7 +27,7 @@ import triton.language as tl
 
 from moeyard_kernels.common.dependent import dependent, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, check_layout, finish, new_output
-from moeyard_kernels.common.rounding import INTERPRETED
+from moeyard_kernels.common.rounding import opaque
 from moeyard_kernels.common.rows import check_rows, stride_unit
 from moeyard_kernels.common.tuning import Config, choose
 from moeyard_kernels.linear_attention.delta_intra import FACTORS, delta_intra_kernel
@@ -87,12 +87,10 @@ def default_config(num_programs: int, dtype: torch.dtype = torch.bfloat16) -> Ch
 
 @triton.jit
 def _held(b_x):
-    """b_x, through an instruction that Triton does not look into: one number of each thread from one chunk to the next,
-    where Triton would load it where it is used, at the latency of memory, as it does with what it sees no product take.
+    """b_x, of which Triton does not see what it is: one number of each thread from one chunk to the next, where Triton
+    would load it where it is used, at the latency of memory, as it does with what it sees no product take.
     """
-    if not INTERPRETED:
-        b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=tl.float32, is_pure=False, pack=1)
-    return b_x
+    return opaque(b_x, tl.float32)
 
 
 @triton.jit(do_not_specialize=("stride_x",))

@@ -18,7 +18,7 @@ columns at a time, for registers: two programs fit a multiprocessor, one's produ
 import triton
 import triton.language as tl
 
-from moeyard_kernels.common.rounding import INTERPRETED, round_to
+from moeyard_kernels.common.rounding import INTERPRETED, opaque, round_to
 from moeyard_kernels.linear_attention.halves import power_of_two, softplus, sum_columns
 
 _DECAY = tl.constexpr("{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }")
@@ -41,15 +41,9 @@ def operand(b_x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _once(b_x, DTYPE: tl.constexpr):
-    """b_x for a product, through an instruction that Triton does not look into: else it computes all of b_x, with its
-    exponentials, for each side of a product anew, and in every group of warps."""
-    b_y = operand(b_x, DTYPE)
-    if not INTERPRETED:
-        if tl.float32 == DTYPE:
-            b_y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_y], dtype=tl.float32, is_pure=False, pack=1)
-        else:
-            b_y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_y], dtype=tl.bfloat16, is_pure=False, pack=2)
-    return b_y
+    """b_x for a product, of which Triton does not see what it is: else it computes all of b_x, with its exponentials,
+    for each side of a product anew, and in every group of warps."""
+    return opaque(operand(b_x, DTYPE), DTYPE)
 
 
 @triton.jit
