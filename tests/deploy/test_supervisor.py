@@ -113,6 +113,18 @@ def test_a_rank_that_the_router_misses_is_replaced() -> None:
     assert desk.handed[0]["reason"] == "worker 2 does not answer"
 
 
+def test_what_a_rank_says_itself_names_its_end_though_the_router_was_first(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk()
+    desk.supervisor.lost(2, "worker 2 is gone: its connection broke")
+    desk.fleet.heard = [[], [Event(rank=2, reason="rank 2: logits of step 7 are not finite")]]
+    incident = desk.supervisor.listen()
+    assert incident is not None
+    desk.supervisor.recover(incident)
+    assert desk.handed[0]["reason"] == "rank 2: logits of step 7 are not finite"
+    assert caplog.messages[0] == "lost rank 2: rank 2: logits of step 7 are not finite; replacing"
+    assert desk.fleet.heard == []
+
+
 def test_ranks_lost_meanwhile_are_replaced_too(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk()
     desk.fleet.answers = [RanksLost([0], "worker 0 did not answer within 20 s"), RanksLost([0, 2], "no memory")]

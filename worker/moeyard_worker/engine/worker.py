@@ -284,12 +284,12 @@ class Worker:
         except BaseException as error:  # boundary: handed to `wait`, which raises it where the launcher sees it
             end = error
         finally:
-            self._mesh.close()
-            # Routers must not go on talking to a rank that has ended.
-            self._frontend.close()
             if self._recording is not None:
                 self._recording.close()
+            # Before others miss this rank: its own word says why. Routers must not go on talking to one that has ended.
             self._told.put(end)
+            self._mesh.close()
+            self._frontend.close()
 
     def wait(self) -> dict[str, Any] | None:
         """Block until the engine has lost a peer, and return the fields of that `Loss`, or has ended.
