@@ -91,6 +91,7 @@ kernels() {
 }
 workers() {
   tests speculation 200 tests/engine/test_speculation_cuda.py &
+  tests hybrid_speculation 240 tests/engine/test_hybrid_speculation_cuda.py &
   tests compaction 200 tests/engine/test_compaction_cuda.py &
   tests hybrids 240 tests/engine/test_hybrid_cuda.py tests/models/test_hybrid_backends.py &
   tests parity 240 -s tests/models/test_gpu_parity.py &
@@ -192,6 +193,7 @@ snapkv() {
 }
 drafts() {
   step verify_64 200 python3 bench/verify_steps.py --model DeepSeek-V3:6 Kimi-K2:4 --streams 64 --no-prompts
+  step verify_hybrid 200 python3 bench/verify_steps.py --model Qwen3.5-35B-A3B:40 --no-prompts
 }
 # Through P2P, and as between hosts: P2P and shared memory off. A first communicator is what is asked here.
 nccl() {

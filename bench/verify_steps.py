@@ -38,6 +38,7 @@ FILLS, REPLAYS = 4, 6
 def load(shape: str, layers: int, streams: int, device: str) -> tuple[Worker, Runner, bool]:
     """A worker that captures nothing by itself; its model, and whether that drafts."""
     drafts = shape_model(shape).num_mtp_layers > 0
+    assert drafts or not shape_model(shape).has_slots, "slots of state behind drafts come with a layer that makes them"
     config = EngineConfig(
         model_path=None, load_format="dummy", shape=shape, num_layers=layers, device=device, page_size=PAGE,
         max_num_seqs=streams, max_batch_tokens=2048, prefill_chunk=2048, max_model_len=4 * PAGE,
@@ -51,6 +52,13 @@ def load(shape: str, layers: int, streams: int, device: str) -> tuple[Worker, Ru
     return worker, found if isinstance(found, Runner) else found._runner, drafts
 
 
+def chunk(runner: Runner, stream: int, **fields: Any) -> Chunk:
+    """Rows of a stream, which has slots of its own where the model keeps state per sequence."""
+    ring = 1 + DRAFTS
+    slot = stream * ring if runner.config.has_slots else -1
+    return Chunk(key=(b"", str(stream)), state_slot=slot, state_ring=ring, **fields)
+
+
 def prompts(runner: Runner, streams: int, chance: random.Random, *, computed: bool) -> list[tuple[int, ...]]:
     """The pages of as many prompts, computed or not."""
     pages = [tuple(range(4 * i, 4 * i + 4)) for i in range(streams)]
@@ -59,8 +67,8 @@ def prompts(runner: Runner, streams: int, chance: random.Random, *, computed: bo
     each = 2048 // CONTEXT
     for begin in range(0, streams, each):
         some = [
-            Chunk(
-                key=(b"", str(i)), start=0, pages=pages[i], prompt=True, num_sampled=1,
+            chunk(
+                runner, i, start=0, pages=pages[i], prompt=True, num_sampled=1,
                 token_ids=tuple(chance.randrange(runner.config.vocab_size) for _ in range(CONTEXT)),
             )
             for i in range(begin, min(begin + each, streams))
@@ -69,22 +77,18 @@ def prompts(runner: Runner, streams: int, chance: random.Random, *, computed: bo
     return pages
 
 
-def fill(inputs: VerifyInputs, pages: list[tuple[int, ...]], vocab: int, chance: random.Random) -> None:
+def fill(inputs: VerifyInputs, pages: list[tuple[int, ...]], runner: Runner, chance: random.Random) -> None:
     """Other tokens."""
     queries = inputs.size.queries
     inputs.fill(
         [
-            Chunk(
-                key=(b"", str(i)),
-                start=CONTEXT,
-                token_ids=tuple(chance.randrange(vocab) for _ in range(queries)),
-                pages=pages[i],
-                prompt=False,
-                num_sampled=queries,
+            chunk(
+                runner, i, start=CONTEXT, pages=pages[i], prompt=False, num_sampled=queries,
+                token_ids=tuple(chance.randrange(runner.config.vocab_size) for _ in range(queries)),
             )
             for i in range(inputs.size.sequences)
         ]
-    )
+    )  # fmt: skip
 
 
 def milliseconds(run: Callable[[], Any], refill: Callable[[], None]) -> float:
@@ -153,7 +157,7 @@ def measure(shape: str, layers: int, streams: list[int], device: str, *, compute
                 graphs = made._capture(size, pool)
                 assert graphs.verify is not None
                 inputs, replay = graphs.inputs, graphs.verify.replay
-            refill = partial(fill, inputs, pages, runner.config.vocab_size, chance)
+            refill = partial(fill, inputs, pages, runner, chance)
             alone = milliseconds(replay, refill)
             plain = plain or alone
             line = f"{shape:16} {layers:3} layers {count:3} streams {k} drafts: verify {alone:7.3f} ms"

@@ -206,6 +206,33 @@ def edit_tensors(
     save_file({**tensors, **(add or {})}, path, metadata={"format": "pt"})
 
 
+def add_drafts(directory: Path | str) -> None:
+    """Give a single-file Qwen3-Next or Qwen3.5 checkpoint a layer of multi-token prediction whose guesses are good.
+
+    All layers say little beside the embedding, so that what follows a token is mostly up to that token; the new layer
+    is much like the one of full attention, and sees that embedding.
+    """
+    path = Path(directory) / "model.safetensors"
+    tensors = load_file(path)
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+            tensors[name] *= 0.2
+    (full,) = [name.removesuffix("self_attn.q_proj.weight") for name in tensors if "self_attn.q_proj" in name]
+    last = next(tensors[name] for name in tensors if name.endswith(("model.norm.weight", "language_model.norm.weight")))
+    generator, width = torch.Generator().manual_seed(7), last.shape[0]
+
+    def noisy(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return (x + scale * torch.randn(x.shape, generator=generator)).to(last.dtype)
+
+    draft = {name.removeprefix(full): tensor for name, tensor in tensors.items() if name.startswith(full)}
+    tensors |= {f"mtp.layers.0.{name}": noisy(tensor, 0.01) for name, tensor in draft.items()}
+    tensors["mtp.fc.weight"] = noisy(torch.eye(width, 2 * width), 0.1 * width**-0.5)
+    tensors["mtp.norm.weight"] = noisy(last, 0.01)
+    for name in ("embedding", "hidden"):
+        tensors[f"mtp.pre_fc_norm_{name}.weight"] = noisy(torch.zeros(width), 0.1)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def write_tokenizer(directory: Path | str) -> None:
     """Write a byte-level tokenizer (one token per UTF-8 byte) and a chat template for the roles of `SPECIAL_TOKENS`."""
     directory = Path(directory)

@@ -30,13 +30,13 @@ MAY_IMPORT = {
 # The rooms of the worker: what each may import beside itself, and how many lines it may have. A room that outgrows its
 # budget wants another look at what it does before it gets more.
 ROOMS = {
-    "config": ((), 840),
+    "config": ((), 850),
     "state": (("config",), 350),
     "scheduling": (("config", "state"), 1590),
     "exchange": (("config",), 3410),
     "experts": (("config", "exchange"), 1710),
     "layers": (("config", "state", "exchange"), 830),
-    "models": (("config", "state", "exchange", "layers"), 1350),
+    "models": (("config", "state", "exchange", "layers"), 1360),
     "checkpoint": (("config", "layers", "models"), 720),
     "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 4790),
 }
@@ -50,8 +50,8 @@ ROUTER_ROOMS = {
 ROUTER_FILES = ("config", "errors", "metrics")
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.
 KERNEL_LINES = {
-    "types": 1170, "common": 442, "ref": 1450, "attention": 3100, "linear": 1230, "experts": 1850, "sampling": 1260,
-    "elementwise": 540, "linear_attention": 1510, "door": 1320, "cpu": 1340, "cuda": 1730, "bench": 2970,
+    "types": 1190, "common": 442, "ref": 1450, "attention": 3100, "linear": 1230, "experts": 1850, "sampling": 1260,
+    "elementwise": 540, "linear_attention": 1510, "door": 1320, "cpu": 1350, "cuda": 1755, "bench": 2970,
 }  # fmt: skip
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {

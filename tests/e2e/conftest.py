@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import add_drafts, make_checkpoint
 from tests.fleet import ProcessPool
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy/demo"
@@ -26,10 +26,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE) are fp32 and have a tokenizer; mla_bf16 is DeepSeek-V3 again,
     gqa_bf16 Mixtral with a window that is shorter than most prompts. hybrid and hybrid_bf16 are Qwen3-Next, with state
     per sequence in two layers of three; hybrid_mla is Kimi-Linear, whose third has latent attention. demo is the
-    bundled model, whose layer for multi-token prediction is right as a rule.
+    bundled model, whose layer for multi-token prediction is right as a rule, as is that of hybrid_drafts, Qwen3.5.
     """
     root = tmp_path_factory.mktemp("checkpoints")
     bf16 = torch.bfloat16
+    drafts = make_checkpoint(root / "hybrid_drafts", "qwen3_5_moe_text")
+    add_drafts(drafts)
     return {
         "demo": DEMO,
         "mla": make_checkpoint(root / "mla", "deepseek_v3", tokenizer=True),
@@ -38,5 +40,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "hybrid": make_checkpoint(root / "hybrid", "qwen3_next", tokenizer=True),
         "hybrid_mla": make_checkpoint(root / "hybrid_mla", "kimi_linear"),
         "hybrid_bf16": make_checkpoint(root / "hybrid_bf16", "qwen3_next", dtype=bf16),
+        "hybrid_drafts": drafts,
         "gqa_bf16": make_checkpoint(root / "gqa_bf16", "mixtral", dtype=bf16, sliding_window=24),
     }

@@ -5,10 +5,10 @@
 Of a random small checkpoint of each family and of the demo model: {alone, mixed} x {prefix missed, hit} x {graphs on,
 off} x {one deep, two deep} x {chunks of 16, 64, 2048} x {preempted, not} x {experts in one slot, a quarter, all} x
 {slru, lru}, requests that are greedy, seeded and penalised. Token ids, log-probability bits and ends are those of each
-request alone, launched kernel by kernel, one deep, with all experts in slots. Of the demo model the same once more over
-{1 draft, 2, as many as each step likes}, by a rank that has its layer for multi-token prediction. And of every model
-the first product with 40 tokens of each prompt kept (`--kept`), which has answers of its own; of the demo model with
-drafts.
+request alone, launched kernel by kernel, one deep, with all experts in slots. Of the demo model and Qwen3-Next the same
+once more over {1 draft, 2, as many as each step likes}, by a rank that has its layer for multi-token prediction. And of
+every model the first product with 40 tokens of each prompt kept (`--kept`), which has answers of its own; of the demo
+model with drafts.
 
 A worker is loaded once for its slots and policy, and steps by hand under a scheduler of each other kind; that it ran
 as the axis says (replays, preemptions, found prefixes) is asserted too. Run it on each kind of GPU: bytes are of one.
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import add_drafts, make_checkpoint
 from tests.e2e.test_one_answer import MORE_PAGES, SNAPSHOTS, requests
 from tests.rank import Rank, Requests, Told
 
@@ -63,6 +63,8 @@ PAGES = {"ample": 64, "scarce": 10}
 CHUNKS = (16, 64, 2048)
 SLOTS = ("all", "quarter", "one")
 KEPT = tuple(POLICIES)
+# Which models draft.
+DRAFTING = ("demo", "qwen3_next")
 # Drafts behind every token; auto: as many as each step likes.
 DRAFTS = ("1", "2", "auto")
 Answers = dict[str, Told]
@@ -138,7 +140,10 @@ def checkpoint(name: str) -> Path:
     if name == "demo":
         return DEMO
     family, dtype, overrides = MODELS[name]
-    return make_checkpoint(Path(tempfile.mkdtemp(prefix="gpu-matrix-")), family, dtype=dtype, **overrides)
+    directory = make_checkpoint(Path(tempfile.mkdtemp(prefix="gpu-matrix-")), family, dtype=dtype, **overrides)
+    if name in DRAFTING:
+        add_drafts(directory)
+    return directory
 
 
 def wanted(*, compressed: bool) -> Requests:
@@ -262,7 +267,7 @@ def others(first: Loaded, slots: Sequence[str], speculation: str) -> list[Loaded
     if first.compressed:
         return [Loaded(model, "all", KEPT[-1], True, True)] if model == "demo" and speculation != "no" else []
     plain = [Loaded(model, kept, policy) for kept in slots for policy in KEPT if (kept, policy) != ("all", KEPT[0])]
-    drafting = [Loaded(model, kept, KEPT[-1], drafts=True) for kept in slots] if model == "demo" else []
+    drafting = [Loaded(model, kept, KEPT[-1], drafts=True) for kept in slots] if model in DRAFTING else []
     return {"yes": drafting + plain, "no": plain, "only": drafting}[speculation]
 
 
@@ -292,7 +297,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--slots", nargs="+", choices=SLOTS, default=list(SLOTS))
-    parser.add_argument("--speculation", choices=("yes", "no", "only"), default="yes", help="of the demo")
+    parser.add_argument("--speculation", choices=("yes", "no", "only"), default="yes", help="of those that draft")
     parser.add_argument("--kept", choices=("yes", "no", "only"), default="yes", help="prompts in part")
     parser.add_argument("--only", default="", help="part of a course's name, for example graphs-2deep")
     parser.add_argument("--device", default="cuda")

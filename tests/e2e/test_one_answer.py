@@ -263,6 +263,11 @@ HYBRID_CASES = {
         Case(2, "shm", "min", "slru", 64, "scarce", scattered=True),
         Case(4, "tcp", "half", "lru", 128, "scarce"),
     ],
+    "hybrid_drafts": [
+        Case(1, "shm", "half", "slru", 64, "scarce", drafts=2),
+        Case(2, "tcp", "min", "slru", 64, "scarce", drafts=3, deep=2),
+        Case(4, "shm", "all", "slru", 2048, "ample", drafts=1, scattered=True),
+    ],
 }
 
 

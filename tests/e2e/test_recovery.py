@@ -49,8 +49,13 @@ def kill(fleet: Fleet, rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("mla", {}), ("mla", {"async_scheduling": True, "expert_slots": 4}), ("hybrid", {"prefill_chunk": 64})],
-    ids=["plain", "deep", "hybrid"],
+    [
+        ("mla", {}),
+        ("mla", {"async_scheduling": True, "expert_slots": 4}),
+        ("hybrid", {"prefill_chunk": 64}),
+        ("hybrid_drafts", {"prefill_chunk": 64, "speculate": "mtp", "draft_tokens": 2}),
+    ],
+    ids=["plain", "deep", "hybrid", "hybrid_drafts"],
 )
 def test_ranks_lost_at_any_moment_change_nothing(
     processes: ProcessPool, checkpoints: dict[str, Path], kind: str, options: dict[str, Any]

@@ -246,6 +246,16 @@ def test_state_per_sequence_is_counted_first() -> None:
     assert "lower --max-num-seqs or --max-batch-tokens" in text
 
 
+def test_state_behind_drafts_is_counted() -> None:
+    """A slot for each row of a sequence that a step may verify; snapshots are of one."""
+    drafting: dict[str, Any] = {"model": HYBRID, "speculate": "mtp", "draft_tokens": 2}
+    done = plan(8 * GIB, max_num_seqs=16, **drafting)
+    assert done.resident_bytes == 10 * MIB + (3 * 16 + 64) * STATE_BYTES
+    assert f"state of 16 sequences, behind each of 3 rows, {format_size(48 * STATE_BYTES)}; 64 snapshots" in str(done)
+    text = refused(120 * MIB, max_num_seqs=150, **drafting)
+    assert "lower --max-num-seqs, --draft-tokens or --max-batch-tokens" in text
+
+
 def test_snapshots_are_a_part_of_kv_memory() -> None:
     page, kv = PAGE_BYTES // 4, 64 * MIB
     done = plan(8 * GIB, model=HYBRID, kv_memory=kv)

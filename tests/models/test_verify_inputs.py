@@ -9,6 +9,7 @@ import torch
 
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.cuda.verify_inputs import Tails, VerifyInputs, VerifySize
+from moeyard_kernels.types.step import slot_behind
 from moeyard_worker.scheduling.request import accept
 from moeyard_worker.scheduling.step import Chunk, Step
 
@@ -96,6 +97,41 @@ def test_what_the_step_before_has_left() -> None:
         inputs.fill(told)
         inputs.begin(tails)
         same_as_a_plan(inputs, fed)
+
+
+def test_state_is_read_ahead_of_the_first_row_and_left_behind_each() -> None:
+    """In slots by the rows' positions, wherever the device knows these to be; padding leaves none behind."""
+    chance = random.Random(4)
+    size = VerifySize(sequences=4, queries=QUERIES, width=WIDTH)
+    inputs = VerifyInputs(
+        size, page_size=PAGE, windows=WINDOWS, limit=WIDTH * PAGE, device=DEVICE, slots=True
+    )  # fmt: skip
+    tails = Tails(max_sequences=4, num_drafts=3, device=DEVICE)
+    for _ in range(20):
+        own = [replace(chunk(chance, chance.randint(1, QUERIES)), state_slot=slot, state_ring=4) for slot in (8, 0, 12)]
+        own = [replace(each, start=each.start + 1, pages=(*each.pages, 49)) for each in own]
+        behind = [chance.randint(1, 4) for _ in own]
+        tails.state[:3, 0] = torch.tensor(behind)
+        inputs.fill(
+            [
+                replace(each, start=each.start - n + 1, fed=i)
+                for i, (each, n) in enumerate(zip(own, behind, strict=True))
+            ]
+        )
+        inputs.begin(tails)
+        assert inputs.state is not None
+        slots, stand_in = inputs.state.slots, inputs.state.stand_in
+        assert slots is not None
+        assert stand_in is not None
+        left = [slot_behind(each, each.start - 1) for each in own]
+        assert slots.read.tolist() == [*left, -1]
+        for b, each in enumerate(own):
+            places = [slot_behind(each, each.start + row) for row in range(each.num_tokens)]
+            assert slots.write[b].tolist() == [*places, *(-1,) * (QUERIES - each.num_tokens)]
+            assert len({left[b], *places}) == min(4, 1 + each.num_tokens)
+        assert (slots.write[3] == -1).all()
+        rows = [b * QUERIES + min(row, own[b].num_tokens - 1) for b in (0, 1, 2) for row in range(QUERIES)]
+        assert stand_in.tolist() == [*rows, *rows[:QUERIES]]
 
 
 def test_as_many_are_accepted_as_the_scheduler_would() -> None:

@@ -91,12 +91,14 @@ def score_alone(config: SchedulerConfig, prompt: tuple[int, ...], position: int,
 
 
 class Device:
-    """Runs steps on fake states. `cells[page][offset]` and `slots[slot][position]` are states."""
+    """Runs steps on fake states. `cells[page][offset]` is one, `slots[slot]` all of a sequence up to some position."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.cells: list[list[Cell]] = [[None] * config.page_size for _ in range(config.num_pages)]
-        self.slots: list[list[Cell]] = [[] for _ in range(config.num_state_slots + config.num_snapshots)]
+        self.slots: list[list[Cell]] = [
+            [] for _ in range(config.num_state_slots * config.state_ring + config.num_snapshots)
+        ]
         # Of each sampled chunk of the latest step: where its last accepted token sits, the token, drafts behind it.
         self.latest: list[tuple[int, int, tuple[int, ...]]] = []
 
@@ -129,14 +131,15 @@ class Device:
         alone = states_alone(prompt, config.vocab_size, config.max_model_len, kept)[:start]
         assert states == places_alone(alone, len(prompt), kept), "others' states are read"
         if chunk.state_slot >= 0:
-            read = chunk.state_slot if chunk.restored < 0 else chunk.restored
-            assert start == 0 or self.slots[read][:start] == states, "the slot is another's, or stale"
-            assert chunk.restored < 0 or len(self.slots[read]) == start, "a snapshot of another position"
+            assert chunk.state_ring == config.state_ring
+            read = chunk.state_slot + (start - 1) % config.state_ring if chunk.restored < 0 else chunk.restored
+            assert start == 0 or self.slots[read] == states, "the slot is another's, or stale, or of another position"
         for place, token_id in enumerate(token_ids, start=len(states)):
             states.append(state_of(states, token_id, prompt=chunk.prompt))
             self.cells[chunk.pages[place // size]][place % size] = states[-1]
         if chunk.state_slot >= 0:
-            self.slots[chunk.state_slot] = list(states)
+            for end in range(max(start, len(states) - config.state_ring), len(states)):
+                self.slots[chunk.state_slot + end % config.state_ring] = states[: end + 1]
             for position, slot in chunk.snapshots:
                 self.slots[slot] = states[:position]
         if chunk.compaction is None:

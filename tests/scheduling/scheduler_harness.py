@@ -283,7 +283,7 @@ class Harness:
         for position, slot in chunk.snapshots:
             assert before < position <= chunk.end
             assert position % config.page_size == position % config.chunk_alignment == 0
-            assert config.num_state_slots <= slot < config.num_state_slots + config.num_snapshots
+            assert 0 <= slot - config.num_state_slots * config.state_ring < config.num_snapshots
             before = position
         assert not chunk.snapshots or chunk.prompt
 

@@ -121,11 +121,12 @@ def _scores_by_row(q: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> tup
 
 def step_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
-    slots: torch.Tensor,
+    read_from: torch.Tensor, write_to: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """One position of each of B sequences: q, k [B, Hk, Dk], v [B, Hv, Dv], beta [B, Hv] -> [B, Hv, Dv], all fp32.
 
-    decay [B, Hv, 1 or Dk] is exp(g); state [num_slots, Hv, Dk, Dv] fp32 holds theirs at `slots` [B] int64, none twice.
+    decay [B, Hv, 1 or Dk] is exp(g); state [num_slots, Hv, Dk, Dv] fp32 holds theirs at `read_from` [B] int64 and takes
+    what is left at `write_to` [B], none twice and none another's.
     What is read of the old state, by k and q at once, gives out too: q S' = (decay q) S + (q k) change.
     """
     num_rows, num_heads, width = v.shape
@@ -138,15 +139,16 @@ def step_delta_rule(
     step = max(1, _PIECE // (num_heads * dim * width))
     for begin in range(0, num_rows, step):
         part = slice(begin, begin + step)
-        here = slots[part]
-        # One state is changed where it lies.
+        here, there = read_from[part], write_to[part]
+        # One state is changed where it lies, or on its way.
         alone = here.shape[0] == 1
         kept = state[int(here[0])] if alone else state.index_select(0, here).flatten(0, 1)  # [b Hv, Dk, Dv]
+        left = state[int(there[0])] if alone else kept
         read = torch.bmm(rows[part].flatten(0, 1), kept).view(-1, num_heads, 2, width)
         change = (v[part] - read[:, :, 0]).mul_(beta[part].unsqueeze(-1))
-        kept.mul_(decay[part].flatten(0, 1).unsqueeze(-1))
-        kept.add_(k[part].flatten(0, 1).unsqueeze(-1) * change.flatten(0, 1).unsqueeze(-2))
+        torch.mul(kept, decay[part].flatten(0, 1).unsqueeze(-1), out=left)
+        left.add_(k[part].flatten(0, 1).unsqueeze(-1) * change.flatten(0, 1).unsqueeze(-2))
         if not alone:
-            state.index_copy_(0, here, kept.view(-1, num_heads, dim, width))
+            state.index_copy_(0, there, left.view(-1, num_heads, dim, width))
         out[part] = read[:, :, 1] + along[part] * change
     return out

@@ -87,9 +87,9 @@ def attended(
     if plan.waves:
         decay = rows_apart(g.flatten(1)).exp().view(g.shape)
         decay = decay if g.dim() == 3 else decay.unsqueeze(-1)
-    for rows, slots in plan.waves:
+    for rows, read, write in plan.waves:
         here_q, here_k, here_v, left, rate = (each.index_select(0, rows) for each in (q, k, v, decay, beta))
-        out.index_copy_(0, rows, step_delta_rule(here_q, here_k, here_v, left, rate, state, slots))
+        out.index_copy_(0, rows, step_delta_rule(here_q, here_k, here_v, left, rate, state, read, write))
     return out
 
 
@@ -109,9 +109,9 @@ def convolved(x: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, plan: C
             if slot >= 0:
                 window[slot] = inputs[end - part.begin :][: size - 1]
     factors = conv.float().t().contiguous()
-    for rows, slots in plan.waves:
-        inputs = torch.cat((window.index_select(0, slots), x.index_select(0, rows).unsqueeze(1)), 1)
-        window.index_copy_(0, slots, inputs[:, 1:])
+    for rows, read, write in plan.waves:
+        inputs = torch.cat((window.index_select(0, read), x.index_select(0, rows).unsqueeze(1)), 1)
+        window.index_copy_(0, write, inputs[:, 1:])
         # The products and sums of `causal_conv1d`, in its order.
         wide = inputs.float()
         done = wide[:, 0] * factors[0]
@@ -122,7 +122,7 @@ def convolved(x: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, plan: C
 
 
 def _before(part: PromptSegment, slots: torch.Tensor) -> torch.Tensor:
-    """What a chunk's sequence keeps in its slot of `slots` [num_slots, ...] as the chunk begins."""
+    """What a chunk begins with, in the slot of `slots` [num_slots, ...] that takes what it leaves."""
     kept = slots[part.slot]
     if not part.start:
         kept.zero_()

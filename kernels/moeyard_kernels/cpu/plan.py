@@ -10,7 +10,7 @@ from moeyard_kernels.cpu.decode_plan import DecodePlan, plan_decode
 from moeyard_kernels.cpu.linear import padded_rows
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, entries_of
-from moeyard_kernels.types.step import ChunkRows, CompactionRows, StepRows
+from moeyard_kernels.types.step import ChunkRows, CompactionRows, StepRows, slot_before, slot_behind, slot_left
 
 # The absorbed products of latent attention see decode rows in multiples of this many: fewer than four rows take another
 # path of the CPU's matrix product, with other bits.
@@ -22,16 +22,20 @@ class PromptSegment:
 
     `pages` [n] int64 hold positions 0 to at least start + end - begin, in order and rounded up to whole attention
     blocks (the last page repeats: what it adds is never seen). `kept`: what is kept of the prompt, None for all.
-    `slot`: the sequence's slot of recurrent state, -1 where the model has none; `restored`: the slot of what it starts
-    from instead, -1 for none. `parts`: (end, slot) of the rows up to each snapshot of that state, whose slot is given,
-    and of those behind the last, with -1.
+    `slot`: the slot of recurrent state that is left behind the last row, -1 where the model has none; `restored`: the
+    slot of what it starts from, -1 where that is `slot`, or nothing. `parts`: (end, slot) of the rows up to each
+    snapshot of that state, whose slot is given, and of those behind the last, with -1.
     """
 
     __slots__ = ("begin", "end", "kept", "pages", "parts", "restored", "slot", "start")
 
     def __init__(self, begin: int, chunk: ChunkRows, *, pages: torch.Tensor, kept: "Kept | None") -> None:
         self.begin, self.end = begin, begin + len(chunk.token_ids)
-        self.start, self.slot, self.restored = chunk.start, chunk.state_slot, chunk.restored
+        self.start, self.slot, self.restored = chunk.start, -1, -1
+        if chunk.state_slot >= 0:
+            self.slot = slot_left(chunk)
+            if chunk.start and (before := slot_before(chunk)) != self.slot:
+                self.restored = before
         self.pages, self.kept = pages, kept
         self.parts = [(begin + position - chunk.start, slot) for position, slot in chunk.snapshots]
         if not self.parts or self.parts[-1][0] < self.end:
@@ -116,8 +120,9 @@ def pad_heads(x: torch.Tensor, num_rows: int) -> torch.Tensor:
     return x if x.shape[0] == num_rows else F.pad(x, (0, 0, 0, 0, 0, num_rows - x.shape[0]))
 
 
-def _waves(decode: Sequence[ChunkRows], first: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(rows, slots) int64 of wave i: row i of every decode chunk that has one, the first of all being row `first`.
+def _waves(decode: Sequence[ChunkRows], first: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(rows, slots ahead of them, slots behind) int64 of wave i: row i of every decode chunk that has one, the first of
+    all being row `first`.
 
     Rows of one sequence need the state that the row before left; those of a wave are of different sequences. Empty for
     a model without state per sequence.
@@ -125,12 +130,17 @@ def _waves(decode: Sequence[ChunkRows], first: int) -> list[tuple[torch.Tensor, 
     chunks, begin = [], first
     for chunk in decode:
         if chunk.state_slot >= 0:
-            chunks.append((begin, len(chunk.token_ids), chunk.state_slot))
+            chunks.append((begin, chunk))
         begin += len(chunk.token_ids)
     waves = []
-    for i in range(max((count for _, count, _ in chunks), default=0)):
-        found = np.array([(row + i, slot) for row, count, slot in chunks if i < count], dtype=np.int64)
-        waves.append((torch.from_numpy(found[:, 0].copy()), torch.from_numpy(found[:, 1].copy())))
+    for i in range(max((len(chunk.token_ids) for _, chunk in chunks), default=0)):
+        found = [
+            (row + i, slot_behind(chunk, chunk.start + i - 1), slot_behind(chunk, chunk.start + i))
+            for row, chunk in chunks
+            if i < len(chunk.token_ids)
+        ]
+        rows, read, write = np.array(found, dtype=np.int64).T.copy()
+        waves.append((torch.from_numpy(rows), torch.from_numpy(read), torch.from_numpy(write)))
     return waves
 
 

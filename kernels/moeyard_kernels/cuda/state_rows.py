@@ -9,7 +9,7 @@ import torch
 from moeyard_kernels.types.decode_tables import MAX_QUERIES
 from moeyard_kernels.types.prompt_chunks import CHUNK, PADDING, WIDTH, PromptChunks, chunks_of
 from moeyard_kernels.types.state_slots import SlotMoves, StateSlots
-from moeyard_kernels.types.step import ChunkRows
+from moeyard_kernels.types.step import ChunkRows, slot_before, slot_behind, slot_left
 
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -49,11 +49,12 @@ def plan_state(prefill: Sequence[ChunkRows], decode: Sequence[ChunkRows], device
     chunks = slots = restored = None
     if prefill:
         chunks = PromptChunks.plan(*_prompts(prefill), device=device)
-        moves = [(source, c.state_slot) for c in prefill if (source := _restored(c)) >= 0]
+        moves = [(source, slot_left(c)) for c in prefill if (source := _restored(c)) >= 0]
         restored = SlotMoves.plan(moves, device=device) if moves else None
     if all(len(c.token_ids) == 1 for c in decode):
         if decode:
-            slots = StateSlots.in_place(torch.tensor([c.state_slot for c in decode]).to(device))
+            read, write = torch.tensor([[slot_before(c) for c in decode], [slot_left(c) for c in decode]]).to(device)
+            slots = StateSlots(read=read, write=write.unsqueeze(1))
         return StateRows(chunks=chunks, slots=slots, restored=restored)
     return StateRows(chunks=chunks, slots=None, restored=restored, waves=tuple(_waves(decode, device)))
 
@@ -61,37 +62,44 @@ def plan_state(prefill: Sequence[ChunkRows], decode: Sequence[ChunkRows], device
 def _prompts(prefill: Sequence[ChunkRows]) -> tuple[list[int], list[int], list[int], list[Sequence[tuple[int, int]]]]:
     """Lengths, starts, slots, snapshots."""
     return (
-        [len(c.token_ids) for c in prefill], [c.start for c in prefill], [c.state_slot for c in prefill],
+        [len(c.token_ids) for c in prefill], [c.start for c in prefill], [slot_left(c) for c in prefill],
         [c.snapshots for c in prefill],
     )  # fmt: skip
 
 
 def _restored(chunk: ChunkRows) -> int:
-    """The slot that it goes on from instead of its own; -1 for none."""
-    return chunk.restored if chunk.start else -1
+    """The slot that it goes on from, if that is not the one that it leaves its state in; -1 for none."""
+    before = slot_before(chunk) if chunk.start else -1
+    return -1 if before == slot_left(chunk) else before
 
 
 def _waves(decode: Sequence[ChunkRows], device: torch.device) -> list[Wave]:
-    begins = np.concatenate(([0], np.cumsum([len(c.token_ids) for c in decode])))
-    left = [(int(begin), int(end), c.state_slot) for begin, end, c in zip(begins[:-1], begins[1:], decode, strict=True)]
+    # Chunks with rows left: their first row of all, how many they have had, they themselves.
+    begins = np.cumsum([0, *(len(c.token_ids) for c in decode)])
+    left = [(int(begin), 0, chunk) for begin, chunk in zip(begins, decode, strict=False)]
     waves = []
     while left:
-        counts = [min(end - begin, MAX_QUERIES) for begin, end, _ in left]
+        counts = [min(len(chunk.token_ids) - had, MAX_QUERIES) for _, had, chunk in left]
         # One and 16 are the sizes that kernels are compiled for.
         queries = 1 if max(counts) == 1 else MAX_QUERIES
-        rows = np.array([begin for begin, _, _ in left]).repeat(queries).reshape(-1, queries)
+        rows = np.array([first + had for first, had, _ in left]).repeat(queries).reshape(-1, queries)
         write = np.full_like(rows, -1)
         counted = np.arange(queries) < np.array(counts)[:, None]
         rows = np.where(counted, rows + np.arange(queries), rows)
-        for row, (count, (_, _, slot)) in enumerate(zip(counts, left, strict=True)):
-            write[row, count - 1] = slot
+        read = np.empty(len(left), dtype=np.int64)
+        for row, (count, (_, had, chunk)) in enumerate(zip(counts, left, strict=True)):
+            position = chunk.start + had
+            read[row] = slot_behind(chunk, position - 1)
+            # Of rows that wrote the same slot the last one would count.
+            for query in range(max(0, count - chunk.state_ring), count):
+                write[row, query] = slot_behind(chunk, position + query)
         taken = np.flatnonzero(counted)
-        read = np.array([slot for _, _, slot in left])
         parts = (rows.ravel(), taken, rows.ravel()[taken], read, write.ravel())
         moved = torch.from_numpy(np.concatenate(parts)).to(device).split([part.size for part in parts])
         slots = StateSlots(read=moved[3], write=moved[4].view(-1, queries))
         waves.append(Wave(rows=moved[0], slots=slots, taken=moved[1], at=moved[2]))
-        left = [(begin + n, end, slot) for n, (begin, end, slot) in zip(counts, left, strict=True) if begin + n < end]
+        left = [(first, had + count, chunk) for count, (first, had, chunk) in zip(counts, left, strict=True)]
+        left = [(first, had, chunk) for first, had, chunk in left if had < len(chunk.token_ids)]
     return waves
 
 
@@ -141,9 +149,10 @@ class StateInputs:
                 host["state_heads"][: len(heads)] = heads
             host["state_from"][:], host["state_to"][:] = -1, 0
             for n, chunk in enumerate(prefill):
-                host["state_from"][n], host["state_to"][n] = _restored(chunk), chunk.state_slot
+                host["state_from"][n], host["state_to"][n] = _restored(chunk), slot_left(chunk)
         if self._decode:
             host["state_slots"][:] = -1
+            assert all(c.state_ring == 1 for c in decode), "steps of drafts have inputs of their own"
             host["state_slots"][: len(decode)] = [c.state_slot for c in decode]
             if decode:
                 host["stand_in"][self._prompt + len(decode) :] = self._prompt

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from moeyard_kernels.cuda.staging import Staging
+from moeyard_kernels.cuda.state_rows import StateRows
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.plan_parts import Rotations
 from moeyard_kernels.types.prefill_plan import PrefillPlan
+from moeyard_kernels.types.state_slots import StateSlots
 from moeyard_kernels.types.step import ChunkRows
 
 
@@ -83,7 +85,9 @@ class VerifyInputs:
     Sequences that a step has not are copies of its first one, and rows that a sequence has not are copies of its last:
     they compute the same bits, choose the same experts and store nothing. No position reaches `limit`.
 
-    tokens: [B, Q], what the rows read; start: [B], where they begin; read: [B, 1 + Q] both, for the host.
+    tokens: [B, Q], what the rows read; start: [B], where they begin; read: [B, 1 + Q] both, for the host. state: how
+    rows reach state per sequence, where `slots` was asked for; there copies compute nothing of their own, but take the
+    results of those that they are of.
     """
 
     num_prompt = 0
@@ -93,22 +97,26 @@ class VerifyInputs:
     lone_rows = False
 
     def __init__(
-        self, size: VerifySize, *, page_size: int, windows: Iterable[int | None], limit: int, device: torch.device
-    ) -> None:
+        self, size: VerifySize, *, page_size: int, windows: Iterable[int | None], limit: int, device: torch.device,
+        slots: bool = False,
+    ) -> None:  # fmt: skip
         self.size, self._page_size, self._windows, self._limit = size, page_size, tuple(windows), limit
         self.num_tokens = self.num_rows = self.num_sampled = size.rows
         self.paged: dict[int | None, PrefillPlan] = {}
+        self.state: StateRows | None = None
+        self._slots = slots
         long = (torch.int64, (size.sequences,))
         self._staging = Staging(
             {"token_ids": (torch.int64, (size.sequences, size.queries)), "starts": long, "rows": long, "feed": long,
-             "caps": long, "real": long, "dropped": long, "table": (torch.int32, (size.sequences, size.width))},
+             "caps": long, "real": long, "dropped": long, "slots": long, "rings": long,
+             "table": (torch.int32, (size.sequences, size.width))},
             device,
         )  # fmt: skip
         self._on = self._staging.on_device
         self._numbers = torch.arange(size.queries, device=device)
         # A step of nothing, until there is one: what is captured runs once for its kernels to be compiled.
         host = self._staging.begin()
-        host["rows"][:] = host["caps"][:] = 1
+        host["rows"][:] = host["caps"][:] = host["rings"][:] = 1
         host["feed"][:] = -1
         self._staging.send()
 
@@ -119,6 +127,8 @@ class VerifyInputs:
         host["starts"][:count] = [chunk.start for chunk in chunks]
         host["feed"][:count] = [-1 if chunk.fed is None else chunk.fed for chunk in chunks]
         host["dropped"][:count] = [chunk.dropped for chunk in chunks]
+        host["slots"][:count] = [chunk.state_slot for chunk in chunks]
+        host["rings"][:count] = [chunk.state_ring for chunk in chunks]
         host["caps"][:count] = [
             min(len(chunk.pages) * self._page_size + chunk.dropped, self._limit) for chunk in chunks
         ]  # fmt: skip
@@ -126,7 +136,7 @@ class VerifyInputs:
             host["token_ids"][row, : len(chunk.token_ids)] = chunk.token_ids
             host["table"][row, : len(chunk.pages)] = chunk.pages
         host["real"][:] = np.arange(self.size.sequences) < count
-        for name in ("rows", "starts", "feed", "caps", "dropped", "token_ids", "table"):
+        for name in ("rows", "starts", "feed", "caps", "dropped", "slots", "rings", "token_ids", "table"):
             host[name][count:] = host[name][0]
         self._staging.send()
 
@@ -144,6 +154,19 @@ class VerifyInputs:
         self.entries = torch.where(stored, self.entries_at(positions), -1).flatten()
         self.decode = self.tables(positions + 1)
         self.rotation = Rotations(self.positions)
+        if self._slots:
+            self.state = self._state_rows(place, stored)
+
+    def _state_rows(self, place: torch.Tensor, stored: torch.Tensor) -> StateRows:
+        """Of the rows at `place` [B, Q] of their sequences, which leave a state behind them where `stored`."""
+        slots, rings, real = (self._on[name][:, None] for name in ("slots", "rings", "real"))
+        # The state ahead of row 0, and those behind each row: as `slot_behind` has them.
+        around = slots + (self.start[:, None] + torch.arange(-1, self.size.queries, device=place.device)) % rings
+        read = torch.where(real[:, 0] > 0, around[:, 0], -1)
+        write = torch.where(stored, around[:, 1:], -1)
+        first = torch.arange(self.size.sequences, device=place.device)[:, None] * self.size.queries
+        stand_in = place + torch.where(real > 0, first, 0)
+        return StateRows(chunks=None, slots=StateSlots(read=read, write=write), stand_in=stand_in.flatten())
 
     def accept(self, ids: torch.Tensor, tails: Tails) -> torch.Tensor:
         """Of ids [rows], chosen for the rows, keep those whose rows read the right tokens. How many, [B]: 1 or more.

@@ -24,12 +24,14 @@ class ChunkRows(Protocol):
     """Consecutive rows of one sequence: `token_ids[i]` sits at position `start + i`.
 
     `pages` holds positions 0 to at least start + len(token_ids) - 1 in order, but for `dropped` of them before `start`
-    that were not kept: position p has place p - dropped, and p is what rotates it. `state_slot` is the sequence's slot
-    of recurrent state, -1 where the model has none. A chunk at position 0 starts from a blank state, another from what
-    slot `restored` holds, unless that is -1. `snapshots`: positions and slots, ascending, two at most; the state behind
-    the rows before the position is copied to the slot, which may be one that the step restores. `prompt` selects the
-    arithmetic (prompt or decode formula). `compaction`, in the chunk that ends a prompt and holds at least its window:
-    what is kept, None for all.
+    that were not kept: position p has place p - dropped, and p is what rotates it. `state_slot` is the first of the
+    sequence's `state_ring` slots of recurrent state, -1 where the model has none: what is left behind position p is in
+    slot state_slot + p % state_ring (`slot_behind`), so that rows that turn out to be wrong have written over nothing
+    that is needed, if there are no more than that. A chunk at position 0 starts from a blank state, another from what
+    slot `restored` holds, or where that is -1, from what it left. `snapshots`: positions and slots, ascending, two at
+    most; the state behind the rows before the position is copied to the slot, which may be one that the step restores.
+    `prompt` selects the arithmetic (prompt or decode formula). `compaction`, in the chunk that ends a prompt and holds
+    at least its window: what is kept, None for all.
     """
 
     @property
@@ -43,6 +45,8 @@ class ChunkRows(Protocol):
     @property
     def state_slot(self) -> int: ...
     @property
+    def state_ring(self) -> int: ...
+    @property
     def restored(self) -> int: ...
     @property
     def snapshots(self) -> Sequence[tuple[int, int]]: ...
@@ -50,6 +54,21 @@ class ChunkRows(Protocol):
     def prompt(self) -> bool: ...
     @property
     def compaction(self) -> CompactionRows | None: ...
+
+
+def slot_behind(chunk: ChunkRows, position: int) -> int:
+    """The slot of the state behind the row of `position`, of a sequence that has such."""
+    return chunk.state_slot + position % chunk.state_ring
+
+
+def slot_left(chunk: ChunkRows) -> int:
+    """The slot of the state behind the last row."""
+    return slot_behind(chunk, chunk.start + len(chunk.token_ids) - 1)
+
+
+def slot_before(chunk: ChunkRows) -> int:
+    """The slot of the state ahead of the first row, which is not at position 0."""
+    return chunk.restored if chunk.restored >= 0 else slot_behind(chunk, chunk.start - 1)
 
 
 class StepRows(Protocol):

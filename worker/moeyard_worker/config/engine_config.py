@@ -46,8 +46,9 @@ class SchedulerConfig:
     `queue_timeout`; None: as long as it takes.
     max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3;
     adaptive_drafts: as many of them as have turned out to be worth it.
-    num_state_slots: sequences with state of their own beside pages, 0 when the model has none; num_snapshots: slots
-    behind these for what prompts left there, without which their beginnings are not reused.
+    num_state_slots: sequences with state of their own beside pages, 0 when the model has none, each of which has
+    `state_ring` slots; num_snapshots: slots behind these for what prompts left there, without which their beginnings
+    are not reused.
     chunk_alignment: what every prompt chunk but the last ends at a multiple of. kv_compression: whether prompts can be
     kept in part; never where state is kept per sequence.
     """
@@ -96,6 +97,11 @@ class SchedulerConfig:
                     f"{name} {getattr(self, name)} is less than chunk_alignment {self.chunk_alignment}, "
                     "the rows that the model computes together"
                 )
+
+    @property
+    def state_ring(self) -> int:
+        """Slots of state of one sequence: a step leaves one behind each row, of which the last may not count."""
+        return 1 + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

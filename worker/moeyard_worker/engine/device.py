@@ -207,6 +207,7 @@ class CudaDevice:
                 captures_prompts=not plan.stream_slots,
             )  # fmt: skip
             if not config.enforce_eager and runner.exchange.captures:
+                runner.warm_recompute()
                 drafting.capture()
             return drafting
         graphs = GraphRunner(

@@ -147,7 +147,7 @@ class DraftGraphs:
     def _capture(self, size: VerifySize, pool: Any) -> SizedGraphs:
         inputs = VerifyInputs(
             size, page_size=self._backend.page_size, windows=self._backend.windows, limit=self._limit,
-            device=self._backend.device,
+            device=self._backend.device, slots=self._backend.slots,
         )  # fmt: skip
         graphs = SizedGraphs(inputs)
         graphs.verify = captured(partial(self._verify, graphs), pool)[0]

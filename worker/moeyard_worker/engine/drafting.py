@@ -125,6 +125,7 @@ class _Tail:
             token_ids=(self.drafts[-1],),
             pages=pages,
             state_slot=self._chunk.state_slot,
+            state_ring=self._chunk.state_ring,
             prompt=False,
             num_sampled=1,
             dropped=dropped,

@@ -180,16 +180,16 @@ def plan_memory(
         margin=int(available * MARGIN_SHARE),
     )
     state = model.state_spec(itemsize)
-    slots_bytes = config.max_num_seqs * state.bytes_per_sequence
+    slots_bytes = config.max_num_seqs * (1 + config.num_drafts) * state.bytes_per_sequence
     held = resident_bytes + slots_bytes
     free = available - held - reserve.total
     if free <= 0:
         kept = f", the state of {config.max_num_seqs} sequences {format_size(slots_bytes)}" if slots_bytes else ""
-        lower = "--max-num-seqs or --max-batch-tokens" if slots_bytes else "--max-batch-tokens"
+        lower = ("--max-num-seqs" + ", --draft-tokens" * bool(config.num_drafts) + " or ") * bool(slots_bytes)
         raise ValueError(
             f"the dense weights need {format_size(resident_bytes)}{kept} beside {reserve}, this worker has "
-            f"{format_size(available)} of free memory; lower {lower}, use fewer workers on this host or a machine with "
-            "more memory"
+            f"{format_size(available)} of free memory; lower {lower}--max-batch-tokens, use fewer workers on this host "
+            "or a machine with more memory"
         )
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
@@ -267,7 +267,8 @@ def _slot_reasons(config: EngineConfig, num_bytes: int, num_snapshots: int, snap
     """What is said of state per sequence, if there is any."""
     if not num_bytes:
         return
-    yield f"state of {config.max_num_seqs} sequences, {format_size(num_bytes)}"
+    behind = f", behind each of {1 + config.num_drafts} rows" if config.num_drafts else ""
+    yield f"state of {config.max_num_seqs} sequences{behind}, {format_size(num_bytes)}"
     if num_snapshots:
         yield f"{num_snapshots} snapshots of it behind prompts, {format_size(snapshot_bytes)} of KV memory"
     elif config.prefix_caching:

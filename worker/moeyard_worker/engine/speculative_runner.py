@@ -155,8 +155,9 @@ class SpeculativeRunner:
                 prompt=size, keys=size if backend.flat else 0, width=self._max_pages, chunks=_CHUNKS
             )  # fmt: skip
             inputs = GraphInputs(
-                bucket, page_size=backend.page_size, windows=backend.windows, last_ids=self._sampler.last_ids
-            )
+                bucket, page_size=backend.page_size, windows=backend.windows, last_ids=self._sampler.last_ids,
+                slots=backend.slots,
+            )  # fmt: skip
             inputs.begin()
             self._runner.exchange.expect(PeerRows(size))
             speculation.drafter.forward(inputs.token_ids, model.hidden(inputs), inputs)

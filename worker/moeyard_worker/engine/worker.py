@@ -163,7 +163,7 @@ class Worker:
             log.info("the exchange needs the host: steps are launched kernel by kernel, none is captured")
         runner = Runner(
             self._checkpoint.spec, load=load, backend=backend, exchange=exchange, experts=experts, dtype=self._dtype,
-            num_pages=plan.num_pages, num_state_slots=num_state_slots + plan.num_snapshots,
+            num_pages=plan.num_pages, num_state_slots=num_state_slots * (1 + config.num_drafts) + plan.num_snapshots,
         )  # fmt: skip
         experts.preload(self._advance)
         self._device.finish()

@@ -66,7 +66,7 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(stop.integers("eos_token_id") + config.integers("eos_token_id"))),
         dtype=dtype,
-        num_mtp_layers=config.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
+        num_mtp_layers=config.integer("num_nextn_predict_layers", family.num_mtp_layers, minimum=0, maximum=MAX_LAYERS),
     )
     _check(config, model)
     for fields in (config, stop):

@@ -13,10 +13,11 @@ class Names:
 
     `layer` holds {i}. `moe` lists where the MoE block may sit, the published place first. `expert` are the names of an
     expert's gate, up and down projection, each followed by ".weight". A fused file stores all experts of a layer in
-    `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I]. `token_norm` to `draft_norm` belong to a layer
-    of multi-token prediction, and so do the `copies` of the model's own embedding and head. `linear` is where attention
-    with state per sequence sits. `norms_less_one`: norms are stored less one. `skipped` maps beginnings of names to why
-    what they name is not loaded.
+    `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I]. `draft_layer` is the layer of multi-token
+    prediction, with {i} for the number behind the model's layers; `token_norm` to `draft_norm` are what it has beside
+    other layers, at `draft_parts`, and so are the `copies` of the model's own embedding and head. `linear` is where
+    attention with state per sequence sits. `norms_less_one`: norms are stored less one. `skipped` maps beginnings of
+    names to why what they name is not loaded.
     """
 
     embed: str = "model.embed_tokens.weight"
@@ -34,6 +35,8 @@ class Names:
     shared: str = "shared_experts."
     shared_gate: str = "shared_expert_gate.weight"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    draft_layer: str = "model.layers.{i}."
+    draft_parts: str = "model.layers.{i}."
     token_norm: str = "enorm.weight"
     hidden_norm: str = "hnorm.weight"
     join: str = "eh_proj.weight"
@@ -52,6 +55,7 @@ class Family:
     is not implemented. `reference` is the class of transformers that computes the same; `rms_eps` is its default.
     `other_names`: what a checkpoint may name its parts instead, told by its embedding. `text_config`: config.json may
     have under that key what is read here. `spellings`: keys that are read, each with another that files have for it.
+    `num_mtp_layers`: how many layers of multi-token prediction there are where config.json does not say.
     """
 
     parse: Callable[[Fields], Mapping[str, Any]]
@@ -61,6 +65,7 @@ class Family:
     other_names: tuple[Names, ...] = ()
     text_config: bool = False
     spellings: tuple[tuple[str, str], ...] = ()
+    num_mtp_layers: int = 0
 
 
 def max_position(config: Fields) -> int:

@@ -57,17 +57,17 @@ class ModelConfig:
     def with_drafts(self) -> "ModelConfig":
         """The same with its first layer of multi-token prediction served; raises ValueError if it has none.
 
-        That layer is one as the last is, with experts (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+        That layer is one as the last is that keeps no state per sequence, with experts (DeepSeek-V3, arXiv 2412.19437,
+        section 2.2; Qwen3-Next's as vLLM has it).
         """
-        if self.has_slots:
-            raise ValueError(f"{self.family} keeps state per sequence, behind which no drafts are verified yet")
         if not self.num_mtp_layers:
             raise ValueError(
                 "this model has no layer for multi-token prediction (its config.json says num_nextn_predict_layers 0)"
             )
+        full = next(kind for kind in reversed(self.attention) if not kind.state().slots)
         return replace(
             self,
-            attention=(*self.attention, self.attention[-1]),
+            attention=(*self.attention, full),
             moe_layers=(*self.moe_layers, self.num_layers),
             drafts=True,
         )

@@ -33,5 +33,8 @@ _WHOLE: Names = replace(
     norm="model.language_model.norm.weight",
     layer="model.language_model.layers.{i}.",
 )
-_FAMILY = Family(parse=_parse, reference="Qwen3_5MoeForCausalLM", names=_WHOLE, other_names=(_TEXT,), text_config=True)
+_FAMILY = Family(
+    parse=_parse, reference="Qwen3_5MoeForCausalLM", names=_WHOLE, other_names=(_TEXT,), text_config=True,
+    spellings=(("num_nextn_predict_layers", "mtp_num_hidden_layers"),), num_mtp_layers=1,
+)  # fmt: skip
 FAMILIES = MappingProxyType({"qwen3_5_moe": _FAMILY, "qwen3_5_moe_text": _FAMILY})

@@ -1,7 +1,8 @@
 """Qwen3-Next: Gated DeltaNet in most layers, gated grouped-query attention in the others; a gated shared expert.
 
-Norms are stored less one, but for the one behind Gated DeltaNet. The published checkpoint's layers of multi-token
-prediction are not served.
+Norms are stored less one, but for the one behind Gated DeltaNet. A layer of multi-token prediction, with full
+attention, sits apart, and config.json need not tell of it. It reads the model's hidden state behind the last norm, and
+then its own (vLLM's `qwen3_next_mtp.py`; llama.cpp #24025 and LightLLM #1402 measured that it was trained on that).
 """
 
 from collections.abc import Mapping
@@ -71,6 +72,15 @@ def _parse(config: Fields) -> Mapping[str, Any]:
 
 
 NAMES = Names(
-    shared="shared_expert.", norms_less_one=True, skipped=(("mtp.", "multi-token prediction, which is not served"),)
+    shared="shared_expert.",
+    draft_layer="mtp.layers.0.",
+    draft_parts="mtp.",
+    token_norm="pre_fc_norm_embedding.weight",
+    hidden_norm="pre_fc_norm_hidden.weight",
+    join="fc.weight",
+    draft_norm="norm.weight",
+    norms_less_one=True,
+    skipped=(("mtp.", "multi-token prediction layer"),),
 )
-FAMILIES = MappingProxyType({"qwen3_next": Family(parse=_parse, reference="Qwen3NextForCausalLM", names=NAMES)})
+_FAMILY = Family(parse=_parse, reference="Qwen3NextForCausalLM", names=NAMES, num_mtp_layers=1)
+FAMILIES = MappingProxyType({"qwen3_next": _FAMILY})

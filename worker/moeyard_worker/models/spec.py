@@ -132,17 +132,17 @@ def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
 
 
 def _draft(config: ModelConfig, names: Names) -> DraftSpec:
-    prefix, hidden = names.layer.format(i=config.num_layers), config.hidden_size
+    at, hidden, less_one = names.draft_parts.format(i=config.num_layers), config.hidden_size, names.norms_less_one
     return DraftSpec(
-        token_norm=weight(prefix + names.token_norm, hidden),
-        hidden_norm=weight(prefix + names.hidden_norm, hidden),
-        join=matrix(prefix + names.join, hidden, 2 * hidden),
-        norm=weight(prefix + names.draft_norm, hidden),
+        token_norm=norm(at + names.token_norm, hidden, less_one=less_one),
+        hidden_norm=norm(at + names.hidden_norm, hidden, less_one=less_one),
+        join=matrix(at + names.join, hidden, 2 * hidden),
+        norm=norm(at + names.draft_norm, hidden, less_one=less_one),
     )
 
 
 def _layer(config: ModelConfig, names: Names, index: int, keys: Container[str]) -> LayerSpec:
-    prefix = names.layer.format(i=index)
+    prefix = (names.layer if index < config.num_layers else names.draft_layer).format(i=index)
     mlp: dict[str, Weight]
     if index in config.moe_layers:
         at_moe = next((prefix + m for m in names.moe if prefix + m + names.gate in keys), prefix + names.moe[0])

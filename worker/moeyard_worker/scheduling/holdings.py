@@ -32,10 +32,10 @@ class Holdings:
     """Owner of a rank's pages and slots; which request holds which is written in the request."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        first = config.num_state_slots
+        first = config.num_state_slots * config.state_ring
         self.snapshots = SnapshotPool(range(first, first + config.num_snapshots))
         self.pool = PagePool(config.num_pages, self.snapshots.forget)
-        self.slots = SlotPool(config.num_state_slots)
+        self.slots = SlotPool(config.num_state_slots, config.state_ring)
         self._page_size = config.page_size
         self._max_num_seqs = config.max_num_seqs
         # A prompt is reused up to a multiple of this many pages.

@@ -125,7 +125,9 @@ def num_wanted(request: Request, length: int, config: SchedulerConfig) -> int:
     return min(length + max(config.num_drafts - 1, 0), max(request.limit, length))
 
 
-def make_chunk(request: Request, place: Place, rows: int, snapshots: tuple[tuple[int, int], ...] = ()) -> Chunk:
+def make_chunk(
+    request: Request, place: Place, rows: int, snapshots: tuple[tuple[int, int], ...] = (), *, state_ring: int = 1
+) -> Chunk:
     """The next `rows` rows of a request, whose pages are reserved, as are the slots of its `snapshots` on the way."""
     start, num_sampled, num_prompt = place.start, 0, len(request.prompt)
     if place.fed is not None:
@@ -143,6 +145,7 @@ def make_chunk(request: Request, place: Place, rows: int, snapshots: tuple[tuple
         token_ids=token_ids,
         pages=tuple(request.pages if start < num_prompt else request.kept_pages),
         state_slot=request.state_slot,
+        state_ring=state_ring,
         restored=request.restored,
         snapshots=snapshots,
         prompt=start < num_prompt,

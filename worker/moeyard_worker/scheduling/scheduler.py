@@ -202,7 +202,8 @@ class Scheduler:
             return False
         if place.fed is not None or length >= request.length:
             holdings.extend(request, num_wanted(request, length, self.config), len(self._roster.running))
-        builder.add(request, make_chunk(request, place, rows, holdings.take_snapshots(request, place.start, rows)))
+        snapshots = holdings.take_snapshots(request, place.start, rows)
+        builder.add(request, make_chunk(request, place, rows, snapshots, state_ring=self.config.state_ring))
         return True
 
     def _reserve(self, request: Request, length: int, builder: StepBuilder) -> bool:

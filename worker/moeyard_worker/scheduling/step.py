@@ -37,9 +37,10 @@ class Chunk:
     `key`: client and request id. `token_ids[i]` sits at position `start + i`. `pages`: the request's page table, which
     covers at least positions [0, max_start + num_tokens) but for the `dropped` ones of its prompt that were not kept:
     position p has place p - dropped there. `compaction`: what is kept from here on, in the chunk that ends its prompt;
-    None for all. `state_slot`: where its state per sequence lives, -1 for a model that has none; a chunk that starts at
-    0 starts from a blank state, whatever the slot held before. `restored`: the slot of a snapshot that it starts from
-    instead, taken at `start`; -1 goes on from `state_slot`. `snapshots`: (position, slot) of those to be taken on the
+    None for all. `state_slot`: the first of the `state_ring` slots where its state per sequence lives, that behind
+    position p in slot state_slot + p % state_ring; -1 for a model that has none. A chunk that starts at
+    0 starts from a blank state, whatever the slots held before. `restored`: the slot of a snapshot that it starts from
+    instead, taken at `start`; -1 goes on from its own. `snapshots`: (position, slot) of those to be taken on the
     way, in (start, end], ascending, two at most: the state behind the rows before that position, as a chunk that ended
     there would leave it. A slot that one chunk restores may be one that it, or a later chunk of the step, writes: what
     is read is read before.
@@ -64,6 +65,7 @@ class Chunk:
     token_ids: tuple[int, ...]
     pages: tuple[int, ...]
     state_slot: int = -1
+    state_ring: int = 1
     restored: int = -1
     snapshots: tuple[tuple[int, int], ...] = ()
     prompt: bool

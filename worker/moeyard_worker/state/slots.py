@@ -4,11 +4,15 @@ from collections.abc import Iterable
 
 
 class SlotPool:
-    """Slots [0, num_slots), each with one owner at a time; none when the model keeps no such state."""
+    """`num_slots` of `size` each, with one owner at a time; none when the model keeps no such state.
 
-    def __init__(self, num_slots: int) -> None:
+    A slot goes by where it begins: 0, size, 2 size, and so on.
+    """
+
+    def __init__(self, num_slots: int, size: int = 1) -> None:
         self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._all = range(0, num_slots * size, size)
+        self._free = list(reversed(self._all))
 
     @property
     def num_free(self) -> int:
@@ -23,10 +27,10 @@ class SlotPool:
 
     def release(self, slot: int) -> None:
         """Give a slot back."""
-        assert 0 <= slot < self.num_slots, f"slot {slot} is none of {self.num_slots}"
+        assert slot in self._all, f"slot {slot} is none of {self.num_slots}"
         assert slot not in self._free, f"slot {slot} is released more often than it was taken"
         self._free.append(slot)
 
     def validate(self, held: Iterable[int]) -> None:
         """Assert all invariants; `held` are the slots of all owners."""
-        assert sorted([*held, *self._free]) == list(range(self.num_slots)), "a slot is lost or has two owners"
+        assert sorted([*held, *self._free]) == list(self._all), "a slot is lost or has two owners"

@@ -1,0 +1,176 @@
+"""Speculation behind state per sequence changes nothing: Qwen3-Next and Qwen3.5, a layer of multi-token prediction.
+
+What `test_speculation.py` asks of a model whose state is all in pages: tokens, log-probability bits, ends.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.checkpoints import VOCAB_SIZE, add_drafts, make_checkpoint
+from tests.rank import Rank, Told
+
+from moeyard_worker.checkpoint.check import check_weights
+from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.verify import reference_model
+from moeyard_worker.models.shapes import served_model
+from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.scheduling.step import Chunk, Step
+
+FAMILIES = ("qwen3_next", "qwen3_5_moe_text")
+
+
+def requests() -> dict[str, tuple[list[int], SamplingParams]]:
+    """Prompts that end before, on and behind the edge of a chunk of 64, two of them behind what others had."""
+    chance = random.Random(5)
+    ids = [chance.randrange(250) for _ in range(150)]
+    common: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
+    seeded = {"temperature": 0.7, "seed": 3}
+    return {
+        "first": (ids[:140], SamplingParams(max_tokens=2, temperature=0.0)),
+        "greedy": (ids[3:8], SamplingParams(**common, temperature=0.0, logprobs=3)),
+        "seeded": (ids[20:84], SamplingParams(**common, **seeded, top_p=0.95, logprobs=0, prompt_logprobs=1)),
+        "penalised": (ids[9:74], SamplingParams(**common, temperature=0.0, repetition_penalty=1.4, logprobs=1)),
+        "stopped": (
+            ids[7:40],
+            SamplingParams(max_tokens=60, temperature=0.0, min_tokens=5, stop_token_ids=tuple(range(0, VOCAB_SIZE, 7))),
+        ),
+        "behind": ([*ids[:140], 9, 9], SamplingParams(**common, temperature=0.0, logprobs=0)),
+        "again": (ids[:140], SamplingParams(**common, **seeded)),
+    }
+
+
+def write(directory: Path, family: str) -> Path:
+    # Kernels of a GPU rotate 8 values or more.
+    make_checkpoint(directory, family, seed=2, head_dim=32)
+    add_drafts(directory)
+    return directory
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("hybrid"), request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[str, Told]:
+    """Each request alone, on a rank that does not speculate."""
+    with Rank(model, **LIMITS) as rank:
+        return {name: rank.run({name: request})[0][name] for name, request in requests().items()}
+
+
+LIMITS: dict[str, Any] = {"max_num_seqs": 5, "prefill_chunk": 128, "max_batch_tokens": 160}
+
+
+@pytest.fixture(scope="module")
+def drafting(model: Path) -> Iterator[Rank]:
+    with Rank(model, speculate="mtp", draft_tokens=3, **LIMITS) as rank:
+        yield rank
+
+
+@pytest.mark.parametrize("changes", [
+    {"num_drafts": 1}, {"num_drafts": 2}, {}, {"prefill_chunk": 64, "max_in_flight": 2}, {"adaptive_drafts": True},
+    {"num_pages": 11}, {"num_pages": 11, "num_drafts": 2, "max_in_flight": 2}, {"prefix_caching": False},
+], ids=str)  # fmt: skip
+def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+    told, stats = drafting.run(requests(), **changes)
+    assert told == expected
+    assert (stats.prefix_hit_tokens > 0) == changes.get("prefix_caching", True)
+    assert (stats.num_preemptions > 0) == ("num_pages" in changes)
+    assert stats.accepted[0] > 0
+    if "adaptive_drafts" not in changes:
+        assert 0.2 < stats.accepted[0] / stats.drafts[0] < 1
+        assert all(count > 0 for count in stats.accepted)
+
+
+def test_answers_stay_while_the_depth_changes(drafting: Rank, expected: dict[str, Told]) -> None:
+    chance, depths = random.Random(3), set[int]()
+
+    def depth(_number: int, wanted: int) -> int:
+        found = min(wanted, chance.randrange(4))
+        depths.add(found)
+        return found
+
+    told, stats = drafting.run(requests(), depth)
+    assert told == expected
+    assert depths == {0, 1, 2, 3}
+    assert stats.accepted[0] > 0
+    assert drafting.run(requests(), num_drafts=0)[0] == expected
+
+
+def test_drafts_are_verified_from_the_state_behind_the_last_token_that_counts(
+    drafting: Rank, expected: dict[str, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without slots of their own behind each row, refused drafts stay in the state, and answers change."""
+    scheduler = drafting.scheduler()
+    monkeypatch.setattr(type(scheduler.config), "state_ring", 1)
+    assert drafting.run(requests())[0] != expected
+
+
+def test_the_layer_guesses_as_its_family_defines_it(model: Path, drafting: Rank, tmp_path: Path) -> None:
+    """transformers has the layer's parts: a model of it alone, given embedding and hidden state through norms and `fc`.
+
+    Against vLLM's `qwen3_next_mtp.py`: the embedding first, the hidden state from behind the model's last norm.
+    """
+    family = json.loads((model / "config.json").read_text())["model_type"]
+    runner = drafting.worker.runner
+    assert isinstance(runner, Runner)
+    assert runner.speculation is not None
+    chance = random.Random(8)
+    ids = [chance.randrange(250) for _ in range(50)]
+    chunk = Chunk(
+        key=(b"", ""), start=0, token_ids=tuple(ids[:-1]), pages=(0, 1, 2, 3), state_slot=0, state_ring=4, prompt=True,
+        num_sampled=1,
+    )  # fmt: skip
+    with torch.inference_mode():
+        plan = runner.backend.plan(Step(prefill=(chunk,)))
+        behind = torch.zeros(plan.num_rows, dtype=torch.int64)
+        behind[: len(ids) - 1] = torch.tensor(ids[1:])
+        found = runner.speculation.drafter.forward(behind, runner.model.hidden(plan), plan)[: len(ids) - 1]
+
+        whole, tensors = reference_model(model, family, dtype=torch.float32), load_file(model / "model.safetensors")
+        hidden = whole.model(torch.tensor([ids[:-1]])).last_hidden_state
+        token = whole.model.embed_tokens(torch.tensor([ids[1:]]))
+        norms = {}
+        for name, x in (("embedding", token), ("hidden", hidden)):
+            size = x.pow(2).mean(-1, keepdim=True).add(whole.config.rms_norm_eps).rsqrt()
+            norms[name] = x * size * (1 + tensors[f"mtp.pre_fc_norm_{name}.weight"])
+        joined = torch.cat((norms["embedding"], norms["hidden"]), -1) @ tensors["mtp.fc.weight"].T
+        expected = alone(model, tmp_path, tensors, family).model(inputs_embeds=joined).last_hidden_state[0]
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def alone(model: Path, directory: Path, tensors: dict[str, torch.Tensor], family: str) -> Any:
+    """The layer for multi-token prediction as a model of one layer."""
+    config = json.loads((model / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    kept = {name: tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    kept |= {
+        f"model.{name.removeprefix('mtp.')}": tensor
+        for name, tensor in tensors.items()
+        if name.startswith(("mtp.layers.", "mtp.norm."))
+    }
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    return reference_model(directory, family, dtype=torch.float32)
+
+
+def test_the_layer_is_loaded_only_if_it_is_asked_for(model: Path, tmp_path: Path) -> None:
+    plain, config = EngineConfig(model_path=str(model)), EngineConfig(model_path=str(model), speculate="mtp")
+    without, drafts = served_model(plain), served_model(config)
+    assert drafts.moe_layers == (*without.moe_layers, 3)
+    assert drafts.state_spec(4).bytes_per_token == 2 * without.state_spec(4).bytes_per_token
+    assert drafts.state_spec(4).bytes_per_sequence == without.state_spec(4).bytes_per_sequence
+    assert set(check_weights(plain, without).skipped.values()) == {"multi-token prediction layer"}
+    assert check_weights(config, drafts).skipped == {}
+    make_checkpoint(tmp_path, "qwen3_next")
+    config = EngineConfig(model_path=str(tmp_path), speculate="mtp")
+    with pytest.raises(CheckpointError, match=r"no layer for multi-token prediction, .* begin with mtp\.layers\.0\."):
+        check_weights(config, served_model(config))

@@ -1,0 +1,84 @@
+"""Speculation behind state per sequence as a GPU does it changes nothing: graphs, one and two steps in flight.
+
+What `test_speculation_cuda.py` asks of a model whose state is all in pages, in its way, without a GPU and on one.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine.captured_on_cpu import without_a_gpu
+from tests.engine.test_hybrid_speculation import FAMILIES, requests, write
+from tests.engine.test_speculation_cuda import GPU, runner, same
+from tests.rank import Rank, Told
+
+
+def load(model: Path, **options: Any) -> Rank:
+    where: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"} if GPU else {"dtype": "float32"}
+    return Rank(model, **where, max_num_seqs=6, max_batch_tokens=160, max_model_len=256, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _device() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not GPU:
+            without_a_gpu(patch)
+        yield
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("hybrid"), request.param)
+
+
+@pytest.fixture(scope="module")
+def drafting(model: Path) -> Iterator[Rank]:
+    with load(model, speculate="mtp", draft_tokens=3) as rank:
+        yield rank
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[str, Told]:
+    """Each request alone, on a rank that does not speculate, launched kernel by kernel."""
+    with load(model, enforce_eager=True) as rank:
+        return {name: rank.run({name: request})[0][name] for name, request in requests().items()}
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"max_in_flight": 2}, {"num_pages": 11, "max_in_flight": 2}, {"prefill_chunk": 64, "max_in_flight": 2},
+], ids=str)  # fmt: skip
+def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+    launches = runner(drafting)
+    before = launches.num_replayed, launches.num_eager
+    told, stats = drafting.run(requests(), **changes)
+    same(told, expected)
+    assert launches.num_replayed - before[0] > launches.num_eager - before[1] > 0
+    assert (stats.num_preemptions > 0) == ("num_pages" in changes)
+    assert 0.2 < stats.accepted[0] / stats.drafts[0] < 1
+    assert all(count > 0 for count in stats.accepted)
+
+
+@pytest.mark.parametrize("deep", [1, 2])
+def test_answers_stay_while_the_depth_changes(drafting: Rank, expected: dict[str, Told], deep: int) -> None:
+    chance, launches = random.Random(3), runner(drafting)
+    replayed = launches.num_replayed
+
+    def depth(_number: int, wanted: int) -> int:
+        return min(wanted, chance.choice((0, 3)))
+
+    told, stats = drafting.run(requests(), depth, max_in_flight=deep)
+    same(told, expected)
+    assert stats.accepted[0] > 0
+    assert launches.num_replayed > replayed
+
+
+def test_launched_kernel_by_kernel_the_same(drafting: Rank, expected: dict[str, Told]) -> None:
+    launches, replayed = runner(drafting), runner(drafting).num_replayed
+    launches.eager = True
+    told, stats = drafting.run(requests(), max_in_flight=2)
+    launches.eager = False
+    same(told, expected)
+    assert launches.num_replayed == replayed
+    assert stats.accepted[0] > 0
