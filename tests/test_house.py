@@ -36,7 +36,7 @@ ROOMS = {
     "exchange": (("config",), 3410),
     "experts": (("config", "exchange"), 1710),
     "layers": (("config", "state", "exchange"), 830),
-    "models": (("config", "state", "exchange", "layers"), 1360),
+    "models": (("config", "state", "exchange", "layers"), 1365),
     "checkpoint": (("config", "layers", "models"), 720),
     "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 4790),
 }

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 LIMIT, WINDOW_SECONDS = 3, 60.0
 _LISTEN_SECONDS = 0.2
-# What a rank says as it ends comes through Ray: behind the end of its connections, by 5 to 50 ms on a machine at rest.
-_LAST_WORD_SECONDS = 0.5
+# What a rank says as it ends comes through Ray, behind the end of its connections: by 5 to 50 ms on a machine at rest.
+_LAST_WORD_SECONDS = 1.0
 
 
 class Recoverable(Protocol):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.checkpoints import VOCAB_SIZE, add_drafts, make_checkpoint
+from tests.checkpoints import VOCAB_SIZE, add_drafts, edit_config, make_checkpoint
 from tests.rank import Rank, Told
 
 from moeyard_worker.checkpoint.check import check_weights
@@ -173,4 +173,16 @@ def test_the_layer_is_loaded_only_if_it_is_asked_for(model: Path, tmp_path: Path
     make_checkpoint(tmp_path, "qwen3_next")
     config = EngineConfig(model_path=str(tmp_path), speculate="mtp")
     with pytest.raises(CheckpointError, match=r"no layer for multi-token prediction, .* begin with mtp\.layers\.0\."):
+        check_weights(config, served_model(config))
+
+
+def test_what_is_no_part_of_the_layer_is_not_passed_over(model: Path, tmp_path: Path) -> None:
+    """A second layer, which is not served, is; an embedding of the layer's own would change what it guesses."""
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    edit_config(tmp_path, num_nextn_predict_layers=2)
+    config, tensors = EngineConfig(model_path=str(tmp_path), speculate="mtp"), load_file(model / "model.safetensors")
+    save_file({**tensors, "mtp.layers.1.x": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert check_weights(config, served_model(config)).skipped == {"mtp.layers.1.x": "multi-token prediction layer"}
+    save_file({**tensors, "mtp.embed_tokens.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected tensor mtp\.embed_tokens\.weight"):
         check_weights(config, served_model(config))

@@ -40,6 +40,16 @@ def run_oracle(
     return ops.causal_conv1d_update(x, weight, kept, slots=slots), kept
 
 
+@pytest.mark.parametrize("run", [run_oracle, run_kernel], ids=["oracle", "kernel"])
+def test_the_last_query_may_leave_its_window_where_the_first_has_read(run) -> None:  # type: ignore[no-untyped-def]
+    x, weight, window = make_inputs(8, torch.float32, 4)
+    _, kept = run(x, weight, window, slots_of([1, 5], [[2, 3, 0, 1], [6, 7, 4, 5]]))
+    for first, read, ring in ((0, 1, (2, 3, 0, 1)), (4, 5, (6, 7, 4, 5))):
+        inputs = torch.cat((window[read], x[first : first + 4]))
+        for j, slot in enumerate(ring):
+            assert torch.equal(kept[slot], inputs[j + 1 : j + 4])
+
+
 @DTYPES
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("run", [run_oracle, run_kernel], ids=["oracle", "kernel"])

@@ -80,6 +80,21 @@ def test_every_config_gives_the_same_bits(config: RecurrentConfig, by_row: bool)
 
 
 @BY_ROW
+@pytest.mark.parametrize("read", [0, 1, 3])
+def test_the_last_query_may_leave_its_state_where_the_first_has_read(by_row: bool, read: int) -> None:
+    """A ring of slots: each query writes the next, the last one that of what was read."""
+    rows, ring = make_rows(4, (1, 2, 16, 16), by_row=by_row), [(read + 1 + j) % 4 for j in range(4)]
+    out, state = run_kernel(rows, slots_of([read], [ring]))
+    here = rows.state.clone()
+    for j, slot in enumerate(ring):
+        one = rows.at(slice(j, j + 1))
+        alone, here = run_kernel(Rows(*one.args[:-1], here), slots_of([read], [[read]]))
+        assert torch.equal(alone[0], out[j])
+        assert torch.equal(state[slot], here[read])
+    assert torch.equal(state[4:], rows.state[4:])
+
+
+@BY_ROW
 def test_queries_together_are_queries_one_by_one(by_row: bool) -> None:
     """Each leaves its state where it is told to, and a sequence may have fewer of them."""
     rows = make_rows(6, (1, 2, 16, 16), by_row=by_row)

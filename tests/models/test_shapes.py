@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_worker.checkpoint.dummy import DummyWeights
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.shapes import SHAPES, served_model, shape_config, shape_model
@@ -68,3 +71,16 @@ def test_served_model() -> None:
     drawn = EngineConfig(model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=3)
     assert served_model(drawn) == shape_model("moeyard-demo", 3)
     assert served_model(EngineConfig(model_path=str(DEMO))) == load_model_config(DEMO)
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B", "Kimi-K2", "DeepSeek-V3"])
+def test_norms_of_weights_of_chance_let_everything_through(name: str) -> None:
+    """Those of a layer for multi-token prediction, too; a norm of zeros would make all that is behind it alike."""
+    model = shape_model(name, 4)
+    spec = model_spec(model.with_drafts() if model.num_mtp_layers else model, ())
+    weights = DummyWeights(spec, backend=CpuBackend(page_size=16), dtype=torch.bfloat16)
+    norms = [each for each in spec.dense() if len(each.shape) == 1 and "norm" in each.parts[0].key]
+    assert len(norms) >= 4 * 2
+    assert (spec.draft is None) == (name == "Kimi-K2")
+    for each in norms:
+        assert (weights.load(each) == 1).all(), each.parts[0].key

@@ -11,12 +11,14 @@ from moeyard_kernels.types.prompt_chunks import CHUNK, PADDING, WIDTH, PromptChu
 from moeyard_kernels.types.state_slots import SlotMoves, StateSlots
 from moeyard_kernels.types.step import ChunkRows, slot_before, slot_behind, slot_left
 
+# Rows of a sequence in a wave.
+WAVES = (1, 4, MAX_QUERIES)
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """Up to 16 consecutive decode rows of each of some sequences, B times Q: of fewer rows the others are copies.
+    """Up to 16 consecutive decode rows of each of some sequences, B times Q: where there are fewer, others are copies.
 
     rows: [B Q] int64, decode rows counted from the first. taken, at: [n] int64, which of the B Q count, and the decode
     rows that they are.
@@ -80,8 +82,8 @@ def _waves(decode: Sequence[ChunkRows], device: torch.device) -> list[Wave]:
     waves = []
     while left:
         counts = [min(len(chunk.token_ids) - had, MAX_QUERIES) for _, had, chunk in left]
-        # One and 16 are the sizes that kernels are compiled for.
-        queries = 1 if max(counts) == 1 else MAX_QUERIES
+        # The sizes that kernels are compiled for: those of a step, of drafts beside a prompt, of output once more.
+        queries = next(size for size in WAVES if size >= max(counts))
         rows = np.array([first + had for first, had, _ in left]).repeat(queries).reshape(-1, queries)
         write = np.full_like(rows, -1)
         counted = np.arange(queries) < np.array(counts)[:, None]

@@ -63,7 +63,7 @@ def convolved(
     return round_to(activated(b_acc), p_x.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize=("stride_x",))
+@triton.jit(do_not_specialize=("stride_x",), do_not_specialize_on_alignment=("p_read", "p_write"))
 def _conv_update_kernel(
     p_x, p_weight, p_window, p_read, p_write, p_out, stride_x, C: tl.constexpr,
     Q: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr, TAPS: tl.constexpr

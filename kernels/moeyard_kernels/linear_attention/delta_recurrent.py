@@ -75,7 +75,10 @@ def _total(b_x, N: tl.constexpr, LOG2_N: tl.constexpr):
     return tl.sum(sum_columns(tl.reshape(b_x, [1, N]), 1, N, LOG2_N), 0)
 
 
-@triton.jit(do_not_specialize=("stride_x", "stride_b", "stride_a", "num_sequences"))
+@triton.jit(
+    do_not_specialize=("stride_x", "stride_b", "stride_a", "num_sequences"),
+    do_not_specialize_on_alignment=("p_read", "p_write"),
+)
 def delta_recurrent_kernel(
     p_x, p_b, p_a, p_rate, p_bias, p_state, p_read, p_write, p_out, p_taps, p_window, stride_x, stride_b, stride_a,
     num_sequences, scale, eps, Q: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,

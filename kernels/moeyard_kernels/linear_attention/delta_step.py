@@ -67,7 +67,10 @@ CONFIGS: tuple[Chain | TwoLaunches, ...] = (
 )
 
 
-@triton.jit(do_not_specialize=("stride_gate", "stride_x", "num_norm", "num_rows"))
+@triton.jit(
+    do_not_specialize=("stride_gate", "stride_x", "num_norm", "num_rows"),
+    do_not_specialize_on_alignment=("p_read", "p_write"),
+)
 def _norm_and_windows_kernel(
     p_x, p_gate, p_weight, p_rows, p_out, p_inputs, p_window, p_read, p_write, num_norm, num_rows, stride_gate,
     stride_x, eps, H: tl.constexpr, D: tl.constexpr, SIGMOID: tl.constexpr, FROM_ROWS: tl.constexpr,

@@ -75,10 +75,10 @@ def test_steps_compute_the_rule_and_know_no_batch(heads: tuple[int, ...], seed: 
     decay, slots = g.exp() if heads[4:] else g.exp().unsqueeze(-1), torch.tensor(SLOTS)
     states = torch.randn(9, heads[1], *heads[2:4], generator=torch.Generator().manual_seed(seed))
     together, alone = states.clone(), states.clone()
-    out = step_delta_rule(q, k, v, decay, beta, together, slots)
+    out = step_delta_rule(q, k, v, decay, beta, together, slots, slots)
     for i, slot in enumerate(SLOTS):
         one = slice(i, i + 1)
-        mine = step_delta_rule(q[one], k[one], v[one], decay[one], beta[one], alone, slots[one])
+        mine = step_delta_rule(q[one], k[one], v[one], decay[one], beta[one], alone, slots[one], slots[one])
         assert torch.equal(mine, out[one])
         wanted, left = gated_delta_rule(q[one], k[one], v[one], g[one], beta[one], states[slot].double())
         assert relative(mine, wanted) < 1e-5
@@ -86,6 +86,13 @@ def test_steps_compute_the_rule_and_know_no_batch(heads: tuple[int, ...], seed: 
     assert torch.equal(alone, together)
     unnamed = [i for i in range(9) if i not in SLOTS]
     assert torch.equal(together[unnamed], states[unnamed])
+    # Left in other slots, of two or of one, what was read stays.
+    for count in (2, 1):
+        some, others, apart = slice(count), torch.tensor(unnamed[:count]), states.clone()
+        inputs = (each[some] for each in (q, k, v, decay, beta))
+        assert torch.equal(step_delta_rule(*inputs, apart, slots[some], others), out[some])
+        assert torch.equal(apart[others], together[slots[some]])
+        assert torch.equal(apart[slots], states[slots])
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -74,7 +74,7 @@ def check_checkpoint(index: CheckpointIndex, config: ModelConfig) -> CheckedChec
         reason = None if key in expected else _skip_reason(index, config, key, spec.names)
         if reason is not None:
             skipped[key] = reason
-    drafts = spec.names.draft_layer.format(i=config.num_layers)
+    drafts = spec.names.draft_layer.format(i=spec.names.first_draft(config.num_layers))
     if config.drafts and not any(key.startswith(drafts) for key in index.entries):
         raise CheckpointError(
             f"{index.directory}: no layer for multi-token prediction, whose tensors would begin with {drafts}; serve "
@@ -88,8 +88,11 @@ def check_checkpoint(index: CheckpointIndex, config: ModelConfig) -> CheckedChec
 
 
 def _skip_reason(index: CheckpointIndex, config: ModelConfig, key: str, names: Names) -> str | None:
-    layer = re.match(r"model\.layers\.(\d+)\.", key) if names.draft_layer.startswith("model.layers.") else None
-    if layer and len(config.attention) <= int(layer[1]) < config.num_layers + config.num_mtp_layers:
+    layer = re.match(names.draft_layer.partition("{i}")[0] + r"(\d+)\.", key, re.ASCII)
+    first = names.first_draft(config.num_layers)
+    if layer and first + config.drafts <= int(layer[1]) < first + config.num_mtp_layers:
+        return "multi-token prediction layer"
+    if names.drafts_apart and not config.drafts and key.startswith(names.draft_parts):
         return "multi-token prediction layer"
     if config.drafts and key in (names.layer.format(i=config.num_layers) + copy for copy in names.copies):
         return "the model's own embedding or head once more"

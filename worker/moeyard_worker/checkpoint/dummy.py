@@ -42,7 +42,8 @@ class DummyWeights:
         """The parameter `weight` describes."""
         key = weight.parts[0].key
         dtype = torch.float32 if weight.fp32 else self._dtype
-        if key.endswith("norm.weight"):
+        # "model.norm.weight", "q_norm.weight", "pre_fc_norm_hidden.weight".
+        if key.endswith(".weight") and "norm" in key.split(".")[-2]:
             out = torch.ones(weight.shape, dtype=dtype, device=self._backend.device)
         elif key.endswith("A_log"):
             heads = weight.shape[0]

@@ -13,11 +13,11 @@ class Names:
 
     `layer` holds {i}. `moe` lists where the MoE block may sit, the published place first. `expert` are the names of an
     expert's gate, up and down projection, each followed by ".weight". A fused file stores all experts of a layer in
-    `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I]. `draft_layer` is the layer of multi-token
-    prediction, with {i} for the number behind the model's layers; `token_norm` to `draft_norm` are what it has beside
-    other layers, at `draft_parts`, and so are the `copies` of the model's own embedding and head. `linear` is where
-    attention with state per sequence sits. `norms_less_one`: norms are stored less one. `skipped` maps beginnings of
-    names to why what they name is not loaded.
+    `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I]. `draft_layer` is a layer of multi-token
+    prediction, with {i} for a number that goes on behind the model's layers, or where they sit `drafts_apart`, from 0;
+    `token_norm` to `draft_norm` are what it has beside other layers, at `draft_parts`, and so are the `copies` of the
+    model's own embedding and head. `linear` is where attention with state per sequence sits. `norms_less_one`: norms
+    are stored less one. `skipped` maps beginnings of names to why what they name is not loaded.
     """
 
     embed: str = "model.embed_tokens.weight"
@@ -37,6 +37,7 @@ class Names:
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     draft_layer: str = "model.layers.{i}."
     draft_parts: str = "model.layers.{i}."
+    drafts_apart: bool = False
     token_norm: str = "enorm.weight"
     hidden_norm: str = "hnorm.weight"
     join: str = "eh_proj.weight"
@@ -44,6 +45,10 @@ class Names:
     copies: tuple[str, str] = ("embed_tokens.weight", "shared_head.head.weight")
     norms_less_one: bool = False
     skipped: tuple[tuple[str, str], ...] = ()
+
+    def first_draft(self, num_layers: int) -> int:
+        """The number of the first layer of multi-token prediction of a model of `num_layers`."""
+        return 0 if self.drafts_apart else num_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,8 @@ class ModelConfig:
         """
         if not self.num_mtp_layers:
             raise ValueError(
-                "this model has no layer for multi-token prediction (its config.json says num_nextn_predict_layers 0)"
+                "this model has no layer for multi-token prediction (config.json: num_nextn_predict_layers, for some "
+                "families mtp_num_hidden_layers)"
             )
         full = next(kind for kind in reversed(self.attention) if not kind.state().slots)
         return replace(

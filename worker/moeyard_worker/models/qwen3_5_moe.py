@@ -25,8 +25,7 @@ def _parse(config: Fields) -> Mapping[str, Any]:
     }
 
 
-_SKIPPED = (*qwen3_next.NAMES.skipped, ("model.visual.", "reads images, which are not served"))
-_TEXT = replace(qwen3_next.NAMES, skipped=_SKIPPED)
+_TEXT = replace(qwen3_next.NAMES, skipped=(("model.visual.", "reads images, which are not served"),))
 _WHOLE: Names = replace(
     _TEXT,
     embed="model.language_model.embed_tokens.weight",

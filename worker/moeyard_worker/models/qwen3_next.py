@@ -73,14 +73,14 @@ def _parse(config: Fields) -> Mapping[str, Any]:
 
 NAMES = Names(
     shared="shared_expert.",
-    draft_layer="mtp.layers.0.",
+    draft_layer="mtp.layers.{i}.",
     draft_parts="mtp.",
+    drafts_apart=True,
     token_norm="pre_fc_norm_embedding.weight",
     hidden_norm="pre_fc_norm_hidden.weight",
     join="fc.weight",
     draft_norm="norm.weight",
     norms_less_one=True,
-    skipped=(("mtp.", "multi-token prediction layer"),),
 )
 _FAMILY = Family(parse=_parse, reference="Qwen3NextForCausalLM", names=NAMES, num_mtp_layers=1)
 FAMILIES = MappingProxyType({"qwen3_next": _FAMILY})

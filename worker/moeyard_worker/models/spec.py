@@ -142,7 +142,9 @@ def _draft(config: ModelConfig, names: Names) -> DraftSpec:
 
 
 def _layer(config: ModelConfig, names: Names, index: int, keys: Container[str]) -> LayerSpec:
-    prefix = (names.layer if index < config.num_layers else names.draft_layer).format(i=index)
+    prefix = names.layer.format(i=index)
+    if index == config.num_layers:
+        prefix = names.draft_layer.format(i=names.first_draft(config.num_layers))
     mlp: dict[str, Weight]
     if index in config.moe_layers:
         at_moe = next((prefix + m for m in names.moe if prefix + m + names.gate in keys), prefix + names.moe[0])
