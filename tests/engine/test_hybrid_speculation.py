@@ -105,12 +105,12 @@ def test_answers_stay_while_the_depth_changes(drafting: Rank, expected: dict[str
     assert drafting.run(requests(), num_drafts=0)[0] == expected
 
 
+@pytest.mark.parametrize("ring", [1, 3])
 def test_drafts_are_verified_from_the_state_behind_the_last_token_that_counts(
-    drafting: Rank, expected: dict[str, Told], monkeypatch: pytest.MonkeyPatch
+    drafting: Rank, expected: dict[str, Told], monkeypatch: pytest.MonkeyPatch, ring: int
 ) -> None:
-    """Without slots of their own behind each row, refused drafts stay in the state, and answers change."""
-    scheduler = drafting.scheduler()
-    monkeypatch.setattr(type(scheduler.config), "state_ring", 1)
+    """With a slot less than the four rows that a step has of a sequence, refused drafts stay, and answers change."""
+    monkeypatch.setattr(type(drafting.scheduler().config), "state_ring", ring)
     assert drafting.run(requests())[0] != expected
 
 
