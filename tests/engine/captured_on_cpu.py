@@ -7,7 +7,8 @@ Graphs share the memory of what they compute on the way: what the sampler's grap
 replayed, and here is spoilt then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,6 +21,10 @@ from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine import device_sampler, draft_graphs, graph_runner, speculative_runner, worker
 from moeyard_worker.engine.device import CpuDevice, CudaDevice
+
+GPU = torch.cuda.is_available()
+# The options of a rank that runs a GPU's steps, within `gpu_steps`.
+PLACE: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"} if GPU else {"dtype": "float32"}
 
 
 class Graph:
@@ -71,8 +76,16 @@ class OracleDevice(CpuDevice):
         self.backend = CudaBackend(page_size=config.page_size, device=torch.device("cpu"))
 
 
-def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have workers that are loaded from now on run a GPU's steps on the CPU."""
+@contextmanager
+def gpu_steps() -> Iterator[None]:
+    """Workers that are loaded meanwhile run a GPU's steps: on one, or where there is none, on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not GPU:
+            _without_a_gpu(patch)
+        yield
+
+
+def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "make_device", lambda config, _gpu: OracleDevice(config))
     for module in (device_sampler, draft_graphs, graph_runner):
         monkeypatch.setattr(module, "captured", captured)

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoints import make_checkpoint
-from tests.engine.captured_on_cpu import without_a_gpu
+from tests.engine.captured_on_cpu import GPU, PLACE, gpu_steps
 from tests.engine.test_compaction import requests, without
 from tests.engine.test_speculation import DEMO
-from tests.engine.test_speculation_cuda import GPU, same
+from tests.engine.test_speculation_cuda import same
 from tests.rank import Rank, Requests, Told
 
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 
 
 def load(model: Any, **options: Any) -> Rank:
-    where: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"} if GPU else {"dtype": "float32"}
-    return Rank(model, **where, **{"max_num_seqs": 8, "max_batch_tokens": 128, "max_model_len": 160, **options})
+    return Rank(model, **PLACE, **{"max_num_seqs": 8, "max_batch_tokens": 128, "max_model_len": 160, **options})
 
 
 def alone(rank: Rank, asked: Requests) -> dict[str, Told]:
@@ -37,9 +36,7 @@ def on_a_cpu() -> dict[str, Told]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _device(on_a_cpu: dict[str, Told]) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if not GPU:
-            without_a_gpu(patch)
+    with gpu_steps():
         yield
 
 

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.engine.captured_on_cpu import without_a_gpu
+from tests.engine.captured_on_cpu import GPU, gpu_steps
 from tests.rank import Rank, Requests, Told
 
 from moeyard_worker.engine.graph_runner import GraphRunner
 from moeyard_worker.protocol import SamplingParams
 
-GPU = torch.cuda.is_available()
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3_next": {"head_dim": 32}, "kimi_linear": MLA}
 # Pages of 16 positions: three of the requests below start together in the fewer, and outgrow them.
@@ -79,11 +78,8 @@ def expected(model: Path) -> dict[str, Told]:
 
 @pytest.fixture(scope="module")
 def served(model: Path, expected: dict[str, Told]) -> Iterator[Rank]:
-    with pytest.MonkeyPatch.context() as patch:
-        if not GPU:
-            without_a_gpu(patch)
-        with load(model, **({"device": "cuda"} if GPU else {})) as rank:
-            yield rank
+    with gpu_steps(), load(model, **({"device": "cuda"} if GPU else {})) as rank:
+        yield rank
 
 
 @pytest.mark.parametrize("changes", [

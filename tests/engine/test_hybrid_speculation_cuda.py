@@ -9,22 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.captured_on_cpu import without_a_gpu
+from tests.engine.captured_on_cpu import PLACE, gpu_steps
 from tests.engine.test_hybrid_speculation import FAMILIES, requests, write
-from tests.engine.test_speculation_cuda import GPU, runner, same
+from tests.engine.test_speculation_cuda import runner, same
 from tests.rank import Rank, Told
 
 
 def load(model: Path, **options: Any) -> Rank:
-    where: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"} if GPU else {"dtype": "float32"}
-    return Rank(model, **where, max_num_seqs=6, max_batch_tokens=160, max_model_len=256, **options)
+    return Rank(model, **PLACE, max_num_seqs=6, max_batch_tokens=160, max_model_len=256, **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _device() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if not GPU:
-            without_a_gpu(patch)
+    with gpu_steps():
         yield
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.captured_on_cpu import without_a_gpu
+from tests.engine.captured_on_cpu import GPU, PLACE, gpu_steps
 from tests.engine.test_speculation import DEMO, requests
 from tests.rank import Rank, Told
 
@@ -19,19 +19,14 @@ from moeyard_worker.engine.row_edits import RowEdits
 from moeyard_worker.engine.speculative_runner import SpeculativeRunner
 from moeyard_worker.protocol import Done, Submit, TokenLogprob
 
-GPU = torch.cuda.is_available()
-
 
 def load(**options: Any) -> Rank:
-    where: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"} if GPU else {"dtype": "float32"}
-    return Rank(DEMO, **where, max_num_seqs=8, max_batch_tokens=128, max_model_len=160, **options)
+    return Rank(DEMO, **PLACE, max_num_seqs=8, max_batch_tokens=128, max_model_len=160, **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _device() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if not GPU:
-            without_a_gpu(patch)
+    with gpu_steps():
         yield
 
 

@@ -10,7 +10,7 @@ from moeyard_kernels.cpu.decode_plan import DecodePlan, plan_decode
 from moeyard_kernels.cpu.linear import padded_rows
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, entries_of
-from moeyard_kernels.types.step import ChunkRows, CompactionRows, StepRows, slot_before, slot_behind, slot_left
+from moeyard_kernels.types.step import ChunkRows, CompactionRows, StepRows, slot_behind, slot_left, slot_restored
 
 # The absorbed products of latent attention see decode rows in multiples of this many: fewer than four rows take another
 # path of the CPU's matrix product, with other bits.
@@ -33,9 +33,7 @@ class PromptSegment:
         self.begin, self.end = begin, begin + len(chunk.token_ids)
         self.start, self.slot, self.restored = chunk.start, -1, -1
         if chunk.state_slot >= 0:
-            self.slot = slot_left(chunk)
-            if chunk.start and (before := slot_before(chunk)) != self.slot:
-                self.restored = before
+            self.slot, self.restored = slot_left(chunk), slot_restored(chunk)
         self.pages, self.kept = pages, kept
         self.parts = [(begin + position - chunk.start, slot) for position, slot in chunk.snapshots]
         if not self.parts or self.parts[-1][0] < self.end:

@@ -9,7 +9,7 @@ import torch
 from moeyard_kernels.types.decode_tables import MAX_QUERIES
 from moeyard_kernels.types.prompt_chunks import CHUNK, PADDING, WIDTH, PromptChunks, chunks_of
 from moeyard_kernels.types.state_slots import SlotMoves, StateSlots
-from moeyard_kernels.types.step import ChunkRows, slot_before, slot_behind, slot_left
+from moeyard_kernels.types.step import ChunkRows, slot_behind, slot_left, slot_restored
 
 # Rows of a sequence in a wave.
 WAVES = (1, 4, MAX_QUERIES)
@@ -51,11 +51,12 @@ def plan_state(prefill: Sequence[ChunkRows], decode: Sequence[ChunkRows], device
     chunks = slots = restored = None
     if prefill:
         chunks = PromptChunks.plan(*_prompts(prefill), device=device)
-        moves = [(source, slot_left(c)) for c in prefill if (source := _restored(c)) >= 0]
+        moves = [(source, slot_left(c)) for c in prefill if (source := slot_restored(c)) >= 0]
         restored = SlotMoves.plan(moves, device=device) if moves else None
     if all(len(c.token_ids) == 1 for c in decode):
         if decode:
-            read, write = torch.tensor([[slot_before(c) for c in decode], [slot_left(c) for c in decode]]).to(device)
+            places = [[slot_behind(c, c.start - 1) for c in decode], [slot_left(c) for c in decode]]
+            read, write = torch.tensor(places).to(device)
             slots = StateSlots(read=read, write=write.unsqueeze(1))
         return StateRows(chunks=chunks, slots=slots, restored=restored)
     return StateRows(chunks=chunks, slots=None, restored=restored, waves=tuple(_waves(decode, device)))
@@ -67,12 +68,6 @@ def _prompts(prefill: Sequence[ChunkRows]) -> tuple[list[int], list[int], list[i
         [len(c.token_ids) for c in prefill], [c.start for c in prefill], [slot_left(c) for c in prefill],
         [c.snapshots for c in prefill],
     )  # fmt: skip
-
-
-def _restored(chunk: ChunkRows) -> int:
-    """The slot that it goes on from, if that is not the one that it leaves its state in; -1 for none."""
-    before = slot_before(chunk) if chunk.start else -1
-    return -1 if before == slot_left(chunk) else before
 
 
 def _waves(decode: Sequence[ChunkRows], device: torch.device) -> list[Wave]:
@@ -151,7 +146,7 @@ class StateInputs:
                 host["state_heads"][: len(heads)] = heads
             host["state_from"][:], host["state_to"][:] = -1, 0
             for n, chunk in enumerate(prefill):
-                host["state_from"][n], host["state_to"][n] = _restored(chunk), slot_left(chunk)
+                host["state_from"][n], host["state_to"][n] = slot_restored(chunk), slot_left(chunk)
         if self._decode:
             host["state_slots"][:] = -1
             assert all(c.state_ring == 1 for c in decode), "steps of drafts have inputs of their own"

@@ -19,6 +19,9 @@ from moeyard_kernels.types.prefill_plan import PrefillPlan
 from moeyard_kernels.types.state_slots import StateSlots
 from moeyard_kernels.types.step import ChunkRows
 
+# What is staged beside the rest where sequences have slots of state.
+_STATE = ("slots", "rings")
+
 
 class FedRows(ChunkRows, Protocol):
     """A decode chunk; of one that is `fed` the tokens are zeros and `start` is the least, see `Tails`."""
@@ -108,16 +111,19 @@ class VerifyInputs:
         long = (torch.int64, (size.sequences,))
         self._staging = Staging(
             {"token_ids": (torch.int64, (size.sequences, size.queries)), "starts": long, "rows": long, "feed": long,
-             "caps": long, "real": long, "dropped": long, "slots": long, "rings": long,
-             "table": (torch.int32, (size.sequences, size.width))},
+             "caps": long, "real": long, "dropped": long, "table": (torch.int32, (size.sequences, size.width)),
+             **dict.fromkeys(_STATE if slots else (), long)},
             device,
         )  # fmt: skip
         self._on = self._staging.on_device
         self._numbers = torch.arange(size.queries, device=device)
+        self._firsts = torch.arange(0, size.rows, size.queries, device=device)[:, None]
         # A step of nothing, until there is one: what is captured runs once for its kernels to be compiled.
         host = self._staging.begin()
-        host["rows"][:] = host["caps"][:] = host["rings"][:] = 1
+        host["rows"][:] = host["caps"][:] = 1
         host["feed"][:] = -1
+        if slots:
+            host["rings"][:] = 1
         self._staging.send()
 
     def fill(self, chunks: Sequence[FedRows]) -> None:
@@ -127,8 +133,6 @@ class VerifyInputs:
         host["starts"][:count] = [chunk.start for chunk in chunks]
         host["feed"][:count] = [-1 if chunk.fed is None else chunk.fed for chunk in chunks]
         host["dropped"][:count] = [chunk.dropped for chunk in chunks]
-        host["slots"][:count] = [chunk.state_slot for chunk in chunks]
-        host["rings"][:count] = [chunk.state_ring for chunk in chunks]
         host["caps"][:count] = [
             min(len(chunk.pages) * self._page_size + chunk.dropped, self._limit) for chunk in chunks
         ]  # fmt: skip
@@ -136,7 +140,11 @@ class VerifyInputs:
             host["token_ids"][row, : len(chunk.token_ids)] = chunk.token_ids
             host["table"][row, : len(chunk.pages)] = chunk.pages
         host["real"][:] = np.arange(self.size.sequences) < count
-        for name in ("rows", "starts", "feed", "caps", "dropped", "slots", "rings", "token_ids", "table"):
+        if self._slots:
+            host["slots"][:count] = [chunk.state_slot for chunk in chunks]
+            host["rings"][:count] = [chunk.state_ring for chunk in chunks]
+        of_state = _STATE if self._slots else ()
+        for name in ("rows", "starts", "feed", "caps", "dropped", "token_ids", "table", *of_state):
             host[name][count:] = host[name][0]
         self._staging.send()
 
@@ -160,12 +168,11 @@ class VerifyInputs:
     def _state_rows(self, place: torch.Tensor, stored: torch.Tensor) -> StateRows:
         """Of the rows at `place` [B, Q] of their sequences, which leave a state behind them where `stored`."""
         slots, rings, real = (self._on[name][:, None] for name in ("slots", "rings", "real"))
-        # The state ahead of row 0, and those behind each row: as `slot_behind` has them.
-        around = slots + (self.start[:, None] + torch.arange(-1, self.size.queries, device=place.device)) % rings
-        read = torch.where(real[:, 0] > 0, around[:, 0], -1)
-        write = torch.where(stored, around[:, 1:], -1)
-        first = torch.arange(self.size.sequences, device=place.device)[:, None] * self.size.queries
-        stand_in = place + torch.where(real > 0, first, 0)
+        # As `slot_behind` has them: ahead of row 0, and behind each row.
+        start = self.start[:, None]
+        read = torch.where(real > 0, slots + (start - 1) % rings, -1).flatten()
+        write = torch.where(stored, slots + (start + self._numbers) % rings, -1)
+        stand_in = place + torch.where(real > 0, self._firsts, 0)
         return StateRows(chunks=None, slots=StateSlots(read=read, write=write), stand_in=stand_in.flatten())
 
     def accept(self, ids: torch.Tensor, tails: Tails) -> torch.Tensor:

@@ -66,9 +66,12 @@ def slot_left(chunk: ChunkRows) -> int:
     return slot_behind(chunk, chunk.start + len(chunk.token_ids) - 1)
 
 
-def slot_before(chunk: ChunkRows) -> int:
-    """The slot of the state ahead of the first row, which is not at position 0."""
-    return chunk.restored if chunk.restored >= 0 else slot_behind(chunk, chunk.start - 1)
+def slot_restored(chunk: ChunkRows) -> int:
+    """The slot that a prompt's chunk goes on from, if that is not the one that it leaves its state in; -1 for none."""
+    before = -1
+    if chunk.start:
+        before = chunk.restored if chunk.restored >= 0 else slot_behind(chunk, chunk.start - 1)
+    return -1 if before == slot_left(chunk) else before
 
 
 class StepRows(Protocol):

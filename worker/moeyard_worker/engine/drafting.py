@@ -117,15 +117,13 @@ class _Tail:
         return SampledRow(params=self._params, prompt=self._prompt, output=output, mask=mask)
 
     def chunk(self, number: int) -> Chunk:
-        """The row of pass `number`: it reads the draft before."""
+        """The row of pass `number`: it reads the draft before. The layer keeps no state per sequence."""
         pages, dropped = self._chunk.behind
         return Chunk(
             key=self._chunk.key,
             start=self.end + number - 2,
             token_ids=(self.drafts[-1],),
             pages=pages,
-            state_slot=self._chunk.state_slot,
-            state_ring=self._chunk.state_ring,
             prompt=False,
             num_sampled=1,
             dropped=dropped,
