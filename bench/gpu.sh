@@ -4,12 +4,12 @@
 #   bench/gpu.sh wheels [DIR]          here, with a network: what Python 3.12 there lacks beside torch and transformers
 #   OUT=/tmp/out bench/gpu.sh PART...  there, in the root of the tree (carry .wheels): equality, figures
 #     kernels workers matrix           one GPU: every kernel native; graphs, drafts, hybrids, SnapKV; the whole product
+#     state                            of workers: what linear attention keeps, through graphs and drafts
 #     decode prefill                   issue-sized figures of Qwen3-30B-A3B
 #     hybrids snapkv drafts delta fla  figures of linear attention, SnapKV, verify steps; chunk prefill, beside fla's
 #     launches                         where steps of hybrids spend their time
 #     variants                         one launch for rotation and short decode, and others, in whole decode steps
 #     steps                            the same of linear attention: two launches for three, states read early, tiles
-#     joined                           the same of a shared expert as one more of each row's
 #     tune tune_rules                  every config of the products and of latent decode, of linear attention and the
 #                                      experts' sum, the best of them stored
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
@@ -89,11 +89,15 @@ kernels() {
   # at once, build for minutes.
   tests kernels 330 -n 16 --maxschedchunk 2 tests/kernels --ignore tests/kernels/cpu --maxfail 60
 }
-workers() {
-  tests speculation 200 tests/engine/test_speculation_cuda.py &
+state() {
   tests hybrid_speculation 240 tests/engine/test_hybrid_speculation_cuda.py &
-  tests compaction 200 tests/engine/test_compaction_cuda.py &
   tests hybrids 240 tests/engine/test_hybrid_cuda.py tests/models/test_hybrid_backends.py &
+  wait
+}
+workers() {
+  state &
+  tests speculation 200 tests/engine/test_speculation_cuda.py &
+  tests compaction 200 tests/engine/test_compaction_cuda.py &
   tests parity 240 -s tests/models/test_gpu_parity.py &
   wait
   tests one_answer 240 -n 4 tests/e2e/test_one_answer_gpu.py tests/e2e/test_faults_gpu.py
@@ -130,17 +134,6 @@ variants() {
   step variants 120 python3 bench/stored_configs.py --model Qwen3-30B-A3B:12 --streams 1 8 "${lines[@]}"
   step latents 60 python3 bench/stored_configs.py --model DeepSeek-V2-Lite:10 --streams 1 \
     --line "$latent, \"BLOCK\": 16}" --line "$latent, \"BLOCK\": 4}"
-}
-# A shared expert as one more of each row's, in steps of few rows.
-joined() {
-  local line='joined_expert / %s / {"kernel": "joined", "num_warps": 4, "num_stages": 3}' lines shape pairs
-  tests joined 90 tests/models/test_joined_expert.py
-  for shape in Qwen3.5-35B-A3B:10/"H2048 I512" Kimi-Linear-48B-A3B:8/"H2304 I1024" DeepSeek-V3:5/"H7168 I2048"; do
-    lines=()
-    for pairs in P9 P18 P36; do lines+=("$(printf "$line" "$pairs ${shape#*/}")"); done
-    step "joined_${shape%%:*}" 90 python3 bench/stored_configs.py --model "${shape%%/*}" --streams 1 2 4 \
-      --line "$(IFS=';'; echo "${lines[*]}")"
-  done
 }
 # slots_line OP RULE FIELDS: a line for each class of rows, joined.
 slots_line() { local class lines=()

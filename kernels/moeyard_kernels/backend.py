@@ -90,16 +90,13 @@ class KdaMix(Protocol):
 class Gate(Protocol):
     """How one layer's rows choose their experts: the norm before the experts, the router's product, the choice."""
 
-    # Whether it can choose the shared expert, too, where slots are `JoinableSlots`.
-    joins: bool
-
     def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: Own) -> tuple[torch.Tensor, torch.Tensor]:
         """x [num_rows, H] (what attention gave) and residual -> normalised rows and their new residual."""
         ...
 
-    def choose(self, x: torch.Tensor, plan: Own, *, joined: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, x: torch.Tensor, plan: Own) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Of normalised rows x [num_rows, H]: weights [T', K] fp32 and expert ids [T', K]; T <= T' <= num_rows, ids of
-        padding are -1. `joined`, where `joins` holds: and behind the K the shared expert, of id E, [T', K + 1]."""
+        padding are -1; and, where a shared expert has a gate and there are rows, its logits [num_rows]."""
         ...
 
 
@@ -154,19 +151,6 @@ class ExpertSlots(Protocol):
 
 
 @runtime_checkable
-class JoinableSlots(ExpertSlots, Protocol):
-    """Slots that hold a layer's shared expert, too, if it is as wide as the routed ones."""
-
-    def join(self, slot: int, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy gate_up [2I, H] and down [H, I] into a slot; views of them there, for products of their own."""
-        ...
-
-    def joins(self, num_pairs: int) -> bool:
-        """Whether a step of so many (row, k) is to take the shared expert for one of its rows' K: the bits agree."""
-        ...
-
-
-@runtime_checkable
 class MovableSlots(ExpertSlots, Protocol):
     """Slots of which there may be more or fewer later, where a rank's experts may change."""
 
@@ -213,8 +197,6 @@ class Backend(Protocol):
     page_size: int
     # How many slots misses of prompts pass through, beside those that the policy hands out.
     stream_slots: int
-    # Whether its slots are `JoinableSlots`.
-    joins: bool
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """weight [N, K] in the form that `linear` wants; a given weight goes through here always or never."""
@@ -249,15 +231,15 @@ class Backend(Protocol):
         ...
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """x [M, N] * sigmoid(gate [M, N] or [M, 1]), in fp32 with one rounding; may take the place of x."""
+        """x [M, N] * sigmoid(gate [M, N]), in fp32 with one rounding; may take the place of x."""
         ...
 
     def gate(
         self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
-        shared_gate: torch.Tensor | None,
+        shared_gate: torch.Tensor | None = None,
     ) -> Gate:  # fmt: skip
         """weight [E, H], fp32 where the family computes its logits so; bias [E] fp32 counts for the choice only; norm
-        [H], in the dtype of the rows, is applied before; shared_gate [1, H]: of a shared expert that joins."""
+        [H], in the dtype of the rows, is applied before; shared_gate [1, H] gives the logit of a shared expert."""
         ...
 
     def beside(self, run: Callable[[], torch.Tensor], plan: Own) -> Callable[[], torch.Tensor]:
@@ -267,10 +249,11 @@ class Backend(Protocol):
 
     def reduce_add_norm(
         self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
-        norm: torch.Tensor, eps: float, plan: Own, *, joined: bool = False,
+        norm: torch.Tensor, eps: float, plan: Own, *, shared_gate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """`ops.moe_weighted_reduce` of partial [T', K, H], weights [T', K], shared [num_rows, H] and joined, then
-        `ops.add_rms_norm` with residual [num_rows, H] and norm [H]: (normalised rows, new residual), [num_rows, H]."""
+        """`ops.moe_weighted_reduce` of partial [T', K, H], weights [T', K] and shared [num_rows, H], that times the
+        sigmoid of shared_gate [num_rows] and rounded, then `ops.add_rms_norm` with residual [num_rows, H] and norm [H]:
+        (normalised rows, new residual), [num_rows, H]."""
         ...
 
     def gqa(

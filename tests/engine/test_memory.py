@@ -425,8 +425,6 @@ def held_bytes(root: object) -> int:
 class NoExperts:
     """A runner that only loads asks for nothing."""
 
-    joined = None
-
     def run(self, layer: int, dispatched: object) -> torch.Tensor:
         raise AssertionError
 

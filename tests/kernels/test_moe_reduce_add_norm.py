@@ -7,7 +7,7 @@ from tests.kernels.graphs import assert_replays
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.elementwise import rms_norm as norm_kernel
-from moeyard_kernels.elementwise import scale_rows
+from moeyard_kernels.elementwise.scale_rows import scale_rows_
 from moeyard_kernels.experts import moe_reduce_add_norm as kernel
 from moeyard_kernels.experts import moe_weighted_reduce as reduce_kernel
 
@@ -29,9 +29,10 @@ def inputs(num_rows: int, top_k: int, hidden: int, dtype: torch.dtype, *, with_s
     return partial, torch.rand(num_rows, top_k, device=DEVICE), shared if with_shared else None, residual, norm
 
 
-def chain(partial, weights, shared, residual, norm, *, joined: bool = False):  # type: ignore[no-untyped-def]
-    reduced = reduce_kernel.moe_weighted_reduce(partial, weights, shared, joined=joined)
-    return norm_kernel.add_rms_norm(reduced, residual, norm, EPS)
+def chain(partial, weights, shared, residual, norm):  # type: ignore[no-untyped-def]
+    return norm_kernel.add_rms_norm(
+        reduce_kernel.moe_weighted_reduce(partial, weights, shared), residual, norm, EPS
+    )  # fmt: skip
 
 
 def run(*args: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,28 +55,6 @@ def test_one_launch_equals_the_chain(
     assert_bits("one launch", got, chain(*args))
     last = [None if x is None else x[-1:].clone() for x in args[:4]]
     assert_bits("a row alone", run(*last, args[4]), tuple(x[-1:] for x in got))
-
-
-@DTYPES
-@pytest.mark.parametrize("config", [None, *kernel.CONFIGS], ids=str)
-@pytest.mark.parametrize(("num_rows", "top_k", "hidden"), SHAPES, ids=lambda n: str(n))
-def test_a_joined_expert_is_the_shared_one(
-    num_rows: int, top_k: int, hidden: int, config: kernel.ReduceConfig | None, dtype: torch.dtype
-) -> None:
-    """Scaled by its weight, rounded, and added behind the routed ones: in one launch, in two and as oracles."""
-    partial, weights, _, residual, norm = inputs(num_rows, top_k, hidden, dtype, with_shared=False)
-    shared = scale_rows.scale_rows_(partial[:, -1].clone(), weights[:, -1].contiguous())
-    routed = partial[:, :-1].contiguous(), weights[:, :-1].contiguous()
-    wanted = chain(*routed, shared, residual, norm)
-    assert_bits("chain", chain(partial, weights, None, residual, norm, joined=True), wanted)
-    got = kernel.moe_reduce_add_norm(partial, weights, None, residual, norm, EPS, joined=True, config=config)
-    assert_bits("one launch", got, wanted)
-    if config is None:
-        on_cpu = [x.cpu() for x in (partial, weights, residual)]
-        reduced = ops.moe_weighted_reduce(*on_cpu[:2], joined=True)
-        assert torch.equal(reduced, reduce_kernel.moe_weighted_reduce(*routed, shared).cpu())
-        with pytest.raises(ValueError, match="joined wants no shared"):
-            ops.moe_weighted_reduce(*on_cpu[:2], on_cpu[2], joined=True)
 
 
 @pytest.mark.parametrize(("num_rows", "top_k", "hidden"), SHAPES[:3], ids=lambda n: str(n))
@@ -105,6 +84,33 @@ def test_the_oracle_is_the_chain(dtype: torch.dtype) -> None:
 
 def test_no_rows() -> None:
     assert [x.shape for x in run(*inputs(0, 4, 32, torch.bfloat16))] == [(0, 32), (0, 32)]
+
+
+@DTYPES
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=["gate fp32", "gate bf16"])
+@pytest.mark.parametrize(("num_rows", "top_k", "hidden"), [*SHAPES[:3], (37, 2, 32)], ids=lambda n: str(n))
+def test_a_gate_scales_the_shared_rows_as_a_launch_of_its_own(
+    num_rows: int, top_k: int, hidden: int, gate_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Gates that are a column of the router's logits, whose rows are longer."""
+    partial, weights, shared, residual, norm = inputs(num_rows if not GPU else 500, top_k, hidden, dtype)
+    logits = (torch.randn(partial.shape[0], 24, device=DEVICE) * 4).to(gate_dtype)
+    logits[0] = 200.0
+    gate = logits[:, 17]
+    unscaled = shared.clone()
+    got = kernel.moe_reduce_add_norm(partial, weights, shared, residual, norm, EPS, shared_gate=gate)
+    assert torch.equal(shared, unscaled)
+    gated = scale_rows_(shared, gate.contiguous(), sigmoid=True)
+    wanted = chain(partial, weights, gated, residual, norm)
+    assert_bits("one launch", got, wanted)
+    alone = (x[-1:].clone() for x in (partial, weights, unscaled, residual))
+    last = kernel.moe_reduce_add_norm(*alone, norm, EPS, shared_gate=gate[-1:])
+    assert_bits("a row alone", last, tuple(x[-1:] for x in wanted))
+    on_cpu = [x.cpu() for x in (partial, weights, unscaled, residual, norm)]
+    oracle = ops.moe_reduce_add_norm(*on_cpu, EPS, shared_gate=gate.cpu())
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for x, y in zip(got, oracle, strict=True):
+        torch.testing.assert_close(x.cpu(), y, **tolerance)
 
 
 @pytest.mark.skipif(not GPU, reason="sizes for a GPU")
@@ -138,6 +144,14 @@ def test_bad_arguments_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=f"^moe_reduce_add_norm: {message}"):
             ops.moe_reduce_add_norm(*given, EPS)
+    for message, gate in (
+        (r"shared_gate float32 \[1\] for partial float32 \[2, 3, 4\]", torch.zeros(1)),
+        (r"shared_gate must be fp32 or bf16 \[T\], got int64 \[2\]", torch.zeros(2, dtype=torch.int64)),
+    ):
+        with pytest.raises(ValueError, match=f"^moe_reduce_add_norm: {message}"):
+            ops.moe_reduce_add_norm(partial, weights, shared, residual, norm, EPS, shared_gate=gate)
+    with pytest.raises(ValueError, match="and its shared rows"):
+        ops.moe_reduce_add_norm(partial, weights, None, residual, norm, EPS, shared_gate=torch.zeros(2))
     args = inputs(2, 3, 16, torch.float32)
     with pytest.raises(ValueError, match=r"residual float32 \[2, 16\] with strides \(1, 2\) is not contiguous"):
         kernel.moe_reduce_add_norm(*args[:3], args[3].T.contiguous().T, args[4], EPS)

@@ -30,9 +30,6 @@ MODULE_OF = {
     "kda_step": "delta_step",
 }
 
-# Names no kernel but whether steps have one expert more: tests/models/test_joined_expert.py compares their bits.
-JOINED = "joined_expert"
-
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_stored_config_is_one_that_the_tests_hold_to_equal_bits(file: Path) -> None:
@@ -52,7 +49,7 @@ def test_every_stored_config_is_one_that_the_tests_hold_to_equal_bits(file: Path
 def test_stored_configs_give_the_bits_of_another_at_their_own_shapes(part: int) -> None:
     """In parts, for each config is two builds, of which a test of all would take minutes."""
     stored = tuning.stored(torch.cuda.get_device_name())
-    known = sorted((op, shape) for op, classes in stored.items() for shape in classes if op != JOINED)
+    known = sorted((op, shape) for op, classes in stored.items() for shape in classes)
     begin, end = (len(known) * i // PARTS for i in (part, part + 1))
     unseen = {(op, shape): stored[op][shape] for op, shape in known[begin:end]}
     if not unseen:

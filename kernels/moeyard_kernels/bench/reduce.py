@@ -31,8 +31,6 @@ def cases() -> Iterator[Case]:
     for num_tokens in (1, 8, 64, 512, 8192):
         for model in _MODELS:
             yield _reduce_norm(num_tokens, *model)
-    for hidden in (2048, 2304, 7168):
-        yield _reduce_norm(1, "joined", 9, hidden, with_shared=False, joined=True)
     for num_rows, hidden in ((4096, 2048), (4096, 7168), (64, 7168)):
         yield _scale(num_rows, hidden)
     for num_rows in (1, 8, 64, 4096):
@@ -82,21 +80,17 @@ def _reduce(num_tokens: int, top_k: int, hidden: int) -> Case:
 
 def _norm_after(
     partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
-    norm: torch.Tensor, eps: float, *, joined: bool,
+    norm: torch.Tensor, eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return ops.add_rms_norm(
-        ops.moe_weighted_reduce(partial, weights, shared, joined=joined), residual, norm, eps
-    )  # fmt: skip
+    return ops.add_rms_norm(ops.moe_weighted_reduce(partial, weights, shared), residual, norm, eps)
 
 
-def _reduce_norm(
-    num_tokens: int, model: str, top_k: int, hidden: int, with_shared: bool, joined: bool = False
-) -> Case:  # fmt: skip
+def _reduce_norm(num_tokens: int, model: str, top_k: int, hidden: int, with_shared: bool) -> Case:
     parts, weights = _rows(num_tokens, top_k, hidden), torch.rand(num_tokens, top_k, device="cuda")
     shared = _rows(num_tokens, hidden) if with_shared else None
     inputs = parts, weights, shared, _rows(num_tokens, hidden), _rows(hidden), 1e-6
-    run = partial(moe_reduce_add_norm.moe_reduce_add_norm, *inputs, joined=joined)
-    chain = partial(_norm_after, *inputs, joined=joined)
+    run = partial(moe_reduce_add_norm.moe_reduce_add_norm, *inputs)
+    chain = partial(_norm_after, *inputs)
 
     def prove() -> None:
         whole = run()
@@ -104,7 +98,7 @@ def _reduce_norm(
         for config in (None, *moe_reduce_add_norm.CONFIGS):
             assert_bits(f"reduce, then norm, {config}", run(config=config), wanted)
         last = [x if x is None else x[-1:].clone() for x in inputs[:4]]
-        assert_bits("row alone", run.func(*last, *inputs[4:], joined=joined), tuple(x[-1:] for x in whole))
+        assert_bits("row alone", run.func(*last, *inputs[4:]), tuple(x[-1:] for x in whole))
 
     return Case(
         op="moe_reduce_add_norm",

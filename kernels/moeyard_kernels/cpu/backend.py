@@ -27,26 +27,26 @@ from moeyard_kernels.types.step import StepRows
 class CpuGate:
     """See `Gate`; the product runs in the weight's own dtype."""
 
-    joins = False
-
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float
-    ) -> None:
+        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
+        shared_gate: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._weight, self._top_k, self._norm, self._eps = weight, rule.top_k, norm, eps
+        self._shared_gate = shared_gate
         self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
 
     def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: CpuPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Gate.norm`."""
         return add_rms_norm(x, residual, self._norm, self._eps) if plan.num_tokens else (x, residual)
 
-    def choose(self, x: torch.Tensor, plan: CpuPlan, *, joined: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, x: torch.Tensor, plan: CpuPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See `Gate.choose`; of the T real rows."""
-        assert not joined
         if not plan.num_tokens:
-            return no_choice(x, self._top_k)
+            return *no_choice(x, self._top_k), None
         logits = linear(x.to(self._weight.dtype), self._weight)
         weights, ids = topk_gate(logits.float(), **self._arguments)
-        return weights[: plan.num_tokens], ids[: plan.num_tokens]
+        shared = None if self._shared_gate is None else linear(x, self._shared_gate)[:, 0]
+        return weights[: plan.num_tokens], ids[: plan.num_tokens], shared
 
 
 class CpuBackend:
@@ -61,7 +61,6 @@ class CpuBackend:
     silu_mul = staticmethod(silu_mul)
     expert_slots = staticmethod(CpuExpertSlots)
     stream_slots = STREAM_SLOTS
-    joins = False
 
     def __init__(self, *, page_size: int) -> None:
         if page_size < 1 or BLOCK % page_size:
@@ -99,12 +98,9 @@ class CpuBackend:
     def expert_residency(self, slots: CpuExpertSlots, **_: Any) -> None:
         """See `Backend.expert_residency`: counts are known here, and a copy keeps the processor busy anyway."""
 
-    def gate(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
-        shared_gate: torch.Tensor | None = None,
-    ) -> CpuGate:  # fmt: skip
+    def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, **arguments: Any) -> CpuGate:
         """See `Backend.gate`."""
-        return CpuGate(weight, bias, rule, norm=norm, eps=eps)
+        return CpuGate(weight, bias, rule, **arguments)
 
     def beside(self, run: Callable[[], torch.Tensor], plan: CpuPlan) -> Callable[[], torch.Tensor]:
         """See `Backend.beside`: nothing runs until it is asked for, for every core is busy."""
@@ -112,13 +108,14 @@ class CpuBackend:
 
     def reduce_add_norm(
         self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
-        norm: torch.Tensor, eps: float, plan: CpuPlan, *, joined: bool = False,
+        norm: torch.Tensor, eps: float, plan: CpuPlan, *, shared_gate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """See `Backend.reduce_add_norm`; sums are zero in the padding."""
         count = plan.num_tokens
-        assert not joined
         if not count:
             return residual, residual
+        if shared is not None and shared_gate is not None:
+            shared = self.sigmoid_mul(shared, shared_gate[:, None])
         out = moe_weighted_reduce(partial, weights, None if shared is None else shared[:count])
         if count < plan.num_rows:
             out = F.pad(out, (0, 0, 0, plan.num_rows - count))

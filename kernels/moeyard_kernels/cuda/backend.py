@@ -6,7 +6,7 @@ where there is none.
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -36,36 +36,33 @@ class CudaGate:
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
-        shared_gate: torch.Tensor | None,
+        shared_gate: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self._norm, self._eps = norm, eps
+        self._num_experts, self._gated = weight.shape[0], shared_gate is not None
         self._fp32_logits = weight.dtype == torch.float32
+        if shared_gate is not None:
+            # One product gives both. Rows of logits begin at multiples of 16 bytes.
+            padding = weight.new_zeros(-(1 + weight.shape[0]) % 8, weight.shape[1])
+            weight = torch.cat((weight, shared_gate.to(weight.dtype), padding))
         # A weight in another dtype than fp32 is in the rows'; so is a norm.
         rounded = weight.to(norm.dtype if self._fp32_logits else weight.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
-        self._num_experts, self._top_k = weight.shape[0], rule.top_k
-        self._shared: Literal["whole", "gated"] | None = "whole"
-        if shared_gate is not None:
-            # One product has both logits, which are then of one dtype.
-            self._shared = "gated" if weight.dtype == shared_gate.dtype else None
-            if self._shared:
-                self._weight = torch.cat((self._weight, shared_gate.to(self._weight.dtype)))
-        self.joins = self._shared is not None
+        self._top_k = rule.top_k
         self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
 
     def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Gate.norm`."""
         return ops.add_rms_norm(x, residual, self._norm, self._eps) if plan.num_rows else (x, residual)
 
-    def choose(self, x: torch.Tensor, plan: CudaPlan, *, joined: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, x: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See `Gate.choose`."""
-        shared = self._shared if joined else None
         if not plan.num_rows:
-            return no_choice(x, self._top_k + joined)
+            return *no_choice(x, self._top_k), None
         out_dtype = torch.float32 if self._fp32_logits else None
-        weight = self._weight if shared == "gated" else self._weight[: self._num_experts]
-        logits = ops.linear(x.to(weight.dtype), weight, static_weight=True, out_dtype=out_dtype)
-        return ops.topk_gate(logits, shared=shared, **self._arguments)
+        logits = ops.linear(x.to(self._weight.dtype), self._weight, static_weight=True, out_dtype=out_dtype)
+        weights, ids = ops.topk_gate(logits[:, : self._num_experts], **self._arguments)
+        return weights, ids, logits[:, self._num_experts] if self._gated else None
 
 
 class CudaBackend:
@@ -75,8 +72,8 @@ class CudaBackend:
     add_rms_norm = staticmethod(ops.add_rms_norm)
     mla_split_qkv_a_norm = staticmethod(ops.mla_split_qkv_a_norm)
     silu_mul = staticmethod(ops.silu_mul)
+    sigmoid_mul = staticmethod(ops.sigmoid_mul)
     stream_slots = STREAM_SLOTS
-    joins = True
 
     def __init__(self, *, page_size: int, device: torch.device) -> None:
         if page_size < 1 or BLOCK % page_size:
@@ -133,10 +130,6 @@ class CudaBackend:
         self.slots = True
         return CudaKda(**arguments)
 
-    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """See `Backend.sigmoid_mul`."""
-        return ops.scale_rows_(x, gate[:, 0], sigmoid=True) if gate.shape[1] == 1 else ops.sigmoid_mul(x, gate)
-
     def expert_slots(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> CudaExpertSlots:
         """See `Backend.expert_slots`."""
         return CudaExpertSlots(
@@ -147,12 +140,9 @@ class CudaBackend:
         """See `Backend.expert_residency`."""
         return CudaResidency(slots, **arguments)
 
-    def gate(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
-        shared_gate: torch.Tensor | None = None,
-    ) -> CudaGate:  # fmt: skip
+    def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, **arguments: Any) -> CudaGate:
         """See `Backend.gate`."""
-        return CudaGate(weight, bias, rule, norm=norm, eps=eps, shared_gate=shared_gate)
+        return CudaGate(weight, bias, rule, **arguments)
 
     def beside(self, run: Callable[[], torch.Tensor], plan: CudaPlan) -> Callable[[], torch.Tensor]:
         """See `Backend.beside`: on a stream of its own, where rows are so few that launches leave much of a GPU idle.
@@ -174,12 +164,11 @@ class CudaBackend:
 
     def reduce_add_norm(
         self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
-        norm: torch.Tensor, eps: float, plan: CudaPlan, *, joined: bool = False,
+        norm: torch.Tensor, eps: float, plan: CudaPlan, *, shared_gate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """See `Backend.reduce_add_norm`."""
         if not plan.num_rows:
             return residual, residual
-        if plan.num_rows <= _FEW_ROWS and residual.shape[1] > _LARGE:
-            reduced = ops.moe_weighted_reduce(partial, weights, shared, joined=joined)
-            return ops.add_rms_norm(reduced, residual, norm, eps)
-        return ops.moe_reduce_add_norm(partial, weights, shared, residual, norm, eps, joined=joined)
+        if plan.num_rows <= _FEW_ROWS and residual.shape[1] > _LARGE and shared_gate is None:
+            return ops.add_rms_norm(ops.moe_weighted_reduce(partial, weights, shared), residual, norm, eps)
+        return ops.moe_reduce_add_norm(partial, weights, shared, residual, norm, eps, shared_gate=shared_gate)

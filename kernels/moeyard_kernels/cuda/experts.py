@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from moeyard_kernels import ops
-from moeyard_kernels.experts.joined_expert import joins
 
 
 class CudaExpertSlots:
@@ -35,14 +34,6 @@ class CudaExpertSlots:
         table = torch.full((max(self.num_slots, len(slots)),), -1, dtype=torch.int32)
         table[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
         return table.to(self.down.device)[: len(slots)]
-
-    def join(self, slot: int, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `JoinableSlots.join`."""
-        return self.gate_up[slot].copy_(gate_up), self.down[slot].copy_(down)
-
-    def joins(self, num_pairs: int) -> bool:
-        """See `JoinableSlots.joins`."""
-        return num_pairs <= ops.FEW_PAIRS and joins(num_pairs, self.down)
 
     def begin(
         self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None,

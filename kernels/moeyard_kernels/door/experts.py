@@ -83,20 +83,15 @@ def moe_weighted_reduce(
     weights: torch.Tensor,
     shared: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    *,
-    joined: bool = False,
 ) -> torch.Tensor:
     """partial [T, K, H], weights [T, K] fp32, shared and residual [T, H] -> [T, H] in partial's dtype (fp32 or bf16).
 
     acc = 0 in fp32; for k = 0..K-1: acc = fma(weights[t, k], float(partial[t, k]), acc); then acc + float(shared), and
     one rounding to the dtype. With a residual, residual + that, rounded again: the bits of adding it afterwards.
-    Reference and Triton kernel agree bit for bit. `joined`: the last of K is in the place of `shared`; what stands
-    there times its weight, rounded to the dtype, is added.
+    Reference and Triton kernel agree bit for bit.
     """
-    _check_reduce("moe_weighted_reduce", partial, weights, joined=joined, shared=shared, residual=residual)
-    return kernel("experts.moe_weighted_reduce", partial).moe_weighted_reduce(
-        partial, weights, shared, residual, joined=joined
-    )
+    _check_reduce("moe_weighted_reduce", partial, weights, shared=shared, residual=residual)
+    return kernel("experts.moe_weighted_reduce", partial).moe_weighted_reduce(partial, weights, shared, residual)
 
 
 def moe_reduce_add_norm(
@@ -107,30 +102,31 @@ def moe_reduce_add_norm(
     norm: torch.Tensor,
     eps: float,
     *,
-    joined: bool = False,
+    shared_gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_rms_norm(moe_weighted_reduce(partial, weights, shared), residual, norm, eps)` in one launch on a GPU.
 
     partial [T, K, H], weights [T, K] fp32, shared (or None) and residual [T, H], norm [H] -> (normalised rows [T, H],
-    the sum of residual and experts [T, H]), bit for bit; `joined` as there.
+    the sum of residual and experts [T, H]), bit for bit. shared_gate [T], fp32 or bf16, of any stride: `shared` counts
+    as `scale_rows_(shared, shared_gate, sigmoid=True)` leaves it.
     """
     op = "moe_reduce_add_norm"
-    _check_reduce(op, partial, weights, joined=joined, shared=shared, residual=residual)
+    _check_reduce(op, partial, weights, shared=shared, residual=residual)
     check_norm(op, residual, norm)
-    check_devices(op, partial=partial, norm=norm)
+    if shared_gate is not None and (shared is None or shared_gate.shape != partial.shape[:1]):
+        raise ValueError(f"{op}: shared_gate {show(shared_gate)} for partial {show(partial)} and its shared rows")
+    if shared_gate is not None and shared_gate.dtype not in FLOATS:
+        raise ValueError(f"{op}: shared_gate must be fp32 or bf16 [T], got {show(shared_gate)}")
+    check_devices(op, partial=partial, norm=norm, shared_gate=shared_gate)
     return kernel("experts.moe_reduce_add_norm", partial).moe_reduce_add_norm(
-        partial, weights, shared, residual, norm, eps, joined=joined
+        partial, weights, shared, residual, norm, eps, shared_gate=shared_gate
     )
 
 
-def _check_reduce(
-    op: str, partial: torch.Tensor, weights: torch.Tensor, *, joined: bool, **rows: torch.Tensor | None
-) -> None:
+def _check_reduce(op: str, partial: torch.Tensor, weights: torch.Tensor, **rows: torch.Tensor | None) -> None:
     if partial.dim() != 3 or partial.dtype not in FLOATS:
         raise ValueError(f"{op}: partial must be fp32 or bf16 [T, K, H], got {show(partial)}")
     num_tokens, top_k, hidden = partial.shape
-    if joined and (top_k < 2 or rows["shared"] is not None):
-        raise ValueError(f"{op}: joined wants no shared beside partial {show(partial)}, of which the last is it")
     if weights.shape != (num_tokens, top_k) or weights.dtype != torch.float32:
         raise ValueError(f"{op}: weights {show(weights)}, expected fp32 [{num_tokens}, {top_k}]")
     for name, x in rows.items():

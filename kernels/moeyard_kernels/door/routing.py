@@ -19,22 +19,19 @@ def topk_gate(
     topk_groups: int = 1,
     group_score: Literal["max", "top2sum"] = "max",
     scaling: float = 1.0,
-    shared: Literal["whole", "gated"] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts for logits [T, E], fp32 or bf16 -> (weights [T, K] fp32, ids [T, K] int64), by falling score.
+
+    Rows of logits may be slices of wider ones.
 
     scores = softmax or sigmoid of the logits; the choice is by scores + bias [E] fp32 (ties: the lowest id), within the
     `topk_groups` best of `num_groups` groups of consecutive experts, a group counting as its best score or the sum of
     its two best. Weights are the unbiased scores, divided by their sum (+ 1e-20 for sigmoid) if `renormalize`, times
     `scaling`. Outside the chosen groups a score is -inf (sigmoid) or 0 (softmax) for the choice, as in transformers.
-    With `shared` every token has expert E, too, as its last, (K + 1)th: whole, with a weight of 1, or gated, with the
-    sigmoid of a logit of its own, for which logits are [T, E + 1].
     """
     if logits.dim() != 2 or logits.dtype not in FLOATS:
         raise ValueError(f"topk_gate: logits must be fp32 or bf16 [T, E], got {show(logits)}")
-    if shared not in (None, "whole", "gated"):
-        raise ValueError(f"topk_gate: shared {shared!r} is neither 'whole' nor 'gated'")
-    num_experts = logits.shape[1] - (shared == "gated")
+    num_experts = logits.shape[1]
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"topk_gate: top_k {top_k} of {num_experts} experts")
     if scoring not in ("softmax", "sigmoid"):
@@ -54,5 +51,4 @@ def topk_gate(
         topk_groups=topk_groups,
         group_score=group_score,
         scaling=scaling,
-        shared=shared,
     )

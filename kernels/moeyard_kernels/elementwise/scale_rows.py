@@ -27,6 +27,15 @@ def default_config(num_rows: int, hidden: int) -> RowConfig:
 
 
 @triton.jit
+def scaled(b_x, b_scale, SIGMOID: tl.constexpr, DTYPE: tl.constexpr):
+    """b_x times b_scale or its sigmoid, in fp32, rounded to DTYPE, as fp32."""
+    b_scale = b_scale.to(tl.float32)
+    if SIGMOID:
+        b_scale = 1.0 / (1.0 + tl.exp(-b_scale))
+    return round_to(b_x.to(tl.float32) * b_scale, DTYPE)
+
+
+@triton.jit
 def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr, SIGMOID: tl.constexpr):
     """One program scales one row's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
     let_next_begin()
@@ -34,11 +43,8 @@ def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr, SIGMOID: tl.constexpr)
     i_t = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     m_h = o_h < H
-    b_x = tl.load(p_x + i_t * H + o_h, mask=m_h, other=0.0).to(tl.float32)
-    b_scale = tl.load(p_scale + i_t).to(tl.float32)
-    if SIGMOID:
-        b_scale = 1.0 / (1.0 + tl.exp(-b_scale))
-    b_y = round_to(b_x * b_scale, p_x.dtype.element_ty)
+    b_x = tl.load(p_x + i_t * H + o_h, mask=m_h, other=0.0)
+    b_y = scaled(b_x, tl.load(p_scale + i_t), SIGMOID, p_x.dtype.element_ty)
     tl.store(p_x + i_t * H + o_h, b_y.to(p_x.dtype.element_ty), mask=m_h)
 
 

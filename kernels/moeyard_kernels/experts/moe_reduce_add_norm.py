@@ -3,7 +3,8 @@
 A program takes whole rows, by the tile of the norm, whose sum has the order of that tile (`rms_norm`): a row's bits are
 those of `moe_weighted_reduce` and `add_rms_norm` behind it. The results of several experts are asked for before the
 first is used, so that a single row takes few latencies instead of one for each expert: in registers, where ptxas keeps
-15 to 20 loads of a thread on the way and no more, or in shared memory, where all are.
+15 to 20 loads of a thread on the way and no more, or in shared memory, where all are. A gate of the shared expert is
+applied here, too: by itself it would be the last launch of a chain that this one waits for.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from moeyard_kernels.common.launch import MAX_GRID_X, check_layout, finish, new_
 from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.tuning import Config, choose
 from moeyard_kernels.elementwise.rms_norm import NUM_WARPS, add_rms_norm, normed, row_tile
-from moeyard_kernels.experts.moe_weighted_reduce import added, moe_weighted_reduce
+from moeyard_kernels.elementwise.scale_rows import scale_rows_, scaled
+from moeyard_kernels.experts.moe_weighted_reduce import moe_weighted_reduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +59,9 @@ def default_config(num_rows: int, hidden: int) -> ReduceConfig:
 
 @triton.jit
 def _moe_reduce_add_norm_kernel(
-    p_partial, p_weights, p_shared, p_residual, p_norm, p_out, p_total, num_rows, H, eps,
-    K: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, HAS_SHARED: tl.constexpr, JOINED: tl.constexpr,
-    BR: tl.constexpr, BD: tl.constexpr
+    p_partial, p_weights, p_shared, p_gate, p_residual, p_norm, p_out, p_total, num_rows, gate_stride, H, eps,
+    K: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, HAS_SHARED: tl.constexpr, GATED: tl.constexpr,
+    BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Rows [i BR, i BR + BR) of [num_rows, H]. Grid: (ceil(num_rows / BR),).
 
@@ -77,6 +79,8 @@ def _moe_reduce_add_norm_kernel(
     b_norm = tl.load(p_norm + o_h, mask=m_h, other=0.0)
     if HAS_SHARED:
         b_shared = tl.load(p_shared + o_x, mask=m_x, other=0.0)
+        if GATED:
+            b_gate = tl.load(p_gate + o_r * gate_stride, mask=m_r, other=0.0)
     b_acc = tl.zeros([BR, BD], dtype=tl.float32)
     if STAGES > 1:
         # The weights are no part of the pipeline, whose copies are of 16 bytes.
@@ -90,7 +94,7 @@ def _moe_reduce_add_norm_kernel(
             b_w = b_ws[0]  # type: ignore[misc]
             for k in tl.static_range(1, K):
                 b_w = tl.where(i_k == k, b_ws[k], b_w)
-            b_acc = added(b_acc, tl.broadcast_to(b_w[:, None], [BR, BD]), b_x, i_k == K - 1, JOINED)
+            b_acc = tl.fma(tl.broadcast_to(b_w[:, None], [BR, BD]), b_x.to(tl.float32), b_acc)
     else:
         for k0 in tl.static_range(0, K, AHEAD):
             # All loads before the first use: they are in flight together.
@@ -107,8 +111,10 @@ def _moe_reduce_add_norm_kernel(
             for u in tl.static_range(AHEAD):
                 if k0 + u < K:
                     b_w = tl.broadcast_to(b_ws[u][:, None], [BR, BD])  # type: ignore[misc]
-                    b_acc = added(b_acc, b_w, b_xs[u], k0 + u == K - 1, JOINED)  # type: ignore[misc]
-    if HAS_SHARED:
+                    b_acc = tl.fma(b_w, b_xs[u].to(tl.float32), b_acc)  # type: ignore[misc]
+    if GATED:
+        b_acc += scaled(b_shared, b_gate[:, None], True, DTYPE)
+    elif HAS_SHARED:
         b_acc += b_shared.to(tl.float32)
     b_total = round_to(round_to(b_acc, DTYPE) + b_residual.to(tl.float32), DTYPE)
     tl.store(p_total + o_x, b_total.to(p_total.dtype.element_ty), mask=m_x)
@@ -124,7 +130,7 @@ def moe_reduce_add_norm(
     norm: torch.Tensor,
     eps: float,
     *,
-    joined: bool = False,
+    shared_gate: torch.Tensor | None = None,
     config: ReduceConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.moe_reduce_add_norm`. Raises ValueError for what its grid cannot hold.
@@ -135,7 +141,9 @@ def moe_reduce_add_norm(
     op = "moe_reduce_add_norm"
     num_rows, top_k, hidden = partial.shape
     if hidden % 16:
-        return add_rms_norm(moe_weighted_reduce(partial, weights, shared, joined=joined), residual, norm, eps)
+        if shared is not None and shared_gate is not None:
+            shared = scale_rows_(shared.clone(), shared_gate.contiguous(), sigmoid=True)
+        return add_rms_norm(moe_weighted_reduce(partial, weights, shared), residual, norm, eps)
     check_layout(op, partial=partial, weights=weights, shared=shared, residual=residual, norm=norm)
     rows, block = row_tile(hidden)
     if triton.cdiv(num_rows, rows) > MAX_GRID_X:
@@ -147,8 +155,10 @@ def moe_reduce_add_norm(
     stages = min(config.num_stages, top_k + 1, 1 + _SHARED_BYTES // (rows * block * partial.element_size()))
     if out.numel():
         _moe_reduce_add_norm_kernel[(triton.cdiv(num_rows, rows),)](
-            partial, weights, partial if shared is None else shared, residual, norm, out, total, num_rows, hidden, eps,
+            partial, weights, partial if shared is None else shared, weights if shared_gate is None else shared_gate,
+            residual, norm, out, total, num_rows, 1 if shared_gate is None else shared_gate.stride(0), hidden, eps,
             K=top_k, AHEAD=min(config.AHEAD, top_k), STAGES=stages, HAS_SHARED=shared is not None,
-            JOINED=joined, BR=rows, BD=block, num_warps=NUM_WARPS, enable_fp_fusion=False, **dependent(partial),
+            GATED=shared_gate is not None,
+            BR=rows, BD=block, num_warps=NUM_WARPS, enable_fp_fusion=False, **dependent(partial),
         )  # fmt: skip
     return finish(out, partial.dtype), finish(total, partial.dtype)

@@ -27,20 +27,9 @@ def default_config(num_tokens: int, hidden: int) -> RowConfig:
 
 
 @triton.jit
-def added(b_acc, b_w, b_x, is_last, JOINED: tl.constexpr):
-    """A fused multiply-add; of the last, where it is JOINED, the product is rounded to b_x's dtype, as by itself."""
-    b_value = b_x.to(tl.float32)
-    b_sum = tl.fma(b_w, b_value, b_acc)
-    if JOINED:
-        b_sum = tl.where(is_last, b_acc + round_to(b_w * b_value, b_x.dtype), b_sum)
-    return b_sum
-
-
-@triton.jit
 def _moe_weighted_reduce_kernel(
     p_partial, p_weights, p_shared, p_residual, p_out, H,
-    K: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, JOINED: tl.constexpr,
-    BH: tl.constexpr
+    K: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
     """One program sums one token's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
     let_next_begin()
@@ -51,8 +40,8 @@ def _moe_weighted_reduce_kernel(
     b_acc = tl.zeros([BH], dtype=tl.float32)
     for k in tl.static_range(K):
         i_pair = i_t * K + k
-        b_x = tl.load(p_partial + i_pair * H + o_h, mask=m_h, other=0.0)
-        b_acc = added(b_acc, tl.broadcast_to(tl.load(p_weights + i_pair), [BH]), b_x, k == K - 1, JOINED)
+        b_x = tl.load(p_partial + i_pair * H + o_h, mask=m_h, other=0.0).to(tl.float32)
+        b_acc = tl.fma(tl.broadcast_to(tl.load(p_weights + i_pair), [BH]), b_x, b_acc)
     if HAS_SHARED:
         b_acc += tl.load(p_shared + i_t * H + o_h, mask=m_h, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -67,7 +56,6 @@ def moe_weighted_reduce(
     shared: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     *,
-    joined: bool = False,
     config: RowConfig | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.moe_weighted_reduce`. Raises ValueError for what its grid cannot hold."""
@@ -92,9 +80,7 @@ def moe_weighted_reduce(
             K=top_k,
             HAS_SHARED=shared is not None,
             HAS_RESIDUAL=residual is not None,
-            JOINED=joined,
             BH=config.BLOCK,
-            enable_fp_fusion=False,
             **config.options,
             **dependent(partial),
         )

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
-from moeyard_kernels.common.launch import MAX_GRID_X, check_layout
+from moeyard_kernels.common.launch import MAX_GRID_X
+from moeyard_kernels.common.rows import check_rows
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -53,10 +54,10 @@ def _kept_groups(b_choice, m_e, BG: tl.constexpr, BS: tl.constexpr, TOPK_GROUPS:
 
 @triton.jit
 def _topk_gate_kernel(
-    p_logits, p_bias, p_weights, p_ids, E, SIZE, scaling,
+    p_logits, p_bias, p_weights, p_ids, stride, SIZE, scaling,
     K: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
     NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2SUM: tl.constexpr,
-    SHARED: tl.constexpr, GATED: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr,
+    BG: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One token, its experts as [groups, SIZE]. Grid: (T,)."""
     let_next_begin()
@@ -65,7 +66,7 @@ def _topk_gate_kernel(
     o_g, o_s, o_k = tl.arange(0, BG), tl.arange(0, BS), tl.arange(0, BK)
     o_e = o_g[:, None] * SIZE + o_s[None, :]
     m_e = (o_g < NUM_GROUPS)[:, None] & (o_s < SIZE)[None, :]
-    p_logits += i_t * (E + 1 if GATED else E)
+    p_logits += i_t * stride
     b_x = tl.load(p_logits + o_e, mask=m_e, other=0.0).to(tl.float32)
     b_max, b_sum = 0.0, 1.0
     if SOFTMAX:
@@ -95,17 +96,8 @@ def _topk_gate_kernel(
         if not SOFTMAX:
             b_total += 1e-20
         b_weight = tl.div_rn(b_weight, tl.full([BK], b_total, tl.float32))
-    b_weight *= scaling
-    K_ALL: tl.constexpr = K + 1 if SHARED else K
-    if SHARED:
-        m_k, m_last = o_k < K_ALL, o_k == K
-        b_last = 1.0
-        if GATED:
-            # As `scale_rows_` has it.
-            b_last = 1.0 / (1.0 + tl.exp(-tl.load(p_logits + E).to(tl.float32)))
-        b_weight, b_ids = tl.where(m_last, b_last, b_weight), tl.where(m_last, E, b_ids)
-    tl.store(p_weights + i_t * K_ALL + o_k, b_weight, mask=m_k)
-    tl.store(p_ids + i_t * K_ALL + o_k, b_ids.to(tl.int64), mask=m_k)
+    tl.store(p_weights + i_t * K + o_k, b_weight * scaling, mask=m_k)
+    tl.store(p_ids + i_t * K + o_k, b_ids.to(tl.int64), mask=m_k)
 
 
 def topk_gate(
@@ -119,18 +111,16 @@ def topk_gate(
     topk_groups: int = 1,
     group_score: str = "max",
     scaling: float = 1.0,
-    shared: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `moeyard_kernels.ops.topk_gate`. Raises ValueError for strided logits and for what its grid cannot hold."""
-    check_layout("topk_gate", logits=logits, bias=bias)
-    num_tokens, num_experts = logits.shape[0], logits.shape[1] - (shared == "gated")
+    """See `moeyard_kernels.ops.topk_gate`. Raises ValueError for rows that are not contiguous or exceed its grid."""
+    check_rows("topk_gate", logits=logits, bias=bias)
+    num_tokens, num_experts = logits.shape
     if num_tokens > MAX_GRID_X:
         raise ValueError(f"topk_gate: {list(logits.shape)} exceeds the grid of a GPU")
     if topk_groups >= num_groups:
         num_groups = topk_groups = 1
-    count = top_k if shared is None else top_k + 1
-    weights = torch.empty(num_tokens, count, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(num_tokens, count, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     size = num_experts // num_groups
     if num_tokens:
         _topk_gate_kernel[(num_tokens,)](
@@ -138,7 +128,7 @@ def topk_gate(
             logits if bias is None else bias,
             weights,
             ids,
-            num_experts,
+            logits.stride(0),
             size,
             float(scaling),
             K=top_k,
@@ -148,11 +138,9 @@ def topk_gate(
             NUM_GROUPS=num_groups,
             TOPK_GROUPS=topk_groups,
             TOP2SUM=group_score == "top2sum",
-            SHARED=shared is not None,
-            GATED=shared == "gated",
             BG=triton.next_power_of_2(num_groups),
             BS=triton.next_power_of_2(size),
-            BK=triton.next_power_of_2(count),
+            BK=triton.next_power_of_2(top_k),
             num_warps=1,
             enable_fp_fusion=False,
             **dependent(logits),

@@ -4,6 +4,7 @@ import torch
 
 from moeyard_kernels.ref.moe_weighted_reduce import moe_weighted_reduce
 from moeyard_kernels.ref.rms_norm import add_rms_norm
+from moeyard_kernels.ref.scale_rows import scale_rows_
 
 
 def moe_reduce_add_norm(
@@ -14,7 +15,9 @@ def moe_reduce_add_norm(
     norm: torch.Tensor,
     eps: float,
     *,
-    joined: bool = False,
+    shared_gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.moe_reduce_add_norm`."""
-    return add_rms_norm(moe_weighted_reduce(partial, weights, shared, joined=joined), residual, norm, eps)
+    if shared is not None and shared_gate is not None:
+        shared = scale_rows_(shared.clone(), shared_gate, sigmoid=True)
+    return add_rms_norm(moe_weighted_reduce(partial, weights, shared), residual, norm, eps)

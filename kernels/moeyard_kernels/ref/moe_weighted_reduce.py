@@ -19,13 +19,8 @@ def moe_weighted_reduce(
     weights: torch.Tensor,
     shared: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    *,
-    joined: bool = False,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.moe_weighted_reduce`."""
-    if joined:
-        shared = (partial[:, -1].float() * weights[:, -1:]).to(partial.dtype)
-        partial, weights = partial[:, :-1], weights[:, :-1]
     if residual is not None:
         return residual + moe_weighted_reduce(partial, weights, shared)
     num_tokens, _, hidden = partial.shape

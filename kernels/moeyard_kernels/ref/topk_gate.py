@@ -2,8 +2,6 @@
 
 import torch
 
-from moeyard_kernels.ref.rows_apart import rows_apart
-
 # The sigmoid of a contiguous tensor takes a scalar path for what does not fill two vector registers.
 _LANES = 32
 
@@ -19,13 +17,9 @@ def topk_gate(
     topk_groups: int = 1,
     group_score: str = "max",
     scaling: float = 1.0,
-    shared: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.topk_gate`."""
     logits = logits.float()
-    gate = None
-    if shared == "gated":
-        logits, gate = logits[:, :-1].contiguous(), logits[:, -1:]
     scores = torch.softmax(logits, -1) if scoring == "softmax" else _sigmoid(logits)
     choice = scores if bias is None else scores + bias
     if topk_groups < num_groups:
@@ -39,10 +33,6 @@ def topk_gate(
         weights /= total.add_(1e-20) if scoring == "sigmoid" else total
     if scaling != 1.0:
         weights *= scaling
-    if shared is not None:
-        last = torch.ones_like(weights[:, :1]) if gate is None else rows_apart(gate).sigmoid()
-        weights = torch.cat((weights, last), 1)
-        ids = torch.cat((ids, torch.full_like(ids[:, :1], logits.shape[1])), 1)
     return weights, ids
 
 
@@ -59,7 +49,7 @@ def _mask_groups(
     choice: torch.Tensor, num_groups: int, topk_groups: int, group_score: str, masked: float
 ) -> torch.Tensor:
     """choice [T, E] with all experts outside the best `topk_groups` groups of consecutive experts set to `masked`."""
-    grouped = choice.view(choice.shape[0], num_groups, choice.shape[1] // num_groups)
+    grouped = choice.view(choice.shape[0], num_groups, -1)
     best = grouped.amax(-1) if group_score == "max" else grouped.topk(2, -1).values.sum(-1)
     kept = _largest(best, topk_groups)
     dropped = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)

@@ -45,7 +45,6 @@ def local_runner(
         dtype=dtype,
         num_slots=config.num_experts * len(config.moe_layers) if num_slots is None else num_slots,
         policy=policy,
-        joining=config.shared_is_as_wide,
     )
     experts.preload()
     return Runner(

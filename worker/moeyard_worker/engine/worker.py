@@ -152,7 +152,6 @@ class Worker:
             backend=backend, source=source, layers=model.moe_layers, experts=owned, hidden=model.hidden_size,
             intermediate=model.moe_intermediate_size, dtype=self._dtype, num_slots=plan.expert_slots,
             policy=config.expert_policy, recorder=self._recording,
-            joining=config.num_workers == 1 and model.shared_is_as_wide,
         )  # fmt: skip
         self._total = self._checkpoint.dense_bytes() + experts.num_preloaded * slot
         exchange = build_exchange(

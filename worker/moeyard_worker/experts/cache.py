@@ -14,7 +14,6 @@ import torch
 from moeyard_kernels.backend import Backend, ExpertResidency, ExpertRun, MovableSlots
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.base import ExpertSource
-from moeyard_worker.experts.joined import JoinedExperts
 from moeyard_worker.experts.owned import Change, Owned, first_residents, of_layers
 from moeyard_worker.experts.policies import start_policy
 from moeyard_worker.experts.policy import ExpertKey, Placed, ResidencyPolicy
@@ -33,7 +32,6 @@ class ExpertCache:
     in all); `dtype` is the served one (the source's tensors are rounded to it). Slots beyond the number of experts are
     not allocated; if there are fewer, the backend's `stream_slots` come on top. `preload` must be called before the
     first `run`. Policy and kernels know local ids.
-    `joining`: the layers' shared experts are as wide as these, and every row is of this rank.
     Its experts may change between steps (`prepare`, then `adopt`) if the backend's slots can move: `movable`.
     Raises ValueError for fewer than 1 slot, an unknown policy, or layers with different numbers of experts where the
     backend decides residency. Not thread-safe but for `prepare`.
@@ -52,7 +50,6 @@ class ExpertCache:
         num_slots: int,
         policy: str = "slru",
         recorder: RoutingRecorder | None = None,
-        joining: bool = False,
     ) -> None:
         assert len(set(layers)) == len(layers) > 0, f"layers must be distinct, got {layers}"
         self._layers = tuple(layers)
@@ -69,12 +66,9 @@ class ExpertCache:
         self._expert_bytes = 3 * hidden * intermediate * dtype.itemsize
         self._store = HostStore(source, hidden=hidden, intermediate=intermediate)
         self._loaded = False
-        joining = joining and backend.joins and self.all_resident and recorder is None
-        count = self.num_slots + self._num_passing
         self._slots = backend.expert_slots(
-            num_slots=count + joining * len(layers), hidden=hidden, intermediate=intermediate, dtype=dtype
+            num_slots=self.num_slots + self._num_passing, hidden=hidden, intermediate=intermediate, dtype=dtype
         )
-        self._joined = JoinedExperts(self._slots, layers if joining else (), count)
         self._residency: ExpertResidency | None = None
         if not self.all_resident:
             self._residency = backend.expert_residency(
@@ -112,14 +106,9 @@ class ExpertCache:
             return {}
         slot_of = {key: slot for slot, key in enumerate(self._policy.resident)}
         return {
-            layer: self._slots.slot_table([slot_of[layer, i] for i in range(len(each))] + self._joined.slots(layer))
+            layer: self._slots.slot_table([slot_of[layer, i] for i in range(len(each))])
             for layer, each in zip(self._layers, self._owned, strict=True)
         }
-
-    @property
-    def joined(self) -> JoinedExperts | None:
-        """Shared experts among these, not while somebody observes what rows chose."""
-        return self._joined if self.observer is None else None
 
     @property
     def num_slots(self) -> int:

@@ -79,11 +79,6 @@ class ModelConfig:
         return any(kind.state().slots for kind in self.attention_kinds())
 
     @property
-    def shared_is_as_wide(self) -> bool:
-        """Whether the shared experts together are as wide as one routed expert."""
-        return self.shared_intermediate_size == self.moe_intermediate_size
-
-    @property
     def top_k(self) -> int:
         """Experts per token."""
         return self.gate.rule.top_k
