@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import triton
 
 from moeyard_kernels.common.tuning import Config
 
@@ -69,6 +70,7 @@ NARROW = (
     _copied(128, 64, 4, 5, SWAP=True),
     _loaded(64, 128, 4, 4, SWAP=True),
     _loaded(32, 128, 4, 4),
+    _copied(16, 256, 4, 4, SWAP=True),
 )
 # For blocks of 64 and 128 rows. The last holds too many gates and ups at once.
 WIDE = (
@@ -124,15 +126,19 @@ def slice_bytes(dim: int, columns: int) -> int:
     return 2 * dim * (columns + 8)
 
 
-def few_pairs_config(step: str, num_slices: int, dim: int) -> AnyConfig:
-    """The bf16 config where nothing is laid out; `num_slices`: of one token's pairs, 64 outputs each, else 0.
+def few_pairs_config(step: str, num_pairs: int, num_out: int, dim: int, *, one_token: bool) -> AnyConfig:
+    """The bf16 config where nothing is laid out: of one token's pairs, or of a few tokens'.
 
-    Slices up to as many as fit 132 multiprocessors, or two for each of them (of rows of 1408 values one fits: measured,
-    slices were faster still). Rows of 2048 values come in longer steps (measured with 8 and 64 pairs; longer rows were
-    not).
+    gate_up: rows of 2048 values come in longer steps, of one token longer rows, too, in narrow tiles if all can be at
+    work at once, two on each of 132 multiprocessors: 1.6, 1.8, 0.8 % of a step of one row of Qwen3.5, Kimi-Linear and
+    DeepSeek-V3 on an H200, nothing of four and eight rows of the last two. down, of one token: slices of 64 outputs up
+    to as many as fit the multiprocessors, or two for each of them (of rows of 1408 values one fits: they were faster).
     """
+    if step == "gate_up":
+        if one_token and num_pairs * triton.cdiv(num_out, NARROW[-1].BN) <= 264:
+            return NARROW[-1]
+        return NARROW[2] if one_token or dim <= 2048 else NARROW[0]
     # What a block takes by itself, too.
     fitting = (228 << 10) // (slice_bytes(dim, SLICE[0].BN) + 1088)
-    if step == "down" and 0 < num_slices <= 132 * max(2, fitting):
-        return SLICE[0]
-    return NARROW[2] if step == "gate_up" and dim <= 2048 else default_config(step, 16, torch.bfloat16)
+    num_slices = num_pairs * triton.cdiv(num_out, SLICE[0].BN)
+    return SLICE[0] if one_token and num_slices <= 132 * max(2, fitting) else NARROW[1]

@@ -28,7 +28,6 @@ from moeyard_kernels.experts.grouped_configs import CONFIGS as CONFIGS
 from moeyard_kernels.experts.grouped_configs import (
     KINDS,
     NARROW,
-    SLICE,
     WIDE,
     AnyConfig,
     ExpertConfig,
@@ -224,9 +223,7 @@ def _config(w: torch.Tensor, layout: ExpertLayout | ExpertPairs, step: str, num_
     def default() -> AnyConfig:
         if isinstance(layout, ExpertLayout):
             return default_config(step, layout.block_rows, w.dtype)
-        sliced = layout.one_token and fits(w, SLICE[0].BN)
-        num_slices = layout.num_pairs * triton.cdiv(num_out, SLICE[0].BN) if sliced else 0
-        return few_pairs_config(step, num_slices, w.shape[2])
+        return few_pairs_config(step, layout.num_pairs, num_out, w.shape[2], one_token=layout.one_token)
 
     name = shape_class(step, layout.num_pairs, layout.num_slots, layout.block_rows, num_out, w.shape[2])
     return tuning.choose(OP, name, w, KINDS, default)

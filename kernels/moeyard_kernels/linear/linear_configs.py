@@ -125,6 +125,7 @@ _SKINNY = (
     _skinny(16, 32, 256, num_stages=9, EARLY=4, LEFT=True),
     _skinny(16, 48, 256, num_stages=6, EARLY=4, LEFT=True),
     _skinny(32, 48, 128, num_stages=11, EARLY=6, LEFT=True),
+    _skinny(8, 24, 256, num_stages=9, EARLY=4),
 )
 _FEW_ROWS = (
     _tiles(16, 64, 128, num_stages=6),

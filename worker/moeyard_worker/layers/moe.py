@@ -58,14 +58,21 @@ class Moe:
         Every rank calls this in every step, also without a row.
         """
         x, residual = self._gate.norm(x, residual, plan)
-        shared: Callable[[], torch.Tensor] | None = None
-        if self._shared is not None and plan.num_tokens:
-            # Beside the choice, which is latencies, and the routed experts.
-            shared = self._backend.beside(partial(self._shared.forward, x), plan)
+        # Beside the routed experts, and of one row beside the choice, which is latencies: more rows' would wait for it.
+        alone = plan.num_rows == 1
+        shared = self._share(x, plan) if alone else None
         weights, ids, shared_gate = self._gate.choose(x, plan)
+        if not alone:
+            shared = self._share(x, plan)
         dispatched = self._exchange.dispatch(x, ids, layer=self._layer, num_prompt=plan.num_prompt)
         routed = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
         beside = None if shared is None else shared()
         return self._backend.reduce_add_norm(
             routed, weights, beside, residual, following, self._eps, plan, shared_gate=shared_gate
         )
+
+    def _share(self, x: torch.Tensor, plan: StepPlan) -> Callable[[], torch.Tensor] | None:
+        """What gives the shared experts' output of normalised rows x [num_rows, H]."""
+        if self._shared is None or not plan.num_tokens:
+            return None
+        return self._backend.beside(partial(self._shared.forward, x), plan)
