@@ -8,8 +8,8 @@
 #     decode prefill                   issue-sized figures of Qwen3-30B-A3B
 #     hybrids snapkv drafts delta fla  figures of linear attention, SnapKV, verify steps; chunk prefill, beside fla's
 #     launches                         where steps of hybrids spend their time
-#     variants                         one launch for rotation and short decode, and others, in whole decode steps
-#     steps                            the same of linear attention: two launches for three, states read early, tiles
+#     variants                         latent attention of short contexts, in whole decode steps
+#     steps                            the same of linear attention: two launches or three, states read early, tiles
 #     tune tune_rules                  every config of the products and of latent decode, of linear attention and the
 #                                      experts' sum, the best of them stored
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
@@ -123,17 +123,26 @@ launches() {
 }
 # What no default names: a step of a few layers with each line of the table of stored configs in turn.
 variants() {
-  local grouped='rope_gqa_decode / M8 D128 few / {"kernel": "one", "BM": 16' tail
-  local latent='rope_cache_write_mla / few N16 D64 normed / {"kernel": "rows", "num_warps": 4, "num_stages": 3'
-  local lines=()
-  for tail in '"TAIL": 1, "num_warps": 4, "num_stages": 4' '"TAIL": 2, "num_warps": 4, "num_stages": 4' \
-      '"TAIL": 2, "num_warps": 8, "num_stages": 4' '"TAIL": 4, "num_warps": 8, "num_stages": 3'; do
-    lines+=(--line "$grouped, $tail}")
+  local hopper='"kernel": "hopper", "PER_SM": 1, "num_stages": 2' lines heads tile
+  for heads in 16 32; do
+    lines=()
+    for tile in '16, "SWAP": true, "num_warps": 4, "AHEAD": 0' '16, "SWAP": true, "num_warps": 8, "AHEAD": 0' \
+        '16, "SWAP": true, "num_warps": 4, "AHEAD": 1' '16, "SWAP": true, "num_warps": 4, "AHEAD": 2' \
+        '16, "SWAP": true, "num_warps": 8, "AHEAD": 2' '32, "SWAP": true, "num_warps": 8, "AHEAD": 2'; do
+      lines+=(--line "mla_decode / M$heads few / {$hopper, \"BM\": $tile}")
+    done
+    if [ $heads = 16 ]; then
+      step latent_16 90 python3 bench/stored_configs.py --model DeepSeek-V2-Lite:10 --streams 1 8 "${lines[@]}"
+    else
+      lines+=(--line 'rope_cache_write_mla / few N32 D64 normed / {"kernel": "rows", "num_warps": 4, "num_stages": 3, "BLOCK": 32}')
+      step latent_32 90 python3 bench/stored_configs.py --model Kimi-Linear-48B-A3B:8 --streams 1 8 "${lines[@]}"
+    fi
   done
-  tests rotation 90 tests/kernels/test_rope_gqa_decode.py tests/kernels/test_rope_cache_write.py
-  step variants 120 python3 bench/stored_configs.py --model Qwen3-30B-A3B:12 --streams 1 8 "${lines[@]}"
-  step latents 60 python3 bench/stored_configs.py --model DeepSeek-V2-Lite:10 --streams 1 \
-    --line "$latent, \"BLOCK\": 16}" --line "$latent, \"BLOCK\": 4}"
+  lines=()
+  for tile in '64, "SWAP": false, "num_warps": 8, "AHEAD": 0' '64, "SWAP": false, "num_warps": 8, "AHEAD": 2'; do
+    lines+=(--line "mla_decode / M128 few / {$hopper, \"BM\": $tile}")
+  done
+  step latent_128 90 python3 bench/stored_configs.py --model DeepSeek-V3:5 --streams 1 8 "${lines[@]}"
 }
 # slots_line OP RULE FIELDS: a line for each class of rows, joined.
 slots_line() { local class lines=()
@@ -143,15 +152,12 @@ steps() {
   local rule model fields lines
   for rule in kda gdn; do
     lines=()
-    for fields in '16, "num_warps": 1, "EARLY": true, "ACROSS": false' '8, "num_warps": 1, "EARLY": false, "ACROSS": false' \
-        '16, "num_warps": 1, "EARLY": false, "ACROSS": true' '32, "num_warps": 1, "EARLY": false, "ACROSS": true' \
-        '32, "num_warps": 2, "EARLY": false, "ACROSS": false' '64, "num_warps": 4, "EARLY": false, "ACROSS": false' \
-        '128, "num_warps": 8, "EARLY": false, "ACROSS": false'; do
+    for fields in '16, "num_warps": 1, "EARLY": true' '32, "num_warps": 1, "EARLY": true' \
+        '32, "num_warps": 2, "EARLY": false'; do
       lines+=(--line "$(slots_line recurrent $rule "\"kernel\": \"recurrent\", \"BV\": $fields")")
     done
-    for fields in '"BV": 16, "num_warps": 1, "EARLY": false' '"BV": 16, "num_warps": 1, "EARLY": true' \
-        '"BV": 16, "num_warps": 2, "EARLY": true' '"BV": 32, "num_warps": 4, "EARLY": true' \
-        '"BV": 32, "num_warps": 1, "EARLY": true' '"BV": 32, "num_warps": 1, "EARLY": false'; do
+    for fields in '"BV": 16, "num_warps": 1, "EARLY": true' '"BV": 32, "num_warps": 1, "EARLY": true' \
+        '"BV": 32, "num_warps": 1, "EARLY": false'; do
       lines+=(--line "$(slots_line step $rule "\"kernel\": \"two\", $fields")")
     done
     model=Kimi-Linear-48B-A3B:8

@@ -156,6 +156,7 @@ CONFIGS = (
     LatentConfig(kernel="hopper", BM=16, SWAP=True, PER_SM=1, num_warps=4, num_stages=2, AHEAD=2),
     LatentConfig(kernel="hopper", BM=16, SWAP=True, PER_SM=1, num_warps=8, num_stages=2, AHEAD=2),
     LatentConfig(kernel="hopper", BM=64, SWAP=False, PER_SM=1, num_warps=8, num_stages=2, AHEAD=2),
+    LatentConfig(kernel="hopper", BM=32, SWAP=True, PER_SM=1, num_warps=8, num_stages=2, AHEAD=2),
 )
 
 # What fits a tile of fp32, whose products are not the matrix units'.

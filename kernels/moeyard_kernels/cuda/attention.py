@@ -1,5 +1,6 @@
 """The attention of layers through the door's kernels."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -162,7 +163,11 @@ class CudaMla:
 
 def _rotation_table(rope: torch.Tensor | None, dim: int, device: torch.device) -> torch.Tensor:
     """The table itself; without one, a table that turns nothing: a factor of 1 and a zero taken off are exact."""
-    if rope is not None:
-        return rope
+    return _still(dim, device) if rope is None else rope
+
+
+@cache
+def _still(dim: int, device: torch.device) -> torch.Tensor:
+    """One of all layers: a step looks its rows up once for each table."""
     still = torch.cat((torch.ones(1, dim // 2), torch.zeros(1, dim // 2)), 1).to(device)
     return still.expand(_ANY_POSITION, -1)

@@ -125,7 +125,6 @@ _SKINNY = (
     _skinny(16, 32, 256, num_stages=9, EARLY=4, LEFT=True),
     _skinny(16, 48, 256, num_stages=6, EARLY=4, LEFT=True),
     _skinny(32, 48, 128, num_stages=11, EARLY=6, LEFT=True),
-    _skinny(8, 24, 256, num_stages=9, EARLY=4),
 )
 _FEW_ROWS = (
     _tiles(16, 64, 128, num_stages=6),
@@ -219,8 +218,10 @@ def default_config(num_rows: int, *num_out: int) -> LinearConfig:
     """The config of bf16 shapes that nobody tuned: one weight's outputs, or two weights'."""
     columns = sum(num_out)
     if num_rows <= 64:
-        # Slices of 64 columns, if the weight has enough of them to occupy half of the multiprocessors.
-        chosen = (_skinny_rows(num_rows), 64 if columns >= 66 * 64 else 16)
+        # Slices of 64 columns, if the weight has enough of them to occupy half of the multiprocessors, or as narrow as
+        # every one of those needs: a few that have two take as long as if all had. One or eight rows by a weight of
+        # [2304 x 4096], 144 slices of 16 on 132: the output product of Kimi-Linear's layers, 1.8 and 1.0 % of a step.
+        chosen = (_skinny_rows(num_rows), 64 if columns >= 66 * 64 else 16 if columns <= 132 * 16 else 32)
         return next(c for c in _SKINNY if chosen == (c.BM, c.BN))
     # Tiles as large as still give a program to nearly every multiprocessor of an H200, which are 132.
     rows = triton.cdiv(num_rows, 128)

@@ -35,15 +35,13 @@ class RecurrentConfig(Config):
     """BV columns of one head's state are a program.
 
     EARLY: where the caller says that no launch still at work writes them (`static_state`), states are asked for while
-    the launch ahead runs. ACROSS: programs beside each other are those of a head of all sequences, not of all heads of
-    one: all slots, which are pages of memory of their own, are touched at once and not one by one.
+    the launch ahead runs.
     """
 
     kernel: Literal["recurrent"] = "recurrent"
     num_stages: int = 1
     BV: int
     EARLY: bool = False
-    ACROSS: bool = False
 
 
 # What is timed alone: EARLY is told from the others by what runs ahead of it.
@@ -54,7 +52,6 @@ TIMED = tuple(
 CONFIGS = (
     *TIMED,
     *(RecurrentConfig(BV=columns, num_warps=1, EARLY=True) for columns in (8, 16, 32)),
-    *(RecurrentConfig(BV=columns, num_warps=1, ACROSS=True) for columns in (8, 16, 32)),
 )
 
 
@@ -76,20 +73,19 @@ def _total(b_x, N: tl.constexpr, LOG2_N: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=("stride_x", "stride_b", "stride_a", "num_sequences"),
+    do_not_specialize=("stride_x", "stride_b", "stride_a"),
     do_not_specialize_on_alignment=("p_read", "p_write"),
 )
 def delta_recurrent_kernel(
     p_x, p_b, p_a, p_rate, p_bias, p_state, p_read, p_write, p_out, p_taps, p_window, stride_x, stride_b, stride_a,
-    num_sequences, scale, eps, Q: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    scale, eps, Q: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BK: tl.constexpr, LOG2_BK: tl.constexpr, BV: tl.constexpr, BY_ROW: tl.constexpr, FIRST: tl.constexpr,
-    UNIT: tl.constexpr, TAPS: tl.constexpr, STATIC: tl.constexpr, ACROSS: tl.constexpr
+    UNIT: tl.constexpr, TAPS: tl.constexpr, STATIC: tl.constexpr
 ):  # fmt: skip
     """Columns [i_v BV, i_v BV + BV) of the state of one head of one sequence. Grid: (B HV ceil(DV / BV),).
 
     BY_ROW: a gate of each row of the state. TAPS: rows of x are convolved over p_window first, by a weight
     [TAPS, channels], and no window is written (Q is 1); 0: they have been. Strides are in units of UNIT elements.
-    ACROSS: `RecurrentConfig`.
     FIRST: the next launch may begin before this one has waited. STATIC: no launch still at work writes slots, states or
     windows: they are read ahead of the wait.
     """
@@ -103,10 +99,7 @@ def delta_recurrent_kernel(
     C: tl.constexpr = 2 * HK * DK + HV * DV
     i_program = tl.program_id(0)
     i_v, i_tile = i_program % BLOCKS, i_program // BLOCKS
-    if ACROSS:
-        i_b, i_h = i_tile % num_sequences, i_tile // num_sequences
-    else:
-        i_h, i_b = i_tile % HV, i_tile // HV
+    i_h, i_b = i_tile % HV, i_tile // HV
     i_k = i_h // (HV // HK)
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_k, m_v = o_k < DK, o_v < DV
@@ -232,12 +225,10 @@ def recurrent(
     if out.numel():
         delta_recurrent_kernel[(num_programs,)](
             qkv, b, a, a_log, dt_bias, state, slots.read, slots.write, out, taps, window,
-            qkv.stride(0) // unit, b.stride(0) // unit, a.stride(0) // unit, slots.num_sequences,
-            k_dim**-0.5, L2_EPS,
+            qkv.stride(0) // unit, b.stride(0) // unit, a.stride(0) // unit, k_dim**-0.5, L2_EPS,
             Q=slots.num_queries, HK=(qkv.shape[1] - num_heads * v_dim) // (2 * k_dim), HV=num_heads, DK=k_dim, DV=v_dim,
             BK=block, LOG2_BK=block.bit_length() - 1, BV=config.BV, BY_ROW=by_row, FIRST=num_programs <= _FEW,
             UNIT=unit, TAPS=0 if conv is None else taps.shape[1], STATIC=config.EARLY and static_state,
-            ACROSS=config.ACROSS,
             enable_fp_fusion=False, **config.options, **dependent(qkv),
         )  # fmt: skip
     return finish(out, qkv.dtype)
