@@ -14,13 +14,14 @@ from moeyard_kernels.ref import residual_add_scaled as residual_reference
 from moeyard_kernels.ref import scale_rows as scale_reference
 
 OPS = ("moe_weighted_reduce", "moe_reduce_add_norm", "scale_rows_", "residual_add_scaled")
-# Name, experts per token, hidden, whether there is a shared expert.
+# Name, experts per token, hidden, what there is beside them.
 _MODELS = (
-    ("Qwen3-30B-A3B", 8, 2048, False),
-    ("Qwen3-235B-A22B", 8, 4096, False),
-    ("Mixtral-8x7B", 2, 4096, False),
-    ("DeepSeek-V2-Lite", 6, 2048, True),
-    ("DeepSeek-V3, Kimi-K2", 8, 7168, True),
+    ("Qwen3-30B-A3B", 8, 2048, ""),
+    ("Qwen3-235B-A22B", 8, 4096, ""),
+    ("Mixtral-8x7B", 2, 4096, ""),
+    ("DeepSeek-V2-Lite", 6, 2048, "shared"),
+    ("DeepSeek-V3, Kimi-K2", 8, 7168, "shared"),
+    ("Qwen3.5-35B-A3B", 8, 2048, "shared gated"),
 )
 
 
@@ -80,17 +81,21 @@ def _reduce(num_tokens: int, top_k: int, hidden: int) -> Case:
 
 def _norm_after(
     partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
-    norm: torch.Tensor, eps: float,
+    norm: torch.Tensor, eps: float, gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    if shared is not None and gate is not None:
+        shared = ops.scale_rows_(shared.clone(), gate.contiguous(), sigmoid=True)
     return ops.add_rms_norm(ops.moe_weighted_reduce(partial, weights, shared), residual, norm, eps)
 
 
-def _reduce_norm(num_tokens: int, model: str, top_k: int, hidden: int, with_shared: bool) -> Case:
+def _reduce_norm(num_tokens: int, model: str, top_k: int, hidden: int, beside: str) -> Case:
     parts, weights = _rows(num_tokens, top_k, hidden), torch.rand(num_tokens, top_k, device="cuda")
-    shared = _rows(num_tokens, hidden) if with_shared else None
+    shared = _rows(num_tokens, hidden) if beside else None
+    # A column of logits, as it comes.
+    gate = _rows(num_tokens, 264)[:, 256] if "gated" in beside else None
     inputs = parts, weights, shared, _rows(num_tokens, hidden), _rows(hidden), 1e-6
-    run = partial(moe_reduce_add_norm.moe_reduce_add_norm, *inputs)
-    chain = partial(_norm_after, *inputs)
+    run = partial(moe_reduce_add_norm.moe_reduce_add_norm, *inputs, shared_gate=gate)
+    chain = partial(_norm_after, *inputs, gate)
 
     def prove() -> None:
         whole = run()
@@ -98,14 +103,15 @@ def _reduce_norm(num_tokens: int, model: str, top_k: int, hidden: int, with_shar
         for config in (None, *moe_reduce_add_norm.CONFIGS):
             assert_bits(f"reduce, then norm, {config}", run(config=config), wanted)
         last = [x if x is None else x[-1:].clone() for x in inputs[:4]]
-        assert_bits("row alone", run.func(*last, *inputs[4:]), tuple(x[-1:] for x in whole))
+        alone = run.func(*last, *inputs[4:], shared_gate=None if gate is None else gate[-1:])
+        assert_bits("row alone", alone, tuple(x[-1:] for x in whole))
 
     return Case(
         op="moe_reduce_add_norm",
-        shape=f"{model} T{num_tokens} K{top_k} H{hidden}{' shared' if with_shared else ''}",
+        shape=" ".join([f"{model} T{num_tokens} K{top_k} H{hidden}", *beside.split()]),
         run=run,
         prove=prove,
-        num_bytes=2 * num_tokens * hidden * (top_k + 3 + with_shared) + 4 * num_tokens * top_k + 2 * hidden,
+        num_bytes=2 * num_tokens * hidden * (top_k + 3 + bool(beside)) + 4 * num_tokens * top_k + 2 * hidden,
         target=Target("copy", 0.85) if num_tokens == 8192 else Target("speedup", 1.2),
         baseline=chain,
         baseline_name="moe_weighted_reduce, add_rms_norm",
