@@ -7,7 +7,7 @@
 #     state                            of workers: what linear attention keeps, through graphs and drafts
 #     decode prefill                   issue-sized figures of Qwen3-30B-A3B
 #     hybrids snapkv drafts delta fla  figures of linear attention, SnapKV, verify steps; chunk prefill, beside fla's
-#     launches                         where steps of hybrids spend their time
+#     launches gaps                    where steps of hybrids spend their time; what stands between two of them
 #     variants                         latent attention of short contexts, in whole decode steps
 #     steps                            the same of linear attention: two launches or three, states read early, tiles
 #     tune tune_rules                  every config of the products and of latent decode, of linear attention and the
@@ -117,6 +117,11 @@ delta() {
 }
 # Theirs tunes itself for each length, the longest last: some 40 s each, before 2 x 4 lines.
 fla() { step beside_fla 330 python3 bench/flash_linear_attention.py --folder "$SITE"; }
+# Between two replays of a step.
+gaps() {
+  step gaps_qwen 60 python3 bench/step_gaps.py --model Qwen3.5-35B-A3B:8
+  step gaps_gqa 60 python3 bench/step_gaps.py --model Qwen3-30B-A3B:12
+}
 launches() {
   engine launches_kimi 90 --shape Kimi-Linear-48B-A3B --layers 8 --streams 1 64 --prefill 1x1024 1x8192 --profile
   engine launches_qwen 90 --shape Qwen3.5-35B-A3B --layers 8 --streams 1 64 --prefill 1x8192 --profile
