@@ -7,6 +7,7 @@ several rows of one sequence. In fp32 the two agree as far as sums of another or
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
+from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.engine.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.scoring import score, told
@@ -120,6 +122,36 @@ def test_scores_of_a_prompt(runners: tuple[Runner, Runner]) -> None:
 
 def test_an_empty_step(runners: tuple[Runner, Runner]) -> None:
     assert runners[0].forward(Step.empty()).shape == (0, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=["fp32 logits", "bf16 logits"])
+@pytest.mark.parametrize("num_experts", [12, 7])
+def test_a_shared_experts_gate_beside_the_choice(num_experts: int, weight_dtype: torch.dtype) -> None:
+    """Its logit is one more of the router's product on a GPU, and changes nothing of the choice."""
+    weight = torch.randn(num_experts, 64).bfloat16().to(weight_dtype)
+    shared, norm, x = torch.randn(1, 64).bfloat16(), torch.ones(64).bfloat16(), torch.randn(5, 64).bfloat16()
+    rule = GateRule(top_k=3, scoring="softmax", renormalize=True)
+    found = {}
+    for backend in (CudaBackend(page_size=PAGE_SIZE, device=DEVICE), CpuBackend(page_size=PAGE_SIZE)):
+        on = [t.to(backend.device) for t in (weight, norm, shared, x)]
+        plan: Any = SimpleNamespace(num_rows=5, num_tokens=5)
+        gates = (backend.gate(on[0], None, rule, norm=on[1], eps=1e-6, shared_gate=gate) for gate in (on[2], None))
+        (weights, ids, logits), alone = (gate.choose(on[3], plan) for gate in gates)
+        assert torch.equal(ids, alone[1])
+        assert torch.equal(weights, alone[0])
+        assert alone[2] is None
+        assert logits is not None
+        assert logits.shape == (5,)
+        found[backend] = weights.cpu(), ids.cpu(), logits.float().cpu()
+        empty: Any = SimpleNamespace(num_rows=0, num_tokens=0)
+        assert (
+            backend.gate(on[0], None, rule, norm=on[1], eps=1e-6, shared_gate=on[2]).choose(on[3][:0], empty)[2] is None
+        )
+    ours, theirs = found.values()
+    assert torch.equal(ours[1], theirs[1])
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(ours[2], x.float() @ shared[0].float(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(theirs[2], ours[2], rtol=1e-2, atol=1e-2)
 
 
 def test_attention_without_a_rotation() -> None:
