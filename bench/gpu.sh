@@ -119,8 +119,8 @@ delta() {
 fla() { step beside_fla 330 python3 bench/flash_linear_attention.py --folder "$SITE"; }
 # Between two replays of a step.
 gaps() {
-  step gaps_qwen 60 python3 bench/step_gaps.py --model Qwen3.5-35B-A3B:8
-  step gaps_gqa 60 python3 bench/step_gaps.py --model Qwen3-30B-A3B:12
+  step gaps_qwen 90 python3 bench/step_gaps.py --model Qwen3.5-35B-A3B:8
+  step gaps_gqa 90 python3 bench/step_gaps.py --model Qwen3-30B-A3B:12
 }
 launches() {
   engine launches_kimi 90 --shape Kimi-Linear-48B-A3B --layers 8 --streams 1 64 --prefill 1x1024 1x8192 --profile
@@ -131,14 +131,16 @@ variants() {
   local hopper='"kernel": "hopper", "PER_SM": 1, "num_stages": 2' lines heads tile
   for heads in 16 32; do
     lines=()
-    for tile in '16, "SWAP": true, "num_warps": 4, "AHEAD": 0' '16, "SWAP": true, "num_warps": 8, "AHEAD": 0' \
-        '16, "SWAP": true, "num_warps": 4, "AHEAD": 1' '16, "SWAP": true, "num_warps": 4, "AHEAD": 2' \
-        '16, "SWAP": true, "num_warps": 8, "AHEAD": 2' '32, "SWAP": true, "num_warps": 8, "AHEAD": 2'; do
+    for tile in '16, "SWAP": true, "num_warps": 8, "AHEAD": 0' '16, "SWAP": true, "num_warps": 4, "AHEAD": 1' \
+        '16, "SWAP": true, "num_warps": 4, "AHEAD": 2' '16, "SWAP": true, "num_warps": 8, "AHEAD": 2'; do
       lines+=(--line "mla_decode / M$heads few / {$hopper, \"BM\": $tile}")
     done
     if [ $heads = 16 ]; then
       step latent_16 90 python3 bench/stored_configs.py --model DeepSeek-V2-Lite:10 --streams 1 8 "${lines[@]}"
     else
+      for tile in '16, "SWAP": true, "num_warps": 4, "AHEAD": 0' '32, "SWAP": true, "num_warps": 8, "AHEAD": 2'; do
+        lines+=(--line "mla_decode / M32 few / {$hopper, \"BM\": $tile}")
+      done
       lines+=(--line 'rope_cache_write_mla / few N32 D64 normed / {"kernel": "rows", "num_warps": 4, "num_stages": 3, "BLOCK": 32}')
       step latent_32 90 python3 bench/stored_configs.py --model Kimi-Linear-48B-A3B:8 --streams 1 8 "${lines[@]}"
     fi
@@ -157,13 +159,9 @@ steps() {
   local rule model fields lines
   for rule in kda gdn; do
     lines=()
-    for fields in '16, "num_warps": 1, "EARLY": true' '32, "num_warps": 1, "EARLY": true' \
-        '32, "num_warps": 2, "EARLY": false'; do
-      lines+=(--line "$(slots_line recurrent $rule "\"kernel\": \"recurrent\", \"BV\": $fields")")
-    done
-    for fields in '"BV": 16, "num_warps": 1, "EARLY": true' '"BV": 32, "num_warps": 1, "EARLY": true' \
-        '"BV": 32, "num_warps": 1, "EARLY": false'; do
-      lines+=(--line "$(slots_line step $rule "\"kernel\": \"two\", $fields")")
+    for fields in '"kernel": "chain", "num_warps": 4' '"kernel": "two", "BV": 16, "num_warps": 1, "EARLY": true' \
+        '"kernel": "two", "BV": 32, "num_warps": 1, "EARLY": true' '"kernel": "two", "BV": 32, "num_warps": 1, "EARLY": false'; do
+      lines+=(--line "$(slots_line step $rule "$fields")")
     done
     model=Kimi-Linear-48B-A3B:8
     [ $rule = kda ] || model=Qwen3.5-35B-A3B:8
@@ -173,7 +171,7 @@ steps() {
 # tuned NAME SECONDS OP...: the best configs of these stored, and the table of all.
 tuned() { TUNE=yes ops "$@"; cp kernels/moeyard_kernels/configs/*.json "$OUT"; }
 tune() { tuned tune 400 linear mla_decode; }
-tune_rules() { tuned tune_rules 150 kda_recurrent gdn_recurrent kda_chunk_prefill gdn_chunk_prefill moe_reduce_add_norm; }
+tune_rules() { tuned tune_rules 150 kda_chunk_prefill gdn_chunk_prefill moe_reduce_add_norm; }
 # Binaries, what describes them and launchers; the stages between are for people. Only what was read or written since the
 # machine began: kernels change. At most 8 files come back of a call, of 16 MB each, and 64 MB travel with the tree.
 keep() {

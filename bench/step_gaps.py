@@ -7,14 +7,14 @@ step. Rows and layers are those of `stored_configs.py`; contents are the last st
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import stored_configs
 import torch
 import triton
 import triton.language as tl
 
-from moeyard_worker.engine.device_sampler import DeviceSampler
+from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collected
 from moeyard_worker.engine.graph_runner import to_host
 from moeyard_worker.engine.sampling import chosen_logits
 
@@ -30,15 +30,26 @@ def _copy_kernel(p_from, p_to, N, BLOCK: tl.constexpr):
 
 
 @torch.inference_mode()
-def measure(model: str, rows: int) -> None:
-    """Print the milliseconds of a step with each kind of company."""
+def measure(model: str, rows: Sequence[int]) -> None:
+    """Print the milliseconds of a step of each number of rows with each kind of company."""
     shape, layers = model.split(":")
-    worker, runner = stored_configs.load(shape, int(layers), rows, "cuda")
+    worker, runner = stored_configs.load(shape, int(layers), max(rows), "cuda")
     sampler = DeviceSampler(
-        max_rows=rows, vocab=runner.config.vocab_size, eos_token_ids=(), device=runner.backend.device, max_edited=0
+        max_rows=max(rows), vocab=runner.config.vocab_size, eos_token_ids=(), device=runner.backend.device, max_edited=0
     )
-    variant = stored_configs.Variant(runner, sampler, {}, rows, torch.cuda.graph_pool_handle())
-    variant.chain(20)
+    pool = torch.cuda.graph_pool_handle()
+    with nothing_collected():
+        for count in rows:
+            variant = stored_configs.Variant(runner, sampler, {}, count, pool)
+            variant.chain(20)
+            time_step(f"{model} {count} rows", variant, sampler)
+    worker.stop()
+
+
+@torch.inference_mode()
+def time_step(name: str, variant: stored_configs.Variant, sampler: DeviceSampler) -> None:
+    """The lines of one captured step."""
+    rows = variant._rows
     staging, side, ids = variant._inputs._staging, torch.cuda.Stream(), sampler.last_ids[:rows]
     words = staging._block.view(torch.int32)
     told = torch.zeros(2 * rows, dtype=torch.int32, pin_memory=True)
@@ -81,6 +92,7 @@ def measure(model: str, rows: int) -> None:
         "events before and after": [event, replay, event],
         "inputs": [send, replay],
         "inputs by a kernel that reads the host": [by_kernel(stage, words), replay],
+        # As if there were two blocks on the device: the replay before still reads this one.
         "inputs in a second stream": [send_aside, replay],
         "chosen logits": [replay, chosen],
         "tokens to the host": [replay, lambda: to_host(ids)],
@@ -92,7 +104,7 @@ def measure(model: str, rows: int) -> None:
     }
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(TURNS):
-        for name, parts in cases.items():
+        for case, parts in cases.items():
             torch.cuda.synchronize()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -101,12 +113,11 @@ def measure(model: str, rows: int) -> None:
                     part()
             end.record()
             end.synchronize()
-            times[name].append(begin.elapsed_time(end) / STEPS)
+            times[case].append(begin.elapsed_time(end) / STEPS)
     alone = statistics.median(times["graph"])
-    for name, found in times.items():
-        each = statistics.median(found)
-        print(f"{model} {rows} rows {each:.4f} ms, {1e3 * (each - alone):+6.1f} us: {name}", flush=True)
-    worker.stop()
+    for case, found in times.items():
+        step = statistics.median(found)
+        print(f"{name} {step:.4f} ms, {1e3 * (step - alone):+6.1f} us: {case}", flush=True)
 
 
 def main() -> None:
@@ -115,8 +126,7 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen3.5-35B-A3B:8", help="shape:layers")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64])
     args = parser.parse_args()
-    for rows in args.rows:
-        measure(args.model, rows)
+    measure(args.model, args.rows)
 
 
 if __name__ == "__main__":

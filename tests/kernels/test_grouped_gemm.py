@@ -17,6 +17,7 @@ from moeyard_kernels.common.rounding import INTERPRETED
 from moeyard_kernels.elementwise import silu_mul
 from moeyard_kernels.experts import expert_layout as layout_kernel
 from moeyard_kernels.experts import grouped_gemm as triton_kernel
+from moeyard_kernels.experts.grouped_configs import CONFIGS, few_pairs_config
 from moeyard_kernels.ops import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 
 GPU = torch.cuda.is_available()
@@ -216,6 +217,24 @@ def test_all_to_one_expert(dtype: torch.dtype) -> None:
     # One block and a bit of 64 rows; of 128 more than half.
     assert torch.equal(bits(case.run(64)), bits(whole))
     assert torch.equal(bits(case.run(128)), bits(whole))
+
+
+def test_the_config_of_few_pairs() -> None:
+    """Of one token narrow tiles where all are at work at once, else long steps; slices of the second where they fit."""
+    chosen = {
+        (name, step, one): few_pairs_config(step, 8 if one else 64, out, dim, one_token=one)
+        for name, intermediate, hidden in (("qwen3.5", 512, 2048), ("kimi", 1024, 2304), ("v3", 2048, 7168))
+        for step, out, dim in (("gate_up", intermediate, hidden), ("down", hidden, intermediate))
+        for one in (True, False)
+    }
+    tiles = {key: (config.BN, getattr(config, "BK", None)) for key, config in chosen.items()}
+    assert tiles["qwen3.5", "gate_up", True] == (16, 256)
+    assert tiles["kimi", "gate_up", True] == tiles["v3", "gate_up", True] == (32, 256)
+    assert tiles["qwen3.5", "gate_up", False] == (32, 256)
+    assert tiles["kimi", "gate_up", False] == tiles["v3", "gate_up", False] == (32, 128)
+    sliced = {key for key, config in chosen.items() if config.kernel == "slice"}
+    assert sliced == {("qwen3.5", "down", True)}
+    assert all(config in CONFIGS for config in chosen.values())
 
 
 @DTYPES

@@ -88,7 +88,7 @@ def test_no_rows() -> None:
 
 @DTYPES
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=["gate fp32", "gate bf16"])
-@pytest.mark.parametrize(("num_rows", "top_k", "hidden"), [*SHAPES[:3], (37, 2, 32)], ids=lambda n: str(n))
+@pytest.mark.parametrize(("num_rows", "top_k", "hidden"), [*SHAPES[:4], (37, 2, 32)], ids=lambda n: str(n))
 def test_a_gate_scales_the_shared_rows_as_a_launch_of_its_own(
     num_rows: int, top_k: int, hidden: int, gate_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
@@ -103,6 +103,9 @@ def test_a_gate_scales_the_shared_rows_as_a_launch_of_its_own(
     gated = scale_rows_(shared, gate.contiguous(), sigmoid=True)
     wanted = chain(partial, weights, gated, residual, norm)
     assert_bits("one launch", got, wanted)
+    for config in kernel.CONFIGS if hidden <= 300 else ():
+        args = partial, weights, unscaled, residual, norm, EPS
+        assert_bits(str(config), kernel.moe_reduce_add_norm(*args, shared_gate=gate, config=config), wanted)
     alone = (x[-1:].clone() for x in (partial, weights, unscaled, residual))
     last = kernel.moe_reduce_add_norm(*alone, norm, EPS, shared_gate=gate[-1:])
     assert_bits("a row alone", last, tuple(x[-1:] for x in wanted))

@@ -2,14 +2,17 @@
 
 import importlib
 import json
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import moeyard_kernels
 from moeyard_kernels.bench.__main__ import all_cases
-from moeyard_kernels.bench.case import assert_bits
+from moeyard_kernels.bench.case import assert_bits, with_own_tensors
 from moeyard_kernels.common import tuning
 from moeyard_kernels.common.tuning import RowConfig, parse
 from moeyard_kernels.linear.linear_configs import KINDS, Skinny
@@ -31,16 +34,30 @@ MODULE_OF = {
 }
 
 
+# What a config may count on in a step.
+KEYWORDS = {op: {"static_state": True} for op in ("gdn_recurrent", "kda_recurrent", "gdn_step", "kda_step")}
+
+
+def configs_of(op: str) -> tuple[tuning.Config, ...]:
+    """Those of the op's module, which the tests hold to equal bits."""
+    [file_of] = Path(moeyard_kernels.__path__[0]).glob(f"[aels]*/{MODULE_OF.get(op, op)}.py")
+    module = importlib.import_module(f"moeyard_kernels.{file_of.parent.name}.{file_of.stem}")
+    return tuple(module.CONFIGS)
+
+
+def parsed(op: str, config: Mapping[str, Any]) -> tuning.Config:
+    """A stored config of an op."""
+    return parse(tuple({type(known) for known in configs_of(op)}), config)
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_stored_config_is_one_that_the_tests_hold_to_equal_bits(file: Path) -> None:
     table = json.loads(file.read_text())
     assert table, "an empty file is no store"
     unknown = []
     for op, classes in table.items():
-        [file_of] = Path(moeyard_kernels.__path__[0]).glob(f"[aels]*/{MODULE_OF.get(op, op)}.py")
-        module = importlib.import_module(f"moeyard_kernels.{file_of.parent.name}.{file_of.stem}")
-        kinds = tuple({type(config) for config in module.CONFIGS})
-        unknown += [(op, shape) for shape, config in classes.items() if parse(kinds, config) not in module.CONFIGS]
+        known = configs_of(op)
+        unknown += [(op, shape) for shape, config in classes.items() if parsed(op, config) not in known]
     assert unknown == []
 
 
@@ -56,9 +73,13 @@ def test_stored_configs_give_the_bits_of_another_at_their_own_shapes(part: int) 
         pytest.skip(f"nothing is stored for {torch.cuda.get_device_name()}")
     for case in all_cases([name for op in {op for op, _ in unseen} for name in (op, SHARES.get(op, op))]):
         chosen = unseen.pop(case.tune_key, None) if case.tune_key else None
-        if chosen is not None:
+        if chosen is not None and case.tune_key:
             other = next(run for config, run in case.variants if config.as_dict() != chosen)
-            assert_bits(f"{case.op} {case.shape}", case.run(), other())
+            run = partial(other, config=parsed(case.tune_key[0], chosen), **KEYWORDS.get(case.op, {}))
+            # Over copies, which are complete: what an op writes in place is as it was for the other.
+            ours, theirs = with_own_tensors(run), with_own_tensors(other)
+            torch.cuda.synchronize()
+            assert_bits(f"{case.op} {case.shape}", ours(), theirs())
     assert unseen == {}, "stored for shapes that the bench has no case of"
 
 

@@ -114,9 +114,12 @@ def _reduce_norm(num_tokens: int, model: str, top_k: int, hidden: int, beside: s
         num_bytes=2 * num_tokens * hidden * (top_k + 3 + bool(beside)) + 4 * num_tokens * top_k + 2 * hidden,
         target=Target("copy", 0.85) if num_tokens == 8192 else Target("speedup", 1.2),
         baseline=chain,
-        baseline_name="moe_weighted_reduce, add_rms_norm",
+        baseline_name=("" if gate is None else "scale_rows_ of a copy, ") + "moe_weighted_reduce, add_rms_norm",
         variants=[(config, partial(run, config=config)) for config in moe_reduce_add_norm.CONFIGS],
-        tune_key=("moe_reduce_add_norm", moe_reduce_add_norm.shape_class(num_tokens, top_k, hidden)),
+        # A gate is of no class of its own.
+        tune_key=("moe_reduce_add_norm", moe_reduce_add_norm.shape_class(num_tokens, top_k, hidden))
+        if gate is None
+        else None,
     )
 
 

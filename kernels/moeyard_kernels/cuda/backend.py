@@ -42,8 +42,8 @@ class CudaGate:
         self._num_experts, self._gated = weight.shape[0], shared_gate is not None
         self._fp32_logits = weight.dtype == torch.float32
         if shared_gate is not None:
-            # One product gives both. Rows of logits begin at multiples of 16 bytes.
-            padding = weight.new_zeros(-(1 + weight.shape[0]) % 8, weight.shape[1])
+            # One product gives both, in rows of a multiple of 16 logits: of such strides Triton reads many at once.
+            padding = weight.new_zeros(-(1 + weight.shape[0]) % 16, weight.shape[1])
             weight = torch.cat((weight, shared_gate.to(weight.dtype), padding))
         # A weight in another dtype than fp32 is in the rows'; so is a norm.
         rounded = weight.to(norm.dtype if self._fp32_logits else weight.dtype)

@@ -117,7 +117,7 @@ _SKINNY = (
     _skinny(64, 40, 128, num_stages=8, EARLY=4),
     _skinny(64, 48, 128, num_stages=8, EARLY=8),
     _skinny(64, 64, 128, num_stages=7, EARLY=7),
-    # Behind the others, which are the defaults: not timed yet.
+    # Behind the others, which are the defaults and were faster where both were timed in whole steps.
     _skinny(8, 16, 256, num_stages=8, EARLY=4, LEFT=True),
     _skinny(8, 32, 256, num_stages=10, EARLY=4, LEFT=True),
     _skinny(8, 40, 256, num_stages=8, EARLY=4, LEFT=True),
@@ -221,6 +221,7 @@ def default_config(num_rows: int, *num_out: int) -> LinearConfig:
         # Slices of 64 columns, if the weight has enough of them to occupy half of the multiprocessors, or as narrow as
         # every one of those needs: a few that have two take as long as if all had. One or eight rows by a weight of
         # [2304 x 4096], 144 slices of 16 on 132: the output product of Kimi-Linear's layers, 1.8 and 1.0 % of a step.
+        # (16 rows and more, and two weights, were not timed with it.)
         chosen = (_skinny_rows(num_rows), 64 if columns >= 66 * 64 else 16 if columns <= 132 * 16 else 32)
         return next(c for c in _SKINNY if chosen == (c.BM, c.BN))
     # Tiles as large as still give a program to nearly every multiprocessor of an H200, which are 132.

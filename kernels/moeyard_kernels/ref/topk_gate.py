@@ -19,7 +19,7 @@ def topk_gate(
     scaling: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.topk_gate`."""
-    logits = logits.float()
+    logits = logits.float().contiguous()
     scores = torch.softmax(logits, -1) if scoring == "softmax" else _sigmoid(logits)
     choice = scores if bias is None else scores + bias
     if topk_groups < num_groups:
@@ -49,7 +49,7 @@ def _mask_groups(
     choice: torch.Tensor, num_groups: int, topk_groups: int, group_score: str, masked: float
 ) -> torch.Tensor:
     """choice [T, E] with all experts outside the best `topk_groups` groups of consecutive experts set to `masked`."""
-    grouped = choice.view(choice.shape[0], num_groups, -1)
+    grouped = choice.view(choice.shape[0], num_groups, choice.shape[1] // num_groups)
     best = grouped.amax(-1) if group_score == "max" else grouped.topk(2, -1).values.sum(-1)
     kept = _largest(best, topk_groups)
     dropped = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)

@@ -58,7 +58,8 @@ class Moe:
         Every rank calls this in every step, also without a row.
         """
         x, residual = self._gate.norm(x, residual, plan)
-        # Beside the routed experts, and of one row beside the choice, which is latencies: more rows' would wait for it.
+        # Beside the routed experts; of one row already beside the choice, which is latencies. More rows take the memory
+        # for longer, and the choice would wait.
         alone = plan.num_rows == 1
         shared = self._share(x, plan) if alone else None
         weights, ids, shared_gate = self._gate.choose(x, plan)
