@@ -8,7 +8,7 @@
 #     decode prefill                   issue-sized figures of Qwen3-30B-A3B
 #     hybrids snapkv drafts delta fla  figures of linear attention, SnapKV, verify steps; chunk prefill, beside fla's
 #     launches gaps                    where steps of hybrids spend their time; what stands between two of them
-#     variants                         latent attention of short contexts, in whole decode steps
+#     variants                         latent attention of short contexts, products by head, in whole decode steps
 #     steps                            the same of linear attention: two launches or three, states read early, tiles
 #     tune tune_rules                  every config of the products and of latent decode, of linear attention and the
 #                                      experts' sum, the best of them stored
@@ -128,7 +128,7 @@ launches() {
 }
 # What no default names: a step of a few layers with each line of the table of stored configs in turn.
 variants() {
-  local hopper='"kernel": "hopper", "PER_SM": 1, "num_stages": 2' lines heads tile
+  local hopper='"kernel": "hopper", "PER_SM": 1, "num_stages": 2' lines heads tile shape fields
   for heads in 16 32; do
     lines=()
     for tile in '16, "SWAP": true, "num_warps": 8, "AHEAD": 0' '16, "SWAP": true, "num_warps": 4, "AHEAD": 1' \
@@ -150,6 +150,21 @@ variants() {
     lines+=(--line "mla_decode / M128 few / {$hopper, \"BM\": $tile}")
   done
   step latent_128 90 python3 bench/stored_configs.py --model DeepSeek-V3:5 --streams 1 8 "${lines[@]}"
+  lines=()
+  # Kimi-Linear's products by head: rates and gate of its linear attention, queries and values of its latent one.
+  for shape in "H2 N4096 K128 rows" "H32 N512 K128 columns" "H32 N128 K512 rows"; do
+    for tile in 32 64 128; do
+      fields="{\"kernel\": \"hopper\", \"BM\": 8, \"BN\": $tile, \"num_warps\": 4, \"num_stages\": 3}"
+      lines+=(--line "head_linear / M16 $shape / $fields")
+    done
+  done
+  step heads 90 python3 bench/stored_configs.py --model Kimi-Linear-48B-A3B:8 --streams 1 8 "${lines[@]}"
+  lines=()
+  for fields in '"num_warps": 8, "PER_SM": 1' '"num_warps": 2, "PER_SM": 2'; do
+    fields="\"BM\": 16, \"SWAP\": false, \"EARLY\": true, \"PAGES_AHEAD\": true, \"num_stages\": 4, $fields"
+    lines+=(--line "gqa_decode / M8 D256 few short / {\"kernel\": \"triton\", $fields}")
+  done
+  step wide_heads 60 python3 bench/stored_configs.py --model Qwen3.5-35B-A3B:8 --streams 1 8 "${lines[@]}"
 }
 # slots_line OP RULE FIELDS: a line for each class of rows, joined.
 slots_line() { local class lines=()

@@ -1,4 +1,4 @@
-"""Cases of `head_linear`: around the decode of latent attention, for three models, and Kimi Delta Attention's gates."""
+"""Cases of `head_linear`: around the decode of latent attention, for four models, and Kimi Delta Attention's gates."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -9,7 +9,7 @@ from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.linear import head_linear as op
 
 OPS: tuple[str, ...] = ("head_linear",)
-MODELS = (("DeepSeek-V2-Lite", 16), ("Kimi-K2", 64), ("DeepSeek-V3", 128))
+MODELS = (("DeepSeek-V2-Lite", 16), ("Kimi-Linear", 32), ("Kimi-K2", 64), ("DeepSeek-V3", 128))
 NOPE, RANK, DIM_V = 128, 512, 128
 
 

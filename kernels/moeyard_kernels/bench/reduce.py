@@ -22,6 +22,7 @@ _MODELS = (
     ("DeepSeek-V2-Lite", 6, 2048, "shared"),
     ("DeepSeek-V3, Kimi-K2", 8, 7168, "shared"),
     ("Qwen3.5-35B-A3B", 8, 2048, "shared gated"),
+    ("Kimi-Linear-48B-A3B", 8, 2304, "shared"),
 )
 
 
