@@ -129,12 +129,12 @@ def check_compression(api: ApiSettings, config: EngineConfig, model: ModelConfig
     kept = api.kv_compression
     if kept is None:
         return
-    if model.has_slots:
-        raise ValueError(f"--kv-compression: {model.family} keeps state per sequence, of which no part can be dropped")
-    if kept.window > prompt_rows(config):
+    # As a request of that window is answered (`admission`).
+    rows = prompt_rows(config) - (model.state_spec(1).chunk_alignment - 1)
+    if kept.window > rows:
         raise ValueError(
-            f"--kv-compression: the window of {kept.window} exceeds the {prompt_rows(config)} prompt rows that a step "
-            "has at least; raise --prefill-chunk, --max-batch-tokens or --mixed-prefill-tokens"
+            f"--kv-compression: the window of {kept.window} exceeds the {rows} prompt rows that a step has at least; "
+            "raise --prefill-chunk, --max-batch-tokens or --mixed-prefill-tokens"
         )
 
 

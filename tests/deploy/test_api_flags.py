@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -231,12 +232,15 @@ def test_a_window_that_no_step_holds_is_refused_at_the_start(flags: str) -> None
         check_before_start(config, load_model_config(DEMO), api=api_settings(args, config), local=True)
 
 
-def test_state_per_sequence_is_kept_whole() -> None:
-    words = "serve --load-format dummy --shape Qwen3-Next-80B-A3B --layers 4 --kv-compression"
-    args = build_parser().parse_args([*words.split(), '{"method": "snapkv", "budget": 40}'])
-    config = engine_config(args)
-    with pytest.raises(ValueError, match=r"^--kv-compression: qwen3_next keeps state per sequence"):
-        check_before_start(config, shape_model("Qwen3-Next-80B-A3B", 4), api=api_settings(args, config), local=True)
+def test_a_window_has_room_behind_positions_that_are_computed_together() -> None:
+    """A chunk ends at a multiple of 64, so that up to 63 rows come with the window."""
+    words = "serve --load-format dummy --shape Qwen3-Next-80B-A3B --layers 4 --max-num-seqs 1 --prefill-chunk 94"
+    args = build_parser().parse_args([*words.split(), "--kv-compression", '{"method": "snapkv", "budget": 40}'])
+    config, model = engine_config(args), shape_model("Qwen3-Next-80B-A3B", 4)
+    with pytest.raises(ValueError, match=r"^--kv-compression: the window of 32 exceeds the 31 prompt rows"):
+        check_before_start(config, model, api=api_settings(args, config), local=True)
+    wider = replace(config, prefill_chunk=95)
+    check_before_start(wider, model, api=api_settings(args, wider), local=True)
 
 
 def notes(words: str, model: ModelConfig) -> list[str]:

@@ -7,8 +7,8 @@ off} x {one deep, two deep} x {chunks of 16, 64, 2048} x {preempted, not} x {exp
 {slru, lru}, requests that are greedy, seeded and penalised. Token ids, log-probability bits and ends are those of each
 request alone, launched kernel by kernel, one deep, with all experts in slots. Of the demo model and Qwen3-Next the same
 once more over {1 draft, 2, as many as each step likes}, by a rank that has its layer for multi-token prediction. And of
-every model the first product with 40 tokens of each prompt kept (`--kept`), which has answers of its own; of the demo
-model with drafts.
+every model the first product with 40 tokens of each prompt kept (`--kept`), which has answers of its own; of those two
+with drafts.
 
 A worker is loaded once for its slots and policy, and steps by hand under a scheduler of each other kind; that it ran
 as the axis says (replays, preemptions, found prefixes) is asserted too. Run it on each kind of GPU: bytes are of one.
@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from tests.checkpoints import add_drafts, make_checkpoint
+from tests.e2e.test_one_answer import KEPT as KEPT_IN_PART
 from tests.e2e.test_one_answer import MORE_PAGES, SNAPSHOTS, requests
 from tests.rank import Rank, Requests, Told
 
@@ -173,11 +174,12 @@ def scheduler(rank: Rank, course: Course, *, compressed: bool) -> Scheduler:
     """An empty one, by which the rank's steps are planned as the course says; they are launched so, too."""
     if hasattr(rank.worker.runner, "eager"):
         rank.worker.runner.eager = course.eager
-    most = rank.worker.scheduler.config.num_drafts
+    most, together = rank.worker.scheduler.config.num_drafts, rank.worker.scheduler.config.chunk_alignment
     return rank.scheduler(
         num_pages=min(PAGES[course.pages] + MORE_PAGES * compressed, PAGES["ample"]), max_in_flight=course.deep,
-        # Fewer positions than the chunk formula takes together are no chunk where state is kept per sequence.
-        prefill_chunk=max(course.chunk, rank.worker.scheduler.config.chunk_alignment),
+        # Fewer positions than the chunk formula takes together are no chunk where state is kept per sequence, and
+        # behind them comes the window.
+        prefill_chunk=max(course.chunk, together + KEPT_IN_PART.window * (compressed and together > 1)),
         num_snapshots=min(SNAPSHOTS[course.pages], rank.worker.scheduler.config.num_snapshots),
         adaptive_drafts=course.drafts == "auto",
         num_drafts={"off": 0, "1": 1, "2": 2, "auto": most}[course.drafts],
@@ -265,7 +267,7 @@ def others(first: Loaded, slots: Sequence[str], speculation: str) -> list[Loaded
     """The workers of a model beside the one that makes its reference; `speculation`: yes, no or only."""
     model = first.model
     if first.compressed:
-        return [Loaded(model, "all", KEPT[-1], True, True)] if model == "demo" and speculation != "no" else []
+        return [Loaded(model, "all", KEPT[-1], True, True)] if model in DRAFTING and speculation != "no" else []
     plain = [Loaded(model, kept, policy) for kept in slots for policy in KEPT if (kept, policy) != ("all", KEPT[0])]
     drafting = [Loaded(model, kept, KEPT[-1], drafts=True) for kept in slots] if model in DRAFTING else []
     return {"yes": drafting + plain, "no": plain, "only": drafting}[speculation]
@@ -279,8 +281,6 @@ def rows(
         waiting: set[Future[tuple[Row, Answers]]]
         parts = {"yes": (False, True), "no": (False,), "only": (True,)}[kept]
         first = [Loaded(name, compressed=part) for name, part in itertools.product(names, parts)]
-        # State per sequence cannot be kept in part.
-        first = [f for f in first if not (f.compressed and load_model_config(checkpoint(f.model)).has_slots)]
         waiting = {pool.submit(run, worker, device, only, None) for worker in first}
         while waiting:
             done = next(as_completed(waiting))

@@ -133,15 +133,17 @@ class Device:
         if chunk.state_slot >= 0:
             assert chunk.state_ring == config.state_ring
             read = chunk.state_slot + (start - 1) % config.state_ring if chunk.restored < 0 else chunk.restored
-            assert start == 0 or self.slots[read] == states, "the slot is another's, or stale, or of another position"
+            # A slot is of all positions, also where places are of some.
+            assert start == 0 or self.slots[read] == alone, "the slot is another's, or stale, or of another position"
         for place, token_id in enumerate(token_ids, start=len(states)):
             states.append(state_of(states, token_id, prompt=chunk.prompt))
             self.cells[chunk.pages[place // size]][place % size] = states[-1]
         if chunk.state_slot >= 0:
-            for end in range(max(start, len(states) - config.state_ring), len(states)):
-                self.slots[chunk.state_slot + end % config.state_ring] = states[: end + 1]
+            whole = alone + states[len(states) - chunk.num_tokens :]
+            for end in range(max(start, len(whole) - config.state_ring), len(whole)):
+                self.slots[chunk.state_slot + end % config.state_ring] = whole[: end + 1]
             for position, slot in chunk.snapshots:
-                self.slots[slot] = states[:position]
+                self.slots[slot] = whole[:position]
         if chunk.compaction is None:
             return states
         assert kept is not None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from tests.scheduling.fake_device import Device, Kept, kept_of, score_alone, states_alone, tokens_alone
 
-from moeyard_worker.config.engine_config import SchedulerConfig
+from moeyard_worker.config.engine_config import SchedulerConfig, prompt_rows
 from moeyard_worker.protocol import (
     MAX_PROMPT_LOGPROBS,
     Done,
@@ -99,11 +99,8 @@ class Harness:
         if total > config.max_model_len:
             return "prompt_too_long"
         positions = max(total - (not config.num_drafts or config.max_in_flight == 1), len(prompt))
-        asked, kept = submit.sampling.kv_compression, kept_of(submit.sampling, prompt)
-        rows = min(config.prefill_chunk, config.max_batch_tokens, config.mixed_prefill_tokens or 1 << 30)
-        if asked is not None and not config.kv_compression:
-            return "bad_request"
-        if kept is not None and kept[1] + config.chunk_alignment - 1 > rows:
+        kept = kept_of(submit.sampling, prompt)
+        if kept is not None and kept[1] + config.chunk_alignment - 1 > prompt_rows(config):
             return "bad_request"
         both = 0 if kept is None else -(-len(prompt) // config.page_size)
         positions -= 0 if kept is None else len(prompt) - kept[0]

@@ -12,7 +12,7 @@ from moeyard_worker.scheduling.step import Compaction
 
 CONFIG = SchedulerConfig(
     num_pages=32, page_size=4, max_model_len=100, vocab_size=100, max_batch_tokens=16, max_num_seqs=4,
-    prefill_chunk=16, kv_compression=True,
+    prefill_chunk=16,
 )  # fmt: skip
 PROMPT = tuple(range(30))
 
@@ -109,7 +109,7 @@ def test_nothing_happens_where_nothing_is_dropped(budget: int, sampling: dict[st
         ({"max_num_seqs": 12}, submit("r", 20, 9), "the window of 9 exceeds the 8 prompt rows"),
         ({"max_num_seqs": 1}, submit("r", 20, 17), "the window of 17 exceeds the 16 prompt rows"),
         ({"mixed_prefill_tokens": 8}, submit("r", 20, 9), "the window of 9 exceeds the 8 prompt rows"),
-        ({"kv_compression": False}, submit("r"), "for models whose state is all in pages"),
+        ({"num_state_slots": 4, "chunk_alignment": 4}, submit("r", 20, 11), "of 11 exceeds the 10 prompt rows"),
         ({"num_pages": 11}, submit("r"), "the request needs 12 KV pages, this worker has 11"),
     ],
 )

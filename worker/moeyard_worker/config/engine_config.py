@@ -49,8 +49,7 @@ class SchedulerConfig:
     num_state_slots: sequences with state of their own beside pages, 0 when the model has none, each of which has
     `state_ring` slots; num_snapshots: slots behind these for what prompts left there, without which their beginnings
     are not reused.
-    chunk_alignment: what every prompt chunk but the last ends at a multiple of. kv_compression: whether prompts can be
-    kept in part; never where state is kept per sequence.
+    chunk_alignment: what every prompt chunk but the last ends at a multiple of.
     """
 
     num_pages: int
@@ -71,7 +70,6 @@ class SchedulerConfig:
     num_state_slots: int = 0
     num_snapshots: int = 0
     chunk_alignment: int = 1
-    kv_compression: bool = False
 
     def __post_init__(self) -> None:
         _require_positive(self, ("num_pages", "page_size", "max_model_len", "vocab_size", "chunk_alignment", *_LIMITS))
@@ -89,8 +87,6 @@ class SchedulerConfig:
                 f"which exceeds max_batch_tokens {self.max_batch_tokens}"
             )
         _require_positive(self, ("mixed_prefill_tokens",))
-        if self.kv_compression and self.num_state_slots:
-            raise ValueError(f"kv_compression goes without state per sequence, got {self.num_state_slots} state slots")
         for name in ("prefill_chunk", "max_batch_tokens", "mixed_prefill_tokens"):
             if (getattr(self, name) or self.chunk_alignment) < self.chunk_alignment:
                 raise ValueError(

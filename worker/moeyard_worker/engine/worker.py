@@ -186,7 +186,6 @@ class Worker:
                 num_drafts=config.num_drafts, adaptive_drafts=config.draft_tokens is None,
                 num_state_slots=num_state_slots, num_snapshots=plan.num_snapshots,
                 chunk_alignment=state.chunk_alignment,
-                kv_compression=not num_state_slots,
             )
         )  # fmt: skip
         step_runner = self.runner = self._device.step_runner(runner, config, plan)

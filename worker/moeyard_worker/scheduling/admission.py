@@ -66,8 +66,6 @@ def _compression_error(num_prompt: int, params: SamplingParams, config: Schedule
     """Why this rank cannot keep a prompt in part as it is asked to; None when it can, or is not asked to."""
     if params.kv_compression is None:
         return None
-    if not config.kv_compression:
-        return "kv_compression is for models whose state is all in pages"
     # A chunk may end so much earlier than it could, and the next has to hold the window all the same.
     rows = prompt_rows(config) - (config.chunk_alignment - 1)
     window = params.kv_compression.window

@@ -1,0 +1,107 @@
+"""Prompts kept in part beside state per sequence: one answer for a budget, however it is computed, with drafts at once.
+
+What linear attention keeps is of the whole prompt; places are dropped by the layers of full attention alone.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.checkpoints import add_drafts, make_checkpoint
+from tests.rank import Rank, Told
+
+from moeyard_worker.protocol import KvCompression, SamplingParams
+
+Requests = dict[str, tuple[list[int], SamplingParams]]
+# Gated DeltaNet beside grouped queries, with a drafting layer; Kimi Delta Attention beside latent attention.
+FAMILIES = ("qwen3_next", "kimi_linear")
+LIMITS: dict[str, Any] = {"max_num_seqs": 4, "prefill_chunk": 128, "max_batch_tokens": 160}
+
+
+def requests() -> Requests:
+    """Prompts that end before, on and behind the edge of a chunk of 64, so that windows begin before it, too."""
+    chance = random.Random(5)
+    ids = [chance.randrange(250) for _ in range(150)]
+    common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+
+    def kept(budget: int, window: int) -> KvCompression:
+        return KvCompression(method="snapkv", budget=budget, window=window)
+
+    seeded = {"temperature": 0.8, "seed": 3}
+    return {
+        "greedy": (ids[:140], SamplingParams(**common, temperature=0.0, logprobs=2, kv_compression=kept(40, 16))),
+        # The same prompt: found where it was left by the first, as far as the window lets it be.
+        "shared": (ids[:140], SamplingParams(**common, temperature=0.0, logprobs=2, kv_compression=kept(25, 8))),
+        "seeded": (ids[9:73], SamplingParams(**common, **seeded, logprobs=0, kv_compression=kept(17, 16))),
+        "edge": (ids[3:70], SamplingParams(**common, **seeded, prompt_logprobs=1, kv_compression=kept(30, 24))),
+        "whole": (ids[20:60], SamplingParams(**common, temperature=0.0, logprobs=0, kv_compression=kept(50, 32))),
+        # What makes pages scarce.
+        "plain": (ids[7:52], SamplingParams(**{**common, "max_tokens": 80}, **seeded, logprobs=1)),
+    }
+
+
+def write(directory: Path, family: str, **widths: int) -> Path:
+    # Kernels of a GPU rotate 8 values or more.
+    widths = {"head_dim": 32} if family == "qwen3_next" else widths
+    make_checkpoint(directory, family, seed=2, **widths)
+    if family == "qwen3_next":
+        add_drafts(directory)
+    return directory
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("hybrid"), request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Iterator[Rank]:
+    with Rank(model, **LIMITS) as rank:
+        yield rank
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Rank) -> dict[str, Told]:
+    """Each request alone, its prompt in one chunk if that has room."""
+    return {name: plain.run({name: request})[0][name] for name, request in requests().items()}
+
+
+def test_a_budget_changes_answers_and_only_those_it_should(plain: Rank, expected: dict[str, Told]) -> None:
+    for name, (prompt, params) in requests().items():
+        whole = plain.run({name: (prompt, replace(params, kv_compression=None))})[0][name]
+        if name in ("whole", "plain"):
+            assert whole == expected[name], "nothing was to be dropped"
+            continue
+        # The first token is computed with the whole prompt, as are the prompt's log-probabilities.
+        assert whole.token_ids[0] == expected[name].token_ids[0]
+        assert whole.prompt_logprobs == expected[name].prompt_logprobs
+        assert whole != expected[name]
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"prefill_chunk": 95, "max_in_flight": 2}, {"max_batch_tokens": 100}, {"prefix_caching": False},
+    {"num_pages": 13}, {"num_pages": 13, "max_in_flight": 2, "prefill_chunk": 100},
+], ids=str)  # fmt: skip
+def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+    told, stats = plain.run(requests(), **changes)
+    assert told == expected
+    assert stats.dropped_tokens > 0
+    assert (stats.num_preemptions > 0) == ("num_pages" in changes)
+    assert (stats.prefix_hit_tokens > 0) == changes.get("prefix_caching", True)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"num_drafts": 1, "prefill_chunk": 95}, {"num_drafts": 2, "max_in_flight": 2}, {"num_pages": 13},
+], ids=str)  # fmt: skip
+def test_drafts_are_verified_on_what_is_kept(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """States behind every row in a ring by position, keys in places that are none."""
+    model = write(tmp_path, "qwen3_next")
+    with Rank(model, **LIMITS) as rank:
+        wanted = {name: rank.run({name: request})[0][name] for name, request in requests().items()}
+    with Rank(model, speculate="mtp", draft_tokens=3, **LIMITS) as rank:
+        told, stats = rank.run(requests(), **changes)
+    assert told == wanted
+    assert stats.accepted[0] > 0

@@ -1,0 +1,71 @@
+"""Prompts kept in part beside state per sequence, as a GPU does it: graphs over both, with drafts and without.
+
+What `test_compaction_cuda.py` asks of a model whose state is all in pages, in its way, without a GPU and on one.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine.captured_on_cpu import GPU, PLACE, gpu_steps
+from tests.engine.test_hybrid_compaction import FAMILIES, LIMITS, requests, write
+from tests.engine.test_speculation_cuda import same
+from tests.rank import Rank, Told
+
+WIDTHS = {"kimi_linear": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}}
+
+
+def load(model: Path, **options: Any) -> Rank:
+    return Rank(model, **PLACE, **LIMITS, max_model_len=256, **options)
+
+
+def alone(rank: Rank) -> dict[str, Told]:
+    return {name: rank.run({name: request}, num_drafts=0)[0][name] for name, request in requests().items()}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Kernels want widths that are powers of two from 16 on.
+    return write(tmp_path_factory.mktemp(request.param), request.param, **WIDTHS.get(request.param, {}))
+
+
+@pytest.fixture(scope="module")
+def on_a_cpu(model: Path) -> dict[str, Told]:
+    """Each request alone, by the CPU's backend."""
+    with Rank(model, **LIMITS, dtype="float32") as rank:
+        return alone(rank)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, on_a_cpu: dict[str, Told]) -> dict[str, Told]:
+    """Each request alone, without drafts, launched kernel by kernel."""
+    with gpu_steps(), load(model, enforce_eager=True) as rank:
+        return alone(rank)
+
+
+@pytest.fixture(scope="module")
+def captured(model: Path, expected: dict[str, Told]) -> Iterator[Rank]:
+    drafts: dict[str, Any] = {"speculate": "mtp", "draft_tokens": 3} if "qwen3_next" in model.name else {}
+    with gpu_steps(), load(model, **drafts) as rank:
+        yield rank
+
+
+@pytest.mark.skipif(GPU, reason="a GPU's bits are its own")
+def test_answers_are_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[str, Told]) -> None:
+    same(expected, on_a_cpu)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"max_in_flight": 2, "prefill_chunk": 100}, {"num_pages": 13, "max_in_flight": 2}, {"num_drafts": 0},
+], ids=str)  # fmt: skip
+def test_one_answer_for_a_budget(captured: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+    launches: Any = captured.worker.runner
+    before = launches.num_replayed, launches.num_eager
+    told, stats = captured.run(requests(), **changes)
+    same(told, expected)
+    assert stats.dropped_tokens > 0
+    # Chunks that end such a prompt have no graph.
+    assert launches.num_replayed - before[0] > launches.num_eager - before[1] > 0
+    if captured.worker.scheduler.config.num_drafts and "num_drafts" not in changes:
+        assert stats.accepted[0] > 0
