@@ -128,29 +128,19 @@ launches() {
 }
 # What no default names: a step of a few layers with each line of the table of stored configs in turn.
 variants() {
-  local hopper='"kernel": "hopper", "PER_SM": 1, "num_stages": 2' lines heads tile shape fields
-  for heads in 16 32; do
+  local hopper='"kernel": "hopper", "PER_SM": 1, "num_stages": 2' model tiles tile shape fields lines=()
+  for model in DeepSeek-V2-Lite:10/16 Kimi-Linear-48B-A3B:8/32 DeepSeek-V3:5/128; do
+    tiles=('16, "SWAP": true, "num_warps": 8, "AHEAD": 0' '16, "SWAP": true, "num_warps": 4, "AHEAD": 1' \
+      '16, "SWAP": true, "num_warps": 4, "AHEAD": 2' '16, "SWAP": true, "num_warps": 8, "AHEAD": 2')
+    case ${model#*/} in
+      32) tiles+=('16, "SWAP": true, "num_warps": 4, "AHEAD": 0' '32, "SWAP": true, "num_warps": 8, "AHEAD": 2') ;;
+      128) tiles=('64, "SWAP": false, "num_warps": 8, "AHEAD": 0' '64, "SWAP": false, "num_warps": 8, "AHEAD": 2') ;;
+    esac
     lines=()
-    for tile in '16, "SWAP": true, "num_warps": 8, "AHEAD": 0' '16, "SWAP": true, "num_warps": 4, "AHEAD": 1' \
-        '16, "SWAP": true, "num_warps": 4, "AHEAD": 2' '16, "SWAP": true, "num_warps": 8, "AHEAD": 2'; do
-      lines+=(--line "mla_decode / M$heads few / {$hopper, \"BM\": $tile}")
-    done
-    if [ $heads = 16 ]; then
-      step latent_16 90 python3 bench/stored_configs.py --model DeepSeek-V2-Lite:10 --streams 1 8 "${lines[@]}"
-    else
-      for tile in '16, "SWAP": true, "num_warps": 4, "AHEAD": 0' '32, "SWAP": true, "num_warps": 8, "AHEAD": 2'; do
-        lines+=(--line "mla_decode / M32 few / {$hopper, \"BM\": $tile}")
-      done
-      lines+=(--line 'rope_cache_write_mla / few N32 D64 normed / {"kernel": "rows", "num_warps": 4, "num_stages": 3, "BLOCK": 32}')
-      step latent_32 90 python3 bench/stored_configs.py --model Kimi-Linear-48B-A3B:8 --streams 1 8 "${lines[@]}"
-    fi
+    for tile in "${tiles[@]}"; do lines+=(--line "mla_decode / M${model#*/} few / {$hopper, \"BM\": $tile}"); done
+    step "latent_${model#*/}" 90 python3 bench/stored_configs.py --model "${model%/*}" --streams 1 8 "${lines[@]}"
   done
-  lines=()
-  for tile in '64, "SWAP": false, "num_warps": 8, "AHEAD": 0' '64, "SWAP": false, "num_warps": 8, "AHEAD": 2'; do
-    lines+=(--line "mla_decode / M128 few / {$hopper, \"BM\": $tile}")
-  done
-  step latent_128 90 python3 bench/stored_configs.py --model DeepSeek-V3:5 --streams 1 8 "${lines[@]}"
-  lines=()
+  lines=(--line 'rope_cache_write_mla / few N32 D64 normed / {"kernel": "rows", "num_warps": 4, "num_stages": 3, "BLOCK": 32}')
   # Kimi-Linear's products by head: rates and gate of its linear attention, queries and values of its latent one.
   for shape in "H2 N4096 K128 rows" "H32 N512 K128 columns" "H32 N128 K512 rows"; do
     for tile in 32 64 128; do
@@ -166,9 +156,9 @@ variants() {
   done
   step wide_heads 60 python3 bench/stored_configs.py --model Qwen3.5-35B-A3B:8 --streams 1 8 "${lines[@]}"
 }
-# slots_line OP RULE FIELDS: a line for each class of rows, joined.
-slots_line() { local class lines=()
-  for class in one few many; do lines+=("$2_$1 / $class H32 128x128 / {$3, \"num_stages\": 1}"); done
+# step_line RULE FIELDS: a line for each class of rows, joined.
+step_line() { local class lines=()
+  for class in one few many; do lines+=("$1_step / $class H32 128x128 / {$2, \"num_stages\": 1}"); done
   local IFS=';'; echo "${lines[*]}"; }
 steps() {
   local rule model fields lines
@@ -176,7 +166,7 @@ steps() {
     lines=()
     for fields in '"kernel": "chain", "num_warps": 4' '"kernel": "two", "BV": 16, "num_warps": 1, "EARLY": true' \
         '"kernel": "two", "BV": 32, "num_warps": 1, "EARLY": true' '"kernel": "two", "BV": 32, "num_warps": 1, "EARLY": false'; do
-      lines+=(--line "$(slots_line step $rule "$fields")")
+      lines+=(--line "$(step_line $rule "$fields")")
     done
     model=Kimi-Linear-48B-A3B:8
     [ $rule = kda ] || model=Qwen3.5-35B-A3B:8

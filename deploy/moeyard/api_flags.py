@@ -9,7 +9,7 @@ from moeyard.model_source import hub_id
 from moeyard_router.config import SamplingDefaults
 from moeyard_router.text.answer_formats import AUTO, REASONING_PARSERS, TOOL_PARSERS, AnswerFormats, answer_formats
 from moeyard_router.text.chat import Codec
-from moeyard_worker.config.engine_config import EngineConfig, prompt_rows, rows_beside
+from moeyard_worker.config.engine_config import EngineConfig, rows_beside, window_rows
 from moeyard_worker.config.fields import Fields, read_json
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.protocol import KV_METHODS, KvCompression
@@ -129,8 +129,7 @@ def check_compression(api: ApiSettings, config: EngineConfig, model: ModelConfig
     kept = api.kv_compression
     if kept is None:
         return
-    # As a request of that window is answered (`admission`).
-    rows = prompt_rows(config) - (model.state_spec(1).chunk_alignment - 1)
+    rows = window_rows(config, model.state_spec(1).chunk_alignment)
     if kept.window > rows:
         raise ValueError(
             f"--kv-compression: the window of {kept.window} exceeds the {rows} prompt rows that a step has at least; "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.checkpoints import add_drafts, make_checkpoint
+from tests.engine.test_hybrid_speculation import write
 from tests.rank import Rank, Told
 
 from moeyard_worker.protocol import KvCompression, SamplingParams
@@ -43,18 +43,9 @@ def requests() -> Requests:
     }
 
 
-def write(directory: Path, family: str, **widths: int) -> Path:
-    # Kernels of a GPU rotate 8 values or more.
-    widths = {"head_dim": 32} if family == "qwen3_next" else widths
-    make_checkpoint(directory, family, seed=2, **widths)
-    if family == "qwen3_next":
-        add_drafts(directory)
-    return directory
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("hybrid"), request.param)
+    return write(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +84,20 @@ def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Told], changes
     assert (stats.prefix_hit_tokens > 0) == changes.get("prefix_caching", True)
 
 
+@pytest.fixture(scope="module")
+def drafting(model: Path) -> Iterator[Rank]:
+    with Rank(model, speculate="mtp", draft_tokens=3, **LIMITS) as rank:
+        yield rank
+
+
+@pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
 @pytest.mark.parametrize("changes", [
     {}, {"num_drafts": 1, "prefill_chunk": 95}, {"num_drafts": 2, "max_in_flight": 2}, {"num_pages": 13},
 ], ids=str)  # fmt: skip
-def test_drafts_are_verified_on_what_is_kept(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_drafts_are_verified_on_what_is_kept(
+    drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]
+) -> None:
     """States behind every row in a ring by position, keys in places that are none."""
-    model = write(tmp_path, "qwen3_next")
-    with Rank(model, **LIMITS) as rank:
-        wanted = {name: rank.run({name: request})[0][name] for name, request in requests().items()}
-    with Rank(model, speculate="mtp", draft_tokens=3, **LIMITS) as rank:
-        told, stats = rank.run(requests(), **changes)
-    assert told == wanted
+    told, stats = drafting.run(requests(), **changes)
+    assert told == expected
     assert stats.accepted[0] > 0

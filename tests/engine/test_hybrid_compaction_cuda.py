@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from tests.engine.captured_on_cpu import GPU, PLACE, gpu_steps
-from tests.engine.test_hybrid_compaction import FAMILIES, LIMITS, requests, write
+from tests.engine.test_hybrid_compaction import FAMILIES, LIMITS, requests
+from tests.engine.test_hybrid_speculation import write
 from tests.engine.test_speculation_cuda import same
 from tests.rank import Rank, Told
-
-WIDTHS = {"kimi_linear": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}}
 
 
 def load(model: Path, **options: Any) -> Rank:
@@ -26,8 +25,7 @@ def alone(rank: Rank) -> dict[str, Told]:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Kernels want widths that are powers of two from 16 on.
-    return write(tmp_path_factory.mktemp(request.param), request.param, **WIDTHS.get(request.param, {}))
+    return write(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")

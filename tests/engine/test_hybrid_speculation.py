@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import VOCAB_SIZE, add_drafts, edit_config, make_checkpoint
+from tests.engine.test_hybrid_cuda import MLA
 from tests.rank import Rank, Told
 
 from moeyard_worker.checkpoint.check import check_weights
@@ -48,9 +49,10 @@ def requests() -> dict[str, tuple[list[int], SamplingParams]]:
 
 
 def write(directory: Path, family: str) -> Path:
-    # Kernels of a GPU rotate 8 values or more.
-    make_checkpoint(directory, family, seed=2, head_dim=32)
-    add_drafts(directory)
+    """With a drafting layer, which Kimi-Linear has none of; as wide as kernels of a GPU want it."""
+    make_checkpoint(directory, family, seed=2, **(MLA if family == "kimi_linear" else {"head_dim": 32}))
+    if family != "kimi_linear":
+        add_drafts(directory)
     return directory
 
 

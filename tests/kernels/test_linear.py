@@ -219,10 +219,10 @@ def test_the_shape_class_rounds_rows_up() -> None:
 
 
 def test_untuned_shapes_take_tiles_of_one_wave_where_there_are_such() -> None:
-    # 160 tiles of 128 x 256 are two waves of 132 multiprocessors, 128 of 128 x 320 are one.
     # Slices as narrow as 132 multiprocessors need, of 64 columns where there are many.
     assert [default_config(8, columns).BN for columns in (2112, 2113, 4223, 4224)] == [16, 32, 32, 64]
     assert {(default_config(rows, 2304).BM, default_config(rows, 2304).BN) for rows in (16, 33)} == {(16, 32), (64, 32)}
+    # 160 tiles of 128 x 256 are two waves of 132 multiprocessors, 128 of 128 x 320 are one.
     assert default_config(1024, 5120).BN == 320
     assert default_config(1024, 7168).BN == 256
     assert default_config(1024, 2560, 2560).BN == 256

@@ -135,7 +135,7 @@ def test_a_shared_experts_gate_beside_the_choice(num_experts: int, weight_dtype:
     for backend in (CudaBackend(page_size=PAGE_SIZE, device=DEVICE), CpuBackend(page_size=PAGE_SIZE)):
         on = [t.to(backend.device) for t in (weight, norm, shared, x)]
         plan: Any = SimpleNamespace(num_rows=5, num_tokens=5)
-        gates = (backend.gate(on[0], None, rule, norm=on[1], eps=1e-6, shared_gate=gate) for gate in (on[2], None))
+        gates = [backend.gate(on[0], None, rule, norm=on[1], eps=1e-6, shared_gate=gate) for gate in (on[2], None)]
         (weights, ids, logits), alone = (gate.choose(on[3], plan) for gate in gates)
         assert torch.equal(ids, alone[1])
         assert torch.equal(weights, alone[0])
@@ -144,9 +144,7 @@ def test_a_shared_experts_gate_beside_the_choice(num_experts: int, weight_dtype:
         assert logits.shape == (5,)
         found[backend] = weights.cpu(), ids.cpu(), logits.float().cpu()
         empty: Any = SimpleNamespace(num_rows=0, num_tokens=0)
-        assert (
-            backend.gate(on[0], None, rule, norm=on[1], eps=1e-6, shared_gate=on[2]).choose(on[3][:0], empty)[2] is None
-        )
+        assert gates[0].choose(on[3][:0], empty)[2] is None
     ours, theirs = found.values()
     assert torch.equal(ours[1], theirs[1])
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-2, atol=1e-3)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from tests.scheduling.fake_device import Device, Kept, kept_of, score_alone, states_alone, tokens_alone
 
-from moeyard_worker.config.engine_config import SchedulerConfig, prompt_rows
+from moeyard_worker.config.engine_config import SchedulerConfig, window_rows
 from moeyard_worker.protocol import (
     MAX_PROMPT_LOGPROBS,
     Done,
@@ -100,7 +100,7 @@ class Harness:
             return "prompt_too_long"
         positions = max(total - (not config.num_drafts or config.max_in_flight == 1), len(prompt))
         kept = kept_of(submit.sampling, prompt)
-        if kept is not None and kept[1] + config.chunk_alignment - 1 > prompt_rows(config):
+        if kept is not None and kept[1] > window_rows(config, config.chunk_alignment):
             return "bad_request"
         both = 0 if kept is None else -(-len(prompt) // config.page_size)
         positions -= 0 if kept is None else len(prompt) - kept[0]

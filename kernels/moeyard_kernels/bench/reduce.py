@@ -93,10 +93,13 @@ def _reduce_norm(num_tokens: int, model: str, top_k: int, hidden: int, beside: s
     parts, weights = _rows(num_tokens, top_k, hidden), torch.rand(num_tokens, top_k, device="cuda")
     shared = _rows(num_tokens, hidden) if beside else None
     # A column of logits, as it comes.
-    gate = _rows(num_tokens, 264)[:, 256] if "gated" in beside else None
+    gate = _rows(num_tokens, 272)[:, 256] if "gated" in beside else None
     inputs = parts, weights, shared, _rows(num_tokens, hidden), _rows(hidden), 1e-6
     run = partial(moe_reduce_add_norm.moe_reduce_add_norm, *inputs, shared_gate=gate)
     chain = partial(_norm_after, *inputs, gate)
+
+    # A gate is of no class of its own.
+    tune_key = "moe_reduce_add_norm", moe_reduce_add_norm.shape_class(num_tokens, top_k, hidden)
 
     def prove() -> None:
         whole = run()
@@ -117,10 +120,7 @@ def _reduce_norm(num_tokens: int, model: str, top_k: int, hidden: int, beside: s
         baseline=chain,
         baseline_name=("" if gate is None else "scale_rows_ of a copy, ") + "moe_weighted_reduce, add_rms_norm",
         variants=[(config, partial(run, config=config)) for config in moe_reduce_add_norm.CONFIGS],
-        # A gate is of no class of its own.
-        tune_key=("moe_reduce_add_norm", moe_reduce_add_norm.shape_class(num_tokens, top_k, hidden))
-        if gate is None
-        else None,
+        tune_key=tune_key if gate is None else None,
     )
 
 

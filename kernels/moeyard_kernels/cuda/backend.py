@@ -61,8 +61,10 @@ class CudaGate:
             return *no_choice(x, self._top_k), None
         out_dtype = torch.float32 if self._fp32_logits else None
         logits = ops.linear(x.to(self._weight.dtype), self._weight, static_weight=True, out_dtype=out_dtype)
+        if not self._gated:
+            return *ops.topk_gate(logits, **self._arguments), None
         weights, ids = ops.topk_gate(logits[:, : self._num_experts], **self._arguments)
-        return weights, ids, logits[:, self._num_experts] if self._gated else None
+        return weights, ids, logits[:, self._num_experts]
 
 
 class CudaBackend:

@@ -134,11 +134,12 @@ def few_pairs_config(step: str, num_pairs: int, num_out: int, dim: int, *, one_t
     DeepSeek-V3 on an H200, nothing of four and eight rows of the last two. down, of one token: slices of 64 outputs up
     to as many as fit the multiprocessors, or two for each of them (of rows of 1408 values one fits: they were faster).
     """
+    usual = default_config(step, 16, torch.bfloat16)
     if step == "gate_up":
         if one_token and num_pairs * triton.cdiv(num_out, NARROW[-1].BN) <= 264:
             return NARROW[-1]
-        return NARROW[2] if one_token or dim <= 2048 else NARROW[0]
+        return NARROW[2] if one_token or dim <= 2048 else usual
     # What a block takes by itself, too.
     fitting = (228 << 10) // (slice_bytes(dim, SLICE[0].BN) + 1088)
     num_slices = num_pairs * triton.cdiv(num_out, SLICE[0].BN)
-    return SLICE[0] if one_token and num_slices <= 132 * max(2, fitting) else NARROW[1]
+    return SLICE[0] if one_token and num_slices <= 132 * max(2, fitting) else usual

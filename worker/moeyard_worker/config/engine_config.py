@@ -256,6 +256,12 @@ def prompt_rows(config: SchedulerConfig | EngineConfig) -> int:
     return min(config.prefill_chunk, room, config.mixed_prefill_tokens or room)
 
 
+def window_rows(config: SchedulerConfig | EngineConfig, chunk_alignment: int) -> int:
+    """Rows of the largest window that may choose what is kept of a prompt: the chunk that has to hold it may begin so
+    much earlier than it could."""
+    return prompt_rows(config) - (chunk_alignment - 1)
+
+
 def parse_size(text: str) -> int:
     """Bytes of a size such as "512MiB", "2GiB", "1.5GB" or a plain number; raises ValueError naming the text."""
     units = {"": 1, "b": 1}

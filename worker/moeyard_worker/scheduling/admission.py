@@ -1,6 +1,6 @@
 """Which requests can never run on a rank, whatever else it does; and what is said to those that cannot now. Pure."""
 
-from moeyard_worker.config.engine_config import SchedulerConfig, prompt_rows
+from moeyard_worker.config.engine_config import SchedulerConfig, window_rows
 from moeyard_worker.protocol import Rejected, SamplingParams, Submit
 from moeyard_worker.scheduling.request import num_dropped
 from moeyard_worker.scheduling.sampling_check import sampling_error
@@ -66,9 +66,7 @@ def _compression_error(num_prompt: int, params: SamplingParams, config: Schedule
     """Why this rank cannot keep a prompt in part as it is asked to; None when it can, or is not asked to."""
     if params.kv_compression is None:
         return None
-    # A chunk may end so much earlier than it could, and the next has to hold the window all the same.
-    rows = prompt_rows(config) - (config.chunk_alignment - 1)
-    window = params.kv_compression.window
+    rows, window = window_rows(config, config.chunk_alignment), params.kv_compression.window
     if window > rows and num_dropped(params, num_prompt):
         return f"kv_compression: the window of {window} exceeds the {rows} prompt rows that a step has at least"
     return None
