@@ -214,6 +214,8 @@ class Device:
 
     def move(self, given: torch.Tensor, sent: Sequence[int], into: torch.Tensor, received: Sequence[int]) -> Moved:
         self.launched += 1
+        # What NCCL's kernels leave with when they are ended is whatever lay in their buffers.
+        into.fill_(0x6B)
         return self
 
     def abort(self) -> None:

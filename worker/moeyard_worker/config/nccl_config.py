@@ -18,7 +18,9 @@ NCCL_ENVIRONMENT = MappingProxyType(
 def set_nccl_environment() -> None:
     """Give this process NCCL_ENVIRONMENT, unless the user chose. Before a communicator is made; NCCL_* are the user's.
 
-    Of these NCCL_SOCKET_IFNAME names the network between hosts.
+    Of these NCCL_SOCKET_IFNAME names the network between hosts. A host that waits for rows is none of the user's
+    choices: it could not watch its peers.
     """
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "0"
     for name, value in NCCL_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -150,12 +150,13 @@ class NcclExchange:
         assert x.dtype == self._dtype, (x.dtype, self._shape)
         total, sent = sum(counts), [num_tokens] * world
         rows = x.new_empty(total, self._shape.hidden)
-        # Where an exchange is ended nothing has come: what is launched behind it looks up nobody.
         ids = topk_ids.new_full((total, self._shape.top_k), -1, dtype=torch.int32)
         at = (self._step, layer, Phase.DISPATCH)
         self._move(at, topk_ids.int().repeat(world, 1), sent, ids, counts)
         self._move(at, x[:num_tokens].repeat(world, 1), sent, rows, counts)
-        chosen = ids.long() if self._turns is None else ids.long() + self._turns
+        # Where an exchange is ended anything may have come: NCCL's kernels leave with what lies in their buffers.
+        chosen = ids.long().clamp_(-1, self._shape.num_experts - 1)
+        chosen = chosen if self._turns is None else chosen + self._turns
         experts, owners = self._local[layer][chosen], self._owner[layer][chosen]
         first = sum(counts[: self._place])
         returned = None if self._whole else self._count(experts, owners)

@@ -129,8 +129,8 @@ class TorchGroup:
         work = self._backend.alltoall_base(into, given, [*received], [*sent])
         if begun is None:
             return _OfHost(work)
-        # The current stream waits for the rows; the host does not, whatever TORCH_NCCL_BLOCKING_WAIT says.
-        work.synchronize()
+        # The current stream waits for the rows; the host does not (`set_nccl_environment`).
+        work.wait()
         return _OfDevice(begun, _event())
 
     def abort(self) -> None:
