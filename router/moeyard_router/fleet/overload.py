@@ -14,7 +14,7 @@ INTERVAL = 0.5  # seconds; what came before may have had to wait as long, so it 
 CALM = 5.0  # seconds
 # Of the time that a first token takes in a quiet fleet: in a full one it takes longer as it is, and twice is allowed.
 _SHARE = 0.5
-_LEAST, _MOST, _UNKNOWN = 0.02, 2.0, 0.25  # seconds
+_LEAST, _MOST, _UNKNOWN = 0.01, 2.0, 0.25  # seconds
 # Weights of the latest first token, if it came sooner than thought and if later: one of a step that many begin in, or
 # of a long prompt, says little of a quiet fleet.
 _SOONER, _LATER = 0.2, 0.01

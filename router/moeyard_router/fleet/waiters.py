@@ -12,7 +12,7 @@ from moeyard_router.fleet.waiting import WaitingRoom
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Rejected
 
-_TICK = 0.01  # seconds between looks at who has waited too long, while anybody waits
+_TICK = 0.005  # seconds between looks at who has waited too long, while anybody waits
 _FIRST_GUESS = 128.0  # output tokens, before any answer has ended
 _NEW = 0.02  # weight of the latest answer
 _LONG = 100  # output tokens of which one more or less does not matter
