@@ -45,6 +45,9 @@ MODULES = (
     ),
 )
 
+# What one process takes of a GPU: the largest case's tensors, and torch.
+CASE_BYTES = 6 << 30
+
 
 def all_cases(ops: Sequence[str]) -> Iterator[Case]:
     """Cases of the named ops (all when none is named), made one after the other."""
@@ -171,7 +174,7 @@ def tune(ops: Sequence[str]) -> int:
 
 def compile_all(ops: Sequence[str]) -> None:
     """Fill Triton's cache with every variant from several processes at once: one at a time takes minutes."""
-    count = max(1, (os.cpu_count() or 1) - 1)
+    count = max(1, min((os.cpu_count() or 1) - 1, torch.cuda.mem_get_info()[0] // CASE_BYTES))
     command = [sys.executable, "-m", "moeyard_kernels.bench", *(f"--op={op}" for op in ops)]
     workers = [subprocess.Popen([*command, f"--compile={i}/{count}"]) for i in range(count)]
     codes = [worker.wait() for worker in workers]

@@ -18,12 +18,12 @@ MODELS = (("Qwen3-30B-A3B", 128, 2048, 768), ("Kimi-Linear", 256, 2304, 1024))
 
 
 def cases() -> Iterator[Case]:
-    """Layouts, then each model's experts at 1 to 64 decode rows and at a prompt of 4096."""
+    """Layouts, then each model's experts at 1 to 64 decode rows and at prompts."""
     for num_tokens, num_experts in ((64, 128), (64, 256), (64, 384), (4096, 128)):
         yield _layout_case(num_tokens, num_experts)
     for name, num_experts, hidden, inner in MODELS:
         weights = _normal(num_experts, 2 * inner, hidden), _normal(num_experts, hidden, inner)
-        for num_tokens in (1, 8, 64, 4096):
+        for num_tokens in (1, 8, 64, 1024, 4096, 8192):
             yield from _expert_cases(f"{name} T={num_tokens}", num_tokens, *weights)
         for num_tokens in (1, 2, 4, 8):
             yield _few_case(f"{name} T={num_tokens}", num_tokens, *weights)
@@ -151,7 +151,7 @@ def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torc
     ends = layout.counts.cumsum(0).int()
     step_bytes = {"gate_up": active * 2 * inner * hidden * 2, "down": active * hidden * inner * 2}
     step_flops = {"gate_up": num_pairs * 4 * inner * hidden, "down": num_pairs * 2 * inner * hidden}
-    copy = Target("copy", 0.7 if num_tokens == 1 else 0.85)
+    targets = {1: Target("copy", 0.7), 8: Target("copy", 0.85), 64: Target("copy", 0.85), 4096: Target("speedup", 1.25)}
     yield Case(
         op="grouped_gemm",
         shape=f"{shape}, {active} experts",
@@ -159,7 +159,7 @@ def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torc
         prove=prove,
         num_bytes=sum(step_bytes.values()),
         num_flops=sum(step_flops.values()),
-        target=Target("speedup", 1.25) if num_tokens == 4096 else copy,
+        target=Target("tflops", 600) if (num_tokens, inner) == (8192, 768) else targets.get(num_tokens),
         baseline=partial(_grouped_mm_chain, in_order, gate_up, down, ends),
         baseline_name="torch grouped_mm",
     )

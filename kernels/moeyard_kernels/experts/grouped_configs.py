@@ -26,16 +26,12 @@ class ExpertConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertStream(Config):
-    """`grouped_stream`, PER_SM programs a multiprocessor: the second product over blocks of 64 rows or more.
-
-    HALVES: half the work for a block of 128 rows whose second half is empty.
-    """
+    """`grouped_stream`, PER_SM programs a multiprocessor: the second product over blocks of 64 rows or more."""
 
     kernel: Literal["stream"] = "stream"
     BN: int
     BK: int
     PER_SM: int
-    HALVES: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +80,6 @@ WIDE = (
 STREAM = (
     ExpertStream(BN=128, BK=64, PER_SM=2, num_warps=4, num_stages=3),
     ExpertStream(BN=256, BK=64, PER_SM=1, num_warps=8, num_stages=4),
-    ExpertStream(BN=128, BK=64, PER_SM=2, HALVES=True, num_warps=4, num_stages=3),
-    ExpertStream(BN=256, BK=64, PER_SM=1, HALVES=True, num_warps=8, num_stages=4),
 )
 # For the second product of one token.
 SLICE = (ExpertSlice(BN=64), ExpertSlice(BN=128))
