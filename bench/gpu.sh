@@ -12,8 +12,11 @@
 #     steps                            the same of linear attention: two launches or three, states read early, tiles
 #     tune tune_rules                  every config of the products and of latent decode, of linear attention and the
 #                                      experts' sum, the best of them stored
+#     table residency experts          the whole table of one GPU; experts without slots; products of prompts
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
+#     drills                           two GPUs: `moeyard serve` on Ray, whose ranks are killed under load
 #     keep                             what Triton compiled so far, in $OUT: a minute of each part's time is this
+#     A,B/C                            parts A and B on the first GPU while C runs on the second
 #   bench/gpu.sh kept FOLDER           here: take that over into .wheels, from where the next run has it
 # Every command has its limit of seconds, and its output is $OUT/NAME.txt; the last line of each is printed. Tests name
 # what fails as it fails, and when they are cut what still ran (tests/named_at_once.py).
@@ -29,6 +32,19 @@ wheels() {
     python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
       "${platforms[@]}" -d "$dir" "$package" || exit 1
   done
+  # Ray is 40 MB as a wheel, of 64 that travel: without symbols and what no worker imports it is 25.
+  local ray
+  ray=$(mktemp -d)
+  for package in ray jsonschema jsonschema-specifications referencing rpds-py; do
+    python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+      "${platforms[@]}" --platform manylinux2014_x86_64 -d "$ray/wheels" "$package" || exit 1
+  done
+  for wheel in "$ray"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$ray/site" || exit 1; done
+  (cd "$ray/site" && rm -rf ray/{serve,data,tune,train,llm,rllib,jars} ray/dashboard/client &&
+    strip --strip-unneeded ray/_raylet.so ray/core/src/ray/gcs/gcs_server ray/core/src/ray/raylet/raylet &&
+    chmod +x ray/core/src/ray/gcs/gcs_server ray/core/src/ray/raylet/raylet &&
+    tar -c . | xz -T0 -6) > "$dir/ray.tar.xz" || exit 1
+  rm -r "$ray"
   du -sh "$dir"
 }
 
@@ -49,8 +65,9 @@ fi
 export PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 SITE=${TMPDIR:-/tmp}/moeyard-site
 if [ -d .wheels ] && [ ! -d "$SITE" ]; then
-  find .wheels -name '*.whl' ! -name 'ray-*' -print0 | xargs -0 \
+  find .wheels -name '*.whl' -print0 | xargs -0 \
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$SITE" || exit 1
+  [ ! -f .wheels/ray.tar.xz ] || tar -xJf .wheels/ray.tar.xz -C "$SITE" || exit 1
 fi
 # Apart: of tests there are thousands.
 KERNELS=${TMPDIR:-/tmp}/moeyard-kernels
@@ -105,6 +122,16 @@ workers() {
 matrix() { step matrix 240 python3 -m tests.e2e.gpu_matrix --processes 9; }
 decode() { engine decode 150 --shape Qwen3-30B-A3B --streams 1 8 64 --prefill; }
 prefill() { engine prefill 150 --shape Qwen3-30B-A3B --streams --prefill 1x256 1x1024 1x8192 4x4096; }
+# What a GPU of 80 GB holds; behind 32768 tokens eight streams of this model want more.
+table() {
+  engine qwen3-30b 330 --shape Qwen3-30B-A3B --streams 1 8 64 --prefill 1x256 1x1024 1x2048 1x8192 4x4096 --mixed \
+    --json "$OUT/qwen3-30b.json"
+  engine v2-lite 120 --shape DeepSeek-V2-Lite --streams 1 64 --prefill
+}
+residency() {
+  engine residency 280 --shape Qwen3-30B-A3B --streams 1 --temperature 1 --prefill 1x8192 --residency 0.5 0.25 0.1
+}
+experts() { TUNE=yes ops experts 150 grouped_gemm; }
 hybrids() {
   ops recurrent 120 kda_recurrent gdn_recurrent kda_step gdn_step causal_conv1d_update gated_rms_norm restore_slots
   engine kimi-linear 200 --shape Kimi-Linear-48B-A3B --streams 1 8 64 --prefill 1x1024 1x8192 4x4096
@@ -215,6 +242,10 @@ nccl() {
   step nccl_network_rows 40 "${network[@]}" "${rows[@]}" --tokens 8 64 --hidden 7168 --experts 256
   tests nccl_answer 200 tests/e2e/test_one_answer_gpu_ranks.py -k "nccl and gqa-bfloat16"
 }
+drills() {
+  step drills 330 python3 bench/drills.py --fault kill --faults 5 --workers 2 --serve "--device cuda" \
+    --json "$OUT/drills.json" --log "$OUT/drills-server.txt"
+}
 ranks() {
   tests nvlink 150 tests/exchange/test_nvlink_exchange.py
   tests ranks 240 tests/e2e/test_one_answer_gpu_ranks.py -k "not nccl"
@@ -223,7 +254,9 @@ ranks() {
   step two_gpus 150 python3 bench/gpu_ranks.py --shape Qwen3-30B-A3B
 }
 
-for part; do declare -F "$part" > /dev/null || { echo "gpu.sh: there is no part '$part'" >&2; exit 2; }; done
+for part in ${@//[,\/]/ }; do
+  declare -F "$part" > /dev/null || { echo "gpu.sh: there is no part '$part'" >&2; exit 2; }
+done
 mkdir -p "$OUT"
 python3 - <<'PY' || exit 1
 import torch
@@ -242,5 +275,12 @@ print(f"{torch.cuda.get_device_name()}: copy {rate:.2f} TB/s (read and write), t
 # One at hand on 2026-11-23 copied half of what such a card does; no figure of it would have told anything.
 raise SystemExit(rate < 2.6)
 PY
-for part; do "$part"; done
+# in_turn PART,PART
+in_turn() { local part; for part in ${1//,/ }; do "$part"; done; }
+for parts; do
+  if [ "$parts" = "${parts/\//}" ]; then in_turn "$parts"; continue; fi
+  (export CUDA_VISIBLE_DEVICES=0; in_turn "${parts%%/*}"; exit $FAILED) &
+  (export CUDA_VISIBLE_DEVICES=1; in_turn "${parts#*/}"; exit $FAILED) || FAILED=1
+  wait $! || FAILED=1
+done
 exit $FAILED

@@ -140,8 +140,9 @@ def shared_files() -> set[Path]:
 
 
 def source_path() -> str:
-    """PYTHONPATH of this checkout."""
-    return os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
+    """PYTHONPATH of this checkout, ahead of the caller's."""
+    paths = [str(ROOT / name) for name in ("worker", "router", "kernels", "deploy")]
+    return os.pathsep.join(paths + [path for path in [os.environ.get("PYTHONPATH", "")] if path])
 
 
 def serve_flags() -> frozenset[str]:
