@@ -23,6 +23,7 @@ from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStat
 from moeyard_worker.exchange.frames import NO_LAYER, Phase, pack_tag
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.naming import name_ranks, where_in_step
+from moeyard_worker.exchange.packets import RowPackets
 from moeyard_worker.exchange.routing import tables_of
 from moeyard_worker.exchange.row_group import Moved, RowGroup
 from moeyard_worker.exchange.shape import ExchangeShape
@@ -31,9 +32,9 @@ from moeyard_worker.exchange.shape import ExchangeShape
 _PAUSE_S, _LOOK_S = 50e-6, 0.01
 # All results of a step that may travel by all members, in bytes: as many as a network moves while a layer is launched.
 _MOST_WHOLE = 32 << 20
-# How many collectives the host launches ahead of its device, three a layer. Where some thousand launches wait for a
+# How many collectives the host launches ahead of its device, two a layer. Where some thousand launches wait for a
 # device that waits for a peer, the next one blocks, and nobody would watch.
-_AHEAD = 24
+_AHEAD = 16
 # What is left of a step once it waits for nobody.
 _DRAIN_S = 10.0
 
@@ -85,6 +86,7 @@ class NcclExchange:
         self.rank, self.world_size, self.stats = rank, world_size, ExchangeStats()
         self._group, self._shape, self._seconds, self._device = group, shape, seconds, device
         self._dtype, self._step = getattr(torch, shape.dtype), 0
+        self._packets = RowPackets(top_k=shape.top_k, hidden=shape.hidden, dtype=self._dtype)
         # Of every layer, owners by their places among the members (`LayerTables`).
         self._owner, self._local = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         self._counts: list[int] = []
@@ -146,22 +148,20 @@ class NcclExchange:
         num_tokens, world, counts = topk_ids.shape[0], len(self._members), self._counts
         assert topk_ids.shape == (counts[self._place], self._shape.top_k), (topk_ids.shape, counts)
         assert x.shape[0] >= num_tokens, (x.shape, topk_ids.shape)
-        assert x.shape[1:] == (self._shape.hidden,), (x.shape, self._shape)
-        assert x.dtype == self._dtype, (x.dtype, self._shape)
-        total, sent = sum(counts), [num_tokens] * world
-        rows = x.new_empty(total, self._shape.hidden)
-        ids = topk_ids.new_full((total, self._shape.top_k), -1, dtype=torch.int32)
-        at = (self._step, layer, Phase.DISPATCH)
-        self._move(at, topk_ids.int().repeat(world, 1), sent, ids, counts)
-        self._move(at, x[:num_tokens].repeat(world, 1), sent, rows, counts)
+        assert (x.shape[1:], x.dtype) == ((self._shape.hidden,), self._dtype), (x.shape, x.dtype, self._shape)
+        packet = self._packets.pack(x[:num_tokens], topk_ids)
+        got = self._packets.to_come(sum(counts), self._device, nobody=self._mesh is None)
+        self._move((self._step, layer, Phase.DISPATCH), packet.repeat(world, 1), [num_tokens] * world, got, counts)
         # Where an exchange is ended anything may have come: NCCL's kernels leave with what lies in their buffers.
-        chosen = ids.long().clamp_(-1, self._shape.num_experts - 1)
+        chosen = self._packets.ids(got).clamp_(-1, self._shape.num_experts - 1)
         chosen = chosen if self._turns is None else chosen + self._turns
         experts, owners = self._local[layer][chosen], self._owner[layer][chosen]
         first = sum(counts[: self._place])
         returned = None if self._whole else self._count(experts, owners)
         handle = NcclHandle(layer, owners[first : first + num_tokens], returned)
-        return Dispatched(rows=rows, experts=experts, prompt=self._prompt, handle=handle, one_in=world)
+        return Dispatched(
+            rows=self._packets.rows(got), experts=experts, prompt=self._prompt, handle=handle, one_in=world
+        )
 
     def _count(self, experts: torch.Tensor, owners: torch.Tensor) -> _Returned:
         """How many results go from whom to whom; waits for the device."""
