@@ -154,10 +154,10 @@ class WorkerLink:
             if size > _BYTES_PER_TURN:
                 self._read_on()
                 break
-            try:
-                frame = sock.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            # To be told that nothing is there by an exception takes ten times as long.
+            if not int(sock.get(zmq.EVENTS)) & zmq.POLLIN:
                 break
+            frame = sock.recv(zmq.NOBLOCK, copy=False)
             try:
                 if frame.more:
                     raise ProtocolError("a message of several frames")
