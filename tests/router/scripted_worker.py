@@ -76,7 +76,8 @@ class ScriptedWorker:
         self.reset()
         self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._peers: set[bytes] = set()
-        self._running: dict[str, _Running] = {}
+        # By client, too: two routers begin with a probe of the same name.
+        self._running: dict[tuple[bytes, str], _Running] = {}
         self._sampled = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -154,7 +155,11 @@ class ScriptedWorker:
     @property
     def runs(self) -> list[str]:
         """What clients' sequences it has now."""
-        return [name for name in self._running.copy() if not name.startswith("canary-")]
+        return [name for _, name in self._running.copy() if not name.startswith("canary-")]
+
+    def forget(self, name: str) -> _Running | None:
+        """Stop a client's sequence without a word."""
+        return next((self._running.pop(key) for key in list(self._running) if key[1] == name), None)
 
     def _run(self) -> None:
         while self._alive:
@@ -182,7 +187,7 @@ class ScriptedWorker:
                 self._socket.send_multipart([peer, encode(self.loads)])
         elif isinstance(message, Abort):
             self.aborts.append(message.request_id)
-            running = self._running.pop(message.request_id, None)
+            running = self._running.pop((peer, message.request_id), None)
             if running is not None:
                 self._end(running, "abort")
         elif isinstance(message, Submit):
@@ -200,7 +205,7 @@ class ScriptedWorker:
             if reason is not None:
                 self._end(running, reason, output[running.sent - 1] if reason == "stop" else None)
                 return
-            self._running[message.request_id] = running
+            self._running[peer, message.request_id] = running
             self._load()
 
     def _load(self) -> None:
@@ -218,7 +223,7 @@ class ScriptedWorker:
         if sampling.prompt_logprobs is not None and self._score(running):
             return
         if not sampling.max_tokens:
-            del self._running[running.submit.request_id]
+            del self._running[running.peer, running.submit.request_id]
             self._end(running, "length")
             return
         ids: list[int] = []
@@ -237,7 +242,7 @@ class ScriptedWorker:
         self._sampled += len(ids)
         self._socket.send_multipart([running.peer, encode(message)])
         if reason is not None:
-            del self._running[running.submit.request_id]
+            del self._running[running.peer, running.submit.request_id]
             self._end(running, reason, ids[-1] if reason == "stop" else None)
 
     def _ended(self, running: _Running) -> str | None:

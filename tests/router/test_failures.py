@@ -239,7 +239,7 @@ def test_error_of_one_request_leaves_the_others_alone(service, wait_for):
     wait_for(lambda: len(service.aborts) == 1, "the other choice must be aborted")
     for worker in service.workers:
         worker.paused = False
-        worker._running.pop(name, None)
+        worker.forget(name)
     service.complete(prompt="y", max_tokens=3)
 
 

@@ -213,8 +213,7 @@ def test_a_stopping_worker_hands_over_what_it_runs(launched, wait_for):
         def stop():
             worker.snapshot = dataclasses.replace(worker.snapshot, state="stopping")
             worker.say(worker.snapshot)
-            running = worker._running.pop(worker.runs[0])
-            worker._end(running, "abort")
+            worker._end(worker.forget(worker.runs[0]), "abort")
 
         worker.do(stop)
         assert errors(stream) == []
