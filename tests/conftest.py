@@ -1,6 +1,7 @@
 """Shared test set-up: compute as workers do, Triton's interpreter where there is no GPU, seeds from the test's name."""
 
 import os
+import signal
 import zlib
 
 import hypothesis
@@ -18,6 +19,9 @@ import torch  # noqa: E402 - after its settings
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.register_profile("same examples", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("same examples")
+
+# Under nohup it is ignored, and by every child: then a server rightly does not end by it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if not torch.cuda.is_available():
     # Triton reads it when its own library is decorated, so before anything imports triton.
