@@ -143,8 +143,9 @@ def tune(ops: Sequence[str]) -> int:
     """Time every variant that gives the default's bits, and store the fastest of each shape class."""
     compile_all(ops)
     timer = Timer()
-    path = tuning.device_file(torch.cuda.get_device_name())
-    table = json.loads(path.read_text()) if path.exists() else {}
+    name = torch.cuda.get_device_name()
+    path = tuning.device_file(name)
+    table = {op: dict(classes) for op, classes in tuning.stored(name).items()}
     red = 0
     for case in all_cases(ops):
         if not case.variants or case.tune_key is None:

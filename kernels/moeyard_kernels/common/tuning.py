@@ -19,6 +19,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import torch
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
+# The same chip beside slower memory: it runs what was tuned for the other until it has a file of its own.
+_TUNED_AS = MappingProxyType({"NVIDIA H100 80GB HBM3": "NVIDIA H200"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +54,16 @@ class RowConfig(Config):
 C = TypeVar("C", bound=Config)
 
 
-def device_file(name: str) -> Path:
-    """Where the configs of a device live, by the name that CUDA gives it."""
-    return FOLDER / f"{re.sub(r'[^A-Za-z0-9]+', '_', name).strip('_')}.json"
+def device_file(name: str, *, own: bool = True) -> Path:
+    """Where the configs of a device live, by its name in CUDA. Not `own`: those that it runs with if it has none."""
+    path = FOLDER / f"{re.sub(r'[^A-Za-z0-9]+', '_', name).strip('_')}.json"
+    return path if own or path.exists() else device_file(_TUNED_AS.get(name, name))
 
 
 @functools.cache
 def stored(name: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     """{op: {shape class: fields}} of one device; empty where there is no file. Raises ValueError for a broken file."""
-    path = device_file(name)
+    path = device_file(name, own=False)
     if not path.exists():
         return MappingProxyType({})
     try:
@@ -100,7 +103,7 @@ def _found(device: str, op: str, shape_class: str, kinds: tuple[type[C], ...]) -
     try:
         return parse(kinds, fields)
     except ValueError as error:
-        raise ValueError(f"{device_file(device)}: {op} {shape_class}: {error}") from error
+        raise ValueError(f"{device_file(device, own=False)}: {op} {shape_class}: {error}") from error
 
 
 def choose(op: str, shape_class: str, x: torch.Tensor, kinds: tuple[type[C], ...], default: Callable[[], C]) -> C:
