@@ -10,9 +10,9 @@
 #     launches gaps                    where steps of hybrids spend their time; what stands between two of them
 #     variants                         latent attention of short contexts, products by head, in whole decode steps
 #     steps                            the same of linear attention: two launches or three, states read early, tiles
-#     tune tune_rules                  every config of the products and of latent decode, of linear attention and the
-#                                      experts' sum, the best of them stored
-#     table residency experts          the whole table of one GPU; experts without slots; products of prompts
+#     tune tune_rules experts          every config of the products and of latent decode, of linear attention and the
+#                                      experts' sum, of the experts' products, the best of them stored
+#     table residency                  the whole table of one GPU; experts without slots
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
 #     drills                           two GPUs: `moeyard serve` on Ray, whose ranks are killed under load
 #     keep                             what Triton compiled so far, in $OUT: a minute of each part's time is this
@@ -131,7 +131,6 @@ table() {
 residency() {
   engine residency 280 --shape Qwen3-30B-A3B --streams 1 --temperature 1 --prefill 1x8192 --residency 0.5 0.25 0.1
 }
-experts() { TUNE=yes ops experts 150 grouped_gemm; }
 hybrids() {
   ops recurrent 120 kda_recurrent gdn_recurrent kda_step gdn_step causal_conv1d_update gated_rms_norm restore_slots
   engine kimi-linear 200 --shape Kimi-Linear-48B-A3B --streams 1 8 64 --prefill 1x1024 1x8192 4x4096
@@ -203,6 +202,7 @@ steps() {
 # tuned NAME SECONDS OP...: the best configs of these stored, and the table of all.
 tuned() { TUNE=yes ops "$@"; cp kernels/moeyard_kernels/configs/*.json "$OUT"; }
 tune() { tuned tune 400 linear mla_decode; }
+experts() { tuned experts 150 grouped_gemm; }
 tune_rules() { tuned tune_rules 150 kda_chunk_prefill gdn_chunk_prefill moe_reduce_add_norm; }
 # Binaries, what describes them and launchers; the stages between are for people. Only what was read or written since the
 # machine began: kernels change. At most 8 files come back of a call, of 16 MB each, and 64 MB travel with the tree.

@@ -33,7 +33,7 @@ ROOMS = {
     "config": ((), 850),
     "state": (("config",), 350),
     "scheduling": (("config", "state"), 1590),
-    "exchange": (("config",), 3450),
+    "exchange": (("config",), 3430),
     "experts": (("config", "exchange"), 1650),
     "layers": (("config", "state", "exchange"), 800),
     "models": (("config", "state", "exchange", "layers"), 1365),

@@ -141,8 +141,8 @@ def shared_files() -> set[Path]:
 
 def source_path() -> str:
     """PYTHONPATH of this checkout, ahead of the caller's."""
-    paths = [str(ROOT / name) for name in ("worker", "router", "kernels", "deploy")]
-    return os.pathsep.join(paths + [path for path in [os.environ.get("PYTHONPATH", "")] if path])
+    own = [str(ROOT / name) for name in ("worker", "router", "kernels", "deploy")]
+    return os.pathsep.join(filter(None, [*own, os.environ.get("PYTHONPATH")]))
 
 
 def serve_flags() -> frozenset[str]:
