@@ -78,7 +78,7 @@ def load(directory: Path, device: str) -> tuple[float, float | None, int]:
     try:
         worker.connect([worker.endpoints()["mesh"]])
         report = worker.load(1)
-        return report["load_seconds"], report["read_rate"], report["loaded_bytes"]
+        return report["seconds"]["weights"], report["read_rate"], report["loaded_bytes"]
     finally:
         worker.stop()
         del worker

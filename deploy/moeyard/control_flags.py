@@ -2,8 +2,8 @@
 
 import argparse
 
-from moeyard.door_flags import byte_size, count
-from moeyard.flags import port, seconds
+from moeyard.door_flags import byte_size, count, duration
+from moeyard.flags import port
 from moeyard_worker.config.engine_config import EXPERT_POLICIES
 
 # Fields of EngineConfig in which a rank may differ from the others (docs/reliability.md has the reasons).
@@ -36,7 +36,7 @@ def add_timeout_argument(parser: argparse.ArgumentParser) -> None:
     """How long requests may stay at a rank."""
     parser.add_argument(
         "--drain-timeout",
-        type=seconds,
+        type=duration,
         default=30.0,
         metavar="S",
         help="seconds for what runs there, which then goes on at other ranks (default %(default)g)",

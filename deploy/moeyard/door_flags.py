@@ -35,6 +35,17 @@ def seconds(text: str) -> float:
     return value
 
 
+def duration(text: str) -> float:
+    """argparse type of a time that may be 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds; expected 0 or more")
+    return value
+
+
 def byte_size(text: str) -> int:
     """argparse type of a size in bytes."""
     try:

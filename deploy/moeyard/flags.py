@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moeyard.door_flags import add_door_arguments, byte_size, count
+from moeyard.door_flags import add_door_arguments, byte_size, count, duration
 from moeyard.model_source import add_model_argument, checkpoint, hub_id
+from moeyard.recovery_flags import add_recovery_arguments
 from moeyard.step_flags import add_step_arguments, default_seqs, speculation_fields
-from moeyard.takeover import MODES as TAKEOVERS
 from moeyard_router.config import METRIC_ALIASES
 from moeyard_worker.config.engine_config import (
     DEVICE_DEFAULTS,
@@ -37,17 +37,6 @@ def port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; ports go from 0 to 65535")
     return int(text)
-
-
-def seconds(text: str) -> float:
-    """argparse type of a time that may be 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds; expected 0 or more")
-    return value
 
 
 def expert_memory(text: str) -> int | None:
@@ -203,7 +192,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--shutdown-timeout",
-        type=seconds,
+        type=duration,
         default=3.0,
         metavar="S",
         help="seconds for open answers on SIGTERM or Ctrl-C; a second signal ends them at once (default %(default)g)",
@@ -216,31 +205,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         'choose by groups), or a FILE, {"owners": [rank, ...]} for all MoE layers or by layer, and "copies" on second '
         "ranks: see `moeyard experts` (default %(default)s)",
     )
-    add(
-        "--expert-takeover",
-        choices=TAKEOVERS,
-        default="auto",
-        help="whether the others take a lost rank's experts over until it is back; auto: if they have room and that is "
-        "quicker (default %(default)s)",
-    )
-    add(
-        "--restart-limit",
-        type=count,
-        default=3,
-        metavar="N",
-        help="a worker that is lost so often within the window ends the fleet, with exit code 1 (default %(default)s)",
-    )
-    add(
-        "--restart-window",
-        type=seconds,
-        default=60.0,
-        metavar="S",
-        help="seconds within which lost workers are counted (default %(default)g)",
-    )
+    add_recovery_arguments(parser)
     add("--ray-address", metavar="HOST:PORT", help="a running Ray cluster; without it a private one is started here")
     add(
         "--wait-for-cluster",
-        type=seconds,
+        type=duration,
         default=0.0,
         metavar="S",
         help="seconds for a Ray cluster to have as many CPUs (and GPUs) as there are workers (default %(default)g)",

@@ -1,7 +1,7 @@
 """What the launcher knows of ranks, and how it is told that they are lost."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -49,10 +49,14 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """A fleet in a new epoch: all its ranks, and what those that survived had told of the loss."""
+    """A fleet in a new epoch: all its ranks, and what those that survived had told of the loss.
+
+    `seconds` went to each part of the way there, by name, in order.
+    """
 
     ranks: tuple[Rank, ...]
     losses: tuple[dict[str, Any], ...]
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +70,8 @@ class Event:
     reason: str
     loss: dict[str, Any] | None = None
     ready: bool = False
+
+
+def parts(seconds: Mapping[str, float]) -> str:
+    """Where time went, for people."""
+    return ", ".join(f"{name} {each:.1f} s" for name, each in seconds.items())

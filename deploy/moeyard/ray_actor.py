@@ -3,6 +3,7 @@
 Only plain values cross Ray, so that the launcher never imports torch.
 """
 
+import time
 from typing import Any
 
 import psutil
@@ -19,6 +20,10 @@ class RankActor:
     prepare, rejoin, wait; `progress` and `stop` any time.
     """
 
+    def warm(self) -> None:
+        """Import what `setup` will need; at once the second time."""
+        load("moeyard_worker.engine.worker")
+
     def setup(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Bind the rank's sockets (`host` None: the node's address); returns its endpoints, its node and its process.
 
@@ -29,9 +34,15 @@ class RankActor:
         node = ray.get_runtime_context().get_node_id()
         # The address under which the cluster knows the node: `ray start --node-ip-address` may have chosen it.
         host = spec.pop("host") or next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
-        self._worker = load("moeyard_worker.engine.worker").Worker(WorkerSpec(host=host, **spec))
+        begun = time.monotonic()
+        make = load("moeyard_worker.engine.worker").Worker
+        imported = time.monotonic()
+        self._worker = make(WorkerSpec(host=host, **spec))
         process = psutil.Process()
-        return {**self._worker.endpoints(), "node": node, "pid": process.pid, "began": process.create_time()}
+        return {
+            **self._worker.endpoints(), "node": node, "pid": process.pid, "began": process.create_time(),
+            "seconds": {"imports": imported - begun, "device": time.monotonic() - imported},
+        }  # fmt: skip
 
     def rebind(self, epoch: int, placement: Placement) -> dict[str, Any]:
         """Bind sockets for the peers of another epoch, which this placement names; returns the endpoints."""

@@ -7,7 +7,6 @@ it.
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -22,20 +21,18 @@ from moeyard.last_resort import end_tree
 from moeyard.listen import check_ports
 from moeyard.logs import LogConfig
 from moeyard.rank import Event, FleetError, FleetLost, Rank, RanksLost, Recovered, Unrecoverable
-from moeyard.ray_config import uses_tls
+from moeyard.ray_address import check_reachable
 from moeyard.ray_errors import first_line
 from moeyard.ray_member import STOP_SECONDS, Progress, named
 from moeyard.ray_places import PLACEMENT_SECONDS, Places
 from moeyard.ray_resizes import ResizableRanks
 from moeyard.signals import Interrupts, run_apart
+from moeyard.standby import Standby
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.leftovers import sweep
 from moeyard_worker.keys import FleetKeys
 
-CONNECT_SECONDS = 3.0
-# Length 0, type SETTINGS, no flags, stream 0 (RFC 9113, 4.1 and 6.5).
-HTTP2_EMPTY_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 HEAD = "gcs_server"
 
 log = logging.getLogger(__name__)
@@ -56,7 +53,9 @@ class RayFleet:
         keys: FleetKeys,
         placement: Placement,
         takeover: str = "auto",
+        standby: int | None = None,
     ) -> None:
+        """`standby`: how many processes wait for a lost rank's place; None: one where starts take longest."""
         self._config = config
         self._keys = keys
         self._log = log
@@ -73,9 +72,10 @@ class RayFleet:
         self._check: Callable[[], None] = lambda: None
         # Actors are made, heard and ended under it.
         self._lock = threading.Lock()
-        self._ranks = ResizableRanks(
-            config, make=self._places.actor, spec=self._spec, placement=placement, takeover=takeover
-        )
+        # In a cluster a process without a place has no node, and sees no GPU that would be its own later.
+        few = int(config.device != "cpu") if standby is None else standby
+        self._standby = Standby(self._places.standby, few if address is None else 0)
+        self._ranks = ResizableRanks(config, make=self._actor, spec=self._spec, placement=placement, takeover=takeover)
 
     def start(self, progress: Progress, *, stage: Callable[[str], None], interrupts: Interrupts) -> list[Rank]:
         """Start Ray and all ranks; `progress(done, total)` gets the bytes loaded over all ranks, `stage` what begins.
@@ -99,10 +99,15 @@ class RayFleet:
         stage(f"starting {self._config.num_workers} worker{'s' if self._config.num_workers > 1 else ''}")
         self._places.reserve(wait=self._cluster_wait, stage=stage, check=self._check)
         try:
-            return self._ranks.launch(progress)
+            ranks = self._ranks.launch(progress)
+            self._standby.fill()
+            return ranks
         finally:
             # From here on only `stop` ends what is going on.
             self._ranks.check = self._go_on
+
+    def _actor(self, rank: int) -> Any:
+        return self._standby.take() or self._places.actor(rank)
 
     def _go_on(self) -> None:
         if self._stopping.is_set():
@@ -154,7 +159,9 @@ class RayFleet:
         with self._lock:
             self._go_on()
             try:
-                return self._ranks.recover(dead, whole=whole)
+                recovered = self._ranks.recover(dead, whole=whole)
+                self._standby.fill()
+                return recovered
             except RayError as error:
                 raise RanksLost(dead, first_line(error)) from error
 
@@ -167,7 +174,10 @@ class RayFleet:
         with self._lock:
             self._go_on()
             beside = self._config.device == "cpu" and not self._metrics_port_base
+            # Who is restarted may be so for other code than those that wait have.
+            self._standby.stop()
             try:
+                self._standby.fill()
                 self._ranks.prepare(rank, changes, self._places.actor(rank, beside=True) if beside else None)
             except RayError as error:
                 raise RanksLost([rank], first_line(error)) from error
@@ -287,6 +297,7 @@ class RayFleet:
         sweep()
 
     def _stop_ranks(self) -> None:
+        self._standby.stop()
         self._ranks.stop()
         self._places.close()
 
@@ -297,23 +308,3 @@ def is_tracker(process: psutil.Process) -> bool:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.Error:  # boundary: it has just ended
         return False
-
-
-def check_reachable(address: str) -> None:
-    """Raise FleetError when no Ray listens at host:port; Ray itself would try for minutes, with lines of its own."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        raise FleetError(f"--ray-address {address!r} is not HOST:PORT")
-    try:
-        with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as connection:
-            if uses_tls():
-                return
-            # Ray speaks gRPC, so HTTP/2: both sides begin with SETTINGS, ours after a preface (RFC 9113, 3.4).
-            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_EMPTY_SETTINGS)
-            answer = connection.recv(len(HTTP2_EMPTY_SETTINGS))
-    except OSError as error:
-        raise FleetError(
-            f"no Ray at {address}: {error.strerror or error}; start one with `ray start --head`"
-        ) from error
-    if answer[3:4] != HTTP2_EMPTY_SETTINGS[3:4]:
-        raise FleetError(f"what listens at {address} is no Ray; give the address that `ray start --head` printed")

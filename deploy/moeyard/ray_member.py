@@ -1,5 +1,7 @@
 """One rank's actor as the launcher keeps it, and what is said when a call of it fails."""
 
+import dataclasses
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -9,8 +11,11 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from moeyard.fencing import fence_process
-from moeyard.rank import Event, Rank, RanksLost
+from moeyard.rank import Event, Rank, RanksLost, parts
 from moeyard.ray_errors import first_line
+from moeyard_worker.config.engine_config import EngineConfig
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -43,6 +48,35 @@ class Member:
     def loads(self) -> bool:
         """Whether it loads while others do not wait for that."""
         return self.loading is not None and self.report is None
+
+    def take(self, rank: int, report: dict[str, Any]) -> None:
+        """It has loaded."""
+        self.report = report
+        log.info("rank %d has loaded: %s", rank, parts({**setup_of(self)["seconds"], **report["seconds"]}))
+
+
+class Laps:
+    """Seconds of what a fleet does one after the other on its way to the next epoch, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.monotonic()
+
+    def __call__(self, name: str) -> None:
+        """What was done since the last call has this name."""
+        now = time.monotonic()
+        self.seconds[name], self._since = now - self._since, now
+
+
+def sized(config: EngineConfig, report: Mapping[str, Any] | None, changes: Mapping[str, Any]) -> EngineConfig:
+    """The config of a rank's process: one that takes another's place decides as that did, which `report` says.
+
+    `changes` is what the rank has otherwise than others.
+    """
+    if report is None:
+        return config
+    decided = {"max_model_len": report["max_model_len"], "expert_slots": report["expert_slots"]}
+    return dataclasses.replace(config, **{**decided, "expert_memory": None, **changes})
 
 
 def lost_of(rank: int, error: RayError) -> RanksLost:
@@ -84,6 +118,15 @@ def fence(member: Member) -> None:
     ray.kill(member.actor)
     if member.setup is not None:
         fence_process(member.setup["node"], member.setup["pid"], member.setup["began"])
+
+
+def end(members: Collection[Member]) -> None:
+    """Let every rank end in good order for a while, then end it."""
+    stops = [member.actor.stop.remote() for member in members]
+    if stops:
+        ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
+    for member in members:
+        ray.kill(member.actor)
 
 
 def named(ranks: Collection[int]) -> str:

@@ -95,6 +95,11 @@ class Places:
             beside = True
         return self._remote_class.options(**options, **({"num_cpus": 0} if beside else {})).remote()
 
+    def standby(self) -> Any:
+        """A process for whichever rank is next, of a private Ray."""
+        assert self._local, "a cluster gives processes to places"
+        return self._remote_class.options(num_cpus=0, max_restarts=0).remote()
+
     def close(self) -> None:
         """Give all places of a cluster back."""
         if self._local:

@@ -20,9 +20,10 @@ from ray.exceptions import RayActorError, RayError
 from moeyard.rank import Event, Rank, RanksLost, Recovered
 from moeyard.ray_member import (
     PROGRESS_SECONDS,
-    STOP_SECONDS,
+    Laps,
     Member,
     Progress,
+    end,
     fence,
     follow,
     gather,
@@ -32,6 +33,7 @@ from moeyard.ray_member import (
     named,
     rank_of,
     setup_of,
+    sized,
     told,
 )
 from moeyard.spares import Spares
@@ -79,6 +81,7 @@ class RayRanks:
         self._nodes: dict[int, str] = {}  # where each rank is, or was last
         self._vitals = Vitals()
         self._losses: dict[int, dict[str, Any]] = {}  # what was told of the epoch before, by rank
+        self._laps = Laps()
 
     def launch(self, progress: Progress) -> list[Rank]:
         """Make all actors and take them up to their first step. Raises RanksLost naming the first rank at fault."""
@@ -164,7 +167,7 @@ class RayRanks:
     def _go_on(self, choose: Callable[[], tuple[Placement, Mapping[int, int]]]) -> Recovered:
         self._losses, self._runs = {}, False
         ranks = self._begin_epoch(lambda done, total: None, meet=REMEET_SECONDS, choose=choose)
-        return Recovered(ranks=tuple(ranks), losses=tuple(self._losses.values()))
+        return Recovered(ranks=tuple(ranks), losses=tuple(self._losses.values()), seconds=dict(self._laps.seconds))
 
     def _taken_over(self) -> tuple[Placement, Mapping[int, int]]:
         """The placement to go on with now that losses are known, and the slots that its ranks may take in addition."""
@@ -206,9 +209,11 @@ class RayRanks:
         `choose` says which placement, once losses are known; None: that of all.
         """
         epoch, patience = secrets.randbits(31), self._config.step_deadline + CALL_SECONDS
+        self._laps = lap = Laps()
         self._set_all_up(epoch)
         # A survivor may still be in its step, and binds when it has found out.
         self._hear_losses(patience)
+        lap("losses")
         placement, slots = choose() if choose is not None else (self._whole, {})
         # Nobody meets others while it still loads on its own.
         self._call(
@@ -222,8 +227,10 @@ class RayRanks:
         # Those that were being set up while another epoch began.
         late = {r: members[r].actor.rebind.remote(epoch, placement) for r in new if members[r].epoch != epoch}
         self._call(late, self._set_up, timeout=patience)
+        lap("processes")
         mesh = [setup_of(m)["mesh"] for m in members.values()]
         self._connect({r: m.actor.connect.remote(mesh, meet) for r, m in members.items()}, meet + patience)
+        lap("meeting")
         unloaded = {r: m for r, m in members.items() if m.report is None}
         per_node = Counter(setup_of(m)["node"] for m in unloaded.values())
         loads = {r: m.actor.load.remote(per_node[setup_of(m)["node"]]) for r, m in unloaded.items()}
@@ -231,6 +238,7 @@ class RayRanks:
         self._call(loads, self._loaded)
         moved = {r: m for r, m in members.items() if placement.experts(r) not in (m.has, m.read)}
         self._call({r: m.actor.prepare.remote(placement, slots.get(r, 0)) for r, m in moved.items()})
+        lap("experts")
         step = max((m.loss["steps"] for m in members.values() if m.loss is not None), default=0)
         begun = {r: (m.actor.rejoin if m.started else m.actor.start).remote(step) for r, m in members.items()}
         for rank, member in members.items():
@@ -239,6 +247,7 @@ class RayRanks:
             member.has, member.read = placement.experts(rank), None
         self._now = placement
         self._call(begun, timeout=patience)
+        lap("rejoining")
         self._runs = True
         return [rank_of(rank, member) for rank, member in enumerate(self._members)]
 
@@ -254,17 +263,13 @@ class RayRanks:
         self._nodes[rank] = setup_of(self._members[rank])["node"]
 
     def _loaded(self, rank: int, report: dict[str, Any]) -> None:
-        self._members[rank].report, self._members[rank].has = report, self._whole.experts(rank)
+        self._members[rank].take(rank, report)
+        self._members[rank].has = self._whole.experts(rank)
 
     def _sized(self, rank: int) -> EngineConfig:
-        """The config of a rank's process: one that takes another's place decides as that did."""
-        if not self._reports:
-            return self._config
-        report = self._reports[rank]
-        decided = {"max_model_len": report["max_model_len"], "expert_slots": report["expert_slots"]}
-        return dataclasses.replace(
-            self._config, **{**decided, "expert_memory": None, **self.spares.changes.get(rank, {})}
-        )
+        """The config of a rank's process."""
+        report = self._reports[rank] if self._reports else None
+        return sized(self._config, report, self.spares.changes.get(rank, {}))
 
     def _hear_losses(self, patience: float) -> None:
         """Wait until every started rank has told its loss; raises RanksLost for who ends, is named, or is silent."""
@@ -309,11 +314,6 @@ class RayRanks:
         gather(calls, took, timeout=timeout, check=self.check, at_once=not self._reports)
 
     def stop(self) -> None:
-        """Let every rank end in good order for a while, then end it."""
-        every = [*self._members, *self.spares.members.values()]
-        stops = [member.actor.stop.remote() for member in every]
-        if stops:
-            ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
-        for member in every:
-            ray.kill(member.actor)
+        """See `end`."""
+        end([*self._members, *self.spares.members.values()])
         self._members = []

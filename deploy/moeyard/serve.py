@@ -107,6 +107,7 @@ def serve(
             keys=keys,
             placement=placement,
             takeover=args.expert_takeover,
+            standby=args.standby,
         )
         try:
             interrupts.check()
@@ -303,7 +304,7 @@ def report_loaded(ranks: list[Rank]) -> None:
     rates = [report["read_rate"] for report in reports if report["read_rate"] is not None]
     text = loading_rates(
         sum(report["loaded_bytes"] for report in reports),
-        max(report["load_seconds"] for report in reports),
+        max(report["seconds"]["weights"] for report in reports),
         sum(rates) / len(rates) if rates else None,
     )
     print(text, file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered, Unrecoverable
+from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered, Unrecoverable, parts
 from moeyard.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
@@ -295,10 +295,12 @@ class Supervisor:
         seconds = self._clock() - incident.began
         if not planned:
             incident.reports = list(recovered.losses)
-        self._replace(recovered.ranks, {**incident.facts(seconds), **({"planned": True} if planned else {})})
+        facts = {**incident.facts(seconds), "parts": dict(recovered.seconds)}
+        self._replace(recovered.ranks, {**facts, **({"planned": True} if planned else {})})
         how = f"serves without {_named(self._away)}" if self._away else "is whole again"
         level = logging.INFO if planned else logging.WARNING
-        log.log(level, "the fleet %s %.1f s after %s", how, seconds, incident.reason)
+        spent = f" ({parts(recovered.seconds)})" if recovered.seconds else ""
+        log.log(level, "the fleet %s %.1f s after %s%s", how, seconds, incident.reason, spent)
 
     def _may_replace(self, rank: int) -> bool:
         budget = self._budgets.setdefault(rank, RestartBudget(self._limit - 1, self._window))

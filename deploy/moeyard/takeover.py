@@ -95,7 +95,7 @@ def without(
     for rank in away:
         # Its successor is set up at its place.
         kept_free[nodes[rank]] += reports[rank]["held_bytes"]
-    rates = [each["loaded_bytes"] / each["load_seconds"] for each in reports if each["load_seconds"]]
+    rates = [each["loaded_bytes"] / each["seconds"]["weights"] for each in reports if each["seconds"]["weights"]]
     after = whole.without(away)
     decided = decide(
         mode,

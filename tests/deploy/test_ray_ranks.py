@@ -16,7 +16,7 @@ from moeyard_worker.experts.placement import partition
 
 RANKS = 3
 WHOLE = Placement.of_shards((1, 2), partition(12, RANKS))
-REPORT = {"max_model_len": 64, "expert_slots": 8, "held_bytes": 10, "loaded_bytes": 10, "load_seconds": 0.1}
+REPORT = {"max_model_len": 64, "expert_slots": 8, "held_bytes": 10, "loaded_bytes": 10, "seconds": {"weights": 0.1}}
 
 
 class Ref:
@@ -46,7 +46,7 @@ class Actor:
         return SimpleNamespace(remote=remote)
 
     def _answer(self, name: str) -> Any:
-        place = {"node": "here", "pid": 2**22 + 1 + self.rank, "began": 0.0}
+        place = {"node": "here", "pid": 2**22 + 1 + self.rank, "began": 0.0, "seconds": {"imports": 0.1}}
         doors = {"frontend": f"tcp://{id(self)}", "metrics_url": "", "mesh": {}}
         room = {"available": 10**9, "slot_bytes": 1, "all_resident": True, "movable": True}
         answers = {"setup": {**doors, **place}, "rebind": doors, "load": REPORT, "progress": (1, 1), "room": room}

@@ -36,7 +36,7 @@ class Fleet:
         if self.answers:
             raise self.answers.pop(0)
         ranks = tuple(Rank(rank=r, frontend=f"tcp://{r}", metrics_url="", report={}) for r in range(3))
-        return Recovered(ranks=ranks, losses=self.losses)
+        return Recovered(ranks=ranks, losses=self.losses, seconds={"processes": 0.25})
 
 
 class Desk:
@@ -93,10 +93,11 @@ def test_whoever_ended_is_replaced_and_named_by_the_survivors(caplog: pytest.Log
         "lost": [{"rank": 1, "reason": "the process of rank 1 has ended", "process": None}],
         "seconds": 0.0,
         "reports": [told],
+        "parts": {"processes": 0.25},
     }
     first, second = caplog.messages
     assert first == "lost rank 1: the process of rank 1 has ended; replacing"
-    assert second == "the fleet is whole again 0.0 s after rank 1 lost at step 9, plan"
+    assert second == "the fleet is whole again 0.0 s after rank 1 lost at step 9, plan (processes 0.2 s)"
 
 
 def test_a_rank_that_peers_miss_is_replaced_though_its_process_is_there() -> None:

@@ -71,7 +71,7 @@ def test_fixed_experts_do_if_nobody_needs_others() -> None:
 
 def test_a_second_loss_counts_what_was_taken_over() -> None:
     room = Room(available=10**9, slot_bytes=SLOT, all_resident=True, movable=True)
-    reports = [{"held_bytes": 10, "loaded_bytes": 800, "load_seconds": 0.1}] * 3
+    reports = [{"held_bytes": 10, "loaded_bytes": 800, "seconds": {"weights": 0.1}}] * 3
     placed, slots = without(
         [1, 0], mode="auto", whole=WHOLE, before=WITHOUT_1, rooms={2: room}, nodes=dict.fromkeys(range(3), "a"),
         reports=reports, start_seconds=9.0,

@@ -188,7 +188,9 @@ class Worker:
                 chunk_alignment=state.chunk_alignment,
             )
         )  # fmt: skip
+        preparing = time.perf_counter()
         step_runner = self.runner = self._device.step_runner(runner, config, plan)
+        prepared = time.perf_counter()
         self.grammars = Grammars.of_directory(
             config.model_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
@@ -220,7 +222,7 @@ class Worker:
             "skipped": dict(self._checkpoint.skipped),
             "loaded_bytes": self._loaded,
             "held_bytes": plan.held_bytes(page_bytes=config.page_size * state.bytes_per_token, expert_bytes=slot),
-            "load_seconds": seconds,
+            "seconds": {"weights": seconds, "steps": prepared - preparing},
             "read_rate": read,
         }
 

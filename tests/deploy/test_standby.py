@@ -1,0 +1,120 @@
+"""Processes that wait for the place of a rank that is lost: which are taken, and that a real fleet takes them."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from ray.exceptions import GetTimeoutError, RayActorError
+from tests.deploy.test_serve import BUSY_READY_SECONDS, DEMO, LONG_ANSWER, Command, command, stream_of
+
+from moeyard import standby
+from moeyard.standby import Standby
+
+pytestmark = pytest.mark.timeout(BUSY_READY_SECONDS + 120)
+__all__ = ["command"]  # fixture
+
+
+class Actor:
+    """A process that is `importing`, `ready`, or `gone`."""
+
+    def __init__(self, state: str) -> None:
+        self.state, self.killed = state, False
+        self.warm = SimpleNamespace(remote=lambda: self)
+
+
+class Ray:
+    """What is used of the module, on calls that are the actors themselves."""
+
+    def wait(self, calls: list[Actor], *, timeout: float) -> tuple[list[Actor], list[Actor]]:
+        return [each for each in calls if each.state != "importing"], []
+
+    def get(self, calls: list[Actor], timeout: float) -> None:
+        for each in calls:
+            if each.state != "ready":
+                raise RayActorError if each.state == "gone" else GetTimeoutError
+
+    def kill(self, actor: Actor) -> None:
+        actor.killed = True
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Actor]:
+    monkeypatch.setattr(standby, "ray", Ray())
+    return []
+
+
+def keeping(count: int, made: list[Actor], *states: str) -> Standby:
+    """One that has started as many as it keeps, and what has become of these."""
+
+    def make() -> Any:
+        made.append(Actor("ready"))
+        return made[-1]
+
+    kept = Standby(make, count)
+    kept.fill()
+    for actor, state in zip(made, states, strict=True):
+        actor.state = state
+    return kept
+
+
+def test_none_where_none_is_kept(made: list[Actor]) -> None:
+    assert keeping(0, made).take() is None
+    assert not made
+
+
+@pytest.mark.parametrize("state", ["ready", "importing"])
+def test_one_is_taken_once_and_another_started_when_that_is_asked_for(made: list[Actor], state: str) -> None:
+    kept = keeping(1, made, state)
+    assert kept.take() is made[0]
+    assert kept.take() is None
+    kept.fill()
+    kept.fill()
+    assert len(made) == 2
+    assert kept.take() is made[1]
+
+
+@pytest.mark.parametrize("state", ["gone", "hanging"])
+def test_one_that_answers_no_more_is_not_taken(made: list[Actor], state: str) -> None:
+    kept = keeping(2, made, state, "ready")
+    assert kept.take() is made[1]
+    assert made[0].killed
+    assert not made[1].killed
+
+
+def test_all_are_ended(made: list[Actor]) -> None:
+    """Also so that those that come next have other code."""
+    kept = keeping(2, made, "ready", "importing")
+    kept.stop()
+    assert all(each.killed for each in made)
+    assert kept.take() is None
+
+
+def test_a_lost_rank_is_followed_by_who_waited(command: Callable[..., Command]) -> None:
+    """The only one, under a stream, which goes on; then another waits, and all end in good order."""
+    served = command("serve", DEMO, "--workers", "1", "--standby", "1", "--port", "0")
+    served.wait_ready()
+    served.wait_for(lambda: len(served.workers()) == 2, BUSY_READY_SECONDS)
+    expected = httpx.post(f"{served.url}/v1/completions", json=LONG_ANSWER, timeout=60).json()["choices"][0]["text"]
+    port = int(httpx.get(f"{served.url}/v1/fleet").json()["workers"][0]["endpoint"].rpartition(":")[2])
+    (rank,) = (process for process in served.workers() if listens(process, port))
+    (waiting,) = (process.pid for process in served.workers() if process.pid != rank.pid)
+    with stream_of(served, **LONG_ANSWER) as lines:
+        text = [next(lines)]
+        rank.kill()
+        text += lines
+    assert text.pop() == "[DONE]"
+    assert "".join(httpx.Response(200, text=line).json()["choices"][0]["text"] for line in text) == expected
+    served.wait_for(lambda: len(served.workers()) == 2, BUSY_READY_SECONDS)
+    port = int(httpx.get(f"{served.url}/v1/fleet").json()["workers"][0]["endpoint"].rpartition(":")[2])
+    assert [process.pid for process in served.workers() if listens(process, port)] == [waiting]
+    (incident,) = httpx.get(f"{served.url}/v1/fleet/incidents").json()["incidents"]
+    assert list(incident["launcher"]["parts"]) == ["losses", "processes", "meeting", "experts", "rejoining"]
+    served.process.terminate()
+    served.check_end(0)
+
+
+def listens(process: psutil.Process, port: int) -> bool:
+    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in process.net_connections("tcp"))
