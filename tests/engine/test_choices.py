@@ -104,7 +104,7 @@ def unpenalised() -> Requests:
 @pytest.fixture(scope="module")
 def drafted() -> dict[int, list[int]]:
     """The demo model's with two drafts behind every token, as `expected`."""
-    with Rank(DEMO, **DRAFTS, **({"device": "cuda", "enforce_eager": True} if GPU else {"dtype": "float32"})) as rank:
+    with Rank(DEMO, **DRAFTS, **PLACE, enforce_eager=GPU) as rank:
         rank.run(unpenalised(), adaptive_drafts=False, max_in_flight=1)
         return by_layer([loads(rank)])
 
