@@ -226,3 +226,17 @@ def test_where_nothing_is_counted_nobody_is_told_numbers(small: Path, monkeypatc
         assert not any(loads(rank).chosen)
     assert (found.rows, found.chosen, found.held) == ((), (), ())
     assert rows_of_ranks([found]) == [[]]
+
+
+@ONE_PROCESS
+def test_a_rank_in_anothers_place_begins_at_zero(small: Path, start: Starter) -> None:
+    """What its forerunner's rows chose is gone with it; the others count on."""
+    fleet = start(config(small, ranks=2, exchange="nvlink"))
+    ask_all(fleet.client, 2)
+    before = fleet.client.inspect()
+    assert all(any(each.chosen) for each in before)
+    fleet.replace(1)
+    stayed, new = fleet.client.inspect()
+    assert stayed == before[0]
+    assert not any(new.chosen)
+    assert len(new.chosen) == len(before[1].chosen)

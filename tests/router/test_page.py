@@ -286,6 +286,7 @@ def test_rows_of_an_expert_that_layers_have_elsewhere_or_twice() -> None:
     # A rank that is silent takes with it what its rows chose, and its experts.
     assert rows_of_ranks([second]) == [[[10, 0], [3, 4]]]
     assert rows_of_ranks([]) == []
+    assert rows_of_ranks([chosen(0, ()), chosen(1, (), *range(8))]) == [[], []]
 
 
 def test_a_silent_rank_is_left_out_of_the_experts(start: Any, wait_for: Callable[..., float]) -> None:

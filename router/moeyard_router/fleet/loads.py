@@ -45,7 +45,7 @@ def rows_of_ranks(answers: Sequence[ExpertLoads]) -> list[LayerRows]:
                 rows.append(-(-left[place] // holders[place]) if held else 0)
                 left[place] -= rows[-1]
                 holders[place] -= held
-        size = len(each.experts)
+        size = max(1, len(each.experts))
         found.append([rows[start : start + size] for start in range(0, len(rows), size)])
     return found
 

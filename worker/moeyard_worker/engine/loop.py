@@ -160,16 +160,16 @@ class Engine:
             self._lose(error)
             return
         self._report(force=False)
-        if not self._reporter.asked:  # with nothing in flight a device answers in some microseconds
-            self._block()
+        self._block()
 
     def _peer_started(self) -> bool:
         return self._lockstep.peer_started(self.step + 1)
 
     def _block(self) -> None:
         """Wait for a message, a peer or `stop`; check the invariants once when the wait grows long."""
-        ready = dict(self._poller.poll(int(IDLE_CHECK_SECONDS * 1000)))
-        if not ready:
+        # With nothing in flight a device tells in some microseconds what it was asked.
+        ready = dict(self._poller.poll(1 if self._reporter.asked else int(IDLE_CHECK_SECONDS * 1000)))
+        if not ready and not self._reporter.asked:
             self._scheduler.validate()
             self._report(force=self.step != self._reporter.step)
             # A grammar may take too long, which nobody else tells.
