@@ -8,6 +8,7 @@
 #     decode prefill                   issue-sized figures of Qwen3-30B-A3B
 #     hybrids snapkv drafts delta fla  figures of linear attention, SnapKV, verify steps; chunk prefill, beside fla's
 #     launches gaps                    where steps of hybrids spend their time; what stands between two of them
+#     choices                          what it costs a decode step to count the rows of every expert
 #     variants                         latent attention of short contexts, products by head, in whole decode steps
 #     steps                            the same of linear attention: two launches or three, states read early, tiles
 #     tune tune_rules experts          every config of the products and of latent decode, of linear attention and the
@@ -115,6 +116,7 @@ workers() {
   state &
   tests speculation 200 tests/engine/test_speculation_cuda.py &
   tests compaction 200 tests/engine/test_compaction_cuda.py tests/engine/test_hybrid_compaction_cuda.py &
+  tests rows_of_experts 120 tests/engine/test_choices.py &
   tests parity 240 -s tests/models/test_gpu_parity.py &
   wait
   tests one_answer 240 -n 4 tests/e2e/test_one_answer_gpu.py tests/e2e/test_faults_gpu.py
@@ -143,6 +145,11 @@ delta() {
 }
 # Theirs tunes itself for each length, the longest last: some 40 s each, before 2 x 4 lines.
 fla() { step beside_fla 330 python3 bench/flash_linear_attention.py --folder "$SITE"; }
+# What the rows of every expert cost to count.
+choices() {
+  ops gate 60 topk_gate
+  step choices 200 python3 bench/choices.py
+}
 # Between two replays of a step.
 gaps() {
   step gaps_qwen 90 python3 bench/step_gaps.py --model Qwen3.5-35B-A3B:8

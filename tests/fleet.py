@@ -22,7 +22,9 @@ from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import (
     Abort,
     Done,
+    ExpertLoads,
     Hello,
+    Inspect,
     Message,
     PromptLogprobs,
     Rejected,
@@ -166,6 +168,7 @@ class Client:
         self.answers: dict[str, Answer] = {}
         self.submits: dict[str, tuple[int, Submit]] = {}
         self.snapshots: dict[int, Snapshot] = {}
+        self.loads: dict[int, ExpertLoads] = {}
 
     def _connect(self, frontend: str) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.DEALER)
@@ -193,6 +196,14 @@ class Client:
     def hello(self) -> None:
         for rank in range(len(self.sockets)):
             self.send(rank, Hello())
+
+    def inspect(self) -> list[ExpertLoads]:
+        """What each rank's experts have computed, as it tells when it is asked now."""
+        self.loads = {}
+        for rank in range(len(self.sockets)):
+            self.send(rank, Inspect())
+        self.wait_for(lambda: len(self.loads) == len(self.sockets))
+        return [self.loads[rank] for rank in range(len(self.sockets))]
 
     def submit(self, rank: int, request_id: str, prompt: Sequence[int], **sampling: Any) -> None:
         self.answers[request_id] = Answer()
@@ -236,6 +247,9 @@ class Client:
     def _take(self, message: Message) -> None:
         if isinstance(message, Snapshot):
             self.snapshots[message.rank] = message
+            return
+        if isinstance(message, ExpertLoads):
+            self.loads[message.rank] = message
             return
         assert isinstance(message, PromptLogprobs | Tokens | Done | Rejected), message
         answer = self.answers[message.request_id]

@@ -100,6 +100,19 @@ class Gate(Protocol):
         ...
 
 
+class Choices(Protocol):
+    """How many rows have chosen each expert, padding left out, where a device counts them as they choose."""
+
+    def read(self) -> Sequence[Sequence[int]] | None:
+        """[L, E] so far, of the backend's L gates in the order in which they were made; None while a device is still to
+        tell, for which nobody waits: ask again."""
+        ...
+
+    def clear(self) -> None:
+        """Count from zero."""
+        ...
+
+
 class ExpertRun(Protocol):
     """The routed experts over one layer's received rows, computed in as many parts as the caller likes."""
 
@@ -197,6 +210,11 @@ class Backend(Protocol):
     page_size: int
     # How many slots misses of prompts pass through, beside those that the policy hands out.
     stream_slots: int
+
+    @property
+    def choices(self) -> Choices | None:
+        """What its gates count; None where the host learns what experts compute (`ExpertRun.known_counts`)."""
+        ...
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """weight [N, K] in the form that `linear` wants; a given weight goes through here always or never."""

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.fleet import Answer, Fleet, ProcessPool, start_fleet
 
+from moeyard_router.fleet.loads import rows_of_ranks
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.models.families import load_model_config
@@ -150,6 +151,17 @@ def run_alone(fleet: Fleet, label: str, name: str, rank: int, *, compressed: boo
     return bits(fleet.client.wait(f"{label}-{name}")[0])
 
 
+def check_rows(fleet: Fleet, num_answers: int) -> None:
+    """Every layer's experts have had each row once, whoever has them: prompts as far as they were computed, and of each
+    answer all tokens but the last, which nobody reads. Preemption has some computed again."""
+    stats, told, read = fleet.call("stats"), fleet.client.inspect(), load_model_config(fleet.config.model_path or "")
+    rows = sum(each["prefill_tokens"] for each in stats) + 11 * num_answers
+    layers = zip(*rows_of_ranks(told), strict=True)
+    (computed,) = {sum(map(sum, layer)) for layer in layers}
+    again, once = computed - rows * read.gate.rule.top_k, not any(each["num_preemptions"] for each in stats)
+    assert again == 0 if once else again >= 0, (computed, rows, stats)
+
+
 @pytest.fixture(scope="session")
 def expected(processes: ProcessPool, checkpoints: dict[str, Path]) -> dict[str, dict[str, tuple[Any, ...]]]:
     """Each request alone on one rank, everything resident, whole prompts, no prefix cache."""
@@ -196,6 +208,8 @@ def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, t
         # With drafts, or less to keep, a request may have ended before pages run out; tests/engine preempts those.
         assert (stats["num_preemptions"] > 0) == (case.pages == "scarce") or case.drafts or kept, stats
         assert stats["num_free"] == stats["num_pages"] == case.num_pages  # so it ran in the checkpoint's dtype
+        if not case.drafts:
+            check_rows(fleet, 6 + 4 * (case.ranks > 1 and case.policy == "slru"))
         if case.drafts:
             assert stats["accepted"][0] > 0.25 * stats["drafts"][0] > 0, stats
 

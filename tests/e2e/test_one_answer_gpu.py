@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests.checkpoints import make_checkpoint
 from tests.e2e.conftest import DEMO
-from tests.e2e.test_one_answer import MORE_PAGES, SNAPSHOTS, bits, requests, run_alone, run_mixed
+from tests.e2e.test_one_answer import MORE_PAGES, SNAPSHOTS, bits, check_rows, requests, run_alone, run_mixed
 from tests.fleet import Fleet, ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
@@ -156,6 +156,7 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_process
         stats = fleet.call("stats")[0]
         assert stats["prefix_hit_tokens"] > 0
         assert (stats["num_preemptions"] > 0) == (case.pages == "scarce"), stats
+        check_rows(fleet, 7)
 
 
 @pytest.fixture(scope="module")

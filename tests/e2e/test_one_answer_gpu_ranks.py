@@ -19,7 +19,7 @@ import pytest
 import torch
 from tests.checkpoints import make_checkpoint
 from tests.e2e.conftest import DEMO
-from tests.e2e.test_one_answer import requests, run_alone, run_mixed
+from tests.e2e.test_one_answer import check_rows, requests, run_alone, run_mixed
 from tests.e2e.test_one_answer_gpu import MODELS
 from tests.fleet import Fleet, ProcessPool, start_fleet
 
@@ -114,6 +114,7 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_ranks: 
         assert run_mixed(fleet, "mixed", spread) == expected
         assert run_alone(fleet, "again", "c", last) == expected["c"]
         assert fleet.call("stats")[last]["prefix_hit_tokens"] > 0
+        check_rows(fleet, 6)
         if case.exchange == "nvlink" and not case.eager:
             # Requests that score their prompt are launched one by one; decoding never is.
             assert all(each["num_replayed"] > each["num_eager"] for each in fleet.call("graphs")), fleet.call("graphs")

@@ -23,6 +23,7 @@ from tests.fleet import Client
 
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine import device_sampler, graph_runner, topology
 from moeyard_worker.engine import worker as worker_module
@@ -162,8 +163,10 @@ def config(model: Path, *, ranks: int, exchange: str, deep: int = 2, eager: bool
 class Fleet:
     """Its ranks, and a client of all."""
 
-    def __init__(self, house: House, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.house, self.config = house, config
+    def __init__(
+        self, house: House, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, placement: Placement | None
+    ) -> None:
+        self.house, self.config, self.placement = house, config, placement
         monkeypatch.setattr(nvlink, "ops", Turns(config.num_workers))
         epoch = secrets.randbits(31)
         self.workers = [self.make(rank, epoch) for rank in range(config.num_workers)]
@@ -176,7 +179,10 @@ class Fleet:
 
     def make(self, rank: int, epoch: int) -> Worker:
         gpus = tuple(range(self.config.num_workers))
-        spec = WorkerSpec(config=self.config, rank=rank, epoch=epoch, host="127.0.0.1", version="", peer_gpus=gpus)
+        spec = WorkerSpec(
+            config=self.config, rank=rank, epoch=epoch, host="127.0.0.1", version="", peer_gpus=gpus,
+            placement=self.placement,
+        )  # fmt: skip
         return Worker(spec)
 
     def meet(self) -> None:
@@ -223,15 +229,15 @@ class Fleet:
             worker.stop()
 
 
-Starter = Callable[[EngineConfig], Fleet]
+Starter = Callable[..., Fleet]
 
 
 @pytest.fixture
 def start(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starter]:
     fleets: list[Fleet] = []
 
-    def one(config: EngineConfig) -> Fleet:
-        fleets.append(Fleet(house, config, monkeypatch))
+    def one(config: EngineConfig, placement: Placement | None = None) -> Fleet:
+        fleets.append(Fleet(house, config, monkeypatch, placement))
         return fleets[-1]
 
     yield one

@@ -5,9 +5,10 @@ on tensors without storage that say they are on a GPU; launches stop after ptxas
 if not given) are reported, a line of JSON each: op, shape, kernel, bytes of shared memory, bytes of stack of a thread,
 whether it is launched early, whether its weight is called static, whether it waits before it reads memory (see
 `moeyard_kernels.common.dependent`) and lets the next launch begin only behind that, how rows are dealt out to threads
-where they are summed, whether ptxas makes the steps of its products wait for each other, and a digest of the PTX, by
-which an edit that should change no code shows that it did not. Those launched early, static, with a tail or with rows
-of another width count as others.
+where they are summed, whether ptxas makes the steps of its products wait for each other, the kinds of atomics in its
+machine code (RED returns nothing, so that nobody waits for it), and a digest of the PTX, by which an edit that should
+change no code shows that it did not. Those launched early, static, with a tail, with counts or with rows of another
+width count as others.
 """
 
 import hashlib
@@ -98,6 +99,17 @@ def serialized(ptx: str) -> bool:
     return "(C751" in said.stdout + said.stderr
 
 
+def atomics(ptx: str, cubin: bytes) -> list[str]:
+    """Which atomics ptxas made for global memory, ATOM and ATOMG that give back what was there, and RED and REDG."""
+    if not re.search(r"\b(atom|red)\.", ptx):
+        return []
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        code = subprocess.run([CUOBJDUMP, "--dump-sass", file.name], check=True, capture_output=True, text=True).stdout
+    return sorted(set(re.findall(r"\b(ATOMG?|REDG?)\.", code)))
+
+
 def waits(ptx: str) -> bool:
     """Whether the kernel waits for the launches before it ahead of all it reads from global memory.
 
@@ -166,7 +178,7 @@ def main() -> None:
     def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         # What may happen ahead of the wait depends on these, and where the parts of a tile lie; or they are operands.
         variant = (bool(kwargs.get("TAIL")), kwargs.get("BD"), kwargs.get("GATED"), kwargs.get("LEFT"))
-        variant += ("KEYS" in kwargs and kwargs["AHEAD"], bool(kwargs.get("ROWS")))
+        variant += ("KEYS" in kwargs and kwargs["AHEAD"], bool(kwargs.get("ROWS")), bool(kwargs.get("HAS_COUNTS")))
         kind = (self.__name__, kwargs.get("launch_pdl", False), kwargs.get("STATIC"), variant)
         if count[kind] >= most:
             return
@@ -188,7 +200,7 @@ def main() -> None:
                     run(static_tables=False)
                 elif case.op in ("gdn_step", "kda_step"):
                     run(static_state=True, config=TwoLaunches(BV=16, num_warps=1, EARLY=True))
-            for name, early, static, _, kernel in built:
+            for name, early, static, variant, kernel in built:
                 line = {"op": case.op, "shape": case.shape, "kernel": name, "shared": kernel.metadata.shared}
                 line |= {"stack": stack_bytes(kernel.asm["cubin"]), "ptx": digest(kernel.asm["ptx"])}
                 line |= {"early": early, "static": bool(static), "waits": waits(kernel.asm["ptx"])}
@@ -197,6 +209,7 @@ def main() -> None:
                     "always_waits": always_waits(kernel.asm["ptx"]),
                 }
                 line |= {"row_sums": row_sums(kernel.asm["ttgir"]), "serialized": serialized(kernel.asm["ptx"])}
+                line |= {"counts": variant[-1], "atomics": atomics(kernel.asm["ptx"], kernel.asm["cubin"])}
                 print(json.dumps(line), flush=True)
             built.clear()
 

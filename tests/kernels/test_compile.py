@@ -70,6 +70,12 @@ def test_no_product_waits_for_each_of_its_steps(built: list[dict]) -> None:
     assert [line["kernel"] for line in built if line["serialized"]] == []
 
 
+def test_nobody_waits_for_what_a_gate_counts(built: list[dict]) -> None:
+    """Additions whose result nobody reads: as RED they are on their way when the next instruction is issued."""
+    gates = {line["counts"]: line["atomics"] for line in built if line["kernel"] == "_topk_gate_kernel"}
+    assert gates in ({False: [], True: ["REDG"]}, {False: [], True: ["RED"]})
+
+
 def test_launches_complete_in_order(built: list[dict]) -> None:
     """Who lets the next begin before it has waited itself has to wait in every program, and so has the next.
 

@@ -53,7 +53,7 @@ CASES: tuple[tuple[str, Callable, dict[str, torch.Tensor], dict], ...] = (
     (
         "topk_gate",
         ops.topk_gate,
-        {"logits": floats(2, 8), "bias": floats(8)},
+        {"logits": floats(2, 8), "bias": floats(8), "counts": torch.zeros(8).long(), "entries": torch.zeros(2).long()},
         {"top_k": 2, "scoring": "sigmoid", "renormalize": True},
     ),
     (

@@ -1,5 +1,7 @@
 """The gates against the Hugging Face routers of the four families."""
 
+from functools import partial
+
 import pytest
 import torch
 from tests.kernels.graphs import assert_replays
@@ -10,10 +12,12 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from moeyard_kernels import ops
+from moeyard_kernels.bench.timing import capture
 from moeyard_kernels.experts import topk_gate as triton_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN = 32
+LONG = partial(torch.zeros, dtype=torch.int64)
 
 
 def check(router: torch.nn.Module, **gate: object) -> None:
@@ -189,6 +193,65 @@ def test_bf16_logits_are_those_values(name: str) -> None:
         assert torch.equal(ids, wanted_ids)
 
 
+def chosen_by(ids: torch.Tensor, entries: list[int], num_experts: int) -> torch.Tensor:
+    """[E] by hand: how many rows with a place have each expert among their ids."""
+    counts = [0] * num_experts
+    for row, entry in zip(ids.tolist(), entries, strict=True):
+        for expert in row if entry >= 0 else ():
+            counts[expert] += 1
+    return torch.tensor(counts)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_counts_are_of_real_rows_and_change_no_bit(name: str) -> None:
+    """Two rows of padding, three rows that choose alike, twice into the same counts; place 0 is a place."""
+    num_experts, gate = GATES[name]
+    if gate["scoring"] == "sigmoid":
+        gate = {**gate, "bias": torch.randn(num_experts) * 0.2}
+    logits, entries = torch.randn(7, num_experts) * 3, [5, 0, -1, 700, 64, 65, -1]
+    logits[4:6] = logits[3]
+    for run, device in ((run_kernel, DEVICE), (ops.topk_gate, "cpu")):
+        counts, places = torch.zeros(num_experts, dtype=torch.int64, device=device), torch.tensor(entries)
+        weights, ids = run(logits, **gate)
+        wanted = chosen_by(ids, entries, num_experts)
+        assert wanted.max() >= 3
+        for times in (1, 2):
+            counted = run(logits, **gate, counts=counts, entries=places)
+            assert torch.equal(counted[0], weights)
+            assert torch.equal(counted[1], ids)
+            assert torch.equal(counts.cpu(), times * wanted)
+        run(logits, **gate, counts=counts, entries=torch.full((7,), -1))
+        run(logits[:0], **gate, counts=counts, entries=places[:0])
+        assert torch.equal(counts.cpu(), 2 * wanted)
+
+
+def test_entries_may_begin_anywhere() -> None:
+    """A plan's are behind the numbers that its other parts have; as are the rows of a wider product."""
+    num_experts, gate = GATES["qwen3"]
+    logits, behind = torch.randn(4, num_experts + 1)[:, :num_experts], torch.tensor([-1, 3, -1, 9, 2])
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=DEVICE)
+    on_device = behind.to(DEVICE)
+    _, ids = triton_kernel.topk_gate(logits.to(DEVICE), **gate, counts=counts, entries=on_device[1:])
+    assert torch.equal(counts.cpu(), chosen_by(ids.cpu(), behind[1:].tolist(), num_experts))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("num_tokens", [1, 8, 500])
+def test_a_graph_counts_in_every_replay(num_tokens: int) -> None:
+    logits, counts = torch.randn(num_tokens, 128, device=DEVICE), torch.zeros(128, dtype=torch.int64, device=DEVICE)
+    entries, gate = torch.arange(num_tokens, device=DEVICE), GATES["qwen3"][1]
+    results = []
+    graph = capture(lambda: results.append(ops.topk_gate(logits, **gate, counts=counts, entries=entries)))
+    counts.zero_()
+    wanted = torch.zeros(128, dtype=torch.int64)
+    for replay in range(5):
+        logits.normal_()
+        entries.copy_(torch.arange(num_tokens) - replay % 2)
+        graph.replay()
+        wanted += chosen_by(results[-1][1].cpu(), entries.tolist(), 128)
+        assert torch.equal(counts.cpu(), wanted)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
 @pytest.mark.parametrize("num_tokens", [1, 65])
 def test_a_graph_replays_it(num_tokens: int) -> None:
@@ -211,6 +274,11 @@ def test_bad_arguments_are_named() -> None:
         ({"top_k": 9}, "top_k 9 of 8 experts"),
         ({"scoring": "tanh"}, "scoring 'tanh' is neither"),
         ({"bias": torch.zeros(7)}, r"bias must be fp32 \[8\], got float32 \[7\]"),
+        ({"counts": LONG(8)}, "counts and entries come together"),
+        ({"counts": LONG(7), "entries": LONG(2)}, r"counts must be contiguous int64 \[8\], got int64 \[7\]"),
+        ({"counts": LONG(8).int(), "entries": LONG(2)}, r"counts must be contiguous int64 \[8\], got int32 \[8\]"),
+        ({"counts": LONG(8), "entries": LONG(3)}, r"entries must be contiguous int64 \[2\], got int64 \[3\]"),
+        ({"counts": LONG(8), "entries": LONG(4)[::2]}, r"entries must be contiguous int64 \[2\], got int64 \[2\]"),
         ({"num_groups": 3}, "8 experts in 3 groups"),
         ({"num_groups": 4, "topk_groups": 5}, "topk_groups 5 of 4 groups"),
         ({"num_groups": 8, "topk_groups": 1}, "top_k 2 exceeds 1 groups of 1"),

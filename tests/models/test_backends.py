@@ -134,7 +134,8 @@ def test_a_shared_experts_gate_beside_the_choice(num_experts: int, weight_dtype:
     found = {}
     for backend in (CudaBackend(page_size=PAGE_SIZE, device=DEVICE), CpuBackend(page_size=PAGE_SIZE)):
         on = [t.to(backend.device) for t in (weight, norm, shared, x)]
-        plan: Any = SimpleNamespace(num_rows=5, num_tokens=5)
+        entries = torch.tensor([3, -1, 0, 7, 8], device=backend.device)
+        plan: Any = SimpleNamespace(num_rows=5, num_tokens=5, entries=entries)
         gates = [backend.gate(on[0], None, rule, norm=on[1], eps=1e-6, shared_gate=gate) for gate in (on[2], None)]
         (weights, ids, logits), alone = (gate.choose(on[3], plan) for gate in gates)
         assert torch.equal(ids, alone[1])
@@ -143,6 +144,12 @@ def test_a_shared_experts_gate_beside_the_choice(num_experts: int, weight_dtype:
         assert logits is not None
         assert logits.shape == (5,)
         found[backend] = weights.cpu(), ids.cpu(), logits.float().cpu()
+        if backend.choices is not None:
+            # What lies behind the experts' logits is none of them, and row 1 is padding.
+            rows = torch.bincount(ids[[0, 2, 3, 4]].flatten().cpu(), minlength=num_experts).tolist()
+            while (counted := backend.choices.read()) is None:
+                torch.cuda.synchronize()
+            assert counted == [rows, rows]
         empty: Any = SimpleNamespace(num_rows=0, num_tokens=0)
         assert gates[0].choose(on[3][:0], empty)[2] is None
     ours, theirs = found.values()

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.browser import Browser, find_browser
 
+from moeyard_router.fleet.loads import rows_of_ranks
 from moeyard_worker.protocol import ExpertLoads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -240,6 +241,54 @@ def test_experts_are_asked_only_when_somebody_looks(start: Any, wait_for: Callab
     assert service.client.get("/v1/fleet/experts").json()["ranks"] == answer["ranks"]
 
 
+def chosen(rank: int, experts: tuple[int, ...], *numbers: int, held: tuple[int, ...] = ()) -> ExpertLoads:
+    """Of a rank on a GPU: how many of its rows chose each of four experts in two layers."""
+    return ExpertLoads(rank=rank, layers=(1, 2), experts=experts, chosen=numbers, held=held)
+
+
+def test_what_rows_chose_is_of_the_rank_that_has_the_expert(
+    start: Any, wait_for: Callable[..., float], browser_or_none: Browser | None
+) -> None:
+    """Added up over ranks, as many as on a CPU the experts have computed; the page draws it the same."""
+    service = start(2)
+    tell(service, wait_for)
+    service.workers[0].loads = chosen(0, (0, 1), 5, 0, 1, 2, 7, 8, 0, 1)
+    service.workers[1].loads = chosen(1, (2, 3), 10, 20, 30, 40, 0, 0, 50, 60)
+    ranks = service.client.get("/v1/fleet/experts").json()["ranks"]
+    assert ranks == [
+        {"rank": 0, "layers": [1, 2], "experts": [0, 1], "rows": [[15, 20], [7, 8]]},
+        {"rank": 1, "layers": [1, 2], "experts": [2, 3], "rows": [[31, 42], [50, 61]]},
+    ]
+    if browser_or_none is None:
+        return
+    page = browser_or_none.page(service.url, width=1280, height=900)
+    page.call("Emulation.setFocusEmulationEnabled", enabled=True)
+    page.wait("document.querySelector('#state').textContent === 'ready'")
+    page.run("document.querySelector('input[name=span][value=start]').click()")
+    page.run("document.querySelector('#experts').scrollIntoView({behavior: 'instant'})")
+    page.wait("!document.querySelector('#heat-body').hidden")
+    page.run("document.querySelector('#heat-map').focus()")
+    for key in ("ArrowDown", "ArrowRight"):
+        page.call("Input.dispatchKeyEvent", type="keyDown", key=key)
+    assert page.run("document.querySelector('#heat-cell').textContent").startswith(
+        "Layer 1, expert 1 on rank 0: 20 rows"
+    )
+    page.close()
+
+
+def test_rows_of_an_expert_that_layers_have_elsewhere_or_twice() -> None:
+    """Rank 0 has expert 2 in layer 1 only, where rank 1 has a copy; one rank has told nothing."""
+    first = chosen(0, (0, 1, 2), 4, 0, 5, 2, 1, 1, 1, 1, held=(1, 1, 1, 1, 1, 0))
+    second = chosen(1, (2, 3), 0, 0, 10, 0, 0, 2, 3, 4)
+    found = rows_of_ranks([first, second, ExpertLoads(rank=2, layers=(1, 2), experts=(0,))])
+    assert found == [[[4, 0, 8], [1, 3, 0]], [[7, 2], [4, 5]], []]
+    assert sum(sum(map(sum, rows)) for rows in found) == sum(first.chosen) + sum(second.chosen)
+    # A rank that is silent takes with it what its rows chose, and its experts.
+    assert rows_of_ranks([second]) == [[[10, 0], [3, 4]]]
+    assert rows_of_ranks([]) == []
+    assert rows_of_ranks([chosen(0, ()), chosen(1, (), *range(8))]) == [[], []]
+
+
 def test_a_silent_rank_is_left_out_of_the_experts(start: Any, wait_for: Callable[..., float]) -> None:
     service = start(2)
     tell(service, wait_for)
@@ -248,13 +297,21 @@ def test_a_silent_rank_is_left_out_of_the_experts(start: Any, wait_for: Callable
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser_or_none() -> Iterator[Browser | None]:
     program = find_browser()
     if program is None:
-        pytest.skip("no Chromium on PATH")
+        yield None
+        return
     browser = Browser(program)
     yield browser
     browser.close()
+
+
+@pytest.fixture
+def browser(browser_or_none: Browser | None) -> Browser:
+    if browser_or_none is None:
+        pytest.skip("no Chromium on PATH")
+    return browser_or_none
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, True)], ids=["390-light", "1280-dark"])

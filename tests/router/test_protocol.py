@@ -85,6 +85,9 @@ def instances(cls):
     if cls is ExpertLoads:  # rows are [layers, experts]
         kwargs |= {"layers": st.just((1, 2)), "experts": st.just((4, 7))}
         kwargs["rows"] = st.just(()) | st.tuples(ints, ints, ints, ints)
+        kwargs["chosen"] = st.just(()) | st.lists(ints, min_size=16, max_size=16).map(tuple)
+        flags = st.integers(0, 1)
+        kwargs["held"] = st.just(()) | st.tuples(flags, flags, flags, flags)
     return st.builds(cls, **kwargs)
 
 
@@ -206,7 +209,21 @@ def test_a_batch_of_the_wrong_shape():
             decode(msgpack.packb({**body, "rows": {**body["rows"], **damage}}))
 
 
-def test_expert_loads_have_a_number_for_every_expert_or_none():
-    message = ExpertLoads(rank=0, layers=(1, 2), experts=(0, 1, 2, 3), rows=(1,) * 7)
-    with pytest.raises(ProtocolError, match=r"expert_loads\.rows: 7 numbers for 2 layers of 4 experts"):
-        decode(encode(message))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": (1,) * 7}, r"rows: 7 numbers for 2 layers of 4 experts"),
+        ({"held": (1,) * 9}, r"held: 9 numbers for 2 layers of 4 experts"),
+        ({"held": (1, 0, 2, 1) * 2}, r"held: an expert is the rank's, 1, or elsewhere, 0"),
+        ({"chosen": (1,) * 9}, r"chosen: 9 numbers for 2 layers"),
+        ({"chosen": (1,), "layers": (), "experts": (), "held": ()}, r"chosen: 1 numbers for 0 layers"),
+        ({"chosen": (1,) * 6}, r"experts: some are none of the 3 that chosen has in a layer"),
+        ({"chosen": (1,) * 8, "experts": (-1, 0, 1, 2)}, r"experts: some are none of the 4 that chosen has in a layer"),
+    ],
+    ids=str,
+)
+def test_expert_loads_have_a_number_for_every_expert_or_none(changes, message):
+    sound = {"rank": 0, "layers": (1, 2), "experts": (0, 1, 2, 3), "chosen": (7,) * 12, "held": (1, 0, 0, 1) * 2}
+    assert decode(encode(ExpertLoads(**sound))) == ExpertLoads(**sound)
+    with pytest.raises(ProtocolError, match=rf"expert_loads\.{message}"):
+        decode(encode(ExpertLoads(**sound | changes)))

@@ -215,10 +215,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """The `Tokens` of several requests, as a step yields them: one frame and one check of types for all its rows.
-
-    There is at least one row.
-    """
+    """The `Tokens` of one request or more, as a step yields them: one frame and one check of types for all its rows."""
 
     type: ClassVar[str] = "token_batch"
     rows: tuple[Tokens, ...]
@@ -300,18 +297,21 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoads:
-    """Rows that each expert of a rank has computed since the start: `rows` is [layer, expert], row by row.
+    """What experts have computed since the start, by layer. `layers` are the MoE layers in order, `experts` the global
+    ids that are the rank's in any of them, ascending.
 
-    `layers` are the MoE layers in order, `experts` the global ids that are the rank's in any of them, ascending; of
-    those that are elsewhere in a layer it has computed none. `rows` is empty where the host does not know it: a GPU
-    counts no rows for the host.
+    `rows` [layer, expert] are those that each of these has computed, where the host knows. A GPU counts what the rank's
+    own rows choose instead, `chosen` [layer, every expert there is]. Then `held` [layer, expert] is 1 where an expert
+    is the rank's in that layer and 0 where it is elsewhere; empty if `experts` are the rank's in every layer.
     """
 
     type: ClassVar[str] = "expert_loads"
     rank: int
     layers: tuple[int, ...]
     experts: tuple[int, ...]
-    rows: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+    chosen: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
 
 
 Message = Union[  # noqa: UP007 - get_args needs the union object

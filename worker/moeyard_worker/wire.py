@@ -39,7 +39,7 @@ from moeyard_worker.protocol import (
     Tokens,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 # UTF-8 bytes of a request's name; a router's are "chatcmpl-", 32 digits and the number of the choice.
 MAX_NAME_BYTES = 256
 # The most entries of a request's `logit_bias` and `stop_token_ids` together (a router takes 1024 of each).
@@ -131,7 +131,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, SamplingParams | Grammar | KvCompression):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
-        return [_plain(v) for v in value]
+        # Numbers, of which there may be tens of thousands, are what they are.
+        return value if value and type(value[0]) is int else [_plain(v) for v in value]
     return value
 
 
@@ -285,6 +286,23 @@ def _check_values(message: Any, where: str) -> None:
         raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs, at most {MAX_PROMPT_LOGPROBS} at once")
     if isinstance(message, Tokens) and message.logprobs and len(message.logprobs) != len(message.token_ids):
         raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs for {len(message.token_ids)} tokens")
-    if isinstance(message, ExpertLoads) and len(message.rows) not in (0, len(message.layers) * len(message.experts)):
-        shape = f"{len(message.layers)} layers of {len(message.experts)} experts"
-        raise ProtocolError(f"{where}.rows: {len(message.rows)} numbers for {shape}")
+    if isinstance(message, ExpertLoads):
+        _check_loads(message, where)
+
+
+def _check_loads(message: ExpertLoads, where: str) -> None:
+    num_layers, num_experts = len(message.layers), len(message.experts)
+    for name, numbers in (("rows", message.rows), ("held", message.held)):
+        if len(numbers) not in (0, num_layers * num_experts):
+            raise ProtocolError(
+                f"{where}.{name}: {len(numbers)} numbers for {num_layers} layers of {num_experts} experts"
+            )
+    if not set(message.held) <= {0, 1}:
+        raise ProtocolError(f"{where}.held: an expert is the rank's, 1, or elsewhere, 0")
+    if not message.chosen:
+        return
+    width, rest = divmod(len(message.chosen), max(1, num_layers))
+    if rest or not num_layers:
+        raise ProtocolError(f"{where}.chosen: {len(message.chosen)} numbers for {num_layers} layers")
+    if any(not 0 <= expert < width for expert in message.experts):
+        raise ProtocolError(f"{where}.experts: some are none of the {width} that chosen has in a layer")

@@ -23,19 +23,27 @@ _GATES: tuple[tuple[str, int, Mapping[str, Any]], ...] = (
     ),
     ("Qwen3 softmax", 128, MappingProxyType({"scoring": "softmax", "renormalize": True})),
 )
+_CHAIN = "torch scores, topk, gather, divide"
+# Rows beside which the counting of choices is measured: single tokens, a full decode step, a prompt.
+_COUNTED_ROWS = (1, 8, 64, 8192)
 
 
 def cases() -> Iterator[Case]:
-    """Three gates at the issue's 64 tokens, at one token and at a prompt's 4096."""
+    """Three gates at the issue's 64 tokens, at one token and at a prompt's 4096; two that count what is chosen."""
     for num_tokens in (64, 1, 4096):
         for name, num_experts, options in _GATES:
             yield _case(num_tokens, num_experts, name, options)
+    for num_tokens in _COUNTED_ROWS:
+        for name, num_experts, options in _GATES[1:]:
+            yield _case(num_tokens, num_experts, name, options, counted=True)
 
 
-def _case(num_tokens: int, num_experts: int, name: str, options: Mapping[str, Any]) -> Case:
+def _case(num_tokens: int, num_experts: int, name: str, options: Mapping[str, Any], *, counted: bool = False) -> Case:
     logits = torch.randn(num_tokens, num_experts, device="cuda")
     bias = torch.randn(num_experts, device="cuda") * 0.1 if options["scoring"] == "sigmoid" else None
     choose: partial[Any] = partial(ops.topk_gate, top_k=8, bias=bias, **options)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device="cuda")
+    entries = torch.arange(num_tokens, device="cuda")
 
     def prove() -> None:
         weights, ids = choose(logits)
@@ -46,20 +54,26 @@ def _case(num_tokens: int, num_experts: int, name: str, options: Mapping[str, An
         assert torch.allclose(weights.cpu(), wanted, rtol=1e-6, atol=0), "weights are not the reference's"
         for t in {0, num_tokens - 1}:
             assert_bits("row alone", choose(logits[t : t + 1].clone()), (weights[t : t + 1], ids[t : t + 1]))
+        if counted:
+            chosen, real = torch.zeros_like(counts), torch.where(entries % 3 == 1, -1, entries)
+            assert_bits("beside counts", choose(logits, counts=chosen, entries=real), (weights, ids))
+            assert_bits("counts", chosen, torch.bincount(ids[real >= 0].flatten(), minlength=num_experts))
 
+    if counted:
+        baseline, baseline_name = partial(choose, logits), "without counts"
+    elif bias is None:
+        baseline, baseline_name = partial(_softmax_chain, logits), _CHAIN
+    else:
+        baseline, baseline_name = partial(_sigmoid_chain, logits, bias, grouped="num_groups" in options), _CHAIN
     return Case(
         op="topk_gate",
-        shape=f"T{num_tokens} E{num_experts} K8 {name}",
-        run=partial(choose, logits),
+        shape=f"T{num_tokens} E{num_experts} K8 {name}{', counted' if counted else ''}",
+        run=partial(choose, logits, counts=counts, entries=entries) if counted else partial(choose, logits),
         prove=prove,
         num_bytes=num_tokens * (4 * num_experts + 8 * 12),
-        target=Target("us", 6) if num_tokens == 64 else None,
-        baseline=(
-            partial(_softmax_chain, logits)
-            if bias is None
-            else partial(_sigmoid_chain, logits, bias, grouped="num_groups" in options)
-        ),
-        baseline_name="torch scores, topk, gather, divide",
+        target=Target("us", 6) if num_tokens == 64 and not counted else None,
+        baseline=baseline,
+        baseline_name=baseline_name,
         early=False,
     )
 

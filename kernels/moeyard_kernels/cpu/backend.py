@@ -61,6 +61,7 @@ class CpuBackend:
     silu_mul = staticmethod(silu_mul)
     expert_slots = staticmethod(CpuExpertSlots)
     stream_slots = STREAM_SLOTS
+    choices = None
 
     def __init__(self, *, page_size: int) -> None:
         if page_size < 1 or BLOCK % page_size:

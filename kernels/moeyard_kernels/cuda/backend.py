@@ -12,6 +12,7 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
+from moeyard_kernels.cuda.choices import CudaChoices
 from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.cuda.footprint import STREAM_SLOTS
 from moeyard_kernels.cuda.linear_attention import CudaGdn, CudaKda
@@ -36,9 +37,10 @@ class CudaGate:
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
-        shared_gate: torch.Tensor | None = None,
+        choices: CudaChoices, shared_gate: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self._norm, self._eps = norm, eps
+        self._choices, self._counts = choices, choices.of_gate(weight.shape[0], weight.device)
         self._num_experts, self._gated = weight.shape[0], shared_gate is not None
         self._fp32_logits = weight.dtype == torch.float32
         if shared_gate is not None:
@@ -61,9 +63,10 @@ class CudaGate:
             return *no_choice(x, self._top_k), None
         out_dtype = torch.float32 if self._fp32_logits else None
         logits = ops.linear(x.to(self._weight.dtype), self._weight, static_weight=True, out_dtype=out_dtype)
+        counted = {"counts": self._counts, "entries": plan.entries} if self._choices.on else {}
         if not self._gated:
-            return *ops.topk_gate(logits, **self._arguments), None
-        weights, ids = ops.topk_gate(logits[:, : self._num_experts], **self._arguments)
+            return *ops.topk_gate(logits, **self._arguments, **counted), None
+        weights, ids = ops.topk_gate(logits[:, : self._num_experts], **self._arguments, **counted)
         return weights, ids, logits[:, self._num_experts]
 
 
@@ -86,6 +89,7 @@ class CudaBackend:
         # keeps state in slots.
         self.windows: set[int | None] = set()
         self.flat = self.slots = False
+        self.choices = CudaChoices()
         self._attention: list[CudaGqa | CudaMla] = []
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
@@ -144,7 +148,7 @@ class CudaBackend:
 
     def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, **arguments: Any) -> CudaGate:
         """See `Backend.gate`."""
-        return CudaGate(weight, bias, rule, **arguments)
+        return CudaGate(weight, bias, rule, choices=self.choices, **arguments)
 
     def beside(self, run: Callable[[], torch.Tensor], plan: CudaPlan) -> Callable[[], torch.Tensor]:
         """See `Backend.beside`: on a stream of its own, where rows are so few that launches leave much of a GPU idle.

@@ -19,6 +19,8 @@ def topk_gate(
     topk_groups: int = 1,
     group_score: Literal["max", "top2sum"] = "max",
     scaling: float = 1.0,
+    counts: torch.Tensor | None = None,
+    entries: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts for logits [T, E], fp32 or bf16 -> (weights [T, K] fp32, ids [T, K] int64), by falling score.
 
@@ -28,6 +30,9 @@ def topk_gate(
     `topk_groups` best of `num_groups` groups of consecutive experts, a group counting as its best score or the sum of
     its two best. Weights are the unbiased scores, divided by their sum (+ 1e-20 for sigmoid) if `renormalize`, times
     `scaling`. Outside the chosen groups a score is -inf (sigmoid) or 0 (softmax) for the choice, as in transformers.
+
+    counts [E] and entries [T], both int64 or neither: each row whose entry is not negative adds one to counts of each
+    expert that it has chosen. Weights and ids are the same bits.
     """
     if logits.dim() != 2 or logits.dtype not in FLOATS:
         raise ValueError(f"topk_gate: logits must be fp32 or bf16 [T, E], got {show(logits)}")
@@ -40,7 +45,12 @@ def topk_gate(
         raise ValueError(f"topk_gate: bias must be fp32 [{num_experts}], got {show(bias)}")
     if num_groups != 1 or topk_groups != 1:
         check_groups(num_experts, top_k, num_groups, topk_groups, group_score)
-    check_devices("topk_gate", logits=logits, bias=bias)
+    if (counts is None) != (entries is None):
+        raise ValueError("topk_gate: counts and entries come together")
+    for name, x, size in (("counts", counts, num_experts), ("entries", entries, logits.shape[0])):
+        if x is not None and (x.dtype != torch.int64 or x.shape != (size,) or not x.is_contiguous()):
+            raise ValueError(f"topk_gate: {name} must be contiguous int64 [{size}], got {show(x)}")
+    check_devices("topk_gate", logits=logits, bias=bias, counts=counts, entries=entries)
     return kernel("experts.topk_gate", logits).topk_gate(
         logits,
         top_k=top_k,
@@ -51,4 +61,6 @@ def topk_gate(
         topk_groups=topk_groups,
         group_score=group_score,
         scaling=scaling,
+        counts=counts,
+        entries=entries,
     )

@@ -52,10 +52,11 @@ def _kept_groups(b_choice, m_e, BG: tl.constexpr, BS: tl.constexpr, TOPK_GROUPS:
     return tl.sum(m_better.to(tl.int32), 1) < TOPK_GROUPS
 
 
-@triton.jit
+# A plan's entries begin wherever those of its parts before them end.
+@triton.jit(do_not_specialize_on_alignment=["p_entries"])
 def _topk_gate_kernel(
-    p_logits, p_bias, p_weights, p_ids, stride, SIZE, scaling,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    p_logits, p_bias, p_weights, p_ids, p_counts, p_entries, stride, SIZE, scaling,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_COUNTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2SUM: tl.constexpr,
     BG: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -68,6 +69,8 @@ def _topk_gate_kernel(
     m_e = (o_g < NUM_GROUPS)[:, None] & (o_s < SIZE)[None, :]
     p_logits += i_t * stride
     b_x = tl.load(p_logits + o_e, mask=m_e, other=0.0).to(tl.float32)
+    if HAS_COUNTS:
+        i_entry = tl.load(p_entries + i_t)
     b_max, b_sum = 0.0, 1.0
     if SOFTMAX:
         b_max = tl.max(tl.max(tl.where(m_e, b_x, float("-inf")), 1), 0)
@@ -89,6 +92,10 @@ def _topk_gate_kernel(
         b_key = tl.where(o_flat == i_top, _LEAST, b_key)
         b_ids = tl.where(o_k == k, i_top, b_ids)
     m_k = o_k < K
+    if HAS_COUNTS:
+        # Nobody reads what was there before, so these are reductions that no warp waits for, on their way while the
+        # weights are computed. Integers: in whatever order they come, the sums are the same.
+        tl.atomic_add(p_counts + b_ids, tl.full([BK], 1, tl.int64), mask=m_k & (i_entry >= 0), sem="relaxed")
     b_chosen = tl.load(p_logits + b_ids, mask=m_k, other=0.0).to(tl.float32)
     b_weight = tl.where(m_k, _scores(b_chosen, b_max, b_sum, SOFTMAX), 0.0)
     if RENORMALIZE:
@@ -111,6 +118,8 @@ def topk_gate(
     topk_groups: int = 1,
     group_score: str = "max",
     scaling: float = 1.0,
+    counts: torch.Tensor | None = None,
+    entries: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.topk_gate`. Raises ValueError for rows that are not contiguous or exceed its grid."""
     check_rows("topk_gate", logits=logits, bias=bias)
@@ -128,6 +137,8 @@ def topk_gate(
             logits if bias is None else bias,
             weights,
             ids,
+            counts,
+            entries,
             logits.stride(0),
             size,
             float(scaling),
@@ -135,6 +146,7 @@ def topk_gate(
             SOFTMAX=scoring == "softmax",
             RENORMALIZE=renormalize,
             HAS_BIAS=bias is not None,
+            HAS_COUNTS=counts is not None,
             NUM_GROUPS=num_groups,
             TOPK_GROUPS=topk_groups,
             TOP2SUM=group_score == "top2sum",

@@ -17,6 +17,8 @@ def topk_gate(
     topk_groups: int = 1,
     group_score: str = "max",
     scaling: float = 1.0,
+    counts: torch.Tensor | None = None,
+    entries: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.topk_gate`."""
     logits = logits.float().contiguous()
@@ -27,6 +29,8 @@ def topk_gate(
             choice, num_groups, topk_groups, group_score, float("-inf") if scoring == "sigmoid" else 0.0
         )
     ids = _largest(choice, top_k)
+    if counts is not None and entries is not None:
+        counts += torch.bincount(ids[entries >= 0].flatten(), minlength=counts.shape[0])
     weights = scores.gather(1, ids)
     if renormalize:
         total = weights.sum(-1, keepdim=True)

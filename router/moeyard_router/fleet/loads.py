@@ -1,15 +1,59 @@
-"""Rows per expert, asked of the workers when somebody looks, and at most once a second however many do."""
+"""Rows per expert, asked of the workers when somebody looks, and at most once a second however many do.
+
+A rank on a CPU tells what its own experts have computed, one on a GPU what its own rows have chosen of all experts.
+"""
 
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import compress, repeat, zip_longest
 
 from moeyard_router.fleet.link import WorkerLink
 from moeyard_worker.protocol import ExpertLoads, Inspect, Message
 
 _FRESH_SECONDS = 1.0
 _ANSWER_SECONDS = 1.0
+
+
+# Of one rank [layer][expert], by the layers and experts that it names.
+LayerRows = list[list[int]]
+
+
+def rows_of_ranks(answers: Sequence[ExpertLoads]) -> list[LayerRows]:
+    """What the experts of each rank have computed, in the order of `answers`; empty of one that has not told.
+
+    What rows have chosen is added up over ranks, and is of the rank that holds the expert. Of one that several hold
+    each is given as many, the first ones what is left over: how rows were dealt between them was not counted.
+    """
+    telling = [each for each in answers if each.chosen]
+    # A fleet has one model, so that all have as many.
+    left = [sum(column) for column in zip_longest(*(each.chosen for each in telling), fillvalue=0)]
+    places = {each.rank: _places(each) for each in telling}
+    holders = Counter[int]()
+    for each in telling:
+        holders.update(compress(places[each.rank], each.held or repeat(1)))
+    alone = all(count == 1 for count in holders.values()) and not any(each.held for each in telling)
+    found = []
+    for each in answers:
+        rows = list(each.rows)
+        if each.chosen and alone:
+            rows = [left[place] for place in places[each.rank]]
+        elif each.chosen:
+            for place, held in zip(places[each.rank], each.held or repeat(1), strict=False):
+                rows.append(-(-left[place] // holders[place]) if held else 0)
+                left[place] -= rows[-1]
+                holders[place] -= held
+        size = max(1, len(each.experts))
+        found.append([rows[start : start + size] for start in range(0, len(rows), size)])
+    return found
+
+
+def _places(loads: ExpertLoads) -> list[int]:
+    """Where `chosen` has each of [layer, expert], its layers one behind the other."""
+    width = len(loads.chosen) // len(loads.layers)
+    return [start + expert for start in range(0, len(loads.chosen), width) for expert in loads.experts]
 
 
 class LoadsReader:

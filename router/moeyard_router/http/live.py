@@ -12,12 +12,12 @@ from moeyard_router.config import RouterConfig
 from moeyard_router.fleet.collector import kv_usage, total
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
+from moeyard_router.fleet.loads import rows_of_ranks
 from moeyard_router.fleet.recent import RECENT
 from moeyard_router.http.merging import merged
 from moeyard_router.http.siblings import Siblings
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import Codec
-from moeyard_worker.protocol import ExpertLoads
 
 _HISTOGRAMS = (
     "time_to_first_token_seconds",
@@ -145,10 +145,8 @@ class LiveView:
     async def experts(self) -> dict[str, Any]:
         """Rows that each expert has computed, per rank: `rows[i]` of layer `layers[i]`, by the expert of `experts`."""
         loads = await self._fleet.loads.read()
-        return {"time": time.time(), "generation": self._fleet.generation, "ranks": [_by_layer(each) for each in loads]}
-
-
-def _by_layer(loads: ExpertLoads) -> dict[str, Any]:
-    size = len(loads.experts)
-    rows = [loads.rows[start : start + size] for start in range(0, len(loads.rows), size)]
-    return {"rank": loads.rank, "layers": loads.layers, "experts": loads.experts, "rows": rows}
+        ranks = [
+            {"rank": each.rank, "layers": each.layers, "experts": each.experts, "rows": rows}
+            for each, rows in zip(loads, rows_of_ranks(loads), strict=True)
+        ]
+        return {"time": time.time(), "generation": self._fleet.generation, "ranks": ranks}

@@ -30,7 +30,7 @@ from moeyard_worker.exchange.base import Exchange, ExchangeError
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.experts.cache import ExpertCache
-from moeyard_worker.protocol import Abort, Hello, Inspect, Message, Rejected, Snapshot, Submit
+from moeyard_worker.protocol import Abort, Hello, Inspect, Message, Rejected, Submit
 from moeyard_worker.scheduling.admission import refusal
 from moeyard_worker.scheduling.request import Constraint
 from moeyard_worker.scheduling.scheduler import Scheduler
@@ -167,8 +167,9 @@ class Engine:
 
     def _block(self) -> None:
         """Wait for a message, a peer or `stop`; check the invariants once when the wait grows long."""
-        ready = dict(self._poller.poll(int(IDLE_CHECK_SECONDS * 1000)))
-        if not ready:
+        # With nothing in flight a device tells in some microseconds what it was asked.
+        ready = dict(self._poller.poll(1 if self._reporter.asked else int(IDLE_CHECK_SECONDS * 1000)))
+        if not ready and not self._reporter.asked:
             self._scheduler.validate()
             self._report(force=self.step != self._reporter.step)
             # A grammar may take too long, which nobody else tells.
@@ -192,9 +193,9 @@ class Engine:
                     self._send(client, done)
             elif isinstance(message, Hello):
                 self._clients.add(client)
-                self._send(client, self._snapshot())
+                self._send(client, self._reporter.snapshot(self.step, self.failure))
             elif isinstance(message, Inspect):
-                self._send(client, self._experts.loads(self.rank))
+                self._reporter.asked.append(client)
             else:
                 self._frontend.refusals.add("message", f"a router sent a {message.type}, which only workers send")
         for each, made in self._grammars.ready(time.monotonic()):
@@ -310,11 +311,10 @@ class Engine:
         log.info("epoch %d begins after step %d", self.epoch, step)
         self._report(force=True)
 
-    def _snapshot(self) -> Snapshot:
-        return self._reporter.snapshot(self.step, self.failure)
-
     def _report(self, *, force: bool) -> None:
-        """Tell every router how this rank is, if it is time to."""
+        """Tell every router how this rank is, if it is time to, and those who asked what its experts compute."""
         if (snapshot := self._reporter.due(self.step, self.failure, force=force)) is not None:
             for client in list(self._clients):
                 self._send(client, snapshot)
+        for client, loads in self._reporter.answers():
+            self._send(client, loads)

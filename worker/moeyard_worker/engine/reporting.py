@@ -5,7 +5,7 @@ import time
 from moeyard_worker.engine.grammar_queue import GrammarQueue
 from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.experts.cache import ExpertCache
-from moeyard_worker.protocol import Snapshot
+from moeyard_worker.protocol import ExpertLoads, Snapshot
 from moeyard_worker.scheduling.scheduler import Scheduler
 
 SNAPSHOT_SECONDS = 0.02  # how often a busy rank reports its load
@@ -14,7 +14,10 @@ PEERS_SECONDS = 1.0
 
 
 class Reporter:
-    """Makes the snapshots of one rank in `epoch`, of `num_ranks`. `step` is that of the last one that was due."""
+    """Makes the snapshots of one rank in `epoch`, of `num_ranks`. `step` is that of the last one that was due.
+
+    `asked`: the clients who wait for the loads of the experts.
+    """
 
     def __init__(
         self,
@@ -29,6 +32,7 @@ class Reporter:
         self.step = 0
         self.epoch = epoch
         self.num_ranks = 1
+        self.asked: list[bytes] = []
         self._rank = rank
         self._scheduler = scheduler
         self._grammars = grammars
@@ -54,6 +58,14 @@ class Reporter:
         self._load, self._reported_at, self.step = load, now, step
         self._metrics.observe_load(scheduler)
         return self.snapshot(step, failure)
+
+    def answers(self) -> list[tuple[bytes, ExpertLoads]]:
+        """What those who asked are told, as soon as it is known: a device tells it behind the steps in flight."""
+        loads = self._experts.loads(self._rank) if self.asked else None
+        if loads is None:
+            return []
+        clients, self.asked = self.asked, []
+        return [(client, loads) for client in clients]
 
     def snapshot(self, step: int, failure: str | None) -> Snapshot:
         """How the rank is now, in step `step`; `failure` is why it does not step."""

@@ -112,6 +112,8 @@ class Runner:
             again = Chunk(key=(b"", ""), start=0, token_ids=ids, pages=ids, state_slot=0, prompt=False, num_sampled=1)
             self.exchange.expect(PeerRows(rows))
             self.forward(Step(decode=(again,)))
+        if self.backend.choices is not None:
+            self.backend.choices.clear()
 
     def rows_of(self, step: Step) -> int:
         """See `StepRunner.rows_of`."""

@@ -57,7 +57,7 @@ class ExpertCache:
         self._owned = of_layers(experts, len(layers))
         self._counting = Counting(self._layers, self._owned)
         self.stats = self._counting.stats
-        self._policy_name, self._num_streams = policy, backend.stream_slots
+        self._policy_name, self._num_streams, self._choices = policy, backend.stream_slots, backend.choices
         self._policy = self._start_policy(num_slots, None)
         self._change: Change | None = None
         self._recorder, self._step = recorder, 0
@@ -213,9 +213,10 @@ class ExpertCache:
             self.stats.take(self._residency.counts(wait=wait), num_slots=self.num_slots, slot_bytes=self._slot_bytes)
         return self.stats
 
-    def loads(self, rank: int) -> ExpertLoads:
-        """See `Counting.loads`."""
-        return self._counting.loads(rank)
+    def loads(self, rank: int) -> ExpertLoads | None:
+        """See `Counting.loads`. None: a device is still to tell what it has counted; ask again soon."""
+        chosen = () if self._choices is None else self._choices.read()
+        return None if chosen is None else self._counting.loads(rank, chosen)
 
     def prepare(self, experts: range | Owned, *, room: int = 0) -> int:
         """Read what `adopt` will need to have these experts, beside steps; returns the bytes that were read.

@@ -66,15 +66,25 @@ class Counting:
         self._owned = owned
         self.stats.load_imbalance.clear()
 
-    def loads(self, rank: int) -> ExpertLoads:
-        """The rows that the experts have computed; none where the host has not learned of any."""
+    def loads(self, rank: int, chosen: Sequence[Sequence[int]] = ()) -> ExpertLoads:
+        """The rows that the experts have computed, none where the host has not learned of any.
+
+        `chosen`: what a device has counted instead, for each layer how many of this rank's rows chose each expert.
+        """
         known = self.stats.expert_rows
         experts = tuple(sorted(set(chain.from_iterable(self._owned))))
-        rows: list[int] = []
+        rows, held = list[int](), list[int]()
         for layer, each in zip(self._layers, self._owned, strict=True) if known else ():
             counted = dict(zip(each, known.get(layer, ()), strict=False))
             rows += [counted.get(expert, 0) for expert in experts]
-        return ExpertLoads(rank=rank, layers=self._layers, experts=experts, rows=tuple(rows))
+        if chosen:
+            assert len(chosen) == len(self._layers), f"choices of {len(chosen)} gates in {len(self._layers)} layers"
+            uneven = any(len(each) < len(experts) for each in self._owned)
+            held = [int(expert in each) for each in map(set, self._owned) for expert in experts] if uneven else []
+        return ExpertLoads(
+            rank=rank, layers=self._layers, experts=experts, rows=tuple(rows),
+            chosen=tuple(chain.from_iterable(chosen)), held=tuple(held),
+        )  # fmt: skip
 
     def observe_load(self, layer: int, counts: Sequence[int]) -> None:
         total = sum(counts)

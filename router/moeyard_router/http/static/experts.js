@@ -40,7 +40,8 @@ export class Experts {
     const owners = ranks.flatMap((each) => each.rows[0].map((_, i) => ({ rank: each.rank, expert: each.experts[i] })));
     const rows = ranks[0].layers.map((_, l) => ranks.flatMap((each) => {
       const past = old.find((o) => o.rank === each.rank)?.rows[l];
-      return each.rows[l].map((count, i) => count - (past?.[i] ?? 0));
+      // What a silent rank's rows have chosen on a GPU is missing from all: an answer may be less than one before.
+      return each.rows[l].map((count, i) => Math.max(0, count - (past?.[i] ?? 0)));
     }));
     return { layers: ranks[0].layers, owners, rows, ranks: ranks.map((each) => each.rank) };
   }
@@ -53,7 +54,7 @@ export class Experts {
     if (!total) {
       const told = this.samples.at(-1)?.ranks.length;
       empty.textContent = !this.samples.length ? "Asking the ranks." : table ? "No rows in this span." : told
-        ? "No rows counted. Ranks on a GPU leave these counts on the device; on a CPU they begin with the first request."
+        ? "No rows counted yet. They begin with the first request."
         : "No rank has answered.";
       this.current = null;
       return;

@@ -1,0 +1,101 @@
+"""What counting the rows of every expert costs a decode step: the same graphs with and without it, in one process.
+
+    python bench/choices.py [--model Qwen3-30B-A3B:48 DeepSeek-V3:6] [--streams 1 8 64] [--device cuda]
+
+Rows and layers are those of `stored_configs.py`; replays are timed in turns, after a look that both give the same
+logits and that the first have counted every row in every layer. Last, what a look at the counts takes of the host.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from typing import Any
+
+import stored_configs
+import torch
+
+from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collected
+from moeyard_worker.engine.runner import Runner
+
+STEPS, TURNS, LOOKS = 20, 15, 50
+
+
+def capture(runner: Runner, sampler: DeviceSampler, rows: int, pool: Any, *, counts: bool) -> stored_configs.Variant:
+    """A decode step whose gates count, or not."""
+    backend = runner.backend
+    assert isinstance(backend, CudaBackend)
+    backend.choices.on = counts
+    try:
+        return stored_configs.Variant(runner, sampler, {}, rows, pool)
+    finally:
+        backend.choices.on = True
+
+
+def counted(runner: Runner) -> list[list[int]]:
+    """What gates have counted so far, waiting for it."""
+    assert runner.backend.choices is not None
+    while (found := runner.backend.choices.read()) is None:
+        torch.cuda.synchronize()
+    return [list(layer) for layer in found]
+
+
+def look_seconds(runner: Runner) -> float:
+    """Of the host, from asking to having the numbers, while the device has nothing else to do; the median."""
+    taken = []
+    for _ in range(LOOKS):
+        begun = time.perf_counter()
+        counted(runner)
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
+
+
+@torch.inference_mode()
+def measure(model: str, streams: list[int], device: str) -> bool:
+    """Print a line for each number of streams; False if logits differ, or a row was not counted."""
+    shape, layers = model.split(":")
+    worker, runner = stored_configs.load(shape, int(layers), max(streams), device)
+    sampler = DeviceSampler(
+        max_rows=max(streams), vocab=runner.config.vocab_size, eos_token_ids=(), device=runner.backend.device,
+        max_edited=0,
+    )  # fmt: skip
+    pool, sound = torch.cuda.graph_pool_handle(), True
+    with nothing_collected():
+        for rows in streams:
+            kinds = {counts: capture(runner, sampler, rows, pool, counts=counts) for counts in (False, True)}
+            before = counted(runner)
+            logits = {counts: variant.chain(STEPS) for counts, variant in kinds.items()}
+            grown = {sum(now) - sum(then) for now, then in zip(counted(runner), before, strict=True)}
+            sound &= torch.equal(logits[False], logits[True])
+            # What stands ahead of a chain of a model with slots of state counts too, and is launched for both.
+            sound &= min(grown) >= STEPS * rows * runner.config.gate.rule.top_k and len(grown) == 1
+            times: dict[bool, list[float]] = {False: [], True: []}
+            for _ in range(TURNS):
+                for counts, variant in kinds.items():
+                    times[counts].append(variant.milliseconds())
+            without, found = (statistics.median(times[counts]) for counts in (False, True))
+            apart = statistics.median(a - b for a, b in zip(times[True], times[False], strict=True))
+            spread = "; ".join(f"{min(each):.4f} to {max(each):.4f}" for each in times.values())
+            line = f"{model} {rows:3} rows: {without:.4f} ms without counts, {found:.4f} with, {1e3 * apart:+.2f} us"
+            line += f" ({spread})"
+            print(line if sound else f"{line}; WRONG: logits differ, or a row was not counted", flush=True)
+    print(f"{model}: a look takes {1e6 * look_seconds(runner):.0f} us", flush=True)
+    worker.stop()
+    return sound
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", nargs="+", default=["Qwen3-30B-A3B:48", "DeepSeek-V3:6"], help="shape:layers")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name(args.device)}, torch {torch.__version__}", flush=True)
+    sound = [measure(model, args.streams, args.device) for model in args.model]
+    return 0 if all(sound) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
