@@ -235,6 +235,8 @@ class RayFleet:
             if not self._stopping.is_set():
                 self._ranks.end_resize()
                 self._places.give_back_from(self._ranks.size)
+                # Who waited may have come in.
+                self._standby.fill()
 
     def _connect(self) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}

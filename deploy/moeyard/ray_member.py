@@ -49,10 +49,11 @@ class Member:
         """Whether it loads while others do not wait for that."""
         return self.loading is not None and self.report is None
 
-    def take(self, rank: int, report: dict[str, Any]) -> None:
-        """It has loaded."""
+    def take(self, rank: int, report: dict[str, Any], *, first: bool) -> None:
+        """It has loaded; `first`: in the fleet's start, which says by itself what it is at."""
         self.report = report
-        log.info("rank %d has loaded: %s", rank, parts({**setup_of(self)["seconds"], **report["seconds"]}))
+        if not first:
+            log.info("rank %d has loaded: %s", rank, parts({**setup_of(self)["seconds"], **report["seconds"]}))
 
 
 class Laps:

@@ -263,7 +263,7 @@ class RayRanks:
         self._nodes[rank] = setup_of(self._members[rank])["node"]
 
     def _loaded(self, rank: int, report: dict[str, Any]) -> None:
-        self._members[rank].take(rank, report)
+        self._members[rank].take(rank, report, first=not self._reports)
         self._members[rank].has = self._whole.experts(rank)
 
     def _sized(self, rank: int) -> EngineConfig:

@@ -408,7 +408,7 @@ def test_a_fault_restarts_the_only_worker(command: Callable[..., Command], tmp_p
     assert re.search(named, bad.json()["error"]["message"])
     end = rf"process {worker.pid} still runs, and is killed"
     lost, whole = rf" lost rank 0: {named}; replacing; rank 0: {end}\n", r" the fleet is whole again [\d.]+ s after "
-    again = rf"{lost}(.*\n)* ?.*{whole}{named}\n"
+    again = rf"{lost}(.*\n)* ?.*{whole}{named} \(losses .* s\)\n"
     served.wait_for(lambda: re.search(again, served.err.read_text()) is not None, BUSY_READY_SECONDS)
     served.wait_for(lambda: httpx.get(f"{served.url}/readyz").status_code == 200, 10)
     assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()["choices"] == before
