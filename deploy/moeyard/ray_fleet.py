@@ -99,15 +99,18 @@ class RayFleet:
         stage(f"starting {self._config.num_workers} worker{'s' if self._config.num_workers > 1 else ''}")
         self._places.reserve(wait=self._cluster_wait, stage=stage, check=self._check)
         try:
-            ranks = self._ranks.launch(progress)
-            self._standby.fill()
-            return ranks
+            # While ranks load and capture there is time for it.
+            return self._ranks.launch(progress, self._standby.fill)
         finally:
             # From here on only `stop` ends what is going on.
             self._ranks.check = self._go_on
 
     def _actor(self, rank: int) -> Any:
-        return self._standby.take() or self._places.actor(rank)
+        found = self._standby.take()
+        if found is not None and self._config.device != "cpu":
+            # The next one starts beside this rank's captures; on CPUs it would take from who recovers.
+            self._standby.fill()
+        return found or self._places.actor(rank)
 
     def _go_on(self) -> None:
         if self._stopping.is_set():

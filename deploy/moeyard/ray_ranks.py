@@ -83,10 +83,11 @@ class RayRanks:
         self._losses: dict[int, dict[str, Any]] = {}  # what was told of the epoch before, by rank
         self._laps = Laps()
 
-    def launch(self, progress: Progress) -> list[Rank]:
-        """Make all actors and take them up to their first step. Raises RanksLost naming the first rank at fault."""
+    def launch(self, progress: Progress, made: Callable[[], None] = lambda: None) -> list[Rank]:
+        """Make all actors (then `made`), take them to their first step. Raises RanksLost naming the first at fault."""
         begun = time.monotonic()
         self._members = [Member(self._make(rank)) for rank in range(self._config.num_workers)]
+        made()
         ranks = self._begin_epoch(progress, meet=MEET_SECONDS)
         self._start_seconds = time.monotonic() - begun
         self._reports = [rank.report for rank in ranks]

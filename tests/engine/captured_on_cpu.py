@@ -45,9 +45,10 @@ class Graph:
                     getattr(self._result, name).copy_(getattr(found, name))
 
 
-def captured(run: Callable[[], Any], pool: list[SampledTokens]) -> tuple[Graph, Any]:
-    """As `device_sampler.captured`: it runs twice."""
-    run()
+def captured(run: Callable[[], Any], pool: list[SampledTokens], *, ahead: bool = True) -> tuple[Graph, Any]:
+    """See `device_sampler.captured`."""
+    if ahead:
+        run()
     result = run()
     return Graph(run, result, pool), result
 

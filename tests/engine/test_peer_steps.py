@@ -80,7 +80,7 @@ class Recorded:
                 kept.copy_(getattr(again, name))
 
 
-def captured(run: "partial[Any]", pool: Any) -> tuple[Recorded, Any]:
+def captured(run: "partial[Any]", pool: Any, *, ahead: bool = True) -> tuple[Recorded, Any]:
     """See `device_sampler.captured`."""
     found = Recorded(run)
     return found, found.result

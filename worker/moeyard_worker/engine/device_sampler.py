@@ -69,18 +69,20 @@ def nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def captured(run: Callable[[], _T], pool: Any) -> tuple[torch.cuda.CUDAGraph, _T]:
+def captured(run: Callable[[], _T], pool: Any, *, ahead: bool = True) -> tuple[torch.cuda.CUDAGraph, _T]:
     """What `run` launches, as a graph with its memory from `pool`, and what it returned.
 
-    It runs twice: the first time compiles what is not compiled yet.
+    `ahead`: it runs once before that, for what only a first run makes. Otherwise kernels that are new are compiled and
+    loaded while it is captured, which CUDA lets a thread do that asks for it ("relaxed"): half of the time.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
+    if ahead:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):
         result = run()
     return graph, result
 
@@ -117,9 +119,9 @@ class DeviceSampler:
         for chain in CHAINS:
             if chain.edits and not len(self._words):
                 continue
-            graphs = []
+            graphs = list[tuple[int, torch.cuda.CUDAGraph, SampledTokens]]()
             for count in sorted(rows, reverse=True):
-                graphs.append((count, *captured(partial(self._run, chain, count), pool)))
+                graphs.append((count, *captured(partial(self._run, chain, count), pool, ahead=not graphs)))
             self._graphs[chain] = sorted(graphs, key=lambda found: found[0])
 
     def takes(self, requests: Sequence[Request]) -> bool:

@@ -172,12 +172,16 @@ class GraphRunner:
     def capture(self) -> None:
         """Capture all buckets, the largest first, so that the others find their memory in its pool."""
         self._warm_prompts()
-        pool, graphs = torch.cuda.graph_pool_handle(), {}
+        pool, graphs, kinds = torch.cuda.graph_pool_handle(), {}, set()
         with nothing_collected():
             for bucket in sorted(self.buckets(), key=lambda b: (b.rows, b.keys, b.width, b.peers), reverse=True):
                 self._exchange.expect(PeerRows(bucket.peers))
                 inputs = self._inputs(bucket)
-                graphs[bucket] = _Graph(inputs, captured(partial(self._forward, inputs), pool)[0])
+                # Whatever layers keep from their first run is made by the first of each kind.
+                kind = bool(bucket.prompt), bool(bucket.decode)
+                graph, _ = captured(partial(self._forward, inputs), pool, ahead=kind not in kinds)
+                graphs[bucket] = _Graph(inputs, graph)
+                kinds.add(kind)
             self._sampler.capture(_below(_ROWS, self._max_rows), pool)
         # The smallest first: a step takes the first that holds it.
         self._graphs = dict(reversed(graphs.items()))
