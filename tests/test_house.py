@@ -30,15 +30,15 @@ MAY_IMPORT = {
 # The rooms of the worker: what each may import beside itself, and how many lines it may have. A room that outgrows its
 # budget wants another look at what it does before it gets more.
 ROOMS = {
-    "config": ((), 850),
+    "config": ((), 855),
     "state": (("config",), 350),
     "scheduling": (("config", "state"), 1590),
-    "exchange": (("config",), 3430),
-    "experts": (("config", "exchange"), 1650),
+    "exchange": (("config",), 3580),
+    "experts": (("config", "exchange"), 1655),
     "layers": (("config", "state", "exchange"), 800),
     "models": (("config", "state", "exchange", "layers"), 1365),
     "checkpoint": (("config", "layers", "models"), 720),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 4790),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 4845),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from moeyard_kernels.types.expert_residency import ResidencyCounts
+    from moeyard_kernels.types.fetch_window import FetchWindow
+    from moeyard_kernels.types.lent_memory import LentMemory
 
 # What a backend made and alone can read: it is handed back to the backend that made it.
 Own = Any
@@ -166,8 +168,11 @@ class MovableSlots(ExpertSlots, Protocol):
 class ExpertResidency(Protocol):
     """Experts of which not all have slots, where the backend decides which and copies them itself.
 
-    Layers and experts are counted from 0. The decisions are those of the policy that it is named.
+    Layers and experts are counted from 0. The decisions are those of the policy that it is named. `lent`: how other
+    processes of the host find what is kept in its memory, if they may.
     """
+
+    lent: LentMemory | None
 
     def put(self, layer: int, expert: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
         """Keep one expert in the host's memory; its bytes."""
@@ -177,8 +182,9 @@ class ExpertResidency(Protocol):
         """Fill the slots as the policy starts, once all experts are kept; the bytes copied."""
         ...
 
-    def run(self, layer: int, run: Own) -> None:
-        """Compute all of an `ExpertRun` of `slots`. Without prompt rows nobody waits for the device."""
+    def run(self, layer: int, run: Own, fetch: FetchWindow | None = None) -> None:
+        """Compute all of an `ExpertRun` of `slots`. Without prompt rows nobody waits for the device, and ranks with a
+        `fetch` window, all of a host or none, read what they miss together."""
         ...
 
     def counts(self, *, wait: bool) -> ResidencyCounts:
@@ -296,7 +302,8 @@ class Backend(Protocol):
         ...
 
     def expert_residency(
-        self, slots: Own, *, policy: str, num_layers: int, num_experts: int, num_slots: int
+        self, slots: Own, *, policy: str, num_layers: int, num_experts: int, num_slots: int, shared: bool
     ) -> ExpertResidency | None:
-        """For `num_slots` of these slots, the others being for what prompts miss; None where the host is to decide."""
+        """For `num_slots` of these slots, the others being for what prompts miss; None where the host is to decide.
+        `shared`: what is kept in the host's memory may be read by other ranks of the host."""
         ...
