@@ -388,34 +388,39 @@ def test_a_successors_experts_are_read_in_place_of_those_before(
     assert exchange._fetch._borrowed[1].lent == fleet.workers[1].experts.lent != borrowed.lent
 
 
-def misled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Rank 1 tells of a file that is not there, until the result is called."""
+def misled(monkeypatch: pytest.MonkeyPatch, *, lends: bool = True) -> Callable[[], None]:
+    """Rank 1 tells of a file that is not there, or lends nothing, until the result is called."""
     right = worker_module.lending
 
     def wrong(config: EngineConfig, model: Any, experts: Any) -> Any:
         found = right(config, model, experts)
         assert found is not None
         assert found.lent is not None
-        return found if experts._owned[0][0] == 0 else replace(found, lent=replace(found.lent, inode=1))
+        wrong_one = replace(found.lent, inode=1) if lends else None
+        return found if experts._owned[0][0] == 0 else replace(found, lent=wrong_one)
 
     monkeypatch.setattr(worker_module, "lending", wrong)
     return lambda: monkeypatch.setattr(worker_module, "lending", right)
 
 
+@pytest.mark.parametrize("lends", [True, False], ids=("another file", "lends nothing"))
 def test_ranks_of_whom_one_cannot_read_for_the_others_read_alone(
-    model: Path, alone: dict[str, Any], start: Starter, monkeypatch: pytest.MonkeyPatch,
+    lends: bool, model: Path, alone: dict[str, Any], start: Starter, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """All of them, and say why; what was captured then does not, once all can."""
     caplog.set_level("INFO")
-    found = misled(monkeypatch)
+    found = misled(monkeypatch, lends=lends)
     fleet = start(few_slots(model, "auto"))
     spread = {name: i % 2 for i, name in enumerate(requests())}
     assert fleet.answers("apart", spread) == alone
     assert fleet.turns.num_fetches == 0
     said = [record.getMessage() for record in caplog.records if "experts that it misses alone" in record.getMessage()]
     assert len(said) == 2
-    assert all(f"alone: rank 0: file {fleet.workers[1].experts.lent.fd} of process " in line for line in said)
+    lent = fleet.workers[1].experts.lent
+    assert lent is not None
+    why = f"rank 0: file {lent.fd} of process " if lends else "rank 1: CUDA cannot pin memory there that others may map"
+    assert all(f"alone: {why}" in line for line in said)
     found()
     fleet.replace(1)
     assert fleet.answers("together", spread) == alone

@@ -117,6 +117,26 @@ def test_what_is_lent_is_given_back_with_its_owner() -> None:
         BorrowedMemory(lent, CPU)
 
 
+def test_what_cannot_be_pinned_to_be_lent_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory of this process alone, as without others."""
+    asked, taken = [], []
+
+    def register(address: int, size: int, flags: int) -> int:
+        asked.append((address, size))
+        return 801 if len(asked) == 1 else 0
+
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
+    )
+    monkeypatch.setattr(host_memory, "take_error", taken.append)
+    gpu = torch.device("cuda", 0)
+    memory = HostMemory(1 << 16, gpu, shared=True)
+    assert memory.lent is None
+    assert asked[-1] == (memory.bytes.data_ptr(), 1 << 16)
+    assert taken == [gpu]
+    memory.bytes.fill_(3)
+
+
 @pytest.mark.parametrize("refused", [(), (9,), (9, 1)], ids=("nothing", "read only", "both"))
 def test_borrowed_memory_is_pinned_as_far_as_cuda_can(
     refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,7 @@ class Ranks:
         self.down = [torch.zeros(_EXPERTS, hidden, inner, dtype=torch.bfloat16, device="cuda") for _ in memory]
         self.counts = torch.zeros(NUM_COUNTS, dtype=torch.int64, device="cuda")
         for rank in range(world):
-            peer = open_window(rows, of_rows, rank=rank, dtype=torch.bfloat16, owner=[0], local=[0], seconds=1.0)
+            peer = open_window(rows, of_rows, rank=rank, dtype=torch.bfloat16, owner=[0], local=[0], seconds=5.0)
             peer.state[DISPATCHED] = 1
             window = open_fetch(shape, memory, peer)
             window.stores.copy_(torch.tensor([each.memory.data_ptr() for each in self.pinned]))

@@ -21,32 +21,40 @@ _PORTABLE, _READ_ONLY = 1, 8
 
 
 class HostMemory:
-    """`num_bytes` of this process, zero at first, as `bytes`; with `shared` others may map it as `lent` says.
+    """`num_bytes` of this process, zero at first, as `bytes`. With `shared` others may map it as `lent` says, or, where
+    CUDA registers no such memory, nobody: `lent` is None.
 
-    Raises ValueError when it cannot be registered.
+    Raises ValueError when none can be registered.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, *, shared: bool = False) -> None:
         self.lent: LentMemory | None = None
-        if shared:
-            fd = os.memfd_create("moeyard-experts")
-            weakref.finalize(self, os.close, fd)
-            os.ftruncate(fd, num_bytes)
-            self.lent = LentMemory(pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino, num_bytes=num_bytes)
-            memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
-        else:
-            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        address = self.bytes.data_ptr()
-        if error := _register(address, num_bytes, _PORTABLE, device):
+        error = self._lend(num_bytes, device) if shared else 0
+        if error:
+            take_error(device)
+        if self.lent is None:
+            self.bytes = _as_bytes(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            error = _register(self.bytes.data_ptr(), num_bytes, _PORTABLE, device)
+        if error:
             raise ValueError(
                 f"{num_bytes >> 20} MiB of host memory for experts cannot be pinned (CUDA error {error}); raise the "
                 "limit of locked memory (ulimit -l), or give this host's workers more memory or fewer experts"
             )
         if device.type == "cuda":
-            weakref.finalize(self, _cudart().cudaHostUnregister, address)
+            weakref.finalize(self, _cudart().cudaHostUnregister, self.bytes.data_ptr())
+
+    def _lend(self, num_bytes: int, device: torch.device) -> int:
+        """Take memory that others may map; CUDA's error, or 0."""
+        fd = os.memfd_create("moeyard-experts")
+        os.ftruncate(fd, num_bytes)
+        memory = _as_bytes(mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED))
+        if error := _register(memory.data_ptr(), num_bytes, _PORTABLE, device):
+            os.close(fd)
+            return error
+        weakref.finalize(self, os.close, fd)
+        self.bytes = memory
+        self.lent = LentMemory(pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino, num_bytes=num_bytes)
+        return 0
 
 
 class BorrowedMemory:
@@ -95,6 +103,13 @@ def _open(lent: LentMemory, flags: int, access: int) -> mmap.mmap:
             os.close(fd)
     except OSError as error:
         raise ValueError(f"memory of process {lent.pid} cannot be mapped: {error}") from error
+
+
+def _as_bytes(memory: mmap.mmap) -> torch.Tensor:
+    """In large pages, where there are such."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -122,7 +122,9 @@ def _fetch_experts_kernel(
     b_units = tl.zeros([BW], dtype=tl.int32)
     b_lent, b_before, b_helped = b_units, b_units, b_units
     kept, begin, end, informed = n_own * UNITS, 0, 0, 0
-    if shared & (tl.load(p_state + _POISONED) == 0):
+    # Another program of this launch may be failing, and all threads of this one have to see the same.
+    sound = tl.atomic_add(p_state + _POISONED, tl.full((), 0, tl.int64), sem="relaxed", scope="gpu") == 0
+    if shared & sound:
         if TELL:  # noqa: SIM102 - the compiler wants to know first
             if i_p == 0:
                 _tell(p_windows, rank, epoch, i_layer * E + o_e, b_miss, b_at, n_own, WORLD, STAGED, BL)

@@ -15,6 +15,8 @@ class Lender(Protocol):
 
     @property
     def lent(self) -> LentMemory | None: ...
+    @property
+    def all_resident(self) -> bool: ...
 
 
 def settle_fetch(config: EngineConfig) -> ExpertFetch:
@@ -43,7 +45,10 @@ def lending(config: EngineConfig, model: ModelConfig, experts: Lender) -> Lendin
     """What this rank brings to its exchange; None where every rank reads alone."""
     if config.expert_fetch == "alone":
         return None
-    return Lending(shape=_shape(config, model), lent=experts.lent, required=config.expert_fetch == "shared")
+    return Lending(
+        shape=_shape(config, model), lent=experts.lent, misses=not experts.all_resident,
+        required=config.expert_fetch == "shared",
+    )  # fmt: skip
 
 
 def _shape(config: EngineConfig, model: ModelConfig) -> FetchShape:

@@ -28,11 +28,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lending:
-    """What a rank brings: `lent` is its memory, None where all its experts have slots. With `required` an epoch in
-    which ranks cannot read for each other ends."""
+    """What a rank brings: `lent` is its memory, None where it `misses` no expert or cannot lend. With `required` an
+    epoch in which ranks cannot read for each other ends."""
 
     shape: FetchShape
     lent: LentMemory | None
+    misses: bool
     required: bool
 
 
@@ -55,17 +56,21 @@ class PeerFetch:
 
         Raises ExchangeError if a rank that has to share cannot.
         """
-        lent = self._lending.lent
-        words = [msgpack.unpackb(word) for word in gather(mesh, msgpack.packb(None if lent is None else astuple(lent)))]
-        away = [rank for rank, word in enumerate(words) if word is None]
-        if len(away) == len(words):
+        own = self._lending
+        word = (own.misses, None if own.lent is None else astuple(own.lent))
+        words = [msgpack.unpackb(each) for each in gather(mesh, msgpack.packb(word))]
+        if not any(misses for misses, _ in words):
             return
-        failed, why = away, "all experts have slots there"
-        if not away:
+        failed = [rank for rank, (_, lent) in enumerate(words) if lent is None]
+        why = "all experts have slots there"
+        if any(words[rank][0] for rank in failed):
+            why = "CUDA cannot pin memory there that others may map"
+        if not failed:
             # By name, as fields are told in their order.
             names = LentMemory.__dataclass_fields__
-            own = self._borrow(mesh.rank, [LentMemory(**dict(zip(names, word, strict=True))) for word in words])
-            told = [word.decode() for word in gather(mesh, own.encode())]
+            lent = [LentMemory(**dict(zip(names, each, strict=True))) for _, each in words]
+            own_word = self._borrow(mesh.rank, lent)
+            told = [each.decode() for each in gather(mesh, own_word.encode())]
             failed = [rank for rank, each in enumerate(told) if each]
             why = told[failed[0]] if failed else ""
         if failed:
