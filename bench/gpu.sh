@@ -260,7 +260,7 @@ links() {
   ops fetch_launches 60 fetch_experts gather_experts
   tests fetch 200 tests/e2e/test_one_answer_gpu_ranks.py -k "nvlink and gqa-bfloat16 and not all"
   tests fetch_lost 120 tests/e2e/test_failures_gpu_ranks.py -k half
-  step fetch_gain 240 python3 bench/gpu_ranks.py --shape Qwen3-30B-A3B --residency 0.25 --fetch alone shared --check
+  step fetch_gain 400 python3 bench/gpu_ranks.py --shape Qwen3-30B-A3B --residency 0.25 --fetch alone shared --check
 }
 
 for part in ${@//[,\/]/ }; do

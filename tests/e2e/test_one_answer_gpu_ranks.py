@@ -126,11 +126,10 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_ranks: 
             # Requests that score their prompt are launched one by one; decoding never is.
             assert all(each["num_replayed"] > each["num_eager"] for each in fleet.call("graphs")), fleet.call("graphs")
         assert all(report["exchange"] != "auto" for report in fleet.reports)
-        if case.ranks > 1:
-            together = case.exchange == "nvlink" and case.slots != "all" and case.fetch != "alone"
-            fetched = fetched_bytes(fleet, expected, last)
-            assert (sum(fetched["for_peers"]) > 0) == together, fetched
-            assert sum(fetched["for_peers"]) == sum(fetched["by_peers"]), fetched
+        if case.ranks > 1 and case.exchange == "nvlink" and case.slots != "all":
+            # Ranks look at what their devices have counted at different steps, so that the sums need not agree.
+            for direction, fetched in fetched_bytes(fleet, expected, last).items():
+                assert (sum(fetched) > 0) == (case.fetch != "alone"), (direction, fetched)
 
 
 @pytest.fixture(scope="module")
