@@ -15,6 +15,7 @@
 #                                      experts' sum, of the experts' products, the best of them stored
 #     table residency                  the whole table of one GPU; experts without slots
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
+#     links                            two GPUs: experts without slots, each rank alone against all for each other
 #     drills                           two GPUs: `moeyard serve` on Ray, whose ranks are killed under load
 #     keep                             what Triton compiled so far, in $OUT: a minute of each part's time is this
 #     A,B/C                            parts A and B on the first GPU while C runs on the second
@@ -259,6 +260,14 @@ ranks() {
   tests failures 120 tests/e2e/test_failures_gpu_ranks.py -k "not nccl"
   step rows 60 python3 bench/nvlink.py --ranks 2
   step two_gpus 150 python3 bench/gpu_ranks.py --shape Qwen3-30B-A3B
+}
+# Experts without a slot, read by each rank alone and by all for each other: equality first, then tokens/s of both.
+links() {
+  tests fetch_kernel 90 tests/kernels/test_fetch_experts.py tests/kernels/test_host_experts.py
+  ops fetch_launches 60 fetch_experts gather_experts
+  tests fetch 200 tests/e2e/test_one_answer_gpu_ranks.py -k "nvlink and gqa-bfloat16 and not all"
+  tests fetch_lost 120 tests/e2e/test_failures_gpu_ranks.py -k half
+  step fetch_gain 400 python3 bench/gpu_ranks.py --shape Qwen3-30B-A3B --residency 0.25 --fetch alone shared --check
 }
 
 for part in ${@//[,\/]/ }; do

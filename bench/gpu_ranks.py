@@ -2,6 +2,7 @@
 
     python bench/gpu_ranks.py --shape Qwen3-30B-A3B [--layers N] --ranks 2 [--exchange nvlink] [--streams 1 8 64]
         [--uneven 8,9 8,0] [--prefill 8x4096] [--mixed 4096 [--budgets 2048 512]] [--drafts 1] [--check] [--json FILE]
+        [--residency 0.25 [--fetch alone shared]]
 
 Real workers in processes of their own (tests/fleet.py), with weights of chance; this process is their client, as a
 router would be, and clocks what it is told. `--streams`: so many requests on every rank at once, with distinct random
@@ -13,6 +14,11 @@ must be the same. `--drafts`: how many are made and verified behind every token,
 with weights of chance hardly any is right, so that ITL is what such a step takes. From the ranks' own metrics: the
 device's time per step, the wait for plans, what crossed between ranks and how long a layer's dispatch and combine
 took; and how many steps were replayed.
+
+`--residency`: slots for such a share of each rank's experts. `--fetch`: a fleet for each, one behind the other, whose
+ranks read what they miss each alone or for each other; then also tokens/s of the last against the first, of each rank
+the MB that it missed and read for others while decoding, and the ms in which what it missed was on its way, in all. By
+how much copies can be faster at most `bench/shared_links.py` says.
 """
 
 import argparse
@@ -28,7 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EngineConfig
+from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EXPERT_FETCHES, EngineConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import Done, Message, Tokens
 
@@ -38,6 +44,14 @@ from tests.fleet import Client, Fleet, ProcessPool, start_fleet
 
 METRICS = ("step_seconds", "step_device_seconds", "lockstep_wait_seconds")
 METRICS += ("exchange_seconds dispatch", "exchange_seconds combine")
+# Of experts without a slot: what is printed, of which counter, in which unit.
+FETCHED = (
+    ("experts missed", "expert_cache_misses decode_total", 1),
+    ("slots filled (MB)", "expert_cache_bytes to_slot_total", 1e-6),
+    ("read for peers (MB)", "expert_cache_bytes for_peers_total", 1e-6),
+    ("read by peers (MB)", "expert_cache_bytes by_peers_total", 1e-6),
+    ("on their way (ms)", "expert_copy_seconds_total", 1e3),
+)
 SAMPLE = re.compile(r'moeyard_(\w+)_(sum|count|total)\{(?:(?:phase|direction)="(\w+)",)?rank="\d+"\} (\S+)')
 
 
@@ -67,6 +81,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     model = served_model(config)
     page = config.page_size
     page_bytes = page * model.state_spec(DTYPE_BYTES[model.served_dtype(config.dtype)]).bytes_per_token
+    if args.residency is not None:
+        shard = model.num_experts // args.ranks * len(model.moe_layers)
+        config = replace(config, expert_slots=max(1, int(args.residency * shard)))
     counts = [(rows, args.prompt + args.output), *args.prefill, (9, args.mixed + 600)]
     return replace(config, kv_memory=max(count * (-(-length // page) + 1) for count, length in counts) * page_bytes)
 
@@ -124,6 +141,12 @@ class Bench:
             {name: new[name] - old[name] for name in new}
             for old, new in zip(graphs, self.fleet.call("graphs"), strict=True)
         ]
+        if self.args.residency is not None:
+            for name, counter, unit in FETCHED:
+                row[name] = [
+                    round((new.get(counter, 0) - old.get(counter, 0)) * unit, 2)
+                    for old, new in zip(metrics, after, strict=True)
+                ]
         self.rows.append(row)
         print(json.dumps(row), flush=True)
 
@@ -139,6 +162,9 @@ class Bench:
         ]
         self.client.wait(*(name for _, name in names), timeout=120)
         figures: dict[str, Any] = {}
+        of_all = [self.times[name] for _, name in names]
+        begin, end = max(t[0] for t in of_all), min(t[-1] for t in of_all)
+        figures["tokens_per_s"] = round(sum(begin < at <= end for t in of_all for at in t) / (end - begin), 1)
         for rank in sorted({rank for rank, _ in names}):
             times = [self.times[name] for of, name in names if of == rank]
             # While all decode: from the last first token to the first last one.
@@ -208,6 +234,36 @@ def times(text: str) -> tuple[int, int]:
     return int(count), int(length)
 
 
+def measure(pool: ProcessPool, args: argparse.Namespace, config: EngineConfig) -> list[dict[str, Any]]:
+    """Everything that is asked for, of one fleet."""
+    begun = time.perf_counter()
+    with start_fleet(pool, config) as fleet:
+        report = fleet.reports[0]
+        print(
+            f"{args.shape}, {report['num_experts']} experts on rank 0, {report['expert_slots']} in slots; exchange "
+            f"{report['exchange']} ({report['exchange_why']}), fetch {config.expert_fetch}; weights after "
+            f"{report['load_seconds']:.1f} s, all ready after {time.perf_counter() - begun:.1f} s",
+            flush=True,
+        )
+        while args.wait_for is not None and not args.wait_for.exists():
+            time.sleep(0.2)
+        bench = Bench(fleet, args, served_model(config).vocab_size)
+        bench.decode([1] * args.ranks)  # what is launched for the first time
+        bench.rows.clear()
+        if args.check:
+            bench.check()
+        for count in args.streams:
+            bench.decode([count] * args.ranks)
+        for rows in args.uneven:
+            bench.decode(rows)
+        for count, length in args.prefill:
+            bench.prefill(count, length)
+        for budget in args.budgets if args.mixed else ():
+            bench.mixed(args.mixed, budget)
+        assert all(isinstance(answer.end, Done) for answer in fleet.client.answers.values())
+        return bench.rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", required=True)
@@ -221,6 +277,8 @@ def main() -> int:
     parser.add_argument("--mixed", type=int, default=0)
     parser.add_argument("--budgets", type=int, nargs="*", default=[2048])
     parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("--residency", type=float, help="share of the experts in slots (default: as many as fit)")
+    parser.add_argument("--fetch", choices=EXPERT_FETCHES, nargs="*", default=[])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=128)
@@ -230,34 +288,17 @@ def main() -> int:
     args = parser.parse_args()
     config = engine_config(args)
     tests.fleet.Client, tests.fleet.CALL_SECONDS = Clocked, 300.0  # type: ignore[misc]
-    pool, begun = ProcessPool(), time.perf_counter()
+    pool, found = ProcessPool(), list[list[dict[str, Any]]]()
     try:
-        with start_fleet(pool, config) as fleet:
-            report = fleet.reports[0]
-            print(
-                f"{args.shape}, {report['num_experts']} experts on rank 0, {report['expert_slots']} in slots; exchange "
-                f"{report['exchange']} ({report['exchange_why']}); weights after {report['load_seconds']:.1f} s, "
-                f"all ready after {time.perf_counter() - begun:.1f} s",
-                flush=True,
-            )
-            while args.wait_for is not None and not args.wait_for.exists():
-                time.sleep(0.2)
-            bench = Bench(fleet, args, served_model(config).vocab_size)
-            bench.decode([1] * args.ranks)  # what is launched for the first time
-            bench.rows.clear()
-            if args.check:
-                bench.check()
-            for count in args.streams:
-                bench.decode([count] * args.ranks)
-            for rows in args.uneven:
-                bench.decode(rows)
-            for count, length in args.prefill:
-                bench.prefill(count, length)
-            for budget in args.budgets if args.mixed else ():
-                bench.mixed(args.mixed, budget)
-            assert all(isinstance(answer.end, Done) for answer in fleet.client.answers.values())
-            if args.json is not None:
-                args.json.write_text(json.dumps(bench.rows, indent=1) + "\n")
+        for fetch in args.fetch or [config.expert_fetch]:
+            rows = measure(pool, args, replace(config, expert_fetch=fetch))
+            found.append([{"fetch": fetch, **row} for row in rows])
+        for first, last in zip(found[0], found[-1], strict=True) if len(found) > 1 else ():
+            if "tokens_per_s" in first:
+                gain = last["tokens_per_s"] / first["tokens_per_s"]
+                print(f"{first['case']}: {last['fetch']} {gain:.3f} times the tokens/s of {first['fetch']}", flush=True)
+        if args.json is not None:
+            args.json.write_text(json.dumps(list(itertools.chain(*found)), indent=1) + "\n")
     finally:
         pool.close()
     return 0

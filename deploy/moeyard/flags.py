@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moeyard.door_flags import add_door_arguments, byte_size, count, duration
+from moeyard.expert_flags import add_expert_arguments
 from moeyard.model_source import add_model_argument, checkpoint, hub_id
 from moeyard.recovery_flags import add_recovery_arguments
 from moeyard.step_flags import add_step_arguments, default_seqs, speculation_fields
@@ -17,7 +18,6 @@ from moeyard_worker.config.engine_config import (
     DEVICE_DEFAULTS,
     DTYPES,
     EXCHANGES,
-    EXPERT_POLICIES,
     LOAD_FORMATS,
     EngineConfig,
 )
@@ -37,11 +37,6 @@ def port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; ports go from 0 to 65535")
     return int(text)
-
-
-def expert_memory(text: str) -> int | None:
-    """argparse type of --expert-memory: a size, or auto for as much as fits."""
-    return None if text == "auto" else byte_size(text)
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,20 +110,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULTS["dtype"],
         help="of weights and activations (default: the checkpoint's)",
     )
-    add("--expert-slots", type=int, metavar="N", help="expert-cache slots of each rank (default: as many as fit)")
-    add(
-        "--expert-memory",
-        type=expert_memory,
-        metavar="SIZE",
-        help="expert-cache memory of each rank, e.g. 2GiB, or auto (default)",
-    )
-    add(
-        "--expert-policy",
-        choices=EXPERT_POLICIES,
-        default=DEFAULTS["expert_policy"],
-        help="residency policy (default %(default)s)",
-    )
-    add("--record-routing", metavar="FILE", help="record the experts each step needs, for cache-sim")
+    add_expert_arguments(parser, DEFAULTS)
     text = "KV pages of each rank, e.g. 1GiB (default: from the limits below and free memory)"
     add("--kv-memory", type=byte_size, metavar="SIZE", help=text)
     text = "of it for snapshots of linear attention's state, behind which prompts are reused (default: half)"
@@ -266,6 +248,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         expert_slots=args.expert_slots,
         expert_memory=args.expert_memory,
         expert_policy=args.expert_policy,
+        expert_fetch=args.expert_fetch,
         record_routing=None if args.record_routing is None else str(Path(args.record_routing).resolve()),
         kv_memory=args.kv_memory,
         snapshot_memory=args.snapshot_memory,

@@ -20,7 +20,10 @@ from moeyard_kernels.types.step import StepRows
 if TYPE_CHECKING:
     import torch
 
+    from moeyard_kernels.types.choices import Choices
     from moeyard_kernels.types.expert_residency import ResidencyCounts
+    from moeyard_kernels.types.fetch_window import FetchWindow
+    from moeyard_kernels.types.lent_memory import LentMemory
 
 # What a backend made and alone can read: it is handed back to the backend that made it.
 Own = Any
@@ -100,19 +103,6 @@ class Gate(Protocol):
         ...
 
 
-class Choices(Protocol):
-    """How many rows have chosen each expert, padding left out, where a device counts them as they choose."""
-
-    def read(self) -> Sequence[Sequence[int]] | None:
-        """[L, E] so far, of the backend's L gates in the order in which they were made; None while a device is still to
-        tell, for which nobody waits: ask again."""
-        ...
-
-    def clear(self) -> None:
-        """Count from zero."""
-        ...
-
-
 class ExpertRun(Protocol):
     """The routed experts over one layer's received rows, computed in as many parts as the caller likes."""
 
@@ -179,8 +169,11 @@ class MovableSlots(ExpertSlots, Protocol):
 class ExpertResidency(Protocol):
     """Experts of which not all have slots, where the backend decides which and copies them itself.
 
-    Layers and experts are counted from 0. The decisions are those of the policy that it is named.
+    Layers and experts are counted from 0. The decisions are those of the policy that it is named. `lent`: how other
+    processes of the host find what is kept in its memory, if they may.
     """
+
+    lent: LentMemory | None
 
     def put(self, layer: int, expert: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
         """Keep one expert in the host's memory; its bytes."""
@@ -190,8 +183,9 @@ class ExpertResidency(Protocol):
         """Fill the slots as the policy starts, once all experts are kept; the bytes copied."""
         ...
 
-    def run(self, layer: int, run: Own) -> None:
-        """Compute all of an `ExpertRun` of `slots`. Without prompt rows nobody waits for the device."""
+    def run(self, layer: int, run: Own, fetch: FetchWindow | None = None) -> None:
+        """Compute all of an `ExpertRun` of `slots`. Without prompt rows nobody waits for the device, and ranks with a
+        `fetch` window, all of a host or none, read what they miss together."""
         ...
 
     def counts(self, *, wait: bool) -> ResidencyCounts:
@@ -314,7 +308,8 @@ class Backend(Protocol):
         ...
 
     def expert_residency(
-        self, slots: Own, *, policy: str, num_layers: int, num_experts: int, num_slots: int
+        self, slots: Own, *, policy: str, num_layers: int, num_experts: int, num_slots: int, shared: bool
     ) -> ExpertResidency | None:
-        """For `num_slots` of these slots, the others being for what prompts miss; None where the host is to decide."""
+        """For `num_slots` of these slots, the others being for what prompts miss; None where the host is to decide.
+        `shared`: what is kept in the host's memory may be read by other ranks of the host."""
         ...

@@ -19,7 +19,7 @@ from moeyard_kernels.door.elementwise import (
     sigmoid_mul,
     silu_mul,
 )
-from moeyard_kernels.door.expert_cache import cache_access, gather_experts
+from moeyard_kernels.door.expert_cache import cache_access, fetch_experts, gather_experts
 from moeyard_kernels.door.experts import expert_layout, grouped_gemm, moe_reduce_add_norm, moe_weighted_reduce
 from moeyard_kernels.door.linear import head_linear, linear, linear_pair
 from moeyard_kernels.door.linear_attention import (
@@ -68,6 +68,7 @@ __all__ = [
     "dispatch_rows",
     "expert_block_rows",
     "expert_layout",
+    "fetch_experts",
     "gated_rms_norm",
     "gather_experts",
     "gdn_chunk_prefill",

@@ -3,7 +3,8 @@
 Ranks, each on a GPU of its own, over {NVLink, NCCL, shared memory, TCP} x {one deep, two deep} x {experts in slots:
 all, half}, alone and mixed, prefix missed and hit; against each request alone on one rank, launch by launch and in
 graphs.
-Over NVLink the demo model also with {1 draft, 3, as many as each step likes}, against itself without any.
+Over NVLink also with {a quarter of the experts in slots, one} and misses that each reads alone, where else ranks read
+them for each other; and the demo model with {1 draft, 3, as many as each step likes}, against itself without any.
 """
 
 import itertools
@@ -23,7 +24,7 @@ from tests.e2e.test_one_answer import check_rows, requests, run_alone, run_mixed
 from tests.e2e.test_one_answer_gpu import MODELS
 from tests.fleet import Fleet, ProcessPool, start_fleet
 
-from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, ExchangeKind
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, ExchangeKind, ExpertFetch
 from moeyard_worker.exchange.peer_counts import LOOK_SECONDS
 from moeyard_worker.models.families import load_model_config
 
@@ -43,15 +44,21 @@ class Case:
     slots: str = "all"
     eager: bool = False
     drafts: str = "off"
+    fetch: ExpertFetch = "auto"
 
     def __str__(self) -> str:
         launched = ("eager" if self.eager else "graphs") + ("" if self.drafts == "off" else f"-drafts_{self.drafts}")
-        return f"{self.ranks}ranks-{self.exchange}-{self.deep}deep-{self.slots}-{launched}"
+        slots = self.slots + ("" if self.fetch == "auto" else f"_{self.fetch}")
+        return f"{self.ranks}ranks-{self.exchange}-{self.deep}deep-{slots}-{launched}"
 
 
 MANY = [ranks for ranks in (2, 4, 8) if ranks <= NUM_GPUS]
+# With fewer slots than experts ranks read for each other what they miss, unless they are to read alone.
+FETCHES: tuple[tuple[str, ExpertFetch], ...] = (("half", "alone"), ("quarter", "shared"), ("one", "shared"))
 CASES = [Case(*values) for values in itertools.product(MANY, ("nvlink",), (2, 1), ("all", "half"))]
 CASES += [Case(ranks, "nvlink", 2, "all", eager=True) for ranks in MANY]
+CASES += [Case(ranks, "nvlink", 2, slots, fetch=fetch) for ranks in MANY for slots, fetch in FETCHES]
+CASES += [Case(MANY[0], "nvlink", 1, "quarter", eager=True)] if MANY else []
 CASES += [Case(1, "auto"), Case(1, "nvlink"), Case(1, "zmq"), Case(1, "nccl")]
 CASES += [Case(*values) for values in itertools.product(MANY, ("zmq", "zmq-tcp", "nccl"), (1, 2), ("all", "half"))]
 SPECULATED = [
@@ -74,7 +81,8 @@ def config(case: Case, model: Path) -> EngineConfig:
         prefill_chunk=16,
         max_batch_tokens=256,
         max_num_seqs=8,
-        expert_slots=None if case.slots == "all" else total // 2,
+        expert_slots={"all": None, "half": total // 2, "quarter": total // 4, "one": 1}[case.slots],
+        expert_fetch=case.fetch,
         enforce_eager=case.eager,
         async_scheduling=case.deep == 2,
         speculate=None if case.drafts == "off" else "mtp",
@@ -119,6 +127,10 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_ranks: 
             # Requests that score their prompt are launched one by one; decoding never is.
             assert all(each["num_replayed"] > each["num_eager"] for each in fleet.call("graphs")), fleet.call("graphs")
         assert all(report["exchange"] != "auto" for report in fleet.reports)
+        if case.ranks > 1 and case.exchange == "nvlink" and case.slots != "all":
+            # Ranks look at what their devices have counted at different steps, so that the sums need not agree.
+            for direction, fetched in fetched_bytes(fleet, expected, last).items():
+                assert (sum(fetched) > 0) == (case.fetch != "alone"), (direction, fetched)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +157,22 @@ def test_drafts_over_ranks(case: Case, demo: dict[str, Any], gpu_ranks: ProcessP
             time.sleep(2 * LOOK_SECONDS)
             assert run_alone(fleet, f"counted-{turn}", "a", last) == demo["a"]
         check_exchange_is_told(fleet)
+
+
+def fetched_bytes(fleet: Fleet, expected: dict[str, Any], rank: int) -> dict[str, list[float]]:
+    """What each rank has read for peers, and they for it, by their pages of metrics."""
+    for turn in range(2):
+        # What a device has counted is looked at a few times a second, and told at the next look.
+        time.sleep(2 * LOOK_SECONDS)
+        assert run_alone(fleet, f"fetched-{turn}", "a", rank) == expected["a"]
+    found: dict[str, list[float]] = {"for_peers": [], "by_peers": []}
+    for endpoint in fleet.endpoints:
+        with urllib.request.urlopen(endpoint["metrics_url"], timeout=10) as response:
+            page = response.read().decode()
+        for direction, told in found.items():
+            pattern = rf'^moeyard_expert_cache_bytes_total\{{direction="{direction}",rank="\d"\}} (\S+)$'
+            told.append(sum(float(count) for count in re.findall(pattern, page, re.M)))
+    return found
 
 
 def check_exchange_is_told(fleet: Fleet) -> None:

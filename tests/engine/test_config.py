@@ -38,6 +38,7 @@ def test_engine_sizes_are_positive(name: str, value: int) -> None:
         ({"exchange": "mpi"}, "exchange 'mpi' is not one of auto, local, zmq, zmq-tcp"),
         ({"dtype": "float16"}, "dtype 'float16' is not one of auto, float32, bfloat16"),
         ({"expert_policy": "fifo"}, "expert_policy 'fifo' is not one of slru, lru"),
+        ({"expert_fetch": "both"}, "expert_fetch 'both' is not one of auto, alone, shared"),
         ({"exchange": "local", "num_workers": 2}, "for one worker, got 2"),
         ({"device": "cuda:1", "num_workers": 2}, "is one GPU, num_workers 2 take one each; use device 'cuda'"),
         ({"expert_slots": 4, "expert_memory": 4096}, "not both"),

@@ -21,6 +21,7 @@ from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.checkpoint.loading import DenseLoader, open_checkpoint
 from moeyard_worker.config.engine_config import EngineConfig, format_size
 from moeyard_worker.config.rope_config import RopeConfig
+from moeyard_worker.engine.fetching import plan_with_fetch
 from moeyard_worker.engine.host_memory import available_memory, cgroup_available
 from moeyard_worker.engine.memory import (
     AUTO_KV_SHARE,
@@ -28,6 +29,7 @@ from moeyard_worker.engine.memory import (
     NCCL_BYTES,
     NCCL_PEER_BYTES,
     MemoryPlan,
+    exchange_bytes,
     exchange_shape,
     plan_memory,
     prefix_bytes,
@@ -314,6 +316,25 @@ def test_experts_without_slots_are_kept_by_the_host() -> None:
         plan_memory(config=config, **sizes, host_available=390 * MIB)
     memory = EngineConfig(model_path="", expert_memory=(100 + cuda_footprint.STREAM_SLOTS) * EXPERT_BYTES)
     assert plan_memory(config=memory, **sizes, host_available=GIB).expert_slots == 100
+
+
+def test_what_peers_read_for_a_rank_has_its_place_if_it_misses_anything() -> None:
+    """Eight experts and a flag for each unit of 128 KiB; of nothing where all have slots, or each reads alone."""
+    model = replace(MODEL, num_experts=64)
+    sizes: dict[str, Any] = {
+        "model": model, "itemsize": 4, "resident_bytes": MIB, "footprints": cuda_footprint, "num_local_experts": 128,
+        "available": 8 * GIB, "host_available": GIB,
+    }  # fmt: skip
+    config = EngineConfig(model_path="", device="cuda", num_workers=2, exchange="nvlink", dtype="float32")
+    few = replace(config, expert_slots=60)
+    rows = plan_memory(config=few, **sizes).reserve.exchange
+    assert rows == exchange_bytes(config, model)
+    assert plan_with_fetch(config=config, **sizes).reserve.exchange == rows
+    assert plan_with_fetch(config=replace(few, expert_fetch="alone"), **sizes) == plan_memory(config=few, **sizes)
+    for fetch in ("auto", "shared"):
+        done = plan_with_fetch(config=replace(few, expert_fetch=fetch), **sizes)
+        assert done.expert_slots == 60
+        assert 0 <= done.reserve.exchange - rows - 8 * EXPERT_BYTES <= 2048
 
 
 def test_a_tokenizer_for_grammars_is_reserved_where_it_stands() -> None:

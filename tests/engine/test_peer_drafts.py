@@ -155,6 +155,7 @@ def test_drafts_change_nothing_whoever_has_them(case: Case, plain: dict[str, Any
             continue
         assert runner.num_replayed >= 5, f"rank {rank}: {runner.num_replayed} replayed, {runner.num_eager} launched"
         assert runner.num_replayed > runner.num_eager or case.slots
+    assert (fleet.turns.num_fetches > 0) == (case.slots is not None)
     # What crossed is counted, drafts' passes too.
     if case.ranks > 1:
         counted = [worker._engine._exchange for worker in fleet.workers]  # type: ignore[union-attr]

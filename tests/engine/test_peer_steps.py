@@ -21,6 +21,7 @@ from tests.e2e.test_one_answer import bits, requests
 from tests.exchange.test_nvlink_exchange import DEADLINE, Memory, Turns, together
 from tests.fleet import Client
 
+from moeyard_kernels import ops as kernel_ops
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
 from moeyard_worker.config.placement import Placement
@@ -112,13 +113,14 @@ class House:
     """Ranks of one process, and the memory that they share."""
 
     def __init__(self) -> None:
-        self.memory: dict[int, torch.Tensor] = {}
+        self.memory: dict[str, dict[int, torch.Tensor]] = {}
         self.next_rank = 0
 
-    def make_memory(self, num_bytes: int, device: torch.device) -> Memory:
+    def make_memory(self, num_bytes: int, device: torch.device, name: str = "moeyard") -> Memory:
         """Of the rank that is being loaded."""
-        self.memory[self.next_rank] = torch.zeros(num_bytes, dtype=torch.uint8)
-        return Memory(self.next_rank, cast(Sequence[torch.Tensor], self.memory))
+        of_name = self.memory.setdefault(name, {})
+        of_name[self.next_rank] = torch.zeros(num_bytes, dtype=torch.uint8)
+        return Memory(self.next_rank, cast(Sequence[torch.Tensor], of_name))
 
 
 @pytest.fixture
@@ -167,7 +169,9 @@ class Fleet:
         self, house: House, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, placement: Placement | None
     ) -> None:
         self.house, self.config, self.placement = house, config, placement
-        monkeypatch.setattr(nvlink, "ops", Turns(config.num_workers))
+        self.turns = Turns(config.num_workers)
+        monkeypatch.setattr(nvlink, "ops", self.turns)
+        monkeypatch.setattr(kernel_ops, "fetch_experts", self.turns.fetch_experts)
         epoch = secrets.randbits(31)
         self.workers = [self.make(rank, epoch) for rank in range(config.num_workers)]
         self.meet()
@@ -320,21 +324,149 @@ def test_a_worker_whose_peers_do_not_come_can_be_stopped(model: Path, start: Sta
     assert mesh.failure == "rank 0 was stopped at step 0, meeting"
 
 
-def test_partial_residency_launches_what_has_prompts_on_any_rank(model: Path, start: Starter) -> None:
-    """Their rows ask the host about experts, also those that a peer sent."""
+def few_slots(model: Path, fetch: str, ranks: int = 2) -> EngineConfig:
+    """With slots for half of a rank's experts, of which there are four in a layer; of three ranks for three."""
+    read = load_model_config(model)
+    few = read.num_experts * len(read.moe_layers) // 4 if ranks == 2 else 3
+    return replace(config(model, ranks=ranks, exchange="nvlink"), expert_slots=few, expert_fetch=cast(Any, fetch))
+
+
+@pytest.fixture
+def alone(model: Path, start: Starter) -> dict[str, tuple[Any, ...]]:
+    """What one rank answers to each request alone."""
     if not model.name.startswith("gqa"):
         pytest.skip("the same for every attention")
-    alone = start(config(model, ranks=1, exchange="auto"))
-    expected = {name: alone.answers("reference", {name: 0})[name] for name in requests()}
-    alone.close()
-    read = load_model_config(model)
-    few = read.num_experts * len(read.moe_layers) // 4
-    fleet = start(replace(config(model, ranks=2, exchange="nvlink"), expert_slots=few))
-    assert fleet.answers("mixed", {name: i % 2 for i, name in enumerate(requests())}) == expected
-    runners = [fleet.runner(rank) for rank in range(2)]
+    fleet = start(config(model, ranks=1, exchange="auto"))
+    expected = {name: fleet.answers("reference", {name: 0})[name] for name in requests()}
+    fleet.close()
+    return expected
+
+
+def bytes_of(fleet: Fleet, direction: str) -> list[float]:
+    """Of each rank's page of metrics."""
+    time.sleep(2 * LOOK_SECONDS)
+    fleet.answers(f"counted {direction}", {"c": 0})
+    found = []
+    for worker in fleet.workers:
+        with urllib.request.urlopen(worker.endpoints()["metrics_url"], timeout=DEADLINE) as response:
+            page = response.read().decode()
+        pattern = rf'^moeyard_expert_cache_bytes_total\{{direction="{direction}",rank="\d"\}} (\S+)$'
+        found.append(sum(float(count) for count in re.findall(pattern, page, re.M)))
+    return found
+
+
+@pytest.mark.parametrize(("fetch", "ranks"), [("auto", 2), ("alone", 2), ("shared", 3)])
+def test_partial_residency_launches_what_has_prompts_on_any_rank(
+    fetch: str, ranks: int, model: Path, alone: dict[str, Any], start: Starter
+) -> None:
+    """Their rows ask the host about experts, also those that a peer sent. In all other steps ranks may read for each
+    other what they miss, replayed and launched."""
+    fleet = start(few_slots(model, fetch, ranks))
+    assert fleet.answers("mixed", {name: i % ranks for i, name in enumerate(requests())}) == alone
+    runners = [fleet.runner(rank) for rank in range(ranks)]
     assert all(runner.num_replayed for runner in runners)
     # A rank has no row of its own in some of its peer's steps with prompts, and those do not count as launched.
-    assert all(runner.num_eager for runner in runners)
+    assert sum(runner.num_eager > 0 for runner in runners) >= 2
+    for worker in fleet.workers:
+        worker.experts.validate()
+    together, apart = sum(bytes_of(fleet, "for_peers")), sum(bytes_of(fleet, "alone"))
+    assert apart == 0
+    assert (fleet.turns.num_fetches > 0) == (together > 0) == (fetch != "alone")
+
+
+def test_a_successors_experts_are_read_in_place_of_those_before(
+    model: Path, alone: dict[str, Any], start: Starter
+) -> None:
+    fleet = start(few_slots(model, "shared"))
+    spread = {name: i % 2 for i, name in enumerate(requests())}
+    assert fleet.answers("before", spread) == alone
+    exchange = cast(Any, fleet.workers[0]._engine)._exchange
+    graphs, borrowed = fleet.runner(0)._graphs, exchange._fetch._borrowed[1]
+    begun = fleet.turns.num_fetches
+    assert begun > 0
+    (loss,) = fleet.replace(1)
+    assert loss["ranks"] == (1,)
+    assert fleet.answers("behind", spread) == alone
+    assert fleet.turns.num_fetches > begun
+    assert fleet.runner(0)._graphs is graphs
+    # It was given back before the successor kept its own.
+    assert borrowed._memory.closed
+    assert exchange._fetch._borrowed[1].lent == fleet.workers[1].experts.lent != borrowed.lent
+
+
+def misled(monkeypatch: pytest.MonkeyPatch, *, lends: bool = True) -> Callable[[], None]:
+    """Rank 1 tells of a file that is not there, or lends nothing, until the result is called."""
+    right = worker_module.lending
+
+    def wrong(config: EngineConfig, model: Any, experts: Any) -> Any:
+        found = right(config, model, experts)
+        assert found is not None
+        assert found.lent is not None
+        wrong_one = replace(found.lent, inode=1) if lends else None
+        return found if experts._owned[0][0] == 0 else replace(found, lent=wrong_one)
+
+    monkeypatch.setattr(worker_module, "lending", wrong)
+    return lambda: monkeypatch.setattr(worker_module, "lending", right)
+
+
+@pytest.mark.parametrize("lends", [True, False], ids=("another file", "lends nothing"))
+def test_ranks_of_whom_one_cannot_read_for_the_others_read_alone(
+    lends: bool, model: Path, alone: dict[str, Any], start: Starter, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """All of them, and say why; what was captured then does not, once all can."""
+    caplog.set_level("INFO")
+    found = misled(monkeypatch, lends=lends)
+    fleet = start(few_slots(model, "auto"))
+    spread = {name: i % 2 for i, name in enumerate(requests())}
+    assert fleet.answers("apart", spread) == alone
+    assert fleet.turns.num_fetches == 0
+    said = [record.getMessage() for record in caplog.records if "experts that it misses alone" in record.getMessage()]
+    assert len(said) == 2
+    lent = fleet.workers[1].experts.lent
+    assert lent is not None
+    why = f"rank 0: file {lent.fd} of process " if lends else "rank 1: CUDA cannot pin memory there that others may map"
+    assert all(f"alone: {why}" in line for line in said)
+    found()
+    fleet.replace(1)
+    assert fleet.answers("together", spread) == alone
+    assert fleet.turns.num_fetches > 0
+
+
+def test_ranks_that_have_to_read_for_each_other_end_where_they_cannot(
+    model: Path, start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not model.name.startswith("gqa"):
+        pytest.skip("the same for every attention")
+    misled(monkeypatch)
+    fleet = start(few_slots(model, "shared"))
+    losses = [cast(dict[str, Any], worker.wait()) for worker in fleet.workers]
+    assert len({loss["reason"] for loss in losses}) == 1
+    assert re.fullmatch(
+        r"--expert-fetch shared cannot be: rank 0: file \d+ of process \d+ is another one by now; "
+        r"use --expert-fetch alone.*",
+        losses[0]["reason"],
+    )
+    assert {loss["ranks"] for loss in losses} == {(0,)}
+
+
+def test_where_one_rank_has_slots_for_all_the_others_read_alone(
+    model: Path, alone: dict[str, Any], start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever finds it so: ranks agree when they meet, and the one without misses has no memory for others' reads."""
+    settings = few_slots(model, "auto")
+    make = Fleet.make
+
+    def uneven(self: Fleet, rank: int, epoch: int) -> Worker:
+        self.config = replace(settings, expert_slots=None if rank == 1 else settings.expert_slots)
+        return make(self, rank, epoch)
+
+    monkeypatch.setattr(Fleet, "make", uneven)
+    fleet = start(settings)
+    assert [worker.experts.all_resident for worker in fleet.workers] == [False, True]
+    assert fleet.answers("mixed", {name: i % 2 for i, name in enumerate(requests())}) == alone
+    assert fleet.turns.num_fetches == 0
+    assert sorted(fleet.house.memory["moeyard-fetch"]) == [0]
 
 
 def test_one_answer_through_process_groups(model: Path, start: Starter) -> None:

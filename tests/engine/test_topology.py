@@ -91,6 +91,29 @@ def test_nccl_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         settled("nccl")
 
 
+def test_who_reads_experts_for_each_other() -> None:
+    """Ranks of an nvlink exchange, whichever way it was found; one that was asked to and cannot says so in one line."""
+
+    def fetch(asked: str, exchange: str = "auto", workers: int = 3, device: Gpus | None = None) -> str:
+        config = EngineConfig(
+            model_path="m", device="cuda", num_workers=workers, exchange=cast(Any, exchange),
+            expert_fetch=cast(Any, asked),
+        )  # fmt: skip
+        spec = WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="", gpu=0, peer_gpus=(0, 1, 2))
+        return settle_exchange(spec, cast(Device, device or Gpus()), SHAPE)[0].config.expert_fetch
+
+    assert fetch("auto") == fetch("auto", "nvlink") == "auto"
+    assert fetch("shared") == "shared"
+    assert fetch("alone") == fetch("auto", "zmq") == fetch("auto", workers=1) == fetch("alone", "zmq") == "alone"
+    assert fetch("auto", device=Gpus("GPU 0 has no peer access to GPU 2")) == "alone"
+    apart = "^--expert-fetch shared cannot be: the exchange is zmq, not nvlink; use --expert-fetch alone$"
+    for given in ({"exchange": "zmq"}, {"device": Gpus("GPU 0 has no peer access to GPU 2")}):
+        with pytest.raises(ValueError, match=apart):
+            fetch("shared", **cast(Any, given))
+    with pytest.raises(ValueError, match=r"^--expert-fetch shared cannot be: there is one rank; use"):
+        fetch("shared", "nvlink", workers=1)
+
+
 def test_how_long_a_device_waits_for_a_peer() -> None:
     """As long as a first step may have to be compiled, where none is captured."""
 

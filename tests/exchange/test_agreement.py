@@ -214,6 +214,7 @@ def test_findings_are_ordered_by_where_they_were_made() -> None:
         OWN_FAULT,
         place_of(None, Phase.PLAN),
         place_of(0, Phase.DISPATCH),
+        place_of(0, Phase.FETCH),
         place_of(0, Phase.COMBINE),
         place_of(17, Phase.DISPATCH),
         AFTER_STEP,

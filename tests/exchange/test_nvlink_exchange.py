@@ -16,9 +16,11 @@ import torch.distributed as dist
 from tests.checkpoints import make_checkpoint
 from tests.exchange.test_staged_exchange import NUM_PAGES, backend, rank_runner, run_steps, steps_of
 
+from moeyard_kernels.ref import fetch_experts as fetch_oracle
 from moeyard_kernels.ref import peer_exchange as oracle
+from moeyard_kernels.types.fetch_window import SHARED, FetchWindow
 from moeyard_kernels.types.peer_shape import KEPT_TIMES, NUM_COUNTS, NUM_TIMES, RECEIVED, SENT, TIMES
-from moeyard_kernels.types.peer_window import ABORT, COMBINE, DISPATCH, NUM_FAULT, POISONED, SILENT, PeerWindow
+from moeyard_kernels.types.peer_window import ABORT, COMBINE, DISPATCH, FETCH, NUM_FAULT, POISONED, SILENT, PeerWindow
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.local import local_runner
 from moeyard_worker.exchange import nvlink
@@ -42,6 +44,8 @@ class Turns:
 
     def __init__(self, world: int) -> None:
         self._barrier, self._lock = threading.Barrier(world, timeout=DEADLINE), threading.Lock()
+        # Exchanges in which ranks fetched experts together.
+        self.num_fetches = 0
 
     def dispatch_rows(self, x: torch.Tensor, ids: torch.Tensor, window: PeerWindow, **at: int) -> Any:
         return self._run(oracle.dispatch_rows, window, x, ids, window, **at)
@@ -57,6 +61,18 @@ class Turns:
         self._barrier.wait()
         with self._lock:
             return op(*given, send=False, wait=True, **at)
+
+    def fetch_experts(self, *given: Any, **at: Any) -> None:
+        """Ranks that share tell, read and move in turn, and count how often."""
+        window: FetchWindow = given[-1]
+        if not window.state[SHARED] or window.peer.state[POISONED]:
+            fetch_oracle.fetch_experts(*given, tell=True, read=True, move=True, **at)
+            return
+        self.num_fetches += window.peer.rank == 0
+        for part in ("tell", "read", "move"):
+            with self._lock:
+                fetch_oracle.fetch_experts(*given, **{"tell": False, "read": False, "move": False, part: True}, **at)
+            self._barrier.wait()
 
 
 class Memory:
@@ -272,7 +288,7 @@ def write_fault(exchange: NvlinkExchange, *record: int) -> None:
     exchange._window.fault[: 1 + len(record)] = torch.tensor([1, *record])
 
 
-@pytest.mark.parametrize(("phase", "word"), [(DISPATCH, "dispatch"), (COMBINE, "combine")])
+@pytest.mark.parametrize(("phase", "word"), [(DISPATCH, "dispatch"), (FETCH, "fetch"), (COMBINE, "combine")])
 def test_what_the_device_wrote_down_is_what_all_ranks_name(
     pair: tuple[list[NvlinkExchange], list[Mesh]], phase: int, word: str
 ) -> None:

@@ -1,13 +1,23 @@
-"""Experts in the host's memory: where their values lie, and what is said when they cannot be pinned."""
+"""Experts in the host's memory: where values lie, who else may read them, what is said when it cannot be pinned."""
 
+import ctypes
 import gc
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from moeyard_kernels.cuda import host_memory
 from moeyard_kernels.cuda.host_experts import HostExperts
+from moeyard_kernels.cuda.host_memory import BorrowedMemory, HostMemory
+from moeyard_kernels.types.lent_memory import LentMemory
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
@@ -44,3 +54,116 @@ def test_memory_is_pinned_while_it_is_held(monkeypatch: pytest.MonkeyPatch) -> N
     cudart.cudaHostRegister = lambda *_: 2
     with pytest.raises(ValueError, match=r"host memory for experts cannot be pinned \(CUDA error 2\)"):
         HostExperts(**sizes, device=torch.device("cuda", 0))
+
+
+def lent_by(memory: HostMemory) -> LentMemory:
+    assert memory.lent is not None
+    return memory.lent
+
+
+# Lends memory, says how it is found, fills it and says so; ends with its standard input.
+LENDER = """
+import sys, torch
+from dataclasses import astuple
+from moeyard_kernels.cuda.host_memory import HostMemory
+memory = HostMemory(1 << 16, torch.device("cpu"), shared=True)
+print(*astuple(memory.lent), flush=True)
+for line in sys.stdin:
+    memory.bytes.fill_(int(line))
+    print("filled", flush=True)
+"""
+
+
+def test_memory_of_another_process_is_read_where_it_lies() -> None:
+    """As it changes, and when its process has ended; then it cannot be found any more."""
+    paths = [str(ROOT / folder) for folder in ("worker", "kernels")]
+    lender = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}\n{LENDER}"], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with lender:
+        assert lender.stdin is not None
+        assert lender.stdout is not None
+        pid, fd, inode, num_bytes = map(int, lender.stdout.readline().split())
+        lent = LentMemory(pid=pid, fd=fd, inode=inode, num_bytes=num_bytes)
+        assert (pid, num_bytes) == (lender.pid, 1 << 16)
+        borrowed = BorrowedMemory(lent, CPU)
+        for value in (7, 200):
+            lender.stdin.write(f"{value}\n")
+            lender.stdin.flush()
+            assert lender.stdout.readline() == "filled\n"
+            assert ctypes.string_at(borrowed.address, num_bytes) == bytes([value]) * num_bytes
+        with pytest.raises(ValueError, match=f"file {fd} of process {pid} is another one by now"):
+            BorrowedMemory(replace(lent, inode=inode + 1), CPU)
+        with pytest.raises(ValueError, match=f"memory of process {pid} cannot be mapped: .*No such file"):
+            BorrowedMemory(replace(lent, fd=99), CPU)
+        lender.stdin.close()
+        lender.wait(timeout=30)
+    assert ctypes.string_at(borrowed.address, num_bytes) == bytes([200]) * num_bytes
+    borrowed.close()
+    borrowed.close()
+    with pytest.raises(ValueError, match=f"memory of process {pid} cannot be mapped"):
+        BorrowedMemory(lent, CPU)
+
+
+def test_what_is_lent_is_given_back_with_its_owner() -> None:
+    memory = HostMemory(1 << 16, CPU, shared=True)
+    lent = lent_by(memory)
+    assert HostMemory(16, CPU).lent is None
+    del memory
+    gc.collect()
+    # Its number may be another file's by now.
+    with pytest.raises(ValueError, match=rf"process {os.getpid()} (cannot be mapped|is another one)"):
+        BorrowedMemory(lent, CPU)
+
+
+def test_what_cannot_be_pinned_to_be_lent_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory of this process alone, as without others."""
+    asked, taken = [], []
+
+    def register(address: int, size: int, flags: int) -> int:
+        asked.append((address, size))
+        return 801 if len(asked) == 1 else 0
+
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
+    )
+    monkeypatch.setattr(host_memory, "take_error", taken.append)
+    gpu = torch.device("cuda", 0)
+    memory = HostMemory(1 << 16, gpu, shared=True)
+    assert memory.lent is None
+    assert asked[-1] == (memory.bytes.data_ptr(), 1 << 16)
+    assert taken == [gpu]
+    memory.bytes.fill_(3)
+
+
+@pytest.mark.parametrize("refused", [(), (9,), (9, 1)], ids=("nothing", "read only", "both"))
+def test_borrowed_memory_is_pinned_as_far_as_cuda_can(
+    refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To be read only, else as it is; and an error that was dealt with is nobody else's."""
+    memory = HostMemory(1 << 16, CPU, shared=True)
+    pinned: dict[int, int] = {}
+    asked, taken = [], []
+
+    def register(address: int, size: int, flags: int) -> int:
+        asked.append(flags)
+        if flags in refused:
+            return 801
+        pinned[address] = size
+        return 0
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(host_memory, "take_error", taken.append)
+    gpu = torch.device("cuda", 0)
+    if len(refused) == 2:
+        with pytest.raises(ValueError, match=rf"0 MiB of process {os.getpid()} cannot be pinned \(CUDA error 801\)"):
+            BorrowedMemory(lent_by(memory), gpu)
+    else:
+        borrowed = BorrowedMemory(lent_by(memory), gpu)
+        assert pinned == {borrowed.address: 1 << 16}
+        borrowed.close()
+    assert pinned == {}
+    assert asked == [9, 1][: 1 + len(refused)]
+    assert taken == [gpu] * len(refused)

@@ -32,7 +32,7 @@ from moeyard_kernels.common import tuning
 # Each has `cases() -> Iterator[Case]`; inputs live only while their case is at hand.
 MODULES = (
     *("elementwise", "rope", "reduce", "linear", "head_linear", "topk_gate", "moe", "expert_cache"),
-    "peer_exchange",
+    *("peer_exchange", "expert_fetch"),
     *(
         "mla_decode",
         "gqa_decode",

@@ -2,7 +2,8 @@
 
 A step of decode rows asks nothing of the host, so it can be captured: a kernel decides, what hits is computed while a
 few programs copy what missed out of pinned memory, then that is computed; again where a layer needs more than half of
-the slots, in a number of waves that shapes fix.
+the slots, in a number of waves that shapes fix. With peers that share their links the first of these copies is one of
+all ranks (`types/fetch_window.py`).
 
 In a step with prompt rows the host waits once per layer to learn which experts they need beside decode's. Those with a
 slot are computed at once, for all rows. The others come through two halves of a few slots of their own, copied by the
@@ -20,8 +21,10 @@ from moeyard_kernels import ops
 from moeyard_kernels.cuda.experts import CudaExpertRun, CudaExpertSlots
 from moeyard_kernels.cuda.host_experts import HostExperts
 from moeyard_kernels.types.expert_residency import (
+    BY_PEERS,
     EVICTED_PROBATION,
     EVICTED_PROTECTED,
+    FOR_PEERS,
     GATHER_NANOSECONDS,
     HITS_PROBATION,
     HITS_PROTECTED,
@@ -30,6 +33,7 @@ from moeyard_kernels.types.expert_residency import (
     ResidencyCounts,
     start_residency,
 )
+from moeyard_kernels.types.fetch_window import FetchWindow
 
 # Share of a layer's experts that a step needs, from which on it is taken to need those of the next layer, too. Where
 # it was wrong (routing that had collapsed to 36 of 128 experts, H200, 2026-11-22) prompts took 1.6 times as long.
@@ -40,8 +44,9 @@ class CudaResidency:
     """The experts of L layers, E each, in the first `num_slots` of `slots`; what is beyond them is the stream's."""
 
     def __init__(
-        self, slots: CudaExpertSlots, *, policy: str, num_layers: int, num_experts: int, num_slots: int
-    ) -> None:
+        self, slots: CudaExpertSlots, *, policy: str, num_layers: int, num_experts: int, num_slots: int,
+        shared: bool = False,
+    ) -> None:  # fmt: skip
         self._slots, self._num_slots = slots, num_slots
         self._num_layers, self._num_experts = num_layers, num_experts
         self._half = (slots.num_slots - num_slots) // 2
@@ -50,8 +55,9 @@ class CudaResidency:
         hidden, intermediate = slots.down.shape[1:]
         self._host = HostExperts(
             num_experts=num_layers * num_experts, hidden=hidden, intermediate=intermediate, dtype=slots.down.dtype,
-            device=device,
+            device=device, shared=shared,
         )  # fmt: skip
+        self.lent = self._host.memory.lent
         self._state = start_residency(
             cast("PolicyName", policy), num_layers=num_layers, num_experts=num_experts, num_slots=num_slots,
             device=device,
@@ -79,12 +85,12 @@ class CudaResidency:
         self._lane.synchronize()
         return self._num_slots * self._host.blobs[0].nbytes
 
-    def run(self, layer: int, run: CudaExpertRun) -> None:
+    def run(self, layer: int, run: CudaExpertRun, fetch: FetchWindow | None = None) -> None:
         """See `ExpertResidency.run`."""
         if not run.experts.numel():
             return
         if run.prompt is None:
-            self._decode(layer, run, run.experts)
+            self._decode(layer, run, run.experts, fetch=fetch)
             return
         decode = run.experts.masked_fill(run.prompt[:, None], -1)
         of_all, of_decode, slots, protected, following = self._look(layer, run.experts, decode)
@@ -123,24 +129,31 @@ class CudaResidency:
             prompt_hits=(self._prompt_hits[0], self._prompt_hits[1]),
             prompt_misses=self._prompt_misses,
             gather_seconds=counts[GATHER_NANOSECONDS] * 1e-9,
+            bytes_for_peers=counts[FOR_PEERS],
+            bytes_by_peers=counts[BY_PEERS],
         )
 
-    def _decode(self, layer: int, run: CudaExpertRun, ids: torch.Tensor, *, num_needed: int | None = None) -> None:
+    def _decode(
+        self, layer: int, run: CudaExpertRun, ids: torch.Tensor, *, num_needed: int | None = None,
+        fetch: FetchWindow | None = None,
+    ) -> None:  # fmt: skip
         tables = ops.cache_access(ids, self._state, layer=layer, num_needed=num_needed)
         with self._lane.behind_caller():
-            self._gather(layer, tables[1])
+            self._gather(layer, tables[1], fetch)
         run.compute(tables[0])
         self._lane.join()
         run.compute(tables[1])
         for table in tables[2:]:
-            # Its slots may be those of the wave before.
+            # Its slots may be those of the wave before. Ranks need not have as many waves, so that each is alone here.
             self._gather(layer, table)
             run.compute(table)
 
-    def _gather(self, layer: int, table: torch.Tensor) -> None:
-        ops.gather_experts(
-            self._host.blobs, table, self._slots.gate_up, self._slots.down, layer=layer, counts=self._state.counts
-        )
+    def _gather(self, layer: int, table: torch.Tensor, fetch: FetchWindow | None = None) -> None:
+        blobs, gate_up, down = self._host.blobs, self._slots.gate_up, self._slots.down
+        if fetch is None:
+            ops.gather_experts(blobs, table, gate_up, down, layer=layer, counts=self._state.counts)
+        else:
+            ops.fetch_experts(blobs, table, gate_up, down, fetch, layer=layer, counts=self._state.counts)
 
     def _look(self, layer: int, ids: torch.Tensor, decode: torch.Tensor) -> list[list[int]]:
         """For each expert of the layer: whether any row needs it, whether a decode row does, its slot, its segment; and

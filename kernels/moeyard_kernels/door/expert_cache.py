@@ -5,6 +5,7 @@ import torch
 from moeyard_kernels.common.checks import check_devices, show
 from moeyard_kernels.door.load import kernel
 from moeyard_kernels.types.expert_residency import NUM_COUNTS, ResidencyState
+from moeyard_kernels.types.fetch_window import FetchWindow
 
 
 def cache_access(
@@ -48,16 +49,58 @@ def gather_experts(
     `ResidencyState`, to which the time that this takes is added. No host sync: the launch leaves at once where the
     table is empty.
     """
-    if gate_up.dim() != 3 or down.dim() != 3 or down.shape[0] != gate_up.shape[0]:
-        raise ValueError(f"gather_experts: gate_up {show(gate_up)} and down {show(down)}, expected [S, ...] of each")
-    size = gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2]
-    if table.dim() != 1 or table.dtype != torch.int32:
-        raise ValueError(f"gather_experts: table must be int32 [E], got {show(table)}")
-    if store.dim() != 2 or store.shape[1] != size or store.shape[0] < (layer + 1) * table.shape[0] or layer < 0:
-        raise ValueError(f"gather_experts: store {show(store)} for layer {layer} of {table.shape[0]} x {size}")
-    if store.dtype != gate_up.dtype or down.dtype != gate_up.dtype or store.itemsize not in (2, 4):
-        raise ValueError(f"gather_experts: store {store.dtype}, gate_up {gate_up.dtype}, down {down.dtype}")
-    if counts is not None and (counts.dtype != torch.int64 or counts.shape != (NUM_COUNTS,)):
-        raise ValueError(f"gather_experts: counts {show(counts)}, expected int64 [{NUM_COUNTS}]")
+    _check("gather_experts", store, table, gate_up, down, layer, counts)
     check_devices("gather_experts", table=table, gate_up=gate_up, down=down, counts=counts)
     kernel("experts.gather_experts", table).gather_experts(store, table, gate_up, down, layer=layer, counts=counts)
+
+
+def fetch_experts(
+    store: torch.Tensor,
+    table: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    window: FetchWindow,
+    *,
+    layer: int,
+    counts: torch.Tensor | None = None,
+    tell: bool = True,
+    read: bool = True,
+    move: bool = True,
+) -> None:
+    """`gather_experts` of all ranks of a host, over the links of all: who misses little reads for who misses much.
+
+    Between `dispatch_rows` and `combine_rows` of an exchange, once and by all ranks or none. As of `gather_experts` are
+    the arguments and what they hold when the launch has ended; `counts` counts also the bytes that were read for peers
+    and by them. A call tells peers what is missed, reads, and moves what peers have read, unless it is told to do some
+    of that; on a CPU nothing comes while it waits. Ranks that do not share (`FetchWindow.share`), or that have failed,
+    read alone. No host sync. What does not come within the exchange's limit is in its record of failure, as of
+    `dispatch_rows`, in the phase FETCH, and the rank reads by itself what it lacks.
+    """
+    _check("fetch_experts", store, table, gate_up, down, layer, counts)
+    sizes = (gate_up[0].nbytes, down[0].nbytes)
+    if sizes != (window.shape.up_bytes, window.shape.down_bytes):
+        raise ValueError(
+            f"fetch_experts: experts of {sizes} bytes, the memory is for ({window.shape.up_bytes}, "
+            f"{window.shape.down_bytes})"
+        )
+    check_devices("fetch_experts", table=table, gate_up=gate_up, down=down, counts=counts, windows=window.table)
+    kernel("experts.fetch_experts", table).fetch_experts(
+        store, table, gate_up, down, window, layer=layer, counts=counts, tell=tell, read=read, move=move
+    )
+
+
+def _check(
+    op: str, store: torch.Tensor, table: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, layer: int,
+    counts: torch.Tensor | None,
+) -> None:  # fmt: skip
+    if gate_up.dim() != 3 or down.dim() != 3 or down.shape[0] != gate_up.shape[0]:
+        raise ValueError(f"{op}: gate_up {show(gate_up)} and down {show(down)}, expected [S, ...] of each")
+    size = gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2]
+    if table.dim() != 1 or table.dtype != torch.int32:
+        raise ValueError(f"{op}: table must be int32 [E], got {show(table)}")
+    if store.dim() != 2 or store.shape[1] != size or store.shape[0] < (layer + 1) * table.shape[0] or layer < 0:
+        raise ValueError(f"{op}: store {show(store)} for layer {layer} of {table.shape[0]} x {size}")
+    if store.dtype != gate_up.dtype or down.dtype != gate_up.dtype or store.itemsize not in (2, 4):
+        raise ValueError(f"{op}: store {store.dtype}, gate_up {gate_up.dtype}, down {down.dtype}")
+    if counts is not None and (counts.dtype != torch.int64 or counts.shape != (NUM_COUNTS,)):
+        raise ValueError(f"{op}: counts {show(counts)}, expected int64 [{NUM_COUNTS}]")

@@ -24,8 +24,8 @@ import triton.language as tl
 
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
-from moeyard_kernels.common.rounding import INTERPRETED
 from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.experts.peer_waits import fail, wait_for
 from moeyard_kernels.experts.peer_words import clock_of, count_put, int32_at, int64_at, note_time, put_row, wide
 from moeyard_kernels.types import peer_window as window_types
 from moeyard_kernels.types.peer_shape import LINE
@@ -34,13 +34,10 @@ from moeyard_kernels.types.peer_window import PeerWindow
 _DISPATCH, _COMBINE = tl.constexpr(window_types.DISPATCH), tl.constexpr(window_types.COMBINE)
 _ARRIVED, _LINE = tl.constexpr(window_types.ARRIVED), tl.constexpr(LINE)
 _COMBINED, _DISPATCHED = tl.constexpr(window_types.COMBINED), tl.constexpr(window_types.DISPATCHED)
-_POISONED, _CLOCK = tl.constexpr(window_types.POISONED), tl.constexpr(window_types.CLOCK)
-_ABORTED, _ABORT = tl.constexpr(window_types.ABORTED), tl.constexpr(window_types.ABORT)
+_POISONED, _SEEN = tl.constexpr(window_types.POISONED), tl.constexpr(window_types.CLOCK)
 _TURN = tl.constexpr(window_types.ROWS_PER_TURN)
 _SILENT, _TOO_MANY = tl.constexpr(window_types.SILENT), tl.constexpr(window_types.TOO_MANY)
 
-# Looks between two at the clock, about half a microsecond each.
-_LOOKS = tl.constexpr(512)
 # Ids that the waiting program clears at once.
 _CLEARED = tl.constexpr(1024)
 # Most programs of a launch whose packets have few rows, and of one where they have many.
@@ -63,55 +60,20 @@ def _arrive(address, PHASE: tl.constexpr, share):
 
 
 @triton.jit
-def _fail(p_state, p_fault, epoch, layer, ranks, PHASE: tl.constexpr, REASON: tl.constexpr):
-    """Say what is wrong, in the order of `peer_window`, and poison this rank."""
-    tl.store(p_fault + 1, PHASE)
-    tl.store(p_fault + 2, wide(layer))
-    tl.store(p_fault + 3, ranks)
-    tl.store(p_fault + 4, epoch)
-    tl.store(p_fault + 5, REASON)
-    tl.store(p_fault, 1)
-    tl.store(p_state + _POISONED, 1)
-
-
-@triton.jit
-def _told(p_word, value):
-    """A value as one thread has it, for all threads: a timer and a look at what changes may differ between them."""
-    tl.atomic_xchg(p_word, value, sem="relaxed", scope="gpu")
-    return tl.atomic_add(p_word, tl.full((), 0, tl.int64), sem="relaxed", scope="gpu")
-
-
-@triton.jit
 def _await(
     own, p_state, p_fault, epoch, layer, limit, PHASE: tl.constexpr, HEADS: tl.constexpr, WORLD: tl.constexpr,
     BW: tl.constexpr,
 ):  # fmt: skip
     """Wait until all packets of a phase have arrived; whether they have."""
-    p_arrived = int64_at(own, PHASE * _LINE * 8)
-    nothing = tl.full((), 0, tl.int64)
     goal = epoch * (WORLD * _ARRIVED)
-    # Whatever takes part in a decision is read by one thread, which tells the others.
-    seen = tl.atomic_add(p_arrived, nothing, sem="acquire", scope="sys")
-    if not INTERPRETED:
-        begun, spent = nothing, nothing
-        while (seen < goal) & (spent < limit):
-            looks = 0
-            while (seen < goal) & (looks < _LOOKS):
-                seen = tl.atomic_add(p_arrived, nothing, sem="acquire", scope="sys")
-                looks += 1
-            if seen < goal:
-                now = _told(p_state + _CLOCK, tl.extra.cuda.globaltimer())
-                begun = tl.where(begun == 0, now, begun)
-                # Only read: an atomic on memory of the host is none over PCIe, and would write over the host's word.
-                aborted = _told(p_state + _ABORTED, tl.load(p_fault + _ABORT, volatile=True))
-                spent = tl.where(aborted != 0, wide(limit), now - begun)
+    seen = wait_for(int64_at(own, PHASE * _LINE * 8), goal, p_state + _SEEN, p_fault, limit)
     if seen < goal:
         o_w = tl.arange(0, BW)
         p_heads = int64_at(own, HEADS) + (PHASE * WORLD + o_w) * _LINE
         b_epoch = tl.load(p_heads, mask=o_w < WORLD, other=0, volatile=True)
         m_missing = (o_w < WORLD) & (b_epoch < epoch)
         missing = tl.sum(tl.where(m_missing, tl.full([BW], 1, tl.int64) << o_w, 0), 0)
-        _fail(p_state, p_fault, epoch, layer, missing, PHASE, _SILENT)
+        fail(p_state, p_fault, epoch, layer, missing, PHASE, _SILENT)
     return seen >= goal
 
 
@@ -126,7 +88,7 @@ def _settle_ids(
     b_count = tl.load(p_counts + o_w * _LINE, mask=o_w < WORLD, other=0, volatile=True)
     ranks = tl.sum(tl.where(b_count > max_rows, tl.full([BW], 1, tl.int64) << o_w, 0), 0)
     if ranks > 0:
-        _fail(p_state, p_fault, epoch, layer, ranks, _DISPATCH, _TOO_MANY)
+        fail(p_state, p_fault, epoch, layer, ranks, _DISPATCH, _TOO_MANY)
     p_ids = int32_at(own, IDS)
     # Below the least count there is nothing to clear.
     least = tl.min(tl.where(o_w < WORLD, b_count, max_rows), 0).to(tl.int32) * (WORLD * K)

@@ -10,10 +10,11 @@ from moeyard_kernels.types.expert_ranks import KEY_BITS, SUMS, idle_rank, lru_ra
 PolicyName = Literal["slru", "lru"]
 
 # What `ResidencyState.counts` holds: the clock of the policy, then totals of what decode rows needed, and how long
-# gathering took (the kernels' own time, 0 where an oracle or the interpreter runs).
+# gathering took (the kernels' own time, 0 where an oracle or the interpreter runs), and the bytes that were read for
+# peers and by peers for this rank, in whole units (`fetch_shape`).
 STEP, VISIT, LAYER, HITS_PROBATION, HITS_PROTECTED, MISSES, EVICTED_PROBATION, EVICTED_PROTECTED = range(8)
-GATHER_NANOSECONDS = 8
-NUM_COUNTS = 9
+GATHER_NANOSECONDS, FOR_PEERS, BY_PEERS = 8, 9, 10
+NUM_COUNTS = 11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,8 @@ def start_residency(
 class ResidencyCounts:
     """Totals since the start. Hits and evictions are by segment, (probation, protected); prompts evict nothing.
 
-    `gather_seconds`: in which what decode rows missed was on its way.
+    `gather_seconds`: in which what decode rows missed was on its way; `bytes_by_peers` of it others read for this rank,
+    `bytes_for_peers` this one read for others.
     """
 
     decode_hits: tuple[int, int]
@@ -93,3 +95,5 @@ class ResidencyCounts:
     prompt_hits: tuple[int, int]
     prompt_misses: int
     gather_seconds: float
+    bytes_for_peers: int = 0
+    bytes_by_peers: int = 0

@@ -51,17 +51,18 @@ class PeerShape:
 
     @property
     def rows_offset(self) -> int:
-        return _aligned(self.ids_offset + self.max_tokens * self.world_size * self.top_k * 4)
+        return aligned(self.ids_offset + self.max_tokens * self.world_size * self.top_k * 4)
 
     @property
     def home_offset(self) -> int:
-        return _aligned(self.rows_offset + self.max_tokens * self.world_size * self.row_bytes)
+        return aligned(self.rows_offset + self.max_tokens * self.world_size * self.row_bytes)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of one rank's memory."""
-        return _aligned(self.home_offset + self.max_tokens * self.top_k * self.row_bytes)
+        return aligned(self.home_offset + self.max_tokens * self.top_k * self.row_bytes)
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """The next place at which a part of the memory may begin."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

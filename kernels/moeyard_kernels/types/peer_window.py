@@ -14,6 +14,8 @@ import torch
 from moeyard_kernels.types.peer_shape import LINE, NUM_COUNTS, PeerShape
 
 DISPATCH, COMBINE = 0, 1
+# A phase only in words: what is fetched between these two (`fetch_window`).
+FETCH = 2
 # What the programs that send a packet add to the receiver's count of arrivals, all together, however many they are.
 ARRIVED = 1024
 # In a rank's own state, which no peer reads: exchanges combined and dispatched so far, whether it has failed, and for

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp", "nvlink", "nccl"]
+ExpertFetch = Literal["auto", "alone", "shared"]
 # What a GPU wants where nothing is said: pages of an attention block, steps that fill it, the next planned meanwhile.
 DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -25,6 +26,7 @@ DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp", "nvlink", "nccl")
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
 DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
+EXPERT_FETCHES: tuple[str, ...] = ("auto", "alone", "shared")
 EXPERT_POLICIES: tuple[str, ...] = ("slru", "lru")
 SPECULATIONS: tuple[str, ...] = ("mtp",)
 # Tokens drafted behind every one at most.
@@ -107,6 +109,7 @@ class EngineConfig:
     model_path: a checkpoint's directory; None where load_format is "dummy", which draws weights of chance for `shape`,
     a published architecture, cut to its first num_layers if that is set. "auto" is "safetensors", all that is read.
     expert_slots and expert_memory: at most one is set; neither means as many as fit. kv_memory None means auto.
+    expert_fetch: whether ranks of a host read for each other the experts that have no slot (auto: where they can).
     snapshot_memory: of kv_memory, for snapshots of state per sequence; None: a share of it.
     async_scheduling: a step is planned while the one before runs. device: "cpu", "cuda:N" (of one worker) or "cuda":
     each worker takes a GPU of its own, the first of a host its first.
@@ -127,6 +130,7 @@ class EngineConfig:
     expert_slots: int | None = None
     expert_memory: int | None = None
     expert_policy: str = "slru"
+    expert_fetch: ExpertFetch = "auto"
     record_routing: str | None = None
     kv_memory: int | None = None
     snapshot_memory: int | None = None
@@ -151,6 +155,7 @@ class EngineConfig:
             ("exchange", EXCHANGES),
             ("dtype", DTYPES),
             ("expert_policy", EXPERT_POLICIES),
+            ("expert_fetch", EXPERT_FETCHES),
             ("load_format", LOAD_FORMATS),
         ):
             if getattr(self, name) not in allowed:

@@ -277,14 +277,14 @@ class Engine:
 
     def _lose(self, error: ExchangeError) -> None:
         """The epoch has ended: keep what counts as computed, tell routers and launcher, wait for the next one."""
-        for socket in self._peer_sockets:
-            self._poller.unregister(socket)
-        self._peer_sockets = []
+        while self._peer_sockets:
+            self._poller.unregister(self._peer_sockets.pop())
         self._exchange.abort()
         # What others found may be the cause of what was met here; all ranks name one.
         self.failure = self._mesh.fail(str(error))
         finding = self._mesh.finding
         assert finding is not None, "a mesh that failed knows why"
+        self._exchange.abort(finding.ranks)
         self._launched.clear()
         loss = tell_loss(
             error, finding, rank=self.rank, epoch=self.epoch, steps=self.step,

@@ -158,12 +158,14 @@ def plan_memory(
     footprints: Footprints,
     slab_allocated: bool = False,
     host_available: int | None = None,
+    staging: int = 0,
 ) -> MemoryPlan:
     """Divide `available` bytes of one rank that serves values of `itemsize` bytes.
 
     `resident_bytes` are the dense weights in memory, `num_local_experts` counts (layer, expert) pairs of this rank.
     `footprints`: what the backend says of attention. `slab_allocated`: the exchange's slab is already missing from
-    `available`. `host_available`: bytes of the host's memory, if that is another.
+    `available`. `host_available`: bytes of the host's memory, if that is another. `staging`: what the exchange takes
+    besides, for experts that peers read (`fetching.py`).
 
     Without --kv-memory, pages get AUTO_KV_SHARE of what is free, or less, down to LEAST_KV_SHARE, where all experts
     then have slots; experts get the rest, or what their flags say.
@@ -174,7 +176,7 @@ def plan_memory(
     shares = config.num_workers > 1 or config.exchange not in ("auto", "local")
     grammars = model.vocab_size * GRAMMAR_BYTES if config.model_path else 0
     reserve = Reserve(
-        exchange=exchange_bytes(config, model) if shares and not slab_allocated else 0,
+        exchange=staging + exchange_bytes(config, model) if shares and not slab_allocated else 0,
         workspace=step_bytes(config, model, footprints),
         grammars=0 if footprints.HOST_EXPERTS else grammars,
         margin=int(available * MARGIN_SHARE),

@@ -227,6 +227,8 @@ class WorkerMetrics:
         for (segment, kind), count in counters.evictions.items():
             self._advance("expert_cache_evictions", count, segment, kind)
         self._advance("expert_cache_bytes", stats.bytes_copied, "to_slot")
+        self._advance("expert_cache_bytes", stats.bytes_for_peers, "for_peers")
+        self._advance("expert_cache_bytes", stats.bytes_by_peers, "by_peers")
         self._advance("expert_copy_seconds", stats.copy_seconds)
         if stats.records_dropped is not None:
             self._advance("routing_records_dropped", stats.records_dropped)

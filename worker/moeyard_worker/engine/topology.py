@@ -7,6 +7,7 @@ from moeyard_worker.config.engine_config import EngineConfig, ExchangeKind
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import Device
 from moeyard_worker.engine.doors import STALL
+from moeyard_worker.engine.fetching import settle_fetch
 from moeyard_worker.exchange.factory import resolve_kind
 from moeyard_worker.exchange.row_group import missing_nccl
 from moeyard_worker.exchange.shape import ExchangeShape
@@ -17,7 +18,8 @@ _AUTO: tuple[ExchangeKind, ...] = ("nvlink", "zmq")
 
 
 def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> tuple[WorkerSpec, str]:
-    """The spec with the exchange that its rank has, and why, in words. All ranks of a fleet find the same.
+    """The spec with the exchange that its rank has, and why, in words; and with what follows for fetching experts. All
+    ranks of a fleet find the same.
 
     Raises ValueError, in one line, where one that was asked for cannot be.
     """
@@ -34,7 +36,8 @@ def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> t
             why = "ranks compute on CPUs"
         elif asked == "auto":
             why = "one rank"
-    return replace(spec, config=replace(config, exchange=kind)), why
+    config = replace(config, exchange=kind)
+    return replace(spec, config=replace(config, expert_fetch=settle_fetch(config))), why
 
 
 def patience(config: EngineConfig) -> float:

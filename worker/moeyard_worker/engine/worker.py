@@ -22,11 +22,12 @@ from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
 from moeyard_worker.engine.doors import bind_frontend, bind_mesh, serve_metrics
+from moeyard_worker.engine.fetching import lending, plan_with_fetch
 from moeyard_worker.engine.grammars import Grammars
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.loop import Engine
 from moeyard_worker.engine.loss import Loss
-from moeyard_worker.engine.memory import MemoryPlan, exchange_shape, plan_memory
+from moeyard_worker.engine.memory import MemoryPlan, exchange_shape
 from moeyard_worker.engine.recording import open_recorder
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sources import open_weights
@@ -151,12 +152,12 @@ class Worker:
         experts = self.experts = ExpertCache(
             backend=backend, source=source, layers=model.moe_layers, experts=owned, hidden=model.hidden_size,
             intermediate=model.moe_intermediate_size, dtype=self._dtype, num_slots=plan.expert_slots,
-            policy=config.expert_policy, recorder=self._recording,
+            policy=config.expert_policy, recorder=self._recording, shared=config.expert_fetch != "alone",
         )  # fmt: skip
         self._total = self._checkpoint.dense_bytes() + experts.num_preloaded * slot
         exchange = build_exchange(
             config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device,
-            seconds=patience(config), drafts=config.num_drafts > 0,
+            seconds=patience(config), drafts=config.num_drafts > 0, lending=lending(config, model, experts),
         )  # fmt: skip
         if not (exchange.captures or config.enforce_eager or config.device == "cpu"):
             log.info("the exchange needs the host: steps are launched kernel by kernel, none is captured")
@@ -188,7 +189,6 @@ class Worker:
                 chunk_alignment=state.chunk_alignment,
             )
         )  # fmt: skip
-        preparing = time.perf_counter()
         step_runner = self.runner = self._device.step_runner(runner, config, plan)
         prepared = time.perf_counter()
         self.grammars = Grammars.of_directory(
@@ -222,12 +222,12 @@ class Worker:
             "skipped": dict(self._checkpoint.skipped),
             "loaded_bytes": self._loaded,
             "held_bytes": plan.held_bytes(page_bytes=config.page_size * state.bytes_per_token, expert_bytes=slot),
-            "seconds": {"weights": seconds, "steps": prepared - preparing},
+            "seconds": {"weights": seconds, "steps": prepared - begun - seconds},
             "read_rate": read,
         }
 
     def _plan(self, available: int, ranks_on_host: int) -> MemoryPlan:
-        return plan_memory(
+        return plan_with_fetch(
             config=self._spec.config,
             model=self._model,
             itemsize=self._dtype.itemsize,

@@ -4,12 +4,13 @@ A step's chain of collectives is fixed by the model alone: one `dispatch` and on
 rank, in layer order, also when a rank has no token. All transports return the same bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from moeyard_kernels.types.fetch_window import FetchWindow
 from moeyard_worker.config.placement import Placement
 
 
@@ -23,6 +24,7 @@ class Dispatched:
     prompt: [R] bool, which rows are prompt rows of their source; None when none is, or it is not told.
     handle: opaque; `combine` consumes it.
     one_in: of so many (row, k) at best one has its expert here.
+    fetch: where ranks read for each other what they miss of their experts, for whoever computes here; else None.
     """
 
     rows: torch.Tensor
@@ -30,6 +32,7 @@ class Dispatched:
     prompt: torch.Tensor | None
     handle: Any
     one_in: int = 1
+    fetch: FetchWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,9 @@ class Exchange(Protocol):
         """
         ...
 
-    def abort(self) -> None:
-        """The epoch has ended: whatever waits for peers on a device stops waiting, until `attach`."""
+    def abort(self, lost: Sequence[int] = ()) -> None:
+        """The epoch has ended: whatever waits for peers on a device stops waiting, until `attach`. Once it is known who
+        is `lost`, what is held of these is given back, as others take their place."""
         ...
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:

@@ -12,6 +12,7 @@ from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.nccl import NcclExchange
 from moeyard_worker.exchange.nvlink import NvlinkExchange
+from moeyard_worker.exchange.peer_fetch import Lending
 from moeyard_worker.exchange.peer_memory import GpuMemory
 from moeyard_worker.exchange.row_group import TorchGroup
 from moeyard_worker.exchange.shape import ExchangeShape
@@ -80,21 +81,26 @@ def build_mesh(
 
 def build_exchange(
     kind: str, *, mesh: Mesh, shape: ExchangeShape, placement: Placement, device: torch.device = _CPU,
-    seconds: float = 5.0, drafts: bool = False,
+    seconds: float = 5.0, drafts: bool = False, lending: Lending | None = None,
 ) -> Exchange:  # fmt: skip
     """Second phase: the exchange over a connected mesh (of one rank: the local exchange, unless another is asked for).
 
     `device` is where this rank computes; its launches wait `seconds` for a peer's, where they wait at all. `drafts`:
-    whether steps may have exchanges for drafts too. Those beside the mesh begin with `Exchange.attach`.
+    whether steps may have exchanges for drafts too. `lending`: what ranks of an nvlink exchange lend to each other.
+    Those beside the mesh begin with `Exchange.attach`.
     """
     kind = resolve_kind(kind, mesh.world_size)
     if kind == "local":
         return LocalExchange()
     if kind == "nvlink":
         memory = GpuMemory(shape.window(mesh.world_size).num_bytes, device)
+        lent = None
+        if lending is not None:
+            num_bytes = lending.shape.num_bytes
+            lent = (lending, None if lending.lent is None else GpuMemory(num_bytes, device, "moeyard-fetch"))
         return NvlinkExchange(
             memory, rank=mesh.rank, world_size=mesh.world_size, shape=shape, placement=placement, seconds=seconds,
-            drafts=drafts,
+            drafts=drafts, lending=lent,
         )  # fmt: skip
     if kind == "nccl":
         return NcclExchange(

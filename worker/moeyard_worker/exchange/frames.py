@@ -15,7 +15,7 @@ import msgpack
 from moeyard_worker.exchange.finding import MAX_REASON_BYTES, Finding
 
 MAGIC = b"mY"
-VERSION = 4
+VERSION = 5
 NO_LAYER = 0xFFFF
 # The round of a poison frame that says what all agreed on; rounds of agreement begin at 1.
 SETTLED = 0
@@ -33,7 +33,8 @@ class FrameError(ValueError):
 
 
 class Phase(IntEnum):
-    """What a frame is for. The order is the order of a rank's life and of a step."""
+    """What a frame is for. The order is the order of a rank's life and of a step; experts are fetched between dispatch
+    and combine, on devices alone, which makes no frame."""
 
     HANDSHAKE = 1
     PLAN = 2
@@ -41,6 +42,7 @@ class Phase(IntEnum):
     COMBINE = 4
     POISON = 5
     MEETING = 6
+    FETCH = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The exchange of a fleet of one rank: every expert is at home, so no row moves, on whatever device it lies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,7 +39,7 @@ class LocalExchange:
     def drain(self) -> None:
         """Nobody is waited for."""
 
-    def abort(self) -> None:
+    def abort(self, lost: Sequence[int] = ()) -> None:
         """Nobody is waited for."""
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:

@@ -5,6 +5,9 @@ from collections.abc import Iterable
 from moeyard_worker.exchange.finding import AFTER_STEP, OWN_FAULT
 from moeyard_worker.exchange.frames import TAG_BYTES, Frame, FrameError, Phase, PoisonFrame, decode_poison, decode_tag
 
+# In their order.
+_OF_LAYER = (Phase.DISPATCH, Phase.FETCH, Phase.COMBINE)
+
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """E.g. "rank 3", or "ranks 1, 3"."""
@@ -18,9 +21,9 @@ def where_in_step(step: int, layer: int | None, phase: Phase) -> str:
 
 
 def place_of(layer: int | None, phase: Phase) -> int:
-    """A wait's place in the chain of its step: the plan, dispatch and combine layer by layer, then what is later."""
+    """A wait's place in the chain of its step: the plan, the phases of each layer, then what is later."""
     if layer is not None:
-        return 2 + 2 * layer + (phase is Phase.COMBINE)
+        return 2 + len(_OF_LAYER) * layer + _OF_LAYER.index(phase)
     return {Phase.HANDSHAKE: OWN_FAULT, Phase.PLAN: 1}.get(phase, AFTER_STEP)
 
 
@@ -28,8 +31,8 @@ def name_place(place: int) -> str:
     """The words for what `place_of` returns."""
     if place in (OWN_FAULT, AFTER_STEP):
         return "itself" if place == OWN_FAULT else "after the step"
-    layer, combine = divmod(place - 2, 2)
-    return "plan" if place == 1 else f"layer {layer}, {'combine' if combine else 'dispatch'}"
+    layer, phase = divmod(place - 2, len(_OF_LAYER))
+    return "plan" if place == 1 else f"layer {layer}, {_OF_LAYER[phase].name.lower()}"
 
 
 def name_frame(frame: Frame) -> str:

@@ -227,7 +227,7 @@ class NcclExchange:
         """See `Exchange.drain`: the mesh is listened to, as a peer that is gone ends no wait of the device."""
         self._watch(lambda: not self._marks)
 
-    def abort(self) -> None:
+    def abort(self, lost: Sequence[int] = ()) -> None:
         """See `Exchange.abort`."""
         self._group.abort()
 

@@ -6,16 +6,18 @@ call it, and how ranks meet again in another epoch while what was captured goes 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from moeyard_kernels import ops
+from moeyard_kernels.types.fetch_window import FetchWindow
 from moeyard_kernels.types.peer_window import (
     COMBINE,
     EPOCH,
     FAILED,
+    FETCH,
     LAYER,
     PHASE,
     RANKS,
@@ -31,6 +33,7 @@ from moeyard_worker.exchange.meeting import gather
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.naming import name_ranks, where_in_step
 from moeyard_worker.exchange.peer_counts import PeerCounts
+from moeyard_worker.exchange.peer_fetch import Lending, PeerFetch
 from moeyard_worker.exchange.peer_memory import PeerMemory
 from moeyard_worker.exchange.shape import ExchangeShape
 
@@ -44,7 +47,8 @@ _ALIGNED = 4
 
 class NvlinkExchange:
     """`Exchange` over memory that all ranks map. A wait of the device ends after `seconds`. `drafts`: whether steps may
-    have exchanges for drafts too.
+    have exchanges for drafts too. `lending`: what this rank lends to others that read for it what it misses, and the
+    memory that they put it into; None where every rank reads alone.
 
     What is launched before the first `attach` takes no part: it is there to be captured.
     """
@@ -55,7 +59,7 @@ class NvlinkExchange:
 
     def __init__(
         self, memory: PeerMemory, *, rank: int, world_size: int, shape: ExchangeShape, placement: Placement,
-        seconds: float, drafts: bool = False,
+        seconds: float, drafts: bool = False, lending: tuple[Lending, PeerMemory | None] | None = None,
     ) -> None:  # fmt: skip
         self._drafts = drafts
         self.rank, self.world_size, self.stats = rank, world_size, ExchangeStats()
@@ -71,6 +75,8 @@ class NvlinkExchange:
         window.views(rank).ids.fill_(-1)
         window.poison()
         self._window, self._layers = window, placement.layers
+        self._fetch = None if lending is None else PeerFetch(lending[1], lending[0], window)
+        self._fetches = self._of_fetch()
         self._counts = PeerCounts(window.views(rank).counts, self.stats)
         self._windows = self._of_layers()
         self._place(placement)
@@ -96,6 +102,9 @@ class NvlinkExchange:
         # What was captured finds peers and owners here.
         self._window.table.copy_(torch.tensor([each.data_ptr() for each in mapped], dtype=torch.int64))
         self._place(placement)
+        if self._fetch is not None:
+            self._fetch.meet(mesh)
+            self._fetches = self._of_fetch()
         self._window.reset()
         self._memory.drain()
         self._first_step = 0
@@ -108,6 +117,11 @@ class NvlinkExchange:
         return {
             layer: replace(self._window, owner=owner[i], local=local[i]) for i, layer in enumerate(self._layers)
         }  # fmt: skip
+
+    def _of_fetch(self) -> dict[int, FetchWindow]:
+        """What ranks fetch through, by layer; nothing where this one misses nothing or reads alone for good."""
+        window = None if self._fetch is None else self._fetch.window
+        return {} if window is None else {layer: replace(window, layer=layer) for layer in self._layers}
 
     def _place(self, placement: Placement) -> None:
         """Write down who owns what."""
@@ -140,8 +154,9 @@ class NvlinkExchange:
         """See `Exchange.dispatch`: row t of rank s is row t * W + s. Nothing waits for the host."""
         rows, experts = ops.dispatch_rows(x, topk_ids, self._windows[layer], layer=layer, max_rows=self._rows.most)
         return Dispatched(
-            rows=rows, experts=experts, prompt=self._prompt, handle=(layer, topk_ids.shape[0]), one_in=self.world_size
-        )
+            rows=rows, experts=experts, prompt=self._prompt, handle=(layer, topk_ids.shape[0]), one_in=self.world_size,
+            fetch=self._fetches.get(layer),
+        )  # fmt: skip
 
     def combine(self, expert_out: torch.Tensor, handle: tuple[int, int]) -> torch.Tensor:
         """See `Exchange.combine`."""
@@ -183,7 +198,7 @@ class NvlinkExchange:
         # If others have said by now what happened, that counts.
         self._mesh.check_peers()
         ranks = [rank for rank in range(self.world_size) if bits >> rank & 1]
-        named = Phase.COMBINE if phase == COMBINE else Phase.DISPATCH
+        named = {COMBINE: Phase.COMBINE, FETCH: Phase.FETCH}.get(phase, Phase.DISPATCH)
         what = f"silent ({self._seconds:.1f} s)" if reason == SILENT else "sent more rows than were agreed on"
         where = where_in_step(failed_at, layer, named)
         self._mesh.miss(ranks, f"{name_ranks(ranks)} {what} at {where}", step=failed_at, layer=layer, phase=named)
@@ -191,10 +206,14 @@ class NvlinkExchange:
     def drain(self) -> None:
         """A wait of the device ends by itself."""
 
-    def abort(self) -> None:
+    def abort(self, lost: Sequence[int] = ()) -> None:
         """See `Exchange.abort`."""
         self._window.abort()
+        if self._fetch is not None and lost:
+            # What reads of theirs ends by itself, now that it waits for nobody.
+            self._memory.drain()
+            self._fetch.forget(lost)
 
     def close(self) -> None:
-        """See `Exchange.close`: memory is given back with the tensors."""
+        """See `Exchange.close`: memory is given back with the tensors, and with the process."""
         self.abort()

@@ -30,14 +30,15 @@ class PeerMemory(Protocol):
 
 
 class GpuMemory:
-    """Of one GPU: torch's symmetric memory. `own` is uint8 [num_bytes], zero at first, and stays where it is.
+    """Of one GPU: torch's symmetric memory. `own` is uint8 [num_bytes], zero at first, and stays where it is. All
+    ranks have it under one `name`.
 
     Raises RuntimeError where torch cannot share memory.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, name: str = "moeyard") -> None:
         self.own = own_memory(num_bytes, device)
-        self._device = device
+        self._device, self._name = device, name
 
     def drain(self) -> None:
         """See `PeerMemory.drain`."""
@@ -50,8 +51,9 @@ class GpuMemory:
         self._check(mesh)
         # A name of its own for every epoch: torch maps nothing anew under one it knows.
         return map_peers(
-            self.own, rank=mesh.rank, world_size=mesh.world_size, store=MeshStore(mesh), name=f"moeyard-{mesh.epoch}"
-        )
+            self.own, rank=mesh.rank, world_size=mesh.world_size, store=MeshStore(mesh),
+            name=f"{self._name}-{mesh.epoch}",
+        )  # fmt: skip
 
     def _check(self, mesh: Mesh) -> None:
         """Raise ExchangeError where two ranks have one GPU: torch would say it in other words."""

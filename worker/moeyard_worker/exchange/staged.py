@@ -4,7 +4,7 @@ The portable way, and the oracle for those that never leave the device: the host
 every layer, so no step that uses it can be captured in a graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -42,7 +42,7 @@ class StagedExchange:
     def drain(self) -> None:
         """Each phase has waited for its own packets."""
 
-    def abort(self) -> None:
+    def abort(self, lost: Sequence[int] = ()) -> None:
         """The host waits, not the device."""
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:

@@ -9,7 +9,7 @@ For other peers the frame carries the ids, the distinct rows the peer needs, and
 Both sides derive the same routing from the same ids (routing.py), so rows need no addresses. Bits are only moved.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from struct import Struct
 from time import perf_counter
@@ -115,7 +115,7 @@ class ZmqExchange:
     def drain(self) -> None:
         """Each phase has waited for its own packets."""
 
-    def abort(self) -> None:
+    def abort(self, lost: Sequence[int] = ()) -> None:
         """Nothing waits but the caller."""
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:

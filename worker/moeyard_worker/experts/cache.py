@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moeyard_kernels.backend import Backend, ExpertResidency, ExpertRun, MovableSlots
+from moeyard_kernels.types.lent_memory import LentMemory
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.owned import Change, Owned, first_residents, of_layers
@@ -31,7 +32,8 @@ class ExpertCache:
     `layers` are the MoE layers in order and `experts` the global ids this rank owns in each of them (a range: the same
     in all); `dtype` is the served one (the source's tensors are rounded to it). Slots beyond the number of experts are
     not allocated; if there are fewer, the backend's `stream_slots` come on top. `preload` must be called before the
-    first `run`. Policy and kernels know local ids.
+    first `run`. Policy and kernels know local ids. `shared`: the host's memory that a backend keeps experts in may be
+    read by other ranks, who find it by `lent`.
     Its experts may change between steps (`prepare`, then `adopt`) if the backend's slots can move: `movable`.
     Raises ValueError for fewer than 1 slot, an unknown policy, or layers with different numbers of experts where the
     backend decides residency. Not thread-safe but for `prepare`.
@@ -50,6 +52,7 @@ class ExpertCache:
         num_slots: int,
         policy: str = "slru",
         recorder: RoutingRecorder | None = None,
+        shared: bool = False,
     ) -> None:
         assert len(set(layers)) == len(layers) > 0, f"layers must be distinct, got {layers}"
         self._layers = tuple(layers)
@@ -77,6 +80,7 @@ class ExpertCache:
                 num_layers=len(layers),
                 num_experts=self._width,
                 num_slots=self.num_slots,
+                shared=shared,
             )
         if self._residency is not None and len({len(each) for each in self._owned}) > 1:
             raise ValueError("this device caches experts only where a rank owns as many in every layer")
@@ -141,6 +145,11 @@ class ExpertCache:
         return self.num_slots == self.num_experts
 
     @property
+    def lent(self) -> LentMemory | None:
+        """How other ranks of the host find the experts that a backend keeps in its memory, if they may."""
+        return None if self._residency is None else self._residency.lent
+
+    @property
     def captures_prompts(self) -> bool:
         """Whether a step with prompt rows asks nothing of the host, so that a graph can hold it."""
         return self.all_resident
@@ -198,7 +207,7 @@ class ExpertCache:
                 self._counting.count_resident(layer, run, self._policy.settled)
             run.compute(self._tables[layer])
         elif self._residency is not None:
-            self._residency.run(self._index[layer], run)
+            self._residency.run(self._index[layer], run, dispatched.fetch)
         else:
             self._run_waves(layer, run)
         return run.result()

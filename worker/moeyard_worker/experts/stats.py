@@ -16,16 +16,20 @@ from moeyard_worker.protocol import ExpertLoads
 class CacheStats:
     """Running totals that the metrics read.
 
-    `bytes_copied` counts bytes written into slots, the start's filling included. `stall_seconds` holds, per access with
-    misses since the last drain, the wall time spent waiting for copies (where the host waits), `copy_seconds` all of it
-    (on a GPU the time of gathering what decode rows missed, beside rows that hit). `load_imbalance` maps a
-    layer to the rows of its busiest local expert over the mean of all local experts, at the layer's last access with
-    rows (where the host knows them), and `expert_rows` to the rows that each local expert has computed in all.
+    `bytes_copied` counts bytes written into slots, the start's filling included; of them `bytes_by_peers` came over
+    links of other ranks, and `bytes_for_peers` are those of others that this one has read. `stall_seconds` holds, per
+    access with misses since the last drain, the wall time spent waiting for copies (where the host waits),
+    `copy_seconds` all of it (on a GPU the time of gathering what decode rows missed, beside rows that hit).
+    `load_imbalance` maps a layer to the rows of its busiest local expert over the mean of all local experts, at the
+    layer's last access with rows (where the host knows them), and `expert_rows` to the rows that each local expert has
+    computed in all.
     `records_dropped` counts accesses that could not be recorded, None where nothing is recorded.
     """
 
     counters: Counters = field(default_factory=Counters)
     bytes_copied: int = 0
+    bytes_for_peers: int = 0
+    bytes_by_peers: int = 0
     copy_seconds: float = 0.0
     stall_seconds: list[float] = field(default_factory=list)
     load_imbalance: dict[int, float] = field(default_factory=dict)
@@ -42,6 +46,7 @@ class CacheStats:
         counters.misses["decode"] = counts.decode_misses
         counters.misses["prefill"] = counts.prompt_misses
         self.copy_seconds = counts.gather_seconds
+        self.bytes_for_peers, self.bytes_by_peers = counts.bytes_for_peers, counts.bytes_by_peers
         self.bytes_copied = (num_slots + counters.num_misses) * slot_bytes
 
 

@@ -1,0 +1,134 @@
+"""Memory of the host that a GPU reads where it lies: of this process, or of another of the host that lends it its own.
+
+It is registered with CUDA as it is (torch's own pinned memory comes in powers of 2), and then has one address for the
+process and for its GPUs: that holds for 64 bit Linux, of which all GPUs are that serve here. What is lent is a file
+without a name, found among the open files of the process that made it.
+"""
+
+import mmap
+import os
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from moeyard_kernels.types.lent_memory import LentMemory
+
+# Of cudaHostRegister: for all contexts; and the GPU only reads it, as of memory that this process may not write.
+_PORTABLE, _READ_ONLY = 1, 8
+
+
+class HostMemory:
+    """`num_bytes` of this process, zero at first, as `bytes`. With `shared` others may map it as `lent` says, or, where
+    CUDA registers no such memory, nobody: `lent` is None.
+
+    Raises ValueError when none can be registered.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, *, shared: bool = False) -> None:
+        self.lent: LentMemory | None = None
+        error = self._lend(num_bytes, device) if shared else 0
+        if error:
+            take_error(device)
+        if self.lent is None:
+            self.bytes = _as_bytes(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            error = _register(self.bytes.data_ptr(), num_bytes, _PORTABLE, device)
+        if error:
+            raise ValueError(
+                f"{num_bytes >> 20} MiB of host memory for experts cannot be pinned (CUDA error {error}); raise the "
+                "limit of locked memory (ulimit -l), or give this host's workers more memory or fewer experts"
+            )
+        if device.type == "cuda":
+            weakref.finalize(self, _cudart().cudaHostUnregister, self.bytes.data_ptr())
+
+    def _lend(self, num_bytes: int, device: torch.device) -> int:
+        """Take memory that others may map; CUDA's error, or 0."""
+        fd = os.memfd_create("moeyard-experts")
+        os.ftruncate(fd, num_bytes)
+        memory = _as_bytes(mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED))
+        if error := _register(memory.data_ptr(), num_bytes, _PORTABLE, device):
+            os.close(fd)
+            return error
+        weakref.finalize(self, os.close, fd)
+        self.bytes = memory
+        self.lent = LentMemory(pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino, num_bytes=num_bytes)
+        return 0
+
+
+class BorrowedMemory:
+    """Memory that another process has lent, from `address` on, until `close`, whatever becomes of that process.
+
+    Mapped to be read only, where CUDA can register that. Raises ValueError with why it cannot be had.
+    """
+
+    def __init__(self, lent: LentMemory, device: torch.device) -> None:
+        self.lent, self._registered = lent, False
+        self._memory = _open(lent, os.O_RDONLY, mmap.PROT_READ)
+        self.address = _address(self._memory)
+        if device.type != "cuda":
+            return
+        error = _register(self.address, lent.num_bytes, _PORTABLE | _READ_ONLY, device)
+        if error:
+            take_error(device)
+            self._memory.close()
+            self._memory = _open(lent, os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE)
+            self.address = _address(self._memory)
+            error = _register(self.address, lent.num_bytes, _PORTABLE, device)
+        if error:
+            take_error(device)
+            self._memory.close()
+            raise ValueError(f"{lent.num_bytes >> 20} MiB of process {lent.pid} cannot be pinned (CUDA error {error})")
+        self._registered = True
+
+    def close(self) -> None:
+        """Give it back, once no launch reads it. Safe to call twice."""
+        if self._registered:
+            self._registered = False
+            _cudart().cudaHostUnregister(self.address)
+        self._memory.close()
+
+
+def _open(lent: LentMemory, flags: int, access: int) -> mmap.mmap:
+    """The mapping of a file that another process holds open."""
+    try:
+        fd = os.open(f"/proc/{lent.pid}/fd/{lent.fd}", flags)
+        try:
+            found = os.fstat(fd)
+            if (found.st_ino, found.st_size) != (lent.inode, lent.num_bytes):
+                raise ValueError(f"file {lent.fd} of process {lent.pid} is another one by now")
+            return mmap.mmap(fd, lent.num_bytes, flags=mmap.MAP_SHARED, prot=access)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ValueError(f"memory of process {lent.pid} cannot be mapped: {error}") from error
+
+
+def _as_bytes(memory: mmap.mmap) -> torch.Tensor:
+    """In large pages, where there are such."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _address(memory: mmap.mmap) -> int:
+    """Where it lies; torch would warn of what cannot be written."""
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _register(address: int, num_bytes: int, flags: int, device: torch.device) -> int:
+    """Pin memory for `device`; CUDA's error, or 0."""
+    if device.type != "cuda":
+        return 0
+    return int(_cudart().cudaHostRegister(address, num_bytes, flags))
+
+
+def take_error(device: torch.device) -> None:
+    """CUDA keeps a call's error for whoever asks next, the check of some launch. Let that be one of no consequence."""
+    with suppress(RuntimeError):  # boundary: it is the error that was seen already
+        torch.ones(1, device=device)
