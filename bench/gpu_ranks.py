@@ -242,7 +242,7 @@ def measure(pool: ProcessPool, args: argparse.Namespace, config: EngineConfig) -
         print(
             f"{args.shape}, {report['num_experts']} experts on rank 0, {report['expert_slots']} in slots; exchange "
             f"{report['exchange']} ({report['exchange_why']}), fetch {config.expert_fetch}; weights after "
-            f"{report['load_seconds']:.1f} s, all ready after {time.perf_counter() - begun:.1f} s",
+            f"{report['seconds']['weights']:.1f} s, all ready after {time.perf_counter() - begun:.1f} s",
             flush=True,
         )
         while args.wait_for is not None and not args.wait_for.exists():

@@ -34,6 +34,6 @@ def add_expert_arguments(parser: argparse.ArgumentParser, defaults: Mapping[str,
         choices=EXPERT_FETCHES,
         default=defaults["expert_fetch"],
         help="shared: GPUs of one host (--exchange nvlink) read for each other the experts that have no slot, over the "
-        "links of all; alone: each its own (default %(default)s: shared where it can be)",
+        "links of all; auto: so where it can be; alone: each its own (default %(default)s)",
     )
     add("--record-routing", metavar="FILE", help="record the experts each step needs, for cache-sim")

@@ -69,7 +69,12 @@ CASES = [
 def settings(case: Case) -> EngineConfig:
     found = config(DEMO, ranks=case.ranks, exchange="nvlink", deep=case.deep, eager=case.eager)
     return replace(
-        found, kv_memory=2 * found.kv_memory, speculate="mtp", draft_tokens=case.drafts, expert_slots=case.slots
+        found,
+        kv_memory=2 * found.kv_memory,
+        speculate="mtp",
+        draft_tokens=case.drafts,
+        expert_slots=case.slots,
+        expert_fetch="auto",
     )
 
 

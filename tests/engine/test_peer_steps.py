@@ -390,7 +390,7 @@ def test_a_successors_experts_are_read_in_place_of_those_before(
     assert fleet.turns.num_fetches > begun
     assert fleet.runner(0)._graphs is graphs
     # It was given back before the successor kept its own.
-    assert borrowed._memory.closed
+    assert not borrowed._give_back.alive
     assert exchange._fetch._borrowed[1].lent == fleet.workers[1].experts.lent != borrowed.lent
 
 

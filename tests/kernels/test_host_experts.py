@@ -167,3 +167,8 @@ def test_borrowed_memory_is_pinned_as_far_as_cuda_can(
     assert pinned == {}
     assert asked == [9, 1][: 1 + len(refused)]
     assert taken == [gpu] * len(refused)
+    if not refused:
+        left = BorrowedMemory(lent_by(memory), gpu)
+        assert pinned == {left.address: 1 << 16}
+        del left
+        assert pinned == {}, "where nobody has closed it, too: others are mapped where it lay"

@@ -64,30 +64,31 @@ class BorrowedMemory:
     """
 
     def __init__(self, lent: LentMemory, device: torch.device) -> None:
-        self.lent, self._registered = lent, False
-        self._memory = _open(lent, os.O_RDONLY, mmap.PROT_READ)
-        self.address = _address(self._memory)
-        if device.type != "cuda":
-            return
-        error = _register(self.address, lent.num_bytes, _PORTABLE | _READ_ONLY, device)
+        self.lent = lent
+        memory = _open(lent, os.O_RDONLY, mmap.PROT_READ)
+        error = _register(_address(memory), lent.num_bytes, _PORTABLE | _READ_ONLY, device)
         if error:
             take_error(device)
-            self._memory.close()
-            self._memory = _open(lent, os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE)
-            self.address = _address(self._memory)
-            error = _register(self.address, lent.num_bytes, _PORTABLE, device)
+            memory.close()
+            memory = _open(lent, os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE)
+            error = _register(_address(memory), lent.num_bytes, _PORTABLE, device)
         if error:
             take_error(device)
-            self._memory.close()
+            memory.close()
             raise ValueError(f"{lent.num_bytes >> 20} MiB of process {lent.pid} cannot be pinned (CUDA error {error})")
-        self._registered = True
+        self.address = _address(memory)
+        # Also where nobody closes it: what is unmapped and still registered keeps its address from whoever maps next.
+        self._give_back = weakref.finalize(self, _give_back, memory, device)
 
     def close(self) -> None:
         """Give it back, once no launch reads it. Safe to call twice."""
-        if self._registered:
-            self._registered = False
-            _cudart().cudaHostUnregister(self.address)
-        self._memory.close()
+        self._give_back()
+
+
+def _give_back(memory: mmap.mmap, device: torch.device) -> None:
+    if device.type == "cuda":
+        _cudart().cudaHostUnregister(_address(memory))
+    memory.close()
 
 
 def _open(lent: LentMemory, flags: int, access: int) -> mmap.mmap:

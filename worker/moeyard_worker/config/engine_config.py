@@ -130,7 +130,7 @@ class EngineConfig:
     expert_slots: int | None = None
     expert_memory: int | None = None
     expert_policy: str = "slru"
-    expert_fetch: ExpertFetch = "auto"
+    expert_fetch: ExpertFetch = "alone"
     record_routing: str | None = None
     kv_memory: int | None = None
     snapshot_memory: int | None = None
