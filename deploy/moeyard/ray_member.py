@@ -121,7 +121,7 @@ def fence(member: Member) -> None:
         fence_process(member.setup["node"], member.setup["pid"], member.setup["began"])
 
 
-def end(members: Collection[Member]) -> None:
+def end_all(members: Collection[Member]) -> None:
     """Let every rank end in good order for a while, then end it."""
     stops = [member.actor.stop.remote() for member in members]
     if stops:

@@ -23,7 +23,7 @@ from moeyard.ray_member import (
     Laps,
     Member,
     Progress,
-    end,
+    end_all,
     fence,
     follow,
     gather,
@@ -315,6 +315,6 @@ class RayRanks:
         gather(calls, took, timeout=timeout, check=self.check, at_once=not self._reports)
 
     def stop(self) -> None:
-        """See `end`."""
-        end([*self._members, *self.spares.members.values()])
+        """See `end_all`."""
+        end_all([*self._members, *self.spares.members.values()])
         self._members = []

@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayError
 
 from moeyard.rank import RanksLost
-from moeyard.ray_member import STOP_SECONDS, Member, lost_of, named, setup_of
+from moeyard.ray_member import STOP_SECONDS, Member, end_all, lost_of, named, setup_of
 from moeyard.resize_plan import ResizePlan
 
 ANSWER_SECONDS = 15.0
@@ -91,11 +91,7 @@ class Resizing:
 def end(members: list[Member]) -> None:
     """Let members of no epoch put away what they have in shared memory, and end them."""
     ray.wait([m.setting_up for m in members], num_returns=len(members), timeout=STOP_SECONDS) if members else None
-    stops = [member.actor.stop.remote() for member in members]
-    if stops:
-        ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
-    for member in members:
-        ray.kill(member.actor)
+    end_all(members)
 
 
 def _taken(rank: int, ref: Any) -> Any:
