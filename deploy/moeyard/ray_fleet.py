@@ -23,7 +23,7 @@ from moeyard.logs import LogConfig
 from moeyard.rank import Event, FleetError, FleetLost, Rank, RanksLost, Recovered, Unrecoverable
 from moeyard.ray_address import check_reachable
 from moeyard.ray_errors import first_line
-from moeyard.ray_member import STOP_SECONDS, Progress, named
+from moeyard.ray_member import STOP_SECONDS, Progress, lost_of, named
 from moeyard.ray_places import PLACEMENT_SECONDS, Places
 from moeyard.ray_resizes import ResizableRanks
 from moeyard.signals import Interrupts, run_apart
@@ -171,8 +171,8 @@ class RayFleet:
     def prepare(self, rank: int, changes: Mapping[str, Any]) -> bool:
         """Have `rank`'s next process differ by `changes` (fields of EngineConfig), and start it now, beside the rank.
 
-        False where it has to wait for the end of the other: a GPU has no room for two, and a fixed port is taken.
-        Raises FleetError when `stop` was called.
+        A GPU has no room for two, and a fixed port is taken: there a standby is started, and False says that there is
+        none. Raises FleetError when `stop` was called.
         """
         with self._lock:
             self._go_on()
@@ -184,13 +184,18 @@ class RayFleet:
                 self._ranks.prepare(rank, changes, self._places.actor(rank, beside=True) if beside else None)
             except RayError as error:
                 raise RanksLost([rank], first_line(error)) from error
-            return beside
+            return beside or self._standby.kept
 
     def prepared(self, rank: int) -> bool:
         """Whether that process has started; raises RanksLost with its own words if it cannot."""
         with self._lock:
             self._go_on()
-            return self._ranks.spares.prepared(rank)
+            if rank in self._ranks.spares.members:
+                return self._ranks.spares.prepared(rank)
+            try:
+                return self._standby.ready()
+            except RayError as error:
+                raise lost_of(rank, error) from error
 
     def abandon(self, rank: int) -> None:
         """End that process, and forget what was to be changed, unless it has taken its place."""

@@ -28,6 +28,21 @@ class Standby:
             actor = self._make()
             self._actors.append((actor, actor.warm.remote()))
 
+    @property
+    def kept(self) -> bool:
+        """Whether there are any."""
+        return self._count > 0
+
+    def ready(self) -> bool:
+        """Whether the next one to be taken has imported everything, or is gone; raises RayError with what it said."""
+        if not self._actors:
+            return True
+        _, warming = self._actors[0]
+        if not ray.wait([warming], timeout=0)[0]:
+            return False
+        ray.get(warming)
+        return True
+
     def take(self) -> Any | None:
         """One that still answers, or is not ready yet; None if there is none."""
         while self._actors:

@@ -1,5 +1,6 @@
 """Processes that wait for the place of a rank that is lost: which are taken, and that a real fleet takes them."""
 
+import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -8,13 +9,14 @@ import httpx
 import psutil
 import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
+from tests.deploy.test_restart import folder, run
 from tests.deploy.test_serve import BUSY_READY_SECONDS, DEMO, LONG_ANSWER, Command, command, stream_of
 
 from moeyard import standby
 from moeyard.standby import Standby
 
 pytestmark = pytest.mark.timeout(BUSY_READY_SECONDS + 120)
-__all__ = ["command"]  # fixture
+__all__ = ["command", "folder"]  # fixtures
 
 
 class Actor:
@@ -31,8 +33,8 @@ class Ray:
     def wait(self, calls: list[Actor], *, timeout: float) -> tuple[list[Actor], list[Actor]]:
         return [each for each in calls if each.state != "importing"], []
 
-    def get(self, calls: list[Actor], timeout: float) -> None:
-        for each in calls:
+    def get(self, calls: Actor | list[Actor], timeout: float | None = None) -> None:
+        for each in calls if isinstance(calls, list) else [calls]:
             if each.state != "ready":
                 raise RayActorError if each.state == "gone" else GetTimeoutError
 
@@ -84,6 +86,19 @@ def test_one_that_answers_no_more_is_not_taken(made: list[Actor], state: str) ->
     assert not made[1].killed
 
 
+def test_who_restarts_a_rank_waits_for_it(made: list[Actor]) -> None:
+    """And hears of one that cannot; one that was taken meanwhile keeps nobody."""
+    kept = keeping(1, made, "importing")
+    assert not kept.ready()
+    made[0].state = "ready"
+    assert kept.ready()
+    made[0].state = "gone"
+    with pytest.raises(RayActorError):
+        kept.ready()
+    assert kept.take() is None
+    assert kept.ready()
+
+
 def test_all_are_ended(made: list[Actor]) -> None:
     """Also so that those that come next have other code."""
     kept = keeping(2, made, "ready", "importing")
@@ -112,6 +127,29 @@ def test_a_lost_rank_is_followed_by_who_waited(command: Callable[..., Command]) 
     assert [process.pid for process in served.workers() if listens(process, port)] == [waiting]
     (incident,) = httpx.get(f"{served.url}/v1/fleet/incidents").json()["incidents"]
     assert list(incident["launcher"]["parts"]) == ["losses", "processes", "meeting", "experts", "rejoining"]
+    served.process.terminate()
+    served.check_end(0)
+
+
+def test_a_restart_waits_for_it_where_two_cannot_be(command: Callable[..., Command], folder: str) -> None:
+    """A port of its own is taken, as a GPU's memory is: one with the code of now is there before the rank is ended."""
+    ports = socket.create_server(("127.0.0.1", 0))
+    port = ports.getsockname()[1]
+    ports.close()
+    words = ("--standby", "1", "--metrics-port-base", str(port), "--served-model-name", "demo")
+    served = command("serve", DEMO, "--workers", "1", "--port", "0", *words)
+    served.wait_ready()
+    served.wait_for(lambda: len(served.workers()) == 2, BUSY_READY_SECONDS)
+    before = {process.pid for process in served.workers()}
+    told = run("restart")
+    assert told.returncode == 0, told
+    assert "rank 0: its next process starts" in told.stderr
+    served.wait_for(lambda: len(served.workers()) == 2, BUSY_READY_SECONDS)
+    assert not before & {process.pid for process in served.workers()}, "the one that waited had the code of before"
+    (incident,) = httpx.get(f"{served.url}/v1/fleet/incidents").json()["incidents"]
+    assert incident["planned"]
+    # Below what the import of torch alone takes.
+    assert incident["launcher"]["parts"]["processes"] < 0.5
     served.process.terminate()
     served.check_end(0)
 
