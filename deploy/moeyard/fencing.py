@@ -3,17 +3,29 @@
 import contextlib
 import os
 import signal
+import time
 
 import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+# What the kernel may take to give back what a process had: its ports, and tens of gigabytes of a GPU.
+GONE_SECONDS = 10.0
+
 
 def kill_process(pid: int, began: float) -> None:
-    """SIGKILL for a process of this host, unless its number is another's by now: `began` is when it was created."""
+    """SIGKILL for a process of this host, unless its number is another's by now: `began` is when it was created.
+
+    Returns when it has nothing any more that its successor wants, or after GONE_SECONDS.
+    """
     with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # boundary: it has ended
-        if abs(psutil.Process(pid).create_time() - began) < 1.0:
+        process = psutil.Process(pid)
+        if abs(process.create_time() - began) < 1.0:
             os.kill(pid, signal.SIGKILL)
+            limit = time.monotonic() + GONE_SECONDS
+            # Whoever started it may leave it as a zombie for a while, which holds nothing.
+            while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < limit:
+                time.sleep(0.005)
 
 
 def fence_process(node: str, pid: int, began: float) -> None:

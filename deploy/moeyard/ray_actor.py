@@ -25,7 +25,8 @@ class RankActor:
         load("moeyard_worker.engine.worker")
 
     def setup(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Bind the rank's sockets (`host` None: the node's address); returns its endpoints, its node and its process.
+        """Bind the rank's sockets (`host` None: the node's address); returns its endpoints, node and process, and what
+        tells its weights from others.
 
         Its log lines go to this process's stderr, which Ray keeps in a file of its session's `logs`.
         """
@@ -42,6 +43,7 @@ class RankActor:
         return {
             **self._worker.endpoints(), "node": node, "pid": process.pid, "began": process.create_time(),
             "seconds": {"imports": imported - begun, "device": time.monotonic() - imported},
+            "weights": dict(self._worker.checkpoint.identity),
         }  # fmt: skip
 
     def rebind(self, epoch: int, placement: Placement) -> dict[str, Any]:

@@ -191,7 +191,7 @@ class RayFleet:
         with self._lock:
             self._go_on()
             if rank in self._ranks.spares.members:
-                return self._ranks.spares.prepared(rank)
+                return self._ranks.spares.prepared(rank, self._ranks.weights)
             try:
                 return self._standby.ready()
             except RayError as error:

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from moeyard.fencing import fence_process
-from moeyard.rank import Event, Rank, RanksLost, parts
+from moeyard.rank import Event, FleetError, Rank, RanksLost, parts
 from moeyard.ray_errors import first_line
 from moeyard_worker.config.engine_config import EngineConfig
 
@@ -80,9 +80,11 @@ def sized(config: EngineConfig, report: Mapping[str, Any] | None, changes: Mappi
     return dataclasses.replace(config, **{**decided, "expert_memory": None, **changes})
 
 
-def lost_of(rank: int, error: RayError) -> RanksLost:
-    """The loss of a rank whose call failed; its own words, if it has any."""
-    if isinstance(error, RayTaskError):
+def lost_of(rank: int, error: RayError | FleetError) -> RanksLost:
+    """The loss of a rank whose call failed, or who may not come; its own words, if it has any."""
+    if isinstance(error, FleetError):
+        lost = RanksLost([rank], str(error))
+    elif isinstance(error, RayTaskError):
         lost = RanksLost([rank], first_line(error.cause or error), exit_code=2)
     elif isinstance(error, RayActorError):
         lost = RanksLost([rank], f"worker {rank} died while starting: {first_line(error)}")

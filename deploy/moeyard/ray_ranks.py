@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from moeyard.rank import Event, Rank, RanksLost, Recovered
+from moeyard.rank import Event, Rank, RanksLost, Recovered, Unrecoverable
 from moeyard.ray_member import (
     PROGRESS_SECONDS,
     Laps,
@@ -36,6 +36,7 @@ from moeyard.ray_member import (
     sized,
     told,
 )
+from moeyard.same_weights import SameWeights
 from moeyard.spares import Spares
 from moeyard.takeover import Room, without
 from moeyard.vitals import Vitals
@@ -76,7 +77,7 @@ class RayRanks:
         self._runs = False
         self._takeover = takeover
         self._start_seconds = math.inf  # how long a rank takes from its making to its first step
-        self.spares = Spares()
+        self.spares, self.weights = Spares(), SameWeights()
         self._reports: list[dict[str, Any]] = []  # of the first start
         self._nodes: dict[int, str] = {}  # where each rank is, or was last
         self._vitals = Vitals()
@@ -117,13 +118,13 @@ class RayRanks:
         member = self._members[rank]
         try:
             result = ray.get(ref)
-        except RayError as error:
+            if member.loading is None:
+                # One that was set up beside the rank whose place it took is so before this, too.
+                self._set_up(rank, result)
+                member.loading = member.actor.load.remote(1)
+                return None
+        except (RayError, Unrecoverable) as error:
             return Event(rank=rank, reason=str(lost_of(rank, error)))
-        if member.loading is None:
-            # One that was set up beside the rank whose place it took is so before this, too.
-            self._set_up(rank, result)
-            member.loading = member.actor.load.remote(1)
-            return None
         self._loaded(rank, result)
         return Event(rank=rank, reason=f"rank {rank} has loaded its experts", ready=True)
 
@@ -138,7 +139,7 @@ class RayRanks:
         None if no other epoch is needed, as they were away. Raises RanksLost: call it again.
         """
         for rank in dead:
-            self.fence(rank)
+            fence(self._members[rank])
             self._members[rank] = self.spares.take(rank) or Member(self._make(rank))
         if self._runs and not set(dead).intersection(self._now.ranks):
             self._set_all_up(secrets.randbits(31))
@@ -189,17 +190,12 @@ class RayRanks:
         self.spares.note(rank, changes)
         if actor is not None:
             # The epoch of its mesh is not known yet: 0 is nobody's.
-            spec = self._spec(self._sized(rank), rank, 0, self._whole)
-            self.spares.members[rank] = Member(actor, actor.setup.remote(spec))
+            self.spares.members[rank] = Member(actor, actor.setup.remote(self._spec_of(rank, 0)))
 
     def end_of(self, rank: int) -> str | None:
         """How the process of a lost rank was last seen; None where it is on another host."""
         member = self._members[rank]
         return self._vitals.describe(setup_of(member)["pid"]) if is_here(member) else None
-
-    def fence(self, rank: int) -> None:
-        """End a rank's process (`ray_member.fence`)."""
-        fence(self._members[rank])
 
     def _begin_epoch(
         self, progress: Progress, *, meet: float,
@@ -256,21 +252,22 @@ class RayRanks:
         """Have every new actor begin its setup; others do not wait for that."""
         for rank, member in enumerate(self._members):
             if is_new(member) and member.setting_up is None:
-                member.setting_up = member.actor.setup.remote(self._spec(self._sized(rank), rank, epoch, self._whole))
+                member.setting_up = member.actor.setup.remote(self._spec_of(rank, epoch))
                 member.epoch = epoch
 
     def _set_up(self, rank: int, setup: dict[str, Any]) -> None:
-        self._members[rank].setup = (self._members[rank].setup or {}) | setup
+        self._members[rank].setup = now = (self._members[rank].setup or {}) | setup
+        self.weights.check(rank, now)
         self._nodes[rank] = setup_of(self._members[rank])["node"]
 
     def _loaded(self, rank: int, report: dict[str, Any]) -> None:
         self._members[rank].take(rank, report, first=not self._reports)
         self._members[rank].has = self._whole.experts(rank)
 
-    def _sized(self, rank: int) -> EngineConfig:
-        """The config of a rank's process."""
-        report = self._reports[rank] if self._reports else None
-        return sized(self._config, report, self.spares.changes.get(rank, {}))
+    def _spec_of(self, rank: int, epoch: int) -> dict[str, Any]:
+        """What a rank's process is told."""
+        config = sized(self._config, self._reports[rank] if self._reports else None, self.spares.changes.get(rank, {}))
+        return self._spec(config, rank, epoch, self._whole)
 
     def _hear_losses(self, patience: float) -> None:
         """Wait until every started rank has told its loss; raises RanksLost for who ends, is named, or is silent."""

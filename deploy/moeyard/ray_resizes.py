@@ -70,7 +70,11 @@ class ResizableRanks(RayRanks):
     def resize_stage(self) -> str | None:
         """See `Resizing.stage`."""
         assert self._resizing is not None, "it was begun"
-        return self._resizing.stage()
+        stage = self._resizing.stage()
+        for rank, member in self._resizing.members.items():
+            if member.setup is not None:
+                self.weights.check(rank, member.setup)
+        return stage
 
     def resize(self) -> Recovered:
         """End the epoch between steps, and go on in another with as many ranks as was planned.

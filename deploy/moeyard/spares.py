@@ -6,7 +6,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from moeyard.ray_member import STOP_SECONDS, Member, lost_of
+from moeyard.ray_member import STOP_SECONDS, Member, lost_of, setup_of
+from moeyard.same_weights import SameWeights
 
 
 class Spares:
@@ -22,8 +23,8 @@ class Spares:
         self._before[rank] = self.changes.get(rank, {})
         self.changes[rank] = {**self._before[rank], **changes}
 
-    def prepared(self, rank: int) -> bool:
-        """Whether a rank's next process is set up; raises RanksLost with its words if it cannot."""
+    def prepared(self, rank: int, weights: SameWeights) -> bool:
+        """Whether a rank's next process is set up; raises RanksLost if it cannot, and as `weights` does."""
         spare = self.members[rank]
         if not ray.wait([spare.setting_up], timeout=0)[0]:
             return False
@@ -31,6 +32,7 @@ class Spares:
             spare.setup = ray.get(spare.setting_up)
         except RayError as error:
             raise lost_of(rank, error) from error
+        weights.check(rank, setup_of(spare))
         return True
 
     def take(self, rank: int) -> Member | None:

@@ -46,7 +46,7 @@ class Actor:
         return SimpleNamespace(remote=remote)
 
     def _answer(self, name: str) -> Any:
-        place = {"node": "here", "pid": 2**22 + 1 + self.rank, "began": 0.0, "seconds": {"imports": 0.1}}
+        place = {"node": "here", "pid": 2**22 + 1 + self.rank, "began": 0.0, "seconds": {"imports": 0.1}, "weights": {}}
         doors = {"frontend": f"tcp://{id(self)}", "metrics_url": "", "mesh": {}}
         room = {"available": 10**9, "slot_bytes": 1, "all_resident": True, "movable": True}
         answers = {"setup": {**doors, **place}, "rebind": doors, "load": REPORT, "progress": (1, 1), "room": room}
@@ -117,7 +117,7 @@ def test_a_rank_that_others_replace_loads_before_it_is_back(fleet: Fleet, prepar
     """It dies while it is drained for its restart: what was set up to take its place has loaded nothing yet."""
     if prepared:
         fleet.ranks.prepare(1, {}, fleet.make(1))
-        assert fleet.ranks.spares.prepared(1)
+        assert fleet.ranks.spares.prepared(1, fleet.ranks.weights)
     fleet.lose(1)
     assert {event.rank for event in fleet.events(RANKS)} == {0, 1, 2}
     recovered = fleet.ranks.recover([1])

@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from moeyard_kernels.types.footprint import Footprints
+from moeyard_worker.checkpoint.identity import identity
 from moeyard_worker.checkpoint.index import INDEX_NAME, SINGLE_NAME, STORED_DTYPES, CheckpointIndex, open_index
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
@@ -20,11 +22,15 @@ from moeyard_worker.models.spec import ModelSpec, model_spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedCheckpoint:
-    """An index that holds exactly what `spec` needs. `skipped` maps the other keys to why they are not loaded."""
+    """An index that holds exactly what `spec` needs. `skipped` maps the other keys to why they are not loaded.
+
+    `identity` tells it from others (`identity.py`).
+    """
 
     index: CheckpointIndex
     spec: ModelSpec
     skipped: Mapping[str, str]
+    identity: Mapping[str, tuple[str, str]]
 
     def dense_bytes(self) -> int:
         """Bytes that every rank reads of its own, as stored: everything but experts. What `progress` adds up to."""
@@ -42,10 +48,7 @@ class DummyCheckpoint:
     spec: ModelSpec
     itemsize: int
 
-    @property
-    def skipped(self) -> Mapping[str, str]:
-        """Nothing is read, so nothing is skipped."""
-        return MappingProxyType({})
+    identity = skipped = MappingProxyType[str, Any]({})  # nothing is read
 
     def dense_bytes(self) -> int:
         """Bytes that every rank draws of its own. What `progress` adds up to."""
@@ -84,7 +87,7 @@ def check_checkpoint(index: CheckpointIndex, config: ModelConfig) -> CheckedChec
     if problems:
         more = f" (and {len(problems) - 1} more like this)" if len(problems) > 1 else ""
         raise CheckpointError(problems[0] + more)
-    return CheckedCheckpoint(index=index, spec=spec, skipped=MappingProxyType(skipped))
+    return CheckedCheckpoint(index=index, spec=spec, skipped=MappingProxyType(skipped), identity=identity(index))
 
 
 def _skip_reason(index: CheckpointIndex, config: ModelConfig, key: str, names: Names) -> str | None:

@@ -58,7 +58,7 @@ class Worker:
         spec, self._exchange_why = settle_exchange(spec, self._device, self._shape)
         self._spec, config = spec, spec.config
         log.info("rank %d: exchange %s: %s", spec.rank, config.exchange, self._exchange_why)
-        self._checkpoint = check_weights(config, self._model)
+        self.checkpoint = check_weights(config, self._model)
         self._dtype: torch.dtype = getattr(torch, self._model.served_dtype(config.dtype))
         shards = partition(self._model.num_experts, config.num_workers) if spec.placement is None else ()
         self._placement = spec.placement or Placement.of_shards(self._model.moe_layers, shards)
@@ -147,14 +147,14 @@ class Worker:
         num_state_slots = config.max_num_seqs if state.bytes_per_sequence else 0
         backend = self._device.backend
         begun, staging = time.perf_counter(), self._device.staging()
-        load, source = open_weights(self._checkpoint, self._device.backend, self._dtype, staging, self._advance)
+        load, source = open_weights(self.checkpoint, self._device.backend, self._dtype, staging, self._advance)
         slot = model.expert_bytes(self._dtype.itemsize)
         experts = self.experts = ExpertCache(
             backend=backend, source=source, layers=model.moe_layers, experts=owned, hidden=model.hidden_size,
             intermediate=model.moe_intermediate_size, dtype=self._dtype, num_slots=plan.expert_slots,
             policy=config.expert_policy, recorder=self._recording, shared=config.expert_fetch != "alone",
         )  # fmt: skip
-        self._total = self._checkpoint.dense_bytes() + experts.num_preloaded * slot
+        self._total = self.checkpoint.dense_bytes() + experts.num_preloaded * slot
         exchange = build_exchange(
             config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device,
             seconds=patience(config), drafts=config.num_drafts > 0, lending=lending(config, model, experts),
@@ -162,7 +162,7 @@ class Worker:
         if not (exchange.captures or config.enforce_eager or config.device == "cpu"):
             log.info("the exchange needs the host: steps are launched kernel by kernel, none is captured")
         runner = Runner(
-            self._checkpoint.spec, load=load, backend=backend, exchange=exchange, experts=experts, dtype=self._dtype,
+            self.checkpoint.spec, load=load, backend=backend, exchange=exchange, experts=experts, dtype=self._dtype,
             num_pages=plan.num_pages, num_state_slots=num_state_slots * (1 + config.num_drafts) + plan.num_snapshots,
         )  # fmt: skip
         experts.preload(self._advance)
@@ -219,7 +219,7 @@ class Worker:
             "max_model_len": plan.max_model_len,
             "expert_slots": experts.num_slots,
             "num_experts": experts.num_experts,
-            "skipped": dict(self._checkpoint.skipped),
+            "skipped": dict(self.checkpoint.skipped),
             "loaded_bytes": self._loaded,
             "held_bytes": plan.held_bytes(page_bytes=config.page_size * state.bytes_per_token, expert_bytes=slot),
             "seconds": {"weights": seconds, "steps": prepared - begun - seconds},
@@ -231,7 +231,7 @@ class Worker:
             config=self._spec.config,
             model=self._model,
             itemsize=self._dtype.itemsize,
-            resident_bytes=self._checkpoint.resident_bytes(self._dtype.itemsize, self._device.footprints),
+            resident_bytes=self.checkpoint.resident_bytes(self._dtype.itemsize, self._device.footprints),
             footprints=self._device.footprints,
             num_local_experts=self._placement.num_owned(self._spec.rank),
             available=available,
