@@ -4,8 +4,8 @@
 
 One worker is driven in process, as `moeyard bench engine` does. First every schema gets an answer of at most 600
 tokens, greedy and sampled in turn, sixteen at once: each that ends by itself must parse, and validate by the library
-jsonschema; those that ran out of tokens are counted. Then tokens/s with and without a grammar, and what making masks
-and compiling takes, in this vocabulary and in a made-up one of the size of Qwen3's.
+jsonschema. Those that ran out of tokens are counted, and as many more schemas are drawn. Then tokens/s with and without
+a grammar, and what making masks and compiling takes, in this vocabulary and in a made-up one of the size of Qwen3's.
 """
 
 import argparse
@@ -223,23 +223,32 @@ def fault(schema: Any, text: str) -> str | None:
 
 
 def check_schemas(bench: Bench, count: int) -> int:
-    """Ask for an answer to each schema, and say how many hold; the number that do not."""
-    schemas = [random_schema(seed) for seed in range(count)]
-    answers, _ = bench.run([asked_for(seed, schema) for seed, schema in enumerate(schemas)])
-    ends: dict[str, int] = {}
-    wrong = 0
-    for seed, (schema, answer) in enumerate(zip(schemas, answers, strict=True)):
-        assert answer.end is not None, "every request ends"
-        ends[answer.end.finish_reason] = ends.get(answer.end.finish_reason, 0) + 1
-        if answer.end.finish_reason == "error":
-            wrong += 1
-            print(f"schema {seed}: {answer.end.error}\n  {json.dumps(schema)}")
-        elif answer.end.finish_reason == "stop" and (said := fault(schema, bench.text(answer))) is not None:
-            wrong += 1
-            print(f"schema {seed}: {said[:300]}\n  {bench.text(answer)[:300]}")
-    lengths = sorted(len(answer.token_ids) for answer in answers)
+    """Draw schemas until `count` answers have ended by themselves, and say how many of them hold; the number that do
+    not. Those cut at the length limit are a beginning of something that holds, and count apart."""
+    lengths: list[int] = []
+    ended = cut = wrong = 0
+    while ended < count:
+        seeds = range(ended + cut, cut + count)
+        if seeds.start > 2 * count:
+            raise SystemExit(f"{cut} of {seeds.start} answers were cut: far more than end")
+        schemas = [random_schema(seed) for seed in seeds]
+        answers, _ = bench.run([asked_for(seed, schema) for seed, schema in zip(seeds, schemas, strict=True)])
+        for seed, schema, answer in zip(seeds, schemas, answers, strict=True):
+            assert answer.end is not None, "every request ends"
+            lengths.append(len(answer.token_ids))
+            if answer.end.finish_reason == "length":
+                cut += 1
+                continue
+            ended += 1
+            if answer.end.finish_reason == "error":
+                wrong += 1
+                print(f"schema {seed}: {answer.end.error}\n  {json.dumps(schema)}")
+            elif (said := fault(schema, bench.text(answer))) is not None:
+                wrong += 1
+                print(f"schema {seed}: {said[:300]}\n  {bench.text(answer)[:300]}")
     print(
-        f"{count} schemas: {ends}, {wrong} wrong; tokens per answer: median {lengths[count // 2]}, most {lengths[-1]}"
+        f"{ended - wrong} of {ended} answers that ended are valid; {cut} more were cut at {MAX_TOKENS} tokens; tokens "
+        f"per answer: median {statistics.median(lengths):.0f}, most {max(lengths)}"
     )
     return wrong
 
@@ -308,7 +317,7 @@ def large_tokenizer(vocabulary: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemas", type=int, default=200)
+    parser.add_argument("--schemas", type=int, default=200, help="answers that are to end; 0 for none")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--vocabulary", type=int, default=151936, help="of the made-up tokenizer; 0 for none")

@@ -46,6 +46,7 @@ SUITES = {
     "litellm": Suite(("litellm",), "with_litellm.py"),
     "langchain": Suite(("langchain-openai",), "with_langchain.py"),
     "pydantic_ai": Suite(("pydantic-ai-slim[openai]",), "with_pydantic_ai.py"),
+    "lm_eval": Suite(("lm_eval", "transformers", "aiohttp", "tenacity", "tiktoken"), "with_lm_eval.py"),
     "aiperf": Suite(
         ("aiperf",),
         command=(

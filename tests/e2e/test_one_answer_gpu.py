@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests.checkpoints import make_checkpoint
 from tests.e2e.conftest import DEMO
-from tests.e2e.test_one_answer import MORE_PAGES, SNAPSHOTS, bits, check_rows, requests, run_alone, run_mixed
+from tests.e2e.test_one_answer import KEPT, MORE_PAGES, SNAPSHOTS, bits, check_rows, requests, run_alone, run_mixed
 from tests.fleet import Fleet, ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
@@ -104,8 +104,8 @@ def config(case: Case, model: Path) -> EngineConfig:
         kv_memory=num_pages * page_size * state.bytes_per_token + snapshots,
         snapshot_memory=snapshots or None,
         page_size=page_size,
-        # Fewer positions than the chunk formula takes together are no chunk there.
-        prefill_chunk=max(case.chunk, state.chunk_alignment),
+        # Fewer positions than the chunk formula takes together are no chunk there; what chooses needs its window more.
+        prefill_chunk=max(case.chunk, state.chunk_alignment + (KEPT.window - 1) * case.compressed),
         max_batch_tokens=256,
         max_num_seqs=8,
         enforce_eager=case.eager,
@@ -165,8 +165,6 @@ def kept(
 ) -> tuple[Path, dict[str, tuple[Any, ...]]]:  # fmt: skip
     """The same checkpoint, and what each request is answered alone of whose prompt a part is kept."""
     model, whole = served
-    if load_model_config(model).has_slots:
-        pytest.skip("state per sequence cannot be kept in part")
     found = kept_alone(model, gpu_processes)
     assert found["a"] == whole["a"], "nothing was to be dropped"
     assert found["d"] != whole["d"]

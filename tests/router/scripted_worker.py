@@ -51,7 +51,8 @@ class ScriptedWorker:
     Test knobs: `script` (Submit -> output ids), `chunk` (tokens per message), `score_chunk` (prompt tokens per message
     of their logprobs), `pace` (seconds per message), `paused`
     (accept but emit nothing), `reject` (answer every Submit with this), `loads` (the answer to Inspect, if any), `do`
-    (run something in its thread). `hold` and `go_on` are what a survivor does while a peer is missing.
+    (run something in its thread), `sent_at` (request id -> monotonic seconds of its tokens, if it is to be
+    written down). `hold` and `go_on` are what a survivor does while a peer is missing.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class ScriptedWorker:
         self.score_chunk = 4
         self.reject: Rejected | None = None
         self.loads: ExpertLoads | None = None
+        self.sent_at: dict[str, list[float]] | None = None
         self.submits.clear()
         self.aborts.clear()
 
@@ -240,6 +242,8 @@ class ScriptedWorker:
             cached_tokens=None if start else 3,
         )  # fmt: skip
         self._sampled += len(ids)
+        if self.sent_at is not None:
+            self.sent_at.setdefault(running.submit.request_id, []).extend([time.monotonic()] * len(ids))
         self._socket.send_multipart([running.peer, encode(message)])
         if reason is not None:
             del self._running[running.peer, running.submit.request_id]

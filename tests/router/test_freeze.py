@@ -3,7 +3,7 @@
 The loop's own stalls are measured, in a process of its own: how late a callback of every millisecond comes. On a
 machine that others use it may be late because nobody ran us, so a stall counts as the CPU time that this process used
 in it, if that is less: a lock held by a thread, and work in the loop itself, are CPU time of ours; a core that another
-had is not.
+had is not. Beside that another stream is read: how much later its tokens come than they do when nobody else asks.
 """
 
 import contextlib
@@ -11,9 +11,11 @@ import dataclasses
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -48,6 +50,26 @@ run_router(RouterServer(config, socket.socket(fileno=int(sys.argv[1])), on_ready
 print(worst, flush=True)
 """
 
+# Reads a stream of single letters in a process of its own, where nothing else holds the interpreter, until its input
+# ends; says when each letter came.
+READER = """
+import json, select, socket, sys, time
+body = json.dumps({"prompt": "x", "max_tokens": 100000, "ignore_eos": True, "stream": True}).encode()
+sock, reads = socket.create_connection(("127.0.0.1", int(sys.argv[1]))), []
+sock.sendall(b"POST /v1/completions HTTP/1.1\\r\\nHost: 127.0.0.1\\r\\nContent-Type: application/json\\r\\n"
+    b"Content-Length: %d\\r\\n\\r\\n%s" % (len(body), body))
+while sys.stdin not in select.select([sock, sys.stdin], [], [])[0]:
+    data = sock.recv(65536)
+    reads.append((time.monotonic(), data))
+rest, times = b"", []
+for now, data in reads:
+    *lines, rest = (rest + data).split(b"\\n")
+    for line in lines:
+        if line.startswith(b"data: "):
+            times += [now] * len(json.loads(line[6:])["choices"][0]["text"])
+print(json.dumps(times))
+"""
+
 
 def legal_and_not():
     """(path, body, status): the largest requests that are legal, and larger ones."""
@@ -57,7 +79,7 @@ def legal_and_not():
     completions, chat = "/v1/completions", "/v1/chat/completions"
     return {
         "text of 15.6 MB": (completions, {"prompt": "word " * 3_120_000}, 400),
-        "legal text of 300 kB": (completions, {"prompt": text[:110_000], "max_tokens": 1}, 200),
+        "legal text of 159 kB": (completions, {"prompt": text[:110_000], "max_tokens": 1}, 200),
         "as many ids as may be": (completions, {"prompt": ids, "max_tokens": 1}, 200),
         "so many of them": (completions, {"prompt": [ids] * 16, "max_tokens": 1}, 200),
         "many answers": (completions, {"prompt": ids, "max_tokens": 1, "n": 32}, 200),
@@ -120,11 +142,62 @@ def check_stalls(checkpoint, start, requests):
     assert min(worst) < MOST, f"the loop stood still for {[f'{seconds * 1000:.1f} ms' for seconds in worst]}"
 
 
-def worst_stall(checkpoint, start, requests):
+def test_another_streams_gaps_grow_by_less_than_20_ms(checkpoint, codec, start, requests, wait_for):
+    """With prompts of the largest legal size in parallel: how late the latest token of another stream comes from the
+    worker to its reader, beyond the median of the second before. The best of three times, as for stalls."""
+    legal = {name: request for name, request in requests.items() if request[2] == 200}
+    assert len(legal) == 5
+    growth = []
+    while min(growth, default=1.0) >= MOST and len(growth) < 3:
+        growth.append(worst_growth(checkpoint, codec, start, legal, wait_for))
+    assert min(growth) < MOST, f"a token came later by {[f'{seconds * 1000:.1f} ms' for seconds in growth]}"
+
+
+def worst_growth(checkpoint, codec, start, requests, wait_for):
+    worker = long_worker(start)
+    letters = codec.encode("abcdefghijkl", add_special_tokens=False)
+    assert len(letters) == 12, "a letter is a token"
+    worker.script = lambda submit: letters * (submit.sampling.max_tokens // 12 + 1)
+    worker.pace, worker.sent_at = 0.005, {}
+    with router(checkpoint, worker) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
+        command = [sys.executable, "-c", READER, url.rpartition(":")[2]]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+            try:
+                wait_for(lambda: worker.submits, "the stream has not begun")
+                name = worker.submits[0].request_id
+                time.sleep(1.0)
+                begun = time.monotonic()
+                answers = ask(client, requests)
+                ended = time.monotonic()
+                time.sleep(0.2)  # what was sent until then has come
+                times = json.loads(reader.communicate(timeout=10)[0])
+            finally:
+                reader.kill()
+    assert answers == {name: status for name, (_, _, status) in requests.items()}
+    sent = worker.sent_at[name]
+    late = [(at, arrived - at) for at, arrived in zip(sent, times, strict=False)]
+    quiet = [seconds for at, seconds in late if begun - 1.0 < at < begun]
+    loud = [seconds for at, seconds in late if begun < at < ended]
+    assert min(len(quiet), len(loud)) > 50, "the stream goes on meanwhile"
+    return max(loud) - statistics.median(quiet)
+
+
+def long_worker(start):
     def long(worker):
         worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=MAX_MODEL_LEN)
 
-    worker = start(1, prepare=long, max_model_len=MAX_MODEL_LEN).workers[0]
+    return start(1, prepare=long, max_model_len=MAX_MODEL_LEN).workers[0]
+
+
+def ask(client, requests):
+    """Four at once; the status of each."""
+    with ThreadPoolExecutor(4) as pool:
+        posts = {name: pool.submit(client.post, path, content=body) for name, (path, body, _) in requests.items()}
+        return {name: post.result().status_code for name, post in posts.items()}
+
+
+def worst_stall(checkpoint, start, requests):
+    worker = long_worker(start)
     worker.pace, worker.score_chunk = 0.005, MAX_PROMPT_LOGPROBS
     with router(checkpoint, worker) as (url, end), httpx.Client(base_url=url, timeout=60) as client:
         streaming, stop, chunks = threading.Event(), threading.Event(), []
@@ -141,9 +214,7 @@ def worst_stall(checkpoint, start, requests):
         thread = threading.Thread(target=stream)
         thread.start()
         assert streaming.wait(10)
-        with ThreadPoolExecutor(4) as pool:
-            posts = {n: pool.submit(client.post, path, content=body) for n, (path, body, _) in requests.items()}
-            found = {name: post.result().status_code for name, post in posts.items()}
+        found = ask(client, requests)
         before = len(chunks)
         stop.set()
         thread.join(10)

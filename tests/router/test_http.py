@@ -56,6 +56,26 @@ def test_stream_equals_whole(service, codec, chunk):
     assert len({e["id"] for e in events}) == 1
 
 
+@pytest.mark.parametrize("ids", [True, False], ids=["with ids", "text alone"])
+@pytest.mark.parametrize("accepted", [1, 2, 4])
+def test_tokens_of_one_message_are_one_chunk(service, codec, accepted, ids):
+    """Of a step that verified drafts several tokens come together. Messages that a busy machine lets wait join one
+    another, so of three streams one must show it; no message is ever taken apart."""
+    letters = codec.encode("abcdefghijkl", add_special_tokens=False)
+    assert len(letters) == 12, "each token is a character"
+    for worker in service.workers:
+        worker.chunk, worker.pace, worker.script = accepted, 0.01, lambda submit: letters
+    sizes: list[list[int]] = []
+    while [accepted] * (12 // accepted) not in sizes and len(sizes) < 3:
+        events = service.stream(COMPLETIONS, prompt="x", max_tokens=12, ignore_eos=True, return_token_ids=ids)
+        choices = [event["choices"][0] for event in events]
+        assert "".join(choice["text"] for choice in choices) == "abcdefghijkl"
+        found = [len(choice["token_ids"]) if ids else len(choice["text"]) for choice in choices]
+        sizes.append([size for size in found if size])
+        assert all(size % accepted == 0 for size in sizes[-1])
+    assert [accepted] * (12 // accepted) in sizes, sizes
+
+
 def test_chat(service, codec):
     answer = service.chat(messages=HELLO, max_completion_tokens=5, return_token_ids=True)
     (submit,) = service.submits
