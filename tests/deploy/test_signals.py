@@ -40,9 +40,9 @@ def ranks(served: Command) -> dict[int, psutil.Process]:
     return found
 
 
-def answer(served: Command) -> str:
+def answer(served: Command, **other: Any) -> str:
     """What must be answered."""
-    body = httpx.post(f"{served.url}/v1/completions", json=LONG_ANSWER, timeout=60).json()
+    body = httpx.post(f"{served.url}/v1/completions", json=LONG_ANSWER | other, timeout=60).json()
     return str(body["choices"][0]["text"])
 
 
@@ -59,16 +59,18 @@ def incidents(served: Command) -> list[dict[str, Any]]:
 
 
 def test_a_stopped_rank_is_fenced_and_replaced(command: Callable[..., Command]) -> None:
-    """Its stream is answered as ever, it never wakes, and the survivor says where it was when it missed it."""
+    """Both streams are answered as ever, it never wakes, and the survivor says where it was when it missed it."""
     served = command("serve", DEMO, "--workers", "2", "--port", "0", "--step-deadline", "2")
     served.wait_ready()
-    expected, before = answer(served), ranks(served)
+    expected, before = [answer(served), answer(served, prompt="y")], ranks(served)
     victim = before[1]
-    with stream_of(served, **LONG_ANSWER) as lines:
-        first = next(lines)
+    with stream_of(served, **LONG_ANSWER) as some, stream_of(served, **LONG_ANSWER | {"prompt": "y"}) as others:
+        streams = [(next(lines), lines) for lines in (some, others)]
+        fleet = httpx.get(f"{served.url}/v1/fleet").json()["workers"]
+        assert [worker["router_inflight"] for worker in fleet] == [1, 1]
         victim.suspend()
         stopped = time.time()
-        assert rest(first, lines) == expected
+        assert [rest(*stream) for stream in streams] == expected
     # Nobody has continued it: only SIGKILL ends who is stopped.
     served.wait_for(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, 10)
     served.wait_for(lambda: " the fleet is whole again " in served.err.read_text(), BUSY_READY_SECONDS)
@@ -78,11 +80,13 @@ def test_a_stopped_rank_is_fenced_and_replaced(command: Callable[..., Command]) 
     assert after[0].pid == before[0].pid, "the survivor stays"
     lost = incidents(served)[-1]
     assert (lost["ranks"], lost["failure"]) == ([1], None)
+    assert lost["requests_carried"] == 1
     assert 1.0 < lost["when"] - stopped < 10.0, "it is missed at the step deadline"
     (named,) = lost["launcher"]["lost"]
     assert (named["rank"], named["process"]) == (1, f"process {victim.pid} still runs, and is killed")
     (report,) = lost["launcher"]["reports"]
     assert (report["rank"], report["ranks"]) == (0, [1])
+    assert (report["running"], report["waiting"]) == (1, 0)
     assert report["step"] > 0
     assert re.fullmatch(r"plan|layer \d+, (dispatch|combine)", report["place"]), report
     assert report["reason"] == f"rank 1 lost at step {report['step']}, {report['place']}"
