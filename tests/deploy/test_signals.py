@@ -26,8 +26,10 @@ from tests.deploy.test_standby import listens
 
 pytestmark = pytest.mark.timeout(BUSY_READY_SECONDS + 120)
 __all__ = ["command"]  # a fixture
-# What the launcher's end costs a rank that computes.
-ORPHAN_SECONDS = 5.0
+# Ray gives those that it kills 5 s to end by themselves; a stopped rank must be gone before.
+FENCE_SECONDS = 4.0
+# The promise, on cores that nothing else uses, and what a shared machine may take.
+ORPHAN_SECONDS, BUSY_ORPHAN_SECONDS = 5.0, 15.0
 
 
 def ranks(served: Command) -> dict[int, psutil.Process]:
@@ -70,9 +72,10 @@ def test_a_stopped_rank_is_fenced_and_replaced(command: Callable[..., Command]) 
         assert [worker["router_inflight"] for worker in fleet] == [1, 1]
         victim.suspend()
         stopped = time.time()
+        # Nobody has continued it: only SIGKILL ends who is stopped.
+        served.wait_for(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, 20)
+        ended = time.time()
         assert [rest(*stream) for stream in streams] == expected
-    # Nobody has continued it: only SIGKILL ends who is stopped.
-    served.wait_for(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, 10)
     served.wait_for(lambda: " the fleet is whole again " in served.err.read_text(), BUSY_READY_SECONDS)
     served.wait_for(lambda: httpx.get(f"{served.url}/readyz").status_code == 200, BUSY_READY_SECONDS)
     after = ranks(served)
@@ -82,6 +85,8 @@ def test_a_stopped_rank_is_fenced_and_replaced(command: Callable[..., Command]) 
     assert (lost["ranks"], lost["failure"]) == ([1], None)
     assert lost["requests_carried"] == 1
     assert 1.0 < lost["when"] - stopped < 10.0, "it is missed at the step deadline"
+    print(f"missed after {lost['when'] - stopped:.1f} s, fenced after {ended - stopped:.1f} s")
+    assert ended - lost["when"] < FENCE_SECONDS, "it is fenced before others take its place"
     (named,) = lost["launcher"]["lost"]
     assert (named["rank"], named["process"]) == (1, f"process {victim.pid} still runs, and is killed")
     (report,) = lost["launcher"]["reports"]
@@ -110,9 +115,11 @@ def test_ranks_end_with_a_killed_launcher(command: Callable[..., Command]) -> No
         assert len(workers) == 2
         served.process.kill()
         begun = time.monotonic()
-        _, left = psutil.wait_procs(workers, timeout=ORPHAN_SECONDS)
-        assert not left, f"{left} still run {ORPHAN_SECONDS:g} s after the launcher was killed"
-        print(f"ranks ended after {time.monotonic() - begun:.1f} s, load {os.getloadavg()[0]:.1f}")
+        _, left = psutil.wait_procs(workers, timeout=BUSY_ORPHAN_SECONDS)
+        assert not left, f"{left} still run {BUSY_ORPHAN_SECONDS:g} s after the launcher was killed"
+        seconds = time.monotonic() - begun
+        print(f"ranks ended after {seconds:.1f} s, load {os.getloadavg()[0]:.1f}")
+        assert not served.quiet or seconds < ORPHAN_SECONDS
         assert served.workers() == []
         with contextlib.suppress(httpx.TransportError):  # a router may still say that it ends
             list(lines)
@@ -131,7 +138,8 @@ def test_a_rank_that_stops_for_less_than_the_deadline_is_not_lost(command: Calla
         try:
             time.sleep(4.2)
         finally:
-            before[1].resume()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it was lost, as the incidents will tell
+                before[1].resume()
         assert rest(first, lines) == expected
         assert time.monotonic() - begun > 4.2, "it was over before"
     time.sleep(1.0)
