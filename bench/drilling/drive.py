@@ -15,7 +15,7 @@ from drilling.load import Client, Exchange, Load
 from drilling.server import Server, read_json
 from drilling.short_memory import short_of_memory
 from drilling.streams import Answer, Difference, compare
-from drilling.watch import SETTLED_SECONDS, Watch
+from drilling.watch import SETTLED_SECONDS, Watch, losses_since
 
 # A stopped rank is woken so much later, if it still exists.
 STOPPED_SECONDS = 20.0
@@ -27,11 +27,16 @@ NOTICE_SECONDS = 15.0
 STARVE_SECONDS = 10.0
 # Ray's own processes notice the end of their driver half a minute later; workers end at once.
 ORPHAN_SECONDS = 75.0
+# What ends no rank against the launcher's will, so that no incident tells of a loss.
+ASKED = ("router", "restart", "scale")
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What a fault did. Seconds count from its last signal; None: it never came."""
+    """What a fault did. Seconds count from its last signal; None: it never came.
+
+    `ranks` are those that were hit, `missed` counts signals that found nobody. `incident` is the server's own record.
+    """
 
     number: int
     fault: str
@@ -49,15 +54,37 @@ class Outcome:
     cause: str = ""
     note: str = ""
     errors: list[str] = field(default_factory=list)
-    incident: dict[str, Any] = field(default_factory=dict)  # the server's own record of it
+    missed: int = 0
+    incident: dict[str, Any] = field(default_factory=dict)
 
     @property
     def survived(self) -> bool:
-        """Whether the fleet is whole again, and no request has noticed."""
+        """Whether it befell the fleet at all, which is whole again, and no request has noticed."""
         # A router that is killed takes its connections along; then it counts what is left and what comes after.
         failed = 0 if self.fault == "router" else self.failed
         harmed = failed or self.lost or self.repeated or self.different
-        return self.ready_seconds is not None and not harmed
+        return self.happened and self.ready_seconds is not None and not harmed
+
+    @property
+    def happened(self) -> bool:
+        """Whether all that was to be hit was hit, and the server noticed: nothing is survived by who was spared."""
+        if self.fault in ASKED:
+            return self.fault == "router" or bool(self.ranks)
+        hit = self.fault == "exception" or (bool(self.ranks) and not self.missed)
+        return hit and bool(self.incident)
+
+
+def hit(outcome: Outcome, rank: int, process: psutil.Process, *, stop: bool = False) -> None:
+    """Stop or kill the process of a rank, if it is still there to be hit."""
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            raise psutil.ZombieProcess(process.pid)
+        process.suspend() if stop else process.kill()
+    except psutil.NoSuchProcess:
+        outcome.missed += 1
+        outcome.note = f"rank {rank} had ended before it was hit"
+    else:
+        outcome.ranks.append(rank)
 
 
 class Drill:
@@ -89,7 +116,7 @@ class Drill:
         order = self._rng.sample(sorted(ranks), len(ranks))
         outcome = Outcome(number=number, fault=fault.kind, moment=await self._moments.wait(fault.moment, 30.0))
         outcome.inflight = len(self._load.inflight)
-        first = time.monotonic()
+        first, since = time.monotonic(), time.time()
         if fault.kind == "router":
             await self._kill_router(outcome)
             return outcome
@@ -103,7 +130,8 @@ class Drill:
             exchange = None
             await self._signal(outcome, fault.kind, [(rank, ranks[rank]) for rank in order])
         last = time.monotonic() if fault.kind != "exception" else first
-        woken = asyncio.create_task(self._wake(ranks[outcome.ranks[0]])) if fault.kind == "stop" else None
+        stopped = [ranks[rank] for rank in outcome.ranks] if fault.kind == "stop" else []
+        woken = asyncio.create_task(self._wake(stopped[0])) if stopped else None
         if fault.moment == "idle":
             await asyncio.sleep(0.3)
             self._load.resume()
@@ -125,21 +153,18 @@ class Drill:
             self._lost_at = first
         await self._judge(outcome, met)
         self._time(outcome, first=first, last=last, met=met)
-        incidents = await self._watch.incidents()
         if outcome.ready_seconds:
             self._recovery = outcome.ready_seconds
-            if incidents:
-                # The ranks know where in a step it was, the router only that a connection broke.
-                # The latest may be that a rank is given its experts back.
-                losses = [
-                    each
-                    for each in incidents
-                    if (each.get("launcher") or each)["lost" if each.get("launcher") else "ranks"]
-                ]
-                outcome.incident = (losses or incidents)[0]
-                outcome.cause = str((outcome.incident.get("launcher") or outcome.incident)["reason"])
-                if fault.kind == "oom":
-                    outcome.note = "; ".join(str(lost["process"]) for lost in outcome.incident["launcher"]["lost"])
+        # The ranks know where in a step it was, the router only that a connection broke.
+        # The latest may be that a rank is given its experts back.
+        if losses := losses_since(await self._watch.incidents(), since, outcome.ranks):
+            outcome.incident = losses[0]
+            if outcome.ready_seconds is not None:
+                outcome.cause = str((outcome.incident["launcher"] or outcome.incident)["reason"])
+            if fault.kind == "oom" and outcome.incident["launcher"]:
+                outcome.note = "; ".join(str(lost["process"]) for lost in outcome.incident["launcher"]["lost"])
+        elif outcome.ranks:
+            outcome.note = "; ".join(part for part in (outcome.note, "no incident tells of it") if part)
         return outcome
 
     async def _whole_fleet(self) -> dict[str, Any] | None:
@@ -194,18 +219,17 @@ class Drill:
     async def _signal(self, outcome: Outcome, kind: str, victims: Sequence[tuple[int, psutil.Process]]) -> None:
         """Stop or kill the first of `victims`, and a second one at once or while the first is being replaced."""
         if not victims:
+            outcome.missed += 1
             outcome.note = "there was no worker to be hit"
             return
         (rank, process), *others = victims
-        outcome.ranks.append(rank)
         if kind == "oom":
+            outcome.ranks.append(rank)
             await self._starve(outcome, process)
             return
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.suspend() if kind == "stop" else process.kill()
+        hit(outcome, rank, process, stop=kind == "stop")
         if kind == "kill-two" and others:
-            outcome.ranks.append(others[0][0])
-            others[0][1].kill()
+            hit(outcome, *others[0])
         elif kind == "kill-in-recovery":
             pause = self._rng.uniform(0.1, 0.9) * self._recovery
             await asyncio.sleep(pause)
@@ -213,10 +237,8 @@ class Drill:
             fresh = [p for p in self._server.rank_processes() if p.pid not in known]
             # The one that takes the dead one's place, or one that had survived so far.
             second = (rank, fresh[0]) if fresh and (not others or self._rng.random() < 0.5) else (others or victims)[0]
-            outcome.ranks.append(second[0])
             outcome.moment += f", again +{1000 * pause:.0f} ms"
-            with contextlib.suppress(psutil.NoSuchProcess):
-                second[1].kill()
+            hit(outcome, *second)
 
     async def _starve(self, outcome: Outcome, process: psutil.Process) -> None:
         """Leave a process to the kernel, which kills it when it next wants memory."""

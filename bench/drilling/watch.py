@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import httpx
@@ -17,6 +17,8 @@ LOOK_SECONDS = 1.0
 FAILED_SECONDS = 5.0
 # Ready this long is ready: a loss is noticed in milliseconds, and every recovery takes longer.
 SETTLED_SECONDS = 0.5
+# An incident's times are rounded to milliseconds.
+CLOCK_SECONDS = 0.002
 
 
 def recovered(
@@ -41,6 +43,22 @@ def unready_seconds(changes: Sequence[tuple[float, bool, str]], begun: float, no
     ends = [when for when, _, _ in changes[1:]] + [now] * bool(changes)
     spans = [(max(when, begun), end) for (when, ready, _), end in zip(changes, ends, strict=True) if not ready]
     return sum(max(0.0, end - start) for start, end in spans)
+
+
+def losses_since(
+    incidents: Sequence[dict[str, Any]], since: float, ranks: Collection[int] = ()
+) -> list[dict[str, Any]]:
+    """Those of `incidents` in which a rank (one of `ranks`, if any) was lost, and that were heard of since `since`.
+
+    `since` is Unix time. A fault in the middle of an incident is heard of in that one, which began before.
+    """
+    found = []
+    for each in incidents:
+        lost = {*each["ranks"], *(one["rank"] for one in (each["launcher"] or {}).get("lost", ()))}
+        heard = each["when"] + max((report["seconds"] for report in each["reports"]), default=0.0)
+        if heard >= since - CLOCK_SECONDS and (lost & set(ranks) if ranks else lost):
+            found.append(each)
+    return found
 
 
 class Watch:

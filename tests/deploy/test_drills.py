@@ -1,24 +1,31 @@
 """bench/drills.py: what it counts as lost, repeated or different, what it plans, and a short drill of a real fleet."""
 
 import argparse
+import asyncio
 import json
+import os
 import random
 import struct
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import httpx
+import psutil
 import pytest
 from drilling.asks import fresh_ask, make_asks
+from drilling.drive import Drill, Outcome, hit
 from drilling.faults import Fault, plan, silence
 from drilling.load import Exchange
 from drilling.poison import poison
 from drilling.soak import Held, Sample, table
 from drilling.streams import Answer, Difference, compare, compare_ids
-from drilling.watch import recovered, unready_seconds
+from drilling.watch import losses_since, recovered, unready_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -176,6 +183,130 @@ def test_recovery_is_over_when_it_is_ready_for_good() -> None:
     # A second fault in the middle of the first one's recovery: it is unready all the time.
     assert recovered([up, down], 12.0, 40.0, notice=15.0) is None
     assert recovered([up, down, again], 12.0, 40.0, notice=15.0) == (1.0, "rank 1 is lost")
+
+
+def told(when: float, *ranks: int, heard: tuple[float, ...] = (0.0,), launcher: bool = True) -> dict[str, Any]:
+    """An incident as /v1/fleet/incidents has it."""
+    reports = [{"seconds": seconds, "reason": "a word"} for seconds in heard]
+    lost = {"reason": "a word", "lost": [{"rank": rank} for rank in ranks], "reports": []}
+    return {"when": when, "ranks": list(ranks), "reports": reports, "launcher": lost if launcher else None}
+
+
+def test_a_fault_is_known_by_an_incident_of_its_own() -> None:
+    before, back, lost = told(10.0, 1), told(20.5), told(20.3, 1)
+    assert losses_since([back, lost, before], 20.0, [1]) == [lost]
+    assert losses_since([back, before], 20.0, [1]) == [], "the ranks of others, and losses of before"
+    assert losses_since([lost], 20.0, [0]) == []
+    assert losses_since([lost], 20.0) == [lost]
+    again = told(18.0, 0, 1, heard=(0.0, 2.5), launcher=False)
+    assert losses_since([again], 20.0, [1]) == [again], "it was one thing more that befell a fleet without rank 0"
+    assert losses_since([], 20.0, [1]) == []
+
+
+def test_only_what_happened_is_survived() -> None:
+    """A server is no better for kills that hit nobody, or that it does not notice."""
+    whole = Outcome(number=1, fault="kill", moment="decode", ranks=[1], ready_seconds=2.0, incident=told(20.3, 1))
+    assert whole.survived
+    assert not replace(whole, ranks=[]).survived
+    assert not replace(whole, incident={}, ready_seconds=0.0).survived
+    assert not replace(whole, fault="kill-two", missed=1).survived
+    assert not replace(whole, fault="stop", incident={}).survived
+    assert not replace(whole, failed=1).survived
+    assert not replace(whole, ready_seconds=None).survived
+    # The request at fault hits whoever takes it.
+    assert replace(whole, fault="exception", ranks=[]).survived
+    assert not replace(whole, fault="exception", ranks=[], incident={}).survived
+    # These are asked for, so nobody is lost.
+    assert replace(whole, fault="restart", incident={}).survived
+    assert not replace(whole, fault="restart", incident={}, ranks=[]).survived
+    assert replace(whole, fault="router", incident={}, ranks=[], failed=3).survived
+
+
+def test_whoever_has_ended_is_not_hit() -> None:
+    outcome = Outcome(number=1, fault="kill-two", moment="decode")
+    with subprocess.Popen(["sleep", "60"]) as child:
+        process = psutil.Process(child.pid)
+        hit(outcome, 0, process)
+        assert (outcome.ranks, outcome.missed) == ([0], 0)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        hit(outcome, 1, process)  # nobody has asked for its end yet
+        assert (outcome.ranks, outcome.missed) == ([0], 1)
+    hit(outcome, 1, process, stop=True)
+    assert (outcome.ranks, outcome.missed) == ([0], 2)
+    assert not replace(outcome, ready_seconds=1.0, incident=told(20.3, 0)).survived
+
+
+class Idle:
+    """A load that asks for nothing."""
+
+    inflight: tuple[Exchange, ...] = ()
+    history: tuple[Exchange, ...] = ()
+
+    async def pause(self, seconds: float) -> bool:
+        return True
+
+    def resume(self) -> None:
+        """Nothing is asked anyway."""
+
+    async def ended(self, met: list[Exchange], seconds: float) -> bool:
+        return True
+
+
+class Unmoved:
+    """A watch on a server that is always ready; its page of incidents is `page`."""
+
+    def __init__(self, page: list[dict[str, Any]]) -> None:
+        self.page = page
+        workers = [{"rank": 0, "endpoint": "tcp://127.0.0.1:1"}]
+        answer = httpx.MockTransport(lambda request: httpx.Response(200, json={"workers": workers}))
+        self.http = httpx.AsyncClient(transport=answer, base_url="http://server")
+
+    async def ready_after(self, begun: float, *, patience: float, notice: float) -> tuple[float | None, str]:
+        return 0.0, ""
+
+    async def incidents(self) -> list[dict[str, Any]]:
+        return self.page
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+@pytest.mark.parametrize(
+    ("there", "page", "note"),
+    [
+        (False, [], "there was no worker to be hit"),
+        (True, [], "no incident tells of it"),
+        (True, [told(10.0, 0)], "no incident tells of it"),
+        (True, [told(1e12, 0)], None),
+    ],
+    ids=["nobody", "unnoticed", "earlier", "noticed"],
+)
+def test_a_fault_is_driven_to_its_verdict(kind: str, there: bool, page: list[dict[str, Any]], note: str | None) -> None:
+    """By a real process in the place of a rank, at a server that stays ready."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        server: Any = SimpleNamespace(ranks=lambda fleet: {0: psutil.Process(child.pid)} if there else {})
+        load, watch, client = cast(Any, Idle()), cast(Any, Unmoved(page)), cast(Any, None)
+
+        async def drive() -> Outcome:
+            drill = Drill(server, client, load=load, watch=watch, known={}, rng=random.Random(0), patience=1.0)
+            # Fenced as soon as it is stopped, as a launcher does it.
+            fence = asyncio.create_task(asyncio.to_thread(fenced, child.pid)) if there and kind == "stop" else None
+            outcome = await drill.inflict(1, Fault(kind, "idle"))
+            if fence is not None:
+                await fence
+            return outcome
+
+        outcome = asyncio.run(drive())
+        child.kill()
+    assert outcome.ranks == ([0] if there else [])
+    assert outcome.survived == (note is None)
+    assert note is None or note in outcome.note
+
+
+def fenced(pid: int) -> None:
+    """Kill a process once it is stopped."""
+    process = psutil.Process(pid)
+    while process.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    process.kill()
 
 
 def test_exchanges_are_told_apart() -> None:

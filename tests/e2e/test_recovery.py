@@ -114,6 +114,37 @@ def test_survivors_take_requests_while_they_wait(processes: ProcessPool, checkpo
         assert client.snapshots[0].epoch not in (epoch, 0)
 
 
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}], ids=["plain", "deep"])
+def test_survivors_keep_the_kv_of_what_they_run(
+    processes: ProcessPool, checkpoints: dict[str, Path], options: dict[str, Any]
+) -> None:
+    """Only what ran at the lost rank is computed again: its prompt, and its output so far."""
+    config = engine_config(checkpoints["mla"], num_workers=2, step_deadline=DEADLINE, **options)
+    prompts = {"stays": PROMPTS[7], "moves": PROMPTS[8]}
+    with start_fleet(processes, config) as fleet:
+        client = fleet.client
+        for rank, name in enumerate(prompts):
+            client.submit(rank, name, prompts[name], **sampling(rank))
+        client.wait_for(lambda: all(len(answer.token_ids) > 4 for answer in client.answers.values()))
+        before = fleet.ranks[0].call("stats")
+        assert before["prefill_tokens"] == len(prompts["stays"])
+        kill(fleet, 1)
+        (loss,) = fleet.recover([1])
+        assert loss["latest"] == ("stays",), "it must run when the rank is lost"
+        told_before = len(client.answers["moves"].token_ids)
+        assert client.carry_over([1], to=[1]) == ["moves"]
+        answers = told(client.wait())
+        after, moved = fleet.call("stats")
+        kept = ("prefill_tokens", "prefix_hit_tokens", "num_preemptions")
+        assert [after[name] for name in kept] == [before[name] for name in kept], "its pages were thrown away"
+        assert moved["prefix_hit_tokens"] == 0
+        assert len(prompts["moves"]) <= moved["prefill_tokens"] <= len(prompts["moves"]) + told_before
+        client.answers.clear()
+        for rank, name in enumerate(prompts):
+            client.submit(rank, name, prompts[name], **sampling(rank))
+        assert told(client.wait()) == answers
+
+
 def test_an_output_that_is_whole_only_ends(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
     """The last tokens were told and the end was not."""
     with start_fleet(processes, engine_config(checkpoints["mla"], num_workers=1)) as fleet:

@@ -222,12 +222,12 @@ class Fleet:
 
     def fail(self, reason: str) -> None:
         """The fleet is lost, until it is whole again or others take its workers' places. The first reason stays."""
-        if self.failure is not None:
-            return
-        self.failure = reason
-        self._recovery.fail(reason)
-        self.end_all(reason)
-        self._changed()
+        if self.failure is None:
+            self.failure = reason
+            self._recovery.begin(reason)  # whoever gives up may know more than was heard here
+            self._recovery.fail(reason)
+            self.end_all(reason)
+            self._changed()
 
     def give_up(self, reason: str) -> None:
         """The same for good: nothing will recover."""
