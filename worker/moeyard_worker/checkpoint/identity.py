@@ -10,8 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from moeyard_worker.checkpoint.index import CheckpointIndex, TensorEntry
-from moeyard_worker.checkpoint.reading import check_unchanged
+from moeyard_worker.checkpoint.index import CheckpointIndex, TensorEntry, check_unchanged
 from moeyard_worker.config.files import open_regular
 
 CONFIG_NAME = "config.json"

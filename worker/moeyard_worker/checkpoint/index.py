@@ -49,6 +49,17 @@ class FileStamp:
         return FileStamp(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
+def check_unchanged(path: Path, fd: int, stamp: FileStamp) -> None:
+    """Raise CheckpointError if the open file `fd` was written, cut or replaced since `stamp`. Takes a microsecond."""
+    now = FileStamp.of(fd)
+    if now != stamp:
+        what = f"now has {now.size} bytes instead of {stamp.size}" if now.size != stamp.size else "was written to"
+        raise CheckpointError(
+            f"{path}: {what} since it was checked; its weights cannot be trusted any more: start again with a file "
+            "that stays as it is (put a new one in its place by renaming)"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """A tensor in a file: `start` is the byte where its data begins, from the start of the file. `dtype` as stored.

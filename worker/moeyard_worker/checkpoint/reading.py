@@ -1,13 +1,12 @@
 """Bytes of stored tensors, read into memory that is there already."""
 
 import os
-from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
 import torch
 
-from moeyard_worker.checkpoint.index import FileStamp, TensorEntry
+from moeyard_worker.checkpoint.index import TensorEntry, check_unchanged
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.files import open_regular
 
@@ -23,17 +22,6 @@ def open_checked(entry: TensorEntry) -> BinaryIO:
         file.close()
         raise
     return file
-
-
-def check_unchanged(path: Path, fd: int, stamp: FileStamp) -> None:
-    """Raise CheckpointError if the open file `fd` was written, cut or replaced since `stamp`. Takes a microsecond."""
-    now = FileStamp.of(fd)
-    if now != stamp:
-        what = f"now has {now.size} bytes instead of {stamp.size}" if now.size != stamp.size else "was written to"
-        raise CheckpointError(
-            f"{path}: {what} since it was checked; its weights cannot be trusted any more: start again with a file "
-            "that stays as it is (put a new one in its place by renaming)"
-        )
 
 
 def read_exactly(fd: int, entry: TensorEntry, key: str, offset: int, out: torch.Tensor) -> None:
