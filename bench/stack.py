@@ -128,10 +128,13 @@ def inflict(stack: Stack, name: str, what: str, how: str, *, expected: object, p
     """One fault and what follows."""
     healing = Healing(fault=f"{how} {what} of {name}" if what != "container" else f"{how} container {name}")
     starts = {n: len(c.starts) for n, c in stack.containers.items()}
-    victim = stack.containers[name].find(what)
-    if victim is None:
-        healing.seen.append("there was no such process")
-        return healing
+    # Others serve again before the one that the last fault has cost is back.
+    until = time.monotonic() + patience
+    while (victim := stack.containers[name].find(what)) is None:
+        if time.monotonic() > until:
+            healing.seen.append("there was no such process")
+            return healing
+        time.sleep(0.2)
     begun = time.monotonic()
     getattr(victim, how)()
     ill, quiet = False, time.monotonic()
