@@ -37,7 +37,7 @@ ROOMS = {
     "experts": (("config", "exchange"), 1665),
     "layers": (("config", "state", "exchange"), 800),
     "models": (("config", "state", "exchange", "layers"), 1365),
-    "checkpoint": (("config", "layers", "models"), 781),
+    "checkpoint": (("config", "layers", "models"), 775),
     "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 4870),
 }
 # The same for the router; every room also has the files beside the rooms.

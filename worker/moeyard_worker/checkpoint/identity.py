@@ -10,11 +10,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from moeyard_worker.checkpoint.index import CheckpointIndex, TensorEntry, check_unchanged
-from moeyard_worker.config.files import open_regular
+from moeyard_worker.checkpoint.index import CheckpointIndex, TensorEntry, open_checked
+from moeyard_worker.config.files import read_text
 
 CONFIG_NAME = "config.json"
-# Of each file so many tensors, evenly apart in it, and of the middle of each so many bytes.
+# Of each file at most so many tensors, evenly apart in it, and of the middle of each so many bytes.
 TENSORS, BYTES = 8, 4096
 
 
@@ -26,23 +26,21 @@ def identity(index: CheckpointIndex) -> dict[str, tuple[str, str]]:
     files: dict[Path, list[tuple[str, TensorEntry]]] = {}
     for key, entry in index.entries.items():
         files.setdefault(entry.file, []).append((key, entry))
-    found = {file.name: _of_file(file, entries) for file, entries in sorted(files.items())}
+    found = {file.name: _of_file(entries) for file, entries in sorted(files.items())}
     config = index.directory / CONFIG_NAME
     if config.exists():
-        with open_regular(config) as opened:
-            # Written anew by many tools with the same content.
-            found[CONFIG_NAME] = (hashlib.sha256(opened.read()).hexdigest(), "")
+        # Written anew by many tools with the same content.
+        found[CONFIG_NAME] = (hashlib.sha256(read_text(config).encode()).hexdigest(), "")
     return found
 
 
-def _of_file(file: Path, entries: list[tuple[str, TensorEntry]]) -> tuple[str, str]:
+def _of_file(entries: list[tuple[str, TensorEntry]]) -> tuple[str, str]:
     digest, stamp = hashlib.sha256(), entries[0][1].stamp
     entries = sorted(entries, key=lambda each: each[1].start)
     for key, entry in entries:
         digest.update(f"{key} {entry.dtype} {entry.shape} {entry.start}\n".encode())
-    with open_regular(file) as opened:
-        check_unchanged(file, opened.fileno(), stamp)
-        for _, entry in entries[:: max(1, len(entries) // TENSORS)]:
+    with open_checked(entries[0][1]) as opened:
+        for _, entry in entries[:: -(-len(entries) // TENSORS)]:
             middle = entry.start + max(0, entry.num_bytes - BYTES) // 2
             digest.update(os.pread(opened.fileno(), min(BYTES, entry.num_bytes), middle))
     return digest.hexdigest(), f"{stamp.size} {stamp.modified_ns}"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.fields import read_json
@@ -73,6 +73,17 @@ class TensorEntry:
     start: int
     num_bytes: int
     stamp: FileStamp
+
+
+def open_checked(entry: TensorEntry) -> BinaryIO:
+    """The file of a tensor, unbuffered. Raises CheckpointError if it is not the one whose header was read."""
+    file = open_regular(entry.file)
+    try:
+        check_unchanged(entry.file, file.fileno(), entry.stamp)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import torch
 
 from moeyard_kernels.backend import Backend
 from moeyard_worker.checkpoint.check import CheckedCheckpoint, check_checkpoint
-from moeyard_worker.checkpoint.index import TensorEntry, check_unchanged, open_index
-from moeyard_worker.checkpoint.reading import TORCH_DTYPES, open_checked, read_exactly
+from moeyard_worker.checkpoint.index import TensorEntry, check_unchanged, open_checked, open_index
+from moeyard_worker.checkpoint.reading import TORCH_DTYPES, read_exactly
 from moeyard_worker.checkpoint.staging import Staging, pieces, put
 from moeyard_worker.layers.weights import Weight, num_elements
 from moeyard_worker.models.model_config import ModelConfig

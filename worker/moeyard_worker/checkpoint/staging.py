@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 
 from moeyard_worker.checkpoint.check import CheckedCheckpoint
-from moeyard_worker.checkpoint.index import TensorEntry
-from moeyard_worker.checkpoint.reading import TORCH_DTYPES, open_checked, read_exactly
+from moeyard_worker.checkpoint.index import TensorEntry, open_checked
+from moeyard_worker.checkpoint.reading import TORCH_DTYPES, read_exactly
 from moeyard_worker.layers.weights import num_elements
 
 _BUFFER_BYTES = 32 << 20
