@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.browser import Browser, find_browser
+from tests.browser import Browser, Page, find_browser
 
 from moeyard_router.fleet.loads import rows_of_ranks
 from moeyard_worker.protocol import ExpertLoads
@@ -68,6 +68,17 @@ def samples(service: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]
             labels = {key: value for key, value in sample.labels.items() if key != "model_name"}
             found[sample.name, frozenset(labels.items())] = sample.value
     return found
+
+
+def second_cell(page: Page) -> str:
+    """What the page says of the second expert in the first layer, since the start, as its keys are pressed."""
+    page.run("document.querySelector('input[name=span][value=start]').click()")
+    page.run("document.querySelector('#experts').scrollIntoView({behavior: 'instant'})")
+    page.wait("!document.querySelector('#heat-body').hidden")
+    page.run("document.querySelector('#heat-map').focus()")
+    for key in ("ArrowDown", "ArrowRight"):
+        page.call("Input.dispatchKeyEvent", type="keyDown", key=key)
+    return str(page.run("document.querySelector('#heat-cell').textContent"))
 
 
 @pytest.mark.parametrize("path", ["/", "/dashboard"])
@@ -264,15 +275,7 @@ def test_what_rows_chose_is_of_the_rank_that_has_the_expert(
     page = browser_or_none.page(service.url, width=1280, height=900)
     page.call("Emulation.setFocusEmulationEnabled", enabled=True)
     page.wait("document.querySelector('#state').textContent === 'ready'")
-    page.run("document.querySelector('input[name=span][value=start]').click()")
-    page.run("document.querySelector('#experts').scrollIntoView({behavior: 'instant'})")
-    page.wait("!document.querySelector('#heat-body').hidden")
-    page.run("document.querySelector('#heat-map').focus()")
-    for key in ("ArrowDown", "ArrowRight"):
-        page.call("Input.dispatchKeyEvent", type="keyDown", key=key)
-    assert page.run("document.querySelector('#heat-cell').textContent").startswith(
-        "Layer 1, expert 1 on rank 0: 20 rows"
-    )
+    assert second_cell(page).startswith("Layer 1, expert 1 on rank 0: 20 rows")
     page.close()
 
 
@@ -330,15 +333,7 @@ def test_page_in_a_browser(
     assert "74 %" in hits, "31 of 31 + 11 needed experts"
     assert page.run("document.querySelectorAll('#requests-body tr').length") == len(live["requests"]) == 1
     assert page.run("document.querySelectorAll('canvas').length") >= 4, "three charts and a heat map"
-    page.run("document.querySelector('input[name=span][value=start]').click()")
-    page.run("document.querySelector('#experts').scrollIntoView({behavior: 'instant'})")
-    page.wait("!document.querySelector('#heat-body').hidden")
-    page.run("document.querySelector('#heat-map').focus()")
-    for key in ("ArrowDown", "ArrowRight"):
-        page.call("Input.dispatchKeyEvent", type="keyDown", key=key)
-    assert page.run("document.querySelector('#heat-cell').textContent").startswith(
-        "Layer 1, expert 1 on rank 0: 2 rows"
-    )
+    assert second_cell(page).startswith("Layer 1, expert 1 on rank 0: 2 rows")
     page.run("document.querySelector('#prompt').value = 'Hello'")
     page.run("document.querySelector('#send').click()")
     page.wait("document.querySelector('.say.assistant small') !== null")
