@@ -1,9 +1,9 @@
 """What more than it can do makes of a fleet: `python bench/overload.py [--url URL] [--factor 10] [--seconds 60]`.
 
-Four phases, prompts of --prompt tokens and answers of --output: closed loop (what the fleet can do), a quiet open loop
-(--quiet of that), 0.9 of it, and the flood (--factor times that), Poisson each. Who is refused comes back once, after
-the time that Retry-After says, up to --patience seconds after the flood. Printed are requests per second that came
-whole, the time to the first token of those admitted, who was refused and with what, how many of those that came back
+Five phases, prompts of --prompt tokens and answers of --output: closed loop (what the fleet can do), a quiet open loop
+(--quiet of that), 0.9 of it, as many at once as there are places before an idle fleet, and the flood (--factor times
+that); Poisson, but for the first and the fourth. Who is refused comes back once, after the time that Retry-After says,
+up to --patience seconds after the flood. Printed are requests per second that came whole, the time to the first token of those admitted, who was refused and with what, how many of those that came back
 were admitted, and the router's memory, CPU and own histograms. "connected" and "refused within" show how late
 this client itself is: on a busy machine only the router's own figures count. With --keys the flood comes under one API
 key, and --light of the capacity under another.
@@ -275,6 +275,10 @@ async def drill(args: argparse.Namespace, url: str, router: psutil.Process | Non
     print(row(f"quiet, {args.quiet:g}x", quiet, args.calm))
     busy = await open_loop(client(light_key, 3), 0.9 * capacity, args.calm, seed=args.seed + 1)
     print(row("0.9x", busy, args.calm), flush=True)
+    # What filling all places costs without a flood: that is the first thing that the flood does.
+    begun = time.perf_counter()
+    burst = await asyncio.gather(*(client(light_key, 100 + i).ask() for i in range(args.places)))
+    print(row("burst, all places", burst, time.perf_counter() - begun), flush=True)
     headers = {} if flood_key is None else {"authorization": f"Bearer {flood_key}"}
     before = httpx.get(f"{url}/metrics", headers=headers).text
     watch = Watch(url, router, flood_key)

@@ -34,7 +34,7 @@ ROOMS = {
     "state": (("config",), 350),
     "scheduling": (("config", "state"), 1590),
     "exchange": (("config",), 3585),
-    "experts": (("config", "exchange"), 1665),
+    "experts": (("config", "exchange"), 1785),
     "layers": (("config", "state", "exchange"), 800),
     "models": (("config", "state", "exchange", "layers"), 1365),
     "checkpoint": (("config", "layers", "models"), 775),

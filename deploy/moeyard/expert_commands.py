@@ -1,4 +1,4 @@
-"""`moeyard experts plan`: which rank ought to compute which expert, by a recorded trace."""
+"""`moeyard experts plan`: which rank ought to compute which expert, by a recorded trace or a fleet's counts."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ def add_experts_command(parser: argparse.ArgumentParser) -> None:
     """The subjects of `moeyard experts`."""
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     plan = subjects.add_parser("plan", help="compare placements of experts over ranks by recorded routing")
-    plan.add_argument("file", help="what --record-routing wrote")
+    plan.add_argument("file", help="what --record-routing wrote, or a file with a reply of /v1/fleet/experts")
     plan.add_argument("--workers", type=count, required=True, metavar="N", help="ranks to place experts on")
     plan.add_argument(
         "--copies", type=count, nargs="+", default=[], metavar="R",
@@ -35,17 +35,24 @@ def run_experts_plan(args: argparse.Namespace) -> int:
     planning = load("moeyard_worker.experts.planning")
     if args.write is not None and len(args.copies) > 1:
         raise ValueError(f"--write writes one placement: give one of --copies {' '.join(map(str, args.copies))}")
-    needs = planning.read_needs(Path(args.file))
+    loads = load("moeyard_worker.experts.loads")
+    path = Path(args.file)
+    counted = loads.is_loads(path)
+    needs = loads.read_loads(path) if counted else planning.read_needs(path)
     expert_bytes = None
     if args.model is not None:
         model = load("moeyard_worker.models.families").load_model_config(checkpoint(args))
         if (model.num_experts, set(needs.layers) - set(model.moe_layers)) != (needs.num_experts, set()):
-            raise ValueError(f"{args.file} is no trace of {args.model}: it has other layers or experts")
+            raise ValueError(f"{args.file} tells nothing of {args.model}: it has other layers or experts")
         expert_bytes = model.expert_bytes(DTYPE_BYTES[model.dtype])
-    predictions = planning.compare(needs, args.workers, num_copies=args.copies)
-    print(planning.format_plan(predictions, expert_bytes=expert_bytes))
+    if counted:
+        print(loads.format_loads(planning.compare_loads(needs, args.workers, num_copies=args.copies)))
+    else:
+        predictions = planning.compare(needs, args.workers, num_copies=args.copies)
+        print(planning.format_plan(predictions, expert_bytes=expert_bytes))
     if args.write is not None:
-        placement = planning.copied(needs, planning.together(needs, args.workers), *(args.copies or [0]))
+        best = planning.balanced if counted else planning.together
+        placement = planning.copied(needs, best(needs, args.workers), *(args.copies or [0]))
         Path(args.write).write_text(placement_text(placement), encoding="utf-8")
         print(f"moeyard serve --workers {args.workers} --expert-placement {args.write}")
     return 0

@@ -1,12 +1,14 @@
 """`moeyard experts plan`: what it prints, and that what it writes is what `serve` reads."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from moeyard.cli import main
 from moeyard.placing import placement_of
-from moeyard_worker.experts.planning import copied, read_needs, together
+from moeyard_worker.experts.loads import read_loads
+from moeyard_worker.experts.planning import balanced, copied, read_needs, together
 from moeyard_worker.models.families import load_model_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,3 +34,25 @@ def test_what_is_written_is_served(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit, match="2"):
         main([*command, "--copies", "1", "4", "--write", str(file)])
     assert "--write writes one placement: give one of --copies 1 4" in capsys.readouterr().err
+
+
+def test_what_a_fleet_counted_is_placed_and_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = load_model_config(DEMO)
+    rows = [[1000 // (1 + expert) for expert in range(model.num_experts)] for _ in model.moe_layers]
+    rank = {"rank": 0, "layers": list(model.moe_layers), "experts": list(range(model.num_experts)), "rows": rows}
+    counted, file = tmp_path / "loads.json", tmp_path / "owners.json"
+    counted.write_text(json.dumps({"ranks": [rank]}))
+    command = ["experts", "plan", str(counted), "--workers", "3", "--model", str(DEMO)]
+    assert main([*command, "--copies", "6", "--write", str(file)]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in table[1:]] == [
+        "contiguous (linear)", "in turn (round_robin)", "balanced by load", "balanced, 6 copied",
+    ]  # fmt: skip
+    assert last == f"moeyard serve --workers 3 --expert-placement {file}"
+    loads = read_loads(counted)
+    assert placement_of(str(file), model, 3) == copied(loads, balanced(loads, 3), 6)
+    rank["experts"] = [expert + 1 for expert in range(model.num_experts)]
+    counted.write_text(json.dumps({"ranks": [rank]}))
+    with pytest.raises(SystemExit, match="2"):
+        main(command)
+    assert "tells nothing of" in capsys.readouterr().err

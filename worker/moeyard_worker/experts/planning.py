@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moeyard_worker.config.placement import Copies, Placement
+from moeyard_worker.experts.loads import Loads, shards, unevenness
 from moeyard_worker.experts.placement import partition
 from moeyard_worker.experts.swapping import apart
 from moeyard_worker.experts.trace import RankTrace, read_trace
@@ -48,7 +49,7 @@ class Needs:
 class Prediction:
     """Distinct experts of a step, summed over its layers: on the fullest rank of each, and on the mean rank.
 
-    `rows`: of many rows, those of the fullest rank over the mean rank's, mean of the layers.
+    `rows`: `unevenness` of many steps together, each of which counts an expert once.
     """
 
     name: str
@@ -81,7 +82,7 @@ def _steps(traces: Iterable[RankTrace], index: Mapping[int, int]) -> tuple[tuple
     return tuple(tuple(tuple(sorted(experts)) for experts in found[number]) for number in sorted(found))
 
 
-def balanced(needs: Needs, num_ranks: int) -> Placement:
+def balanced(needs: Needs | Loads, num_ranks: int) -> Placement:
     """Experts dealt by load: the most needed first, each to the rank with the least by then that has room.
 
     Ranks own as many experts of a layer as in contiguous shards, so that memory is as even. The greedy rule is that of
@@ -121,7 +122,7 @@ def by_chance(needs: Needs, num_ranks: int, seed: int) -> Placement:
     return Placement(needs.layers, tuple(rows))
 
 
-def copied(needs: Needs, placement: Placement, count: int) -> Placement:
+def copied(needs: Needs | Loads, placement: Placement, count: int) -> Placement:
     """The same with second copies of up to `count` experts of every layer, as far as they even out its load.
 
     One after the other relieves the fullest rank: half of an expert's load goes to the rank with the least by then, of
@@ -171,18 +172,12 @@ def predict(name: str, needs: Needs, placement: Placement) -> Prediction:
         for experts, owners in zip(step, placement.owners, strict=True):
             fullest += max(Counter(owners[expert] for expert in experts).values(), default=0)
             total += len(experts)
-    count, uneven = len(needs.steps), []
-    for i, loads in enumerate(needs.loads()):
-        second, held = dict(placement.copies_of(i)), Counter[int]()
-        for expert, load in enumerate(loads):
-            for rank in (placement.owners[i][expert], second.get(expert, placement.owners[i][expert])):
-                held[rank] += load
-        uneven.append(max(held.values()) * len(placement.ranks) / max(1, held.total()))
+    count = len(needs.steps)
     return Prediction(
         name=name,
         fullest=fullest / count,
         mean=total / count / len(placement.ranks),
-        rows=sum(uneven) / len(uneven),
+        rows=unevenness(needs.loads(), placement),
     )
 
 
@@ -193,14 +188,11 @@ def compare(needs: Needs, num_ranks: int, *, num_copies: Collection[int] = ()) -
     come is not known to who places. Raises ValueError as `partition` and `copied`.
     """
     known, coming = needs.halves()
-    shards = Placement.of_shards(needs.layers, partition(needs.num_experts, num_ranks))
-    in_turn = tuple(expert % num_ranks for expert in range(needs.num_experts))
-    dealt = Placement(needs.layers, (in_turn,) * len(needs.layers))
+    given = shards(needs.layers, needs.num_experts, num_ranks)
     chances = [predict("", coming, by_chance(needs, num_ranks, seed)) for seed in range(_CHANCES)]
     best = together(known, num_ranks)
     return (
-        predict("contiguous (linear)", coming, shards),
-        predict("in turn (round_robin)", coming, dealt),
+        *(predict(each, coming, placement) for each, placement in given.items()),
         Prediction(
             name=f"by chance (mean of {_CHANCES})",
             fullest=sum(each.fullest for each in chances) / _CHANCES,
@@ -211,6 +203,14 @@ def compare(needs: Needs, num_ranks: int, *, num_copies: Collection[int] = ()) -
         predict("kept apart", coming, best),
         *(predict(f"kept apart, {count} copied", coming, copied(known, best, count)) for count in num_copies),
     )
+
+
+def compare_loads(loads: Loads, num_ranks: int, *, num_copies: Collection[int] = ()) -> list[tuple[str, float]]:
+    """The same by `unevenness` alone, of the loads that the placements were made of. Raises ValueError as `compare`."""
+    best = balanced(loads, num_ranks)
+    placements = shards(loads.layers, loads.num_experts, num_ranks) | {"balanced by load": best}
+    placements |= {f"balanced, {count} copied": copied(loads, best, count) for count in num_copies}
+    return [(name, unevenness(loads.rows, placement)) for name, placement in placements.items()]
 
 
 def format_plan(predictions: Sequence[Prediction], *, expert_bytes: int | None) -> str:
