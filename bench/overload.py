@@ -3,10 +3,11 @@
 Five phases, prompts of --prompt tokens and answers of --output: closed loop (what the fleet can do), a quiet open loop
 (--quiet of that), 0.9 of it, as many at once as there are places before an idle fleet, and the flood (--factor times
 that); Poisson, but for the first and the fourth. Who is refused comes back once, after the time that Retry-After says,
-up to --patience seconds after the flood. Printed are requests per second that came whole, the time to the first token of those admitted, who was refused and with what, how many of those that came back
-were admitted, and the router's memory, CPU and own histograms. "connected" and "refused within" show how late
-this client itself is: on a busy machine only the router's own figures count. With --keys the flood comes under one API
-key, and --light of the capacity under another.
+up to --patience seconds after the flood. Printed are requests per second that came whole, the time to the first token
+of those admitted, who was refused and with what, how many of those that came back were admitted, and the router's
+memory, CPU and own histograms. "connected" and "refused within" show how late this client itself is: on a busy machine
+only the router's own figures count. With --keys the flood comes under one API key, and --light of the capacity under
+another.
 
 Without --url the fleet is a router before paced ranks (bench/paced.py): their steps last as long as a step does,
 whatever else the machine has to do. --direct lets everything wait at the workers, as without a waiting room.

@@ -5,9 +5,11 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,6 +29,8 @@ DRAIN_SECONDS = 120.0
 RSS_GROWTH, RSS_SLACK = 1.10, 16 * 1024**2
 # Files that are opened once, when they are first needed.
 FILES_SLACK = 4
+# Lines of /proc/PID/maps.
+SHARED = re.compile(r"(?:/dev/shm/|memfd:)moeyard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,9 @@ class Held:
     connections: int
     files: int
     ranks: int
+    # Of the rank that has most of them: open files, and pieces of shared memory mapped, also of files without a name.
+    rank_files: int = 0
+    rank_shared: int = 0
 
 
 async def soak(server: Server, args: argparse.Namespace) -> int:
@@ -129,14 +136,26 @@ async def held(server: Server, watch: Watch) -> Held:
     with contextlib.suppress(psutil.Error):
         router = server.router_process()
         established = [c for c in router.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
+        ranks = server.rank_processes()
         return Held(
             running=fleet["inflight"] + sum(s["num_running"] + s["num_waiting"] for s in told),
             pages=sum(s["kv_pages_total"] - s["kv_pages_free"] for s in told),
             connections=sum(c.laddr.port == port_of(server) for c in established),
             files=router.num_fds(),
-            ranks=len(server.rank_processes()),
+            ranks=len(ranks),
+            rank_files=max((rank.num_fds() for rank in ranks), default=0),
+            rank_shared=max((shared_mappings(rank) for rank in ranks), default=0),
         )
     return Held(running=-1, pages=-1, connections=-1, files=-1, ranks=0)
+
+
+def shared_mappings(process: psutil.Process) -> int:
+    """How many pieces of this program's shared memory it has mapped. Raises psutil.Error if it is gone."""
+    try:
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError as error:
+        raise psutil.NoSuchProcess(process.pid) from error
+    return len(SHARED.findall(maps))
 
 
 async def settled(server: Server, watch: Watch) -> Held:
@@ -153,11 +172,15 @@ async def settled(server: Server, watch: Watch) -> Held:
 def table(before: Held, after: Held, *, samples: list[Sample], workers: int) -> list[tuple[str, str, bool]]:
     """(what, figures, whether it is as it must be)."""
     files = after.files - after.connections - (before.files - before.connections)
+    flat_files = after.rank_files <= before.rank_files + FILES_SLACK
+    flat_shared = after.rank_shared <= before.rank_shared
     rows = [
         ("requests still running", str(after.running), after.running == 0),
         ("KV pages held by nobody", str(after.pages), after.pages == 0),
         ("client connections still open", str(after.connections - 1), after.connections == 1),
         ("router's other open files", f"{files:+d}", files <= FILES_SLACK),
+        ("open files of a rank, at most", f"{before.rank_files} to {after.rank_files}", flat_files),
+        ("shared memory mapped by a rank", f"{before.rank_shared} to {after.rank_shared} pieces", flat_shared),
         # With --standby there is one that waits beside the ranks.
         ("rank processes", f"{after.ranks} of {before.ranks}", after.ranks == before.ranks >= workers),
     ]
