@@ -2,16 +2,21 @@
 
 import argparse
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.engine.captured_on_cpu import PLACE, Event, Graph, gpu_steps
 
 from moeyard.bench import engine
-from moeyard.bench.drive import Run, Subject
+from moeyard.bench.drive import REPLAYS, TURNS, Run, Subject, replay_seconds
 from moeyard.bench.figures import (
     Course,
     StepRecord,
+    beside_replay,
     floor_bytes,
     full_steps,
     milliseconds,
@@ -28,7 +33,7 @@ from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.models.shapes import served_model, shape_model
 from moeyard_worker.models.spec import model_spec
-from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.protocol import SamplingParams, Tokens
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -66,6 +71,91 @@ def test_shares() -> None:
     assert shares({"num_replayed": 0, "num_eager": 0, "num_rows": 0, "num_padded_rows": 0}) == {}
     counts = {"num_replayed": 3, "num_eager": 1, "num_rows": 18, "num_padded_rows": 24}
     assert shares(counts) == {"replay_share": 0.75, "padding_share": 0.25}
+
+
+def test_replay_of_a_graph_by_itself() -> None:
+    assert beside_replay({"p50": 2.06, "p90": 9.0}, 0.002) == {"replay_ms": 2.0, "tpot_of_replay": pytest.approx(1.03)}
+    assert beside_replay({"p50": 2.06}, None) == {}
+    assert beside_replay({}, 0.002) == {}, "a single token has no time per token"
+    assert replay_seconds(()) is None
+
+
+def graph_subject(**options: Any) -> Subject:
+    """Within `gpu_steps`."""
+    config = EngineConfig(
+        model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=2, max_model_len=64, kv_memory=1 << 20,
+        max_batch_tokens=32, max_num_seqs=4, prefill_chunk=32, prefix_caching=False, async_scheduling=True,
+        **PLACE, **options,
+    )  # fmt: skip
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    return Subject(config, check_weights(config, served_model(config)).spec, sampling)
+
+
+def answers(subject: Subject) -> dict[str, list[int]]:
+    """What three requests, always the same, are answered."""
+    subject._random, subject._names = random.Random(3), 0
+    run, told = Run(subject, subject.scheduler()), dict[str, list[int]]()
+    complete = run.scheduler.complete
+
+    def keep(*args: Any) -> Any:
+        replies = complete(*args)
+        for reply in replies:
+            if isinstance(reply.message, Tokens):
+                told.setdefault(reply.message.request_id, []).extend(reply.message.token_ids)
+        return replies
+
+    run.scheduler.complete = keep  # type: ignore[method-assign]
+    for i in range(3):
+        subject.submit(run, prompt=7 + i, output=6)
+    run.go()
+    return told
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+def test_the_last_decode_step_is_replayed_by_itself(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    """The same graphs, back to back and oftener than 50 times; the streams were measured before, and nobody sees it."""
+    decode, sampling = Decode(streams=3, prompt=9, output=10), SamplingParams(max_tokens=1, temperature=temperature)
+    with gpu_steps():
+        subject = graph_subject()
+        subject._sampling = replace(sampling, ignore_eos=True)
+        try:
+            expected = answers(subject)
+            replays: list[object] = []
+            if not torch.cuda.is_available():
+                once = Graph.replay
+                monkeypatch.setattr(Graph, "replay", lambda graph: (replays.append(graph), once(graph))[1])
+                # A turn takes 90 ms.
+                monkeypatch.setattr(Event, "elapsed_time", lambda *_: 90.0)
+            row = decode.run(subject, Ceilings(copy=1e9))
+            if replays:
+                assert row["replay_ms"] == 90.0 / REPLAYS
+                number = REPLAYS * (1 + TURNS) * (2 if temperature else 1)
+                again, before = replays[-number:], replays[:-number]
+                assert REPLAYS >= 50
+                assert len(set(again)) == (2 if temperature else 1)
+                assert set(again) <= set(before)
+                # The rest is what was decoded, and no more of these back to back.
+                assert before.count(again[0]) < 20
+            assert row["tpot_of_replay"] == pytest.approx(row["tpot_ms"]["p50"] / row["replay_ms"])
+            assert answers(subject) == expected
+            text = engine.table([row], engine.COLUMNS)
+            assert "replay" in text.split()
+            assert "TPOT/replay" in text.split()
+            subject.times_replays = False
+            assert "replay_ms" not in decode.run(subject, Ceilings(copy=1e9))
+        finally:
+            subject.close()
+
+
+def test_no_replay_is_timed_where_steps_are_launched() -> None:
+    with gpu_steps():
+        subject = graph_subject(enforce_eager=True)
+        try:
+            row = Decode(streams=2, prompt=9, output=10).run(subject, Ceilings(copy=1e9))
+        finally:
+            subject.close()
+    assert row["replay_share"] == 0
+    assert not {"replay_ms", "tpot_of_replay"} & row.keys()
 
 
 def test_misses_and_their_bound() -> None:
@@ -172,6 +262,7 @@ def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None
             assert (row["replay_share"] == 1.0) == (row is not kept)
             # Decode steps have as many rows as a graph, prompts are padded.
             assert 0 < row["padding_share"] < 1
+            assert row["tpot_of_replay"] == pytest.approx(row["tpot_ms"]["p50"] / row["replay_ms"])
         positions = kept_of + 10 / 2
         needed = floor_bytes(
             model_spec(model, ()), distinct=row["distinct_experts"], rows=streams, context=positions, itemsize=2

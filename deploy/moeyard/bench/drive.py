@@ -5,11 +5,14 @@ What to measure is in `moeyard.bench.scenarios`, how to show it in `moeyard.benc
 
 import math
 import random
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from moeyard import __version__
 from moeyard.bench.figures import Course, StepRecord, milliseconds
@@ -24,6 +27,8 @@ from moeyard_worker.protocol import KvCompression, SamplingParams, Submit, Token
 from moeyard_worker.scheduling.scheduler import Scheduler
 
 _CLIENT = b"bench"
+# A step's graphs are replayed so often behind one another, and again.
+REPLAYS, TURNS = 60, 3
 
 
 class Subject:
@@ -42,6 +47,8 @@ class Subject:
         self.runner, self.experts = self._worker.runner, self._worker.experts
         self._random = random.Random(7)
         self._names = 0
+        # Off under a profiler, which would see these replays too.
+        self.times_replays = True
 
     def close(self) -> None:
         """Free its sockets."""
@@ -58,6 +65,10 @@ class Subject:
         if not isinstance(runner, GraphRunner | SpeculativeRunner):
             return {}
         return {name: getattr(runner, name) for name in ("num_replayed", "num_eager", "num_rows", "num_padded_rows")}
+
+    def replayed(self) -> tuple[torch.cuda.CUDAGraph, ...]:
+        """The graphs of the step that was launched last; none where it, or any of it, was launched."""
+        return self.runner.replayed if isinstance(self.runner, GraphRunner) and self.times_replays else ()
 
     def scheduler(self, chunk: int | None = None) -> Scheduler:
         """An empty one over all pages; with `chunk` a step that decodes too has at most so many prompt rows."""
@@ -137,3 +148,26 @@ class Run:
             "device_ms": milliseconds(record.device for record in records),
             "steps": len(records),
         }
+
+
+@torch.inference_mode()
+def replay_seconds(graphs: Sequence[torch.cuda.CUDAGraph]) -> float | None:
+    """Seconds of a step that is nothing but the replay of its graphs: so many back to back, median of turns.
+
+    None without graphs. They read the inputs of their last step again, with the tokens that they choose, and write to
+    its pages and slots of state: so nobody may need these any more.
+    """
+    if not graphs:
+        return None
+    seconds = []
+    # The first turn finds the device at rest.
+    for _ in range(1 + TURNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(REPLAYS):
+            for graph in graphs:
+                graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) * 1e-3 / REPLAYS)
+    return statistics.median(seconds[1:])

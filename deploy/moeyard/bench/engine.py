@@ -36,6 +36,7 @@ COLUMNS = (
     ("case", "case"), ("residency", "resident"), ("step_ms.p50", "step p50"), ("step_ms.p99", "p99"),
     ("floor_ms", "floor"),
     ("tpot_ms.p50", "TPOT p50"), ("tpot_ms.p90", "p90"), ("tpot_ms.p99", "p99"),
+    ("replay_ms", "replay"), ("tpot_of_replay", "TPOT/replay"),
     ("itl_ms.p50", "ITL p50"), ("itl_ms.p90", "p90"), ("itl_ms.p99", "p99"), ("itl_alone_ms.p50", "alone p50"),
     ("ttft_ms.p50", "TTFT p50"), ("ttft_ms.p90", "p90"), ("ttft_ms.p99", "p99"), ("prompt_tok_s", "prompt tok/s"),
     ("distinct_experts", "experts"), ("kv_pages", "KV pages"),
@@ -46,7 +47,8 @@ COLUMNS = (
 )  # fmt: skip
 LEGEND = (
     "milliseconds; step: one that decodes every stream and no prompt; floor: the bytes that such a step must read, at "
-    "the copy bandwidth; experts: distinct ones per MoE layer; KV pages: held at the end; "
+    "the copy bandwidth; replay: the graph of such a step by itself, back to back; "
+    "experts: distinct ones per MoE layer; KV pages: held at the end; "
     "replays: share of steps; padding: of replayed rows; "
     "link: missed bytes over the link; of bound: how near to the slower of link and all experts resident"
 )
@@ -149,7 +151,9 @@ def _measure_one(
             rows.append({"residency": engine["residency"], **scenario.run(subject, ceilings)})
             report(json.dumps(rows[-1]))
             if profile:
+                subject.times_replays = False
                 report("\n".join(profiled(partial(scenario.run, subject, ceilings), device=config.device)))
+                subject.times_replays = True
         return engine, rows
     finally:
         subject.close()

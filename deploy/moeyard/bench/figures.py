@@ -99,6 +99,16 @@ def shares(counts: Mapping[str, int]) -> dict[str, float]:
     return found
 
 
+def beside_replay(tpot: Mapping[str, float], replay: float | None) -> dict[str, float]:
+    """`replay`, seconds of a step's graph alone, in ms, and how many times that the median TPOT [ms] is.
+
+    {} where there is none.
+    """
+    if replay is None or "p50" not in tpot:
+        return {}
+    return {"replay_ms": replay * 1e3, "tpot_of_replay": tpot["p50"] / (replay * 1e3)}
+
+
 def missed(*, hits: int, misses: int, expert_bytes: int, times: int, link: float | None) -> dict[str, float]:
     """What a cache counted over so many steps or prompts: share of hits, bytes missed by each, their time on the link.
 

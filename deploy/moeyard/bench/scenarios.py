@@ -5,8 +5,17 @@ from typing import Any
 
 import torch
 
-from moeyard.bench.drive import Run, Subject
-from moeyard.bench.figures import Course, floor_bytes, full_steps, milliseconds, missed, percentiles, shares
+from moeyard.bench.drive import Run, Subject, replay_seconds
+from moeyard.bench.figures import (
+    Course,
+    beside_replay,
+    floor_bytes,
+    full_steps,
+    milliseconds,
+    missed,
+    percentiles,
+    shares,
+)
 from moeyard_worker.engine.graph_runner import GraphRunner
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.policy import RowKind
@@ -61,7 +70,10 @@ class Decode:
         return self.output + -(-self.streams * self.prompt // max(1, step_rows - self.streams)) + 8
 
     def run(self, subject: Subject, ceilings: Ceilings) -> dict[str, Any]:
-        """Latencies; the floor is what a step half-way through must read, at the copy bandwidth."""
+        """Latencies; the floor is what a step half-way through must read, at the copy bandwidth.
+
+        Behind all of them the graph that decoded every stream last is replayed by itself, where there is one.
+        """
         run = Run(subject, subject.scheduler())
         config = subject.config
         asked = self._asked(min(config.max_batch_tokens, config.mixed_prefill_tokens or config.max_batch_tokens))
@@ -71,15 +83,17 @@ class Decode:
         routing = Routing(subject, rows=self.streams)
         ends, pool, held = list[float](), run.scheduler.pool, 0
         before, counted = subject.counts(), dict[str, int]()
+        graphs: tuple[torch.cuda.CUDAGraph, ...] = ()
         misses, missing = Misses(subject, "decode"), dict[str, float]()
 
         def after() -> None:
-            nonlocal held
+            nonlocal held, graphs
             if not ends and min(len(c.tokens) for c in courses) >= self.output:
                 # What was asked for is measured; now a few steps more to look at, launched kernel by kernel.
                 ends.append(run.records[-1].at)
                 held = pool.num_pages - pool.num_free
                 counted.update(subject.counts())
+                graphs = subject.replayed()
                 decoding = sum(record.rows > record.prompt_rows for record in run.records)
                 missing.update(misses.row(decoding, ceilings.link))
                 routing.watch(True)
@@ -94,7 +108,7 @@ class Decode:
         )  # fmt: skip
         steps = [record for record in run.records if record.at <= ends[0]]
         counts = {name: counted[name] - before[name] for name in counted}
-        times = milliseconds(full_steps(steps, self.streams))
+        times, found = milliseconds(full_steps(steps, self.streams)), run.figures(ends[0])
         return {
             "case": f"decode {self.streams}x{self.prompt}+{self.output}"
             + (f" kept {self.budget}" if self.budget else ""),
@@ -103,7 +117,9 @@ class Decode:
             "took_ms": times.get("p50"),
             "floor_ms": needed / ceilings.copy * 1e3,
             "distinct_experts": routing.distinct,
-            **run.figures(ends[0]),
+            **found,
+            # The streams have ended: nothing is left that these could spoil.
+            **beside_replay(found["tpot_ms"], replay_seconds(graphs)),
             **shares(counts),
             **missing,
         }

@@ -111,6 +111,8 @@ class DeviceSampler:
         self._bias = torch.zeros(num_slots, MAX_BIASES, dtype=torch.float64, device=device)
         self._counted: dict[RequestKey, _Counted] = {}
         self._graphs: dict[Chain, list[tuple[int, torch.cuda.CUDAGraph, SampledTokens]]] = {}
+        # The graph that chose last; none if that was launched.
+        self.replayed: tuple[torch.cuda.CUDAGraph, ...] = ()
         # Rows of nothing: a chain runs before there is a step.
         self._fill([], [], [])
 
@@ -171,10 +173,12 @@ class DeviceSampler:
 
     def _choose(self, chain: Chain, count: int) -> SampledTokens:
         graphs = self._graphs.get(chain)
+        self.replayed = ()
         if not graphs or graphs[-1][0] < count:
             return self._run(chain, count)
         _, graph, tokens = graphs[bisect.bisect_left(graphs, count, key=lambda found: found[0])]
         graph.replay()
+        self.replayed = (graph,)
         return tokens.each(lambda x: x[:count])
 
     def _run(self, chain: Chain, count: int) -> SampledTokens:

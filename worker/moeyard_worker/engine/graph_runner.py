@@ -7,7 +7,6 @@ not know yet (`Chunk.fed`), and are copied to the host behind it.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 
 import torch
 
@@ -15,6 +14,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_worker.engine.captured_sizes import CHUNKS, MAX_PROMPT, ROWS, below, decode_buckets, prompt_buckets
 from moeyard_worker.engine.constrained import choose_again, without_grammars
 from moeyard_worker.engine.device_sampler import DeviceSampler, captured, nothing_collected
 from moeyard_worker.engine.peer_buckets import smallest, with_peers
@@ -34,22 +34,8 @@ from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 
-# Rows of a captured step; a step runs in the next larger one. Where few rows cost little more than one, steps are wide.
-_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-# Prompt rows of a captured step, alone and beside decode rows. More keep a GPU longer than their launches take.
-_PROMPTS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-_MIXED_PROMPTS = (128, 512, 1024, 2048)
-_MIXED_ROWS = (16, 64)
-# Prompts of a captured step.
-_CHUNKS = 16
-_MAX_PROMPT = _PROMPTS[-1]
 # Prompt rows by which kernels are chosen where prompts are launched one by one.
 _WARM = (64, 256, 1024, 2048)
-# Where prompts decompress their keys: so many of them in the largest captured prompts, in multiples of
-# their rows.
-_KEYS = (1, 2, 4, 8)
-# Pages of a captured step's table: one split of the keys without a merge, then up to the longest sequence by fours.
-_FIRST_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +119,11 @@ class GraphRunner:
         captures_prompts: bool = True,
     ) -> None:  # fmt: skip
         self._runner, self._backend = runner, backend
-        self._max_rows, self._max_pages, self._max_prompt = max_rows, max_pages, min(max_prompt, _MAX_PROMPT)
+        self._max_rows, self._max_pages, self._max_prompt = max_rows, max_pages, min(max_prompt, MAX_PROMPT)
         self._max_eager = max_prompt
         self._captures_prompts = captures_prompts
         self._sampler = DeviceSampler(
-            max_rows=max_rows + _CHUNKS, vocab=runner.config.vocab_size, eos_token_ids=runner.config.eos_token_ids,
+            max_rows=max_rows + CHUNKS, vocab=runner.config.vocab_size, eos_token_ids=runner.config.eos_token_ids,
             device=backend.device,
         )  # fmt: skip
         self._graphs: dict[Bucket, _Graph] = {}
@@ -146,6 +132,8 @@ class GraphRunner:
         self.num_replayed = self.num_eager = self.num_rows = self.num_padded_rows = 0
         # While this is set every step is launched kernel by kernel.
         self.eager = False
+        # What the last step replayed, in order; nothing where it, or the choice of its tokens, was launched.
+        self.replayed: tuple[torch.cuda.CUDAGraph, ...] = ()
 
     def buckets(self) -> Iterator[Bucket]:
         """The size of every step that is captured."""
@@ -153,20 +141,10 @@ class GraphRunner:
 
     def _own_buckets(self) -> Iterator[Bucket]:
         """The same of a rank by itself."""
-        widths, width = [], _FIRST_WIDTH
-        while width < self._max_pages:
-            widths.append(width)
-            width *= 4
-        for rows, width in product(_below(_ROWS, self._max_rows), (*widths, self._max_pages)):
-            yield Bucket(decode=rows, width=width)
-        if not self._captures_prompts:
-            return
-        alone = ((prompt, 0) for prompt in _below(_PROMPTS, self._max_prompt))
-        mixed = product(_below(_MIXED_PROMPTS, self._max_prompt), _below(_MIXED_ROWS, self._max_rows))
-        for prompt, rows in (*alone, *mixed):
-            several = _KEYS if prompt == self._max_prompt else _KEYS[:1]
-            for keys in several if self._backend.flat else (0,):
-                yield Bucket(prompt=prompt, decode=rows, keys=keys * prompt, width=self._max_pages, chunks=_CHUNKS)
+        sizes: dict[str, int] = {"max_rows": self._max_rows, "max_pages": self._max_pages}
+        yield from decode_buckets(**sizes)
+        if self._captures_prompts:
+            yield from prompt_buckets(**sizes, max_prompt=self._max_prompt, flat=self._backend.flat)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -182,7 +160,7 @@ class GraphRunner:
                 graph, _ = captured(partial(self._forward, inputs), pool, ahead=kind not in kinds)
                 graphs[bucket] = _Graph(inputs, graph)
                 kinds.add(kind)
-            self._sampler.capture(_below(_ROWS, self._max_rows), pool)
+            self._sampler.capture(below(ROWS, self._max_rows), pool)
         # The smallest first: a step takes the first that holds it.
         self._graphs = dict(reversed(graphs.items()))
 
@@ -190,7 +168,7 @@ class GraphRunner:
     def warm(self) -> None:
         """Where nothing is captured: run steps of all sizes once, so that kernels are compiled before there is one."""
         self._warm_prompts()
-        for rows in _below(_ROWS, self._max_rows):
+        for rows in below(ROWS, self._max_rows):
             self._exchange.expect(PeerRows(rows))
             self._forward(self._inputs(Bucket(decode=rows, width=self._max_pages)))
 
@@ -202,7 +180,7 @@ class GraphRunner:
             sizes = {size for size in sizes if size > self._max_prompt}
         for size in sorted(sizes, reverse=True):
             keys = size if self._backend.flat else 0
-            bucket = Bucket(prompt=size, keys=keys, width=self._max_pages, chunks=_CHUNKS)
+            bucket = Bucket(prompt=size, keys=keys, width=self._max_pages, chunks=CHUNKS)
             self._exchange.expect(PeerRows(size))
             self._forward(self._inputs(bucket))
         row = torch.zeros(1, self._runner.config.hidden_size, dtype=self._runner.dtype, device=self._backend.device)
@@ -235,6 +213,7 @@ class GraphRunner:
         sampler, count = self._sampler, len(step.sample_rows)
         peers = peers or PeerRows(self.rows_of(step), (step.num_prefill_tokens,))
         found, scores = self._find(step, peers), list[SampledTokens]()
+        self.replayed = () if found is None else (found.graph,)
         if found is None:
             self._exchange.expect(peers)
             scores = self._eager(step)
@@ -252,6 +231,7 @@ class GraphRunner:
                 sampler.last_ids[:count] = ops.sample(sampler.logits[:count]).ids
         elif sampler.takes(free):
             tokens = sampler.sample(step, free, before)
+            self.replayed = (*self.replayed, *sampler.replayed) if self.replayed and sampler.replayed else ()
         else:
             rows = sampled_rows(step, requests, before)
             tokens, errors, free = ask(sampler.logits, rows, eos), errors_of(rows), requests
@@ -301,11 +281,6 @@ class GraphRunner:
         self._exchange.drain()
         model.sampled(hidden, plan, out=self._sampler.logits[: plan.num_sampled])
         return score(model.head, hidden, step, whole=True) if step.scored else []
-
-
-def _below(sizes: Sequence[int], most: int) -> list[int]:
-    """The sizes below `most`, and itself."""
-    return [*(size for size in sizes if size < most), most]
 
 
 def _plain(request: Request) -> bool:

@@ -1,0 +1,46 @@
+"""Which steps of a rank by itself are captured at start."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from moeyard_kernels.cuda.graph_inputs import Bucket
+
+# Rows of a captured step; a step runs in the next larger one. Where few rows cost little more than one, steps are wide.
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Prompt rows of a captured step, alone and beside decode rows. More keep a GPU longer than their launches take.
+_PROMPTS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_MIXED_PROMPTS = (128, 512, 1024, 2048)
+_MIXED_ROWS = (16, 64)
+MAX_PROMPT = _PROMPTS[-1]
+# Prompts of a captured step.
+CHUNKS = 16
+# Where prompts decompress their keys: so many of them in the largest captured prompts, in multiples of
+# their rows.
+_KEYS = (1, 2, 4, 8)
+# Pages of a captured step's table: one split of the keys without a merge, then up to the longest sequence by fours.
+_FIRST_WIDTH = 8
+
+
+def decode_buckets(*, max_rows: int, max_pages: int) -> Iterator[Bucket]:
+    """Steps of up to `max_rows` decode rows over sequences of up to `max_pages` pages."""
+    widths, width = [], _FIRST_WIDTH
+    while width < max_pages:
+        widths.append(width)
+        width *= 4
+    for rows, width in product(below(ROWS, max_rows), (*widths, max_pages)):
+        yield Bucket(decode=rows, width=width)
+
+
+def prompt_buckets(*, max_rows: int, max_pages: int, max_prompt: int, flat: bool) -> Iterator[Bucket]:
+    """Steps of up to `max_prompt` prompt rows, alone and beside decode rows. `flat`: they decompress their keys."""
+    alone = ((prompt, 0) for prompt in below(_PROMPTS, max_prompt))
+    mixed = product(below(_MIXED_PROMPTS, max_prompt), below(_MIXED_ROWS, max_rows))
+    for prompt, rows in (*alone, *mixed):
+        several = _KEYS if prompt == max_prompt else _KEYS[:1]
+        for keys in several if flat else (0,):
+            yield Bucket(prompt=prompt, decode=rows, keys=keys * prompt, width=max_pages, chunks=CHUNKS)
+
+
+def below(sizes: Sequence[int], most: int) -> list[int]:
+    """The sizes below `most`, and itself."""
+    return [*(size for size in sizes if size < most), most]
