@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.captured_on_cpu import PLACE, Event, Graph, gpu_steps
+from tests.gpus import GIB, pretend
 
 from moeyard.bench import engine
 from moeyard.bench.drive import REPLAYS, TURNS, Run, Subject, replay_seconds
@@ -339,6 +340,58 @@ def test_a_run_serves_what_was_asked_for() -> None:
 def test_bad_arguments(flags: tuple[str, ...], says: str) -> None:
     with pytest.raises(ValueError, match="(?i)" + says.replace("(", r"\(")):
         engine.bench_engine(parse(*flags))
+
+
+KIMI = ("--shape", "Kimi-K2", "--layers", "2")
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "free", "device", "says"),
+    [
+        ([(9, 0)] * 2, 70 * GIB, "cuda:9", "--device cuda:9: there are 2 GPUs, the last is cuda:1; choose one"),
+        ([(10, 0)], 70 * GIB, "cuda", "--device cuda: NVIDIA B200 has compute capability 10.0, the kernels need 9.0"),
+        (
+            [(9, 0)],
+            3 * GIB,
+            "cuda",
+            "--device cuda: 3 GiB of 80 GiB are free, copies are measured with 8 GiB; end what else runs there",
+        ),
+        (
+            [(9, 0)],
+            torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported elsewhere"),
+            "cuda:0",
+            "--device cuda:0: CUDA error: out of memory, while copies were measured; end what else runs there",
+        ),
+    ],
+    ids=["number", "generation", "full", "no context"],
+)
+def test_a_gpu_that_cannot_be_measured_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], free: int | Exception, device: str, says: str
+) -> None:
+    """Before anything is allocated: the bandwidth's copy would be the first."""
+    pretend(monkeypatch, *capabilities, free=free)
+    monkeypatch.setattr(engine, "copy_bandwidth", lambda: pytest.fail("something was allocated"))
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is what is looked at
+        engine.bench_engine(parse(*KIMI, "--device", device))
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+
+
+def test_memory_that_others_take_while_copies_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (9, 0))
+
+    def full() -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total of ...")
+
+    monkeypatch.setattr(engine, "copy_bandwidth", full)
+    with pytest.raises(ValueError, match="--device cuda: CUDA out of memory, while copies were measured; end what"):
+        engine.bench_engine(parse(*KIMI))
+
+
+def test_another_error_of_the_device_is_no_matter_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (9, 0), free=torch.AcceleratorError("CUDA error: an illegal memory access"))
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        engine.bench_engine(parse(*KIMI))
 
 
 def test_what_launches_of_a_graph_add() -> None:

@@ -234,12 +234,12 @@ def test_serve_without_a_gpu() -> None:
     assert outcome.code == 2, outcome
     *stages, line = outcome.err.splitlines()
     assert stages == ["starting Ray", "starting 1 worker"]
-    assert re.fullmatch(r"moeyard: --device cuda: torch \S+ sees no CUDA GPU here", line)
+    assert re.fullmatch(r"moeyard: --device cuda: torch \S+ sees no CUDA GPU here; use --device cpu", line)
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU to measure")
 def test_bench_engine_without_a_gpu() -> None:
-    check_refused(moeyard("bench", "engine", "--shape", "Kimi-K2"), "no CUDA device", "--device cpu")
+    check_refused(moeyard("bench", "engine", "--shape", "Kimi-K2"), "sees no CUDA GPU", "--device cpu")
 
 
 def test_help_and_version() -> None:

@@ -15,9 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from tests.gpus import pretend
 
 from moeyard.chat_terminal import read_message
 from moeyard.cli import main, with_subject
+from moeyard.doctor.gpus import check_gpus
 from moeyard.doctor.machine import check_files, check_instructions, check_port, check_shared, usable_cores
 from moeyard.doctor.software import check_packages, check_python
 from moeyard.last_resort import ENDING
@@ -299,6 +302,30 @@ def test_what_the_doctor_minds() -> None:
     assert check_instructions("x86_64", "flags : avx2", on_cpu=True).level == "warning"
     assert check_instructions("x86_64", "flags : avx2", on_cpu=False).level == "ok"
     assert check_port("127.0.0.1", 0).level == "ok"
+
+
+def test_what_the_doctor_says_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that is there, and then the one that is asked for, or one for each worker."""
+
+    def said(device: str, num_workers: int = 1) -> list[tuple[str, str]]:
+        return [(f.subject, f.level) for f in check_gpus(device, num_workers) if f.subject != "driver"]
+
+    pretend(monkeypatch, (9, 0), (8, 0))
+    each = [("cuda:0", "ok"), ("cuda:1", "warning")]
+    assert said("cpu") == said("cuda") == said("cuda:0") == each
+    assert said("cuda:1") == said("cuda:9") == said("cuda", 2) == said("cuda", 3) == [*each, ("gpus", "problem")]
+    *_, last = check_gpus("cuda:9")
+    assert str(last).endswith("--device cuda:9: there are 2 GPUs, the last is cuda:1; choose one of these")
+    *_, last = check_gpus("cuda:1")
+    assert last.text.startswith("--device cuda:1: NVIDIA A100 has compute capability 8.0, the kernels need 9.0")
+    pretend(monkeypatch, (9, 0), (9, 0))
+    *_, last = check_gpus("cuda", 4)
+    assert last.text.startswith("--device cuda --workers 4 takes a GPU each: there are 2 GPUs")
+    assert last.advice == "lower --workers"
+    pretend(monkeypatch, (9, 0), free=torch.AcceleratorError("CUDA error: out of memory"))
+    *_, last = check_gpus("cuda")
+    assert last.level == "warning"
+    assert "end what runs there" in str(last)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

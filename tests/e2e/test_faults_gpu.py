@@ -155,5 +155,5 @@ print("a context" if torch.cuda.is_initialized() else "no context")
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     said, context = run.stdout.splitlines()
-    assert re.fullmatch(r"--device cuda:9: there are \d+ GPUs, the last is cuda:\d+", said)
+    assert re.fullmatch(r"--device cuda:9: there are \d+ GPUs, the last is cuda:\d+; choose one of these", said)
     assert context == "no context"

@@ -24,9 +24,10 @@ from moeyard.bench.profile import profiled
 from moeyard.bench.scenarios import Ceilings, Decode, Mixed, Prefill, Scenario
 from moeyard.flags import DEFAULTS
 from moeyard.model_source import checkpoint
-from moeyard_kernels.bench.timing import copy_bandwidth
+from moeyard_kernels.bench.timing import COPY_BYTES, copy_bandwidth
 from moeyard_worker.checkpoint.check import check_weights
-from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EngineConfig
+from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EngineConfig, format_size
+from moeyard_worker.engine.device import check_gpu, out_of_memory
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import KvCompression, SamplingParams
@@ -160,11 +161,26 @@ def _measure_one(
 
 
 def ceilings_of(config: EngineConfig) -> Ceilings:
-    """Measured before anything is loaded: the copy takes 8 GiB."""
+    """Measured before anything is loaded: the copy takes 8 GiB, and a GPU that others fill is a ValueError."""
     if config.device == "cpu":
         return Ceilings(copy=host_copy_bandwidth())
-    torch.cuda.set_device(config.device if ":" in config.device else 0)
-    ceilings = Ceilings(copy=copy_bandwidth(), link=link_bandwidth(served_model(config)))
+    try:
+        torch.cuda.set_device(check_gpu(config.device))
+        free, total = torch.cuda.mem_get_info()
+        if free < COPY_BYTES:
+            raise ValueError(
+                f"--device {config.device}: {format_size(free)} of {format_size(total)} are free, copies are measured "
+                f"with {format_size(COPY_BYTES)}; end what else runs there"
+            )
+        ceilings = Ceilings(copy=copy_bandwidth(), link=link_bandwidth(served_model(config)))
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        said = str(error).split("\n", 1)[0].split(". ", 1)[0]
+        raise ValueError(
+            f"--device {config.device}: {said}, while copies were measured; end what else runs there or in this host's "
+            "memory"
+        ) from error
     torch.cuda.empty_cache()
     return ceilings
 
@@ -247,8 +263,8 @@ def engine_config(args: argparse.Namespace, wanted: Sequence[Scenario]) -> Engin
     """An engine that is large enough for all that is wanted, and no larger."""
     if (args.model is None) == (args.shape is None):
         raise ValueError("give a MODEL directory or a --shape, one of both")
-    if args.device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"no CUDA device: nothing to measure on {args.device} here (--device cpu measures a CPU)")
+    if args.device != "cpu":
+        check_gpu(args.device)
     usual = {**DEFAULTS, **DEVICE_DEFAULTS["cpu" if args.device == "cpu" else "cuda"]}
     page = usual["page_size"]
     chunk = args.chunk or usual["prefill_chunk"]

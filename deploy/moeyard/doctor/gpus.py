@@ -7,13 +7,16 @@ import torch
 
 from moeyard.doctor.finding import Finding, ok, problem, warning
 from moeyard_worker.config.engine_config import format_size
-from moeyard_worker.engine.device import LEAST_CAPABILITY
+from moeyard_worker.engine.device import check_gpu, out_of_memory, unfit
 
 DRIVER, CONTROL = Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl")
 
 
-def check_gpus(device: str) -> Iterator[Finding]:
-    """The GPUs, of which none need be there to serve from the CPU. `device`: what --device says."""
+def check_gpus(device: str, num_workers: int = 1) -> Iterator[Finding]:
+    """The GPUs, of which none need be there to serve from the CPU, and then whether workers have theirs.
+
+    `device`: what --device says; `num_workers` of this machine take a GPU each.
+    """
     built = torch.version.cuda
     if not torch.cuda.is_available():
         wants = device != "cpu"
@@ -33,15 +36,27 @@ def check_gpus(device: str) -> Iterator[Finding]:
     if DRIVER.exists():
         yield ok("driver", f"{DRIVER.read_text().splitlines()[0].strip()}; torch is built for CUDA {built}")
     for index in range(torch.cuda.device_count()):
+        yield _gpu(index)
+    if device == "cpu":
+        return
+    try:
+        for rank in range(num_workers):
+            check_gpu(device, gpu=rank, num_workers=num_workers)
+    except ValueError as error:
+        text, _, advice = str(error).rpartition("; ")
+        yield problem("gpus", text, advice)
+
+
+def _gpu(index: int) -> Finding:
+    """One of them, whoever wants it."""
+    subject, why = f"cuda:{index}", unfit(index)
+    if why is not None:
+        return warning(subject, why, "serves nothing here")
+    name = torch.cuda.get_device_name(index)
+    try:
         free, total = torch.cuda.mem_get_info(index)
-        name = f"{torch.cuda.get_device_name(index)}, {format_size(free)} of {format_size(total)} free"
-        yield check_capability(f"cuda:{index}", name, torch.cuda.get_device_capability(index), wanted=device != "cpu")
-
-
-def check_capability(subject: str, text: str, capability: tuple[int, int], *, wanted: bool) -> Finding:
-    """Whether the kernels run on a GPU of this compute capability."""
-    have, need = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
-    text = f"{text}, compute capability {have}"
-    if capability >= LEAST_CAPABILITY:
-        return ok(subject, text)
-    return (problem if wanted else warning)(subject, text, f"the kernels need {need} (Hopper); serve with --device cpu")
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return warning(subject, f"{name}, so full that nothing can be asked of it", "end what runs there")
+    return ok(subject, f"{name}, {format_size(free)} of {format_size(total)} free")

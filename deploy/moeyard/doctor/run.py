@@ -45,12 +45,13 @@ def examine(args: argparse.Namespace, engine: Callable[[], EngineConfig]) -> Ite
     yield check_port(args.host, args.port)
     yield check_clock()
     yield check_leftovers()
-    yield from check_torch(args.device)
+    # Of a Ray cluster's machines each has its own.
+    yield from check_torch(args.device, args.workers if args.ray_address is None else 1)
     if args.model is not None or args.load_format == "dummy":
         yield from check_model(engine, lambda config: api_settings(args, config), local=args.ray_address is None)
 
 
-def check_torch(device: str) -> Iterator[Finding]:
+def check_torch(device: str, num_workers: int) -> Iterator[Finding]:
     """torch, if it can be loaded at all, and the GPUs that it sees."""
     try:
         gpus = load("moeyard.doctor.gpus")
@@ -58,7 +59,7 @@ def check_torch(device: str) -> Iterator[Finding]:
         first = str(error).splitlines()[0]
         yield problem("torch", f"cannot be loaded: {first}", "install it again, for this Python and this machine")
         return
-    yield from gpus.check_gpus(device)
+    yield from gpus.check_gpus(device, num_workers)
 
 
 def check_model(

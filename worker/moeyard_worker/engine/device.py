@@ -24,8 +24,8 @@ from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 
-# The kernels are written for Hopper; older GPUs lack its copy engine, which several of them ask for.
-LEAST_CAPABILITY = (9, 0)
+# What the kernels are written for; several ask for its copies and products, for which others have no instructions.
+CAPABILITY = (9, 0)
 
 
 class LaunchedStep(Protocol):
@@ -143,29 +143,13 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """One GPU, for one rank. Raises ValueError with what is missing."""
+    """One GPU, for one rank. Raises ValueError as `check_gpu` does."""
 
     footprints: Footprints = cuda_footprint
     shared = False
 
     def __init__(self, config: EngineConfig, gpu: int) -> None:
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device {config.device}: torch {torch.__version__} sees no CUDA GPU here")
-        self._device = torch.device(config.device if ":" in config.device else f"cuda:{gpu}")
-        count = torch.cuda.device_count()
-        if self._device.index >= count:
-            asked = f"--device {config.device}"
-            if config.num_workers > 1:
-                asked += f" --workers {config.num_workers} takes a GPU each"
-            raise ValueError(f"{asked}: there are {count} GPUs, the last is cuda:{count - 1}")
-        capability = torch.cuda.get_device_capability(self._device)
-        if capability < LEAST_CAPABILITY:
-            name = torch.cuda.get_device_name(self._device)
-            have, need = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
-            raise ValueError(
-                f"--device {config.device}: {name} has compute capability {have}, the kernels need {need} (the copy "
-                "engine of Hopper)"
-            )
+        self._device = check_gpu(config.device, gpu=gpu, num_workers=config.num_workers)
         self.activate()
         self.backend = CudaBackend(page_size=config.page_size, device=self._device)
 
@@ -221,6 +205,49 @@ class CudaDevice:
             runner.warm_recompute()
             graphs.warm()
         return graphs
+
+
+def check_gpu(device: str, *, gpu: int = 0, num_workers: int = 1) -> torch.device:
+    """The GPU that `--device device` names, number `gpu` where it says "cuda", found fit before anything is allocated.
+
+    Raises ValueError, in one line, for a GPU that is not there, or not of the kind that the kernels are written for.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: torch {torch.__version__} sees no CUDA GPU here; use --device cpu")
+    number = device.removeprefix("cuda").removeprefix(":")
+    if number and not number.isdecimal():
+        raise ValueError(f"--device {device!r} is not cpu, cuda or cuda:N")
+    index, count = int(number) if number else gpu, torch.cuda.device_count()
+    if index >= count:
+        asked, advice = f"--device {device}", "choose one of these"
+        if num_workers > 1:
+            asked, advice = f"{asked} --workers {num_workers} takes a GPU each", "lower --workers"
+        raise ValueError(f"{asked}: there are {count} GPUs, the last is cuda:{count - 1}; {advice}")
+    if problem := unfit(index):
+        raise ValueError(f"--device {device}: {problem}; use another GPU or --device cpu")
+    return torch.device("cuda", index)
+
+
+def unfit(index: int) -> str | None:
+    """Why the kernels do not run on this GPU, with its name, or None."""
+    capability = torch.cuda.get_device_capability(index)
+    if capability == CAPABILITY:
+        return None
+    have, need = (".".join(map(str, each)) for each in (capability, CAPABILITY))
+    missing = "wgmma" if capability > CAPABILITY else "TMA and wgmma"
+    return (
+        f"{torch.cuda.get_device_name(index)} has compute capability {have}, the kernels need {need} (Hopper's "
+        f"{missing}, which it lacks)"
+    )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this says that the device, or the host, has no memory left.
+
+    torch has a class for what its allocator finds; what CUDA tells graphs, pinned memory and Triton is a RuntimeError.
+    """
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
 
 
 def make_device(config: EngineConfig, gpu: int = 0) -> Device:
