@@ -35,6 +35,8 @@ NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 
 NUM_PAGES, PAGE_SIZE = 64, 64
+# Who has which experts: contiguous shards, any by chance, or some on two ranks, too.
+Placed = Literal["shards", "shuffled", "copied"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Case:
     eager: bool = False
     drafts: str = "off"
     fetch: ExpertFetch = "auto"
-    placed: Literal["shards", "shuffled", "copied"] = "shards"
+    placed: Placed = "shards"
 
     def __str__(self) -> str:
         launched = ("eager" if self.eager else "graphs") + ("" if self.drafts == "off" else f"-drafts_{self.drafts}")
