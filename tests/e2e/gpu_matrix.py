@@ -1,6 +1,7 @@
-"""The whole matrix of one answer on one GPU, in one command that prints a table and fails on any difference.
+"""The whole matrix of one answer on a GPU, in one command that prints a table and fails on any difference.
 
     python -m tests.e2e.gpu_matrix [--processes 8] [--models demo qwen3_moe ...] [--speculation no] [--kept no]
+    python -m tests.e2e.gpu_matrix --ranks 1 2 4 [--exchange nvlink nccl zmq] [--placement shards shuffled copied]
 
 Of a random small checkpoint of each family and of the demo model: {alone, mixed} x {prefix missed, hit} x {graphs on,
 off} x {one deep, two deep} x {chunks of 16, 64, 2048} x {preempted, not} x {experts in one slot, a quarter, all} x
@@ -12,12 +13,14 @@ with drafts.
 
 A worker is loaded once for its slots and policy, and steps by hand under a scheduler of each other kind; that it ran
 as the axis says (replays, preemptions, found prefixes) is asserted too. Run it on each kind of GPU: bytes are of one.
-On a CPU it compares the same without graphs.
+On a CPU it compares the same without graphs. With `--ranks` it is fleets of several GPUs that are compared with one
+rank (gpu_matrix_ranks.py), as many as there are.
 """
 
 import argparse
 import gc
 import itertools
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +34,7 @@ from typing import Any
 
 import torch
 from tests.checkpoints import add_drafts, make_checkpoint
+from tests.e2e import gpu_matrix_ranks
 from tests.e2e.test_one_answer import KEPT as KEPT_IN_PART
 from tests.e2e.test_one_answer import MORE_PAGES, SNAPSHOTS, requests
 from tests.rank import Rank, Requests, Told
@@ -292,22 +296,44 @@ def rows(
             yield row
 
 
-def main() -> int:
+def where(device: str) -> str:
+    """What the bytes are of: revision, devices, torch."""
+    asked = ("git", "-C", str(DEMO), "describe", "--always", "--dirty", "--abbrev=12")
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        said = ""
+    names = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())] if device != "cpu" else []
+    each = ", ".join(f"{len([*same])} x {name}" for name, same in itertools.groupby(names))
+    return f"revision {said or 'unknown: no git here'}, {each or 'CPU'}, torch {torch.__version__}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Command line; 1 when an answer differs."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
-    parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--models", nargs="+", choices=NAMES, help="all; with --ranks five of them")
     parser.add_argument("--slots", nargs="+", choices=SLOTS, default=list(SLOTS))
     parser.add_argument("--speculation", choices=("yes", "no", "only"), default="yes", help="of those that draft")
     parser.add_argument("--kept", choices=("yes", "no", "only"), default="yes", help="prompts in part")
     parser.add_argument("--only", default="", help="part of a course's name, for example graphs-2deep")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--processes", type=int, default=8)
-    args = parser.parse_args()
-    where = "CPU" if args.device == "cpu" else torch.cuda.get_device_name(args.device)
-    print(f"{where}, torch {torch.__version__}\n{HEADER}", flush=True)
+    few, exchanges, placements = gpu_matrix_ranks.MODELS, gpu_matrix_ranks.EXCHANGES, tuple(gpu_matrix_ranks.COURSES)
+    several = parser.add_argument_group("several GPUs (of the above --models and --device only)")
+    several.add_argument("--ranks", nargs="+", type=int, metavar="N", help="fleets of so many, each with these:")
+    several.add_argument("--exchange", nargs="+", choices=exchanges, default=list(exchanges))
+    several.add_argument("--placement", nargs="+", choices=placements, default=list(placements))
+    args = parser.parse_args(argv)
+    print(where(args.device), flush=True)
+    if args.ranks is not None:
+        every = gpu_matrix_ranks.cases(args.ranks, args.exchange, args.placement)
+        return gpu_matrix_ranks.table(
+            args.models or few, every, checkpoint, device=args.device, num_gpus=torch.cuda.device_count()
+        )
+    print(HEADER, flush=True)
     begun, found = time.perf_counter(), []
     every = rows(
-        args.models, args.slots, args.device, args.processes, speculation=args.speculation, kept=args.kept,
+        args.models or NAMES, args.slots, args.device, args.processes, speculation=args.speculation, kept=args.kept,
         only=args.only,
     )  # fmt: skip
     for row in every:

@@ -1,13 +1,18 @@
 """The matrix of one answer (gpu_matrix.py) finds what differs and passes what does not, here on a CPU or a GPU.
 
-All of it is a command of its own: `python -m tests.e2e.gpu_matrix`.
+All of it is a command of its own: `python -m tests.e2e.gpu_matrix`; so is that of several GPUs (`--ranks`), whose
+fleets are on CPUs here.
 """
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from tests.e2e import gpu_matrix, gpu_matrix_ranks
 from tests.e2e.gpu_matrix import Loaded, check, courses, load, references
+from tests.e2e.gpu_matrix_ranks import Row, cases, missing
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -26,3 +31,78 @@ def test_what_differs_is_named(device: str, model: str) -> None:
         assert check(rank, course, wrong)[0] == [f"{course} a mixed"]
     finally:
         rank.worker.stop()
+
+
+RANKS = ["--ranks", "1", "2", "--exchange", "zmq", "--device", "cpu", "--models", "qwen3_moe"]
+
+
+def test_fleets_that_answer_alike_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever has which experts. What was not run is said, and revision and devices at its head."""
+    assert gpu_matrix.main([*RANKS[:4], "nccl", *RANKS[4:]]) == 0
+    head, columns, *lines, last = capsys.readouterr().out.splitlines()
+    assert re.match(r"revision \S.*, CPU, torch \d", head)
+    assert columns.split()[:4] == ["model", "ranks", "exchange", "placement"]
+    ran = [line for line in lines if line.endswith("equal")]
+    assert [line.split()[1:4] for line in ran] == [
+        ["1", "zmq", "shards"], ["2", "zmq", "shards"], ["2", "zmq", "shuffled"], ["2", "zmq", "copied"],
+    ]  # fmt: skip
+    assert sum("NOT RUN: nccl is of GPUs" in line for line in lines) == 4
+    assert re.fullmatch(r"24 answers of 4 fleets in \d+ s, 0 differ, 0 fleets failed, 4 were not run", last)
+
+
+def test_a_fleet_that_differs_or_fails_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next one is run; one bit of a log-probability is enough."""
+    right, begin = gpu_matrix_ranks.references, gpu_matrix_ranks.start_fleet
+
+    def wrong(*given: Any) -> gpu_matrix_ranks.Expected:
+        found = right(*given)
+        ids, logprobs, prompt = found["d"]
+        other = replace(logprobs[3], logprob=logprobs[3].logprob + 2.0**-20)
+        assert other != logprobs[3]
+        return found | {"d": (ids, (*logprobs[:3], other, *logprobs[4:]), prompt)}
+
+    def start(pool: Any, config: Any, placement: Any = None) -> Any:
+        if placement is not None and placement.copies:
+            raise RuntimeError("rank 1 is elsewhere\nfor a reason")
+        return begin(pool, config, placement)
+
+    monkeypatch.setattr(gpu_matrix_ranks, "references", wrong)
+    monkeypatch.setattr(gpu_matrix_ranks, "start_fleet", start)
+    assert gpu_matrix.main([*RANKS, "--placement", "copied", "shuffled"]) == 1
+    *_, alone, copied, shuffled, last = capsys.readouterr().out.splitlines()
+    assert alone.endswith("DIFFERS: d mixed")
+    assert copied.endswith("FAILED: RuntimeError: rank 1 is elsewhere")
+    assert shuffled.endswith("DIFFERS: d mixed")
+    assert re.fullmatch(r"12 answers of 3 fleets in \d+ s, 2 differ, 1 fleets failed, 0 were not run", last)
+
+
+def test_only_what_there_is_can_be_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: {one, other} != {1, 2})
+    every = cases((1, 2, 4), ("nvlink", "zmq"), ("shards", "copied"))
+    assert [(case.ranks, case.exchange, case.placed) for case in every] == [
+        (1, "nvlink", "shards"), (1, "zmq", "shards"),
+        *((ranks, exchange, placed) for ranks in (2, 4) for exchange in ("nvlink", "zmq")
+          for placed in ("shards", "copied")),
+    ]  # fmt: skip
+    assert {missing(case, "cuda", 2) for case in every if case.ranks < 4} == {""}
+    assert {missing(case, "cuda", 2) for case in every if case.ranks == 4} == {"there are 2 GPUs"}
+    assert {missing(case, "cuda", 4) for case in every if case.ranks == 4} == {
+        "", "GPU 1 has no peer access to GPU 2",
+    }  # fmt: skip
+    # Nothing that was compared is nothing that is equal.
+    assert gpu_matrix.main(["--ranks", "2", "--exchange", "nvlink", "--device", "cpu"]) == 1
+    assert "0 answers of 0 fleets in 0 s, 0 differ, 0 fleets failed, 15 were not run" in capsys.readouterr().out
+
+
+def test_a_fleet_that_has_not_run_as_its_line_says_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: Any) -> Row:
+        raise AssertionError("no prefix was found again")
+
+    monkeypatch.setattr(gpu_matrix_ranks, "references", lambda *_: {})
+    monkeypatch.setattr(gpu_matrix_ranks, "run", run)
+    assert gpu_matrix.main([*RANKS, "--placement", "shards"]) == 1
+    assert capsys.readouterr().out.count("FAILED: AssertionError: no prefix was found again") == 2

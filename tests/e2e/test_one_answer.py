@@ -116,16 +116,35 @@ def config(case: Case, model: Path) -> EngineConfig:
 
 def placement(case: Case, model: Path) -> Placement | None:
     """Of a scattered case: each layer's experts dealt by chance, unevenly, half of them twice; or contiguous shards."""
-    if not case.scattered:
-        return None
-    read, chance = read_model(case, model), random.Random(str(case))
-    rows = [[chance.randrange(case.ranks) for _ in range(read.num_experts)] for _ in read.moe_layers]
-    for row, rank in zip(itertools.cycle(rows), range(case.ranks), strict=False):
+    return dealt(read_model(case, model), case.ranks, str(case)) if case.scattered else None
+
+
+def dealt(read: ModelConfig, ranks: int, seed: str, *, copied: bool = True, alone: bool = False) -> Placement:
+    """Each layer's experts by chance, unevenly; `alone`: the first layer's are all rank 0's; `copied`: half of them are
+    on another rank, too, where there is one."""
+    chance = random.Random(seed)
+    rows = [[chance.randrange(ranks) for _ in range(read.num_experts)] for _ in read.moe_layers]
+    if alone:
+        rows[0] = [0] * read.num_experts
+    for row, rank in zip(itertools.cycle(rows[alone:]), range(ranks), strict=False):
         row[rank] = rank  # everybody has one somewhere
     copies = []
-    for row in rows if case.ranks > 1 else ():
+    for row in rows if copied and ranks > 1 else ():
         some = sorted(chance.sample(range(read.num_experts), read.num_experts // 2))
-        copies.append(tuple((e, (row[e] + chance.randrange(1, case.ranks)) % case.ranks) for e in some))
+        copies.append(tuple((e, (row[e] + chance.randrange(1, ranks)) % ranks) for e in some))
+    return Placement(read.moe_layers, tuple(map(tuple, rows)), tuple(copies))
+
+
+def dealt_evenly(read: ModelConfig, ranks: int, seed: str, *, copied: bool = True) -> Placement:
+    """By chance in parts of one size, as a GPU's slots want that are fewer than experts; `copied`: of each rank's part
+    half is on the next one, too."""
+    chance = random.Random(seed)
+    rows = [chance.sample([e % ranks for e in range(read.num_experts)], read.num_experts) for _ in read.moe_layers]
+    copies = []
+    for row in rows if copied else ():
+        of_ranks = [[e for e, owner in enumerate(row) if owner == rank] for rank in range(ranks)]
+        pairs = [(e, (row[e] + 1) % ranks) for own in of_ranks for e in chance.sample(own, len(own) // 2)]
+        copies.append(tuple(sorted(pairs)))
     return Placement(read.moe_layers, tuple(map(tuple, rows)), tuple(copies))
 
 

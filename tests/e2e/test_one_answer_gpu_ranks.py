@@ -5,6 +5,8 @@ all, half}, alone and mixed, prefix missed and hit; against each request alone o
 graphs.
 Over NVLink also with {a quarter of the experts in slots, one} and misses that each reads alone, where else ranks read
 them for each other; and the demo model with {1 draft, 3, as many as each step likes}, against itself without any.
+Over each of the three with experts dealt by chance, and half of them on two ranks; over NVLink with layers of linear
+attention, too, also where one rank has three requests of four.
 """
 
 import itertools
@@ -14,17 +16,18 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from tests.checkpoints import make_checkpoint
 from tests.e2e.conftest import DEMO
-from tests.e2e.test_one_answer import check_rows, requests, run_alone, run_mixed
+from tests.e2e.test_one_answer import SNAPSHOTS, check_rows, dealt, dealt_evenly, requests, run_alone, run_mixed
 from tests.e2e.test_one_answer_gpu import MODELS
 from tests.fleet import Fleet, ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, ExchangeKind, ExpertFetch
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.peer_counts import LOOK_SECONDS
 from moeyard_worker.models.families import load_model_config
 
@@ -32,6 +35,8 @@ NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 
 NUM_PAGES, PAGE_SIZE = 64, 64
+# Who has which experts: contiguous shards, any by chance, or some on two ranks, too.
+Placed = Literal["shards", "shuffled", "copied"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +50,13 @@ class Case:
     eager: bool = False
     drafts: str = "off"
     fetch: ExpertFetch = "auto"
+    placed: Placed = "shards"
 
     def __str__(self) -> str:
         launched = ("eager" if self.eager else "graphs") + ("" if self.drafts == "off" else f"-drafts_{self.drafts}")
         slots = self.slots + ("" if self.fetch == "auto" else f"_{self.fetch}")
-        return f"{self.ranks}ranks-{self.exchange}-{self.deep}deep-{slots}-{launched}"
+        placed = "" if self.placed == "shards" else f"-{self.placed}"
+        return f"{self.ranks}ranks-{self.exchange}-{self.deep}deep-{slots}-{launched}{placed}"
 
 
 MANY = [ranks for ranks in (2, 4, 8) if ranks <= NUM_GPUS]
@@ -61,6 +68,19 @@ CASES += [Case(ranks, "nvlink", 2, slots, fetch=fetch) for ranks in MANY for slo
 CASES += [Case(MANY[0], "nvlink", 1, "quarter", eager=True)] if MANY else []
 CASES += [Case(1, "auto"), Case(1, "nvlink"), Case(1, "zmq"), Case(1, "nccl")]
 CASES += [Case(*values) for values in itertools.product(MANY, ("zmq", "zmq-tcp", "nccl"), (1, 2), ("all", "half"))]
+PLACED = [
+    Case(ranks, exchange, 2, slots, placed=placed)
+    for ranks in MANY
+    for exchange, slots, placed in (
+        ("nvlink", "all", "shuffled"), ("nvlink", "all", "copied"), ("nvlink", "half", "copied"),
+        ("nccl", "all", "copied"), ("zmq", "all", "copied"),
+    )
+]  # fmt: skip
+HYBRID = [
+    Case(ranks, "nvlink", deep, slots, placed=placed)
+    for ranks in MANY[:1]
+    for deep, slots, placed in ((2, "all", "shards"), (1, "half", "shards"), (2, "all", "copied"))
+]
 SPECULATED = [
     Case(MANY[-1] if MANY else 1, "nvlink", deep, slots, drafts=drafts)
     for deep, slots, drafts in ((2, "all", "auto"), (1, "all", "3"), (2, "all", "1"), (2, "half", "auto"))
@@ -71,14 +91,17 @@ def config(case: Case, model: Path) -> EngineConfig:
     read = load_model_config(model)
     read = read if case.drafts == "off" else read.with_drafts()
     total = read.num_experts * len(read.moe_layers) // case.ranks
+    state = read.state_spec(DTYPE_BYTES[read.dtype])
+    snapshots = SNAPSHOTS["ample"] * state.bytes_per_sequence
     return EngineConfig(
         model_path=str(model),
         device="cuda",
         num_workers=case.ranks,
         exchange=case.exchange,
-        kv_memory=NUM_PAGES * PAGE_SIZE * read.state_spec(DTYPE_BYTES[read.dtype]).bytes_per_token,
+        kv_memory=NUM_PAGES * PAGE_SIZE * state.bytes_per_token + snapshots,
+        snapshot_memory=snapshots or None,
         page_size=PAGE_SIZE,
-        prefill_chunk=16,
+        prefill_chunk=max(16, state.chunk_alignment),
         max_batch_tokens=256,
         max_num_seqs=8,
         expert_slots={"all": None, "half": total // 2, "quarter": total // 4, "one": 1}[case.slots],
@@ -90,6 +113,16 @@ def config(case: Case, model: Path) -> EngineConfig:
         # A first step compiles its kernels.
         step_deadline=10.0,
     )
+
+
+def placement(case: Case, model: Path) -> Placement | None:
+    """Contiguous shards, or experts dealt by chance; without copies the others have none of the first layer."""
+    if case.placed == "shards":
+        return None
+    read, copied = load_model_config(model), case.placed == "copied"
+    if case.slots != "all":
+        return dealt_evenly(read, case.ranks, str(case), copied=copied)
+    return dealt(read, case.ranks, str(case), copied=copied, alone=not copied)
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +146,25 @@ def served(
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_ranks: ProcessPool) -> None:
+    check(case, served, gpu_ranks)
+
+
+@pytest.mark.parametrize("served", ["gqa-bfloat16", "mla-bfloat16"], indirect=True)
+@pytest.mark.parametrize("case", PLACED, ids=str)
+def test_whoever_has_an_expert(case: Case, served: tuple[Path, dict[str, Any]], gpu_ranks: ProcessPool) -> None:
+    check(case, served, gpu_ranks)
+
+
+@pytest.mark.parametrize("served", ["gdn-bfloat16", "kda-bfloat16"], indirect=True)
+@pytest.mark.parametrize("case", HYBRID, ids=str)
+def test_linear_attention(case: Case, served: tuple[Path, dict[str, Any]], gpu_ranks: ProcessPool) -> None:
+    check(case, served, gpu_ranks, uneven=True)
+
+
+def check(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool, *, uneven: bool = False) -> None:
+    """Run the requests of one case and compare bits; `uneven`: also with all but one of them on the last rank."""
     model, expected = served
-    with start_fleet(gpu_ranks, config(case, model)) as fleet:
+    with start_fleet(pool, config(case, model), placement(case, model)) as fleet:
         last = case.ranks - 1
         # The other ranks have no row.
         assert run_alone(fleet, "alone", "c", last) == expected["c"]
@@ -122,7 +172,9 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_ranks: 
         assert run_mixed(fleet, "mixed", spread) == expected
         assert run_alone(fleet, "again", "c", last) == expected["c"]
         assert fleet.call("stats")[last]["prefix_hit_tokens"] > 0
-        check_rows(fleet, 6)
+        if uneven:
+            assert run_mixed(fleet, "uneven", {name: last if i else 0 for i, name in enumerate(requests())}) == expected
+        check_rows(fleet, 6 + len(expected) * uneven)
         if case.exchange == "nvlink" and not case.eager:
             # Requests that score their prompt are launched one by one; decoding never is.
             assert all(each["num_replayed"] > each["num_eager"] for each in fleet.call("graphs")), fleet.call("graphs")

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 from tests.checkpoints import make_checkpoint
-from tests.e2e.test_one_answer import bits, requests
+from tests.e2e.test_one_answer import SNAPSHOTS, bits, dealt, dealt_evenly, requests
 from tests.exchange.test_nvlink_exchange import DEADLINE, Memory, Turns, together
 from tests.fleet import Client
 
@@ -145,14 +145,17 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def config(model: Path, *, ranks: int, exchange: str, deep: int = 2, eager: bool = False) -> EngineConfig:
     read = load_model_config(model)
+    state = read.state_spec(DTYPE_BYTES[read.dtype])
+    snapshots = SNAPSHOTS["ample"] * state.bytes_per_sequence
     return EngineConfig(
         model_path=str(model),
         device="cuda",
         num_workers=ranks,
         exchange=cast(Any, exchange),
-        kv_memory=NUM_PAGES * PAGE_SIZE * read.state_spec(DTYPE_BYTES[read.dtype]).bytes_per_token,
+        kv_memory=NUM_PAGES * PAGE_SIZE * state.bytes_per_token + snapshots,
+        snapshot_memory=snapshots or None,
         page_size=PAGE_SIZE,
-        prefill_chunk=16,
+        prefill_chunk=max(16, state.chunk_alignment),
         max_batch_tokens=64,
         max_num_seqs=4,
         max_model_len=256,
@@ -268,6 +271,43 @@ def test_one_answer_whoever_brings_what(model: Path, start: Starter) -> None:
             assert all(runner.num_replayed >= 10 for runner in runners), [r.num_replayed for r in runners]
             if ranks == 3:
                 assert runners[0].num_eager == 0
+        fleet.close()
+
+
+@pytest.mark.parametrize(("family", "options"), [("qwen3_next", {"head_dim": 32}), ("kimi_linear", {})])
+def test_one_answer_of_linear_attention(family: str, options: dict[str, Any], tmp_path: Path, start: Starter) -> None:
+    """Each rank keeps the state of its own sequences: spread evenly, all but one on the last rank, and there again
+    behind the state of a prefix, with experts of any rank."""
+    model = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, **options)
+    names = list(requests())
+    alone = start(config(model, ranks=1, exchange="auto"))
+    expected = {name: alone.answers("reference", {name: 0})[name] for name in names}
+    alone.close()
+    fleet = start(config(model, ranks=2, exchange="nvlink"), dealt(load_model_config(model), 2, family))
+    assert fleet.answers("mixed", {name: i % 2 for i, name in enumerate(names)}) == expected
+    assert fleet.answers("uneven", {name: int(i > 0) for i, name in enumerate(names)}) == expected
+    assert fleet.answers("again", dict.fromkeys(names, 1)) == expected
+    assert fleet.workers[1].scheduler.stats.prefix_hit_tokens > 0
+    assert all(fleet.runner(rank).num_replayed >= 10 for rank in range(2))
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["shuffled", "copied"])
+def test_one_answer_whoever_has_an_expert(copied: bool, model: Path, start: Starter, alone: dict[str, Any]) -> None:
+    """In graphs, with experts in slots that ranks read for each other, and through process groups; shuffled: all but
+    one have nothing of the first layer."""
+    read, names = load_model_config(model), list(requests())
+    uneven, even = (partial(each, read, copied=copied) for each in (partial(dealt, alone=not copied), dealt_evenly))
+    for ranks, settings, placed in (
+        (3, config(model, ranks=3, exchange="nvlink"), uneven(3, "in graphs")),
+        (2, few_slots(model, "shared"), even(2, "read for each other")),
+        (2, config(model, ranks=2, exchange="nccl"), uneven(2, "through groups")),
+    ):
+        assert bool(placed.copies) == copied
+        assert len(set(placed.owners)) > 1
+        fleet = start(settings, placed)
+        assert fleet.answers("alone", {"c": ranks - 1})["c"] == alone["c"]
+        assert fleet.answers("mixed", {name: i % ranks for i, name in enumerate(names)}) == alone
+        assert (fleet.turns.num_fetches > 0) == (settings.expert_slots is not None)
         fleet.close()
 
 

@@ -84,11 +84,12 @@ SETUPS += [
 ]
 # Over NCCL, where there are GPUs.
 SETUPS += [
-    Setup(name=f"nccl-{ranks}gpus-{dtype}", kind="nccl", ranks=ranks, dtype=dtype, shuffled=True, device="cuda")
+    Setup(name=f"nccl-{ranks}gpus-{dtype}{'-copies' * copied}", kind="nccl", ranks=ranks, dtype=dtype, shuffled=True,
+          copied=copied, device="cuda")
     for ranks in (2, 3, 4)
     if ranks <= torch.cuda.device_count()
-    for dtype in ("float32", "bfloat16")
-]
+    for dtype, copied in (("float32", False), ("bfloat16", False), ("bfloat16", True))
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=SETUPS, ids=lambda setup: setup.name)

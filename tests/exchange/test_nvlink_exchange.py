@@ -414,3 +414,5 @@ def test_ids_of_another_layer_lead_to_no_expert() -> None:
     assert table.tolist() == [3, 1]
     behind = torch.empty(0, dtype=torch.int32).set_(table.untyped_storage())
     assert behind.tolist() == [3, 1, -1, -1, -1]
+    # Of a layer of which a rank has none.
+    assert slots.slot_table([]).tolist() == [-1]

@@ -26,14 +26,14 @@ class CudaExpertSlots:
         return (gate_up.numel() + down.numel()) * self.down.itemsize
 
     def slot_table(self, slots: Sequence[int]) -> torch.Tensor:
-        """[local experts] int32 on the device.
+        """[local experts, or 1 where there is none] int32 on the device.
 
         Behind it -1 follows, for as many as any layer has: what is launched behind an exchange that failed may find
         ids of another layer, and must read nothing by them.
         """
-        table = torch.full((max(self.num_slots, len(slots)),), -1, dtype=torch.int32)
+        table = torch.full((max(self.num_slots, len(slots), 1),), -1, dtype=torch.int32)
         table[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
-        return table.to(self.down.device)[: len(slots)]
+        return table.to(self.down.device)[: max(len(slots), 1)]
 
     def begin(
         self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None,
