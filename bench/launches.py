@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from moeyard_kernels.bench.__main__ import all_cases
+from moeyard_kernels.bench.__main__ import Asked, all_cases
 from moeyard_kernels.bench.case import with_own_tensors
 
 CALLS = 5
@@ -37,7 +37,7 @@ def launches(run: Callable[[], object]) -> list[tuple[str, float]]:
 
 def of_ops(ops: list[str], variants: bool) -> None:
     """A line for each case, and with `variants` for each of its configs."""
-    for case in all_cases(ops):
+    for case in all_cases(Asked(ops=ops)):
         for config, run in [("", case.run), *(case.variants if variants else ())]:
             found = launches(with_own_tensors(run))
             each = len(found) // CALLS

@@ -94,7 +94,7 @@ def main() -> int:
     JITFunction.run = compiled
     build.pretend()
     with build.NoStorage():
-        for case in build.all_cases(args.op):
+        for case in build.all_cases(build.Asked(ops=args.op)):
             for run in (case.run, *(variant for _, variant in case.variants if args.variants)):
                 run()
     return 0

@@ -1,6 +1,7 @@
-"""Compile, without a GPU, what the bench launches and tunes on an H200: `compile_for_hopper.py [N [OP ...]]`.
+"""Compile, without a GPU, what the bench launches and tunes on an H200: `compile_for_hopper.py [N [OP or MODEL ...]]`.
 
-The interpreter runs no compiler, and no Gluon: a kernel that it likes may still not build. Here the wrappers run whole,
+With models, what their steps launch (`--model` of the bench). The interpreter runs no compiler, and no Gluon: a kernel
+that it likes may still not build. Here the wrappers run whole,
 on tensors without storage that say they are on a GPU; launches stop after ptxas. Of each kernel the first N builds (all
 if not given) are reported, a line of JSON each: op, shape, kernel, bytes of shared memory, bytes of stack of a thread,
 whether it is launched early, whether its weight is called static, whether it waits before it reads memory (see
@@ -29,7 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from moeyard_kernels.bench.__main__ import all_cases
+from moeyard_kernels.bench.__main__ import Asked, all_cases
+from moeyard_kernels.bench.model_steps import MODELS
 from moeyard_kernels.linear_attention.delta_step import TwoLaunches
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -191,7 +193,8 @@ def main() -> None:
     JITFunction.run = build
     pretend()
     with NoStorage():
-        for case in all_cases(sys.argv[2:]):
+        models = [name for name in sys.argv[2:] if name in (*MODELS, "all")]
+        for case in all_cases(Asked(ops=[name for name in sys.argv[2:] if name not in models], models=models)):
             for run in (case.run, *(variant for _, variant in case.variants)):
                 run()
                 if case.op in ("linear", "head_linear"):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from moeyard_kernels.bench.__main__ import MODULES, describe, main, row_of
+from moeyard_kernels.bench.__main__ import MODULES, Asked, describe, main, row_of
 from moeyard_kernels.bench.case import Case, Target, assert_bits, with_own_tensors
-from moeyard_kernels.bench.results import HEADS, Facts, Results, compare, read
+from moeyard_kernels.bench.results import HEADS, Facts, Results, compare, merged, read, write
 from moeyard_kernels.common import tuning
 from moeyard_kernels.ops import DecodeTables, LogitEdits
 
@@ -23,13 +23,14 @@ import torch
 from functools import partial
 from triton.runtime.jit import JITFunction
 from compile_for_hopper import NoStorage, pretend
-from moeyard_kernels.bench.__main__ import all_cases
+from itertools import chain
+from moeyard_kernels.bench.__main__ import Asked, all_cases
 from moeyard_kernels.bench.case import with_own_tensors
 
 JITFunction.run = lambda *args, **kwargs: None
 pretend()
 with NoStorage():
-    for case in all_cases(()):
+    for case in chain(all_cases(Asked()), all_cases(Asked(models=["all"], rows=(8, 1024)))):
         for run in (case.run, case.baseline, *(run for _, run in case.variants)):
             if run is None:
                 continue
@@ -120,6 +121,7 @@ def test_bits_are_bytes() -> None:
             assert_bits("unlike", torch.tensor([0.0]), other)
 
 
+NEWER = {"date": "2026-11-26", "triton": "3.7.1"}
 FACTS = Facts(device="NVIDIA H200", date="2026-11-22", python="3.12", torch="2.11", triton="3.6", copy_tb_per_s="4.29")
 
 
@@ -130,8 +132,8 @@ def results(times: dict[tuple[str, str], float], **facts: str) -> Results:
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = results({("linear", "M1, wide"): 9.21, ("sample", "64 x 3"): 13.0})
-    run.write(tmp_path / "a.csv")
-    assert read(tmp_path / "a.csv") == run
+    write(tmp_path / "a.csv", [run])
+    assert read(tmp_path / "a.csv") == [run]
     assert run.times() == {("linear", "M1, wide"): 9.21, ("sample", "64 x 3"): 13.0}
     (tmp_path / "b.csv").write_text("\n".join((tmp_path / "a.csv").read_text().splitlines()[1:]))
     with pytest.raises(ValueError, match=r"b\.csv: no line '# device: ...'"):
@@ -143,13 +145,42 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_the_docs_file_is_one() -> None:
     path = Path(__file__).resolve().parents[2] / "docs" / "kernels_h200.csv"
-    assert len(read(path).times()) == len(read(path).rows) >= 200
+    [run] = read(path)
+    assert len(run.times()) == len(run.rows) >= 200
+
+
+def test_a_file_keeps_what_a_run_did_not_measure(tmp_path: Path) -> None:
+    """Each row stands under the facts of the run that measured it last."""
+    first = results({("linear", "M1"): 9.2, ("linear", "M8"): 9.9})
+    second = results({("linear", "M8"): 8.8, ("sample", "64"): 13.0}, date="2026-11-26", triton="3.7.1")
+    write(tmp_path / "a.csv", merged([first], second))
+    assert read(tmp_path / "a.csv") == [results({("linear", "M1"): 9.2}), second]
+    assert merged([first, second], first) == [results({("sample", "64"): 13.0}, **NEWER), first]
+    assert merged([first], results({})) == [first]
+    with pytest.raises(ValueError, match="this is a NVIDIA H100"):
+        merged([first], results({}, device="NVIDIA H100"))
+
+
+def test_files_are_merged_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = results({("linear", "M1"): 9.2}), results({("linear", "M8"): 9.9}, **NEWER)
+    write(tmp_path / "theirs.csv", [theirs])
+    for before, after in (([], [theirs]), ([ours], [ours, theirs])):
+        if before:
+            write(tmp_path / "ours.csv", before)
+        monkeypatch.setattr(
+            sys, "argv", ["bench", "--csv", str(tmp_path / "ours.csv"), "--merge", str(tmp_path / "theirs.csv")]
+        )
+        assert main() == 0
+        assert read(tmp_path / "ours.csv") == after
+    assert capsys.readouterr().out.endswith("ours.csv: 2 rows of 2 runs\n")
 
 
 def test_a_run_is_held_against_an_earlier_one() -> None:
     earlier = results({("a", "same"): 100.0, ("a", "slower"): 100.0, ("b", "faster"): 50.0, ("b", "gone"): 7.0})
     now = results({("a", "same"): 104.9, ("a", "slower"): 107.0, ("b", "faster"): 40.0, ("c", "first"): 1.0})
-    lines, good = compare(now, earlier)
+    lines, good = compare(now, [earlier])
     assert good
     assert lines[1:] == [
         "         a same: 104.9 us, 100 before, ratio 1.05",
@@ -159,7 +190,10 @@ def test_a_run_is_held_against_an_earlier_one() -> None:
         "missing  b gone: 7 us before",
         "3 compared, ratios 0.80 to 1.07, median 1.05; 1 slower by more than 5 %, 1 missing",
     ]
-    assert compare(now, earlier, ["a"])[0][-1].endswith("1 slower by more than 5 %, 0 missing")
+    assert compare(now, [earlier], ["a"])[0][-1].endswith("1 slower by more than 5 %, 0 missing")
+    assert compare(now, [earlier], whole=False)[0][-1].endswith("1 slower by more than 5 %, 0 missing")
+    again = results({("a", "slower"): 107.0}, **NEWER)
+    assert compare(now, [earlier, again])[0][-1].endswith("0 slower by more than 5 %, 1 missing")
 
 
 @pytest.mark.parametrize(
@@ -168,12 +202,12 @@ def test_a_run_is_held_against_an_earlier_one() -> None:
 )
 def test_what_is_too_slow_fails(before: float, now: float, good: bool) -> None:
     """Beyond 10 %, and beyond the digits of a file."""
-    assert compare(results({("a", ""): now}), results({("a", ""): before}))[1] == good
+    assert compare(results({("a", ""): now}), [results({("a", ""): before})])[1] == good
 
 
 def test_devices_are_not_compared() -> None:
     with pytest.raises(ValueError, match="this is a NVIDIA H100, the earlier run is of a NVIDIA H200"):
-        compare(results({}, device="NVIDIA H100"), results({}))
+        compare(results({}, device="NVIDIA H100"), [results({})])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to time")
@@ -192,6 +226,25 @@ def test_an_unknown_op_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         main()
     assert ended.value.code == 2
     assert "no op typo: choose of add_rms_norm, " in capsys.readouterr().err
+
+
+def test_rows_are_of_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--rows", "8"], "--rows is of the steps of a --model"),
+        (["--model", "Qwen"], "invalid choice: 'Qwen'"),
+        (["--model", "all", "--rows", "7"], "invalid choice: 7"),
+        (["--merge", "a.csv"], "--merge takes rows over into the file of --csv"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+        with pytest.raises(SystemExit):
+            main()
+        assert message in capsys.readouterr().err
+
+
+def test_what_compiles_is_asked_for_as_the_table_is() -> None:
+    asked = Asked(ops=["linear"], models=["Mixtral-8x7B"], rows=(1, 8))
+    assert asked.arguments() == ["--op=linear", "--model=Mixtral-8x7B", "--rows=1", "--rows=8"]
+    assert Asked(ops=["linear"]).arguments() == ["--op=linear"]
 
 
 def test_every_family_is_named_once() -> None:

@@ -3,6 +3,12 @@
     python -m moeyard_kernels.bench [--op NAME ...] [--csv FILE]        the table
     python -m moeyard_kernels.bench --against FILE [--op NAME ...]      the table, row by row beside an earlier one
     python -m moeyard_kernels.bench --tune [--op NAME ...]              choose configs and store them for this device
+    python -m moeyard_kernels.bench --model NAME ... [--rows N ...]     what the steps of models launch, not the table
+    python -m moeyard_kernels.bench --csv FILE --merge FILE             what one file has goes to another; needs no GPU
+
+A model is one of `model_steps.MODELS`, or all; rows are a step's, of output (1, 8, 64) or of a prompt (1024, 8192).
+`--csv` keeps what its file has of other rows, each under the device, date and versions of the run that measured it, and
+is written row by row, so that a run that is cut loses nothing.
 
 No speed is reported for an op whose proof of equality fails, and the exit status is then 1, as it is where --against
 finds a row more than 10 % slower. Times are medians of graph
@@ -19,17 +25,22 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import triton
 
 from moeyard_kernels.bench.case import Case, Target, assert_bits, with_own_tensors
-from moeyard_kernels.bench.results import HEADS, Facts, Results, check_device, compare, read
+from moeyard_kernels.bench.model_steps import MODELS, ROWS, ModelStep
+from moeyard_kernels.bench.results import HEADS, Facts, Results, check_device, compare, merged, read, write
 from moeyard_kernels.bench.timing import Timer
 from moeyard_kernels.common import tuning
 
-# Each has `cases() -> Iterator[Case]`; inputs live only while their case is at hand.
+# Each has `cases() -> Iterator[Case]`, and `model_cases(models, rows)` where steps of models launch it; inputs live
+# only while their case is at hand.
 MODULES = (
     *("elementwise", "rope", "reduce", "linear", "head_linear", "topk_gate", "moe", "expert_cache"),
     *("peer_exchange", "expert_fetch"),
@@ -49,15 +60,42 @@ MODULES = (
 CASE_BYTES = 6 << 30
 
 
-def all_cases(ops: Sequence[str]) -> Iterator[Case]:
-    """Cases of the named ops (all when none is named), made one after the other."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Ops (all if none is named) of the table or, if `models` are named, of their steps of so many rows."""
+
+    ops: Sequence[str] = ()
+    models: Sequence[str] = ()
+    rows: Sequence[int] = ROWS
+
+    def steps(self) -> tuple[ModelStep, ...]:
+        """The models' sizes."""
+        return tuple(model for name, model in MODELS.items() if {name, "all"} & set(self.models))
+
+    def arguments(self) -> list[str]:
+        """The command line that asks for the same."""
+        named = {"op": self.ops, "model": self.models, "rows": self.rows if self.models else ()}
+        return [f"--{name}={value}" for name, values in named.items() for value in values]
+
+
+def all_cases(asked: Asked) -> Iterator[Case]:
+    """Cases that are asked for, made one after the other; what several models launch is there once."""
+    seen = set()
     for name in MODULES:
         module = importlib.import_module(f"moeyard_kernels.bench.{name}")
-        if ops and not set(ops) & set(module.OPS):
+        if asked.ops and not set(asked.ops) & set(module.OPS):
             continue
-        for case in module.cases():
-            if not ops or case.op in ops:
+        if not asked.models:
+            found = module.cases()
+        elif hasattr(module, "model_cases"):
+            found = module.model_cases(asked.steps(), asked.rows)
+        else:
+            continue
+        for case in found:
+            key = (case.op, case.shape)
+            if (not asked.ops or case.op in asked.ops) and not (asked.models and key in seen):
                 yield case
+            seen.add(key)
             torch.cuda.empty_cache()
 
 
@@ -105,8 +143,13 @@ def row_of(case: Case, timer: Timer) -> list[str]:
     ]
 
 
-def report(ops: Sequence[str], csv_file: Path | None, earlier: Results | None) -> int:
-    """Print the table as it grows, write it to `csv_file`, hold it against an earlier one. Returns the exit status."""
+def report(asked: Asked, csv_file: Path | None, earlier: Sequence[Results]) -> int:
+    """Print the table as it grows, merge it into `csv_file`, hold it against earlier runs. Returns the exit status."""
+    before = read(csv_file) if csv_file and csv_file.exists() else []
+    for run in (*before, *earlier):
+        check_device(torch.cuda.get_device_name(), run.facts)
+    if asked.models:
+        compile_all(asked)
     timer = Timer()
     facts = Facts(
         device=torch.cuda.get_device_name(),
@@ -116,38 +159,36 @@ def report(ops: Sequence[str], csv_file: Path | None, earlier: Results | None) -
         triton=triton.__version__,
         copy_tb_per_s=f"{timer.copy_bandwidth * 1e-12:.2f}",
     )
-    if earlier:
-        check_device(facts, earlier.facts)
     print(f"{facts}\n| " + " | ".join(HEADS) + " |\n|" + "---|" * len(HEADS))
-    rows, red = [], 0
-    for case in all_cases(ops):
+    rows: list[dict[str, str]] = []
+    red = 0
+    for case in all_cases(asked):
         try:
-            rows.append(row_of(case, timer))
+            rows.append(dict(zip(HEADS, row_of(case, timer), strict=True)))
         except AssertionError as error:
             red += 1
             print(f"RED {case.op} {case.shape}: {error}", flush=True)
             continue
-        print("| " + " | ".join(rows[-1]) + " |", flush=True)
-    results = Results(facts, [dict(zip(HEADS, row, strict=True)) for row in rows])
-    if csv_file:
-        results.write(csv_file)
-    print(f"{len(rows)} timed, {sum(row[-1] == 'no' for row in rows)} short of their target, {red} red")
+        print("| " + " | ".join(rows[-1].values()) + " |", flush=True)
+        if csv_file:
+            write(csv_file, merged(before, Results(facts, rows)))
+    print(f"{len(rows)} timed, {sum(row['met'] == 'no' for row in rows)} short of their target, {red} red")
     good = True
     if earlier:
-        lines, good = compare(results, earlier, ops)
+        lines, good = compare(Results(facts, rows), earlier, asked.ops, whole=not asked.models)
         print("\n".join(lines))
     return 0 if good and not red else 1
 
 
-def tune(ops: Sequence[str]) -> int:
+def tune(asked: Asked) -> int:
     """Time every variant that gives the default's bits, and store the fastest of each shape class."""
-    compile_all(ops)
+    compile_all(asked, "--tune")
     timer = Timer()
     name = torch.cuda.get_device_name()
     path = tuning.device_file(name)
     table = {op: dict(classes) for op, classes in tuning.stored(name).items()}
     red = 0
-    for case in all_cases(ops):
+    for case in all_cases(asked):
         if not case.variants or case.tune_key is None:
             continue
         # Over copies: what an op writes in place is as it was for the next.
@@ -173,22 +214,22 @@ def tune(ops: Sequence[str]) -> int:
     return 1 if red else 0
 
 
-def compile_all(ops: Sequence[str]) -> None:
-    """Fill Triton's cache with every variant from several processes at once: one at a time takes minutes."""
+def compile_all(asked: Asked, *more: str) -> None:
+    """Fill Triton's cache from several processes at once: one at a time takes minutes."""
     count = max(1, min((os.cpu_count() or 1) - 1, torch.cuda.mem_get_info()[0] // CASE_BYTES))
-    command = [sys.executable, "-m", "moeyard_kernels.bench", *(f"--op={op}" for op in ops)]
+    command = [sys.executable, "-m", "moeyard_kernels.bench", *asked.arguments(), *more]
     workers = [subprocess.Popen([*command, f"--compile={i}/{count}"]) for i in range(count)]
     codes = [worker.wait() for worker in workers]
     if any(codes):
-        raise SystemExit(f"compiling the variants failed: exit codes {codes}")
+        raise SystemExit(f"compiling failed: exit codes {codes}")
 
 
-def compile_part(ops: Sequence[str], part: str) -> int:
-    """Run every `count`-th variant once, beginning with the `index`-th (part: "index/count")."""
+def compile_part(asked: Asked, part: str, *, variants: bool) -> int:
+    """Run every `count`-th variant, or what proves and times a case, once, from the `index`-th on ("index/count")."""
     index, count = map(int, part.split("/"))
     n = 0
-    for case in all_cases(ops):
-        for _, run in case.variants:
+    for case in all_cases(asked):
+        for run in [run for _, run in case.variants] if variants else [partial(_prove_and_run, case)]:
             if n % count == index:
                 run()
             n += 1
@@ -196,25 +237,52 @@ def compile_part(ops: Sequence[str], part: str) -> int:
     return 0
 
 
+def _prove_and_run(case: Case) -> None:
+    # A proof that fails is named where it is the row's.
+    with suppress(AssertionError):  # boundary: only compiled here
+        case.prove()
+    case.run()
+
+
+def merge(parser: argparse.ArgumentParser, into: Path | None, source: Path) -> int:
+    """Take the rows of one file over into another, which need not exist."""
+    if into is None:
+        parser.error("--merge takes rows over into the file of --csv")
+    runs = read(into) if into.exists() else []
+    for run in read(source):
+        runs = merged(runs, run)
+    write(into, runs)
+    print(f"{into}: {sum(len(run.rows) for run in runs)} rows of {len(runs)} runs")
+    return 0
+
+
 def main() -> int:
     """Command line of the bench."""
     parser = argparse.ArgumentParser(prog="python -m moeyard_kernels.bench", description="time the kernels on this GPU")
     parser.add_argument("--op", action="append", default=[], help="only this op (may be repeated)")
-    parser.add_argument("--csv", type=Path, help="write the table there too")
+    parser.add_argument("--model", action="append", default=[], choices=[*MODELS, "all"], help="what its steps launch")
+    parser.add_argument("--rows", action="append", type=int, default=[], choices=ROWS, help="of steps of so many rows")
+    parser.add_argument("--csv", type=Path, help="write the table there too, beside other rows that the file has")
+    parser.add_argument("--merge", type=Path, metavar="FILE", help="take the rows of this file over into that of --csv")
     parser.add_argument("--against", type=Path, help="compare with what --csv wrote earlier on this device")
     parser.add_argument("--tune", action="store_true", help="choose and store configs for this device")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rows and not args.model:
+        parser.error("--rows is of the steps of a --model")
+    if args.merge:
+        return merge(parser, args.csv, args.merge)
     if not torch.cuda.is_available():
         parser.exit(2, "moeyard_kernels.bench: no CUDA device: nothing to time here\n")
     known = {op for name in MODULES for op in importlib.import_module(f"moeyard_kernels.bench.{name}").OPS}
     if unknown := sorted(set(args.op) - known):
         parser.exit(2, f"moeyard_kernels.bench: no op {', '.join(unknown)}: choose of {', '.join(sorted(known))}\n")
+    asked = Asked(ops=args.op, models=args.model, rows=args.rows or ROWS)
     if args.compile:
-        return compile_part(args.op, args.compile)
+        return compile_part(asked, args.compile, variants=args.tune)
     if args.tune:
-        return tune(args.op)
-    return report(args.op, args.csv, read(args.against) if args.against else None)
+        return tune(asked)
+    return report(asked, args.csv, read(args.against) if args.against else ())
 
 
 if __name__ == "__main__":

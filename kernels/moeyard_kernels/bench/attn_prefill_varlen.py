@@ -1,6 +1,6 @@
 """Bench of prompt attention: one long prompt (GQA, rows and pages; MLA), and what a busy step looks like."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moeyard_kernels.attention import attn_prefill_varlen as kernel
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.model_steps import DIM_V, NOPE, PROMPT_ROWS, ROPE, Grouped, Latent, ModelStep
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
 
 OPS: tuple[str, ...] = ("attn_prefill_varlen",)
@@ -17,7 +18,10 @@ OPS: tuple[str, ...] = ("attn_prefill_varlen",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Heads and dimensions, the chunks (length, start) of a step, and the page size (0: contiguous rows)."""
+    """Heads and dimensions, the chunks (length, start) of a step, and the page size (0: contiguous rows).
+
+    rope: so many values of a key, the last, are one row of all heads, as where keys are decompressed from latents.
+    """
 
     name: str
     heads: int
@@ -26,6 +30,7 @@ class Shape:
     dim_v: int
     chunks: tuple[tuple[int, int], ...]
     page: int = 0
+    rope: int = 0
     target: Target | None = None
     # Whether configs are chosen by this shape; others of its class are only timed.
     tuned: bool = True
@@ -60,22 +65,28 @@ SHAPES = (
     Shape(name="GQA d64 16k", heads=32, kv_heads=8, dim_k=64, dim_v=64, chunks=_LONG),
 )  # fmt: skip
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, PrefillPlan]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, PrefillPlan]
 
 
 def _inputs(shape: Shape) -> Inputs:
-    """q, keys and values as the shape lays them out, and the plan."""
+    """q, keys, values and what keys of all heads share as the shape lays them out, and the plan."""
     torch.manual_seed(0)
     lens, starts = [n for n, _ in shape.chunks], [start for _, start in shape.chunks]
     q = torch.randn(sum(lens), shape.heads, shape.dim_k, device="cuda", dtype=torch.bfloat16)
     if not shape.page:
         plan = plan_prefill(lens, starts, device="cuda")
-        return q, *_randn(shape, shape.num_keys, shape.kv_heads), plan
+        if not shape.rope:
+            return q, *_randn(shape, shape.num_keys, shape.kv_heads), None, plan
+        # Views of what one product gave, and of a latent's rows.
+        nope, width = shape.dim_k - shape.rope, shape.dim_k - shape.rope + shape.dim_v
+        kv = torch.randn(shape.num_keys, shape.kv_heads, width, device="cuda", dtype=torch.bfloat16)
+        rows = torch.randn(shape.num_keys, 512 + shape.rope, device="cuda", dtype=torch.bfloat16)
+        return q, kv[..., :nope], kv[..., nope:], rows[:, 512:], plan
     counts = [-(-(n + start) // shape.page) for n, start in shape.chunks]
     order = torch.randperm(sum(counts)).split(counts)
     table = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True)
     plan = plan_prefill(lens, starts, page_table=table, page_size=shape.page, device="cuda")
-    return q, *_randn(shape, shape.kv_heads, sum(counts), shape.page), plan
+    return q, *_randn(shape, shape.kv_heads, sum(counts), shape.page), None, plan
 
 
 def _randn(shape: Shape, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,23 +97,27 @@ def _randn(shape: Shape, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _prove(shape: Shape) -> None:
     """Chunks = whole, alone = in a batch, every config = every other, near float64: at lengths that take no time."""
     small = replace(shape, chunks=((700, 0), (1, 300), (333, 129)))
-    q, k, v, plan = _inputs(small)
+    q, k, v, k_rope, plan = _inputs(small)
     scale = shape.dim_k**-0.5
-    whole, _ = kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale)
+    whole, _ = kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale, k_rope=k_rope)
     for config in kernel.CONFIGS:
-        got, _ = kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale, config=config)
+        got, _ = kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale, k_rope=k_rope, config=config)
         assert_bits(f"{config}", got, whole)
     row = 0
     for b, (length, start) in enumerate(small.chunks):
         keys, values = _keys_of(small, b, k, plan), _keys_of(small, b, v, plan)
+        shared = None if k_rope is None else _keys_of(small, b, k_rope, plan)
         for begin in range(0, length, 100):
             end = min(begin + 100, length)
             alone, _ = kernel.attn_prefill_varlen(
                 q[row + begin : row + end], keys[: start + end], values[: start + end],
                 plan=plan_prefill([end - begin], [start + begin], device="cuda"), scale=scale,
+                k_rope=None if shared is None else shared[: start + end],
             )  # fmt: skip
             assert_bits(f"chunk {b} from {begin} alone", alone, whole[row + begin : row + end])
         group = shape.heads // shape.kv_heads
+        if shared is not None:
+            keys = torch.cat((keys, shared.unsqueeze(1).expand(-1, shape.kv_heads, -1)), 2)
         scores = torch.einsum("thd,lhd->htl", q[row : row + length].double(), keys.double().repeat_interleave(group, 1))
         hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(start + 1)
         p = (scores * scale).masked_fill(hidden, float("-inf")).softmax(-1)
@@ -135,21 +150,49 @@ def _baseline(shape: Shape, q: torch.Tensor) -> partial[torch.Tensor]:
 
 
 def cases() -> Iterator[Case]:
-    for shape in SHAPES:
-        q, k, v, plan = _inputs(shape)
-        run = partial(kernel.attn_prefill_varlen, q, k, v, plan=plan, scale=shape.dim_k**-0.5)
-        whole = shape.chunks == _LONG and not shape.page
-        dims = shape.heads * (shape.dim_k + shape.dim_v)
-        yield Case(
-            op="attn_prefill_varlen",
-            shape=f"{shape.name}: {shape.heads}/{shape.kv_heads} heads, {shape.dim_k}/{shape.dim_v}",
-            run=run,
-            prove=partial(_prove, shape),
-            num_bytes=2 * (q.shape[0] * dims + shape.num_keys * shape.kv_heads * (shape.dim_k + shape.dim_v)),
-            num_flops=int(2 * dims * shape.num_pairs),
-            target=shape.target,
-            baseline=_baseline(shape, q) if whole else None,
-            baseline_name="torch sdpa" if whole else "",
-            variants=[(config, partial(run, config=config)) for config in kernel.CONFIGS if shape.tuned],
-            tune_key=("attn_prefill_varlen", kernel.shape_class(q, v, plan)),
-        )
+    yield from map(_case, SHAPES)
+
+
+def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
+    """One prompt of so many rows, over pages or, with latent attention, over its keys decompressed."""
+    for kind in dict.fromkeys(kind for model in models for kind in model.attention):
+        for num_rows in rows:
+            if num_rows not in PROMPT_ROWS:
+                continue
+            name, chunks = f"T{num_rows}", ((num_rows, 0),)
+            if isinstance(kind, Grouped):
+                yield _case(
+                    Shape(
+                        name=f"{name} pages", heads=kind.heads, kv_heads=kind.kv_heads, dim_k=kind.dim, dim_v=kind.dim,
+                        chunks=chunks, page=64,
+                    )
+                )  # fmt: skip
+            elif isinstance(kind, Latent):
+                yield _case(
+                    Shape(
+                        name=f"{name} decompressed", heads=kind.heads, kv_heads=kind.heads, dim_k=NOPE + ROPE,
+                        dim_v=DIM_V, chunks=chunks, rope=ROPE,
+                    )
+                )  # fmt: skip
+
+
+def _case(shape: Shape) -> Case:
+    q, k, v, k_rope, plan = _inputs(shape)
+    run = partial(kernel.attn_prefill_varlen, q, k, v, plan=plan, scale=shape.dim_k**-0.5, k_rope=k_rope)
+    # One prompt from its beginning.
+    whole = len(shape.chunks) == 1 and shape.chunks[0][1] == 0 and (shape.chunks != _LONG or not shape.page)
+    dims = shape.heads * (shape.dim_k + shape.dim_v)
+    key_values = shape.kv_heads * (shape.dim_k - shape.rope + shape.dim_v) + shape.rope
+    return Case(
+        op="attn_prefill_varlen",
+        shape=f"{shape.name}: {shape.heads}/{shape.kv_heads} heads, {shape.dim_k}/{shape.dim_v}",
+        run=run,
+        prove=partial(_prove, shape),
+        num_bytes=2 * (q.shape[0] * dims + shape.num_keys * key_values),
+        num_flops=int(2 * dims * shape.num_pairs),
+        target=shape.target,
+        baseline=_baseline(shape, q) if whole else None,
+        baseline_name="torch sdpa" if whole else "",
+        variants=[(config, partial(run, config=config)) for config in kernel.CONFIGS if shape.tuned],
+        tune_key=("attn_prefill_varlen", kernel.shape_class(q, v, plan)),
+    )

@@ -1,12 +1,13 @@
 """Bench of a decode step of linear attention between its projections, in two launches beside three."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from moeyard_kernels.bench.case import Case, assert_bits
+from moeyard_kernels.bench.model_steps import DECODE_ROWS, MODELS, Delta, ModelStep
 from moeyard_kernels.linear_attention import delta_step
 from moeyard_kernels.types.state_slots import StateSlots
 
@@ -17,9 +18,15 @@ _DIM, _TAPS = 128, 4
 
 def cases() -> Iterator[Case]:
     """Kimi-Linear-48B-A3B and Qwen3.5-35B-A3B."""
-    for batch in (1, 8, 64):
-        yield _case("kda_step", batch, 32, 32)
-        yield _case("gdn_step", batch, 16, 32)
+    yield from model_cases(tuple(MODELS.values()), DECODE_ROWS)
+
+
+def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
+    """Decode rows; prompts are in `linear_attention`."""
+    for batch in rows:
+        for kind in dict.fromkeys(kind for model in models for kind in model.attention):
+            if isinstance(kind, Delta) and batch in DECODE_ROWS:
+                yield _case(kind.op, batch, kind.key_heads, kind.heads)
 
 
 def _case(op: str, batch: int, k_heads: int, heads: int) -> Case:

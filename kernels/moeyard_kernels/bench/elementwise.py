@@ -1,6 +1,6 @@
 """Bench cases of norms and the activation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -8,11 +8,13 @@ import torch.nn.functional as F
 
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.model_steps import DECODE_ROWS, Grouped, Latent, ModelStep
 from moeyard_kernels.elementwise import rms_norm, sigmoid_mul, silu_mul
 
 OPS = ("rms_norm", "add_rms_norm", "mla_split_qkv_a_norm", "silu_mul", "sigmoid_mul", "copy")
 _EPS = 1e-6
 _COPY = Target("copy", 0.8)
+_FP32 = ", fp32 weight"
 
 
 def cases() -> Iterator[Case]:
@@ -32,6 +34,22 @@ def cases() -> Iterator[Case]:
         yield _gate(num_rows, 4096)
 
 
+def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
+    """Norms ahead of the first layer and behind the others, of latents, and what gates an MLP or attention."""
+    for num_rows in rows:
+        for hidden, fp32 in dict.fromkeys((model.hidden, model.fp32_norms) for model in models):
+            yield _norm(num_rows, hidden, fp32=fp32)
+            yield _add_norm(num_rows, hidden, fp32=fp32)
+        kinds = dict.fromkeys(kind for model in models for kind in model.attention)
+        if any(isinstance(kind, Latent) and kind.query_rank for kind in kinds):
+            yield _mla_split(num_rows)
+        for inner in dict.fromkeys(width for model in models for width in model.widths):
+            yield _silu(num_rows, inner)
+        for kind in kinds:
+            if isinstance(kind, Grouped) and kind.gated:
+                yield _gate(num_rows, kind.heads * kind.dim)
+
+
 def _rows(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
@@ -49,8 +67,12 @@ def _copy(num_rows: int, dim: int) -> Case:
     )
 
 
-def _norm(num_rows: int, dim: int) -> Case:
-    x, weight = _rows(num_rows, dim), _rows(dim)
+def _weight(dim: int, *, fp32: bool) -> torch.Tensor:
+    return _rows(dim).float() if fp32 else _rows(dim)
+
+
+def _norm(num_rows: int, dim: int, *, fp32: bool = False) -> Case:
+    x, weight = _rows(num_rows, dim), _weight(dim, fp32=fp32)
 
     def prove() -> None:
         whole = ops.rms_norm(x, weight, _EPS)
@@ -62,12 +84,12 @@ def _norm(num_rows: int, dim: int) -> Case:
 
     return Case(
         op="rms_norm",
-        shape=f"T{num_rows} D{dim}",
+        shape=f"T{num_rows} D{dim}{_FP32 if fp32 else ''}",
         run=partial(ops.rms_norm, x, weight, _EPS),
         prove=prove,
-        num_bytes=4 * num_rows * dim + 2 * dim,
-        target=_COPY if num_rows == 4096 else None,
-        baseline=partial(F.rms_norm, x, (dim,), weight, _EPS),
+        num_bytes=4 * num_rows * dim + weight.nbytes,
+        target=_COPY if num_rows >= 4096 else None,
+        baseline=partial(F.rms_norm, x, (dim,), weight.to(x.dtype), _EPS),
         baseline_name="F.rms_norm",
     )
 
@@ -76,8 +98,8 @@ def _add_then_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
     return ops.rms_norm(x + residual, weight, _EPS)
 
 
-def _add_norm(num_rows: int, dim: int) -> Case:
-    x, residual, weight = _rows(num_rows, dim), _rows(num_rows, dim), _rows(dim)
+def _add_norm(num_rows: int, dim: int, *, fp32: bool = False) -> Case:
+    x, residual, weight = _rows(num_rows, dim), _rows(num_rows, dim), _weight(dim, fp32=fp32)
 
     def prove() -> None:
         normed, total = ops.add_rms_norm(x, residual, weight, _EPS)
@@ -87,11 +109,11 @@ def _add_norm(num_rows: int, dim: int) -> Case:
 
     return Case(
         op="add_rms_norm",
-        shape=f"T{num_rows} D{dim}",
+        shape=f"T{num_rows} D{dim}{_FP32 if fp32 else ''}",
         run=partial(ops.add_rms_norm, x, residual, weight, _EPS),
         prove=prove,
-        num_bytes=8 * num_rows * dim + 2 * dim,
-        target=_COPY if num_rows == 4096 else None,
+        num_bytes=8 * num_rows * dim + weight.nbytes,
+        target=_COPY if num_rows >= 4096 else None,
         baseline=partial(_add_then_norm, x, residual, weight),
         baseline_name="add, rms_norm",
     )
@@ -121,7 +143,7 @@ def _mla_split(num_rows: int) -> Case:
         run=partial(ops.mla_split_qkv_a_norm, qkv_a, q_weight, kv_weight, _EPS),
         prove=prove,
         num_bytes=4 * num_rows * 2112 + 2 * 2048,
-        target=Target("speedup", 2),
+        target=Target("speedup", 2) if num_rows in DECODE_ROWS else None,
         baseline=partial(_three_launches, qkv_a, q_weight, kv_weight),
         baseline_name="rms_norm x 2, copy",
     )
@@ -150,7 +172,7 @@ def _silu(num_rows: int, inner: int) -> Case:
         run=run,
         prove=prove,
         num_bytes=6 * num_rows * inner,
-        target=_COPY if num_rows == 4096 else None,
+        target=_COPY if num_rows >= 4096 else None,
         baseline=partial(_silu_chain, gate_up),
         baseline_name="silu, mul",
         variants=[(config, partial(run, config=config)) for config in silu_mul.CONFIGS],

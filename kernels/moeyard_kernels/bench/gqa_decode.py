@@ -1,6 +1,6 @@
 """Bench of grouped decode attention: 32 query heads over 4 key heads of 128 (Qwen3-30B-A3B), 32 over 8 (Mixtral)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.attention import gqa_decode as kernel
 from moeyard_kernels.bench.case import Case, Target
-from moeyard_kernels.bench.mla_decode import prove_rows
+from moeyard_kernels.bench.mla_decode import LENGTHS, prove_rows
+from moeyard_kernels.bench.model_steps import DECODE_ROWS, Grouped, ModelStep
 from moeyard_kernels.types.decode_tables import GQA_SPLIT, DecodeTables
 
 OPS: tuple[str, ...] = ("gqa_decode",)
@@ -34,6 +35,15 @@ def cases() -> Iterator[Case]:
     """The shape of the table, then others of interest."""
     for shape in _SHAPES:
         yield _case(*shape)
+
+
+def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
+    """A row of each sequence, behind short contexts and long ones."""
+    for kind in dict.fromkeys(kind for model in models for kind in model.attention):
+        for batch in rows:
+            if isinstance(kind, Grouped) and batch in DECODE_ROWS:
+                for length in LENGTHS:
+                    yield _case(kind.heads, kind.kv_heads, batch, 1, length, None, kind.dim)
 
 
 def _torch_chain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int) -> torch.Tensor:

@@ -1,16 +1,15 @@
 """Cases of `head_linear`: around the decode of latent attention, for four models, and Kimi Delta Attention's gates."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.model_steps import DECODE_ROWS, DIM_V, MODELS, NOPE, RANK, Delta, Latent, ModelStep
 from moeyard_kernels.linear import head_linear as op
 
 OPS: tuple[str, ...] = ("head_linear",)
-MODELS = (("DeepSeek-V2-Lite", 16), ("Kimi-Linear", 32), ("Kimi-K2", 64), ("DeepSeek-V3", 128))
-NOPE, RANK, DIM_V = 128, 512, 128
 
 
 def _bmm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -39,11 +38,11 @@ def _case(model: str, num_heads: int, num_rows: int, *, absorb: bool) -> Case:
     return _product(f"{model} T{num_rows} H{num_heads} {'absorb' if absorb else 'expand'}", x, weight)
 
 
-def _gates(num_rows: int) -> Case:
+def _gates(model: str, num_rows: int) -> Case:
     """Rates of forgetting and the output's gate of 32 heads, from two slices of what was projected."""
     x = torch.randn(num_rows, 3 * 4096 + 256 + 32, device="cuda", dtype=torch.bfloat16)[:, 3 * 4096 : 3 * 4096 + 256]
     weight = torch.randn(2, 4096, 128, device="cuda", dtype=torch.bfloat16)
-    return _product(f"Kimi-Linear T{num_rows} gates", x.unflatten(1, (2, -1)), weight)
+    return _product(f"{model} T{num_rows} gates", x.unflatten(1, (2, -1)), weight)
 
 
 def _product(shape: str, x: torch.Tensor, weight: torch.Tensor) -> Case:
@@ -73,9 +72,16 @@ def _product(shape: str, x: torch.Tensor, weight: torch.Tensor) -> Case:
 
 def cases() -> Iterator[Case]:
     """Absorption of queries and expansion of values, at 1, 8 and 64 rows; gates of prompts too."""
-    for model, num_heads in MODELS:
-        for num_rows in (1, 8, 64):
-            for absorb in (True, False):
-                yield _case(model, num_heads, num_rows, absorb=absorb)
-    for num_rows in (1, 8, 64, 4096):
-        yield _gates(num_rows)
+    yield from model_cases(tuple(MODELS.values()), (*DECODE_ROWS, 4096))
+
+
+def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
+    """Around the decode of latent attention, and gates by the row of Kimi Delta Attention."""
+    for model in models:
+        for kind in model.attention:
+            for num_rows in rows:
+                if isinstance(kind, Latent) and num_rows in DECODE_ROWS:
+                    for absorb in (True, False):
+                        yield _case(model.name, kind.heads, num_rows, absorb=absorb)
+                elif isinstance(kind, Delta) and kind.op == "kda_step":
+                    yield _gates(model.name, num_rows)

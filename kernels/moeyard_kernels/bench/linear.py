@@ -1,12 +1,14 @@
-"""Cases of `linear` and `linear_pair`: projections of DeepSeek-V3 / Kimi-K2 and Qwen3-30B-A3B, few rows and many."""
+"""Cases of `linear` and `linear_pair`: projections of DeepSeek-V3 / Kimi-K2 and Qwen3-30B-A3B, few rows and many, and
+every product of a model's steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.model_steps import DECODE_ROWS, ModelStep, Product
 from moeyard_kernels.linear import linear as op
 
 OPS: tuple[str, ...] = ("linear", "linear_pair")
@@ -19,6 +21,8 @@ FEW, SOME, MANY = (1, 8, 16, 32, 64), (128, 256, 512, 2048), (1024, 4096, 8192)
 VOCABULARY = 100_000
 # Weights of so many bytes are to stream at 85 % of the copy bandwidth, smaller ones at 70 %.
 LARGE_WEIGHT = 40_000_000
+# Of a model's products none smaller than this has a target: launches, not bytes, are what they take.
+SMALL_WEIGHT = 20_000_000
 
 
 def _inputs(num_rows: int, dim: int, *num_out: int) -> tuple[torch.Tensor, ...]:
@@ -44,31 +48,34 @@ def _target(num_rows: int, dim: int, num_out: int) -> Target | None:
     return Target("copy", 0.85 if 2 * num_out * dim >= LARGE_WEIGHT else 0.7)
 
 
-def _prove_rows(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], None]:
+def _prove_rows(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype | None) -> Callable[[], None]:
     """A row has the same bits alone and in every batch up to 300 rows more than there are."""
+    product = partial(op.linear, out_dtype=out_dtype)
 
     def prove() -> None:
         more = torch.cat((x, torch.randn(300, x.shape[1], device=x.device).to(x.dtype)))
-        whole = op.linear(more, weight)
+        whole = product(more, weight)
         for count in {1, 2, 17, 64, x.shape[0], 300}:
-            assert_bits(f"the first {count} rows", op.linear(more[:count], weight), whole[:count])
-            assert_bits(f"the last {count} rows", op.linear(more[-count:], weight), whole[-count:])
-        assert_bits("a weight read early", op.linear(x, weight, static_weight=True), whole[: len(x)])
+            assert_bits(f"the first {count} rows", product(more[:count], weight), whole[:count])
+            assert_bits(f"the last {count} rows", product(more[-count:], weight), whole[-count:])
+        assert_bits("a weight read early", product(x, weight, static_weight=True), whole[: len(x)])
 
     return prove
 
 
-def _single(num_rows: int, dim: int, num_out: int) -> Case:
+def _single(num_rows: int, dim: int, num_out: int, *, fp32: bool = False, context: bool = False) -> Case:
+    """fp32: the sums unrounded, beside torch's rounded ones. context: without a target."""
     x, weight = _inputs(num_rows, dim, num_out)
-    run = partial(op.linear, x, weight, static_weight=True)
+    out_dtype = torch.float32 if fp32 else None
+    run = partial(op.linear, x, weight, static_weight=True, out_dtype=out_dtype)
     return Case(
         op="linear",
-        shape=f"M{num_rows} {dim}x{num_out}",
+        shape=f"M{num_rows} {dim}x{num_out}{' fp32 sums' if fp32 else ''}",
         run=run,
-        prove=_prove_rows(x, weight),
+        prove=_prove_rows(x, weight, out_dtype),
         num_bytes=_bytes(num_rows, dim, num_out),
         num_flops=2 * num_rows * dim * num_out,
-        target=_target(num_rows, dim, num_out),
+        target=None if context else _target(num_rows, dim, num_out),
         baseline=partial(F.linear, x, weight),
         baseline_name="F.linear",
         variants=[(config, partial(run, config=config)) for config in op.configs_for(num_rows)],
@@ -111,3 +118,17 @@ def cases() -> Iterator[Case]:
     for dim, num_a, num_b in PAIRS:
         for num_rows in (*FEW, *MANY):
             yield _pair(num_rows, dim, num_a, num_b)
+
+
+def _meets(num_rows: int, product: Product) -> bool:
+    """Whether steps of so many rows have it."""
+    return product.of == "all" or (product.of == "decode") == (num_rows in DECODE_ROWS)
+
+
+def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
+    """Every product of their steps, each once."""
+    for product in dict.fromkeys(product for model in models for product in model.products()):
+        small = 2 * product.dim * product.num_out < SMALL_WEIGHT
+        for num_rows in rows:
+            if _meets(num_rows, product):
+                yield _single(num_rows, product.dim, product.num_out, fp32=product.fp32, context=small)

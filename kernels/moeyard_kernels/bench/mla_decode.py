@@ -1,6 +1,6 @@
 """Bench of latent decode attention: DeepSeek-V2-Lite (16 heads), Kimi-K2 (64), DeepSeek-V3 (128); pages of 64."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -8,12 +8,15 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.attention import mla_decode as kernel
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.model_steps import DECODE_ROWS, Latent, ModelStep
 from moeyard_kernels.types.decode_tables import DecodeTables
 
 OPS: tuple[str, ...] = ("mla_decode", "attn_combine")
 
 _RANK, _ROPE, _PAGE = 512, 64, 64
 _SCALE = (128 + 64) ** -0.5
+# Contexts of the rows of models: one split, and several.
+LENGTHS = (512, 8192)
 # Heads, sequences, queries each, context, target.
 _SHAPES = (
     *((16, 64, 1, length, Target("copy", 0.8)) for length in (4096, 8192, 16384, 32768)),
@@ -62,6 +65,15 @@ def cases() -> Iterator[Case]:
         yield _case(*shape)
     for batch, splits, heads in ((64, 32, 64), (1, 64, 16)):
         yield _combine(batch, splits, heads)
+
+
+def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
+    """A row of each sequence, behind short contexts and long ones."""
+    for kind in dict.fromkeys(kind for model in models for kind in model.attention):
+        for batch in rows:
+            if isinstance(kind, Latent) and batch in DECODE_ROWS:
+                for length in LENGTHS:
+                    yield _case(kind.heads, batch, 1, length, None)
 
 
 def _torch_chain(q: torch.Tensor, r: torch.Tensor, cache: torch.Tensor, batch: int) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """The routed experts: the layout of a step's pairs, both products over it and, of few pairs, both without one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.model_steps import ModelStep
 from moeyard_kernels.experts import expert_layout, grouped_gemm
 from moeyard_kernels.ops import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.ref import expert_layout as layout_reference
@@ -29,15 +30,35 @@ def cases() -> Iterator[Case]:
             yield _few_case(f"{name} T={num_tokens}", num_tokens, *weights)
 
 
+def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
+    """Each model's experts, of few pairs without a layout, as a step has them.
+
+    Where they are spread over ranks, one rank's: of so many tokens of every rank it is given as many pairs as these
+    tokens choose here among its own experts.
+    """
+    for model in models:
+        top_k, here = model.rule.top_k, model.num_experts // model.ranks
+        weights = _normal(here, 2 * model.inner, model.hidden), _normal(here, model.hidden, model.inner)
+        spread = f", 1 of {model.ranks} ranks" if model.ranks > 1 else ""
+        for num_tokens in rows:
+            shape = f"{model.name}{spread} T={num_tokens}"
+            if num_tokens * top_k <= FEW_PAIRS:
+                yield _few_case(shape, num_tokens, *weights, top_k)
+            else:
+                yield _layout_case(num_tokens, here, top_k, of=f"{model.name}: ")
+            yield from _expert_cases(shape, num_tokens, *weights, top_k, judged=model.name == "Qwen3-30B-A3B")
+
+
 def _normal(*shape: int) -> torch.Tensor:
     """Standard normal for activations, scaled to keep variance for weights (three dimensions)."""
     std = shape[-1] ** -0.5 if len(shape) == 3 else 1.0
     return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, std)
 
 
-def _route(num_tokens: int, num_experts: int) -> torch.Tensor:
-    """[T, TOP_K] int64 on the GPU: random experts, distinct within a token."""
-    return torch.rand(num_tokens, num_experts, device="cuda").argsort(1)[:, :TOP_K].contiguous()
+def _route(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
+    """[T, top_k] int64 on the GPU: random experts, distinct within a token; the same in every run of the bench."""
+    generator = torch.Generator("cuda").manual_seed(num_tokens)
+    return torch.rand(num_tokens, num_experts, device="cuda", generator=generator).argsort(1)[:, :top_k].contiguous()
 
 
 def _slots(num_experts: int) -> torch.Tensor:
@@ -56,8 +77,8 @@ def _sort_chain(topk_ids: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tens
     return pairs, torch.searchsorted(in_order, slots)
 
 
-def _layout_case(num_tokens: int, num_experts: int) -> Case:
-    topk_ids = _route(num_tokens, num_experts)
+def _layout_case(num_tokens: int, num_experts: int, top_k: int = TOP_K, *, of: str = "") -> Case:
+    topk_ids = _route(num_tokens, num_experts, top_k)
     slots = _slots(num_experts)
     num_pairs = topk_ids.numel()
     block_rows = expert_block_rows(num_pairs, num_experts)
@@ -75,11 +96,11 @@ def _layout_case(num_tokens: int, num_experts: int) -> Case:
 
     return Case(
         op="expert_layout",
-        shape=f"{num_pairs} rows, E={num_experts}",
+        shape=f"{of}{num_pairs} rows, E={num_experts}",
         run=partial(_lay_out, topk_ids, slots),
         prove=prove,
         num_bytes=num_pairs * 12 + num_experts * 8,
-        target=Target("us", 6) if num_pairs == 512 else None,
+        target=Target("us", 6) if num_pairs == 512 and not of else None,
         baseline=partial(_sort_chain, topk_ids, slots),
         baseline_name="torch sort, no padding",
         early=False,
@@ -89,16 +110,16 @@ def _layout_case(num_tokens: int, num_experts: int) -> Case:
 def _laid_out(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk_ids: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
-    return grouped_gemm.grouped_gemm(x, gate_up, down, _lay_out(topk_ids, slots), top_k=TOP_K)
+    return grouped_gemm.grouped_gemm(x, gate_up, down, _lay_out(topk_ids, slots), top_k=topk_ids.shape[1])
 
 
-def _few_case(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Tensor) -> Case:
+def _few_case(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Tensor, top_k: int = TOP_K) -> Case:
     """Without a layout, against the layout's launch and the products over it."""
     num_slots, hidden, inner = down.shape
-    x, topk_ids, slots = _normal(num_tokens, hidden), _route(num_tokens, num_slots), _slots(num_slots)
+    x, topk_ids, slots = _normal(num_tokens, hidden), _route(num_tokens, num_slots, top_k), _slots(num_slots)
     pairs = ExpertPairs(topk_ids=topk_ids, slot_of_expert=slots, num_slots=num_slots)
     assert pairs.num_pairs <= FEW_PAIRS
-    run = partial(grouped_gemm.grouped_gemm, x, gate_up, down, pairs, top_k=TOP_K)
+    run = partial(grouped_gemm.grouped_gemm, x, gate_up, down, pairs, top_k=top_k)
     chain = partial(_laid_out, x, gate_up, down, topk_ids, slots)
     active = int((_lay_out(topk_ids, slots).counts > 0).sum())
 
@@ -126,17 +147,19 @@ def _grouped_mm_chain(
     return F.grouped_mm(F.silu(first) * second, down.mT, offs=ends)
 
 
-def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Tensor) -> Iterator[Case]:
+def _expert_cases(
+    shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Tensor, top_k: int = TOP_K, *, judged: bool = True
+) -> Iterator[Case]:
     """The op, then each of its launches by itself with the configs to choose from."""
     num_slots, hidden, inner = down.shape
-    x, topk_ids, slots = _normal(num_tokens, hidden), _route(num_tokens, num_slots), _slots(num_slots)
+    x, topk_ids, slots = _normal(num_tokens, hidden), _route(num_tokens, num_slots, top_k), _slots(num_slots)
     layout = _lay_out(topk_ids, slots)
     num_pairs = topk_ids.numel()
     active = int((layout.counts > 0).sum())
     h, out = x.new_empty(layout.pairs.shape[0], inner), x.new_empty(num_pairs, hidden)
 
     def of(x: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
-        return grouped_gemm.grouped_gemm(x, gate_up, down, layout, top_k=TOP_K)
+        return grouped_gemm.grouped_gemm(x, gate_up, down, layout, top_k=top_k)
 
     def prove() -> None:
         whole = of(x, layout)
@@ -144,28 +167,33 @@ def _expert_cases(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torc
             assert_bits(f"blocks of {block_rows}", of(x, _lay_out(topk_ids, slots, block_rows)), whole)
         for t in (0, num_tokens - 1):
             one = of(x[t : t + 1], _lay_out(topk_ids[t : t + 1].contiguous(), slots))
-            assert_bits(f"token {t} alone", one, whole[t * TOP_K : (t + 1) * TOP_K])
+            assert_bits(f"token {t} alone", one, whole[t * top_k : (t + 1) * top_k])
 
     order = topk_ids.flatten().argsort(stable=True)
-    in_order = x[order // TOP_K]
+    in_order = x[order // top_k]
     ends = layout.counts.cumsum(0).int()
     step_bytes = {"gate_up": active * 2 * inner * hidden * 2, "down": active * hidden * inner * 2}
     step_flops = {"gate_up": num_pairs * 4 * inner * hidden, "down": num_pairs * 2 * inner * hidden}
-    targets = {1: Target("copy", 0.7), 8: Target("copy", 0.85), 64: Target("copy", 0.85), 4096: Target("speedup", 1.25)}
+    targets = (
+        {}
+        if not judged
+        else {1: Target("copy", 0.7), 8: Target("copy", 0.85), 64: Target("copy", 0.85), 4096: Target("speedup", 1.25)}
+    )
     yield Case(
         op="grouped_gemm",
         shape=f"{shape}, {active} experts",
-        run=partial(grouped_gemm.grouped_gemm, x, gate_up, down, layout, top_k=TOP_K),
+        run=partial(grouped_gemm.grouped_gemm, x, gate_up, down, layout, top_k=top_k),
         prove=prove,
         num_bytes=sum(step_bytes.values()),
         num_flops=sum(step_flops.values()),
+        # What issue 11 asks of Qwen3-30B-A3B's prompts.
         target=Target("tflops", 600) if (num_tokens, inner) == (8192, 768) else targets.get(num_tokens),
         baseline=partial(_grouped_mm_chain, in_order, gate_up, down, ends),
         baseline_name="torch grouped_mm",
     )
 
     launches = {
-        "gate_up": partial(grouped_gemm.gate_up_rows, x, gate_up, layout, top_k=TOP_K, out=h),
+        "gate_up": partial(grouped_gemm.gate_up_rows, x, gate_up, layout, top_k=top_k, out=h),
         "down": partial(grouped_gemm.down_pairs, h, down, layout, out=out),
     }
 

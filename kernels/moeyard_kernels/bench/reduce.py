@@ -1,12 +1,13 @@
 """Bench cases of the sums around the experts: weighted reduce, row gate, residual with scaled experts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.model_steps import MODELS, ModelStep
 from moeyard_kernels.elementwise import residual_add_scaled, scale_rows
 from moeyard_kernels.experts import moe_reduce_add_norm, moe_weighted_reduce
 from moeyard_kernels.ref import moe_weighted_reduce as reduce_reference
@@ -14,16 +15,6 @@ from moeyard_kernels.ref import residual_add_scaled as residual_reference
 from moeyard_kernels.ref import scale_rows as scale_reference
 
 OPS = ("moe_weighted_reduce", "moe_reduce_add_norm", "scale_rows_", "residual_add_scaled")
-# Name, experts per token, hidden, what there is beside them.
-_MODELS = (
-    ("Qwen3-30B-A3B", 8, 2048, ""),
-    ("Qwen3-235B-A22B", 8, 4096, ""),
-    ("Mixtral-8x7B", 2, 4096, ""),
-    ("DeepSeek-V2-Lite", 6, 2048, "shared"),
-    ("DeepSeek-V3, Kimi-K2", 8, 7168, "shared"),
-    ("Qwen3.5-35B-A3B", 8, 2048, "shared gated"),
-    ("Kimi-Linear-48B-A3B", 8, 2304, "shared"),
-)
 
 
 def cases() -> Iterator[Case]:
@@ -31,12 +22,21 @@ def cases() -> Iterator[Case]:
     for num_tokens, hidden in ((4096, 2048), (4096, 7168), (64, 7168), (1, 7168)):
         yield _reduce(num_tokens, 8, hidden)
     for num_tokens in (1, 8, 64, 512, 8192):
-        for model in _MODELS:
-            yield _reduce_norm(num_tokens, *model)
+        for model in MODELS.values():
+            yield _reduce_norm(num_tokens, model)
     for num_rows, hidden in ((4096, 2048), (4096, 7168), (64, 7168)):
         yield _scale(num_rows, hidden)
     for num_rows in (1, 8, 64, 4096):
         yield _residual(num_rows, 7168)
+
+
+def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
+    """The sum and the norm behind it, which stay two launches for few rows of a large hidden size (cuda/backend.py)."""
+    for num_tokens in rows:
+        for model in models:
+            yield _reduce_norm(num_tokens, model)
+            if num_tokens <= 64 and model.hidden > 4096:
+                yield _reduce(num_tokens, model.rule.top_k, model.hidden, with_residual=False)
 
 
 def _rows(*shape: int) -> torch.Tensor:
@@ -50,10 +50,10 @@ def _torch_chain(
     return out if residual is None else out + residual
 
 
-def _reduce(num_tokens: int, top_k: int, hidden: int) -> Case:
+def _reduce(num_tokens: int, top_k: int, hidden: int, *, with_residual: bool | None = None) -> Case:
     parts, weights = _rows(num_tokens, top_k, hidden), torch.rand(num_tokens, top_k, device="cuda")
     shared, residual = _rows(num_tokens, hidden), _rows(num_tokens, hidden)
-    with_residual = num_tokens <= 64
+    with_residual = num_tokens <= 64 if with_residual is None else with_residual
     inputs = parts, weights, shared, residual if with_residual else None
     run = partial(moe_weighted_reduce.moe_weighted_reduce, *inputs)
 
@@ -89,11 +89,13 @@ def _norm_after(
     return ops.add_rms_norm(ops.moe_weighted_reduce(partial, weights, shared), residual, norm, eps)
 
 
-def _reduce_norm(num_tokens: int, model: str, top_k: int, hidden: int, beside: str) -> Case:
+def _reduce_norm(num_tokens: int, model: ModelStep) -> Case:
+    top_k, hidden = model.rule.top_k, model.hidden
+    beside = ["shared"] * bool(model.shared) + ["gated"] * model.shared_gate
     parts, weights = _rows(num_tokens, top_k, hidden), torch.rand(num_tokens, top_k, device="cuda")
     shared = _rows(num_tokens, hidden) if beside else None
     # A column of logits, as it comes.
-    gate = _rows(num_tokens, 272)[:, 256] if "gated" in beside else None
+    gate = _rows(num_tokens, 272)[:, 256] if model.shared_gate else None
     inputs = parts, weights, shared, _rows(num_tokens, hidden), _rows(hidden), 1e-6
     run = partial(moe_reduce_add_norm.moe_reduce_add_norm, *inputs, shared_gate=gate)
     chain = partial(_norm_after, *inputs, gate)
@@ -112,7 +114,7 @@ def _reduce_norm(num_tokens: int, model: str, top_k: int, hidden: int, beside: s
 
     return Case(
         op="moe_reduce_add_norm",
-        shape=" ".join([f"{model} T{num_tokens} K{top_k} H{hidden}", *beside.split()]),
+        shape=" ".join([f"{model.name} T{num_tokens} K{top_k} H{hidden}", *beside]),
         run=run,
         prove=prove,
         num_bytes=2 * num_tokens * hidden * (top_k + 3 + bool(beside)) + 4 * num_tokens * top_k + 2 * hidden,

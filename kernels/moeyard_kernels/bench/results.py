@@ -1,8 +1,12 @@
-"""The bench's result as a file of a device, and a later run of the same device held against it."""
+"""The bench's results as a file of a device, to which later runs add, and a later run held against it.
+
+A file is its runs one after the other, of each its facts and its table: a row stands in the run that measured it last.
+"""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 HEADS = ("op", "shape", "us", "GB/s", "TFLOP/s", "copy %", "baseline", "us there", "speedup", "target", "met")
@@ -41,43 +45,67 @@ class Results:
         """{(op, shape): us}."""
         return {(row["op"], row["shape"]): float(row["us"]) for row in self.rows}
 
-    def write(self, path: Path) -> None:
-        """The file that `read` reads."""
-        with path.open("w", newline="") as file:
-            file.writelines(f"# {name}: {getattr(self.facts, name)}\n" for name in Facts.__slots__)
+
+def write(path: Path, runs: Iterable[Results]) -> None:
+    """The file that `read` reads, whole or as it was."""
+    part = path.with_name(f"{path.name}.part")
+    with part.open("w", newline="") as file:
+        for run in runs:
+            file.writelines(f"# {name}: {getattr(run.facts, name)}\n" for name in Facts.__slots__)
             writer = csv.DictWriter(file, HEADS, lineterminator="\n")
             writer.writeheader()
-            writer.writerows(self.rows)
+            writer.writerows(run.rows)
+    part.replace(path)
 
 
-def read(path: Path) -> Results:
+def read(path: Path) -> list[Results]:
     """A file that the bench wrote. Raises ValueError, naming the file, for one that lacks a fact or a column."""
-    lines = path.read_text().splitlines()
-    notes = [line[1:].partition(":") for line in lines if line.startswith("#")]
-    known = {name.strip(): value.strip() for name, _, value in notes}
-    if missing := [name for name in Facts.__slots__ if name not in known]:
-        raise ValueError(f"{path}: no line '# {missing[0]}: ...' as the bench writes it")
-    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    if rows and tuple(rows[0]) != HEADS:
-        raise ValueError(f"{path}: columns {', '.join(rows[0])}, expected {', '.join(HEADS)}")
-    return Results(Facts(**{name: known[name] for name in Facts.__slots__}), rows)
+    found = []
+    parts = groupby(path.read_text().splitlines(), key=lambda line: line.startswith("#"))
+    notes: dict[str, str] = {}
+    for is_fact, lines in parts:
+        if is_fact:
+            notes = {name.strip(): value.strip() for name, _, value in (line[1:].partition(":") for line in lines)}
+            continue
+        if missing := [name for name in Facts.__slots__ if name not in notes]:
+            raise ValueError(f"{path}: no line '# {missing[0]}: ...' as the bench writes it")
+        rows = list(csv.DictReader(lines))
+        if rows and tuple(rows[0]) != HEADS:
+            raise ValueError(f"{path}: columns {', '.join(rows[0])}, expected {', '.join(HEADS)}")
+        found.append(Results(Facts(**{name: notes[name] for name in Facts.__slots__}), rows))
+    return found
 
 
-def check_device(now: Facts, earlier: Facts) -> None:
-    """Raise ValueError unless both are of one device."""
-    if now.device != earlier.device:
-        raise ValueError(f"this is a {now.device}, the earlier run is of a {earlier.device}")
+def merged(earlier: Iterable[Results], now: Results) -> list[Results]:
+    """`now` behind earlier runs, of which rows that it has too are dropped, and those that have no other. Raises
+    ValueError for runs of another device."""
+    measured, kept = now.times(), []
+    for run in earlier:
+        check_device(now.facts.device, run.facts)
+        if rows := [row for row in run.rows if (row["op"], row["shape"]) not in measured]:
+            kept.append(Results(run.facts, rows))
+    return [*kept, now] if now.rows else kept
 
 
-def compare(now: Results, earlier: Results, ops: Sequence[str] = ()) -> tuple[list[str], bool]:
-    """(Lines for people, whether no row is too slow): rows of the named ops (all if none is) against an earlier run's.
+def check_device(device: str, earlier: Facts) -> None:
+    """Raise ValueError unless an earlier run is of that device."""
+    if device != earlier.device:
+        raise ValueError(f"this is a {device}, the earlier run is of a {earlier.device}")
 
-    A row is slower if its time is more than 5 % longer, and by more than the digits of the file. Raises ValueError for
-    a run of another device.
+
+def compare(
+    now: Results, earlier: Sequence[Results], ops: Sequence[str] = (), *, whole: bool = True
+) -> tuple[list[str], bool]:
+    """(Lines for people, whether no row is too slow): rows of the named ops (all if none is) against earlier runs'.
+
+    A row is slower if its time is more than 5 % longer, and by more than the digits of the file. Unless `whole`, rows
+    that were not run are not missed. Raises ValueError for a run of another device.
     """
-    check_device(now.facts, earlier.facts)
-    before = {key: us for key, us in earlier.times().items() if not ops or key[0] in ops}
-    lines, ratios, good = [f"against {earlier.facts}"], [], True
+    before: dict[tuple[str, str], float] = {}
+    for run in earlier:
+        check_device(now.facts.device, run.facts)
+        before |= {key: us for key, us in run.times().items() if not ops or key[0] in ops}
+    lines, ratios, good = [f"against {run.facts}" for run in earlier], [], True
     for (op, shape), us in now.times().items():
         old = before.pop((op, shape), None)
         if old is None:
@@ -88,6 +116,7 @@ def compare(now: Results, earlier: Results, ops: Sequence[str] = ()) -> tuple[li
         word = "slower" if ratio > SLOWER and us - old > _DIGIT else "faster" if ratio < 1 / SLOWER else ""
         good &= not (word == "slower" and ratio > TOO_SLOW)
         lines.append(f"{word:8} {op} {shape}: {us:g} us, {old:g} before, ratio {ratio:.2f}")
+    before = before if whole else {}
     lines += [f"missing  {op} {shape}: {us:g} us before" for (op, shape), us in before.items()]
     ratios.sort()
     spread = f", ratios {ratios[0]:.2f} to {ratios[-1]:.2f}, median {ratios[len(ratios) // 2]:.2f}" if ratios else ""

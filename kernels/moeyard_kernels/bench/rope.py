@@ -1,6 +1,6 @@
 """Bench cases of rotary embedding, alone and with what a step writes into its pages, head norms among it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.attention import rope, rope_cache_write
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.model_steps import Grouped, Latent, ModelStep
 from moeyard_kernels.elementwise.rms_norm import NUM_WARPS
 from moeyard_kernels.ref import rope as rope_reference
 
@@ -23,13 +24,28 @@ def cases() -> Iterator[Case]:
     for num_tokens in (4096, 64, 1):
         yield _rope(num_tokens, 32, 128, interleaved=False)
         yield _rope(num_tokens, 128, 64, interleaved=True)
-        yield _write_mla(num_tokens, interleaved=True)
+        yield _write_mla(num_tokens, 128)
         yield _write_gqa(num_tokens)
     for num_tokens in (1, 8, 64):
         yield _norm_write_mla(num_tokens, 16)
     for num_tokens in (1, 8, 64, 4096):
         for heads in (32, 64):
             yield _norm_write_gqa(num_tokens, heads, 4, 128)
+
+
+def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
+    """What turns a model's queries and keys and writes its pages."""
+    for model in models:
+        for kind in model.attention:
+            for num_tokens in rows:
+                if isinstance(kind, Latent):
+                    write = _write_mla if kind.query_rank else _norm_write_mla
+                    yield write(num_tokens, kind.heads, interleaved=kind.interleaved)
+                elif isinstance(kind, Grouped) and kind.normed:
+                    dtype = torch.float32 if model.fp32_norms else torch.bfloat16
+                    yield _norm_write_gqa(num_tokens, kind.heads, kind.kv_heads, kind.dim, kind.rotated, dtype)
+                elif isinstance(kind, Grouped):
+                    yield _write_gqa(num_tokens, kind.heads, kind.kv_heads)
 
 
 def _rows(*shape: int) -> torch.Tensor:
@@ -75,8 +91,8 @@ def _unfused_mla(
     return ops.rope(q, cos, sin, interleaved=interleaved)
 
 
-def _write_mla(num_tokens: int, *, interleaved: bool) -> Case:
-    heads, latent, dim = 128, 512, 64
+def _write_mla(num_tokens: int, heads: int, *, interleaved: bool = True) -> Case:
+    latent, dim = 512, 64
     q = _rows(num_tokens, heads, 128 + dim)[:, :, 128:]
     kv_a, k_rope = _rows(num_tokens, latent), _rows(num_tokens, dim)
     cos, sin = (torch.randn(num_tokens, dim // 2, device="cuda") for _ in range(2))
@@ -100,7 +116,7 @@ def _write_mla(num_tokens: int, *, interleaved: bool) -> Case:
         run=run,
         prove=prove,
         num_bytes=4 * num_tokens * (heads * dim + latent + dim) + num_tokens * (4 * dim + 8),
-        target=_COPY if num_tokens == 4096 else None,
+        target=_COPY if num_tokens >= 4096 else None,
         baseline=unfused,
         baseline_name="rope x 2, cat, index_copy",
         variants=[(config, partial(run, config=config)) for config in rope_cache_write.CONFIGS],
@@ -109,13 +125,13 @@ def _write_mla(num_tokens: int, *, interleaved: bool) -> Case:
 
 
 def _norm_then_write(
-    q: torch.Tensor, kv_a: torch.Tensor, *rest: torch.Tensor, kv_norm: torch.Tensor
+    q: torch.Tensor, kv_a: torch.Tensor, *rest: torch.Tensor, kv_norm: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:  # fmt: skip
     kv_a = ops.rms_norm(kv_a, kv_norm, _EPS)
-    return rope_cache_write.rope_cache_write_mla(q, kv_a, *rest, interleaved=True)
+    return rope_cache_write.rope_cache_write_mla(q, kv_a, *rest, interleaved=interleaved)
 
 
-def _norm_write_mla(num_tokens: int, heads: int) -> Case:
+def _norm_write_mla(num_tokens: int, heads: int, *, interleaved: bool = True) -> Case:
     latent, dim = 512, 64
     q, kv_a, k_rope = _rows(num_tokens, heads * (128 + dim) + latent + dim).split_with_sizes(
         (heads * (128 + dim), latent, dim), 1
@@ -127,9 +143,9 @@ def _norm_write_mla(num_tokens: int, heads: int) -> Case:
     inputs = q, kv_a, k_rope, cos, sin, torch.randperm(num_tokens, device="cuda") + 5
     kv_norm = _rows(latent)
     run = partial(
-        rope_cache_write.rope_cache_write_mla, *inputs, cache, interleaved=True, kv_norm=kv_norm, eps=_EPS
+        rope_cache_write.rope_cache_write_mla, *inputs, cache, interleaved=interleaved, kv_norm=kv_norm, eps=_EPS
     )  # fmt: skip
-    chain = partial(_norm_then_write, *inputs, other, kv_norm=kv_norm)
+    chain = partial(_norm_then_write, *inputs, other, kv_norm=kv_norm, interleaved=interleaved)
     configs = [config for config in rope_cache_write.CONFIGS if config.num_warps == NUM_WARPS]
 
     def prove() -> None:
@@ -142,7 +158,7 @@ def _norm_write_mla(num_tokens: int, heads: int) -> Case:
 
     return Case(
         op="rope_cache_write_mla",
-        shape=f"T{num_tokens} N{heads} Dr{dim} R{latent} interleaved normed",
+        shape=f"T{num_tokens} N{heads} Dr{dim} R{latent}{' interleaved' if interleaved else ''} normed",
         run=run,
         prove=prove,
         num_bytes=4 * num_tokens * (heads * dim + latent + dim) + num_tokens * (4 * dim + 8),
@@ -171,13 +187,16 @@ def _norms_first(
     return rope_cache_write.rope_cache_write_gqa(q, k, *rest, interleaved=False)
 
 
-def _norm_write_gqa(num_tokens: int, heads: int, kv_heads: int, dim: int) -> Case:
+def _norm_write_gqa(
+    num_tokens: int, heads: int, kv_heads: int, dim: int, rotated: int = 128, norm_dtype: torch.dtype = torch.bfloat16
+) -> Case:
     q, k, v = _rows(num_tokens, heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), 1)
-    cos, sin = torch.randn(num_tokens, dim, device="cuda").chunk(2, 1)
+    cos, sin = torch.randn(num_tokens, rotated, device="cuda").chunk(2, 1)
     shape = (2, kv_heads, num_tokens // _PAGE + 16, _PAGE, dim)
     caches, others = (torch.zeros(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     inputs = q, k, v, cos, sin, torch.randperm(num_tokens, device="cuda") + 5
-    q_norm, k_norm = _rows(dim), _rows(dim)
+    q_norm, k_norm = _rows(dim).to(norm_dtype), _rows(dim).to(norm_dtype)
+    part = "" if rotated == dim else f" rotated {rotated}"
     write = rope_cache_write.rope_cache_write_gqa
     run = partial(write, *inputs, *caches, interleaved=False, q_norm=q_norm, k_norm=k_norm, eps=_EPS)
     chain = partial(_norms_first, *inputs, *others, q_norm=q_norm, k_norm=k_norm)
@@ -192,11 +211,11 @@ def _norm_write_gqa(num_tokens: int, heads: int, kv_heads: int, dim: int) -> Cas
 
     return Case(
         op="rope_cache_write_gqa",
-        shape=f"T{num_tokens} N{heads}/{kv_heads} D{dim} normed",
+        shape=f"T{num_tokens} N{heads}/{kv_heads} D{dim}{part} normed",
         run=run,
         prove=prove,
-        num_bytes=4 * num_tokens * (heads + 2 * kv_heads) * dim + num_tokens * (4 * dim + 8),
-        target=_COPY if num_tokens == 4096 else None,
+        num_bytes=4 * num_tokens * (heads + 2 * kv_heads) * dim + num_tokens * (4 * rotated + 8),
+        target=_COPY if num_tokens >= 4096 else None,
         baseline=chain,
         baseline_name="rms_norm x 2, rope with cache write",
         variants=[(config, partial(run, config=config)) for config in rope_cache_write.normed_configs(dim)],
@@ -204,8 +223,8 @@ def _norm_write_gqa(num_tokens: int, heads: int, kv_heads: int, dim: int) -> Cas
     )
 
 
-def _write_gqa(num_tokens: int) -> Case:
-    heads, kv_heads, dim = 32, 4, 128
+def _write_gqa(num_tokens: int, heads: int = 32, kv_heads: int = 4) -> Case:
+    dim = 128
     qkv = _rows(num_tokens, heads + 2 * kv_heads, dim)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
     cos, sin = (torch.randn(num_tokens, dim // 2, device="cuda") for _ in range(2))
@@ -228,7 +247,7 @@ def _write_gqa(num_tokens: int) -> Case:
         run=run,
         prove=prove,
         num_bytes=4 * num_tokens * (heads + 2 * kv_heads) * dim + num_tokens * (4 * dim + 8),
-        target=_COPY if num_tokens == 4096 else None,
+        target=_COPY if num_tokens >= 4096 else None,
         baseline=unfused,
         baseline_name="rope, index_copy x 2",
         variants=[(config, partial(run, config=config)) for config in rope_cache_write.CONFIGS],

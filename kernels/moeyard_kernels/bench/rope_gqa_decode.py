@@ -1,12 +1,13 @@
 """Bench of a decode step's rotation, cache write and attention: two launches or one, by config."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
 from moeyard_kernels.attention import rope_gqa_decode as kernel
 from moeyard_kernels.bench.case import Case, assert_bits
+from moeyard_kernels.bench.model_steps import DECODE_ROWS, Grouped, ModelStep
 from moeyard_kernels.types.decode_tables import DecodeTables
 
 OPS = ("rope_gqa_decode",)
@@ -21,6 +22,14 @@ def cases() -> Iterator[Case]:
     for heads, kv_heads, normed in _MODELS:
         for batch, length in ((1, 192), (1, 512), (8, 192), (64, 192)):
             yield _case(heads, kv_heads, batch, length, normed=normed)
+
+
+def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
+    """Where one launch may do it: heads of 128 that are rotated whole. Others take the two launches of the chain."""
+    for kind in dict.fromkeys(kind for model in models for kind in model.attention):
+        for batch in rows:
+            if isinstance(kind, Grouped) and kind.dim == kind.rotated == _DIM and batch in DECODE_ROWS:
+                yield _case(kind.heads, kind.kv_heads, batch, 192, normed=kind.normed)
 
 
 def _case(heads: int, kv_heads: int, batch: int, length: int, *, normed: bool) -> Case:

@@ -1,6 +1,6 @@
 """Bench of the sampler: 64 rows of 163840 logits (Kimi-K2's vocabulary), beside the torch chain that engines use."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.model_steps import DECODE_ROWS, ModelStep
 from moeyard_kernels.ref import sample as reference
 from moeyard_kernels.sampling import sample as triton_kernel
 from moeyard_kernels.types.logit_edits import LogitEdits
@@ -147,14 +148,24 @@ def cases() -> Iterator[Case]:
             yield _case(logits * 3.5, "top-p, peaked", (*_DRAW, "top_p"), None)
 
 
+def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
+    """The two kinds of the targets over each vocabulary."""
+    for num_rows in rows:
+        for vocabulary in dict.fromkeys(model.vocabulary for model in models):
+            if num_rows in DECODE_ROWS:
+                logits = torch.randn(num_rows, vocabulary, device="cuda")
+                for kind, names, _ in _KINDS[:2]:
+                    yield _case(logits, kind, names, None)
+
+
 def _case(logits: torch.Tensor, kind: str, names: tuple[str, ...], bound: float | None) -> Case:
-    num_rows = logits.shape[0]
+    num_rows, vocabulary = logits.shape
     options = _options(num_rows, *names)
     configs = triton_kernel.CONFIGS if kind == "top-p" or (num_rows == 1 and kind != "greedy") else ()
     has_chain = not {"min_p", "edits", "top-20"} & set(names)
     return Case(
         op="sample",
-        shape=f"{num_rows}x{VOCAB} {str(logits.dtype).removeprefix('torch.')} {kind}",
+        shape=f"{num_rows}x{vocabulary} {str(logits.dtype).removeprefix('torch.')} {kind}",
         run=partial(ops.sample, logits, **options),
         prove=_prove(logits, options),
         num_bytes=logits.numel() * (logits.element_size() + (4 if "edits" in names else 0)),
@@ -162,5 +173,5 @@ def _case(logits: torch.Tensor, kind: str, names: tuple[str, ...], bound: float 
         baseline=_torch_chain(logits, options) if has_chain else None,
         baseline_name="torch chain" if has_chain else "",
         variants=[(config, partial(triton_kernel.sample, logits, config=config, **options)) for config in configs],
-        tune_key=("sample", triton_kernel.shape_class(num_rows, VOCAB)),
+        tune_key=("sample", triton_kernel.shape_class(num_rows, vocabulary)),
     )

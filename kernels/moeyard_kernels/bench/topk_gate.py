@@ -1,6 +1,7 @@
 """Bench cases of the gate."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target, assert_bits
+from moeyard_kernels.bench.model_steps import ModelStep
 from moeyard_kernels.ref import topk_gate as reference
 
 OPS = ("topk_gate",)
@@ -32,24 +34,39 @@ def cases() -> Iterator[Case]:
     """Three gates at the issue's 64 tokens, at one token and at a prompt's 4096; two that count what is chosen."""
     for num_tokens in (64, 1, 4096):
         for name, num_experts, options in _GATES:
-            yield _case(num_tokens, num_experts, name, options)
+            yield _case(_logits(num_tokens, num_experts), name, options)
     for num_tokens in _COUNTED_ROWS:
         for name, num_experts, options in _GATES[1:]:
-            yield _case(num_tokens, num_experts, name, options, counted=True)
+            yield _case(_logits(num_tokens, num_experts), name, options, counted=True)
 
 
-def _case(num_tokens: int, num_experts: int, name: str, options: Mapping[str, Any], *, counted: bool = False) -> Case:
-    logits = torch.randn(num_tokens, num_experts, device="cuda")
+def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
+    """Each gate over what its model's product gives: logits in fp32 or bf16, a shared expert's gate beside them."""
+    for model in models:
+        for num_tokens in rows:
+            logits = _logits(num_tokens, model.num_logits)
+            logits = logits if model.fp32_logits else logits.bfloat16()
+            yield _case(logits[:, : model.num_experts], model.name, asdict(model.rule), judged=False)
+
+
+def _logits(num_tokens: int, num_experts: int) -> torch.Tensor:
+    return torch.randn(num_tokens, num_experts, device="cuda")
+
+
+def _case(
+    logits: torch.Tensor, name: str, options: Mapping[str, Any], *, counted: bool = False, judged: bool = True
+) -> Case:
+    num_tokens, num_experts = logits.shape
+    options = {"top_k": 8, **options}
+    top_k = options["top_k"]
     bias = torch.randn(num_experts, device="cuda") * 0.1 if options["scoring"] == "sigmoid" else None
-    choose: partial[Any] = partial(ops.topk_gate, top_k=8, bias=bias, **options)
+    choose: partial[Any] = partial(ops.topk_gate, bias=bias, **options)
     counts = torch.zeros(num_experts, dtype=torch.int64, device="cuda")
     entries = torch.arange(num_tokens, device="cuda")
 
     def prove() -> None:
         weights, ids = choose(logits)
-        wanted, wanted_ids = reference.topk_gate(
-            logits.cpu(), top_k=8, bias=None if bias is None else bias.cpu(), **options
-        )  # fmt: skip
+        wanted, wanted_ids = reference.topk_gate(logits.cpu(), bias=None if bias is None else bias.cpu(), **options)
         assert_bits("ids of the reference", ids.cpu(), wanted_ids)
         assert torch.allclose(weights.cpu(), wanted, rtol=1e-6, atol=0), "weights are not the reference's"
         for t in {0, num_tokens - 1}:
@@ -62,24 +79,25 @@ def _case(num_tokens: int, num_experts: int, name: str, options: Mapping[str, An
     if counted:
         baseline, baseline_name = partial(choose, logits), "without counts"
     elif bias is None:
-        baseline, baseline_name = partial(_softmax_chain, logits), _CHAIN
+        baseline, baseline_name = partial(_softmax_chain, logits, top_k), _CHAIN
     else:
-        baseline, baseline_name = partial(_sigmoid_chain, logits, bias, grouped="num_groups" in options), _CHAIN
+        grouped = options.get("num_groups", 1) > 1
+        baseline, baseline_name = partial(_sigmoid_chain, logits, bias, grouped=grouped), _CHAIN
     return Case(
         op="topk_gate",
-        shape=f"T{num_tokens} E{num_experts} K8 {name}{', counted' if counted else ''}",
+        shape=f"T{num_tokens} E{num_experts} K{top_k} {name}{', counted' if counted else ''}",
         run=partial(choose, logits, counts=counts, entries=entries) if counted else partial(choose, logits),
         prove=prove,
-        num_bytes=num_tokens * (4 * num_experts + 8 * 12),
-        target=Target("us", 6) if num_tokens == 64 and not counted else None,
+        num_bytes=num_tokens * (logits.itemsize * num_experts + top_k * 12),
+        target=Target("us", 6) if num_tokens == 64 and judged and not counted else None,
         baseline=baseline,
         baseline_name=baseline_name,
         early=False,
     )
 
 
-def _softmax_chain(logits: torch.Tensor) -> torch.Tensor:
-    weights, _ = torch.softmax(logits, -1).topk(8, -1)
+def _softmax_chain(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    weights, _ = torch.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1)
     return weights / weights.sum(-1, keepdim=True)
 
 
