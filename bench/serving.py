@@ -70,6 +70,7 @@ _LINEAR: dict[str, Any] = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", _QWEN),
     "qwen3_next": ("Qwen3Next", {**_QWEN, **_LINEAR}),
+    "qwen3_5_moe": ("Qwen3_5MoeText", {**_QWEN, **_LINEAR, "pad_token_id": None}),
     "kimi_linear": (
         "KimiLinear",
         {
@@ -98,7 +99,8 @@ def make_checkpoint(directory: Path, dtype: torch.dtype, family: str) -> None:
         bos_token_id=None,
         **sizes,
     )
-    getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).save_pretrained(directory)
+    # Of Qwen3.5 the text model alone, whose class has a shorter name than its config's.
+    getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).to(dtype).save_pretrained(directory)
     alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

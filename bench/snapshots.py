@@ -1,22 +1,25 @@
 """How much of shared-prefix traces a rank computes, by the share of KV memory that is for snapshots of state.
 
-    python bench/snapshots.py [--kv-memory 8GiB] [--model qwen3_next | kimi_linear]
+    python bench/snapshots.py [--kv-memory 8GiB] [--model qwen3_next | kimi_linear] [--rule served lru]
 
 The scheduler is the real one, with the sizes of a published model in bfloat16 and as many pages and snapshots as fit;
 steps are not computed. 16 requests at once, answers of 8 tokens (a conversation's next prompt has an answer of its own
-length in it). Printed per trace and share: prompt tokens that were computed out of all, and what was evicted. Share 0
-is no reuse.
+length in it). Printed per trace, share and rule of eviction: prompt tokens that were computed out of all, and what was
+evicted. Share 0 is no reuse. Rules: that which is served (`state/snapshots.py`), and lru to compare it with.
 """
 
 import argparse
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 from moeyard_worker.config.engine_config import SchedulerConfig, format_size, parse_size
 from moeyard_worker.protocol import SamplingParams, Submit
+from moeyard_worker.scheduling import holdings
 from moeyard_worker.scheduling.request import Accepted
 from moeyard_worker.scheduling.scheduler import Scheduler
+from moeyard_worker.state.snapshots import SnapshotPool
 
 # Bytes of a sequence's state, and of a token in layers of full attention (docs/linear_attention.md).
 SIZES = {"qwen3_next": (int(73.7 * 2**20), 24 << 10), "kimi_linear": (int(41.4 * 2**20), int(7.9 * 1024))}
@@ -71,14 +74,24 @@ TRACES: dict[str, Callable[[random.Random], Trace]] = {
 }  # fmt: skip
 
 
-def run(trace: Trace, *, pages: int, snapshots: int) -> Scheduler:
+class Lru(SnapshotPool):
+    """The least recently used goes."""
+
+    def _least(self) -> bytes:
+        return next(iter(self._held))
+
+
+RULES: dict[str, type[SnapshotPool]] = {"served": SnapshotPool, "lru": Lru}
+
+
+def run(trace: Trace, *, pages: int, snapshots: int, rule: str = "served") -> Scheduler:
     """The scheduler at the end of a trace."""
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_pages=pages, page_size=PAGE, max_model_len=16384, vocab_size=VOCAB, max_num_seqs=SEQS,
-            prefix_caching=snapshots > 0, num_state_slots=SEQS, num_snapshots=snapshots, chunk_alignment=CHUNK,
-        )
+    config = SchedulerConfig(
+        num_pages=pages, page_size=PAGE, max_model_len=16384, vocab_size=VOCAB, max_num_seqs=SEQS,
+        prefix_caching=snapshots > 0, num_state_slots=SEQS, num_snapshots=snapshots, chunk_alignment=CHUNK,
     )  # fmt: skip
+    with patch.object(holdings, "SnapshotPool", RULES[rule]):
+        scheduler = Scheduler(config)
     prompts = deque(enumerate(trace))
     while prompts or scheduler.has_work():
         while prompts and scheduler.num_running + scheduler.num_waiting < SEQS:
@@ -98,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-memory", type=parse_size, default=8 << 30)
     parser.add_argument("--model", choices=tuple(SIZES), default="qwen3_next")
+    parser.add_argument("--rule", nargs="+", choices=tuple(RULES), default=["served"])
     args = parser.parse_args()
     state, token = SIZES[args.model]
     print(f"{args.model}, {format_size(args.kv_memory)} of KV memory, {SEQS} at once")
@@ -105,15 +119,16 @@ def main() -> None:
         for share in SHARES:
             snapshots = int(args.kv_memory * share) // state
             pages = (args.kv_memory - snapshots * state) // (token * PAGE)
-            done = run(make(random.Random(1)), pages=pages, snapshots=snapshots)
-            stats, held = done.stats, done.snapshots
-            total = stats.prefill_tokens + stats.prefix_hit_tokens
-            print(
-                f"{name:<15} share {share:<5} {snapshots:>4} snapshots {pages * PAGE:>7} tokens of pages: computed "
-                f"{stats.prefill_tokens / total:>6.1%} of {total}, used {held.num_used}, taken {held.num_taken}, "
-                f"evicted {held.num_evicted}, preempted {stats.num_preemptions}",
-                flush=True,
-            )
+            for rule in args.rule if snapshots else args.rule[:1]:
+                done = run(make(random.Random(1)), pages=pages, snapshots=snapshots, rule=rule)
+                stats, held = done.stats, done.snapshots
+                total = stats.prefill_tokens + stats.prefix_hit_tokens
+                print(
+                    f"{name:<15} share {share:<5} {rule:<6} {snapshots:>4} snapshots {pages * PAGE:>7} tokens of pages:"
+                    f" computed {stats.prefill_tokens / total:>6.1%} of {total}, used {held.num_used}, "
+                    f"taken {held.num_taken}, evicted {held.num_evicted}, preempted {stats.num_preemptions}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ a third keeps a part of long prompts only, which has answers of its own.
 """
 
 import itertools
+import operator
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -285,7 +286,8 @@ def test_gqa(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], e
     check(case, processes, checkpoints["gqa"], expected["gqa"])
 
 
-# Prompts are cut at multiples of 64, and a prefix is found again behind a snapshot of state.
+# Prompts are cut at multiples of 64, and a prefix is found again behind a snapshot of state. No product, but with those in
+# bf16 each value of an axis meets each of another (`test_hybrid_cases_pair_all_values`).
 HYBRID_CASES = {
     "hybrid": [
         Case(1, "shm", "min", "slru", 64, "scarce"),
@@ -293,8 +295,11 @@ HYBRID_CASES = {
         Case(2, "tcp", "min", "lru", 2048, "ample"),
         Case(4, "shm", "all", "slru", 2048, "scarce"),
         Case(4, "tcp", "half", "lru", 64, "scarce"),
+        Case(1, "shm", "half", "slru", 2048, "ample"),
     ],
     "hybrid_mla": [
+        Case(2, "tcp", "all", "lru", 64, "ample"),
+        Case(4, "shm", "min", "slru", 2048, "ample"),
         Case(1, "shm", "all", "slru", 128, "ample", deep=2),
         Case(2, "shm", "min", "slru", 64, "scarce", scattered=True),
         Case(4, "tcp", "half", "lru", 128, "scarce"),
@@ -350,6 +355,16 @@ def test_bf16(
     kind: str, case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]
 ) -> None:
     check(case, processes, checkpoints[kind], expected[kind])
+
+
+def test_hybrid_cases_pair_all_values() -> None:
+    """Of the axes of `cases`, with the two ends of chunks."""
+    some = [case for cases in HYBRID_CASES.values() for case in cases] + BF16_CASES["hybrid_bf16"]
+    axes = ("ranks", "exchange", "slots", "policy", "chunk", "pages")
+    wanted = [case for case in cases() if case.chunk > 16]
+    for pair in itertools.combinations(axes, 2):
+        of = operator.attrgetter(*pair)
+        assert set(map(of, wanted)) <= set(map(of, some)), pair
 
 
 # Beside state per sequence a chunk has room for a window behind the multiple of 64 that it begins at.

@@ -1,6 +1,6 @@
 """Greedy tokens over HTTP equal those of transformers' `generate`.
 
-For every family on 1, 2 and 3 ranks, and for its less common options and file layouts on 2 and 3.
+For every family, and for its less common options and file layouts, on 1, 2 and 3 ranks.
 """
 
 import random
@@ -40,7 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": 24},
     "olmoe": {},
 }
-# Named by family and what is unusual. Experts on 3 ranks: 7, 7, 6; 3, 2, 2; 4, 4, 4; 3, 3, 2 and, three times, 2, 2, 1.
+# Named by family and what is unusual. Experts on 3 ranks: 7, 7, 6; 3, 2, 2; 4, 4, 4; 3, 3, 2; three times 2, 2, 1;
+# 4, 3, 3 of qwen3_5_moe and 3, 2, 2 of kimi_linear.
 VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v3-no_q_rank": {"q_lora_rank": None, "n_routed_experts": 20},
     "kimi_k2-old_rope_keys": {
@@ -74,6 +75,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 0,
         "tie_word_embeddings": True,
     },
+    "qwen3_5_moe-first_full_odd_heads_tied": {
+        "num_experts": 10,
+        "num_experts_per_tok": 3,
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 9,
+        "linear_value_head_dim": 10,
+        "tie_word_embeddings": True,
+    },
+    "kimi_linear-last_full_odd_heads_no_shared": {
+        "num_local_experts": 7,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "linear_num_heads": 3,
+        "linear_head_dim": 18,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "n_shared_experts": 0,
+    },
     "mixtral-fused_no_window": {"num_local_experts": 5, "sliding_window": None, "fused_experts": True},
     "olmoe-normalised_weights_bias_fused": {
         "num_key_value_heads": 4,
@@ -102,6 +126,8 @@ SEEDS = {
     "deepseek_v2-groups_yarn": 3,
     "qwen3_moe-sparse_step_tied_sharded": 15,
     "qwen3_next-odd_heads_no_shared_tied": 1,
+    "qwen3_5_moe-first_full_odd_heads_tied": 3,
+    "kimi_linear-last_full_odd_heads_no_shared": 7,
     "mixtral-fused_no_window": 0,
     "olmoe-normalised_weights_bias_fused": 1,
 }
@@ -174,7 +200,7 @@ def test_greedy_tokens(ranks: int, case: tuple[Path, list[list[int]]], processes
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # transformers with no shared expert
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("case", VARIANTS, indirect=True)
 def test_variants(ranks: int, case: tuple[Path, list[list[int]]], processes: ProcessPool) -> None:
     check(ranks, case, processes)

@@ -19,7 +19,8 @@ from moeyard_worker.engine.graph_runner import GraphRunner
 from moeyard_worker.protocol import SamplingParams
 
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-FAMILIES: dict[str, dict[str, Any]] = {"qwen3_next": {"head_dim": 32}, "kimi_linear": MLA}
+HEADS = {"head_dim": 32}
+FAMILIES: dict[str, dict[str, Any]] = {"qwen3_next": HEADS, "qwen3_5_moe": HEADS, "kimi_linear": MLA}
 # Pages of 16 positions: three of the requests below start together in the fewer, and outgrow them.
 AMPLE, SCARCE = 64, 11
 # Of the turns of a conversation, likewise.

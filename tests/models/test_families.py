@@ -322,7 +322,7 @@ def test_decode_logits_match_generate(tmp_path: Path, family: str, seed: int) ->
     assert relative(logits, torch.cat(output.logits)) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next", "kimi_linear", "olmoe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "kimi_linear", "olmoe"])
 def test_bfloat16(tmp_path: Path, family: str, seed: int) -> None:
     """A bfloat16 checkpoint gives its own float32 logits when served in float32, and close ones in bfloat16."""
     directory = make_checkpoint(tmp_path, family, seed=seed, dtype=torch.bfloat16)
@@ -336,7 +336,10 @@ def test_bfloat16(tmp_path: Path, family: str, seed: int) -> None:
     assert not torch.equal(rounded, exact)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3_next", "mixtral", "olmoe"])
+@pytest.mark.parametrize(
+    "family",
+    ["deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "kimi_linear", "mixtral", "olmoe"],
+)
 def test_routing_of_random_checkpoints_is_diverse(tmp_path: Path, family: str, seed: int) -> None:
     """Otherwise the comparisons above would say little about the gate."""
     directory = make_checkpoint(tmp_path, family, seed=seed)

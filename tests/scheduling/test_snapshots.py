@@ -1,9 +1,11 @@
 """Snapshots of state per sequence: where prompts leave them, who starts behind them, which goes first."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.scheduling.scheduler_harness import Harness
+from tests.scripts import loaded
 
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import SamplingParams, Submit
@@ -170,3 +172,36 @@ def test_the_pool_notices_what_is_wrong() -> None:
 def test_numbers_of_slots_are_at_least_zero() -> None:
     with pytest.raises(ValueError, match="num_snapshots must be at least 0, got -1"):
         Scheduler(replace(CONFIG, num_snapshots=-1))
+
+
+def fill(pool: SnapshotPool, uses: dict[bytes, int]) -> list[bytes]:
+    """Keep snapshots one after the other and use each so often; those that are left."""
+    for name, times in uses.items():
+        assert pool.reserve(name) is not None
+        pool.keep(name)
+        for _ in range(times):
+            pool.use(name)
+    return [name for name in uses if pool.reach([name], 1)]
+
+
+def test_what_is_used_often_stays_until_it_is_old() -> None:
+    """Each that goes makes those behind worth one more: after three, what was used four times goes before a new one."""
+    uses, pool = {b"liked": 4, b"a": 0, b"b": 0, b"c": 0, b"d": 0}, SnapshotPool(range(2))
+    assert fill(pool, uses) == [b"liked", b"d"]
+    pool.validate([], dict.fromkeys((b"liked", b"d")).keys())
+    assert fill(SnapshotPool(range(2)), {**uses, b"e": 0}) == [b"d", b"e"]
+
+
+def test_one_use_is_as_good_as_none() -> None:
+    """A conversation's next turn has begun behind it, and has left its own."""
+    assert fill(SnapshotPool(range(2)), {b"once": 1, b"a": 0, b"b": 0}) == [b"a", b"b"]
+    assert fill(SnapshotPool(range(2)), {b"twice": 2, b"a": 0, b"b": 0}) == [b"twice", b"b"]
+
+
+@pytest.mark.parametrize(("rule", "left"), [("served", b"liked"), ("lru", b"b")])
+def test_the_bench_compares_two_rules(rule: str, left: bytes) -> None:
+    with loaded(Path(__file__).resolve().parents[2] / "bench" / "snapshots.py") as bench:
+        assert fill(bench.RULES[rule](range(2)), {b"liked": 2, b"b": 0, b"c": 0}) == [left, b"c"]
+        done = bench.run(iter((*range(200), name) for name in range(6)), pages=200, snapshots=2, rule=rule)
+        assert type(done.snapshots) is bench.RULES[rule]
+        assert done.snapshots.num_used > 0

@@ -1,4 +1,4 @@
-"""Bench cases of the gated delta rule over prompts, proven against the rule in float64 at their full length."""
+"""Bench cases of the gated delta rule over prompts, proven (and printed) against float64 at their full length."""
 
 from functools import partial
 
@@ -20,13 +20,13 @@ def chunk_prefill(op: str, lengths: tuple[int, ...], k_heads: int, heads: int, *
     """Prompts of `lengths`; every second goes on from what its slot holds.
 
     Of gates of each row most chunks are one product and none is where gates are strong (`delta_scores`): the latter is
-    the most that it takes.
+    the most that it takes. Otherwise the first head forgets next to nothing (a_log -6), where errors add up most.
     """
     by_row, num_rows, num = op == "kda_chunk_prefill", sum(lengths), len(lengths)
     gates, width = heads * (_DIM if by_row else 1), (2 * k_heads + heads) * _DIM
     wide = torch.randn(num_rows, width + heads + gates, device="cuda", dtype=torch.bfloat16)
     qkv, b, a = wide.split((width, heads, gates), 1)
-    a_log = torch.linspace(*((3, 4) if strong else (-4, 1)), heads, device="cuda")
+    a_log = torch.linspace(*((3, 4) if strong else (-6, 1)), heads, device="cuda")
     dt_bias = torch.randn(*((heads, _DIM) if by_row else (heads,)), device="cuda")
     state = torch.randn(num, heads, _DIM, _DIM, device="cuda")
     starts = [CHUNK * (i % 2) for i in range(num)]
@@ -68,9 +68,12 @@ def chunk_prefill(op: str, lengths: tuple[int, ...], k_heads: int, heads: int, *
         q, k, v, g, beta = (x.cuda() for x in inputs)
         first = torch.zeros_like(exact[slot]) if fresh else exact[slot]
         wanted, behind = gated_delta_rule(q, k, v, g, beta, first.cuda())
-        for what, got, right in (("out", whole[begin:end], wanted.cuda()), ("state", left[slot], behind)):
-            error = (got.double() - right).norm() / right.norm()
-            assert error < 5e-3, f"{what}: relative error {error:.2e}"
+        for what, got, right, per in (("out", whole[begin:end], wanted, (0, 2)), ("state", left[slot], behind, (1, 2))):
+            apart = got.double() - right
+            error, worst = apart.norm() / right.norm(), (apart.norm(dim=per) / right.norm(dim=per)).max()
+            said = f"{op} T{end - begin}: {what} {error:.1e} from float64, {worst:.1e} of a head"
+            assert error < 5e-3, said
+            print(said, flush=True)
 
     targets = dict(_KDA_US) if by_row else {}
     square = CHUNK * CHUNK

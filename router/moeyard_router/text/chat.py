@@ -34,7 +34,9 @@ class TextCodec:
     def __init__(self, directory: Path, chat_template: Path | None = None, *, killable: bool = False) -> None:
         path = directory / "tokenizer.json"
         if not _is_there(path):
-            raise ValueError(f"{path}: no such file; the router needs a checkpoint with a tokenizer.json")
+            found = sorted(file.name for file in directory.glob("*tiktoken*"))
+            made = f", which transformers' TikTokenConverter makes of {found[0]} (docs/tools.md)" if found else ""
+            raise ValueError(f"{path}: no such file; the router needs a checkpoint with a tokenizer.json{made}")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # boundary: tokenizers raises bare Exception for any bad file

@@ -7,21 +7,35 @@ where one may be taken have the same state whoever computed it (one answer), so 
 
 from collections import OrderedDict
 from collections.abc import Iterable, KeysView, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Held:
+    """A snapshot: its slot, how many requests began behind it, what it is worth beside others."""
+
+    slot: int
+    worth: int
+    num_used: int = 0
 
 
 class SnapshotPool:
     """Owner of the slots `slots`, each free, reserved for a snapshot that a step takes, or holding one.
 
-    When none is free the least recently used snapshot goes. `num_taken`, `num_used` and `num_evicted` count since the
-    start: those kept, requests that began behind one, those that made room for another.
+    When none is free the snapshot goes that is worth least, of equals the least recently used. Worth is how often it
+    was used, the first time not counted (that is a conversation's next turn, which leaves a snapshot of its own), on
+    top of what was worth the last that had gone by then: so what was much liked once goes too (dynamic ageing, LFU-DA:
+    Arlitt et al. 2000). `num_taken`, `num_used` and `num_evicted` count since the start: those kept, requests that
+    began behind one, those that made room for another.
     """
 
     def __init__(self, slots: Sequence[int]) -> None:
         self.num_slots = len(slots)
         self.num_taken = self.num_used = self.num_evicted = 0
         self._free = list(reversed(slots))
-        # Of a page's hash: the slot of the snapshot behind it, least recently used first; the slot that will hold it.
-        self._held: OrderedDict[bytes, int] = OrderedDict()
+        self._age = 0  # what was worth the last that went
+        # Of a page's hash: the snapshot behind it, least recently used first; the slot that will hold it.
+        self._held: OrderedDict[bytes, _Held] = OrderedDict()
         self._reserved: dict[bytes, int] = {}
 
     @property
@@ -43,7 +57,10 @@ class SnapshotPool:
         """
         self._held.move_to_end(digest)
         self.num_used += 1
-        return self._held[digest]
+        held = self._held[digest]
+        held.num_used += 1
+        held.worth = self._age + held.num_used
+        return held.slot
 
     def reserve(self, digest: bytes) -> int | None:
         """A slot for a snapshot that a planned step takes; None where there is one, or will be, or every slot waits."""
@@ -52,14 +69,16 @@ class SnapshotPool:
         if not self._free:
             if not self._held:
                 return None
-            self._free.append(self._held.popitem(last=False)[1])
+            gone = self._held.pop(self._least())
+            self._age = gone.worth
+            self._free.append(gone.slot)
             self.num_evicted += 1
         self._reserved[digest] = slot = self._free.pop()
         return slot
 
     def keep(self, digest: bytes) -> None:
         """The step that took the snapshot is completed: it can be found."""
-        self._held[digest] = self._reserved.pop(digest)
+        self._held[digest] = _Held(self._reserved.pop(digest), self._age + 1)
         self.num_taken += 1
 
     def cancel(self, digest: bytes) -> None:
@@ -68,14 +87,20 @@ class SnapshotPool:
 
     def forget(self, digest: bytes) -> None:
         """The page index knows this page no more, so nothing leads to what is behind it."""
-        slot = self._held.pop(digest, None)
-        if slot is not None:
-            self._free.append(slot)
+        held = self._held.pop(digest, None)
+        if held is not None:
+            self._free.append(held.slot)
+
+    def _least(self) -> bytes:
+        """The snapshot that goes next."""
+        return min(self._held, key=lambda digest: self._held[digest].worth)
 
     def validate(self, reserved: Iterable[bytes], known: KeysView[bytes]) -> None:
         """Assert all invariants: `reserved` by the requests that say so, `known` to the page index."""
         assert sorted(reserved) == sorted(self._reserved), "a snapshot is taken for nobody, or twice"
         assert self._held.keys() <= known, "a snapshot behind a page that cannot be found"
         assert not self._held.keys() & self._reserved.keys(), "a snapshot is taken that is there"
-        slots = [*self._free, *self._held.values(), *self._reserved.values()]
+        slots = [*self._free, *(held.slot for held in self._held.values()), *self._reserved.values()]
+        for held in self._held.values():
+            assert 0 <= held.worth - self._age <= max(1, held.num_used), "a snapshot is worth what it cannot be"
         assert len(set(slots)) == len(slots) == self.num_slots, "a slot of snapshots is lost or has two owners"
