@@ -148,14 +148,16 @@ def test_the_last_decode_step_is_replayed_by_itself(monkeypatch: pytest.MonkeyPa
             subject.close()
 
 
-def test_no_replay_is_timed_where_steps_are_launched() -> None:
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"expert_slots": 8}], ids=["launched", "missing experts"])
+def test_no_replay_is_timed_that_says_nothing(options: dict[str, Any]) -> None:
+    """Where steps are launched, and where the same step once more would find all its experts."""
     with gpu_steps():
-        subject = graph_subject(enforce_eager=True)
+        subject = graph_subject(**options)
         try:
             row = Decode(streams=2, prompt=9, output=10).run(subject, Ceilings(copy=1e9))
         finally:
             subject.close()
-    assert row["replay_share"] == 0
+    assert (row["replay_share"] == 0) == ("enforce_eager" in options)
     assert not {"replay_ms", "tpot_of_replay"} & row.keys()
 
 

@@ -67,8 +67,12 @@ class Subject:
         return {name: getattr(runner, name) for name in ("num_replayed", "num_eager", "num_rows", "num_padded_rows")}
 
     def replayed(self) -> tuple[torch.cuda.CUDAGraph, ...]:
-        """The graphs of the step that was launched last; none where it, or any of it, was launched."""
-        return self.runner.replayed if isinstance(self.runner, GraphRunner) and self.times_replays else ()
+        """The graphs of the step that was launched last; none where it, or any of it, was launched.
+
+        Nor where experts lack slots: once more the same step would find all that it needs.
+        """
+        resident = self.report["expert_slots"] >= self.report["num_experts"]
+        return self.runner.replayed if isinstance(self.runner, GraphRunner) and self.times_replays and resident else ()
 
     def scheduler(self, chunk: int | None = None) -> Scheduler:
         """An empty one over all pages; with `chunk` a step that decodes too has at most so many prompt rows."""
