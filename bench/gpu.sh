@@ -15,6 +15,7 @@
 #                                      experts' sum, of the experts' products, the best of them stored
 #     table residency                  the whole table of one GPU; experts without slots
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
+#     whole                            two GPUs or more: one answer of ranks x exchanges x placements
 #     links                            two GPUs: experts without slots, each rank alone against all for each other
 #     drills                           two GPUs: `moeyard serve` on Ray, whose ranks are killed under load
 #     keep                             what Triton compiled so far, in $OUT: a minute of each part's time is this
@@ -121,6 +122,10 @@ workers() {
   tests parity 240 -s tests/models/test_gpu_parity.py &
   wait
   tests one_answer 240 -n 4 tests/e2e/test_one_answer_gpu.py tests/e2e/test_faults_gpu.py
+  tests on_cuda 240 tests/e2e/test_faults.py tests/e2e/test_gpu_matrix.py tests/deploy/test_bench_engine.py -k cuda
+  # What takes the device that there is.
+  tests on_device 240 -n 4 tests/engine/test_device_sampler.py tests/exchange/test_staged_exchange.py \
+    tests/experts/test_cache.py tests/models/test_verify_inputs.py tests/models/test_backends.py
 }
 matrix() { step matrix 240 python3 -m tests.e2e.gpu_matrix --processes 9; }
 decode() { engine decode 150 --shape Qwen3-30B-A3B --streams 1 8 64 --prefill; }
@@ -240,24 +245,31 @@ drafts() {
 # Through P2P, and as between hosts: P2P and shared memory off. A first communicator is what is asked here.
 nccl() {
   local network=(env NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 NCCL_SOCKET_IFNAME=lo)
-  local rows=(python3 bench/exchange.py --kinds nccl --device cuda --ranks 2 --dtypes bfloat16 --top-k 8 --layers 150)
+  # Beside zmq with its staging, by which `auto` is to choose one of the two (engine/topology.py).
+  local rows=(python3 bench/exchange.py --kinds nccl zmq --device cuda --ranks 2 --dtypes bfloat16 --top-k 8 --layers 150)
   tests nccl 60 tests/exchange/test_conformance.py -k "nccl and 2gpus"
   tests nccl_lost 90 tests/exchange/test_failures.py -k gpus_wait_no_more
-  step nccl_rows 40 "${rows[@]}" --tokens 1 8 64 --hidden 7168 --experts 256
-  step nccl_prompts 40 "${rows[@]}" --prompts --tokens 1024 4096 --hidden 2048 --experts 128
+  step nccl_rows 80 "${rows[@]}" --tokens 1 8 64 --hidden 7168 --experts 256
+  step nccl_prompts 80 "${rows[@]}" --prompts --tokens 1024 4096 --hidden 2048 --experts 128
   step nccl_network 60 "${network[@]}" TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest -q -p no:cacheprovider -rf \
     tests/exchange/test_conformance.py -k "nccl and 2gpus and bfloat16"
-  step nccl_network_rows 40 "${network[@]}" "${rows[@]}" --tokens 8 64 --hidden 7168 --experts 256
+  step nccl_network_rows 40 "${network[@]}" "${rows[@]}" --kinds nccl --tokens 8 64 --hidden 7168 --experts 256
   tests nccl_answer 200 tests/e2e/test_one_answer_gpu_ranks.py -k "nccl and gqa-bfloat16"
+  tests nccl_failures 150 tests/e2e/test_failures_gpu_ranks.py -k nccl
 }
+# A rank is killed; then a step has a token whose embedding is NaN.
 drills() {
-  step drills 330 python3 bench/drills.py --fault kill --faults 5 --workers 2 --serve "--device cuda" \
-    --json "$OUT/drills.json" --log "$OUT/drills-server.txt"
+  local fault serve=(--workers 2 --serve "--device cuda")
+  for fault in kill:5 exception:3; do
+    step "drills_${fault%:*}" 330 python3 bench/drills.py --fault "${fault%:*}" --faults "${fault#*:}" "${serve[@]}" \
+      --json "$OUT/drills-${fault%:*}.json" --log "$OUT/drills-${fault%:*}-server.txt"
+  done
 }
+whole() { step whole 500 python3 -m tests.e2e.gpu_matrix --ranks 1 2 4; }
 ranks() {
   tests nvlink 150 tests/exchange/test_nvlink_exchange.py
-  tests ranks 240 tests/e2e/test_one_answer_gpu_ranks.py -k "not nccl"
-  tests failures 120 tests/e2e/test_failures_gpu_ranks.py -k "not nccl"
+  tests ranks 300 tests/e2e/test_one_answer_gpu_ranks.py -k "not nccl"
+  tests failures 180 tests/e2e/test_failures_gpu_ranks.py -k "not nccl"
   step rows 60 python3 bench/nvlink.py --ranks 2
   step two_gpus 150 python3 bench/gpu_ranks.py --shape Qwen3-30B-A3B
 }

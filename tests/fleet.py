@@ -6,6 +6,7 @@ A process is kept and rebuilt for the next case, so that torch is imported once 
 import contextlib
 import multiprocessing
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,8 +68,7 @@ def serve(connection: Connection) -> None:
                 worker.scheduler.config = replace(worker.scheduler.config, mixed_prefill_tokens=args[0])
                 result = None
             elif name == "fall_silent":
-                # Its launches take no part from here on, and it knows of nothing.
-                worker.runner._exchange._window.poison()
+                fall_silent(worker._engine._exchange)
                 result = None
             elif name == "validate":
                 worker.experts.validate()
@@ -87,6 +87,16 @@ def serve(connection: Connection) -> None:
             connection.send((True, result))
         except Exception as error:  # boundary: the test process raises it
             connection.send((False, f"{type(error).__name__}: {error}"))
+
+
+def fall_silent(exchange: Any) -> None:
+    """A rank that lives and sends no more rows."""
+    if hasattr(exchange, "_window"):
+        # Its launches take no part from here on, and it knows of nothing.
+        exchange._window.poison()
+    else:
+        # Its host does not come to the rows of its next layer, and comes back from there only with its process.
+        exchange.dispatch = lambda *_args, **_rows: threading.Event().wait()
 
 
 class RankProcess:

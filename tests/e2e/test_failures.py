@@ -20,6 +20,7 @@ from tests.e2e.http_fleet import HttpFleet, engine_config, serve_http, wait_for
 from tests.fleet import Answer, Client, Fleet, ProcessPool, RankProcess, call_all, start_fleet
 
 from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.doors import STALL
 from moeyard_worker.engine.faults import RankFault
 from moeyard_worker.engine.worker import Worker
 from moeyard_worker.protocol import Done
@@ -156,6 +157,26 @@ def test_a_slow_rank_is_waited_for(processes: ProcessPool, model: Path) -> None:
             assert answer.end.finish_reason == "length"
         assert not slow.is_set()
         assert {snapshot.failure for snapshot in client.snapshots.values()} == {None}
+
+
+def test_a_rank_that_lives_and_sends_nothing_is_named(processes: ProcessPool, model: Path) -> None:
+    """Its process answers, its engine hangs before a layer's rows: given up by all others after twelve deadlines."""
+    deadline = DEADLINE / 4
+    with start_fleet(processes, engine_config(model, num_workers=3, step_deadline=deadline)) as fleet:
+        names = submit_everywhere(fleet)
+        fleet.ranks[1].call("fall_silent")
+        begun = time.monotonic()
+        losses = [fleet.ranks[rank].call("wait") for rank in (0, 2)]
+        assert time.monotonic() - begun < STALL * deadline + SLACK
+        (reason,) = {loss["reason"] for loss in losses}
+        assert re.fullmatch(rf"rank 1 silent at step \d+, layer \d+, dispatch \({STALL * deadline:.1f} s\)", reason), (
+            reason
+        )
+        assert {loss["ranks"] for loss in losses} == {(1,)}
+        kill(fleet.ranks[1])
+        fleet.recover([1], losses)
+        answers = fleet.client.wait(*names[0], *names[2])
+        assert {len(answer.token_ids) for answer in answers} == {LONG["max_tokens"]}
 
 
 def test_rank_killed_while_idle(processes: ProcessPool, model: Path) -> None:

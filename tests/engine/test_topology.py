@@ -76,9 +76,12 @@ def test_cpus() -> None:
 
 
 def test_nccl_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It wants no peer access, and is refused where torch has none; `auto` does not choose it so far."""
+    """It wants no peer access, and is refused where torch has none; `auto` does not choose it, on one host or several
+    (docs/gpu.md says what is to be known first)."""
     monkeypatch.setattr(topology, "missing_nccl", lambda: None)
     far: dict[str, Any] = {"device": Gpus("GPU 0 has no peer access to GPU 2")}
+    cluster = "this process sees its own GPU only, not those of the other workers"
+    assert settled("auto", peer_gpus=()) == settled("auto", peer_gpus=(), speculate="mtp") == ("zmq", cluster)
     assert settled("nccl") == ("nccl", "asked for")
     assert settled("nccl", **far) == ("nccl", "asked for")
     assert settled("nccl", workers=1, peer_gpus=()) == ("nccl", "asked for")

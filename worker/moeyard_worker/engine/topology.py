@@ -12,8 +12,9 @@ from moeyard_worker.exchange.factory import resolve_kind
 from moeyard_worker.exchange.row_group import missing_nccl
 from moeyard_worker.exchange.shape import ExchangeShape
 
-# What `auto` tries where several ranks compute on GPUs, in this order; the last can always be. "nccl" stands between
-# these two once it has run on GPUs: until then it is asked for by name.
+# What `auto` tries where several ranks compute on GPUs, in this order; the last can always be. "nccl" is asked for by
+# name: it has run on two GPUs of one host, but never between hosts, where it needs a network that its variables name,
+# and what "zmq" takes on GPUs, by which it would be the faster one, is not measured (bench/gpu.sh nccl measures both).
 _AUTO: tuple[ExchangeKind, ...] = ("nvlink", "zmq")
 
 
