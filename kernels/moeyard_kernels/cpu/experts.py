@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from moeyard_kernels.cpu.joint_experts import joint_mlp, joins
 from moeyard_kernels.cpu.linear import pack_weight, padded_rows, project
 from moeyard_kernels.ref.silu_mul import silu_mul
 
@@ -18,7 +19,8 @@ class CpuExpertSlots:
     """S slots; `gate_up[s]` [2I, H] (gate rows first) and `down[s]` [H, I] are packed for the CPU's matrix products.
 
     Every slot is packed, however its expert came to be there, because a packed and a plain matrix may differ in the
-    bits of their products. A slot takes memory when it is first written.
+    bits of their products. Of small experts none is, where `joins` finds that several can be computed by one product
+    with the same bits. A slot takes memory when it is first written.
     """
 
     def __init__(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
@@ -29,20 +31,22 @@ class CpuExpertSlots:
         empty = torch.empty(0, dtype=dtype)
         self.gate_up = [empty] * num_slots
         self.down = [empty] * num_slots
+        self.joint = joins(hidden=hidden, intermediate=intermediate, dtype=dtype)
+        self.mlp = joint_mlp if self.joint else grouped_mlp
 
     def write(self, slot: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
         """See `ExpertSlots.write`."""
         self._gate_up[: self._intermediate].copy_(gate)
         self._gate_up[self._intermediate :].copy_(up)
         self._down.copy_(down)
-        self.gate_up[slot] = _packed(self._gate_up)
-        self.down[slot] = _packed(self._down)
+        self.gate_up[slot] = self._kept(self._gate_up)
+        self.down[slot] = self._kept(self._down)
         return (self._gate_up.numel() + self._down.numel()) * self._down.itemsize
 
     def pack(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `MovableSlots.pack`."""
         dtype = self._down.dtype
-        return _packed(torch.cat((gate, up)).to(dtype)), _packed(down.to(dtype))
+        return self._kept(torch.cat((gate, up)).to(dtype)), self._kept(down.to(dtype))
 
     def rearrange(self, order: Sequence[int | tuple[torch.Tensor, torch.Tensor] | None]) -> None:
         """See `MovableSlots.rearrange`."""
@@ -64,6 +68,11 @@ class CpuExpertSlots:
     ) -> "CpuExpertRun":  # fmt: skip
         """See `ExpertSlots.begin`."""
         return CpuExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt)
+
+    def _kept(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A copy of `matrix` in the form of the products, which on some machines is the plain one in any case."""
+        packed = matrix if self.joint else pack_weight(matrix)
+        return packed.clone() if packed is matrix else packed
 
 
 class CpuExpertRun:
@@ -101,7 +110,8 @@ class CpuExpertRun:
             if count and slot >= 0:
                 groups.append((start, count, slot))
             start += count
-        grouped_mlp(self._rows, self._row_of_pair, groups, self._slots.gate_up, self._slots.down, self._out)
+        slots = self._slots
+        slots.mlp(self._rows, self._row_of_pair, groups, slots.gate_up, slots.down, self._out)
 
     def result(self) -> torch.Tensor:
         """See `ExpertRun.result`."""
@@ -139,9 +149,3 @@ def grouped_mlp(
         y = project(silu_mul(project(x, w_in)), w_out)
         out[start : start + count] = y[:count]
     return out
-
-
-def _packed(matrix: torch.Tensor) -> torch.Tensor:
-    """A copy of `matrix` in the kernels' form, which on some machines is the plain one."""
-    packed = pack_weight(matrix)
-    return packed.clone() if packed is matrix else packed
