@@ -21,6 +21,12 @@ _MOST_BYTES = 64 << 10
 _PIECE = 512 << 10
 # Rows of one expert in a batch; what has more takes several places.
 _MOST_ROWS = 16
+# Experts with more rows than that, on average, are computed one by one: their rows take longer than the calls.
+JOINT_ROWS = 32
+# Up to so many pairs have a place each: most of them have an expert of their own anyway, and on a handful of rows
+# finding the others takes longer than multiplying their matrices twice.
+FEW_PAIRS = 16
+_TILE = 4
 
 
 def joins(*, hidden: int, intermediate: int, dtype: torch.dtype) -> bool:
@@ -34,7 +40,7 @@ def joins(*, hidden: int, intermediate: int, dtype: torch.dtype) -> bool:
 
 
 def _same_bits(dim: int, num_out: int, dtype: torch.dtype) -> bool:
-    """Whether batches of every number of rows, and a few numbers of matrices, have the bits of packed matrices.
+    """Whether plain matrices, alone and in batches of all row counts and a few sizes, have the bits of packed ones.
 
     Every product of the test appears with both signs, somewhere in the sum: what is left of it is all rounding, so that
     another order of summation cannot be missed.
@@ -46,18 +52,34 @@ def _same_bits(dim: int, num_out: int, dtype: torch.dtype) -> bool:
     for x, sign in ((matrices, signs), (rows, signs.abs())):
         half = torch.randn(7, x.shape[1], dim // 2, generator=generator)
         x[..., : dim - dim % 2] = (half.repeat(1, 1, 2) * sign)[..., places].to(dtype)
-    wanted = torch.stack([project(x, pack_weight(matrix)) for x, matrix in zip(rows, matrices, strict=True)])
-    return all(
-        torch.equal(_products(rows[:count, :tile], list(matrices[:count])), wanted[:count, :tile])
+    pairs = list(zip(rows, matrices, strict=True))
+    wanted = torch.stack([project(x, pack_weight(matrix)) for x, matrix in pairs])
+    alone = torch.stack([project(x, matrix) for x, matrix in pairs])
+    return torch.equal(alone, wanted) and all(
+        torch.equal(_products(rows[:count, -tile:], list(matrices[:count])), wanted[:count, -tile:])
         for tile in range(4, _MOST_ROWS + 1, 4)
         for count in (1, 2, 7)
     )
 
 
-def _products(rows: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+def _products(rows: torch.Tensor, matrices: list[torch.Tensor]) -> torch.Tensor:
     """rows [n, M, K] times n matrices [N, K] -> [n, M, N]."""
     joined = torch.cat(matrices).view(len(matrices), *matrices[0].shape)
     return torch.bmm(rows, joined.transpose(1, 2))
+
+
+def pairs_mlp(
+    rows: torch.Tensor, slots: Sequence[int], gate_up: Sequence[torch.Tensor], down: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The pairs of rows [R, H] with K slots each, row by row and `FEW_PAIRS` at most -> [R, K, H].
+
+    Each place of the batch is one row, repeated. As `joint_mlp` computes it, bit for bit.
+    """
+    (num_rows, hidden), count = rows.shape, len(slots)
+    x = rows.unsqueeze(1).expand(num_rows, count // num_rows * _TILE, hidden).reshape(count, _TILE, hidden)
+    y = _products(x, [gate_up[slot] for slot in slots]).view(count * _TILE, -1)
+    y = _products(silu_mul(y).view(count, _TILE, -1), [down[slot] for slot in slots])
+    return y[:, 0].contiguous().view(num_rows, -1, hidden)
 
 
 def joint_mlp(
