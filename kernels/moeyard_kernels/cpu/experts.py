@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from moeyard_kernels.cpu.joint_experts import FEW_PAIRS, JOINT_ROWS, joins, joint_mlp, pairs_mlp
 from moeyard_kernels.cpu.linear import pack_weight, padded_rows, project
 from moeyard_kernels.ref.silu_mul import silu_mul
 
@@ -18,7 +19,8 @@ class CpuExpertSlots:
     """S slots; `gate_up[s]` [2I, H] (gate rows first) and `down[s]` [H, I] are packed for the CPU's matrix products.
 
     Every slot is packed, however its expert came to be there, because a packed and a plain matrix may differ in the
-    bits of their products. A slot takes memory when it is first written.
+    bits of their products. Of small experts none is, where `joins` finds that several can be computed by one product
+    with the same bits. A slot takes memory when it is first written.
     """
 
     def __init__(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
@@ -29,20 +31,21 @@ class CpuExpertSlots:
         empty = torch.empty(0, dtype=dtype)
         self.gate_up = [empty] * num_slots
         self.down = [empty] * num_slots
+        self.joint = joins(hidden=hidden, intermediate=intermediate, dtype=dtype)
 
     def write(self, slot: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
         """See `ExpertSlots.write`."""
         self._gate_up[: self._intermediate].copy_(gate)
         self._gate_up[self._intermediate :].copy_(up)
         self._down.copy_(down)
-        self.gate_up[slot] = _packed(self._gate_up)
-        self.down[slot] = _packed(self._down)
+        self.gate_up[slot] = self._kept(self._gate_up)
+        self.down[slot] = self._kept(self._down)
         return (self._gate_up.numel() + self._down.numel()) * self._down.itemsize
 
     def pack(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `MovableSlots.pack`."""
         dtype = self._down.dtype
-        return _packed(torch.cat((gate, up)).to(dtype)), _packed(down.to(dtype))
+        return self._kept(torch.cat((gate, up)).to(dtype)), self._kept(down.to(dtype))
 
     def rearrange(self, order: Sequence[int | tuple[torch.Tensor, torch.Tensor] | None]) -> None:
         """See `MovableSlots.rearrange`."""
@@ -65,6 +68,11 @@ class CpuExpertSlots:
         """See `ExpertSlots.begin`."""
         return CpuExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt)
 
+    def _kept(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A copy of `matrix` in the form of the products, which on some machines is the plain one in any case."""
+        packed = matrix if self.joint else pack_weight(matrix)
+        return packed.clone() if packed is matrix else packed
+
 
 class CpuExpertRun:
     """One layer's rows, grouped by expert. See `ExpertRun`; an id of [num_experts, ...) is an assertion."""
@@ -75,15 +83,13 @@ class CpuExpertRun:
     ) -> None:  # fmt: skip
         self._slots, self._rows = slots, rows
         self._num_rows, self._top_k = experts.shape
-        flat = experts.numpy().reshape(-1)
+        self._flat = flat = experts.numpy().reshape(-1)
         counts = np.bincount(flat + 1, minlength=num_experts + 1).tolist()
         assert len(counts) == num_experts + 1, f"expert {len(counts) - 2} of {num_experts}"
+        self._num_elsewhere = counts[0]
         self.counts: tuple[int, ...] = tuple(counts[1:])
-        # Pairs row * K + k of the experts that are here: by expert, then by pair.
-        pairs = flat.argsort(kind="stable")[counts[0] :]
-        self._pairs = torch.from_numpy(pairs)
-        self._row_of_pair = torch.from_numpy(pairs // self._top_k)
-        self._out = rows.new_empty(pairs.size, rows.shape[1])
+        self._groups: _Groups | None = None
+        self._result: torch.Tensor | None = None
         self.decode_counts = self.counts
         if prompt is not None:
             decode = flat[~prompt.numpy().repeat(self._top_k)]
@@ -96,18 +102,43 @@ class CpuExpertRun:
 
     def compute(self, slot_of_expert: Sequence[int]) -> None:
         """See `ExpertRun.compute`."""
+        slots = self._slots
+        if slots.joint and 0 < self._flat.size <= FEW_PAIRS and not self._num_elsewhere:
+            of_pairs = [slot_of_expert[expert] for expert in self._flat.tolist()]
+            if min(of_pairs) >= 0:
+                self._result = pairs_mlp(self._rows, of_pairs, slots.gate_up, slots.down)
+                return
+        if self._groups is None:
+            self._groups = _Groups(self._rows, self._flat, self._num_elsewhere, top_k=self._top_k)
         groups, start = [], 0
         for count, slot in zip(self.counts, slot_of_expert, strict=True):
             if count and slot >= 0:
                 groups.append((start, count, slot))
             start += count
-        grouped_mlp(self._rows, self._row_of_pair, groups, self._slots.gate_up, self._slots.down, self._out)
+        found = self._groups
+        few = sum(count for _, count, _ in groups) <= JOINT_ROWS * len(groups)
+        mlp = joint_mlp if slots.joint and few else grouped_mlp
+        mlp(self._rows, found.row_of_pair, groups, slots.gate_up, slots.down, found.out)
 
     def result(self) -> torch.Tensor:
         """See `ExpertRun.result`."""
-        out = self._out.new_empty(self._num_rows * self._top_k, self._out.shape[1])
-        out.index_copy_(0, self._pairs, self._out)
+        if self._result is not None:
+            return self._result
+        out = self._rows.new_empty(self._num_rows * self._top_k, self._rows.shape[1])
+        if self._groups is not None:
+            out.index_copy_(0, self._groups.pairs, self._groups.out)
         return out.view(self._num_rows, self._top_k, out.shape[1])
+
+
+class _Groups:
+    """`pairs` row * K + k of the experts that are here, by expert, then by pair; the row and the output of each."""
+
+    __slots__ = ("out", "pairs", "row_of_pair")
+
+    def __init__(self, rows: torch.Tensor, flat: np.ndarray, num_elsewhere: int, *, top_k: int) -> None:
+        pairs = flat.argsort(kind="stable")[num_elsewhere:]
+        self.pairs, self.row_of_pair = torch.from_numpy(pairs), torch.from_numpy(pairs // top_k)
+        self.out = rows.new_empty(pairs.size, rows.shape[1])
 
 
 def grouped_mlp(
@@ -139,9 +170,3 @@ def grouped_mlp(
         y = project(silu_mul(project(x, w_in)), w_out)
         out[start : start + count] = y[:count]
     return out
-
-
-def _packed(matrix: torch.Tensor) -> torch.Tensor:
-    """A copy of `matrix` in the kernels' form, which on some machines is the plain one."""
-    packed = pack_weight(matrix)
-    return packed.clone() if packed is matrix else packed

@@ -1,0 +1,112 @@
+"""Several small experts by one product: the bits of each expert alone, whatever the rows, waves and places."""
+
+import pytest
+import torch
+
+from moeyard_kernels.cpu import joint_experts
+from moeyard_kernels.cpu.experts import CpuExpertSlots, grouped_mlp
+from moeyard_kernels.cpu.joint_experts import FEW_PAIRS, joins, joint_mlp, pairs_mlp
+from moeyard_kernels.cpu.linear import pack_weight
+
+HIDDEN, INNER, EXPERTS, TOP_K = 192, 32, 32, 4
+DTYPE = torch.bfloat16
+
+needs_joins = pytest.mark.skipif(
+    not joins(hidden=HIDDEN, intermediate=INNER, dtype=DTYPE), reason="batched products have other bits on this machine"
+)
+
+
+def experts() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Matrices whose sums cancel, so that rounding is most of what is left of them."""
+    made = []
+    for _ in range(EXPERTS):
+        gate_up, down = torch.randn(2 * INNER, HIDDEN // 2), torch.randn(HIDDEN, INNER // 2)
+        made.append((torch.cat((gate_up, -gate_up), 1).to(DTYPE), torch.cat((down, -down), 1).to(DTYPE)))
+    return made
+
+
+def some_rows(count: int) -> torch.Tensor:
+    return (torch.randn(count, HIDDEN // 2).repeat(1, 2) * 8).to(DTYPE)
+
+
+def filled(made: list[tuple[torch.Tensor, torch.Tensor]], *, joint: bool) -> CpuExpertSlots:
+    slots = CpuExpertSlots(num_slots=EXPERTS, hidden=HIDDEN, intermediate=INNER, dtype=DTYPE)
+    slots.joint = joint
+    for slot, (gate_up, down) in enumerate(made):
+        slots.write(slot, gate_up[:INNER], gate_up[INNER:], down)
+    return slots
+
+
+def test_where_it_is_worth_it_and_has_the_same_bits() -> None:
+    assert not joins(hidden=HIDDEN, intermediate=INNER, dtype=torch.float32), "another library, another order"
+    assert not joins(hidden=2048, intermediate=768, dtype=DTYPE), "copying such matrices takes longer than calling"
+    # Torch takes loops of its own for the smallest products of all.
+    assert not joins(hidden=16, intermediate=8, dtype=DTYPE)
+
+
+@needs_joins
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "some elsewhere"])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 16, 70, 300])
+def test_bits_are_those_of_each_expert_alone(num_rows: int, elsewhere: bool) -> None:
+    made, rows = experts(), some_rows(num_rows)
+    ids = torch.rand(num_rows, EXPERTS).argsort(1)[:, :TOP_K].contiguous()
+    if elsewhere:
+        ids[torch.rand(ids.shape) < 0.4] = -1
+    results = []
+    for joint in (True, False):
+        slots = filled(made, joint=joint)
+        run = slots.begin(rows, ids, num_experts=EXPERTS, prompt=None)
+        # The odd experts first, as hits, and then the others; or all at once.
+        waves = [[e if e % 2 == odd else -1 for e in range(EXPERTS)] for odd in (1, 0)]
+        whole = slots.begin(rows, ids, num_experts=EXPERTS, prompt=None)
+        whole.compute(range(EXPERTS))
+        for wave in waves:
+            run.compute(wave)
+        assert whole.result().is_contiguous()
+        assert whole.result().shape == (num_rows, TOP_K, HIDDEN)
+        results += [run.result()[ids >= 0], whole.result()[ids >= 0]]
+    assert all(torch.equal(result, results[-1]) for result in results)
+
+
+@needs_joins
+def test_places_and_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, rows = experts(), some_rows(90)
+    gate_up, down = [a for a, _ in made], [b for _, b in made]
+    packed = [pack_weight(a) for a in gate_up], [pack_weight(b) for b in down]
+    sizes = [1, 2, 3, 40, 0, 16, 17, 1]
+    groups = [(sum(sizes[:i]), size, i) for i, size in enumerate(sizes) if size]
+    row_of_pair = torch.randint(0, 90, (sum(sizes),))
+    wanted = grouped_mlp(rows, row_of_pair, groups, *packed, torch.empty(sum(sizes), HIDDEN, dtype=DTYPE))
+    for piece in (1, 60 << 10, 512 << 10):
+        monkeypatch.setattr(joint_experts, "_PIECE", piece)
+        out = torch.full((sum(sizes) + 1, HIDDEN), 7.0, dtype=DTYPE)
+        assert joint_mlp(rows, row_of_pair, groups, gate_up, down, out[:-1]).data_ptr() == out.data_ptr()
+        assert torch.equal(out[:-1], wanted)
+        assert (out[-1] == 7.0).all()
+    # Each row beside others that are no numbers, in the way of a few pairs and in the way of many.
+    for pair, slot in ((0, 0), (2, 1), (6, 3), (45, 3), (46, 5)):
+        row = rows[row_of_pair[pair]].unsqueeze(0)
+        crowd = torch.cat((torch.full((2, HIDDEN), float("nan"), dtype=DTYPE), row))
+        few = pairs_mlp(crowd, [5, 0, 1, 0, slot, 3], gate_up, down)
+        assert torch.equal(few[2, 0], wanted[pair])
+        out = torch.empty(3, HIDDEN, dtype=DTYPE)
+        joint_mlp(crowd, torch.tensor([0, 2, 1]), [(0, 3, slot)], gate_up, down, out)
+        assert torch.equal(out[1], wanted[pair])
+
+
+@needs_joins
+def test_a_slot_may_be_empty_and_matrices_move() -> None:
+    made, rows = experts(), some_rows(2)
+    slots = CpuExpertSlots(num_slots=4, hidden=HIDDEN, intermediate=INNER, dtype=DTYPE)
+    slots.write(3, made[7][0][:INNER], made[7][0][INNER:], made[7][1])
+    ids = torch.full((2, TOP_K), 1)
+    run = slots.begin(rows, ids, num_experts=2, prompt=None)
+    run.compute([-1, 3])
+    slots.rearrange([None, slots.pack(made[7][0][:INNER], made[7][0][INNER:], made[7][1]), 3])
+    for slot in (1, 2):
+        again = slots.begin(rows, ids, num_experts=2, prompt=None)
+        again.compute([-1, slot])
+        assert torch.equal(again.result(), run.result())
+    many = slots.begin(some_rows(FEW_PAIRS), torch.full((FEW_PAIRS, 1), 1), num_experts=2, prompt=None)
+    many.compute([-1, 1])
+    assert many.result().isfinite().all()
