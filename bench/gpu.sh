@@ -13,6 +13,8 @@
 #     steps                            the same of linear attention: two launches or three, states read early, tiles
 #     tune tune_rules experts          every config of the products and of latent decode, of linear attention and the
 #                                      experts' sum, of the experts' products, the best of them stored
+#     shapes shapes_prompts            the kernels at every size that steps of eight models have, of 1, 8 and 64 rows and
+#                                      of 1024 and 8192 (MODELS='Kimi-K2 Mixtral-8x7B': of these), in $OUT/steps.csv
 #     table residency                  the whole table of one GPU; experts without slots
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
 #     whole                            two GPUs or more: one answer of ranks x exchanges x placements
@@ -214,6 +216,13 @@ steps() {
 }
 # tuned NAME SECONDS OP...: the best configs of these stored, and the table of all.
 tuned() { TUNE=yes ops "$@"; cp kernels/moeyard_kernels/configs/*.json "$OUT"; }
+# What is cut keeps its rows; `python -m moeyard_kernels.bench --csv docs/FILE.csv --merge steps.csv` adds them here.
+shape_rows() { local name=$1 limit=$2 model args=(); shift 2
+  for model in ${MODELS:-all}; do args+=(--model "$model"); done
+  for rows; do args+=(--rows "$rows"); done
+  step "$name" "$limit" python3 -m moeyard_kernels.bench "${args[@]}" --csv "$OUT/steps.csv"; }
+shapes() { shape_rows shapes 480 1 8 64; }
+shapes_prompts() { shape_rows shapes_prompts 480 1024 8192; }
 tune() { tuned tune 400 linear mla_decode; }
 experts() { tuned experts 150 grouped_gemm; }
 tune_rules() { tuned tune_rules 150 kda_chunk_prefill gdn_chunk_prefill moe_reduce_add_norm; }

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeyard_kernels.bench.__main__ import MODULES, Asked, describe, main, row_of
+from moeyard_kernels.bench.__main__ import MODULES, Asked, describe, main, report, row_of
 from moeyard_kernels.bench.case import Case, Target, assert_bits, with_own_tensors
 from moeyard_kernels.bench.results import HEADS, Facts, Results, compare, merged, read, write
 from moeyard_kernels.common import tuning
@@ -245,6 +246,36 @@ def test_what_compiles_is_asked_for_as_the_table_is() -> None:
     asked = Asked(ops=["linear"], models=["Mixtral-8x7B"], rows=(1, 8))
     assert asked.arguments() == ["--op=linear", "--model=Mixtral-8x7B", "--rows=1", "--rows=8"]
     assert Asked(ops=["linear"]).arguments() == ["--op=linear"]
+
+
+def test_a_run_that_is_cut_leaves_its_rows_beside_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a red row, or one without the memory that it wants, is named and keeps its place."""
+
+    def prove() -> None:
+        raise torch.OutOfMemoryError("2 GiB more")
+
+    def some(asked: Asked) -> Iterator[Case]:
+        for shape, proof in (("M1", lambda: None), ("M8", prove), ("M64", lambda: None)):
+            yield Case(op="linear", shape=shape, run=partial(float, 2e-6), prove=proof, num_bytes=2 * 10**9)
+        raise KeyboardInterrupt
+
+    path = tmp_path / "a.csv"
+    earlier = results({("linear", "M1"): 9.2, ("linear", "M8"): 9.9})
+    write(path, [earlier])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    for name, stand_in in (("all_cases", some), ("compile_all", lambda asked: None), ("Timer", Clock)):
+        monkeypatch.setattr(f"moeyard_kernels.bench.__main__.{name}", stand_in)
+    with pytest.raises(KeyboardInterrupt):
+        report(Asked(models=["all"]), path, [])
+    kept, new = read(path)
+    assert (kept.times(), kept.facts) == ({("linear", "M8"): 9.9}, FACTS)
+    assert new.times() == {("linear", "M1"): 2.0, ("linear", "M64"): 2.0}
+    assert "RED linear M8: 2 GiB more" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    with pytest.raises(ValueError, match="this is a NVIDIA H100 80GB HBM3, the earlier run is of a NVIDIA H200"):
+        report(Asked(), path, [])
 
 
 def test_every_family_is_named_once() -> None:

@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 
 from moeyard_kernels.bench.case import Case, Target, assert_bits, with_own_tensors
 from moeyard_kernels.bench.model_steps import MODELS, ROWS, ModelStep
@@ -56,8 +57,10 @@ MODULES = (
     ),
 )
 
-# What one process takes of a GPU: the largest case's tensors, and torch.
-CASE_BYTES = 6 << 30
+# What one process takes of a GPU, of the table and of models: the largest case's tensors, and torch.
+CASE_BYTES, MODEL_BYTES = 6 << 30, 10 << 30
+# Of a row these are told, and the others go on.
+RED = (AssertionError, OutOfResources, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +168,7 @@ def report(asked: Asked, csv_file: Path | None, earlier: Sequence[Results]) -> i
     for case in all_cases(asked):
         try:
             rows.append(dict(zip(HEADS, row_of(case, timer), strict=True)))
-        except AssertionError as error:
+        except RED as error:
             red += 1
             print(f"RED {case.op} {case.shape}: {error}", flush=True)
             continue
@@ -216,7 +219,8 @@ def tune(asked: Asked) -> int:
 
 def compile_all(asked: Asked, *more: str) -> None:
     """Fill Triton's cache from several processes at once: one at a time takes minutes."""
-    count = max(1, min((os.cpu_count() or 1) - 1, torch.cuda.mem_get_info()[0] // CASE_BYTES))
+    room = torch.cuda.mem_get_info()[0] // (MODEL_BYTES if asked.models else CASE_BYTES)
+    count = max(1, min((os.cpu_count() or 1) - 1, room))
     command = [sys.executable, "-m", "moeyard_kernels.bench", *asked.arguments(), *more]
     workers = [subprocess.Popen([*command, f"--compile={i}/{count}"]) for i in range(count)]
     codes = [worker.wait() for worker in workers]
@@ -238,10 +242,9 @@ def compile_part(asked: Asked, part: str, *, variants: bool) -> int:
 
 
 def _prove_and_run(case: Case) -> None:
-    # A proof that fails is named where it is the row's.
-    with suppress(AssertionError):  # boundary: only compiled here
+    with suppress(*RED):  # boundary: only compiled here, and told where the row is timed
         case.prove()
-    case.run()
+        case.run()
 
 
 def merge(parser: argparse.ArgumentParser, into: Path | None, source: Path) -> int:
