@@ -286,8 +286,8 @@ def test_gqa(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], e
     check(case, processes, checkpoints["gqa"], expected["gqa"])
 
 
-# Prompts are cut at multiples of 64, and a prefix is found again behind a snapshot of state. No product, but with those in
-# bf16 each value of an axis meets each of another (`test_hybrid_cases_pair_all_values`).
+# Prompts are cut at multiples of 64, and a prefix is found again behind a snapshot of state. No product, but with those
+# in bf16 each value of an axis meets each of another (`test_hybrid_cases_pair_all_values`).
 HYBRID_CASES = {
     "hybrid": [
         Case(1, "shm", "min", "slru", 64, "scarce"),

@@ -34,8 +34,8 @@ class TextCodec:
     def __init__(self, directory: Path, chat_template: Path | None = None, *, killable: bool = False) -> None:
         path = directory / "tokenizer.json"
         if not _is_there(path):
-            found = sorted(file.name for file in directory.glob("*tiktoken*"))
-            made = f", which transformers' TikTokenConverter makes of {found[0]} (docs/tools.md)" if found else ""
+            others = sorted(file.name for file in directory.glob("*tiktoken*"))
+            made = f", which transformers' TikTokenConverter makes of {others[0]} (docs/tools.md)" if others else ""
             raise ValueError(f"{path}: no such file; the router needs a checkpoint with a tokenizer.json{made}")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
