@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from moeyard import __version__, logs, ray_config
@@ -42,6 +43,7 @@ from moeyard_router.text.patterns import check_patterns
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
 from moeyard_worker.config.placement import Placement
+from moeyard_worker.engine.fitting import plan_or_tell
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.memory import MemoryPlan, plan_memory
 from moeyard_worker.experts.trace import rank_path
@@ -273,15 +275,15 @@ def check_before_start(
         # What a GPU holds is known where torch is: the worker plans, and says what does not fit.
         return Checked(formats=formats, plan=None)
     itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
-    plan = plan_memory(
-        config=config,
+    planner = partial(
+        plan_memory,
         model=model,
         itemsize=itemsize,
         resident_bytes=checkpoint.resident_bytes(itemsize, footprint),
         footprints=footprint,
         num_local_experts=max(placement.num_owned(rank) for rank in placement.ranks),
-        available=available_memory() // config.num_workers,
     )
+    plan = plan_or_tell(planner, config, available_memory() // config.num_workers)
     return Checked(formats=formats, plan=plan)
 
 

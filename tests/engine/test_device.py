@@ -6,7 +6,8 @@ from tests.gpus import pretend
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine import device
-from moeyard_worker.engine.device import CudaDevice, check_gpu, make_device, out_of_memory, unfit
+from moeyard_worker.engine.device import CudaDevice, check_gpu, make_device, unfit
+from moeyard_worker.engine.faults import out_of_memory
 
 
 @pytest.mark.parametrize(

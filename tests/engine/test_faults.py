@@ -108,22 +108,33 @@ def test_rows_of_drafts_belong_to_their_request() -> None:
     assert unsound(Step.empty(), [], torch.empty(0)) == ()
 
 
+# What torch's allocator says, and what comes from a graph's instantiation or pinned memory, from Triton, of the host.
+FULL = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."),
+    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+    MemoryError(),
+)
+
+
+@pytest.mark.parametrize("error", FULL, ids=["allocator", "driver", "triton", "host", "python"])
 @pytest.mark.parametrize("doing", ["loading weights", "capturing steps"])
-def test_memory_that_runs_out_is_one_line_with_the_plan(doing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_is_one_line_with_the_plan(
+    doing: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = EngineConfig(
         model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=2, kv_memory=1 << 20, max_model_len=64
     )
     worker = Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
 
     def runs_out(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
-        )
+        raise error
 
     try:
         worker.connect([worker.endpoints()["mesh"]])
         monkeypatch.setattr(worker._device, "staging" if doing == "loading weights" else "step_runner", runs_out)
-        with pytest.raises(ValueError, match=f"^cpu ran out of memory while {doing}: CUDA out of memory; ") as refused:
+        with pytest.raises(ValueError, match=f"^cpu ran out of memory while {doing}: ") as refused:
             worker.load(1)
     finally:
         worker.stop()
@@ -131,3 +142,19 @@ def test_memory_that_runs_out_is_one_line_with_the_plan(doing: str, monkeypatch:
     assert "\n" not in said
     for part in ("planned of", "dense weights", "32 of 32 experts", "KV pages", "a reserve of", "lower --kv-memory"):
         assert part in said
+
+
+def test_what_else_breaks_at_the_start_is_no_matter_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=2, kv_memory=1 << 20)
+    worker = Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
+
+    def breaks() -> Any:
+        raise RuntimeError(ILLEGAL)
+
+    try:
+        worker.connect([worker.endpoints()["mesh"]])
+        monkeypatch.setattr(worker._device, "staging", breaks)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            worker.load(1)
+    finally:
+        worker.stop()

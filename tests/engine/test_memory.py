@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda import footprint as cuda_footprint
 from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.checkpoint.loading import DenseLoader, open_checkpoint
-from moeyard_worker.config.engine_config import EngineConfig, format_size
+from moeyard_worker.config.engine_config import EngineConfig, format_size, parse_size
 from moeyard_worker.config.rope_config import RopeConfig
 from moeyard_worker.engine.fetching import plan_with_fetch
+from moeyard_worker.engine.fitting import Planner, plan_or_tell, ran_out
 from moeyard_worker.engine.host_memory import available_memory, cgroup_available
 from moeyard_worker.engine.memory import (
     AUTO_KV_SHARE,
@@ -120,6 +122,110 @@ def test_dense_weights_do_not_fit() -> None:
     assert "100 MiB" in text
     assert "margin 5 MiB" in text
     assert "--max-batch-tokens" in text
+
+
+def planner(**given: Any) -> Planner:
+    """`plan` with options that belong to the model's side."""
+    given = {"resident_bytes": 10 * MIB, "itemsize": 4, "num_local_experts": 32, **given}
+    return partial(plan_memory, model=MODEL, footprints=footprint, **given)
+
+
+def told(plan: Planner, config: EngineConfig, available: int) -> tuple[str, list[dict[str, int]]]:
+    """The whole refusal, and what it says would fit, one config's changes each."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is what the tests look at
+        plan_or_tell(plan, config, available)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text, changes(text)
+
+
+def changes(text: str) -> list[dict[str, int]]:
+    """Of "..; would fit: --kv-memory 3MiB --expert-slots 4 or --max-num-seqs 5"."""
+    _, found, said = text.partition("; would fit: ")
+    ways = [way.split() for way in said.split(" or ")] if found else []
+    return [
+        {
+            flag.removeprefix("--").replace("-", "_"): parse_size(value)
+            for flag, value in zip(way[::2], way[1::2], strict=True)
+        }
+        for way in ways
+    ]
+
+
+def test_dense_weights_that_do_not_fit_beside_a_step_say_which_step_would() -> None:
+    """The most rows of a step, and no row more; logits of few sequences do not make room enough."""
+    config, available = EngineConfig(model_path="", max_batch_tokens=4096), 200 * MIB
+    text, found = told(planner(resident_bytes=120 * MIB), config, available)
+    assert text.startswith("the dense weights need 120 MiB beside a reserve of")
+    [way] = found
+    rows = way["max_batch_tokens"]
+    assert 64 <= rows < 4096
+    plan = partial(planner(resident_bytes=120 * MIB), available=available)
+    plan(config=replace(config, **way))
+    more = {**way, "max_batch_tokens": rows + 1}
+    with pytest.raises(ValueError, match="need"):
+        plan(config=replace(config, **more))
+
+
+def test_logits_that_do_not_fit_say_how_many_sequences_would() -> None:
+    model = replace(MODEL, vocab_size=200_000)
+    config, available = EngineConfig(model_path="", max_num_seqs=256), 700 * MIB
+    plan = partial(planner(), model=model)
+    _, found = told(plan, config, available)
+    [way] = [way for way in found if "max_num_seqs" in way]
+    assert 1 <= way["max_num_seqs"] < 256
+    done = plan(config=replace(config, **way), available=available)
+    assert done.expert_slots == way.get("expert_slots", 32)
+    with pytest.raises(ValueError, match="need"):
+        plan(config=replace(config, max_num_seqs=way["max_num_seqs"] + 1), available=available)
+
+
+def test_kv_memory_that_does_not_fit_says_how_much_would() -> None:
+    config = EngineConfig(model_path="", kv_memory=2 * GIB)
+    text, found = told(planner(), config, GIB)
+    assert text.startswith("--kv-memory 2 GiB does not fit")
+    [way] = [way for way in found if "kv_memory" in way]
+    done = planner()(config=replace(config, **way), available=GIB)
+    assert (done.expert_slots, done.stream_slots) == (way["expert_slots"], 1)
+    with pytest.raises(ValueError, match="expert"):
+        planner()(config=replace(config, kv_memory=way["kv_memory"] + 2 * MIB), available=GIB)
+
+
+def test_what_no_flag_can_mend_says_nothing_more() -> None:
+    """Weights that do not fit alone, and what is no matter of room."""
+    assert told(planner(resident_bytes=2 * GIB), EngineConfig(model_path=""), GIB)[1] == []
+    text, found = told(planner(), EngineConfig(model_path="", max_model_len=5000), GIB)
+    assert (text, found) == ("--max-model-len 5000 exceeds the model's 4096", [])
+
+
+def test_small_kv_memory_is_named_in_small_units() -> None:
+    reserve = planner()(config=EngineConfig(model_path=""), available=GIB).reserve.total
+    small = planner(resident_bytes=GIB - reserve - 8 * MIB)
+    _, [way, *_] = told(small, EngineConfig(model_path="", kv_memory=16 * MIB), GIB)
+    assert way["kv_memory"] % KIB == 0
+    assert 2 * PAGE_BYTES <= way["kv_memory"] < 8 * MIB
+
+
+@pytest.mark.parametrize("kv_memory", [None, 256 * MIB])
+@pytest.mark.parametrize("taken", [0, 300 * MIB])
+def test_memory_that_ran_out_says_what_takes_less(kv_memory: int | None, taken: int) -> None:
+    """Pages and slots are both named, as both grow into what is free: planned of all of it they leave the margin."""
+    config, available = EngineConfig(model_path="", kv_memory=kv_memory), GIB
+    planned = planner(num_local_experts=1000)(config=config, available=available)
+    text = ran_out(
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors ..."), planner(num_local_experts=1000),
+        config, planned=planned, doing="capturing steps", now=available - taken,
+    )  # fmt: skip
+    assert text.startswith("cpu ran out of memory while capturing steps: CUDA error: out of memory; planned of 1 GiB")
+    assert "\n" not in text
+    [way, *_] = changes(text)
+    assert set(way) == {"kv_memory", "expert_slots"}
+    again = planner(num_local_experts=1000)(config=replace(config, **way), available=available)
+    sizes = {"page_bytes": PAGE_BYTES, "expert_bytes": EXPERT_BYTES}
+    least = max(taken, planned.reserve.margin)
+    held = again.held_bytes(**sizes) - again.reserve.margin + again.prefix_bytes
+    assert held <= available - least - int((available - least) * 0.05)
+    assert held > 0.95 * (available - least) - int((available - least) * 0.05) - 64 * MIB, "and hardly less"
 
 
 def test_weights_that_fit_alone_are_refused_for_the_reserve() -> None:

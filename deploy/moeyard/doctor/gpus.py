@@ -7,7 +7,8 @@ import torch
 
 from moeyard.doctor.finding import Finding, ok, problem, warning
 from moeyard_worker.config.engine_config import format_size
-from moeyard_worker.engine.device import check_gpu, out_of_memory, unfit
+from moeyard_worker.engine.device import check_gpu, unfit
+from moeyard_worker.engine.faults import out_of_memory
 
 DRIVER, CONTROL = Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl")
 

@@ -89,6 +89,10 @@ class Device(Protocol):
         """Bytes that this rank may still take of the memory it computes in."""
         ...
 
+    def available_anew(self) -> int | None:
+        """The same if it began now, and had nothing; None where others take of it too."""
+        ...
+
     def unreachable(self, gpus: Sequence[int]) -> str | None:
         """What keeps these, one for each rank, from reading and writing each other's memory; None: nothing."""
         ...
@@ -123,6 +127,10 @@ class CpuDevice:
         """See `Device.available`."""
         return available_memory()
 
+    def available_anew(self) -> None:
+        """See `Device.available_anew`."""
+        return
+
     def unreachable(self, gpus: Sequence[int]) -> str:
         """See `Device.unreachable`."""
         return "ranks compute on CPUs"
@@ -156,6 +164,10 @@ class CudaDevice:
     def available(self) -> int:
         """See `Device.available`."""
         return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def available_anew(self) -> int:
+        """See `Device.available_anew`."""
+        return self.available() + torch.cuda.memory_reserved(self._device)
 
     def unreachable(self, gpus: Sequence[int]) -> str | None:
         """See `Device.unreachable`; the same for every rank."""
@@ -239,15 +251,6 @@ def unfit(index: int) -> str | None:
         f"{torch.cuda.get_device_name(index)} has compute capability {have}, the kernels need {need} (Hopper's "
         f"{missing}, which it lacks)"
     )
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether this says that the device, or the host, has no memory left.
-
-    torch has a class for what its allocator finds; what CUDA tells graphs, pinned memory and Triton is a RuntimeError.
-    """
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
 
 
 def make_device(config: EngineConfig, gpu: int = 0) -> Device:

@@ -29,6 +29,16 @@ def not_finite(request_ids: Sequence[str], *, step: int) -> RankFault:
     return RankFault(f"logits of step {step} are not finite: request {named}{more}", request_ids)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this says that the device, or the host, has no memory left.
+
+    torch has a class for what its allocator finds; what CUDA tells graphs, pinned memory and Triton is a RuntimeError.
+    """
+    text = str(error)
+    told = isinstance(error, RuntimeError) and ("out of memory" in text.lower() or _HOST_MEMORY in text)
+    return told or isinstance(error, MemoryError)
+
+
 def name_of(error: BaseException, *, rank: int, step: int) -> str:
     """One line that names what ended a rank at a step."""
     if isinstance(error, RankFault):

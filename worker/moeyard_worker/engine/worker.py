@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from dataclasses import asdict
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,7 +23,9 @@ from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import make_device
 from moeyard_worker.engine.doors import bind_frontend, bind_mesh, serve_metrics
+from moeyard_worker.engine.faults import out_of_memory
 from moeyard_worker.engine.fetching import lending, plan_with_fetch
+from moeyard_worker.engine.fitting import Planner, plan_or_tell, ran_out
 from moeyard_worker.engine.grammars import Grammars
 from moeyard_worker.engine.host_memory import available_memory
 from moeyard_worker.engine.loop import Engine
@@ -124,17 +127,17 @@ class Worker:
         self._device.activate()
         if self._available is None:
             self._available = self._device.available()
-        plan = self._plan(self._available // (ranks_on_host if self._device.shared else 1), ranks_on_host)
+        planner = self._planner(ranks_on_host)
+        plan = plan_or_tell(planner, config, self._available // (ranks_on_host if self._device.shared else 1))
         for reason in plan.reasons:
             log.info("rank %d: %s", self._spec.rank, reason)
         try:
             return self._build(plan)
-        except torch.OutOfMemoryError as error:  # the plan is an estimate, and others may have taken of it since
-            said = str(error).split(". ", 1)[0]
-            raise ValueError(
-                f"{config.device} ran out of memory while {self._doing}: {said}; planned of {plan}; lower --kv-memory, "
-                "--max-num-seqs or --max-batch-tokens, or end what else runs there"
-            ) from error
+        except (RuntimeError, MemoryError) as error:  # the plan is an estimate, and others may have taken of it since
+            if not out_of_memory(error):
+                raise
+            now = self._device.available_anew() or plan.available
+            raise ValueError(ran_out(error, planner, config, planned=plan, doing=self._doing, now=now)) from error
 
     def _build(self, plan: MemoryPlan) -> dict[str, Any]:
         """Everything that `plan` has room for."""
@@ -226,19 +229,16 @@ class Worker:
             "read_rate": read,
         }
 
-    def _plan(self, available: int, ranks_on_host: int) -> MemoryPlan:
-        return plan_with_fetch(
-            config=self._spec.config,
-            model=self._model,
-            itemsize=self._dtype.itemsize,
-            resident_bytes=self.checkpoint.resident_bytes(self._dtype.itemsize, self._device.footprints),
-            footprints=self._device.footprints,
+    def _planner(self, ranks_on_host: int) -> Planner:
+        """Divides `available` bytes by a `config`; slabs of one host's peers are reserved when they are constructed."""
+        footprints = self._device.footprints
+        return partial(
+            plan_with_fetch, model=self._model, itemsize=self._dtype.itemsize, footprints=footprints,
+            resident_bytes=self.checkpoint.resident_bytes(self._dtype.itemsize, footprints),
             num_local_experts=self._placement.num_owned(self._spec.rank),
-            available=available,
-            # Peers of one host reserve theirs when they are constructed.
             slab_allocated=self._mesh.own_slab is not None,
-            host_available=available_memory() // ranks_on_host if self._device.footprints.HOST_EXPERTS else None,
-        )
+            host_available=available_memory() // ranks_on_host if footprints.HOST_EXPERTS else None,
+        )  # fmt: skip
 
     def start(self, step: int = 0) -> None:
         """Run the engine in a thread of its own; its peers have begun `step` steps."""
