@@ -227,14 +227,17 @@ class Drill:
             outcome.ranks.append(rank)
             await self._starve(outcome, process)
             return
+        known = {each.pid for _, each in victims}
+        # With --standby one has been waiting, and is who takes the place; another is started for the next loss.
+        waiting = {each.pid for each in self._server.rank_processes()} - known
         hit(outcome, rank, process, stop=kind == "stop")
         if kind == "kill-two" and others:
             hit(outcome, *others[0])
         elif kind == "kill-in-recovery":
             pause = self._rng.uniform(0.1, 0.9) * self._recovery
             await asyncio.sleep(pause)
-            known = {each.pid for _, each in victims}
             fresh = [p for p in self._server.rank_processes() if p.pid not in known]
+            fresh.sort(key=lambda each: each.pid not in waiting)
             # The one that takes the dead one's place, or one that had survived so far.
             second = (rank, fresh[0]) if fresh and (not others or self._rng.random() < 0.5) else (others or victims)[0]
             outcome.moment += f", again +{1000 * pause:.0f} ms"
