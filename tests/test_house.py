@@ -38,7 +38,7 @@ ROOMS = {
     "layers": (("config", "state", "exchange"), 800),
     "models": (("config", "state", "exchange", "layers"), 1365),
     "checkpoint": (("config", "layers", "models"), 775),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5045),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5100),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
@@ -65,7 +65,7 @@ KERNEL_DOORS = {
     "moeyard_worker.engine.draft_graphs": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
     "moeyard_worker.engine.row_edits": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
     "moeyard_worker.engine.speculative_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
-    "moeyard_worker.engine.captured_sizes": ("moeyard_kernels.cuda.graph_inputs",),
+    "moeyard_worker.engine.captured_sizes": ("moeyard_kernels.cuda.graph_inputs", "moeyard_kernels.cuda.verify_inputs"),
     "moeyard_worker.engine.peer_buckets": ("moeyard_kernels.cuda.graph_inputs", "moeyard_kernels.cuda.verify_inputs"),
     "moeyard_worker.exchange.nvlink": ("moeyard_kernels.ops",),
     "moeyard_worker.exchange.peer_memory": ("moeyard_kernels.cuda.shared_memory",),
