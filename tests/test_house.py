@@ -38,7 +38,7 @@ ROOMS = {
     "layers": (("config", "state", "exchange"), 800),
     "models": (("config", "state", "exchange", "layers"), 1365),
     "checkpoint": (("config", "layers", "models"), 775),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5045),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5100),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
@@ -50,8 +50,8 @@ ROUTER_ROOMS = {
 ROUTER_FILES = ("config", "errors", "metrics")
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.
 KERNEL_LINES = {
-    "types": 1404, "common": 442, "ref": 1580, "attention": 3100, "linear": 1230, "experts": 2025, "sampling": 1210,
-    "elementwise": 540, "linear_attention": 1510, "door": 1362, "cpu": 1500, "cuda": 1927, "bench": 3620,
+    "types": 1404, "common": 442, "ref": 1560, "attention": 3100, "linear": 1230, "experts": 2025, "sampling": 1210,
+    "elementwise": 470, "linear_attention": 1510, "door": 1350, "cpu": 1500, "cuda": 1927, "bench": 3620,
 }  # fmt: skip
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {
@@ -65,7 +65,7 @@ KERNEL_DOORS = {
     "moeyard_worker.engine.draft_graphs": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
     "moeyard_worker.engine.row_edits": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
     "moeyard_worker.engine.speculative_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
-    "moeyard_worker.engine.captured_sizes": ("moeyard_kernels.cuda.graph_inputs",),
+    "moeyard_worker.engine.captured_sizes": ("moeyard_kernels.cuda.graph_inputs", "moeyard_kernels.cuda.verify_inputs"),
     "moeyard_worker.engine.peer_buckets": ("moeyard_kernels.cuda.graph_inputs", "moeyard_kernels.cuda.verify_inputs"),
     "moeyard_worker.exchange.nvlink": ("moeyard_kernels.ops",),
     "moeyard_worker.exchange.peer_memory": ("moeyard_kernels.cuda.shared_memory",),

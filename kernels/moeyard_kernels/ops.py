@@ -13,7 +13,6 @@ from moeyard_kernels.door.decode import attn_combine, gqa_decode, mla_decode, ro
 from moeyard_kernels.door.elementwise import (
     add_rms_norm,
     mla_split_qkv_a_norm,
-    residual_add_scaled,
     rms_norm,
     scale_rows_,
     sigmoid_mul,
@@ -87,7 +86,6 @@ __all__ = [
     "moe_reduce_add_norm",
     "moe_weighted_reduce",
     "plan_prefill",
-    "residual_add_scaled",
     "restore_slots",
     "rms_norm",
     "rope",

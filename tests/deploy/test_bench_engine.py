@@ -3,6 +3,7 @@
 import argparse
 import json
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,31 @@ def test_residency_is_measured_in_turn(device: str) -> None:
         assert row["missed_mb"] > 0
         assert row["link_ms"] == pytest.approx(row["missed_mb"] * 1e6 / 1e8 * 1e3)
         assert row["of_bound"] == pytest.approx(max(full["took_ms"], row["link_ms"]) / row["took_ms"])
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu steps"])
+@pytest.mark.parametrize(("chunk", "steps"), [("1", 20), ("32", 1)])
+def test_a_prompt_by_rows_of_one(chunk: str, steps: int, kind: str) -> None:
+    """What a per-token path gives below full residency, beside the same prompt in one step."""
+    args = parse(
+        *("--shape", "moeyard-demo", "--layers", "3", "--device", "cpu", "--dtype", "float32", "--streams"),
+        *("--prefill", "1x20", "--chunk", chunk, "--residency", "1", "0.25"),
+    )
+    wanted = engine.scenarios(args)
+    with gpu_steps() if kind == "gpu steps" else nullcontext():
+        result = engine.measure(
+            engine.configs_of(args, engine.engine_config(args, wanted)),
+            wanted,
+            ceilings=Ceilings(copy=1e9, link=1e8),
+            sampling=engine.sampling_of(args),
+            report=lambda _: None,
+        )
+    whole, quarter = result["rows"]
+    assert whole["steps"] == quarter["steps"] == steps
+    for row in (whole, quarter):
+        assert row["prompt_tok_s"] == pytest.approx(20 / row["took_ms"] * 1e3)
+    assert quarter["missed_mb"] > 0
+    assert quarter["residency"] == 0.25
 
 
 def test_floor_of_a_shape_by_hand() -> None:

@@ -1,7 +1,9 @@
 """The kernel bench away from a GPU: what it judges, what it refuses to report, what it says where it cannot run."""
 
 import dataclasses
+import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -280,6 +282,22 @@ def test_a_run_that_is_cut_leaves_its_rows_beside_earlier_ones(
 
 def test_every_family_is_named_once() -> None:
     assert len(set(MODULES)) == len(MODULES)
+
+
+def test_commands_in_the_docs_name_ops_as_the_bench_takes_them() -> None:
+    """Each --op has one op: a second behind it would be an unrecognized argument."""
+    known = {op for name in MODULES for op in importlib.import_module(f"moeyard_kernels.bench.{name}").OPS}
+    commands = [
+        (path.name, command)
+        for path in sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
+        for command in re.findall(r"moeyard_kernels\.bench (--op[^`]*)`", path.read_text())
+    ]
+    assert len(commands) > 3
+    for where, command in commands:
+        words = command.split()
+        values = [word for word in words if not word.startswith("--")]
+        assert words.count("--op") == len(values), (where, command)
+        assert set(values) <= known, (where, command)
 
 
 def test_a_call_over_its_own_tensors() -> None:

@@ -30,7 +30,7 @@ def test_without_a_gpu_nothing_runs_until_it_is_asked_for() -> None:
 def test_layers_of_products_beside_each_other(num_rows: int) -> None:
     """Memory that one layer frees is the next one's, on either stream."""
     hidden, inner, layers, plan = 1024, 2816, 5, SimpleNamespace(num_rows=num_rows)
-    x = torch.randn(num_rows, hidden, device="cuda").bfloat16()
+    x, norm = torch.randn(num_rows, hidden, device="cuda").bfloat16(), torch.ones(hidden, device="cuda").bfloat16()
     weights = [
         [torch.randn(shape, device="cuda").mul(shape[1] ** -0.5).bfloat16() for shape in shapes]
         for shapes in [((2 * inner, hidden), (hidden, inner), (64, hidden), (hidden, 64))] * layers
@@ -45,7 +45,7 @@ def test_layers_of_products_beside_each_other(num_rows: int) -> None:
 
             later = shared if backend is None else backend.beside(shared, plan)
             routed = ops.linear(ops.linear(rows, choice, static_weight=True), back, static_weight=True)
-            rows = ops.residual_add_scaled(rows, later(), routed, 0.5)
+            rows = ops.add_rms_norm(ops.sigmoid_mul(routed, later()), rows, norm, 1e-6)[1]
         return rows
 
     beside = CudaBackend(page_size=64, device=torch.device("cuda"))

@@ -57,8 +57,8 @@ def chain(
         if ids.numel() > ops.FEW_PAIRS:
             layout = done(ops.expert_layout(ids, slots, num_slots=EXPERTS, block_rows=16))
         routed = done(ops.grouped_gemm(normed, w["experts_up"], w["experts_down"], layout, top_k=TOP_K))
-        routed = done(ops.moe_weighted_reduce(routed.view(len(x), TOP_K, HIDDEN), weights))
-        x = done(ops.residual_add_scaled(x, shared, routed, 0.5))
+        routed = done(ops.moe_weighted_reduce(routed.view(len(x), TOP_K, HIDDEN), weights, shared))
+        x = done(ops.add_rms_norm(routed, x, w["norm"], 1e-6))[1]
         seen += [weights, ids, x]
     return tuple(seen)
 
@@ -105,7 +105,7 @@ def test_rows_written_by_the_launch_ahead_are_complete(config: LinearConfig, sta
         assert_bits("alone", linear.linear(x, weight, config=config, static_weight=static), linear.linear(x, weight))
 
         def step(x: torch.Tensor = x, y: torch.Tensor = y, weight: torch.Tensor = weight) -> tuple[torch.Tensor, ...]:
-            total = ops.residual_add_scaled(x, y, y, 0.5)
+            total = ops.sigmoid_mul(x, y)
             return total, linear.linear(total, weight, config=config, static_weight=static)
 
         assert_replays(step, lambda x=x: x.copy_(torch.randn_like(x)))  # type: ignore[misc]
@@ -118,7 +118,7 @@ def test_a_pair_of_static_weights_is_read_early(config: LinearConfig | None) -> 
     torch.cuda.synchronize()
 
     def step() -> tuple[torch.Tensor, ...]:
-        total = ops.residual_add_scaled(x, y, y, 0.5)
+        total = ops.sigmoid_mul(x, y)
         return total, *linear.linear_pair(total, first, second, config=config, static_weight=True)
 
     assert_replays(step, lambda: x.copy_(torch.randn_like(x)))

@@ -29,12 +29,6 @@ CASES: tuple[tuple[str, Callable, dict[str, torch.Tensor], dict], ...] = (
         {"eps": 1e-6},
     ),
     ("scale_rows_", ops.scale_rows_, {"x": floats(2, 8), "scale": floats(2)}, {}),
-    (
-        "residual_add_scaled",
-        ops.residual_add_scaled,
-        {"hidden": floats(2, 8), "shared": floats(2, 8), "routed": floats(2, 8)},
-        {"scale": 1.0},
-    ),
     ("rope", ops.rope, ROPE, {"interleaved": False}),
     (
         "rope_cache_write_mla",

@@ -163,7 +163,10 @@ class Prefill:
         return self.count, self.length + 1
 
     def run(self, subject: Subject, ceilings: Ceilings) -> dict[str, Any]:
-        """Prompt tokens/s from the submission of all to the first token of the last; the first round warms up."""
+        """Prompt tokens/s from the submission of all to the first token of the last; the first round warms up.
+
+        Steps have as many rows as the engine's config says: with one, experts are asked for token by token.
+        """
         rates, firsts = [], []
         for i in range(self.rounds):
             misses = Misses(subject, "prefill")
@@ -181,6 +184,7 @@ class Prefill:
             "took_ms": self.count * self.length / rate * 1e3,
             "ttft_ms": milliseconds(firsts),
             # Of the last round.
+            "steps": len(run.records),
             **misses.row(1, ceilings.link),
         }
 

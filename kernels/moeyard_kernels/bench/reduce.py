@@ -1,4 +1,4 @@
-"""Bench cases of the sums around the experts: weighted reduce, row gate, residual with scaled experts."""
+"""Bench cases of the sums around the experts: weighted reduce, row gate."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -8,13 +8,12 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.bench.model_steps import MODELS, ModelStep
-from moeyard_kernels.elementwise import residual_add_scaled, scale_rows
+from moeyard_kernels.elementwise import scale_rows
 from moeyard_kernels.experts import moe_reduce_add_norm, moe_weighted_reduce
 from moeyard_kernels.ref import moe_weighted_reduce as reduce_reference
-from moeyard_kernels.ref import residual_add_scaled as residual_reference
 from moeyard_kernels.ref import scale_rows as scale_reference
 
-OPS = ("moe_weighted_reduce", "moe_reduce_add_norm", "scale_rows_", "residual_add_scaled")
+OPS = ("moe_weighted_reduce", "moe_reduce_add_norm", "scale_rows_")
 
 
 def cases() -> Iterator[Case]:
@@ -26,8 +25,6 @@ def cases() -> Iterator[Case]:
             yield _reduce_norm(num_tokens, model)
     for num_rows, hidden in ((4096, 2048), (4096, 7168), (64, 7168)):
         yield _scale(num_rows, hidden)
-    for num_rows in (1, 8, 64, 4096):
-        yield _residual(num_rows, 7168)
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
@@ -147,34 +144,4 @@ def _scale(num_rows: int, hidden: int) -> Case:
         baseline_name="torch mul_",
         variants=[(config, partial(run, config=config)) for config in scale_rows.CONFIGS],
         tune_key=("scale_rows_", scale_rows.shape_class(num_rows, hidden)),
-    )
-
-
-def _two_launches(x: torch.Tensor, shared: torch.Tensor, routed: torch.Tensor, scale: float) -> torch.Tensor:
-    return x + torch.add(shared, routed, alpha=scale)
-
-
-def _residual(num_rows: int, hidden: int) -> Case:
-    x, shared, routed = (_rows(num_rows, hidden) for _ in range(3))
-    scale = 2.5
-    run = partial(residual_add_scaled.residual_add_scaled, x, shared, routed, scale)
-    chain = partial(_two_launches, x, shared, routed, scale)
-
-    def prove() -> None:
-        assert_bits("two launches", run(), chain())
-        wanted = residual_reference.residual_add_scaled(x[:32].cpu(), shared[:32].cpu(), routed[:32].cpu(), scale)
-        assert_bits("reference", run()[:32].cpu(), wanted)
-        assert_bits("row alone", ops.residual_add_scaled(x[:1], shared[:1], routed[:1], scale).cpu(), wanted[:1])
-
-    return Case(
-        op="residual_add_scaled",
-        shape=f"T{num_rows} H{hidden}",
-        run=run,
-        prove=prove,
-        num_bytes=8 * num_rows * hidden,
-        target=Target("speedup", 1.8) if num_rows <= 64 else None,
-        baseline=chain,
-        baseline_name="two torch launches",
-        variants=[(config, partial(run, config=config)) for config in residual_add_scaled.CONFIGS],
-        tune_key=("residual_add_scaled", residual_add_scaled.shape_class(num_rows, hidden)),
     )

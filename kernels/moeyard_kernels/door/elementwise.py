@@ -58,7 +58,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def scale_rows_(x: torch.Tensor, scale: torch.Tensor, *, sigmoid: bool = False) -> torch.Tensor:
     """x [T, H] becomes round(float(x) * float(scale[t])) in place, its own rounded pass; scale [T]. Returns x.
 
-    sigmoid: the factor is sigmoid(scale[t]), in fp32.
+    sigmoid: the factor is sigmoid(scale[t]), in fp32; so a shared expert's gate is applied, fused in
+    `moe_reduce_add_norm` but for rows that do not begin at multiples of 16 bytes.
     """
     if x.dim() != 2 or x.dtype not in FLOATS:
         raise ValueError(f"scale_rows_: x must be fp32 or bf16 [T, H], got {show(x)}")
@@ -76,18 +77,3 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"sigmoid_mul: gate {show(gate)} is not like x {show(x)}")
     check_devices("sigmoid_mul", x=x, gate=gate)
     return kernel("elementwise.sigmoid_mul", x).sigmoid_mul(x, gate)
-
-
-def residual_add_scaled(hidden: torch.Tensor, shared: torch.Tensor, routed: torch.Tensor, scale: float) -> torch.Tensor:
-    """hidden + round(fma(routed, scale, shared)) -> [T, H] for three [T, H] of one dtype, fp32 or bf16.
-
-    The chain it replaces: t = shared + scale * routed in one fma (fp32, `scale` rounded to fp32), rounded to the dtype;
-    then hidden + t, rounded. Reference and Triton kernel agree bit for bit.
-    """
-    if hidden.dim() != 2 or hidden.dtype not in FLOATS:
-        raise ValueError(f"residual_add_scaled: hidden must be fp32 or bf16 [T, H], got {show(hidden)}")
-    for name, x in (("shared", shared), ("routed", routed)):
-        if x.shape != hidden.shape or x.dtype != hidden.dtype:
-            raise ValueError(f"residual_add_scaled: {name} {show(x)} is not like hidden {show(hidden)}")
-    check_devices("residual_add_scaled", hidden=hidden, shared=shared, routed=routed)
-    return kernel("elementwise.residual_add_scaled", hidden).residual_add_scaled(hidden, shared, routed, scale)

@@ -1,9 +1,10 @@
-"""Which steps of a rank by itself are captured at start."""
+"""Which steps of a rank by itself are captured at start, and the line of the log that lists all that were."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 from moeyard_kernels.cuda.graph_inputs import Bucket
+from moeyard_kernels.cuda.verify_inputs import VerifySize
 
 # Rows of a captured step; a step runs in the next larger one. Where few rows cost little more than one, steps are wide.
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -44,3 +45,26 @@ def prompt_buckets(*, max_rows: int, max_pages: int, max_prompt: int, flat: bool
 def below(sizes: Sequence[int], most: int) -> list[int]:
     """The sizes below `most`, and itself."""
     return [*(size for size in sizes if size < most), most]
+
+
+def listed(sizes: Iterable[Bucket | VerifySize], *, num_graphs: int, seconds: float) -> str:
+    """One line for the log: how many graphs, of which rows, table widths (pages) and prompts, in how many seconds."""
+    found = [*sizes]
+    verifying = [size for size in found if isinstance(size, VerifySize)]
+    plain = [size for size in found if isinstance(size, Bucket)]
+    decode = [size for size in plain if size.decode and not size.prompt]
+    alone = [size for size in plain if size.prompt and not size.decode]
+    mixed = [size for size in plain if size.prompt and size.decode]
+    widths = {size.width for size in decode} | {size.width for size in verifying}
+    parts = [
+        ("decode rows", {size.decode for size in decode}),
+        ("sequences", {size.sequences for size in verifying}),
+        ("rows of each", {size.queries for size in verifying}),
+        ("tables of pages", widths),
+        ("prompt rows", {size.prompt for size in alone}),
+        ("prompt rows beside decode rows", {size.prompt for size in mixed}),
+        ("decode rows beside prompts", {size.decode for size in mixed}),
+        ("rows of a peer", {size.peers for size in found} - {0}),
+    ]
+    words = "; ".join(f"{name} {', '.join(map(str, sorted(values)))}" for name, values in parts if values)
+    return f"captured {num_graphs} CUDA graphs in {seconds:.1f} s: {words}"

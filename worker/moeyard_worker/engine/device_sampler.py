@@ -126,6 +126,11 @@ class DeviceSampler:
                 graphs.append((count, *captured(partial(self._run, chain, count), pool, ahead=not graphs)))
             self._graphs[chain] = sorted(graphs, key=lambda found: found[0])
 
+    @property
+    def num_graphs(self) -> int:
+        """How many were captured."""
+        return sum(map(len, self._graphs.values()))
+
     def takes(self, requests: Sequence[Request]) -> bool:
         """Whether the device has room for what these requests add to their logits."""
         params = (request.sampling for request in requests)

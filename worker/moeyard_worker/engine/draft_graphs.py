@@ -124,6 +124,11 @@ class DraftGraphs:
                 self._exchange.expect(PeerRows(rows))
                 self._idle[rows] = self._capture_idle(pool)
 
+    @property
+    def num_graphs(self) -> int:
+        """How many were captured."""
+        return sum(2 + len(graphs.draft) for graphs in self._graphs.values()) + 2 * len(self._idle)
+
     def find(self, size: VerifySize, most: int) -> SizedGraphs | None:
         """The smallest captured step that holds one of this size, beside peers who bring at most `most` rows."""
         return smallest(self._graphs.items(), size, most if self._has_peers else 0)

@@ -4,6 +4,8 @@ A step is launched and not waited for. Its tokens stay on the device, where the 
 not know yet (`Chunk.fed`), and are copied to the host behind it.
 """
 
+import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +16,15 @@ from moeyard_kernels import ops
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.types.sampled_tokens import SampledTokens
-from moeyard_worker.engine.captured_sizes import CHUNKS, MAX_PROMPT, ROWS, below, decode_buckets, prompt_buckets
+from moeyard_worker.engine.captured_sizes import (
+    CHUNKS,
+    MAX_PROMPT,
+    ROWS,
+    below,
+    decode_buckets,
+    listed,
+    prompt_buckets,
+)
 from moeyard_worker.engine.constrained import choose_again, without_grammars
 from moeyard_worker.engine.device_sampler import DeviceSampler, captured, nothing_collected
 from moeyard_worker.engine.peer_buckets import smallest, with_peers
@@ -33,6 +43,8 @@ from moeyard_worker.engine.scoring import Scores, score, told, unsound_scores, w
 from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
+
+log = logging.getLogger(__name__)
 
 # Prompt rows by which kernels are chosen where prompts are launched one by one.
 _WARM = (64, 256, 1024, 2048)
@@ -148,7 +160,8 @@ class GraphRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all buckets, the largest first, so that the others find their memory in its pool."""
+        """Capture all buckets, the largest first, so that the others find their memory in its pool; logs which."""
+        begun = time.perf_counter()
         self._warm_prompts()
         pool, graphs, kinds = torch.cuda.graph_pool_handle(), {}, set()
         with nothing_collected():
@@ -163,6 +176,8 @@ class GraphRunner:
             self._sampler.capture(below(ROWS, self._max_rows), pool)
         # The smallest first: a step takes the first that holds it.
         self._graphs = dict(reversed(graphs.items()))
+        num_graphs, seconds = len(graphs) + self._sampler.num_graphs, time.perf_counter() - begun
+        log.info("%s", listed(graphs, num_graphs=num_graphs, seconds=seconds))
 
     @torch.inference_mode()
     def warm(self) -> None:

@@ -6,6 +6,8 @@ prompts, or with positions that are computed anew, go through `Runner.launch`: t
 take part each rank runs what its own rows ask for: their exchanges are the same (`draft_graphs.py`).
 """
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +17,7 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.cuda.verify_inputs import VerifySize
 from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_worker.engine.captured_sizes import listed
 from moeyard_worker.engine.constrained import least, put, put_again
 from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collected
 from moeyard_worker.engine.draft_graphs import DraftGraphs, IdleGraphs, SizedGraphs
@@ -36,6 +39,8 @@ from moeyard_worker.engine.scoring import Scores, warm_scoring
 from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Chunk, Step
+
+log = logging.getLogger(__name__)
 
 # Prompt rows by which kernels are chosen.
 _WARM = (64, 256, 1024, 2048)
@@ -140,12 +145,15 @@ class SpeculativeRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all steps of output rows, and run prompts, so that their kernels are compiled."""
+        """Capture all steps of output rows, and run prompts, so that their kernels are compiled; logs which."""
+        begun = time.perf_counter()
         self._warm()
         pool = torch.cuda.graph_pool_handle()
         with nothing_collected():
             self._graphs.capture(pool)
             self._sampler.capture(sorted({size.rows for size in self._graphs.sizes()}), pool)
+        num_graphs, seconds = self._graphs.num_graphs + self._sampler.num_graphs, time.perf_counter() - begun
+        log.info("%s", listed(self._graphs.sizes(), num_graphs=num_graphs, seconds=seconds))
 
     def _warm(self) -> None:
         model, backend, speculation = self._runner.model, self._backend, self._runner.speculation

@@ -1,0 +1,64 @@
+"""Which steps are captured, and the one line at the start that lists them."""
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.engine.captured_on_cpu import PLACE, gpu_steps
+from tests.rank import Rank
+
+from moeyard_kernels.cuda.graph_inputs import Bucket
+from moeyard_kernels.cuda.verify_inputs import VerifySize
+from moeyard_worker.engine.captured_sizes import decode_buckets, listed, prompt_buckets
+from moeyard_worker.engine.graph_runner import GraphRunner
+
+
+def test_sizes_of_a_rank_by_itself() -> None:
+    decode = [*decode_buckets(max_rows=5, max_pages=40)]
+    assert [(b.decode, b.width) for b in decode] == [
+        (rows, width) for rows in (1, 2, 4, 5) for width in (8, 32, 40)
+    ]  # fmt: skip
+    prompts = [*prompt_buckets(max_rows=5, max_pages=40, max_prompt=130, flat=False)]
+    assert [(b.prompt, b.decode) for b in prompts] == [(64, 0), (128, 0), (130, 0), (128, 5), (130, 5)]
+    assert {b.keys for b in prompts} == {0}
+    flat = [*prompt_buckets(max_rows=5, max_pages=40, max_prompt=130, flat=True)]
+    assert [b.keys for b in flat if b.prompt == 130 and not b.decode] == [130, 260, 520, 1040]
+
+
+def test_the_line_that_lists_them() -> None:
+    plain = [
+        *decode_buckets(max_rows=2, max_pages=9),
+        *prompt_buckets(max_rows=2, max_pages=9, max_prompt=64, flat=False),
+    ]
+    assert listed(plain, num_graphs=12, seconds=6.66) == (
+        "captured 12 CUDA graphs in 6.7 s: decode rows 1, 2; tables of pages 8, 9; prompt rows 64; "
+        "prompt rows beside decode rows 64; decode rows beside prompts 2"
+    )
+    peers = [Bucket(decode=1, width=8, peers=1), Bucket(decode=1, width=8, peers=16), Bucket(width=8, peers=64)]
+    assert listed(peers, num_graphs=3, seconds=0).endswith(
+        ": decode rows 1; tables of pages 8; rows of a peer 1, 16, 64"
+    )
+    drafts = [VerifySize(sequences=count, queries=rows, width=8) for count in (1, 2) for rows in (1, 4)]
+    assert listed(drafts, num_graphs=40, seconds=1).endswith(": sequences 1, 2; rows of each 1, 4; tables of pages 8")
+
+
+DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
+
+
+@pytest.mark.parametrize("drafts", [{}, {"speculate": "mtp", "draft_tokens": 1}], ids=["plain", "drafts"])
+def test_a_start_lists_what_it_captured_in_one_line(
+    drafts: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"max_num_seqs": 2, "max_batch_tokens": 64, "max_model_len": 208, **drafts, **PLACE}
+    with caplog.at_level("INFO"), gpu_steps(), Rank(DEMO, **options) as rank:
+        runner = rank.worker.runner
+        [line] = [record.getMessage() for record in caplog.records if "CUDA graphs" in record.getMessage()]
+        found = re.match(r"captured (\d+) CUDA graphs in \d+\.\d s: ", line)
+        assert found is not None, line
+        if isinstance(runner, GraphRunner):
+            # Beside the steps the sampler's: six chains of each number of rows.
+            assert int(found[1]) == len([*runner.buckets()]) + 6 * 2
+            assert "decode rows 1, 2; tables of pages" in line
+            assert "; prompt rows 64" in line
+        else:
+            assert "sequences 1, 2; rows of each 1, 2; tables of pages" in line
