@@ -22,7 +22,8 @@ REQUESTS = {
     "several": {"prompt": [TEXT, TEXT[::-1]], "max_tokens": 7, "stop_token_ids": [3, 3, 4], "seed": 0},
     "chat": {"messages": [{"role": "user", "content": TEXT}] * 2, "seed": 1, "top_k": 5, "ignore_eos": True},
 }
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "object", "properties": {"days": {"type": "integer"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 THINKING = {"role": "assistant", "content": "<think>\nWell, "}
 ERRORS = {
     "json": (b"[" * 70_000, 400, None),
@@ -99,6 +100,17 @@ def test_the_same_tools_and_reasoning(tool_config, tool_bodies, tool_codec, extr
     assert dataclasses.replace(there, extraction=None) == dataclasses.replace(here, extraction=None)
     assert (there.extraction.tools is not None) == ("tools" in extra)
     assert there.extraction.inside == ("messages" in extra)
+
+
+def test_the_types_of_arguments_that_are_written_bare(tool_config, tool_codec):
+    """Of a format whose parser asks the schemas what a value is."""
+    config = dataclasses.replace(tool_config, tool_call_parser="qwen3_coder")
+    bodies = Bodies(config, formats_of(config, tool_codec))
+    body = json.dumps({"messages": [{"role": "user", "content": TEXT}], "tools": [WEATHER]}).encode()
+    try:
+        assert make(bodies, body, chat=True).extraction.schemas == {"weather": SCHEMA}
+    finally:
+        bodies.close()
 
 
 @pytest.mark.parametrize("name", ERRORS)
