@@ -255,6 +255,22 @@ def test_reasoning_may_be_hidden_and_come_before_calls():
     assert events_of(extraction("kimi_k2", "kimi_k2"), implicit) == [Reasoning("Now:"), *two_calls("kimi_k2")]
 
 
+def test_a_call_within_a_block_that_nobody_closed():
+    """Qwen3.5 goes from thinking to a call; with a grammar of calls that is a thought, as the grammar takes it."""
+    text = "I look it up.\n\n" + TWO["qwen3_coder"]
+    form = extraction("qwen3_coder", "qwen3", inside=True, calls_end_reasoning=True)
+    assert events_of(form, text) == events_of(form, [text]) == [
+        Reasoning("I look it up."), *two_calls("qwen3_coder"),
+    ]  # fmt: skip
+    for other in (
+        extraction("qwen3_coder", "qwen3", inside=True),
+        extraction("hermes", "qwen3", inside=True, calls_end_reasoning=True),
+    ):
+        assert events_of(other, text) == [Reasoning(text.strip("\n"))]
+    thought = "A call is <tool_call>, then a name.</think>Yes"
+    assert events_of(form, thought) == [Reasoning("A call is <tool_call>, then a name."), Content("Yes")]
+
+
 def test_where_the_prompt_has_opened_or_closed_the_block():
     qwen, assumed = REASONING_FORMATS["qwen3"], REASONING_FORMATS["deepseek_r1"]
     assert qwen.inside_after("<|assistant|><think>\n")
@@ -306,11 +322,12 @@ def bare(text):
 
 @given(
     TEXTS, st.sampled_from([*TWO, None]), st.sampled_from([*REASONING_FORMATS, None]), st.booleans(),
-    st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    st.booleans(), st.lists(st.integers(1, 9), min_size=1, max_size=40),
 )  # fmt: skip
-@example('<tool_call>{"name": "f", "arguments": "a', "hermes", None, False, [5])
-def test_no_cut_changes_what_is_found(text, tools, reasoning, inside, sizes):
-    form = extraction(tools, reasoning, inside=inside)
+@example('<tool_call>{"name": "f", "arguments": "a', "hermes", None, False, False, [5])
+@example("Now:\n<tool_call>\n<function=f>\n</function>", "qwen3_coder", "qwen3", True, True, [3])
+def test_no_cut_changes_what_is_found(text, tools, reasoning, inside, ends, sizes):
+    form = extraction(tools, reasoning, inside=inside, calls_end_reasoning=ends)
     pieces, place = [], 0
     while place < len(text):
         size = sizes[len(pieces) % len(sizes)]

@@ -56,7 +56,7 @@ def _plain_extraction(extraction: Extraction | None) -> dict[str, Any] | None:
     """Without what both processes have: the model's formats."""
     if extraction is None:
         return None
-    names = ("inside", "schemas", "one_call", "hide_reasoning", "ends_as_tool_calls", "id_seed")
+    names = ("inside", "schemas", "one_call", "hide_reasoning", "calls_end_reasoning", "ends_as_tool_calls", "id_seed")
     has = {"tools": extraction.tools is not None, "reasoning": extraction.reasoning is not None}
     return {**has, **{name: getattr(extraction, name) for name in names}}
 

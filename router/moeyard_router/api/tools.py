@@ -236,6 +236,8 @@ def answering(
         body = None  # there will be no content
     elif tools is not None and body is not None and not can_be_part(body):
         raise bad_request("'structured_outputs': a grammar leaves no room for calls of 'tools'", "structured_outputs")
+    must = body is not None or use.choice != "auto"
+    forced = tools is not None and (must or use.strict)
     extraction = Extraction(
         visible=formats.shown_reasoning if tools is None else formats.shown,
         reasoning=reasoning,
@@ -244,15 +246,16 @@ def answering(
         schemas={} if tools is None or tools.parameters is None else use.schemas,
         one_call=use.one_call,
         hide_reasoning=not include_reasoning,
+        # A grammar of calls takes what is within the block for thoughts.
+        calls_end_reasoning=tools is not None and not forced,
         ends_as_tool_calls=use.choice != "named",
         id_seed=secrets.token_hex(8),
     )
     thinking: Thinking = "inside" if extraction.inside else "none"
     if reasoning is not None and thinking == "none" and begun is None and not closes_block(prompt):
         thinking = "possible"
-    must = body is not None or use.choice != "auto"
     calls = None
-    if tools is not None and (must or use.strict):
+    if tools is not None and forced:
         functions = use.callable_functions(only_strict=not must)
         calls = Calls(form=tools, functions=functions, one_call=use.one_call, among_text=not must)
     grammar = answer_grammar(thinking=thinking, calls=calls, body=body, token_ids=formats.token_ids)

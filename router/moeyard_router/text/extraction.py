@@ -17,6 +17,7 @@ class Extraction:
     the block of `reasoning`. `schemas`: of the functions' arguments, by name, for formats that need them.
     `id_seed`: letters and digits that make ids of calls, one request's unlike another's.
     `one_call`: calls after a choice's first are left out. `hide_reasoning`: so is what the model thinks.
+    `calls_end_reasoning`: a call that begins within the block ends it, of families that write such.
     `ends_as_tool_calls`: whether an output with calls that ended by itself has the finish reason "tool_calls".
     """
 
@@ -27,6 +28,7 @@ class Extraction:
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     one_call: bool = False
     hide_reasoning: bool = False
+    calls_end_reasoning: bool = False
     ends_as_tool_calls: bool = True
     id_seed: str = ""
 
@@ -49,7 +51,9 @@ class Extractor:
         self._reasoning: ReasoningParser | None = None
         self._tools: ToolCallParser | None = None
         if extraction.reasoning is not None:
-            self._reasoning = ReasoningParser(extraction.reasoning, inside=extraction.inside)
+            unthought = extraction.tools.unthought if extraction.tools and extraction.calls_end_reasoning else ""
+            ends = [unthought] if unthought else []
+            self._reasoning = ReasoningParser(extraction.reasoning, inside=extraction.inside, more_ends=ends)
         if extraction.tools is not None:
             self._tools = ToolCallParser(
                 extraction.tools,

@@ -4,6 +4,7 @@ A model opens the block itself, or its chat template does so at the end of the p
 part of the format and of neither text. A <think> that does not come first in the output is content.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -57,8 +58,9 @@ REASONING_FORMATS = MappingProxyType(
 class ReasoningParser:
     """Splits an output that arrives in pieces; where it was cut makes no difference."""
 
-    def __init__(self, form: ReasoningFormat, *, inside: bool) -> None:
-        self._ends = (END_THINK, *form.implicit_ends)
+    def __init__(self, form: ReasoningFormat, *, inside: bool, more_ends: Sequence[str] = ()) -> None:
+        """`more_ends`: as the format's `implicit_ends`, of this request alone."""
+        self._ends = (END_THINK, *form.implicit_ends, *more_ends)
         self._inside = inside
         self._buffer = ""
         self._step = self._at_start

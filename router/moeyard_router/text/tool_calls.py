@@ -39,7 +39,8 @@ class ToolFormat:
     the same are read too. `id_length`: the family's templates take ids of so many letters and digits only.
     `written` is how the family's own templates write a call, in three parts: before the function's name, from there to
     the arguments ({index} is the call's number), and behind these; `opening` stands before the first call, `joint`
-    between two.
+    between two. `unthought` is the beginning of a call that models of the family also make while they think, without
+    the end of that.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ToolFormat:
     written: tuple[str, str, str]
     opening: str = ""
     joint: str = ""
+    unthought: str = ""
     inner: tuple[str, ...] = ()
     section_begin: str = ""
     section_end: str = ""

@@ -98,6 +98,8 @@ _FORMATS = (
         written=("<function=", ">\n", "</function>\n"),
         opening="\n",
         joint="</tool_call>\n<tool_call>\n",
+        # Seen of Qwen3.5 (vLLM's issue 35687).
+        unthought="<tool_call>\n<function=",
     ),
     # As encoding_dsv32.py beside the model writes it: string="true" before a text as it is, "false" before JSON.
     ToolFormat(
