@@ -75,7 +75,7 @@ def check_refused(outcome: Outcome, *says: str) -> None:
     assert outcome.out == ""
     (line,) = outcome.err.splitlines()
     assert line.startswith("moeyard: "), line
-    assert len(line) < 300, line
+    assert len(line) < 350, line
     for part in says:
         assert part in line, line
     assert outcome.seconds < SECONDS

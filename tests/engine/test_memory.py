@@ -186,9 +186,17 @@ def test_kv_memory_that_does_not_fit_says_how_much_would() -> None:
     assert text.startswith("--kv-memory 2 GiB does not fit")
     [way] = [way for way in found if "kv_memory" in way]
     done = planner()(config=replace(config, **way), available=GIB)
+    assert (done.expert_slots, done.stream_slots, len(way)) == (32, 0, 1), "with slots for all experts"
+    more = replace(config, kv_memory=way["kv_memory"] + 2 * MIB)
+    assert planner()(config=more, available=GIB).expert_slots < 32
+    # There is no room for all of so many.
+    plan = planner(num_local_experts=1000)
+    _, found = told(plan, config, GIB)
+    [way] = [way for way in found if "kv_memory" in way]
+    done = plan(config=replace(config, **way), available=GIB)
     assert (done.expert_slots, done.stream_slots) == (way["expert_slots"], 1)
     with pytest.raises(ValueError, match="expert"):
-        planner()(config=replace(config, kv_memory=way["kv_memory"] + 2 * MIB), available=GIB)
+        plan(config=replace(config, kv_memory=way["kv_memory"] + 2 * MIB), available=GIB)
 
 
 def test_what_no_flag_can_mend_says_nothing_more() -> None:

@@ -56,19 +56,27 @@ def what_fits(plan: Planner, config: EngineConfig, available: int) -> str:
 
 
 def _kv_memory(plan: Planner, config: EngineConfig, available: int, as_is: MemoryPlan | None) -> str | None:
-    """The most that pages may take and leave experts the slots they have; if they have none, one at least."""
+    """The most that pages may take beside the slots that experts have without a size for pages; or beside slots for all
+    experts; or, where there is no room for these, beside one at least."""
     given = config.kv_memory
-    least = 1 if as_is is None or given is not None else as_is.expert_slots
     unit, name = next((each for each in _UNITS if (given or available) >= _MANY * each[0]), (1, ""))
 
-    def fits(size: int) -> bool:
-        done = _tried(plan, config, available, kv_memory=size * unit)
-        return done is not None and done.expert_slots >= least
+    def most(enough: Callable[[MemoryPlan], bool]) -> int | None:
+        def fits(size: int) -> bool:
+            done = _tried(plan, config, available, kv_memory=size * unit)
+            return done is not None and enough(done)
 
-    size = _most(fits, (given or available) // unit)
+        return _most(fits, (given or available) // unit)
+
+    if as_is is not None and given is None:
+        least = as_is.expert_slots
+        size = most(lambda done: done.expert_slots >= least)
+    else:
+        size = most(lambda done: not done.stream_slots) or most(lambda done: True)
     if size is None:
         return None
-    done = plan(config=replace(config, kv_memory=size * unit), available=available)
+    done = _tried(plan, config, available, kv_memory=size * unit)
+    assert done is not None, "it fitted"
     slots = _slots(config, done)
     return None if size * unit == given and not slots else f"--kv-memory {size}{name}{slots}"
 
