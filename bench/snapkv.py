@@ -1,11 +1,13 @@
 """What a prompt kept in part costs in quality: loss of the text behind it, by what is kept. On a CPU.
 
 Every text of a file gives its first tokens as a prompt and the next ones as its continuation, which is fed row by row
-behind what is kept of the prompt. Kept are: all, SnapKV's choice, the last positions, and positions of chance with the
-same window. A text that is too short is left out.
+behind what is kept of the prompt; with --pieces N a long text gives up to N such pieces, one behind the other. Kept are:
+all, SnapKV's choice, the last positions, and positions of chance with the same window. A text that is too short is left
+out.
 """
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +75,8 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, default=Path("deploy/demo/heldout.jsonl"))
     parser.add_argument("--prompt", type=int, default=768, help="tokens of each prompt")
     parser.add_argument("--continuation", type=int, default=128, help="tokens behind it")
-    parser.add_argument("--count", type=int, default=32, help="texts at most")
+    parser.add_argument("--count", type=int, default=32, help="pieces at most")
+    parser.add_argument("--pieces", type=int, default=1, help="of one text at most")
     parser.add_argument("--window", type=int, default=32)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25, 0.12], help="budgets, of the prompt")
     args = parser.parse_args()
@@ -81,9 +84,14 @@ def main() -> None:
     length = args.prompt + args.continuation
     lines = args.texts.read_text().splitlines()
     encoded = (tokenizer.encode(json.loads(line)["text"]).ids for line in lines)
-    texts = [tuple(ids[:length]) for ids in encoded if len(ids) >= length][: args.count]
+    pieces = (
+        tuple(ids[start : start + length])
+        for ids in encoded
+        for start in range(0, min(len(ids), args.pieces * length) - length + 1, length)
+    )
+    texts = list(itertools.islice(pieces, args.count))
     runner = local_runner(args.model, dtype=torch.float32, num_pages=2 * -(-length // 16) + 2)
-    print(f"{len(texts)} texts, prompts of {args.prompt}, continuations of {args.continuation}, window {args.window}")
+    print(f"{len(texts)} pieces, prompts of {args.prompt}, continuations of {args.continuation}, window {args.window}")
 
     def mean(choice: Choice, budget: int) -> torch.Tensor:
         attention.snapkv = choice

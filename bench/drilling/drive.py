@@ -228,8 +228,10 @@ class Drill:
             await self._starve(outcome, process)
             return
         known = {each.pid for _, each in victims}
-        # With --standby one has been waiting, and is who takes the place; another is started for the next loss.
-        waiting = {each.pid for each in self._server.rank_processes()} - known
+        waiting = set[int]()
+        if kind == "kill-in-recovery":
+            # With --standby one has been waiting, and is who takes the place; another is started for the next loss.
+            waiting = {each.pid for each in self._server.rank_processes()} - known
         hit(outcome, rank, process, stop=kind == "stop")
         if kind == "kill-two" and others:
             hit(outcome, *others[0])
