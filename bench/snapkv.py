@@ -1,9 +1,9 @@
 """What a prompt kept in part costs in quality: loss of the text behind it, by what is kept. On a CPU.
 
 Every text of a file gives its first tokens as a prompt and the next ones as its continuation, which is fed row by row
-behind what is kept of the prompt; with --pieces N a long text gives up to N such pieces, one behind the other. Kept are:
-all, SnapKV's choice, the last positions, and positions of chance with the same window. A text that is too short is left
-out.
+behind what is kept of the prompt; with --pieces N a long text gives up to N such pieces, one behind the other. Kept
+are: all, SnapKV's choice, the last positions, and positions of chance with the same window. A text that is too short is
+left out.
 """
 
 import argparse
