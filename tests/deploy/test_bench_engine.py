@@ -171,20 +171,25 @@ def test_misses_and_their_bound() -> None:
     assert of_bound({"took_ms": None, **row}, {"took_ms": 4.0}) is None
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_residency_is_measured_in_turn(device: str) -> None:
-    args = parse(
-        *("--shape", "moeyard-demo", "--layers", "3", "--device", device, "--streams", "2", "--prompt", "9"),
-        *("--output", "10", "--prefill", "1x30", "--chunk", "32", "--residency", "1", "0.25"),
-    )
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """What these arguments ask for, at ceilings that nobody has measured."""
     wanted = engine.scenarios(args)
-    result = engine.measure(
+    return engine.measure(
         engine.configs_of(args, engine.engine_config(args, wanted)),
         wanted,
         ceilings=Ceilings(copy=1e9, link=1e8),
         sampling=engine.sampling_of(args),
         report=lambda _: None,
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_residency_is_measured_in_turn(device: str) -> None:
+    args = parse(
+        *("--shape", "moeyard-demo", "--layers", "3", "--device", device, "--streams", "2", "--prompt", "9"),
+        *("--output", "10", "--prefill", "1x30", "--chunk", "32", "--residency", "1", "0.25"),
+    )
+    result = measured(args)
     assert [(e["expert_slots"], e["num_experts"]) for e in result["facts"]["engines"]] == [(64, 64), (16, 64)]
     whole, whole_prompt, quarter, quarter_prompt = result["rows"]
     assert "hit_rate" not in whole
@@ -204,15 +209,8 @@ def test_a_prompt_by_rows_of_one(chunk: str, steps: int, kind: str) -> None:
         *("--shape", "moeyard-demo", "--layers", "3", "--device", "cpu", "--dtype", "float32", "--streams"),
         *("--prefill", "1x20", "--chunk", chunk, "--residency", "1", "0.25"),
     )
-    wanted = engine.scenarios(args)
     with gpu_steps() if kind == "gpu steps" else nullcontext():
-        result = engine.measure(
-            engine.configs_of(args, engine.engine_config(args, wanted)),
-            wanted,
-            ceilings=Ceilings(copy=1e9, link=1e8),
-            sampling=engine.sampling_of(args),
-            report=lambda _: None,
-        )
+        result = measured(args)
     whole, quarter = result["rows"]
     assert whole["steps"] == quarter["steps"] == steps
     for row in (whole, quarter):

@@ -28,7 +28,7 @@ from moeyard_kernels.bench.timing import COPY_BYTES, copy_bandwidth
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EngineConfig, format_size
 from moeyard_worker.engine.device import check_gpu
-from moeyard_worker.engine.faults import out_of_memory
+from moeyard_worker.engine.faults import first_sentence, out_of_memory
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import KvCompression, SamplingParams
@@ -177,10 +177,9 @@ def ceilings_of(config: EngineConfig) -> Ceilings:
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        said = str(error).split("\n", 1)[0].split(". ", 1)[0]
         raise ValueError(
-            f"--device {config.device}: {said}, while copies were measured; end what else runs there or in this host's "
-            "memory"
+            f"--device {config.device}: {first_sentence(error)}, while copies were measured; end what else runs there "
+            "or in this host's memory"
         ) from error
     torch.cuda.empty_cache()
     return ceilings

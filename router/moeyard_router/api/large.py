@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, BinaryIO
 
 import orjson
@@ -53,12 +53,11 @@ def pack_job(job: Job, *, last: bool) -> bytes:
 
 
 def _plain_extraction(extraction: Extraction | None) -> dict[str, Any] | None:
-    """Without what both processes have: the model's formats."""
+    """Without what both processes have: the model's formats, of which it is said whether they are meant."""
     if extraction is None:
         return None
-    names = ("inside", "schemas", "one_call", "hide_reasoning", "calls_end_reasoning", "ends_as_tool_calls", "id_seed")
-    has = {"tools": extraction.tools is not None, "reasoning": extraction.reasoning is not None}
-    return {**has, **{name: getattr(extraction, name) for name in names}}
+    plain = {field.name: getattr(extraction, field.name) for field in fields(extraction) if field.name != "visible"}
+    return plain | {name: plain[name] is not None for name in ("tools", "reasoning")}
 
 
 def _extraction(plain: dict[str, Any] | None, formats: AnswerFormats) -> Extraction | None:

@@ -237,7 +237,7 @@ def answering(
     elif tools is not None and body is not None and not can_be_part(body):
         raise bad_request("'structured_outputs': a grammar leaves no room for calls of 'tools'", "structured_outputs")
     must = body is not None or use.choice != "auto"
-    forced = tools is not None and (must or use.strict)
+    forced = must or use.strict
     extraction = Extraction(
         visible=formats.shown_reasoning if tools is None else formats.shown,
         reasoning=reasoning,
@@ -247,7 +247,7 @@ def answering(
         one_call=use.one_call,
         hide_reasoning=not include_reasoning,
         # A grammar of calls takes what is within the block for thoughts.
-        calls_end_reasoning=tools is not None and not forced,
+        calls_end_reasoning=not forced,
         ends_as_tool_calls=use.choice != "named",
         id_seed=secrets.token_hex(8),
     )

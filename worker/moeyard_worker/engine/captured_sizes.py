@@ -55,12 +55,11 @@ def listed(sizes: Iterable[Bucket | VerifySize], *, num_graphs: int, seconds: fl
     decode = [size for size in plain if size.decode and not size.prompt]
     alone = [size for size in plain if size.prompt and not size.decode]
     mixed = [size for size in plain if size.prompt and size.decode]
-    widths = {size.width for size in decode} | {size.width for size in verifying}
     parts = [
         ("decode rows", {size.decode for size in decode}),
         ("sequences", {size.sequences for size in verifying}),
         ("rows of each", {size.queries for size in verifying}),
-        ("tables of pages", widths),
+        ("tables of pages", {size.width for size in decode} | {size.width for size in verifying}),
         ("prompt rows", {size.prompt for size in alone}),
         ("prompt rows beside decode rows", {size.prompt for size in mixed}),
         ("decode rows beside prompts", {size.decode for size in mixed}),

@@ -34,9 +34,7 @@ def out_of_memory(error: BaseException) -> bool:
 
     torch has a class for what its allocator finds; what CUDA tells graphs, pinned memory and Triton is a RuntimeError.
     """
-    text = str(error)
-    told = isinstance(error, RuntimeError) and ("out of memory" in text.lower() or _HOST_MEMORY in text)
-    return told or isinstance(error, MemoryError)
+    return _of_the_host(error) or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower())
 
 
 def name_of(error: BaseException, *, rank: int, step: int) -> str:
@@ -45,11 +43,21 @@ def name_of(error: BaseException, *, rank: int, step: int) -> str:
         return f"rank {rank}: {error}"
     if type(error).__name__ == "OutOfMemoryError":
         return f"rank {rank}: out of device memory at step {step}: {_first_line(error)}"
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _HOST_MEMORY in str(error)):
+    if _of_the_host(error):
         return f"rank {rank}: out of host memory at step {step}: {_first_line(error) or type(error).__name__}"
     if isinstance(error, RuntimeError) and (found := _CUDA.search(str(error))) is not None:
         return f"rank {rank}: CUDA error: {found[1].rstrip('.')} at step {step}"
     return f"rank {rank} failed at step {step}: {type(error).__name__}: {error}"
+
+
+def first_sentence(error: BaseException) -> str:
+    """What an error says before it explains; the name of its class if it says nothing."""
+    return _first_line(error).split(". ", 1)[0] or type(error).__name__
+
+
+def _of_the_host(error: BaseException) -> bool:
+    """Whether it is the host's memory that ran out."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _HOST_MEMORY in str(error))
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.engine.faults import first_sentence
 from moeyard_worker.engine.memory import MemoryPlan
 
 # Bytes in, a plan out, or ValueError: `plan_memory` with all else given.
@@ -22,10 +23,9 @@ def plan_or_tell(plan: Planner, config: EngineConfig, available: int) -> MemoryP
     try:
         return plan(config=config, available=available)
     except ValueError as error:
-        found = what_fits(plan, config, available)
-        if not found:
-            raise
-        raise ValueError(f"{error}; would fit: {found}") from None
+        if found := what_fits(plan, config, available):
+            raise ValueError(f"{error}; would fit: {found}") from None
+        raise
 
 
 def ran_out(
@@ -35,11 +35,11 @@ def ran_out(
 
     `now`: bytes that this rank could take if it began now. The margin is gone, so no plan may count on that again.
     """
-    said = str(error).split("\n", 1)[0].split(". ", 1)[0] or type(error).__name__
     found = what_fits(plan, config, min(now, planned.available - planned.reserve.margin))
     return (
-        f"{config.device} ran out of memory while {doing}: {said}; planned of {planned}; lower --kv-memory, "
-        "--max-num-seqs or --max-batch-tokens, or end what else runs there" + (f"; would fit: {found}" if found else "")
+        f"{config.device} ran out of memory while {doing}: {first_sentence(error)}; planned of {planned}; lower "
+        "--kv-memory, --max-num-seqs or --max-batch-tokens, or end what else runs there"
+        + (f"; would fit: {found}" if found else "")
     )
 
 
@@ -61,33 +61,30 @@ def _kv_memory(plan: Planner, config: EngineConfig, available: int, as_is: Memor
     given = config.kv_memory
     unit, name = next((each for each in _UNITS if (given or available) >= _MANY * each[0]), (1, ""))
 
-    def most(enough: Callable[[MemoryPlan], bool]) -> int | None:
-        def fits(size: int) -> bool:
+    def most(enough: Callable[[MemoryPlan], bool]) -> tuple[int, MemoryPlan] | None:
+        def tried(size: int) -> MemoryPlan | None:
             done = _tried(plan, config, available, kv_memory=size * unit)
-            return done is not None and enough(done)
+            return done if done is not None and enough(done) else None
 
-        return _most(fits, (given or available) // unit)
+        return _most(tried, (given or available) // unit)
 
     if as_is is not None and given is None:
         least = as_is.expert_slots
-        size = most(lambda done: done.expert_slots >= least)
+        found = most(lambda done: done.expert_slots >= least)
     else:
-        size = most(lambda done: not done.stream_slots) or most(lambda done: True)
-    if size is None:
+        found = most(lambda done: not done.stream_slots) or most(lambda done: True)
+    if found is None:
         return None
-    done = _tried(plan, config, available, kv_memory=size * unit)
-    assert done is not None, "it fitted"
+    size, done = found
     slots = _slots(config, done)
     return None if size * unit == given and not slots else f"--kv-memory {size}{name}{slots}"
 
 
 def _rows(plan: Planner, config: EngineConfig, available: int, name: str) -> str | None:
-    value = _most(lambda most: _tried(plan, config, available, **{name: most}) is not None, getattr(config, name))
-    if value is None:
+    found = _most(lambda most: _tried(plan, config, available, **{name: most}), getattr(config, name))
+    if found is None:
         return None
-    done = _tried(plan, config, available, **{name: value})
-    assert done is not None, "it fitted"
-    return f"--{name.replace('_', '-')} {value}{_slots(config, done)}"
+    return f"--{name.replace('_', '-')} {found[0]}{_slots(config, found[1])}"
 
 
 def _slots(config: EngineConfig, done: MemoryPlan) -> str:
@@ -102,14 +99,15 @@ def _tried(plan: Planner, config: EngineConfig, available: int, **changes: Any) 
         return None
 
 
-def _most(fits: Callable[[int], bool], value: int) -> int | None:
-    """The largest up to `value` that fits; what fits may have a lower end too, and is found if that is not too near."""
+def _most(tried: Callable[[int], MemoryPlan | None], value: int) -> tuple[int, MemoryPlan] | None:
+    """The largest up to `value` that has a plan, with it; there may be a lower end too, which must not be too near."""
     low = high = value
-    while not fits(low):
+    while (best := tried(low)) is None:
         if low <= 1:
             return None
         low, high = low * 7 // 8, low
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+        done = tried(middle)
+        low, high, best = (low, middle, best) if done is None else (middle, high, done)
+    return low, best

@@ -16,15 +16,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.types.sampled_tokens import SampledTokens
-from moeyard_worker.engine.captured_sizes import (
-    CHUNKS,
-    MAX_PROMPT,
-    ROWS,
-    below,
-    decode_buckets,
-    listed,
-    prompt_buckets,
-)
+from moeyard_worker.engine.captured_sizes import CHUNKS, MAX_PROMPT, ROWS, below, decode_buckets, listed, prompt_buckets
 from moeyard_worker.engine.constrained import choose_again, without_grammars
 from moeyard_worker.engine.device_sampler import DeviceSampler, captured, nothing_collected
 from moeyard_worker.engine.peer_buckets import smallest, with_peers
