@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from moeyard_kernels.types.gate import GateRule
+from moeyard_kernels.types.gate import Chosen, GateRule, TokenChoice
 from moeyard_kernels.types.step import StepRows
 
 if TYPE_CHECKING:
@@ -97,9 +97,11 @@ class Gate(Protocol):
         """x [num_rows, H] (what attention gave) and residual -> normalised rows and their new residual."""
         ...
 
-    def choose(self, x: torch.Tensor, plan: Own) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Of normalised rows x [num_rows, H]: weights [T', K] fp32 and expert ids [T', K]; T <= T' <= num_rows, ids of
-        padding are -1; and, where a shared expert has a gate and there are rows, its logits [num_rows]."""
+    def choose(self, x: torch.Tensor, plan: Own, *, defer: bool) -> Chosen:
+        """The choice of normalised rows x [num_rows, H]: of T' rows, T <= T' <= num_rows; ids of padding are -1.
+
+        `defer`: whoever computes the experts of one row may make its choice, and nobody else reads it before.
+        """
         ...
 
 
@@ -144,11 +146,13 @@ class ExpertSlots(Protocol):
         ...
 
     def begin(
-        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None, one_in: int
-    ) -> ExpertRun:
+        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None, one_in: int,
+        choice: TokenChoice | None = None,
+    ) -> ExpertRun:  # fmt: skip
         """rows [R, H] for local ids experts [R, K] (-1: not here); prompt [R] bool marks prompt rows (None: none).
 
-        `one_in`: of so many pairs at best one is here, for whom it helps to know.
+        `one_in`: of so many pairs at best one is here, for whom it helps to know. `choice`: of one row, whose experts
+        are still to be chosen; the run's `compute` does it.
         """
         ...
 

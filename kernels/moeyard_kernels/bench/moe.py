@@ -1,21 +1,30 @@
 """The routed experts: the layout of a step's pairs, both products over it and, of few pairs, both without one."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.bench.model_steps import ModelStep
-from moeyard_kernels.experts import expert_layout, grouped_gemm
+from moeyard_kernels.experts import expert_layout, grouped_gemm, topk_gate
 from moeyard_kernels.ops import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.ref import expert_layout as layout_reference
+from moeyard_kernels.types.gate import GateRule, TokenChoice
 
 OPS = ("expert_layout", "grouped_gemm")
 TOP_K = 8
 # Name, experts, hidden size, intermediate size of an expert.
 MODELS = (("Qwen3-30B-A3B", 128, 2048, 768), ("Kimi-Linear", 256, 2304, 1024))
+_RULES = MappingProxyType(
+    {
+        "Qwen3-30B-A3B": GateRule(top_k=TOP_K, scoring="softmax", renormalize=True),
+        "Kimi-Linear": GateRule(top_k=TOP_K, scoring="sigmoid", renormalize=True, scaling=2.446),
+    }
+)
 
 
 def cases() -> Iterator[Case]:
@@ -28,6 +37,7 @@ def cases() -> Iterator[Case]:
             yield from _expert_cases(f"{name} T={num_tokens}", num_tokens, *weights)
         for num_tokens in (1, 2, 4, 8):
             yield _few_case(f"{name} T={num_tokens}", num_tokens, *weights)
+        yield _choice_case(name, _RULES[name], torch.float32 if name == "Kimi-Linear" else torch.bfloat16, *weights)
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
@@ -47,6 +57,8 @@ def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Ca
             else:
                 yield _layout_case(num_tokens, here, top_k, of=f"{model.name}: ")
             yield from _expert_cases(shape, num_tokens, *weights, top_k, judged=model.name == "Qwen3-30B-A3B")
+        if model.ranks == 1 and 1 in rows:
+            yield _choice_case(model.name, model.rule, torch.float32 if model.fp32_logits else torch.bfloat16, *weights)
 
 
 def _normal(*shape: int) -> torch.Tensor:
@@ -136,6 +148,50 @@ def _few_case(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Te
         target=Target("speedup", 1.0),
         baseline=chain,
         baseline_name="expert_layout, grouped_gemm",
+        early=False,
+    )
+
+
+def _chosen_within(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None,
+    slots: torch.Tensor, rule: GateRule,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    weights, ids = (logits.new_empty(1, rule.top_k, dtype=d) for d in (torch.float32, torch.int64))
+    choice = TokenChoice(rule=rule, logits=logits, bias=bias, weights=weights, ids=ids)
+    pairs = ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=len(slots), choice=choice)
+    return weights, ids, grouped_gemm.grouped_gemm(x, gate_up, down, pairs, top_k=rule.top_k)
+
+
+def _chosen_ahead(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None,
+    slots: torch.Tensor, rule: GateRule,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    weights, ids = topk_gate.topk_gate(logits, **asdict(rule), bias=bias)
+    pairs = ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=len(slots))
+    return weights, ids, grouped_gemm.grouped_gemm(x, gate_up, down, pairs, top_k=rule.top_k)
+
+
+def _choice_case(name: str, rule: GateRule, dtype: torch.dtype, gate_up: torch.Tensor, down: torch.Tensor) -> Case:
+    """One token's experts with their choice, against the choice's launch and the products. dtype: of the logits."""
+    num_slots, hidden, inner = down.shape
+    logits = torch.randn(1, num_slots, device="cuda").to(dtype)
+    bias = torch.randn(num_slots, device="cuda") * 0.1 if rule.scoring == "sigmoid" else None
+    arguments = (_normal(1, hidden), gate_up, down, logits, bias, _slots(num_slots), rule)
+    run, chain = partial(_chosen_within, *arguments), partial(_chosen_ahead, *arguments)
+
+    def prove() -> None:
+        assert_bits("chosen ahead", run(), chain())
+
+    return Case(
+        op="grouped_gemm",
+        shape=f"{name} T=1, {rule.top_k} experts and their choice",
+        run=run,
+        prove=prove,
+        num_bytes=rule.top_k * 6 * inner * hidden,
+        num_flops=rule.top_k * 6 * inner * hidden,
+        target=Target("speedup", 1.0),
+        baseline=chain,
+        baseline_name="topk_gate, grouped_gemm",
         early=False,
     )
 

@@ -20,7 +20,7 @@ from moeyard_kernels.ref.rows_apart import rows_apart
 from moeyard_kernels.ref.silu_mul import silu_mul
 from moeyard_kernels.ref.topk_gate import topk_gate
 from moeyard_kernels.types.decode_tables import BLOCK
-from moeyard_kernels.types.gate import GateRule, no_choice
+from moeyard_kernels.types.gate import Chosen, GateRule, no_choice
 from moeyard_kernels.types.step import StepRows
 
 
@@ -39,14 +39,14 @@ class CpuGate:
         """See `Gate.norm`."""
         return add_rms_norm(x, residual, self._norm, self._eps) if plan.num_tokens else (x, residual)
 
-    def choose(self, x: torch.Tensor, plan: CpuPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """See `Gate.choose`; of the T real rows."""
+    def choose(self, x: torch.Tensor, plan: CpuPlan, *, defer: bool = False) -> Chosen:
+        """See `Gate.choose`; of the T real rows, at once."""
         if not plan.num_tokens:
-            return *no_choice(x, self._top_k), None
+            return no_choice(x, self._top_k)
         logits = linear(x.to(self._weight.dtype), self._weight)
         weights, ids = topk_gate(logits.float(), **self._arguments)
         shared = None if self._shared_gate is None else linear(x, self._shared_gate)[:, 0]
-        return weights[: plan.num_tokens], ids[: plan.num_tokens], shared
+        return Chosen(weights=weights[: plan.num_tokens], ids=ids[: plan.num_tokens], shared_gate=shared)
 
 
 class CpuBackend:

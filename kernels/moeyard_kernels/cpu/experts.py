@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from moeyard_kernels.cpu.joint_experts import FEW_PAIRS, JOINT_ROWS, joins, joint_mlp, pairs_mlp
 from moeyard_kernels.cpu.linear import pack_weight, padded_rows, project
 from moeyard_kernels.ref.silu_mul import silu_mul
+from moeyard_kernels.types.gate import TokenChoice
 
 
 class CpuExpertSlots:
@@ -63,9 +64,10 @@ class CpuExpertSlots:
 
     def begin(
         self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None,
-        one_in: int = 1,
+        one_in: int = 1, choice: TokenChoice | None = None,
     ) -> "CpuExpertRun":  # fmt: skip
         """See `ExpertSlots.begin`."""
+        assert choice is None, "a CPU's gate has chosen"
         return CpuExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt)
 
     def _kept(self, matrix: torch.Tensor) -> torch.Tensor:

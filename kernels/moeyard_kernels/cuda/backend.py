@@ -19,7 +19,7 @@ from moeyard_kernels.cuda.linear_attention import CudaGdn, CudaKda
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.cuda.residency import CudaResidency
 from moeyard_kernels.types.decode_tables import BLOCK
-from moeyard_kernels.types.gate import GateRule, no_choice
+from moeyard_kernels.types.gate import Chosen, GateRule, TokenChoice, no_choice
 from moeyard_kernels.types.step import StepRows
 
 # Few rows of a large hidden size are reduced faster by many programs, and normalised behind them: 4.0 us of one row of
@@ -50,24 +50,28 @@ class CudaGate:
         # A weight in another dtype than fp32 is in the rows'; so is a norm.
         rounded = weight.to(norm.dtype if self._fp32_logits else weight.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
-        self._top_k = rule.top_k
-        self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
+        self._rule, self._bias = rule, bias
 
     def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Gate.norm`."""
         return ops.add_rms_norm(x, residual, self._norm, self._eps) if plan.num_rows else (x, residual)
 
-    def choose(self, x: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def choose(self, x: torch.Tensor, plan: CudaPlan, *, defer: bool = False) -> Chosen:
         """See `Gate.choose`."""
         if not plan.num_rows:
-            return *no_choice(x, self._top_k), None
+            return no_choice(x, self._rule.top_k)
         out_dtype = torch.float32 if self._fp32_logits else None
         logits = ops.linear(x.to(self._weight.dtype), self._weight, static_weight=True, out_dtype=out_dtype)
         counted = {"counts": self._counts, "entries": plan.entries} if self._choices.on else {}
-        if not self._gated:
-            return *ops.topk_gate(logits, **self._arguments, **counted), None
-        weights, ids = ops.topk_gate(logits[:, : self._num_experts], **self._arguments, **counted)
-        return weights, ids, logits[:, self._num_experts]
+        shared_gate = logits[:, self._num_experts] if self._gated else None
+        if self._gated:
+            logits = logits[:, : self._num_experts]
+        if defer and plan.num_rows == 1:
+            weights, ids = (logits.new_empty(1, self._rule.top_k, dtype=d) for d in (torch.float32, torch.int64))
+            later = TokenChoice(rule=self._rule, logits=logits, bias=self._bias, weights=weights, ids=ids, **counted)
+            return Chosen(weights=weights, ids=ids, shared_gate=shared_gate, deferred=later)
+        weights, ids = ops.topk_gate(logits, **asdict(self._rule), bias=self._bias, **counted)
+        return Chosen(weights=weights, ids=ids, shared_gate=shared_gate)
 
 
 class CudaBackend:

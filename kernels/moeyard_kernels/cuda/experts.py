@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from moeyard_kernels import ops
+from moeyard_kernels.types.gate import TokenChoice
 
 
 class CudaExpertSlots:
@@ -37,10 +38,10 @@ class CudaExpertSlots:
 
     def begin(
         self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None,
-        one_in: int = 1,
+        one_in: int = 1, choice: TokenChoice | None = None,
     ) -> "CudaExpertRun":  # fmt: skip
         """See `ExpertSlots.begin`."""
-        return CudaExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt, one_in=one_in)
+        return CudaExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt, one_in=one_in, choice=choice)
 
 
 def _put(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -57,9 +58,9 @@ class CudaExpertRun:
 
     def __init__(
         self, slots: CudaExpertSlots, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int,
-        prompt: torch.Tensor | None, one_in: int,
+        prompt: torch.Tensor | None, one_in: int, choice: TokenChoice | None,
     ) -> None:  # fmt: skip
-        self._slots, self._rows, self.experts, self.prompt = slots, rows, experts, prompt
+        self._slots, self._rows, self.experts, self.prompt, self._choice = slots, rows, experts, prompt, choice
         self._num_experts = num_experts
         self._block_rows = ops.expert_block_rows(experts.numel() // one_in, num_experts)
         self._out = rows.new_empty(experts.numel(), rows.shape[1])
@@ -85,7 +86,8 @@ class CudaExpertRun:
         layout: ops.ExpertLayout | ops.ExpertPairs
         if self.experts.numel() <= ops.FEW_PAIRS:
             layout = ops.ExpertPairs(
-                topk_ids=self.experts, slot_of_expert=slot_of_expert, num_slots=self._slots.num_slots
+                topk_ids=self.experts, slot_of_expert=slot_of_expert, num_slots=self._slots.num_slots,
+                choice=self._choice,
             )  # fmt: skip
         else:
             layout = ops.expert_layout(

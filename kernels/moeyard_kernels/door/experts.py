@@ -5,6 +5,7 @@ import torch
 from moeyard_kernels.common.checks import FLOATS, check_devices, check_norm, show
 from moeyard_kernels.door.load import kernel
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs
+from moeyard_kernels.types.gate import TokenChoice
 
 _BLOCK_ROWS = (16, 32, 64, 128)
 
@@ -49,7 +50,8 @@ def grouped_gemm(
 
     x [T, H], gate_up [S, 2 I, H] and down [S, H, I] (contiguous, fp32 or bf16), slots as `layout` has them. Rows of
     pairs that are in no block of the layout are left as they are: garbage in a new `out`, while hits and misses may be
-    computed by two calls into one. Of at most FEW_PAIRS pairs `ExpertPairs` will do, which take no launch to make. A
+    computed by two calls into one. Of at most FEW_PAIRS pairs `ExpertPairs` will do, which take no launch to make; one
+    token's may still be to choose (`ExpertPairs.choice`), and are chosen then, with `topk_gate`'s bits. A
     row's bits depend on that row and its expert alone, not on the layout. Rounding points: both halves of the first
     product, silu, its product with the up half, and the result.
     """
@@ -74,8 +76,24 @@ def grouped_gemm(
         _check_routing("grouped_gemm", layout.topk_ids, layout.slot_of_expert)
         if num_pairs > FEW_PAIRS:
             raise ValueError(f"grouped_gemm: {num_pairs} pairs without a layout, at most {FEW_PAIRS}")
+        if layout.choice is not None:
+            _check_choice(layout.choice, layout)
     check_devices("grouped_gemm", x=x, gate_up=gate_up, down=down, layout=index, out=out)
     return kernel("experts.grouped_gemm", x).grouped_gemm(x, gate_up, down, layout, top_k=top_k, out=out)
+
+
+def _check_choice(choice: TokenChoice, pairs: ExpertPairs) -> None:
+    wanted = (1, pairs.slot_of_expert.shape[0])
+    if choice.logits.shape != wanted or choice.logits.dtype not in FLOATS:
+        raise ValueError(f"grouped_gemm: logits {show(choice.logits)} to choose by, expected {list(wanted)}")
+    if choice.ids is not pairs.topk_ids or choice.ids.dtype != torch.int64:
+        raise ValueError("grouped_gemm: a choice writes the pairs' own topk_ids, int64")
+    if choice.weights.shape != choice.ids.shape or choice.weights.dtype != torch.float32:
+        raise ValueError(f"grouped_gemm: weights {show(choice.weights)}, expected fp32 {list(choice.ids.shape)}")
+    check_devices(
+        "grouped_gemm", ids=choice.ids, weights=choice.weights, logits=choice.logits, bias=choice.bias,
+        counts=choice.counts,
+    )  # fmt: skip
 
 
 def moe_weighted_reduce(

@@ -115,6 +115,37 @@ def default_config(step: str, block_rows: int, dtype: torch.dtype) -> AnyConfig:
     return WIDE[2] if step == "gate_up" else STREAM[0]
 
 
+# What a copy brings of K in slices: 128 bytes, as far as shared memory is swizzled.
+STEP = 64
+# What two programs of a multiprocessor may have each, less barriers and what a block takes by itself.
+_HALF_SHARED = (228 << 10) // 2 - 1088 - 256
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceTile:
+    """`grouped_choice`: so many gates and ups of a program, `stages` copies on the way, of `steps` times STEP of K."""
+
+    columns: int
+    steps: int
+    stages: int
+
+
+def slices_of_choice(top_k: int, *, hidden: int, inner: int) -> ChoiceTile | None:
+    """How one token's first product is cut where its programs choose; None: not at all, for not all would be at work.
+
+    Sixteen columns where they still are, as in `few_pairs_config`. Of an H100's layer of Qwen3-30B-A3B but attention,
+    two steps in five copies take 48.0 us, four in two 48.0, one in ten 48.4, two in three 48.3, and twice as much,
+    which leaves room for one program, 49.9.
+    """
+    columns = 16 if top_k * triton.cdiv(inner, 16) <= 264 else 32
+    if hidden % (2 * STEP) or inner % STEP or top_k * triton.cdiv(inner, columns) > 264:
+        return None
+    # Eight rows of x, and the operand that the last block is the beginning of.
+    rest = _HALF_SHARED - hidden * 16 - (64 - 2 * columns) * STEP * 2
+    stages = min(rest // (2 * 2 * columns * STEP * 2), hidden // (2 * STEP))
+    return ChoiceTile(columns, 2, stages) if stages >= 3 else None
+
+
 def slice_bytes(dim: int, columns: int) -> int:
     """Shared memory of a slice: `columns` outputs by dim values of a weight in bf16, and the 8 rows it is for."""
     return 2 * dim * (columns + 8)

@@ -10,9 +10,10 @@ use leave at once. For few pairs no launch lays anything out (`ExpertPairs`): th
 and a program compares its pair's expert with the others' to find its rows, or that an earlier pair's block has them.
 The second launch finds its weights while the first one drains (see `dependent`), and then waits for the rows (1.2 us of
 23 with one token; fetching the weights into the L2 meanwhile cost 3 us). Of one token it has the weights by then, too
-(`grouped_slice`).
+(`grouped_slice`), and where its experts are still to be chosen the programs of both do it (`grouped_choice`).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from moeyard_kernels.common import launch, tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.rounding import product, round_to
 from moeyard_kernels.elementwise.silu_mul import silu_mul_values
+from moeyard_kernels.experts.grouped_choice import choose_and_gate_up, chooses
 from moeyard_kernels.experts.grouped_configs import CONFIGS as CONFIGS
 from moeyard_kernels.experts.grouped_configs import (
     KINDS,
     NARROW,
+    SLICE,
     WIDE,
     AnyConfig,
     ExpertConfig,
@@ -40,6 +43,7 @@ from moeyard_kernels.experts.grouped_configs import (
 from moeyard_kernels.experts.grouped_configs import candidates as candidates
 from moeyard_kernels.experts.grouped_slice import fits, slice_pairs
 from moeyard_kernels.experts.grouped_stream import stream_pairs
+from moeyard_kernels.experts.topk_gate import choose
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
 
 OP = "grouped_gemm"
@@ -220,6 +224,9 @@ def _config(w: torch.Tensor, layout: ExpertLayout | ExpertPairs, step: str, num_
     if w.dtype == torch.float32:
         return default_config(step, layout.block_rows, w.dtype)
 
+    if isinstance(layout, ExpertPairs) and layout.choice is not None:
+        return SLICE[0]
+
     def default() -> AnyConfig:
         if isinstance(layout, ExpertLayout):
             return default_config(step, layout.block_rows, w.dtype)
@@ -256,6 +263,14 @@ def down_pairs(
     return out
 
 
+def _choosing(pairs: ExpertPairs, gate_up: torch.Tensor, down: torch.Tensor, *, alone: bool) -> ExpertPairs:
+    """The pairs with their choice, if the products can make it, or made ahead of them."""
+    if pairs.choice is None or (alone and fits(down, SLICE[0].BN) and chooses(pairs.choice, gate_up, down)):
+        return pairs
+    choose(pairs.choice)
+    return replace(pairs, choice=None)
+
+
 def grouped_gemm(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -269,9 +284,11 @@ def grouped_gemm(
     """See `moeyard_kernels.ops.grouped_gemm`. `configs`: of gate_up and of down, where they are not to be looked up."""
     launch.check_layout(OP, x=x, gate_up=gate_up, down=down, out=out)
     if isinstance(layout, ExpertPairs):
+        layout = _choosing(layout, gate_up, down, alone=configs == (None, None))
         ids, slots = layout.topk_ids, layout.slot_of_expert
         launch.check_layout(OP, topk_ids=ids, slot_of_expert=slots)
-        launch.check_indices(OP, low=-1, high=slots.shape[0], topk_ids=ids)
+        if layout.choice is None:
+            launch.check_indices(OP, low=-1, high=slots.shape[0], topk_ids=ids)
         launch.check_indices(OP, low=-1, high=layout.num_slots, slot_of_expert=slots)
     hidden, inner = x.shape[1], down.shape[2]
     if _num_blocks(layout) * triton.cdiv(max(hidden, inner), 16) > launch.MAX_GRID_X:
@@ -282,6 +299,9 @@ def grouped_gemm(
         stored = out if stored.dtype == out.dtype else stored.copy_(out)
     if layout.num_pairs and gate_up.numel():
         h = launch.new_output(num_rows(layout), inner, like=x)
-        gate_up_rows(x, gate_up, layout, top_k=top_k, out=h, config=configs[0])
+        if isinstance(layout, ExpertPairs) and layout.choice is not None:
+            choose_and_gate_up(x, gate_up, layout, h)
+        else:
+            gate_up_rows(x, gate_up, layout, top_k=top_k, out=h, config=configs[0])
         down_pairs(h, down, layout, out=stored, config=configs[1])
     return launch.finish(stored, x.dtype) if out is None or out is stored else out.copy_(stored)

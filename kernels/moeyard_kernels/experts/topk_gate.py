@@ -4,6 +4,8 @@ The k best are found one after the other, each by two reductions over integers: 
 expert that has it. Of a row's bits the tile decides (sums are trees), and the tile follows from the number of experts.
 """
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,7 @@ import triton.language as tl
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X
 from moeyard_kernels.common.rows import check_rows
+from moeyard_kernels.types.gate import GateRule, TokenChoice
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -111,50 +114,43 @@ def topk_gate(
     logits: torch.Tensor,
     *,
     top_k: int,
-    scoring: str,
+    scoring: Literal["softmax", "sigmoid"],
     renormalize: bool,
     bias: torch.Tensor | None = None,
     num_groups: int = 1,
     topk_groups: int = 1,
-    group_score: str = "max",
+    group_score: Literal["max", "top2sum"] = "max",
     scaling: float = 1.0,
     counts: torch.Tensor | None = None,
     entries: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.topk_gate`. Raises ValueError for rows that are not contiguous or exceed its grid."""
+    rule = GateRule(
+        top_k=top_k, scoring=scoring, renormalize=renormalize, num_groups=num_groups, topk_groups=topk_groups,
+        group_score=group_score, scaling=scaling,
+    )  # fmt: skip
+    weights, ids = (logits.new_empty(logits.shape[0], top_k, dtype=dtype) for dtype in (torch.float32, torch.int64))
+    choose(TokenChoice(rule=rule, logits=logits, bias=bias, weights=weights, ids=ids, counts=counts, entries=entries))
+    return weights, ids
+
+
+def choose(choice: TokenChoice) -> None:
+    """Make a choice, of any number of tokens: its weights and ids are written. Raises as `topk_gate`."""
+    rule, logits, bias = choice.rule, choice.logits, choice.bias
     check_rows("topk_gate", logits=logits, bias=bias)
     num_tokens, num_experts = logits.shape
     if num_tokens > MAX_GRID_X:
         raise ValueError(f"topk_gate: {list(logits.shape)} exceeds the grid of a GPU")
+    num_groups, topk_groups = rule.num_groups, rule.topk_groups
     if topk_groups >= num_groups:
         num_groups = topk_groups = 1
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     size = num_experts // num_groups
     if num_tokens:
         _topk_gate_kernel[(num_tokens,)](
-            logits,
-            logits if bias is None else bias,
-            weights,
-            ids,
-            counts,
-            entries,
-            logits.stride(0),
-            size,
-            float(scaling),
-            K=top_k,
-            SOFTMAX=scoring == "softmax",
-            RENORMALIZE=renormalize,
-            HAS_BIAS=bias is not None,
-            HAS_COUNTS=counts is not None,
-            NUM_GROUPS=num_groups,
-            TOPK_GROUPS=topk_groups,
-            TOP2SUM=group_score == "top2sum",
-            BG=triton.next_power_of_2(num_groups),
-            BS=triton.next_power_of_2(size),
-            BK=triton.next_power_of_2(top_k),
-            num_warps=1,
-            enable_fp_fusion=False,
-            **dependent(logits),
-        )
-    return weights, ids
+            logits, logits if bias is None else bias, choice.weights, choice.ids, choice.counts, choice.entries,
+            logits.stride(0), size, float(rule.scaling), K=rule.top_k, SOFTMAX=rule.scoring == "softmax",
+            RENORMALIZE=rule.renormalize, HAS_BIAS=bias is not None, HAS_COUNTS=choice.counts is not None,
+            NUM_GROUPS=num_groups, TOPK_GROUPS=topk_groups, TOP2SUM=rule.group_score == "top2sum",
+            BG=triton.next_power_of_2(num_groups), BS=triton.next_power_of_2(size),
+            BK=triton.next_power_of_2(rule.top_k), num_warps=1, enable_fp_fusion=False, **dependent(logits),
+        )  # fmt: skip

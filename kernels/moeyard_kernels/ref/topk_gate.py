@@ -1,6 +1,10 @@
 """Router logits to expert ids and weights, for the gates of mixtral, qwen3_moe, deepseek_v2 and deepseek_v3."""
 
+from dataclasses import asdict
+
 import torch
+
+from moeyard_kernels.types.gate import TokenChoice
 
 # The sigmoid of a contiguous tensor takes a scalar path for what does not fill two vector registers.
 _LANES = 32
@@ -38,6 +42,14 @@ def topk_gate(
     if scaling != 1.0:
         weights *= scaling
     return weights, ids
+
+
+def choose(choice: TokenChoice) -> None:
+    """Make one token's choice, whose weights and ids are written."""
+    arguments = {**asdict(choice.rule), "counts": choice.counts, "entries": choice.entries}
+    weights, ids = topk_gate(choice.logits, bias=choice.bias, **arguments)
+    choice.weights.copy_(weights)
+    choice.ids.copy_(ids)
 
 
 def _sigmoid(logits: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moeyard_kernels.types.gate import TokenChoice
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayout:
@@ -36,11 +38,15 @@ class ExpertPairs:
     topk_ids [T, K] int64 or int32 and slot_of_expert [E] int32, contiguous, as `ops.expert_layout` takes them. Of pairs
     of one expert that is here the first, and every 16th after it, begins a block; a block has the pair's number. The
     pairs of one token have a block each.
+
+    choice: where one token's ids, topk_ids, are still to be chosen: the products' launches do it, and write its ids and
+    weights.
     """
 
     num_slots: int
     topk_ids: torch.Tensor
     slot_of_expert: torch.Tensor
+    choice: TokenChoice | None = None
 
     @property
     def num_pairs(self) -> int:

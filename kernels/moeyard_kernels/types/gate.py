@@ -26,6 +26,36 @@ class GateRule:
     scaling: float = 1.0
 
 
-def no_choice(x: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChoice:
+    """One token's choice of experts that is still to be made, by whoever computes them (`ExpertPairs.choice`).
+
+    logits [1, E] fp32 or bf16, bias [E] fp32 or None, counts and entries as `ops.topk_gate` takes them. weights [1, K]
+    fp32 and ids [1, K] int64 are written by then, with that op's bits.
+    """
+
+    rule: GateRule
+    logits: torch.Tensor
+    bias: torch.Tensor | None
+    weights: torch.Tensor
+    ids: torch.Tensor
+    counts: torch.Tensor | None = None
+    entries: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What rows have chosen: weights [T', K] fp32 and ids [T', K], and the logits [num_rows] of a shared expert's gate.
+
+    deferred: where ids and weights are still to be written, by whoever computes the experts.
+    """
+
+    weights: torch.Tensor
+    ids: torch.Tensor
+    shared_gate: torch.Tensor | None = None
+    deferred: TokenChoice | None = None
+
+
+def no_choice(x: torch.Tensor, top_k: int) -> Chosen:
     """Weights [0, K] fp32 and ids [0, K] int64 of a step without rows, where x is."""
-    return x.new_empty(0, top_k).float(), x.new_empty(0, top_k).long()
+    return Chosen(weights=x.new_empty(0, top_k).float(), ids=x.new_empty(0, top_k).long())

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from moeyard_kernels.types.fetch_window import FetchWindow
+from moeyard_kernels.types.gate import TokenChoice
 from moeyard_worker.config.placement import Placement
 
 
@@ -25,6 +26,7 @@ class Dispatched:
     handle: opaque; `combine` consumes it.
     one_in: of so many (row, k) at best one has its expert here.
     fetch: where ranks read for each other what they miss of their experts, for whoever computes here; else None.
+    choice: of one row, where whoever computes is to choose its experts; they are written into `experts` then.
     """
 
     rows: torch.Tensor
@@ -33,6 +35,7 @@ class Dispatched:
     handle: Any
     one_in: int = 1
     fetch: FetchWindow | None = None
+    choice: TokenChoice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class Exchange(Protocol):
     warms: bool
     # Whether a rank has room for so many rows of each, whoever brings fewer: `expect` says how many.
     places_rows: bool
+    # Whether rows stay where they are and ids are not read: so these may be written by who computes the experts.
+    stays: bool
 
     def attach(self, mesh: Any, placement: Placement) -> None:
         """Go on over another connected `Mesh` by another placement; what was begun over the one before is given up."""

@@ -17,6 +17,7 @@ class LocalExchange:
     captures = True
     warms = True
     places_rows = False
+    stays = True
 
     def __init__(self) -> None:
         self.stats = ExchangeStats()

@@ -77,7 +77,7 @@ class NcclExchange:
 
     captures = False
     warms = True
-    places_rows = False
+    places_rows = stays = False
 
     def __init__(
         self, group: RowGroup, *, rank: int, world_size: int, shape: ExchangeShape, placement: Placement,

@@ -56,6 +56,7 @@ class NvlinkExchange:
     captures = True
     warms = True
     places_rows = True
+    stays = False
 
     def __init__(
         self, memory: PeerMemory, *, rank: int, world_size: int, shape: ExchangeShape, placement: Placement,

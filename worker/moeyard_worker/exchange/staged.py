@@ -18,7 +18,7 @@ class StagedExchange:
 
     captures = False
     warms = False
-    places_rows = False
+    places_rows = stays = False
 
     def __init__(self, host: Exchange, device: torch.device) -> None:
         self.rank, self.world_size, self.stats = host.rank, host.world_size, host.stats

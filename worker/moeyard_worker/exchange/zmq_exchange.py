@@ -64,7 +64,7 @@ class ZmqExchange:
 
     captures = False
     warms = False
-    places_rows = False
+    places_rows = stays = False
 
     def __init__(self, mesh: Mesh, *, shape: ExchangeShape, placement: Placement) -> None:
         self.rank = mesh.rank

@@ -145,14 +145,14 @@ class ExpertCache:
         return self.num_slots == self.num_experts
 
     @property
+    def takes_choices(self) -> bool:
+        """See `layers.moe.Experts`: where nobody decides by ids, records them or looks at them."""
+        return self.all_resident and self._recorder is None and self.observer is None
+
+    @property
     def lent(self) -> LentMemory | None:
         """How other ranks of the host find the experts that a backend keeps in its memory, if they may."""
         return None if self._residency is None else self._residency.lent
-
-    @property
-    def captures_prompts(self) -> bool:
-        """Whether a step with prompt rows asks nothing of the host, so that a graph can hold it."""
-        return self.all_resident
 
     @property
     def num_preloaded(self) -> int:
@@ -195,7 +195,7 @@ class ExpertCache:
         owned = self._owned[self._index[layer]]
         run = self._slots.begin(
             dispatched.rows, dispatched.experts, num_experts=len(owned), prompt=dispatched.prompt,
-            one_in=dispatched.one_in,
+            one_in=dispatched.one_in, choice=dispatched.choice,
         )  # fmt: skip
         if self._recorder is not None:
             decode, prefill = needed(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
 class Experts(Protocol):
     """What computes the rows that reach a rank (the expert cache)."""
+
+    @property
+    def takes_choices(self) -> bool:
+        """Whether the experts of one row may be chosen by what computes them, so that nobody knows them before."""
+        ...
 
     def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor:
         """The experts' outputs [R, K, H], one row per (row, k) whose expert is here, holes elsewhere."""
@@ -62,14 +68,16 @@ class Moe:
         # for longer, and the choice would wait.
         alone = plan.num_rows == 1
         shared = self._share(x, plan) if alone else None
-        weights, ids, shared_gate = self._gate.choose(x, plan)
+        chosen = self._gate.choose(x, plan, defer=alone and self._exchange.stays and self._experts.takes_choices)
         if not alone:
             shared = self._share(x, plan)
-        dispatched = self._exchange.dispatch(x, ids, layer=self._layer, num_prompt=plan.num_prompt)
+        dispatched = self._exchange.dispatch(x, chosen.ids, layer=self._layer, num_prompt=plan.num_prompt)
+        if chosen.deferred is not None:
+            dispatched = replace(dispatched, choice=chosen.deferred)
         routed = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
         beside = None if shared is None else shared()
         return self._backend.reduce_add_norm(
-            routed, weights, beside, residual, following, self._eps, plan, shared_gate=shared_gate
+            routed, chosen.weights, beside, residual, following, self._eps, plan, shared_gate=chosen.shared_gate
         )
 
     def _share(self, x: torch.Tensor, plan: StepPlan) -> Callable[[], torch.Tensor] | None:

@@ -1,0 +1,178 @@
+"""One token's experts, chosen by what computes them: ids, weights and results are those of the choice made ahead.
+
+On a CPU, and where a shape does not fit, it is made ahead there, too; on a GPU the programs of both products make it.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.graphs import assert_replays
+
+from moeyard_kernels import ops
+from moeyard_kernels.experts import grouped_gemm as experts
+from moeyard_kernels.experts.grouped_choice import chooses
+from moeyard_kernels.experts.grouped_configs import slices_of_choice
+from moeyard_kernels.experts.topk_gate import topk_gate
+from moeyard_kernels.types.gate import GateRule, TokenChoice
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+KERNELS = SimpleNamespace(grouped_gemm=experts.grouped_gemm, topk_gate=topk_gate)
+SOFTMAX = GateRule(top_k=8, scoring="softmax", renormalize=True)
+SIGMOID = GateRule(top_k=8, scoring="sigmoid", renormalize=True, scaling=2.446)
+# Experts, hidden and intermediate size, rule, whether scores have a bias, the logits' dtype: models' own, and odd ones.
+BF16, FP32 = torch.bfloat16, torch.float32
+REAL = {
+    "qwen3-30b": (128, 2048, 768, SOFTMAX, False, BF16),
+    "qwen3.5": (256, 2048, 512, SOFTMAX, False, BF16),
+    "qwen3-next": (512, 2048, 512, replace(SOFTMAX, top_k=10), False, BF16),
+    "kimi-linear": (256, 2304, 1024, SIGMOID, True, FP32),
+    "v2-lite": (64, 2048, 1408, replace(SOFTMAX, top_k=6, renormalize=False), False, FP32),
+    "160 of fp32": (160, 1024, 256, replace(SOFTMAX, top_k=3, scaling=16.0), False, FP32),
+    "16, all": (16, 256, 64, replace(SIGMOID, top_k=16), False, BF16),
+    "384": (384, 1024, 128, SIGMOID, True, BF16),
+}
+
+
+class Layer:
+    """One layer's experts in slots of any order, and one row after the other."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        inner: int,
+        rule: GateRule,
+        biased: bool,
+        dtype: torch.dtype,
+        *,
+        exact: bool,
+    ) -> None:
+        E, H, I = num_experts, hidden, inner  # noqa: E741
+        self.rule, self.num_experts, self.exact = rule, E, exact
+        self.generator = torch.Generator(DEVICE).manual_seed(E * I)
+        if exact:
+            self.gate_up, self.down = self._normal(E, 2 * I, H).sign() / 64, torch.zeros(E, H, I, device=DEVICE)
+            self.down[..., 0] = 0.5
+            self.gate_up, self.down = self.gate_up.bfloat16(), self.down.bfloat16()
+        else:
+            self.gate_up = (self._normal(E, 2 * I, H) * H**-0.5).bfloat16()
+            self.down = (self._normal(E, H, I) * I**-0.5).bfloat16()
+        self.slots = torch.randperm(E, generator=self.generator, device=DEVICE).int()
+        self.bias = self._normal(E) * 0.1 if biased else None
+        # As a shared expert's gate leaves them: in wider rows.
+        self.wide = torch.zeros(1, E + 16, dtype=dtype, device=DEVICE)
+        self.x = torch.zeros(1, H, dtype=BF16, device=DEVICE)
+        self.counts, self.entries = (torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (E, 1))
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator, device=DEVICE)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self.wide[:, : self.num_experts]
+
+    def draw(self) -> None:
+        """Another row; every second logit has its like further on."""
+        self.x.copy_(self._normal(*self.x.shape).sign() if self.exact else self._normal(*self.x.shape))
+        logits = self._normal(self.num_experts) * 2
+        logits[1::2] = logits[::2].flip(0)
+        self.wide[0, : self.num_experts] = logits
+
+    def choice(self, *, counted: bool = False) -> TokenChoice:
+        weights, ids = (torch.full((1, self.rule.top_k), -7, dtype=d, device=DEVICE) for d in (FP32, torch.int64))
+        more: dict[str, Any] = {"counts": self.counts, "entries": self.entries} if counted else {}
+        return TokenChoice(rule=self.rule, logits=self.logits, bias=self.bias, weights=weights, ids=ids, **more)
+
+    def pairs(self, ids: torch.Tensor, choice: TokenChoice | None = None) -> ops.ExpertPairs:
+        return ops.ExpertPairs(topk_ids=ids, slot_of_expert=self.slots, num_slots=self.num_experts, choice=choice)
+
+    def run(self, op: Any = ops.grouped_gemm, *, counted: bool = False) -> tuple[torch.Tensor, ...]:
+        choice = self.choice(counted=counted)
+        y = op(self.x, self.gate_up, self.down, self.pairs(choice.ids, choice), top_k=self.rule.top_k)
+        return choice.weights, choice.ids, y
+
+    def ahead(self, op: Any = ops.grouped_gemm, gate: Any = ops.topk_gate) -> tuple[torch.Tensor, ...]:
+        rule = {name: getattr(self.rule, name) for name in ("top_k", "scoring", "renormalize", "scaling")}
+        weights, ids = gate(self.logits, bias=self.bias, **rule)
+        return weights, ids, op(self.x, self.gate_up, self.down, self.pairs(ids), top_k=self.rule.top_k)
+
+
+def assert_same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+    for name, ours, theirs in zip(("weights", "ids", "results"), found, wanted, strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("through", [ops, KERNELS], ids=["door", "kernels"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_it_is_made_wherever_it_runs(through: Any, biased: bool) -> None:
+    layer = Layer(16, 64, 32, replace(SOFTMAX, top_k=3), biased, FP32, exact=True)
+    for _ in range(3):
+        layer.draw()
+        assert_same(layer.run(through.grouped_gemm), layer.ahead(through.grouped_gemm, through.topk_gate))
+
+
+@pytest.mark.skipif(not GPU, reason="the kernels take a GPU")
+@pytest.mark.parametrize("name", REAL)
+def test_programs_choose_what_the_gate_does(name: str) -> None:
+    layer = Layer(*REAL[name], exact=False)
+    # The odd one's rows are too short to have copies on the way.
+    assert chooses(layer.choice(), layer.gate_up, layer.down) == (name != "16, all")
+    for _ in range(8):
+        layer.draw()
+        assert_same(layer.run(), layer.ahead())
+    assert_replays(layer.run, layer.draw)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b", "kimi-linear"] if GPU else ["16, all"])
+def test_choices_are_counted_once(name: str) -> None:
+    layer, wanted = Layer(*REAL[name], exact=True), 0
+    for entry in (3, -1, 0):
+        layer.draw()
+        layer.entries.fill_(entry)
+        _, ids, _ = layer.run(counted=True)
+        if entry >= 0:
+            wanted = wanted + torch.bincount(ids[0], minlength=layer.num_experts)
+        assert torch.equal(layer.counts, torch.as_tensor(wanted, device=DEVICE))
+
+
+def test_what_stays_a_launch_of_its_own() -> None:
+    """Groups of experts, fp32 weights, experts that are no multiple of 16; on a CPU everything."""
+    layer = Layer(32, 512, 64, replace(SOFTMAX, num_groups=4, topk_groups=2), False, FP32, exact=True)
+    assert not chooses(layer.choice(), layer.gate_up, layer.down)
+    layer.rule = SOFTMAX
+    assert chooses(layer.choice(), layer.gate_up, layer.down) == GPU
+    assert not chooses(layer.choice(), layer.gate_up.float(), layer.down.float())
+
+
+def test_how_first_products_are_cut() -> None:
+    """All programs are at work at once, two of a multiprocessor; else nothing is cut."""
+    cut = {
+        name: slices_of_choice(top_k, hidden=hidden, inner=inner)
+        for name, top_k, hidden, inner in (
+            ("qwen3-30b", 8, 2048, 768), ("qwen3.5", 8, 2048, 512), ("kimi-linear", 8, 2304, 1024),
+            ("v2-lite", 6, 2048, 1408), ("mixtral", 2, 4096, 14336), ("kimi-k2", 8, 7168, 2048), ("odd", 8, 2048, 40),
+        )
+    }  # fmt: skip
+    assert {name for name, tile in cut.items() if tile is None} == {"mixtral", "kimi-k2", "odd"}
+    assert {name: (tile.columns, tile.stages) for name, tile in cut.items() if tile is not None} == {
+        "qwen3-30b": (32, 5), "qwen3.5": (16, 9), "kimi-linear": (32, 4), "v2-lite": (32, 5),
+    }  # fmt: skip
+
+
+def test_wrong_choices_are_refused() -> None:
+    layer = Layer(16, 64, 32, replace(SOFTMAX, top_k=3), False, FP32, exact=True)
+    good = layer.choice()
+
+    def run(choice: TokenChoice, ids: torch.Tensor) -> None:
+        ops.grouped_gemm(layer.x, layer.gate_up, layer.down, layer.pairs(ids, choice), top_k=3)
+
+    with pytest.raises(ValueError, match=r"logits .*\[1, 15\].* expected \[1, 16\]"):
+        run(replace(good, logits=layer.logits[:, :15]), good.ids)
+    with pytest.raises(ValueError, match="writes the pairs' own topk_ids"):
+        run(good, good.ids.clone())
+    with pytest.raises(ValueError, match="weights"):
+        run(replace(good, weights=good.weights.double()), good.ids)
