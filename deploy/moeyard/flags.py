@@ -93,9 +93,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--exchange",
         choices=EXCHANGES,
         default=DEFAULTS["exchange"],
-        help="nvlink: between GPUs of one host that reach each other, inside CUDA graphs; nccl: between any GPUs, by "
-        "its name only; zmq: shared memory on one host, TCP between hosts; zmq-tcp: always TCP (default %(default)s: "
-        "nvlink where it can be, else zmq)",
+        help="nvlink: between GPUs of one host that reach each other, inside CUDA graphs; nccl: between any GPUs; zmq: "
+        "shared memory on one host, TCP between hosts; zmq-tcp: always TCP (default %(default)s: nvlink where it can "
+        "be, nccl between other GPUs of one host, else zmq)",
     )
     add(
         "--mesh-encryption",

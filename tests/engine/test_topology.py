@@ -49,17 +49,17 @@ def test_gpus_that_reach_each_other() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"device": Gpus("GPU 0 has no peer access to GPU 2")}, "GPU 0 has no peer access to GPU 2"),
         ({"peer_gpus": ()}, "this process sees its own GPU only, not those of the other workers"),
         (
             {"shape": ExchangeShape(num_experts=8, top_k=2, hidden=12, dtype="bfloat16", max_tokens=4)},
             "peers move rows of a multiple of 16 bytes, got 24",
         ),
     ],
-    ids=("access", "cluster", "rows"),
+    ids=("cluster", "rows"),
 )
-def test_what_keeps_gpus_apart(given: dict[str, Any], why: str) -> None:
-    assert settled("auto", **given) == ("zmq", why)
+def test_what_keeps_gpus_apart(given: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "missing_nccl", lambda: None)
+    assert settled("auto", **given) == ("nccl" if "shape" in given else "zmq", why)
     with pytest.raises(ValueError, match=f"^--exchange nvlink cannot be: {why}; use --exchange zmq$"):
         settled("nvlink", **given)
 
@@ -75,23 +75,29 @@ def test_cpus() -> None:
             EngineConfig(model_path="m", num_workers=2, exchange=cast(Any, kind))
 
 
-def test_nccl_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It wants no peer access, and is refused where torch has none; `auto` does not choose it, on one host or several
-    (docs/gpu.md says what is to be known first)."""
+def test_nccl_wants_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one host `auto` chooses it where GPUs do not reach each other, unless drafts are verified, or torch has none;
+    where ranks see one GPU each, who may be on several hosts, it is asked for by name (docs/gpu.md says why)."""
     monkeypatch.setattr(topology, "missing_nccl", lambda: None)
-    far: dict[str, Any] = {"device": Gpus("GPU 0 has no peer access to GPU 2")}
+    access = "GPU 0 has no peer access to GPU 2"
+    far: dict[str, Any] = {"device": Gpus(access)}
     cluster = "this process sees its own GPU only, not those of the other workers"
     assert settled("auto", peer_gpus=()) == settled("auto", peer_gpus=(), speculate="mtp") == ("zmq", cluster)
     assert settled("nccl") == ("nccl", "asked for")
     assert settled("nccl", **far) == ("nccl", "asked for")
     assert settled("nccl", workers=1, peer_gpus=()) == ("nccl", "asked for")
-    assert settled("auto", **far)[0] == "zmq"
+    assert settled("auto", **far) == ("nccl", access)
+    drafts = "steps that verify drafts have no such exchange so far"
+    assert settled("auto", speculate="mtp", **far) == ("zmq", f"{access}; nccl: {drafts}")
+    with pytest.raises(ValueError, match=f"^--exchange nvlink cannot be: {access}; use --exchange zmq$"):
+        settled("nvlink", **far)
     refused = r"^--exchange nccl cannot be: steps that verify drafts have no such exchange so far; use"
     with pytest.raises(ValueError, match=refused):
         settled("nccl", speculate="mtp")
     monkeypatch.setattr(topology, "missing_nccl", lambda: "torch 9 has no NCCL")
     with pytest.raises(ValueError, match=r"^--exchange nccl cannot be: torch 9 has no NCCL; use --exchange zmq$"):
         settled("nccl")
+    assert settled("auto", **far) == ("zmq", f"{access}; nccl: torch 9 has no NCCL")
 
 
 def test_who_reads_experts_for_each_other() -> None:

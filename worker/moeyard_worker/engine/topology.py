@@ -12,10 +12,12 @@ from moeyard_worker.exchange.factory import resolve_kind
 from moeyard_worker.exchange.row_group import missing_nccl
 from moeyard_worker.exchange.shape import ExchangeShape
 
-# What `auto` tries where several ranks compute on GPUs, in this order; the last can always be. "nccl" is asked for by
-# name: it has run on two GPUs of one host, but never between hosts, where it needs a network that its variables name,
-# and what "zmq" takes on GPUs, by which it would be the faster one, is not measured (bench/gpu.sh nccl measures both).
-_AUTO: tuple[ExchangeKind, ...] = ("nvlink", "zmq")
+# What `auto` tries where several ranks compute on GPUs of one host, in this order; the last can always be. Of one row
+# "zmq" takes less than half of what "nccl" does, of eight twice as much, of a prompt's 40 times (docs/gpu.md).
+_AUTO: tuple[ExchangeKind, ...] = ("nvlink", "nccl", "zmq")
+# And where ranks see one GPU each, on one host or several. "nccl" is asked for by name there: it has never run between
+# hosts, where its variables have to name a network, on which it neither encrypts nor asks who speaks (docs/security.md).
+_AUTO_APART: tuple[ExchangeKind, ...] = ("nvlink", "zmq")
 
 
 def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> tuple[WorkerSpec, str]:
@@ -28,7 +30,7 @@ def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> t
     asked, count = config.exchange, config.num_workers
     kind: ExchangeKind
     if asked == "auto" and count > 1 and config.device != "cpu":
-        kind, why = _choose(spec, device, shape, _AUTO)
+        kind, why = _choose(spec, device, shape, _AUTO if spec.peer_gpus else _AUTO_APART)
     else:
         kind, why = resolve_kind(asked, count), "asked for"
         if (problem := _problem(kind, spec, device, shape)) is not None:
@@ -53,14 +55,14 @@ def patience(config: EngineConfig) -> float:
 def _choose(
     spec: WorkerSpec, device: Device, shape: ExchangeShape, kinds: Sequence[ExchangeKind]
 ) -> tuple[ExchangeKind, str]:
-    """The first of `kinds` that can be: why it can, or why the one before cannot."""
+    """The first of `kinds` that can be: why it can, or why those before cannot."""
     problems = list[str]()
     for kind in kinds:
         problem = _problem(kind, spec, device, shape)
         if problem is None:
             break
-        problems.append(problem)
-    return kind, problems[-1] if problems else f"{spec.config.num_workers} GPUs of one host that reach each other"
+        problems.append(f"{kind}: {problem}" if problems else problem)
+    return kind, "; ".join(problems) or f"{spec.config.num_workers} GPUs of one host that reach each other"
 
 
 def _problem(kind: ExchangeKind, spec: WorkerSpec, device: Device, shape: ExchangeShape) -> str | None:
