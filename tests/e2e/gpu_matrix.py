@@ -63,7 +63,6 @@ MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", torch.bfloat16, {"head_dim": 32}),
     "qwen3_5_moe": ("qwen3_5_moe", torch.bfloat16, {"head_dim": 256}),
     "kimi_linear": ("kimi_linear", torch.bfloat16, MLA),
-    "kimi_linear-wide": ("kimi_linear", torch.bfloat16, {**MLA, **WIDE, "num_local_experts": 32}),
     "kimi_linear-fp32": ("kimi_linear", torch.float32, MLA),
 }
 NAMES = ("demo", *MODELS)

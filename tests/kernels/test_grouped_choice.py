@@ -54,13 +54,14 @@ class Layer:
         E, H, I = num_experts, hidden, inner  # noqa: E741
         self.rule, self.num_experts, self.exact = rule, E, exact
         self.generator = torch.Generator(DEVICE).manual_seed(E * I)
+        shapes = ((E, 2 * I, H), (E, H, I))
+        self.gate_up, self.down = (torch.empty(shape, dtype=BF16, device=DEVICE) for shape in shapes)
         if exact:
-            self.gate_up, self.down = self._normal(E, 2 * I, H).sign() / 64, torch.zeros(E, H, I, device=DEVICE)
-            self.down[..., 0] = 0.5
-            self.gate_up, self.down = self.gate_up.bfloat16(), self.down.bfloat16()
+            self.gate_up.random_(-1, 2, generator=self.generator).div_(64)
+            self.down.zero_()[..., 0] = 0.5
         else:
-            self.gate_up = (self._normal(E, 2 * I, H) * H**-0.5).bfloat16()
-            self.down = (self._normal(E, H, I) * I**-0.5).bfloat16()
+            self.gate_up.normal_(0, H**-0.5, generator=self.generator)
+            self.down.normal_(0, I**-0.5, generator=self.generator)
         self.slots = torch.randperm(E, generator=self.generator, device=DEVICE).int()
         self.bias = self._normal(E) * 0.1 if biased else None
         # As a shared expert's gate leaves them: in wider rows.

@@ -68,7 +68,9 @@ class Moe:
         # for longer, and the choice would wait.
         alone = plan.num_rows == 1
         shared = self._share(x, plan) if alone else None
-        chosen = self._gate.choose(x, plan, defer=alone and self._exchange.stays and self._experts.takes_choices)
+        # What chooses as it computes leaves no room on the multiprocessors for shared experts beside it.
+        defer = alone and shared is None and self._exchange.stays and self._experts.takes_choices
+        chosen = self._gate.choose(x, plan, defer=defer)
         if not alone:
             shared = self._share(x, plan)
         dispatched = self._exchange.dispatch(x, chosen.ids, layer=self._layer, num_prompt=plan.num_prompt)
