@@ -11,6 +11,7 @@
 #     choices                          what it costs a decode step to count the rows of every expert
 #     variants                         latent attention of short contexts, products by head, in whole decode steps
 #     steps                            the same of linear attention: two launches or three, states read early, tiles
+#     sums                             the experts' weighted sum of 33 to 64 rows: on the way in shared memory or registers
 #     tune tune_rules experts          every config of the products and of latent decode, of linear attention and the
 #                                      experts' sum, of the experts' products, the best of them stored
 #     shapes shapes_prompts            the kernels at every size that steps of eight models have, of 1, 8 and 64 rows and
@@ -216,6 +217,18 @@ steps() {
 }
 # tuned NAME SECONDS OP...: the best configs of these stored, and the table of all.
 tuned() { TUNE=yes ops "$@"; cp kernels/moeyard_kernels/configs/*.json "$OUT"; }
+# By the bench two launches are faster there on an H100 (docs/kernels_h100.csv), of which a step is to say what it says.
+sums() {
+  local model way lines
+  for model in Qwen3-30B-A3B:12/K8_H2048 DeepSeek-V2-Lite:12/K6_H2048 Kimi-Linear-48B-A3B:8/K8_H2304; do
+    lines=()
+    for way in '1, "AHEAD": 4' '1, "AHEAD": 8' '3, "AHEAD": 1' '5, "AHEAD": 1' '9, "AHEAD": 1'; do
+      way='{"kernel": "rows", "num_warps": 4, "num_stages": '"$way"'}'
+      lines+=(--line "moe_reduce_add_norm / few $(tr _ ' ' <<< "${model#*/}") / $way")
+    done
+    step "sums_${model%%:*}" 120 python3 bench/stored_configs.py --model "${model%/*}" --streams 48 64 "${lines[@]}"
+  done
+}
 # What is cut keeps its rows; `python -m moeyard_kernels.bench --csv docs/FILE.csv --merge steps.csv` adds them here.
 shape_rows() { local name=$1 limit=$2 model args=(); shift 2
   for model in ${MODELS:-all}; do args+=(--model "$model"); done
