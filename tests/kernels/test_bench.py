@@ -146,9 +146,9 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         read(tmp_path / "c.csv")
 
 
-def test_the_docs_file_is_one() -> None:
-    path = Path(__file__).resolve().parents[2] / "docs" / "kernels_h200.csv"
-    [run] = read(path)
+@pytest.mark.parametrize("name", ["kernels_h200.csv", "kernels_h100.csv"])
+def test_the_docs_files_are_some(name: str) -> None:
+    [run] = read(Path(__file__).resolve().parents[2] / "docs" / name)
     assert len(run.times()) == len(run.rows) >= 200
 
 
