@@ -11,6 +11,7 @@
 #     choices                          what it costs a decode step to count the rows of every expert
 #     variants                         latent attention of short contexts, products by head, in whole decode steps
 #     steps                            the same of linear attention: two launches or three, states read early, tiles
+#     splits                           decode attention by the length of its splits: few sequences, and many
 #     sums                             the experts' weighted sum of 33 to 64 rows: on the way in shared memory or registers
 #     tune tune_rules experts          every config of the products and of latent decode, of linear attention and the
 #                                      experts' sum, of the experts' products, the best of them stored
@@ -217,6 +218,7 @@ steps() {
 }
 # tuned NAME SECONDS OP...: the best configs of these stored, and the table of all.
 tuned() { TUNE=yes ops "$@"; cp kernels/moeyard_kernels/configs/*.json "$OUT"; }
+splits() { step splits 200 python3 bench/splits.py; }
 # By the bench two launches are faster there on an H100 (docs/kernels_h100.csv), of which a step is to say what it says.
 sums() {
   local model way lines

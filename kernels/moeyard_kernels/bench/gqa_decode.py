@@ -34,7 +34,7 @@ _SHAPES: tuple[tuple[Any, ...], ...] = (
 def cases() -> Iterator[Case]:
     """The shape of the table, then others of interest."""
     for shape in _SHAPES:
-        yield _case(*shape)
+        yield decode_case(*shape)
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
@@ -43,7 +43,7 @@ def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Ca
         for batch in rows:
             if isinstance(kind, Grouped) and batch in DECODE_ROWS:
                 for length in LENGTHS:
-                    yield _case(kind.heads, kind.kv_heads, batch, 1, length, None, kind.dim)
+                    yield decode_case(kind.heads, kind.kv_heads, batch, 1, length, None, kind.dim)
 
 
 def _torch_chain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int) -> torch.Tensor:
@@ -56,9 +56,10 @@ def _torch_chain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int) 
     return torch.bmm(p, values)
 
 
-def _case(
+def decode_case(
     heads: int, kv_heads: int, batch: int, queries: int, length: int, target: Target | None, dim: int = 128
 ) -> Case:
+    """Grouped attention of `queries` rows of each of `batch` sequences behind `length` positions."""
     pages, scale = length // _PAGE, dim**-0.5
     k = torch.randn(kv_heads, batch * pages, _PAGE, dim, device="cuda", dtype=torch.bfloat16)
     v = torch.randn_like(k)

@@ -62,7 +62,7 @@ def prove_rows(
 def cases() -> Iterator[Case]:
     """Every shape of the table, then others of interest."""
     for shape in _SHAPES:
-        yield _case(*shape)
+        yield decode_case(*shape)
     for batch, splits, heads in ((64, 32, 64), (1, 64, 16)):
         yield _combine(batch, splits, heads)
 
@@ -73,7 +73,7 @@ def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Ca
         for batch in rows:
             if isinstance(kind, Latent) and batch in DECODE_ROWS:
                 for length in LENGTHS:
-                    yield _case(kind.heads, batch, 1, length, None)
+                    yield decode_case(kind.heads, batch, 1, length, None)
 
 
 def _torch_chain(q: torch.Tensor, r: torch.Tensor, cache: torch.Tensor, batch: int) -> torch.Tensor:
@@ -84,7 +84,8 @@ def _torch_chain(q: torch.Tensor, r: torch.Tensor, cache: torch.Tensor, batch: i
     return torch.bmm(p, keys[..., :_RANK])
 
 
-def _case(heads: int, batch: int, queries: int, length: int, target: Target | None) -> Case:
+def decode_case(heads: int, batch: int, queries: int, length: int, target: Target | None) -> Case:
+    """Latent attention of `queries` rows of each of `batch` sequences behind `length` positions."""
     pages = length // _PAGE
     cache = torch.randn(batch * pages, _PAGE, _RANK + _ROPE, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(batch * queries, heads, _RANK, device="cuda", dtype=torch.bfloat16)
