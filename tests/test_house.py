@@ -30,10 +30,10 @@ MAY_IMPORT = {
 # The rooms of the worker: what each may import beside itself, and how many lines it may have. A room that outgrows its
 # budget wants another look at what it does before it gets more.
 ROOMS = {
-    "config": ((), 855),
+    "config": ((), 860),
     "state": (("config",), 375),
     "scheduling": (("config", "state"), 1590),
-    "exchange": (("config",), 3590),
+    "exchange": (("config",), 3595),
     "experts": (("config", "exchange"), 1785),
     "layers": (("config", "state", "exchange"), 800),
     "models": (("config", "state", "exchange", "layers"), 1365),
@@ -50,8 +50,8 @@ ROUTER_ROOMS = {
 ROUTER_FILES = ("config", "errors", "metrics")
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.
 KERNEL_LINES = {
-    "types": 1440, "common": 442, "ref": 1570, "attention": 3100, "linear": 1230, "experts": 2390, "sampling": 1210,
-    "elementwise": 470, "linear_attention": 1510, "door": 1370, "cpu": 1500, "cuda": 1935, "bench": 3690,
+    "types": 1440, "common": 445, "ref": 1570, "attention": 3100, "linear": 1230, "experts": 2390, "sampling": 1210,
+    "elementwise": 470, "linear_attention": 1510, "door": 1385, "cpu": 1500, "cuda": 1935, "bench": 3690,
 }  # fmt: skip
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {

@@ -40,7 +40,6 @@ from moeyard_kernels.door.routing import topk_gate
 from moeyard_kernels.door.sampling import sample, token_logprobs
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
-from moeyard_kernels.types.gate import TokenChoice
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
 from moeyard_kernels.types.prompt_chunks import PromptChunks
@@ -58,7 +57,6 @@ __all__ = [
     "SampledTokens",
     "SlotMoves",
     "StateSlots",
-    "TokenChoice",
     "add_rms_norm",
     "attn_combine",
     "attn_prefill_varlen",

@@ -560,6 +560,8 @@ def held_bytes(root: object) -> int:
 class NoExperts:
     """A runner that only loads asks for nothing."""
 
+    takes_choices = False
+
     def run(self, layer: int, dispatched: object) -> torch.Tensor:
         raise AssertionError
 

@@ -4,6 +4,7 @@ In processes of their own ranks are in test_conformance.py and test_failures.py,
 abort) in `tests/e2e/test_one_answer_gpu_ranks.py` and test_failures_gpu_ranks.py.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from tests.checkpoints import make_checkpoint
 from tests.exchange.test_nvlink_exchange import DEADLINE, SMALL, together
 from tests.exchange.test_staged_exchange import NUM_PAGES, backend, rank_runner, run_steps, steps_of
 
+from moeyard_worker.config.nccl_config import NCCL_ENVIRONMENT, set_nccl_environment
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.local import local_runner
 from moeyard_worker.exchange import nccl
@@ -393,3 +395,18 @@ def test_a_key_that_nobody_sets_is_not_waited_for_long() -> None:
     store = RelayStore(0.05)
     with pytest.raises(TimeoutError, match=r"nobody has set \['a'\] within 0.1 s"):
         store.get("a")
+
+
+def test_on_one_host_nccl_keeps_to_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody names a network; between hosts it is NCCL that looks for one."""
+    for name in ("NCCL_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", *NCCL_ENVIRONMENT):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+    set_nccl_environment(one_host=False)
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    set_nccl_environment(one_host=True)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    set_nccl_environment(one_host=True)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
+    assert {name: os.environ[name] for name in NCCL_ENVIRONMENT} == dict(NCCL_ENVIRONMENT)

@@ -40,8 +40,9 @@ def test_every_kernel_builds(built: list[dict]) -> None:
 def test_every_kernel_waits_for_what_it_reads(built: list[dict]) -> None:
     """If it is launched before the one ahead has ended. What may be read sooner is said where it is."""
     early = {(line["kernel"], line["static"]) for line in built if line["early"]}
-    # The last two are the second product, which reads the layout, and of one token's pairs their weights too: both were
-    # complete for the launch that let it begin.
+    # The last two are the second product, which reads the layout, and of one token's pairs their weights too, or the
+    # logits that it chooses by: all were complete for the launch that let it begin, and who has had the memory that it
+    # writes ids, weights and counts to is done.
     assert {(line["kernel"], line["static"]) for line in built if line["early"] and not line["waits"]} == {
         ("linear_skinny_kernel", True),
         ("_head_linear_kernel", True),
@@ -72,8 +73,9 @@ def test_no_product_waits_for_each_of_its_steps(built: list[dict]) -> None:
 
 def test_nobody_waits_for_what_a_gate_counts(built: list[dict]) -> None:
     """Additions whose result nobody reads: as RED they are on their way when the next instruction is issued."""
-    gates = {line["counts"]: line["atomics"] for line in built if line["kernel"] == "_topk_gate_kernel"}
-    assert gates in ({False: [], True: ["REDG"]}, {False: [], True: ["RED"]})
+    for kernel in ("_topk_gate_kernel", "expert_slice_kernel"):
+        gates = {line["counts"]: line["atomics"] for line in built if line["kernel"] == kernel}
+        assert gates in ({False: [], True: ["REDG"]}, {False: [], True: ["RED"]}), kernel
 
 
 def test_launches_complete_in_order(built: list[dict]) -> None:

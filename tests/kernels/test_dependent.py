@@ -11,8 +11,10 @@ from moeyard_kernels import ops
 from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.bench.timing import capture
 from moeyard_kernels.common.dependent import dependent
+from moeyard_kernels.experts.grouped_choice import can_choose
 from moeyard_kernels.linear import linear
 from moeyard_kernels.linear.linear_configs import CONFIGS, LinearConfig, Skinny
+from moeyard_kernels.types.gate import GateRule, TokenChoice
 
 GPU_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="only GPUs launch one kernel beside another")
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 1024, 256, 16, 4, 6
@@ -35,9 +37,12 @@ def layer_weights() -> dict[str, torch.Tensor]:
 
 
 def chain(
-    x: torch.Tensor, layers: list[dict[str, torch.Tensor]], between: Callable[[], None]
+    x: torch.Tensor, layers: list[dict[str, torch.Tensor]], between: Callable[[], None], *, late: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Layers of a model, each launch of which reads what the last few wrote; `between` is called after every op."""
+    """Layers of a model, each launch of which reads what the last few wrote; `between` is called after every op.
+
+    late: experts of the one row are chosen by what computes them.
+    """
     slots = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
     seen = []
 
@@ -51,9 +56,16 @@ def chain(
         shared = done(ops.silu_mul(torch.cat((first, second), 1)))
         shared = done(ops.linear(shared, w["down"], static_weight=True))
         logits = done(ops.linear(normed, w["gate"], static_weight=True))
-        weights, ids = done(ops.topk_gate(logits, top_k=TOP_K, scoring="softmax", renormalize=True))
+        choice = None
+        if late:
+            weights, ids = (logits.new_empty(1, TOP_K, dtype=dtype) for dtype in (torch.float32, torch.int64))
+            rule = GateRule(top_k=TOP_K, scoring="softmax", renormalize=True)
+            choice = TokenChoice(rule=rule, logits=logits, bias=None, weights=weights, ids=ids)
+            assert can_choose(choice, w["experts_up"], w["experts_down"])
+        else:
+            weights, ids = done(ops.topk_gate(logits, top_k=TOP_K, scoring="softmax", renormalize=True))
         layout: ops.ExpertLayout | ops.ExpertPairs
-        layout = ops.ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=EXPERTS)
+        layout = ops.ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=EXPERTS, choice=choice)
         if ids.numel() > ops.FEW_PAIRS:
             layout = done(ops.expert_layout(ids, slots, num_slots=EXPERTS, block_rows=16))
         routed = done(ops.grouped_gemm(normed, w["experts_up"], w["experts_down"], layout, top_k=TOP_K))
@@ -64,16 +76,17 @@ def chain(
 
 
 @GPU_ONLY
-@pytest.mark.parametrize("num_rows", [1, 8, 64, 500])
-def test_a_chain_of_launches_equals_one_launch_at_a_time(num_rows: int) -> None:
+@pytest.mark.parametrize(("num_rows", "late"), [(1, False), (1, True), (8, False), (64, False), (500, False)])
+def test_a_chain_of_launches_equals_one_launch_at_a_time(num_rows: int, late: bool) -> None:
+    """And of one row what chooses late equals what chooses ahead."""
     layers = [layer_weights() for _ in range(LAYERS)]
     x = rows(num_rows, HIDDEN)
     results = []
-    graph = capture(lambda: results.append(chain(x, layers, lambda: None)))
+    graph = capture(lambda: results.append(chain(x, layers, lambda: None, late=late)))
     for i in range(20):
         x.copy_(rows(num_rows, HIDDEN))
         wanted = chain(x, layers, torch.cuda.synchronize)
-        assert_bits(f"eager {i}", chain(x, layers, lambda: None), wanted)
+        assert_bits(f"eager {i}", chain(x, layers, lambda: None, late=late), wanted)
         # What a launch finds that does not wait.
         for value in results[-1]:
             value.zero_()

@@ -13,7 +13,7 @@ from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
 from moeyard_kernels.experts import grouped_gemm as experts
-from moeyard_kernels.experts.grouped_choice import chooses
+from moeyard_kernels.experts.grouped_choice import can_choose
 from moeyard_kernels.experts.grouped_configs import slices_of_choice
 from moeyard_kernels.experts.topk_gate import topk_gate
 from moeyard_kernels.types.gate import GateRule, TokenChoice
@@ -121,7 +121,7 @@ def test_it_is_made_wherever_it_runs(through: Any, biased: bool) -> None:
 def test_programs_choose_what_the_gate_does(name: str) -> None:
     layer = Layer(*REAL[name], exact=False)
     # The odd one's rows are too short to have copies on the way.
-    assert chooses(layer.choice(), layer.gate_up, layer.down) == (name != "16, all")
+    assert can_choose(layer.choice(), layer.gate_up, layer.down) == (name != "16, all")
     for _ in range(8):
         layer.draw()
         assert_same(layer.run(), layer.ahead())
@@ -143,10 +143,10 @@ def test_choices_are_counted_once(name: str) -> None:
 def test_what_stays_a_launch_of_its_own() -> None:
     """Groups of experts, fp32 weights, experts that are no multiple of 16; on a CPU everything."""
     layer = Layer(32, 512, 64, replace(SOFTMAX, num_groups=4, topk_groups=2), False, FP32, exact=True)
-    assert not chooses(layer.choice(), layer.gate_up, layer.down)
+    assert not can_choose(layer.choice(), layer.gate_up, layer.down)
     layer.rule = SOFTMAX
-    assert chooses(layer.choice(), layer.gate_up, layer.down) == GPU
-    assert not chooses(layer.choice(), layer.gate_up.float(), layer.down.float())
+    assert can_choose(layer.choice(), layer.gate_up, layer.down) == GPU
+    assert not can_choose(layer.choice(), layer.gate_up.float(), layer.down.float())
 
 
 def test_how_first_products_are_cut() -> None:
@@ -171,8 +171,14 @@ def test_wrong_choices_are_refused() -> None:
     def run(choice: TokenChoice, ids: torch.Tensor) -> None:
         ops.grouped_gemm(layer.x, layer.gate_up, layer.down, layer.pairs(ids, choice), top_k=3)
 
-    with pytest.raises(ValueError, match=r"logits .*\[1, 15\].* expected \[1, 16\]"):
+    with pytest.raises(ValueError, match=r"logits .*\[1, 15\].* expected a row of 16"):
         run(replace(good, logits=layer.logits[:, :15]), good.ids)
+    with pytest.raises(ValueError, match=r"a choice of 4 into .*\[1, 3\], expected \[1, 3\]"):
+        run(replace(good, rule=replace(good.rule, top_k=4)), good.ids)
+    with pytest.raises(ValueError, match=r"bias must be fp32 \[16\]"):
+        run(replace(good, bias=layer.logits[0].double()), good.ids)
+    with pytest.raises(ValueError, match="counts and entries come together"):
+        run(replace(good, counts=layer.counts), good.ids)
     with pytest.raises(ValueError, match="writes the pairs' own topk_ids"):
         run(good, good.ids.clone())
     with pytest.raises(ValueError, match="weights"):

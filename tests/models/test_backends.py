@@ -140,8 +140,9 @@ def test_a_shared_experts_gate_beside_the_choice(num_experts: int, weight_dtype:
         found_beside, alone = (gate.choose(on[3], plan, defer=True) for gate in gates)
         weights, ids, logits = found_beside.weights, found_beside.ids, found_beside.shared_gate
         assert torch.equal(ids, alone.ids)
-        # A CPU's product may sum a row of 16 logits otherwise than one of 7.
-        exact = {"rtol": 0, "atol": 0} if DEVICE.type == "cuda" else {"rtol": 1e-6, "atol": 1e-7}
+        # A CPU's product may sum a row of 16 logits otherwise than one of 7, which are what a GPU's oracle makes.
+        padded = isinstance(backend, CudaBackend) and DEVICE.type == "cpu"
+        exact = {"rtol": 1e-6, "atol": 1e-7} if padded else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(weights, alone.weights, **exact)
         assert alone.shared_gate is None
         assert found_beside.deferred is alone.deferred is None, "there are several rows"

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.bench.model_steps import ModelStep
 from moeyard_kernels.experts import expert_layout, grouped_gemm, topk_gate
+from moeyard_kernels.experts.grouped_configs import slices_of_choice
 from moeyard_kernels.ops import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.ref import expert_layout as layout_reference
 from moeyard_kernels.types.gate import GateRule, TokenChoice
@@ -57,7 +59,8 @@ def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Ca
             else:
                 yield _layout_case(num_tokens, here, top_k, of=f"{model.name}: ")
             yield from _expert_cases(shape, num_tokens, *weights, top_k, judged=model.name == "Qwen3-30B-A3B")
-        if model.ranks == 1 and 1 in rows:
+        cut = slices_of_choice(top_k, hidden=model.hidden, inner=model.inner)
+        if 1 in rows and model.ranks == 1 and not model.shared and cut is not None:
             yield _choice_case(model.name, model.rule, torch.float32 if model.fp32_logits else torch.bfloat16, *weights)
 
 
@@ -154,19 +157,20 @@ def _few_case(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Te
 
 def _chosen_within(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None,
-    slots: torch.Tensor, rule: GateRule,
+    slots: torch.Tensor, rule: GateRule, counts: torch.Tensor, entries: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     weights, ids = (logits.new_empty(1, rule.top_k, dtype=d) for d in (torch.float32, torch.int64))
-    choice = TokenChoice(rule=rule, logits=logits, bias=bias, weights=weights, ids=ids)
+    counted = {"counts": counts, "entries": entries}
+    choice = TokenChoice(rule=rule, logits=logits, bias=bias, weights=weights, ids=ids, **counted)
     pairs = ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=len(slots), choice=choice)
     return weights, ids, grouped_gemm.grouped_gemm(x, gate_up, down, pairs, top_k=rule.top_k)
 
 
 def _chosen_ahead(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None,
-    slots: torch.Tensor, rule: GateRule,
+    slots: torch.Tensor, rule: GateRule, counts: torch.Tensor, entries: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    weights, ids = topk_gate.topk_gate(logits, **asdict(rule), bias=bias)
+    weights, ids = topk_gate.topk_gate(logits, **asdict(rule), bias=bias, counts=counts, entries=entries)
     pairs = ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=len(slots))
     return weights, ids, grouped_gemm.grouped_gemm(x, gate_up, down, pairs, top_k=rule.top_k)
 
@@ -176,7 +180,9 @@ def _choice_case(name: str, rule: GateRule, dtype: torch.dtype, gate_up: torch.T
     num_slots, hidden, inner = down.shape
     logits = torch.randn(1, num_slots, device="cuda").to(dtype)
     bias = torch.randn(num_slots, device="cuda") * 0.1 if rule.scoring == "sigmoid" else None
-    arguments = (_normal(1, hidden), gate_up, down, logits, bias, _slots(num_slots), rule)
+    counts, entries = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (num_slots, 1))
+    arguments: tuple[Any, ...] = (_normal(1, hidden), gate_up, down, logits, bias, _slots(num_slots), rule)
+    arguments += (counts, entries)
     run, chain = partial(_chosen_within, *arguments), partial(_chosen_ahead, *arguments)
 
     def prove() -> None:

@@ -39,7 +39,7 @@ class CpuGate:
         """See `Gate.norm`."""
         return add_rms_norm(x, residual, self._norm, self._eps) if plan.num_tokens else (x, residual)
 
-    def choose(self, x: torch.Tensor, plan: CpuPlan, *, defer: bool = False) -> Chosen:
+    def choose(self, x: torch.Tensor, plan: CpuPlan, *, defer: bool) -> Chosen:
         """See `Gate.choose`; of the T real rows, at once."""
         if not plan.num_tokens:
             return no_choice(x, self._top_k)

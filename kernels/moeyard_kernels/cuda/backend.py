@@ -56,7 +56,7 @@ class CudaGate:
         """See `Gate.norm`."""
         return ops.add_rms_norm(x, residual, self._norm, self._eps) if plan.num_rows else (x, residual)
 
-    def choose(self, x: torch.Tensor, plan: CudaPlan, *, defer: bool = False) -> Chosen:
+    def choose(self, x: torch.Tensor, plan: CudaPlan, *, defer: bool) -> Chosen:
         """See `Gate.choose`."""
         if not plan.num_rows:
             return no_choice(x, self._rule.top_k)
@@ -66,7 +66,7 @@ class CudaGate:
         shared_gate = logits[:, self._num_experts] if self._gated else None
         if self._gated:
             logits = logits[:, : self._num_experts]
-        if defer and plan.num_rows == 1:
+        if defer and plan.num_rows == 1 and self._rule.top_k <= ops.FEW_PAIRS:
             weights, ids = (logits.new_empty(1, self._rule.top_k, dtype=d) for d in (torch.float32, torch.int64))
             later = TokenChoice(rule=self._rule, logits=logits, bias=self._bias, weights=weights, ids=ids, **counted)
             return Chosen(weights=weights, ids=ids, shared_gate=shared_gate, deferred=later)

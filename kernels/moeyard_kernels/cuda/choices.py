@@ -1,4 +1,4 @@
-"""How many rows have chosen each expert: counted by the gates' own launches, told without waiting for them."""
+"""How many rows have chosen each expert: counted by the launches that choose, told without waiting for them."""
 
 import torch
 

@@ -90,6 +90,7 @@ class CudaExpertRun:
                 choice=self._choice,
             )  # fmt: skip
         else:
+            assert self._choice is None, "of so many pairs the gate has chosen"
             layout = ops.expert_layout(
                 self.experts, slot_of_expert, num_slots=self._slots.num_slots, block_rows=self._block_rows
             )

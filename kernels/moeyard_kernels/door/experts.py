@@ -4,6 +4,7 @@ import torch
 
 from moeyard_kernels.common.checks import FLOATS, check_devices, check_norm, show
 from moeyard_kernels.door.load import kernel
+from moeyard_kernels.door.routing import check_gate
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs
 from moeyard_kernels.types.gate import TokenChoice
 
@@ -77,23 +78,25 @@ def grouped_gemm(
         if num_pairs > FEW_PAIRS:
             raise ValueError(f"grouped_gemm: {num_pairs} pairs without a layout, at most {FEW_PAIRS}")
         if layout.choice is not None:
-            _check_choice(layout.choice, layout)
+            _check_choice(layout.choice, layout, top_k)
     check_devices("grouped_gemm", x=x, gate_up=gate_up, down=down, layout=index, out=out)
     return kernel("experts.grouped_gemm", x).grouped_gemm(x, gate_up, down, layout, top_k=top_k, out=out)
 
 
-def _check_choice(choice: TokenChoice, pairs: ExpertPairs) -> None:
-    wanted = (1, pairs.slot_of_expert.shape[0])
-    if choice.logits.shape != wanted or choice.logits.dtype not in FLOATS:
-        raise ValueError(f"grouped_gemm: logits {show(choice.logits)} to choose by, expected {list(wanted)}")
+def _check_choice(choice: TokenChoice, pairs: ExpertPairs, top_k: int) -> None:
+    op, rule, logits = "grouped_gemm", choice.rule, choice.logits
+    check_gate(op, logits, rule, choice.bias, choice.counts, choice.entries)
+    if logits.shape != (1, pairs.slot_of_expert.shape[0]) or logits.stride(1) != 1:
+        raise ValueError(f"{op}: logits {show(logits)} to choose by, expected a row of {len(pairs.slot_of_expert)}")
     if choice.ids is not pairs.topk_ids or choice.ids.dtype != torch.int64:
-        raise ValueError("grouped_gemm: a choice writes the pairs' own topk_ids, int64")
-    if choice.weights.shape != choice.ids.shape or choice.weights.dtype != torch.float32:
-        raise ValueError(f"grouped_gemm: weights {show(choice.weights)}, expected fp32 {list(choice.ids.shape)}")
-    check_devices(
-        "grouped_gemm", ids=choice.ids, weights=choice.weights, logits=choice.logits, bias=choice.bias,
-        counts=choice.counts,
-    )  # fmt: skip
+        raise ValueError(f"{op}: a choice writes the pairs' own topk_ids, int64")
+    wanted = (1, top_k)
+    if rule.top_k != top_k or choice.ids.shape != wanted:
+        raise ValueError(f"{op}: a choice of {rule.top_k} into {show(choice.ids)}, expected {list(wanted)}")
+    weights = choice.weights
+    if weights.shape != wanted or weights.dtype != torch.float32 or not weights.is_contiguous():
+        raise ValueError(f"{op}: weights {show(weights)}, expected contiguous fp32 {list(wanted)}")
+    check_devices(op, ids=choice.ids, weights=weights, logits=logits)
 
 
 def moe_weighted_reduce(

@@ -6,6 +6,31 @@ import torch
 
 from moeyard_kernels.common.checks import FLOATS, check_devices, check_groups, show
 from moeyard_kernels.door.load import kernel
+from moeyard_kernels.types.gate import GateRule
+
+
+def check_gate(
+    op: str, logits: torch.Tensor, rule: GateRule, bias: torch.Tensor | None, counts: torch.Tensor | None,
+    entries: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Raise ValueError for what `topk_gate` does not take."""
+    if logits.dim() != 2 or logits.dtype not in FLOATS:
+        raise ValueError(f"{op}: logits must be fp32 or bf16 [T, E], got {show(logits)}")
+    num_experts, top_k = logits.shape[1], rule.top_k
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"{op}: top_k {top_k} of {num_experts} experts")
+    if rule.scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"{op}: scoring {rule.scoring!r} is neither 'softmax' nor 'sigmoid'")
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (num_experts,)):
+        raise ValueError(f"{op}: bias must be fp32 [{num_experts}], got {show(bias)}")
+    if rule.num_groups != 1 or rule.topk_groups != 1:
+        check_groups(num_experts, top_k, rule.num_groups, rule.topk_groups, rule.group_score)
+    if (counts is None) != (entries is None):
+        raise ValueError(f"{op}: counts and entries come together")
+    for name, x, size in (("counts", counts, num_experts), ("entries", entries, logits.shape[0])):
+        if x is not None and (x.dtype != torch.int64 or x.shape != (size,) or not x.is_contiguous()):
+            raise ValueError(f"{op}: {name} must be contiguous int64 [{size}], got {show(x)}")
+    check_devices(op, logits=logits, bias=bias, counts=counts, entries=entries)
 
 
 def topk_gate(
@@ -34,23 +59,11 @@ def topk_gate(
     counts [E] and entries [T], both int64 or neither: each row whose entry is not negative adds one to counts of each
     expert that it has chosen. Weights and ids are the same bits.
     """
-    if logits.dim() != 2 or logits.dtype not in FLOATS:
-        raise ValueError(f"topk_gate: logits must be fp32 or bf16 [T, E], got {show(logits)}")
-    num_experts = logits.shape[1]
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"topk_gate: top_k {top_k} of {num_experts} experts")
-    if scoring not in ("softmax", "sigmoid"):
-        raise ValueError(f"topk_gate: scoring {scoring!r} is neither 'softmax' nor 'sigmoid'")
-    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (num_experts,)):
-        raise ValueError(f"topk_gate: bias must be fp32 [{num_experts}], got {show(bias)}")
-    if num_groups != 1 or topk_groups != 1:
-        check_groups(num_experts, top_k, num_groups, topk_groups, group_score)
-    if (counts is None) != (entries is None):
-        raise ValueError("topk_gate: counts and entries come together")
-    for name, x, size in (("counts", counts, num_experts), ("entries", entries, logits.shape[0])):
-        if x is not None and (x.dtype != torch.int64 or x.shape != (size,) or not x.is_contiguous()):
-            raise ValueError(f"topk_gate: {name} must be contiguous int64 [{size}], got {show(x)}")
-    check_devices("topk_gate", logits=logits, bias=bias, counts=counts, entries=entries)
+    rule = GateRule(
+        top_k=top_k, scoring=scoring, renormalize=renormalize, num_groups=num_groups, topk_groups=topk_groups,
+        group_score=group_score, scaling=scaling,
+    )  # fmt: skip
+    check_gate("topk_gate", logits, rule, bias, counts, entries)
     return kernel("experts.topk_gate", logits).topk_gate(
         logits,
         top_k=top_k,

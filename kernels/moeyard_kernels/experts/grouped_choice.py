@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
-from moeyard_kernels.experts.grouped_configs import STEP, slices_of_choice
+from moeyard_kernels.experts.grouped_configs import SHARED_BYTES, SLICE, STEP, slice_bytes, slices_of_choice
 from moeyard_kernels.types.expert_layout import ExpertPairs
 from moeyard_kernels.types.gate import TokenChoice
 
@@ -43,7 +43,7 @@ _LEAST = gl.constexpr(-(2**31))
 
 @gluon.jit
 def _exp(b_x):
-    """As in `topk_gate`."""
+    """As in `topk_gate`, whose functions do not say how the constants among their operands are dealt out."""
     m_near = gl.abs(b_x) < 88.0
     b_near = gl.where(m_near, b_x, 0.0)
     b_rest = gl.fma(b_near, gl.full(b_x.shape, _LOG2_E, gl.float32, b_x.type.layout), -(b_near * _LOG2_E))
@@ -218,18 +218,22 @@ def choice_arguments(choice: TokenChoice) -> dict[str, Any]:
     return {"E": choice.logits.shape[1], "SOFTMAX": softmax, "HAS_BIAS": choice.bias is not None, "L_E": lanes}
 
 
-def chooses(choice: TokenChoice, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether both products of one token can choose by themselves; otherwise `topk_gate` does it ahead of them."""
+def can_choose(choice: TokenChoice, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Whether both products of one token can choose by themselves; otherwise `topk_gate` does it ahead of them.
+
+    Its bits are known here for rows of a multiple of 16 experts without groups, of which one warp holds what is chosen.
+    """
     rule, num_experts = choice.rule, choice.logits.shape[1]
-    if not launch.on_hopper(gate_up) or rule.topk_groups < rule.num_groups or num_experts % 16:
+    if not launch.on_hopper(gate_up) or rule.topk_groups < rule.num_groups or num_experts % 16 or rule.top_k > 32:
         return False
     inner, hidden = down.shape[2], gate_up.shape[2]
     aligned = all(x.data_ptr() % 16 == 0 for x in (gate_up, down, choice.logits))
-    return aligned and slices_of_choice(rule.top_k, hidden=hidden, inner=inner) is not None
+    fits = slice_bytes(inner, SLICE[0].BN) <= SHARED_BYTES
+    return aligned and fits and slices_of_choice(rule.top_k, hidden=hidden, inner=inner) is not None
 
 
 def choose_and_gate_up(x: torch.Tensor, gate_up: torch.Tensor, pairs: ExpertPairs, h: torch.Tensor) -> None:
-    """h [K block_rows, I] of the experts that x [1, H] chooses; for what `chooses` says."""
+    """h [K block_rows, I] of the experts that x [1, H] chooses; for what `can_choose` says."""
     choice, num_slots, inner, hidden = pairs.choice, gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     assert choice is not None, "they are chosen"
     rule = choice.rule

@@ -117,8 +117,14 @@ def default_config(step: str, block_rows: int, dtype: torch.dtype) -> AnyConfig:
 
 # What a copy brings of K in slices: 128 bytes, as far as shared memory is swizzled.
 STEP = 64
-# What two programs of a multiprocessor may have each, less barriers and what a block takes by itself.
-_HALF_SHARED = (228 << 10) // 2 - 1088 - 256
+# Multiprocessors, and the programs that are at work at once if two fit each of them.
+_MULTIPROCESSORS = 132
+_TWO_EACH = 2 * _MULTIPROCESSORS
+# A multiprocessor's shared memory, what a block takes of it by itself, and what a block may have, less barriers.
+_ALL_SHARED, _OF_BLOCK = 228 << 10, 1088
+SHARED_BYTES = (227 << 10) - 1024
+# What two programs of a multiprocessor may have each, less barriers.
+_HALF_SHARED = _ALL_SHARED // 2 - _OF_BLOCK - 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +143,8 @@ def slices_of_choice(top_k: int, *, hidden: int, inner: int) -> ChoiceTile | Non
     two steps in five copies take 48.0 us, four in two 48.0, one in ten 48.4, two in three 48.3, and twice as much,
     which leaves room for one program, 49.9.
     """
-    columns = 16 if top_k * triton.cdiv(inner, 16) <= 264 else 32
-    if hidden % (2 * STEP) or inner % STEP or top_k * triton.cdiv(inner, columns) > 264:
+    columns = 16 if top_k * triton.cdiv(inner, 16) <= _TWO_EACH else 32
+    if hidden % (2 * STEP) or inner % STEP or top_k * triton.cdiv(inner, columns) > _TWO_EACH:
         return None
     # Eight rows of x, and the operand that the last block is the beginning of.
     rest = _HALF_SHARED - hidden * 16 - (64 - 2 * columns) * STEP * 2
@@ -161,10 +167,10 @@ def few_pairs_config(step: str, num_pairs: int, num_out: int, dim: int, *, one_t
     """
     usual = default_config(step, 16, torch.bfloat16)
     if step == "gate_up":
-        if one_token and num_pairs * triton.cdiv(num_out, NARROW[-1].BN) <= 264:
+        if one_token and num_pairs * triton.cdiv(num_out, NARROW[-1].BN) <= _TWO_EACH:
             return NARROW[-1]
         return NARROW[2] if one_token or dim <= 2048 else usual
     # What a block takes by itself, too.
-    fitting = (228 << 10) // (slice_bytes(dim, SLICE[0].BN) + 1088)
+    fitting = _ALL_SHARED // (slice_bytes(dim, SLICE[0].BN) + _OF_BLOCK)
     num_slices = num_pairs * triton.cdiv(num_out, SLICE[0].BN)
-    return SLICE[0] if one_token and num_slices <= 132 * max(2, fitting) else usual
+    return SLICE[0] if one_token and num_slices <= _MULTIPROCESSORS * max(2, fitting) else usual

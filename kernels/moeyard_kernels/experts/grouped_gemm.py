@@ -25,7 +25,7 @@ from moeyard_kernels.common import launch, tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.rounding import product, round_to
 from moeyard_kernels.elementwise.silu_mul import silu_mul_values
-from moeyard_kernels.experts.grouped_choice import choose_and_gate_up, chooses
+from moeyard_kernels.experts.grouped_choice import can_choose, choose_and_gate_up
 from moeyard_kernels.experts.grouped_configs import CONFIGS as CONFIGS
 from moeyard_kernels.experts.grouped_configs import (
     KINDS,
@@ -43,7 +43,7 @@ from moeyard_kernels.experts.grouped_configs import (
 from moeyard_kernels.experts.grouped_configs import candidates as candidates
 from moeyard_kernels.experts.grouped_slice import fits, slice_pairs
 from moeyard_kernels.experts.grouped_stream import stream_pairs
-from moeyard_kernels.experts.topk_gate import choose
+from moeyard_kernels.experts.topk_gate import make_choice
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
 
 OP = "grouped_gemm"
@@ -263,11 +263,11 @@ def down_pairs(
     return out
 
 
-def _choosing(pairs: ExpertPairs, gate_up: torch.Tensor, down: torch.Tensor, *, alone: bool) -> ExpertPairs:
+def _settle_choice(pairs: ExpertPairs, gate_up: torch.Tensor, down: torch.Tensor, *, configured: bool) -> ExpertPairs:
     """The pairs with their choice, if the products can make it, or made ahead of them."""
-    if pairs.choice is None or (alone and fits(down, SLICE[0].BN) and chooses(pairs.choice, gate_up, down)):
+    if pairs.choice is None or (not configured and can_choose(pairs.choice, gate_up, down)):
         return pairs
-    choose(pairs.choice)
+    make_choice(pairs.choice)
     return replace(pairs, choice=None)
 
 
@@ -284,7 +284,7 @@ def grouped_gemm(
     """See `moeyard_kernels.ops.grouped_gemm`. `configs`: of gate_up and of down, where they are not to be looked up."""
     launch.check_layout(OP, x=x, gate_up=gate_up, down=down, out=out)
     if isinstance(layout, ExpertPairs):
-        layout = _choosing(layout, gate_up, down, alone=configs == (None, None))
+        layout = _settle_choice(layout, gate_up, down, configured=configs != (None, None))
         ids, slots = layout.topk_ids, layout.slot_of_expert
         launch.check_layout(OP, topk_ids=ids, slot_of_expert=slots)
         if layout.choice is None:

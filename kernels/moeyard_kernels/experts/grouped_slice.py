@@ -35,14 +35,12 @@ from moeyard_kernels.experts.grouped_choice import (
     score_experts,
     write_choice,
 )
-from moeyard_kernels.experts.grouped_configs import STEP, slice_bytes
+from moeyard_kernels.experts.grouped_configs import SHARED_BYTES, STEP, slice_bytes
 from moeyard_kernels.types.expert_layout import ExpertPairs
 
 _STEP = gl.constexpr(STEP)
 # Rows of h that are copied: the fewest that a product takes.
 _ROWS = gl.constexpr(8)
-# What a block may have on Hopper, less the barriers.
-_SHARED_BYTES = 227 * 1024 - 1024
 # Where ids are known.
 _NO_CHOICE: Mapping[str, Any] = MappingProxyType(
     {"E": 0, "SOFTMAX": False, "HAS_BIAS": False, "L_E": expert_lanes(32, 4)}
@@ -91,7 +89,8 @@ def expert_slice_kernel(
         tma.async_copy_global_to_shared(d_w, [i * CH, i_slot * N + i_n, 0], bars.index(i), s_part, pred=here)
     if E:  # noqa: SIM102 - of a constant and of what is known in the kernel
         if gl.program_id(0) == 0:
-            # Nobody who is still at work has had this memory before, for the router's product has ended.
+            # Every launch ahead of the first product has ended, as that one waited in all programs before it let this
+            # begin; and it touches none of these itself. Counts are added to, and read behind whole steps.
             write_choice(
                 p_logits, p_counts, p_entries, p_weights, p_ids, o_e, b_key, b_max, b_sum, scaling,
                 K, BK, SOFTMAX, RENORMALIZE, HAS_COUNTS,
@@ -117,13 +116,13 @@ def expert_slice_kernel(
 def fits(down: torch.Tensor, columns: int) -> bool:
     """Whether slices of `columns` outputs of down [S, H, I] fit shared memory, in whole steps."""
     dim = down.shape[2]
-    return dim % STEP == 0 and slice_bytes(dim, columns) <= _SHARED_BYTES
+    return dim % STEP == 0 and slice_bytes(dim, columns) <= SHARED_BYTES
 
 
 def slice_pairs(h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, pairs: ExpertPairs, columns: int) -> None:
     """out [P, H] of one token's pairs from h [P block_rows, I] and down [S, H, I], in slices that fit.
 
-    Where the pairs' choice is still to be made, the programs of the launch ahead make it, too.
+    Where the pairs' choice is still to be made, these programs make it, as those ahead have, and one writes it.
     """
     num_slots, num_out, dim = down.shape
     choice, constants = pairs.choice, dict(_NO_CHOICE)

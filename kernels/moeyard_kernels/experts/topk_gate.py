@@ -130,11 +130,13 @@ def topk_gate(
         group_score=group_score, scaling=scaling,
     )  # fmt: skip
     weights, ids = (logits.new_empty(logits.shape[0], top_k, dtype=dtype) for dtype in (torch.float32, torch.int64))
-    choose(TokenChoice(rule=rule, logits=logits, bias=bias, weights=weights, ids=ids, counts=counts, entries=entries))
+    make_choice(
+        TokenChoice(rule=rule, logits=logits, bias=bias, weights=weights, ids=ids, counts=counts, entries=entries)
+    )
     return weights, ids
 
 
-def choose(choice: TokenChoice) -> None:
+def make_choice(choice: TokenChoice) -> None:
     """Make a choice, of any number of tokens: its weights and ids are written. Raises as `topk_gate`."""
     rule, logits, bias = choice.rule, choice.logits, choice.bias
     check_rows("topk_gate", logits=logits, bias=bias)

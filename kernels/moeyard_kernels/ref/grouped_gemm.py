@@ -5,7 +5,7 @@ import torch
 from moeyard_kernels.ref.expert_layout import expert_layout
 from moeyard_kernels.ref.linear import linear
 from moeyard_kernels.ref.silu_mul import silu_mul
-from moeyard_kernels.ref.topk_gate import choose
+from moeyard_kernels.ref.topk_gate import make_choice
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
 
 
@@ -21,7 +21,7 @@ def grouped_gemm(
     """See `moeyard_kernels.ops.grouped_gemm`."""
     if isinstance(layout, ExpertPairs):
         if layout.choice is not None:
-            choose(layout.choice)
+            make_choice(layout.choice)
         layout = expert_layout(
             layout.topk_ids, layout.slot_of_expert, num_slots=layout.num_slots, block_rows=layout.block_rows
         )

@@ -44,7 +44,7 @@ def topk_gate(
     return weights, ids
 
 
-def choose(choice: TokenChoice) -> None:
+def make_choice(choice: TokenChoice) -> None:
     """Make one token's choice, whose weights and ids are written."""
     arguments = {**asdict(choice.rule), "counts": choice.counts, "entries": choice.entries}
     weights, ids = topk_gate(choice.logits, bias=choice.bias, **arguments)

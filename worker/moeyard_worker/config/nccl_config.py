@@ -15,12 +15,15 @@ NCCL_ENVIRONMENT = MappingProxyType(
 )
 
 
-def set_nccl_environment() -> None:
+def set_nccl_environment(*, one_host: bool) -> None:
     """Give this process NCCL_ENVIRONMENT, unless the user chose. Before a communicator is made; NCCL_* are the user's.
 
-    Of these NCCL_SOCKET_IFNAME names the network between hosts. A host that waits for rows is none of the user's
-    choices: it could not watch its peers.
+    Of these NCCL_SOCKET_IFNAME names the network between hosts; of `one_host` it is the loopback unless somebody said
+    otherwise, for NCCL would take any address but that. A host that waits for rows is none of the user's choices: it
+    could not watch its peers.
     """
+    if one_host:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "0"
     for name, value in NCCL_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -113,9 +113,9 @@ class GraphRunner:
     """A runner on a GPU.
 
     `max_rows` bounds the rows of a decode step, `max_pages` the pages of a sequence, `max_prompt` the prompt rows of a
-    step. `captures_prompts`: whether a step with prompts asks nothing of the host. Of
-    the steps so far `num_replayed` and `num_eager` count how they ran; `num_rows` are the rows of those that were
-    replayed, `num_padded_rows` theirs with padding. What a step with peers runs in: `peer_buckets.py`.
+    step. `captures_prompts`: whether a step with prompts asks nothing of the host. Of the steps so far `num_replayed`
+    and `num_eager` count how they ran; `num_rows` are the rows of those that were replayed, `num_padded_rows` theirs
+    with padding. What a step with peers runs in: `peer_buckets.py`.
     """
 
     def __init__(

@@ -88,6 +88,7 @@ class Mesh:
             self.close()
             raise
         self.peers: tuple[int, ...] = self._wires.peers if self._wires else ()
+        self.one_host = False  # known from `connect` on
         self.refused: dict[str, int] = self._wires.refusals.counts if self._wires else {}
         self._endpoint = MeshEndpoint(
             rank=rank, world_size=world_size, members=self.members, epoch=epoch,
@@ -111,6 +112,7 @@ class Mesh:
         """
         limit = perf_counter() + timeout
         check_endpoints(endpoints, self._endpoint)
+        self.one_host = {endpoint.host_id for endpoint in endpoints} == {self._endpoint.host_id}
         if self._wires is None:
             return
         for endpoint in endpoints:

@@ -89,7 +89,7 @@ class TorchGroup:
 
         def connect() -> None:
             try:
-                found.append(self._connect(store, place, self._world))
+                found.append(self._connect(store, place, self._world, one_host=mesh.one_host))
                 through.append(Through())
             except Exception as error:  # boundary: of whatever kind, all ranks are told
                 through.append(Through(str(error).strip().split("\n", 1)[0][:300] or repr(error)))
@@ -99,13 +99,13 @@ class TorchGroup:
         relay(mesh, store, lambda: through[0] if through else None, seconds=MEET_S)
         self._backend = found[0]
 
-    def _connect(self, store: RelayStore, place: int, world: int) -> Any:
+    def _connect(self, store: RelayStore, place: int, world: int, *, one_host: bool) -> Any:
         """The group, with every pair of ranks connected."""
         backend: Any
         if self.host_waits:
             backend = dist.ProcessGroupGloo(store, place, world, timedelta(seconds=MEET_S))
         else:
-            set_nccl_environment()
+            set_nccl_environment(one_host=one_host)
             torch.cuda.set_device(self._device)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _NEVER

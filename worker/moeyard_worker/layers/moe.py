@@ -69,7 +69,7 @@ class Moe:
         alone = plan.num_rows == 1
         shared = self._share(x, plan) if alone else None
         # What chooses as it computes leaves no room on the multiprocessors for shared experts beside it.
-        defer = alone and shared is None and self._exchange.stays and self._experts.takes_choices
+        defer = alone and self._shared is None and self._exchange.stays and self._experts.takes_choices
         chosen = self._gate.choose(x, plan, defer=defer)
         if not alone:
             shared = self._share(x, plan)
