@@ -92,9 +92,13 @@ def test_launches_complete_in_order(built: list[dict]) -> None:
         "expert_slice_kernel",
     } <= first
     assert {"_dispatch_kernel", "_combine_kernel"} <= first
-    assert [line["kernel"] for line in built if line["triggers_first"] and not line["always_waits"]] == []
+    # One program of it writes the choice ahead of the wait, which all come to.
+    writes = [line for line in built if line["kernel"] == "expert_slice_kernel" and line["counts"]]
+    assert len(writes) == 1
+    assert [line for line in built if line["triggers_first"] and not line["always_waits"]] == writes
     # A warp of every program waits; a program without work waits at its end; the experts' second product may leave at
     # once, but the first has waited in every program before it lets that begin.
     unseen = {"linear_skinny_kernel", "_gqa_decode_kernel", "mla_decode_hopper_kernel", "_expert_kernel"}
     unseen |= {"_rope_gqa_decode_kernel"}
-    assert {line["kernel"] for line in built if line["early"] and not line["always_waits"]} == unseen
+    unwaited = {line["kernel"] for line in built if line["early"] and not line["always_waits"] and line not in writes}
+    assert unwaited == unseen
