@@ -1,0 +1,42 @@
+"""Whoever comes after a process that was killed finds what it had."""
+
+import socket
+import subprocess
+import sys
+
+import psutil
+
+from moeyard.fencing import kill_process
+
+# It holds a port, memory that takes a while to give back, and threads, of which the first one ends first.
+HOLDS = """
+import mmap, socket, sys, threading, time
+server = socket.create_server(("127.0.0.1", 0))
+memory = mmap.mmap(-1, 256 << 20)
+memory.write(bytes(256 << 20))
+for _ in range(64):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print(server.getsockname()[1], flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_process_had_is_free() -> None:
+    """A zombie's threads may outlive it by milliseconds, and its port with them."""
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True)
+        with process:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            kill_process(process.pid, psutil.Process(process.pid).create_time())
+            socket.create_server(("127.0.0.1", port)).close()
+            process.wait()
+
+
+def test_a_number_that_is_anothers_by_now_is_left_alone() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with process:
+        kill_process(process.pid, psutil.Process(process.pid).create_time() - 5.0)
+        assert process.poll() is None
+        kill_process(process.pid, psutil.Process(process.pid).create_time())
+        assert process.wait() < 0
