@@ -23,8 +23,8 @@ def kill_process(pid: int, began: float) -> None:
         if abs(process.create_time() - began) < 1.0:
             os.kill(pid, signal.SIGKILL)
             limit = time.monotonic() + GONE_SECONDS
-            # Whoever started it may leave it as a zombie for a while, which holds nothing, once its last thread has ended:
-            # until then ports and memory are still theirs.
+            # Whoever started it may leave it as a zombie a while. That holds nothing when its last thread has ended:
+            # until then, ports and memory are taken.
             while not (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1):
                 if time.monotonic() >= limit:
                     break
