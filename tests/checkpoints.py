@@ -101,6 +101,13 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "olmoe": {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
 }
 _FAMILY["qwen3_5_moe_text"] = {**_FAMILY["qwen3_next"], "linear_num_value_heads": 8, "pad_token_id": None}
+# Of `qwen3_moe`: rows that are long enough for one row's experts to be chosen by what computes them on a GPU.
+WIDE: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+}
 _CLASSES: dict[str, tuple[str, str]] = {
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),

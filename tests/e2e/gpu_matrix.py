@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.checkpoints import add_drafts, make_checkpoint
+from tests.checkpoints import WIDE, add_drafts, make_checkpoint
 from tests.e2e import gpu_matrix_ranks
 from tests.e2e.test_one_answer import KEPT as KEPT_IN_PART
 from tests.e2e.test_one_answer import MORE_PAGES, SNAPSHOTS, requests
@@ -47,8 +47,6 @@ from moeyard_worker.scheduling.scheduler import Scheduler
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy/demo"
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-# Rows that are long enough for what one row of a real model's step takes: its experts are chosen by their own products.
-WIDE = {"hidden_size": 512, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 # Family, dtype and what else differs from `make_checkpoint`'s; the demo model is as it is.
 MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", torch.bfloat16, MLA),
@@ -57,7 +55,7 @@ MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", torch.bfloat16, {**MLA, "q_lora_rank": None}),
     "qwen3_moe": ("qwen3_moe", torch.bfloat16, {}),
     "qwen3_moe-fp32": ("qwen3_moe", torch.float32, {}),
-    "qwen3_moe-wide": ("qwen3_moe", torch.bfloat16, {**WIDE, "num_experts": 32}),
+    "qwen3_moe-wide": ("qwen3_moe", torch.bfloat16, WIDE),
     "mixtral": ("mixtral", torch.bfloat16, {"sliding_window": 40}),
     "olmoe": ("olmoe", torch.bfloat16, {}),
     "qwen3_next": ("qwen3_next", torch.bfloat16, {"head_dim": 32}),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import WIDE, make_checkpoint
 from tests.e2e.conftest import DEMO
 from tests.e2e.test_one_answer import KEPT, MORE_PAGES, SNAPSHOTS, bits, check_rows, requests, run_alone, run_mixed
 from tests.fleet import Fleet, ProcessPool, start_fleet
@@ -33,11 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mla": ("deepseek_v3", MLA),
     "mla_v2": ("deepseek_v2", {**MLA, "q_lora_rank": None}),
     "gqa": ("qwen3_moe", {}),
-    # Rows that are long enough for experts to be chosen by what computes them.
-    "late": (
-        "qwen3_moe",
-        {"hidden_size": 512, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
-    ),
+    "late": ("qwen3_moe", WIDE),
     "window": ("mixtral", {"sliding_window": 40}),
     "wide_norm": ("olmoe", {}),
     "gdn": ("qwen3_next", {"head_dim": 32}),

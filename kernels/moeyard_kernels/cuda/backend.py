@@ -50,7 +50,7 @@ class CudaGate:
         # A weight in another dtype than fp32 is in the rows'; so is a norm.
         rounded = weight.to(norm.dtype if self._fp32_logits else weight.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
-        self._rule, self._bias = rule, bias
+        self._rule, self._bias, self._arguments = rule, bias, asdict(rule)
 
     def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Gate.norm`."""
@@ -70,7 +70,7 @@ class CudaGate:
             weights, ids = (logits.new_empty(1, self._rule.top_k, dtype=d) for d in (torch.float32, torch.int64))
             later = TokenChoice(rule=self._rule, logits=logits, bias=self._bias, weights=weights, ids=ids, **counted)
             return Chosen(weights=weights, ids=ids, shared_gate=shared_gate, deferred=later)
-        weights, ids = ops.topk_gate(logits, **asdict(self._rule), bias=self._bias, **counted)
+        weights, ids = ops.topk_gate(logits, **self._arguments, bias=self._bias, **counted)
         return Chosen(weights=weights, ids=ids, shared_gate=shared_gate)
 
 

@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
-from moeyard_kernels.experts.grouped_configs import SHARED_BYTES, SLICE, STEP, slice_bytes, slices_of_choice
+from moeyard_kernels.experts.grouped_configs import SLICE, STEP, slice_fits, slices_of_choice
 from moeyard_kernels.types.expert_layout import ExpertPairs
 from moeyard_kernels.types.gate import TokenChoice
 
@@ -228,8 +228,8 @@ def can_choose(choice: TokenChoice, gate_up: torch.Tensor, down: torch.Tensor) -
         return False
     inner, hidden = down.shape[2], gate_up.shape[2]
     aligned = all(x.data_ptr() % 16 == 0 for x in (gate_up, down, choice.logits))
-    fits = slice_bytes(inner, SLICE[0].BN) <= SHARED_BYTES
-    return aligned and fits and slices_of_choice(rule.top_k, hidden=hidden, inner=inner) is not None
+    whole = slice_fits(inner, SLICE[0].BN)
+    return aligned and whole and slices_of_choice(rule.top_k, hidden=hidden, inner=inner) is not None
 
 
 def choose_and_gate_up(x: torch.Tensor, gate_up: torch.Tensor, pairs: ExpertPairs, h: torch.Tensor) -> None:

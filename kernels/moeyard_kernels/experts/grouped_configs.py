@@ -157,6 +157,11 @@ def slice_bytes(dim: int, columns: int) -> int:
     return 2 * dim * (columns + 8)
 
 
+def slice_fits(dim: int, columns: int) -> bool:
+    """Whether a slice of `columns` outputs of a weight of dim values fits shared memory, in whole steps."""
+    return dim % STEP == 0 and slice_bytes(dim, columns) <= SHARED_BYTES
+
+
 def few_pairs_config(step: str, num_pairs: int, num_out: int, dim: int, *, one_token: bool) -> AnyConfig:
     """The bf16 config where nothing is laid out: of one token's pairs, or of a few tokens'.
 

@@ -39,9 +39,10 @@ from moeyard_kernels.experts.grouped_configs import (
     default_config,
     few_pairs_config,
     shape_class,
+    slice_fits,
 )
 from moeyard_kernels.experts.grouped_configs import candidates as candidates
-from moeyard_kernels.experts.grouped_slice import fits, slice_pairs
+from moeyard_kernels.experts.grouped_slice import slice_pairs
 from moeyard_kernels.experts.grouped_stream import stream_pairs
 from moeyard_kernels.experts.topk_gate import make_choice
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
@@ -197,7 +198,7 @@ def _launch(
         config = WIDE[-1]
     if isinstance(config, ExpertSlice):
         one_token = isinstance(layout, ExpertPairs) and layout.one_token
-        if one_token and not top_k and aligned and fits(w, config.BN) and launch.on_hopper(w):
+        if one_token and not top_k and aligned and slice_fits(dim, config.BN) and launch.on_hopper(w):
             assert isinstance(layout, ExpertPairs)
             slice_pairs(a, w, out, layout, config.BN)
             return

@@ -35,7 +35,7 @@ from moeyard_kernels.experts.grouped_choice import (
     score_experts,
     write_choice,
 )
-from moeyard_kernels.experts.grouped_configs import SHARED_BYTES, STEP, slice_bytes
+from moeyard_kernels.experts.grouped_configs import STEP
 from moeyard_kernels.types.expert_layout import ExpertPairs
 
 _STEP = gl.constexpr(STEP)
@@ -111,12 +111,6 @@ def expert_slice_kernel(
         o_r = gl.arange(0, _ROWS, gl.SliceLayout(0, L_Y))
         p_by = p_out + i_p.to(gl.int64) * N + o_n[:, None] + o_r[None, :]
         gl.store(p_by, b_acc.to(p_out.dtype.element_ty), mask=(o_n < N)[:, None] & (o_r == 0)[None, :])
-
-
-def fits(down: torch.Tensor, columns: int) -> bool:
-    """Whether slices of `columns` outputs of down [S, H, I] fit shared memory, in whole steps."""
-    dim = down.shape[2]
-    return dim % STEP == 0 and slice_bytes(dim, columns) <= SHARED_BYTES
 
 
 def slice_pairs(h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, pairs: ExpertPairs, columns: int) -> None:
