@@ -115,7 +115,11 @@ class RankProcess:
     def result(self) -> Any:
         if not self._connection.poll(CALL_SECONDS):
             raise TimeoutError(f"rank process {self.process.pid} did not answer")
-        ok, value = self._connection.recv()
+        try:
+            ok, value = self._connection.recv()
+        except EOFError:
+            self.process.join()
+            raise RuntimeError(f"rank process {self.process.pid} ended with {self.process.exitcode}") from None
         if not ok:
             raise RuntimeError(value)
         return value
@@ -131,8 +135,11 @@ class RankProcess:
     def join(self) -> None:
         self.process.join(5)
         if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+            self.kill()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
 class ProcessPool:
@@ -421,12 +428,13 @@ def start_fleet(
     ranks, keys = pool.take(config.num_workers), make_keys()
     placement = placement or first_placement(config)
     count, epoch = len(ranks), secrets.randbits(31)
-    endpoints = call_all(
-        ranks, "setup", [(_spec(config, rank, epoch, keys, placement, hosts),) for rank in range(count)]
-    )
-    call_all(ranks, "connect", [([e["mesh"] for e in endpoints],)] * count)
-    reports = call_all(ranks, "load", [(count,)] * count)
-    call_all(ranks, "start", [()] * count)
+    with _killed_on_failure(ranks):
+        endpoints = call_all(
+            ranks, "setup", [(_spec(config, rank, epoch, keys, placement, hosts),) for rank in range(count)]
+        )
+        call_all(ranks, "connect", [([e["mesh"] for e in endpoints],)] * count)
+        reports = call_all(ranks, "load", [(count,)] * count)
+        call_all(ranks, "start", [()] * count)
     client = Client([e["frontend"] for e in endpoints], keys.of_router())
     try:
         yield Fleet(
@@ -438,9 +446,21 @@ def start_fleet(
         call_all(alive, "validate", [()] * len(alive))
     finally:
         client.close()
-        alive = [rank for rank in ranks if rank.process.is_alive()]
-        call_all(alive, "stop", [()] * len(alive))
+        with _killed_on_failure(ranks):
+            alive = [rank for rank in ranks if rank.process.is_alive()]
+            call_all(alive, "stop", [()] * len(alive))
         pool.keep(ranks)
+
+
+@contextlib.contextmanager
+def _killed_on_failure(ranks: Sequence[RankProcess]) -> Iterator[None]:
+    """A process that failed to start or to stop has answers or threads left that are not for the next fleet."""
+    try:
+        yield
+    except BaseException:
+        for rank in ranks:
+            rank.kill()
+        raise
 
 
 def first_placement(config: EngineConfig) -> Placement:

@@ -93,8 +93,8 @@ class Fleet:
     ) -> list[MeshEndpoint]:  # fmt: skip
         """Build mesh and exchange on all ranks; `hosts[r]` is the pretended host of rank r.
 
-        With a `stall` ranks feel each other's pulse, as in a fleet. On "cuda" each has a GPU of its own. Process i is
-        rank members[i]; without a `placement` of their experts they own contiguous shards.
+        With a `stall` a rank that lives is waited for that long, as in a fleet. On "cuda" each has a GPU of its own.
+        Process i is rank members[i]; without a `placement` of their experts they own contiguous shards.
         """
         members = range(len(self.pipes)) if members is None else members
         endpoints = self.call(open_mesh, kind, shape, members, deadline, hosts, stall)
@@ -262,6 +262,24 @@ def join_when_started(state: Rank, step: int, num_tokens: int) -> tuple[int, ...
 def agree(state: Rank, step: int, num_tokens: int) -> tuple[int, ...]:
     """Start `step`."""
     return Lockstep(state.mesh).agree(step, num_tokens).num_tokens
+
+
+def close_full(state: Rank, peer: int) -> None:
+    """Close while frames wait that `peer` does not read."""
+    wires, frame = state.mesh._open_wires(), memoryview(bytes(1 << 16))
+    while wires.send_in_place(peer, frame) is not None:
+        time.sleep(0.001)
+    state.pipe.send("closing")
+    state.mesh.close()
+
+
+def talk_and_leave(state: Rank, peer: int, seconds: float) -> None:
+    """Send to `peer`, which has closed, and be gone."""
+    limit = time.perf_counter() + seconds
+    while time.perf_counter() < limit:
+        state.mesh._open_wires().send(peer, b"still here")
+        time.sleep(0.001)
+    os._exit(0)
 
 
 def close(state: Rank) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exchange_fleet import Failed, Fleet, idle, run_until, use_device
+from exchange_fleet import Failed, Fleet, close_full, idle, run_until, talk_and_leave, use_device
 from exchange_reference import SCENARIOS
 
 from moeyard_worker.exchange.shape import ExchangeShape
@@ -83,6 +83,18 @@ def test_gpus_wait_no_more_for_one_that_is_lost(number: signal.Signals, phase: s
         assert failed.at - died_at < (deadline if number == signal.SIGSTOP else 0) + SOON_S
         fleet.start(0, use_device)
         assert fleet.result(0) == 499500
+
+
+@pytest.mark.parametrize("kind", ["zmq", "zmq-tcp"])
+def test_closing_outlives_a_peer_that_talks_and_leaves(kind: str) -> None:
+    """libzmq 4.3.5 aborts where a connection with heartbeats ends while it is closed with frames unsent."""
+    with Fleet(2) as fleet:
+        fleet.connect(kind, SHAPE, deadline=0.25)
+        fleet.start(1, close_full, 0)
+        assert fleet.result(1) == "closing"
+        fleet.start(0, talk_and_leave, 1, 0.1)
+        assert fleet.result(1) is None
+        assert fleet.processes[1].is_alive()
 
 
 def test_a_connected_fleet_killed_at_once_leaves_no_file() -> None:

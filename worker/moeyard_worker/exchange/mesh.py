@@ -82,7 +82,7 @@ class Mesh:
                     ipc_directory=self._folder.path if self._folder else None,
                     # Where the wait itself is as short, it only names the dead link of an idle fleet.
                     heartbeat_timeout=2 * deadline if stall is None else deadline,
-                    max_frame_bytes=slab_bytes + FRAME_SLACK_BYTES, lock=lock, pulse=stall is not None,
+                    max_frame_bytes=slab_bytes + FRAME_SLACK_BYTES, lock=lock,
                 )  # fmt: skip
         except BaseException:
             self.close()
@@ -135,6 +135,10 @@ class Mesh:
             if remaining <= 0 and (unsent or unheard):
                 who = unsent | unheard
                 self._raise(OWN_FAULT, who, f"{name_ranks(who)} did not answer within {timeout:.1f} s of connecting")
+        # Whoever is not of this fleet has been told apart: what ends from here on is a peer's.
+        for endpoint in endpoints:
+            if endpoint.rank != self.rank:
+                self._wires.feel(endpoint.rank, endpoint.pulse)
         self._connected = True
         self._remove_names()
 
@@ -216,8 +220,6 @@ class Mesh:
         here = self._shared and peer.host_id == self._endpoint.host_id
         if peer.rank < self.rank:
             wires.connect(peer.rank, peer.ipc[self.rank] if here else peer.tcp[self.rank])
-        else:
-            wires.feel(peer.rank, peer.pulse)
         if peer.rank > self.rank and self._shared:
             wires.unbind(self._endpoint.tcp[peer.rank] if here else self._endpoint.ipc[peer.rank])
         if here and peer.slab_path:

@@ -1,9 +1,9 @@
 """Signs of life of peers whatever they compute: heartbeats between libzmq's own threads.
 
-The end of a pair's connection that binds cannot send heartbeats (libzmq 4.3.5 aborts the process when a stranger leaves
-a bound PAIR that does), and the time to live that the other end's heartbeats announce is forgotten with the next frame.
-So every rank also binds a ROUTER that does nothing but answer heartbeats, and the binding end of each pair connects to
-its peer's.
+Every rank binds a ROUTER that does nothing but answer heartbeats, and connects to those of all its peers. The pairs
+that carry rows send none: libzmq 4.3.5 aborts the process (`!_io_error`) when a heartbeat is due on a connection that
+has ended while nobody could take what it brought, as where a pair is closed with frames unsent, or a stranger leaves
+one that is bound. Here nothing is ever brought.
 """
 
 from collections.abc import Callable, Iterator

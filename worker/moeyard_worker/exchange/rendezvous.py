@@ -16,7 +16,7 @@ class MeshEndpoint:
     """What a rank's peers must know to reach it. Plain values only: it may be pickled, or sent as a msgpack map.
 
     `tcp[j]` and `ipc[j]` are the addresses bound for rank j ("" where j does not connect: the higher rank of a pair
-    connects to the lower), `pulse` answers heartbeats ("" where nobody asks). `slab_path` is "" when the rank shares no
+    connects to the lower), `pulse` answers heartbeats ("" in a fleet of one). `slab_path` is "" when the rank shares no
     memory. `token` proves possession of this object.
     """
 

@@ -111,7 +111,6 @@ class Wires:
         heartbeat_timeout: float,
         max_frame_bytes: int,
         lock: MeshLock | None = None,
-        pulse: bool = False,
     ) -> None:
         self._rank = rank
         self.pulse: Pulse | None = None
@@ -136,17 +135,16 @@ class Wires:
             lock.gate(self._context)
         try:
             for peer in self.peers:
-                self._open(peer, heartbeat_timeout, max_frame_bytes)
+                self._open(peer, max_frame_bytes)
                 if peer > rank:
                     self._bind(peer, host, ipc_directory)
-            if pulse:
-                opened = (lambda socket: None) if lock is None else lock.on
-                self.pulse = Pulse(self._context, host=host, deadline=heartbeat_timeout, lock=opened)
+            opened = (lambda socket: None) if lock is None else lock.on
+            self.pulse = Pulse(self._context, host=host, deadline=heartbeat_timeout, lock=opened)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, peer: int, heartbeat_timeout: float, max_frame_bytes: int) -> None:
+    def _open(self, peer: int, max_frame_bytes: int) -> None:
         socket = self._context.socket(zmq.PAIR)
         self._sockets[peer] = socket
         for option, value in (
@@ -159,15 +157,6 @@ class Wires:
             (zmq.IPV6, int(self._ipv6)),
         ):
             socket.setsockopt(option, value)
-        if peer < self._rank:
-            # Only where we connect: libzmq 4.3.5 aborts the process when a stranger leaves a bound PAIR that sends
-            # heartbeats. With ours the bound end of an idle link learns how long to live without them (HEARTBEAT_TTL);
-            # for a busy one there is `pulse`.
-            milliseconds = max(1, int(heartbeat_timeout * 1000))
-            socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, milliseconds // 5))
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
-            # In libzmq's wire format tenths of a second.
-            socket.setsockopt(zmq.HEARTBEAT_TTL, max(100, milliseconds))
         monitor = watch(socket, _BIND_EVENTS if peer > self._rank else _CONNECT_EVENTS)
         self._monitors[peer] = monitor
         self._poller.register(socket, zmq.POLLIN)
@@ -196,14 +185,14 @@ class Wires:
 
     def addresses(self) -> dict[str, Any]:
         """Where this rank is met: fields of a `MeshEndpoint`."""
-        pulse = "" if self.pulse is None else self.pulse.address
-        return {"tcp": tuple(self.tcp), "ipc": tuple(self.ipc), "pulse": pulse}
+        assert self.pulse is not None
+        return {"tcp": tuple(self.tcp), "ipc": tuple(self.ipc), "pulse": self.pulse.address}
 
     def feel(self, peer: int, address: str) -> None:
-        """Watch for signs of life of a peer at the `pulse` that it bound, if this end of the pair cannot itself."""
-        if self.pulse is not None and address and peer > self._rank:
-            unlock = (lambda socket: None) if self._lock is None else self._lock.opened_by
-            self._poller.register(self.pulse.feel(peer, address, unlock), zmq.POLLIN)
+        """Watch for signs of life of a peer at the `pulse` that it bound."""
+        assert self.pulse is not None
+        unlock = (lambda socket: None) if self._lock is None else self._lock.opened_by
+        self._poller.register(self.pulse.feel(peer, address, unlock), zmq.POLLIN)
 
     def unbind(self, address: str) -> None:
         """Stop listening on a bound address that its peer will not use."""
