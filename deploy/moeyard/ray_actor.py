@@ -3,13 +3,14 @@
 Only plain values cross Ray, so that the launcher never imports torch.
 """
 
+import os
 import time
 from typing import Any
 
-import psutil
 import ray
 
 from moeyard import logs
+from moeyard.fencing import began_of
 from moeyard.lazy import load
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
@@ -39,9 +40,8 @@ class RankActor:
         make = load("moeyard_worker.engine.worker").Worker
         imported = time.monotonic()
         self._worker = make(WorkerSpec(host=host, **spec))
-        process = psutil.Process()
         return {
-            **self._worker.endpoints(), "node": node, "pid": process.pid, "began": process.create_time(),
+            **self._worker.endpoints(), "node": node, "pid": os.getpid(), "began": began_of(os.getpid()),
             "seconds": {"imports": imported - begun, "device": time.monotonic() - imported},
             "weights": dict(self._worker.checkpoint.identity),
         }  # fmt: skip

@@ -180,7 +180,8 @@ def gather(
 ) -> None:
     """Give `took` the result of one call per rank; raises RanksLost with the first one's own message.
 
-    That is `at_once`, or after all have been heard. `check` is called meanwhile.
+    That is `at_once`, or after all have been heard: then one that has ended, or else those that do not answer, are
+    named before any that says what it misses, which may be them. `check` is called meanwhile.
     """
     pending = {ref: rank for rank, ref in calls.items()}
     limit = None if timeout is None else time.monotonic() + timeout
@@ -193,10 +194,18 @@ def gather(
             try:
                 took(rank, ray.get(ref))
             except RayError as error:
-                lost = lost or lost_of(rank, error)
+                found = lost_of(rank, error)
+                if lost is None or (_complains(lost) and not _complains(found)):
+                    lost = found
         if pending and limit is not None and time.monotonic() > limit:
             late = sorted(pending.values())
-            lost = lost or RanksLost(late, f"worker {late[0]} did not answer within {timeout:.0f} s")
+            if lost is None or _complains(lost):
+                lost = RanksLost(late, f"worker {late[0]} did not answer within {timeout:.0f} s")
             break
     if lost is not None:
         raise lost
+
+
+def _complains(lost: RanksLost) -> bool:
+    """Whether it is known from a rank that lives, and said itself what went wrong."""
+    return isinstance(lost.__cause__, RayTaskError)

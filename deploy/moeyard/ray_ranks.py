@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError, RayTaskError
 
 from moeyard.rank import Event, Rank, RanksLost, Recovered, Unrecoverable
 from moeyard.ray_member import (
@@ -40,7 +40,7 @@ from moeyard.same_weights import SameWeights
 from moeyard.spares import Spares
 from moeyard.takeover import Room, without
 from moeyard.vitals import Vitals
-from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.engine_config import STALL, EngineConfig
 from moeyard_worker.config.placement import Placement
 
 # What a rank that lives may take for a call, beyond the step deadline: its host may be busy starting another.
@@ -158,7 +158,7 @@ class RayRanks:
             return None
         missing = [r for r, m in enumerate(self._members) if not m.started and r not in ready]
         self._end_epoch(f"{named(ready)} is back")
-        return self._go_on(lambda: (self._whole.without(missing) if missing else self._whole, {}))
+        return self._go_on(lambda: (self._whole.without(missing) if missing else self._whole, {}), planned=True)
 
     def _end_epoch(self, reason: str) -> None:
         """Have all ranks stop between steps."""
@@ -166,9 +166,9 @@ class RayRanks:
             who = self._members[self._now.ranks[0]].actor
             ray.get(who.end_epoch.remote(reason), timeout=CALL_SECONDS)
 
-    def _go_on(self, choose: Callable[[], tuple[Placement, Mapping[int, int]]]) -> Recovered:
+    def _go_on(self, choose: Callable[[], tuple[Placement, Mapping[int, int]]], *, planned: bool = False) -> Recovered:
         self._losses, self._runs = {}, False
-        ranks = self._begin_epoch(lambda done, total: None, meet=REMEET_SECONDS, choose=choose)
+        ranks = self._begin_epoch(lambda done, total: None, meet=REMEET_SECONDS, choose=choose, planned=planned)
         return Recovered(ranks=tuple(ranks), losses=tuple(self._losses.values()), seconds=dict(self._laps.seconds))
 
     def _taken_over(self) -> tuple[Placement, Mapping[int, int]]:
@@ -199,17 +199,18 @@ class RayRanks:
 
     def _begin_epoch(
         self, progress: Progress, *, meet: float,
-        choose: Callable[[], tuple[Placement, Mapping[int, int]]] | None = None,
+        choose: Callable[[], tuple[Placement, Mapping[int, int]]] | None = None, planned: bool = False,
     ) -> list[Rank]:  # fmt: skip
         """Take every member of the epoch's placement from where it is to its first step in it.
 
-        `choose` says which placement, once losses are known; None: that of all.
+        `choose` says which placement, once losses are known; None: that of all. `planned`: the last epoch was ended.
         """
         epoch, patience = secrets.randbits(31), self._config.step_deadline + CALL_SECONDS
         self._laps = lap = Laps()
         self._set_all_up(epoch)
-        # A survivor may still be in its step, and binds when it has found out.
-        self._hear_losses(patience)
+        # A survivor may still be in its step, and binds when it has found out. It looks between steps where the epoch
+        # was ended, and a step of many layers may take any time; who hangs in it is named by the others.
+        self._hear_losses(math.inf if planned else STALL * self._config.step_deadline + CALL_SECONDS)
         lap("losses")
         placement, slots = choose() if choose is not None else (self._whole, {})
         # Nobody meets others while it still loads on its own.
@@ -294,7 +295,7 @@ class RayRanks:
             self._call(calls, timeout=timeout)
         except RanksLost as lost:
             fresh = {r for r in calls if not self._members[r].started}
-            if isinstance(lost.__cause__, RayActorError) or not fresh:
+            if not isinstance(lost.__cause__, RayTaskError) or not fresh:
                 raise
             raise RanksLost(fresh, str(lost), exit_code=lost.exit_code) from lost
 

@@ -91,7 +91,7 @@ class ResizableRanks(RayRanks):
         self._whole, self._config = plan.placement, dataclasses.replace(self._config, num_workers=plan.size)
         self._reports = [*map(dict, plan.reports), *(dict(member.report or {}) for member in come)]
         try:
-            recovered = self._go_on(lambda: (plan.placement, plan.slots))
+            recovered = self._go_on(lambda: (plan.placement, plan.slots), planned=True)
         except (RanksLost, RayError) as error:
             self._members, self._whole, self._config, self._reports = before
             self._outside = ()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import multiprocessing
 import signal
 import socket
@@ -38,6 +39,8 @@ from moeyard_worker.exchange.leftovers import Folder
 
 # A router that ends by itself is started again: three times a minute, then it is no accident.
 _LIMIT, _WINDOW_SECONDS = 3, 60.0
+# What a router takes to end, beyond what its streams are given. One that stands still hears of no end.
+_END_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -114,6 +117,7 @@ class RouterProcesses:
         self._then: Callable[[], None] | None = None
         self._drained: Callable[[int], None] | None = None
         self._stopping = False
+        self._until = math.inf  # when those are killed that have not ended by then
 
     def replace_workers(
         self,
@@ -135,7 +139,10 @@ class RouterProcesses:
         self._tell.send(GiveUp(reason))
 
     def stop(self) -> None:
-        """Begin an orderly end; a second call ends open streams at once. From any thread."""
+        """Begin an orderly end; a second call ends open streams at once. From any thread.
+
+        A router that is still there `_END_SECONDS` after its streams had to end is killed.
+        """
         self._tell.send(Stop())
 
     def run(self) -> None:
@@ -174,7 +181,13 @@ class RouterProcesses:
         sources: dict[Any, _Router | None] = {self._heard: None}
         sources |= {router.pipe: router for router in self._routers}
         sources |= {router.process.sentinel: router for router in self._routers}
-        for source in wait(list(sources)):
+        if time.monotonic() >= self._until:
+            self._until = math.inf
+            for late in self._routers:
+                _log.error("router %d does not end; its process is killed", late.seat.index)
+                late.process.kill()
+        timeout = None if math.isinf(self._until) else max(0.0, self._until - time.monotonic())
+        for source in wait(list(sources), timeout):
             router = sources[source]
             if router is None:
                 self._told(self._heard.recv())
@@ -193,7 +206,9 @@ class RouterProcesses:
             self._order(message)
             return
         else:
+            grace = 0.0 if self._stopping else self._config.shutdown_grace
             self._stopping = True
+            self._until = min(self._until, time.monotonic() + grace + _END_SECONDS)
             self.failure = self.failure or (message.reason if isinstance(message, GiveUp) else None)
         for router in self._routers:
             router.replacing = isinstance(message, Replace)

@@ -282,6 +282,8 @@ class Supervisor:
         except RanksLost as error:
             incident.lost = dict.fromkeys(error.ranks, str(error))
             self.recover(incident)
+        except Unrecoverable as error:
+            self._end(str(error))
         except FleetError:
             return  # it is being stopped
 

@@ -4,9 +4,7 @@ import socket
 import subprocess
 import sys
 
-import psutil
-
-from moeyard.fencing import kill_process
+from moeyard.fencing import began_of, kill_process
 
 # It holds a port, memory that takes a while to give back, and threads, of which the first one ends first.
 HOLDS = """
@@ -28,7 +26,7 @@ def test_what_a_killed_process_had_is_free() -> None:
         with process:
             assert process.stdout is not None
             port = int(process.stdout.readline())
-            kill_process(process.pid, psutil.Process(process.pid).create_time())
+            kill_process(process.pid, began_of(process.pid))
             socket.create_server(("127.0.0.1", port)).close()
             process.wait()
 
@@ -36,7 +34,7 @@ def test_what_a_killed_process_had_is_free() -> None:
 def test_a_number_that_is_anothers_by_now_is_left_alone() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with process:
-        kill_process(process.pid, psutil.Process(process.pid).create_time() - 5.0)
+        kill_process(process.pid, began_of(process.pid) - 1)
         assert process.poll() is None
-        kill_process(process.pid, psutil.Process(process.pid).create_time())
+        kill_process(process.pid, began_of(process.pid))
         assert process.wait() < 0

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from moeyard import ray_member, ray_ranks, spares
-from moeyard.rank import Event
+from moeyard.rank import Event, RanksLost
 from moeyard.ray_ranks import RayRanks
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
@@ -34,6 +34,7 @@ class Actor:
 
     def __init__(self, rank: int) -> None:
         self.rank, self.calls, self.waiting = rank, list[str](), Ref(done=False)
+        self.says: dict[str, Ref] = {}  # in place of what a method would return
 
     def __getattr__(self, name: str) -> Any:
         def remote(*args: Any) -> Ref:
@@ -41,7 +42,7 @@ class Actor:
             if name == "wait":
                 self.waiting = Ref(done=False)
                 return self.waiting
-            return Ref(self._answer(name))
+            return self.says.get(name) or Ref(self._answer(name))
 
         return SimpleNamespace(remote=remote)
 
@@ -132,3 +133,62 @@ def test_a_rank_that_others_replace_loads_before_it_is_back(fleet: Fleet, prepar
     assert [rank.rank for rank in back.ranks if rank.frontend] == [0, 1, 2]
     (successor,) = fleet.actors[1][1:]
     assert [call for call in successor.calls if call in ("setup", "load", "start")] == ["setup", "load", "start"]
+
+
+def complaint(words: str) -> RayTaskError:
+    """What a call raises whose process lives and has raised something itself."""
+    error = RayTaskError.__new__(RayTaskError)
+    Exception.__init__(error, words)
+    error.cause = ValueError(words)
+    return error
+
+
+def away(fleet: Fleet) -> None:
+    """Rank 1 is lost, and has loaded again."""
+    fleet.lose(1)
+    fleet.events(RANKS)
+    fleet.ranks.recover([1])
+    while not any(event.ready for event in fleet.events(1)):
+        pass
+
+
+def test_a_planned_end_waits_for_a_step_however_long(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks look between steps: none is to be killed because a step is long."""
+    away(fleet)
+    clock = [0.0]
+    monkeypatch.setattr(ray_ranks.time, "monotonic", lambda: clock[0])
+
+    def check() -> None:
+        if clock[0] < 1000.0:
+            clock[0] += 100.0
+        else:
+            for rank in (0, 2):
+                fleet.actors[rank][0].waiting.end({"ranks": (), "reason": "rank 1 is back", "steps": 9})
+
+    fleet.ranks.check = check
+    back = fleet.ranks.admit()
+    assert back is not None
+    assert [rank.rank for rank in back.ranks if rank.frontend] == [0, 1, 2]
+    assert "killed" not in [*fleet.actors[0][0].calls, *fleet.actors[2][0].calls]
+
+
+@pytest.mark.parametrize("how", ["ended", "silent"])
+def test_who_is_gone_is_named_before_who_misses_it(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Survivors meet without rank 1, and rank 2 is lost meanwhile: rank 0 says so first, and is sound."""
+    first, third = fleet.actors[0][0], fleet.actors[2][0]
+    first.says["connect"] = Ref(complaint("rank 2 lost while connecting"))
+    third.says["connect"] = Ref(done=False)
+    clock = [0.0]
+    monkeypatch.setattr(ray_ranks.time, "monotonic", lambda: clock[0])
+
+    def check() -> None:
+        clock[0] += 1.0
+        if "connect" in third.calls and how == "ended":
+            third.says["connect"].end(RayActorError())
+
+    fleet.ranks.check = check
+    fleet.lose(1)
+    fleet.events(RANKS)
+    with pytest.raises(RanksLost) as lost:
+        fleet.ranks.recover([1])
+    assert lost.value.ranks == {2}

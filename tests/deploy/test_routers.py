@@ -1,9 +1,15 @@
 """What the launcher hears of its routers, message by message: their processes are played here."""
 
+import dataclasses
+import os
+import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Pipe
 
+import psutil
 import pytest
 
 from moeyard import routers
@@ -84,3 +90,28 @@ def test_a_late_answer_to_an_earlier_order_is_not_the_next_ones(launcher: Launch
     assert launcher.answers == [], "router 1 has not heard that the rank leaves"
     launcher.say(1, 0)
     assert launcher.answers == [0]
+
+
+def test_a_router_that_stands_still_does_not_keep_us_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routers, "_END_SECONDS", 1.0)
+    sock = socket.create_server(("127.0.0.1", 0))
+    config = dataclasses.replace(CONFIG, shutdown_grace=0.5)
+    ready = threading.Event()
+    made = RouterProcesses(config, sock, count=2, on_ready=ready.set, on_lost=lambda rank, reason: None)
+
+    def stop() -> None:
+        # Its worker is not there, so neither says that it is ready: they are when they have been imported.
+        while len(made._routers) < 2:
+            time.sleep(0.01)
+        still = made._routers[0].process.pid
+        assert still is not None
+        os.kill(still, signal.SIGSTOP)
+        made.stop()
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    begun = time.monotonic()
+    made.run()
+    stopper.join()
+    assert time.monotonic() - begun < 30.0
+    assert not [child for child in psutil.Process().children() if "router" in child.name()]

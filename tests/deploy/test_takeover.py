@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moeyard.placing import placement_of
-from moeyard.rank import Event, Rank, RanksLost, Recovered
+from moeyard.rank import Event, Rank, RanksLost, Recovered, Unrecoverable
 from moeyard.supervisor import Supervisor
 from moeyard.takeover import Room, Takeover, decide, without
 from moeyard_worker.config.placement import Placement
@@ -175,6 +175,15 @@ def test_a_loss_while_experts_are_given_back_is_another(supervisor: Supervisor, 
     turn(supervisor, fleet, Event(rank=1, reason="gone"))
     turn(supervisor, fleet, Event(rank=1, reason="", ready=True))
     assert fleet.calls == ["recover [1]", "serve [0, 2]", "admit", "recover [2]", "serve [0]"]
+
+
+def test_where_experts_cannot_be_given_back_any_more_it_ends(supervisor: Supervisor, fleet: Fleet) -> None:
+    """Ray's head may be lost while a rank is away: all have stopped by then, and nobody would tell them to go on."""
+    fleet.answers = [(1,), Unrecoverable("gcs_server has ended")]
+    turn(supervisor, fleet, Event(rank=1, reason="gone"))
+    turn(supervisor, fleet, Event(rank=1, reason="", ready=True))
+    assert fleet.calls == ["recover [1]", "serve [0, 2]", "admit", "gcs_server has ended"]
+    assert supervisor.failure == "gcs_server has ended"
 
 
 def test_strategies_place_experts() -> None:

@@ -97,7 +97,7 @@ def drill(encryption: str) -> dict[str, int]:
         say(pair.address, *parts)
         pair.exchange()
     # A heartbeat of the peers is sure to have come and gone: it was one that met no connection and aborted a rank.
-    interval = pair.ranks[1]._wires._sockets[0].getsockopt(zmq.HEARTBEAT_IVL)  # type: ignore[union-attr]
+    interval = pair.ranks[1]._wires.pulse._feelers[0].getsockopt(zmq.HEARTBEAT_IVL)  # type: ignore[union-attr]
     assert isinstance(interval, int)
     until = perf_counter() + (1.5 * interval / 1000 if encryption == "none" else 0)
     while True:

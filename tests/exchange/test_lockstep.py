@@ -127,6 +127,8 @@ def test_a_wrong_frame_between_steps_is_named(pair: tuple[Mesh, Mesh], frame: by
     first.poll_sockets()[0].poll(10_000)
     with pytest.raises(ExchangeError, match=message):
         Lockstep(first).peer_started(5)
+    assert first.finding is not None
+    assert first.finding.ranks == (1,), "not the one that got it"
     second.poll_sockets()[0].poll(10_000)
     with pytest.raises(ExchangeError, match=message):
         second.check_peers()

@@ -427,6 +427,31 @@ def test_strangers_are_turned_away_and_change_nothing(meshes: Opener) -> None:
         ranks[0].check_peers()
 
 
+@pytest.mark.parametrize("phase", [Phase.COMBINE, Phase.PLAN], ids=["in a step", "between steps"])
+def test_strangers_that_keep_coming_lengthen_no_wait(meshes: Opener, phase: Phase) -> None:
+    first, _ = meshes(2, transport="tcp", deadline=20.0, stall=0.3)
+    host, port = first.endpoint().tcp[1].removeprefix("tcp://").rsplit(":", 1)
+    over = threading.Event()
+
+    def knock() -> None:
+        while not over.wait(0.01):
+            socket.create_connection((host, int(port))).close()
+
+    knocking = threading.Thread(target=knock)
+    knocking.start()
+    threading.Timer(10.0, over.set).start()
+    begun = perf_counter()
+    try:
+        with pytest.raises(ExchangeError, match=r"^rank 1 silent at"):
+            first.recv_all(phase, layer=None if phase is Phase.PLAN else LAYER, since=begun)
+    finally:
+        took = perf_counter() - begun
+        over.set()
+        knocking.join()
+    # An eighth of the deadline is what the agreement waits for who does not speak.
+    assert took < 8.0
+
+
 class Link(threading.Thread):
     """A TCP connection to `address` through this process; once `cut`, nothing passes any more and nothing is closed.
 

@@ -99,6 +99,12 @@ ROW = b"r" * 32
 ONE_TOKEN = bytes([1, 0, 0, 0, 0, 0, 0, 0])
 
 
+def blamed(exchange: ZmqExchange) -> tuple[int, ...]:
+    """Whom the launcher would replace."""
+    assert exchange._mesh.finding is not None
+    return exchange._mesh.finding.ranks
+
+
 @pytest.mark.parametrize(
     ("with_peer", "body"),
     [
@@ -129,6 +135,7 @@ def test_a_malformed_dispatch_is_named(with_peer: tuple[str, ZmqExchange, Mesh],
     message = f"rank 1 sent a malformed frame of {20 + len(body)} bytes at step 9, layer 5, dispatch"
     with pytest.raises(ExchangeError, match=message):
         exchange.dispatch(X, IDS, layer=5, num_prompt=0)
+    assert blamed(exchange) == (1,)
 
 
 @pytest.mark.parametrize("with_peer", ["zmq-tcp"], indirect=True)
@@ -138,6 +145,7 @@ def test_rows_that_nobody_asked_for_are_named(with_peer: tuple[str, ZmqExchange,
     peer.send(0, HEAD + bytes([1, 0, 0, 0, 0, 0, 0, 0]) + ids_of_rank_1 + ROW)
     with pytest.raises(ExchangeError, match="rank 1 sent 1 rows, its ids ask for 0"):
         exchange.dispatch(X, IDS, layer=5, num_prompt=0)
+    assert blamed(exchange) == (1,)
 
 
 def test_a_combine_of_the_wrong_size_is_named(with_peer: tuple[str, ZmqExchange, Mesh]) -> None:

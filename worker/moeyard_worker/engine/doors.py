@@ -1,5 +1,6 @@
 """Where a rank listens: for its peers, for routers and for Prometheus, each behind its lock."""
 
+from moeyard_worker.config.engine_config import STALL
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.frontend import Frontend
@@ -8,10 +9,6 @@ from moeyard_worker.exchange.factory import build_mesh, resolve_kind
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.wires import MeshLock
-
-# A rank that answers heartbeats may take so many step deadlines for one layer: it reads cold experts, or its host is
-# busy, or it compiles what was not captured and is launched for the first time. Longer, and it hangs.
-STALL = 12
 
 
 def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int, placement: Placement) -> Mesh:

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moeyard_worker.config.engine_config import EngineConfig, ExchangeKind
+from moeyard_worker.config.engine_config import STALL, EngineConfig, ExchangeKind
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import Device
-from moeyard_worker.engine.doors import STALL
 from moeyard_worker.engine.fetching import settle_fetch
 from moeyard_worker.exchange.factory import resolve_kind
 from moeyard_worker.exchange.row_group import missing_nccl

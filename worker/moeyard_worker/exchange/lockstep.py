@@ -80,16 +80,16 @@ class Lockstep:
             try:
                 plan = decode_plan_frame(bytes(frame))
             except FrameError as error:
-                raise self._failed(f"rank {peer} sent the wrong frame between steps: {error}") from error
+                raise self._failed(peer, f"rank {peer} sent the wrong frame between steps: {error}") from error
             if (plan.epoch, plan.step, plan.source) != (self.mesh.epoch, step, peer):
-                raise self._failed(f"rank {peer} plans the wrong step: expected step {step}, got {plan}")
+                raise self._failed(peer, f"rank {peer} plans the wrong step: expected step {step}, got {plan}")
         return bool(arrived)
 
     def _plan(self, peer: int, frame: bytes) -> PlanFrame:
         try:
             return decode_plan_frame(frame)
         except FrameError as error:
-            raise self._failed(f"rank {peer} sent a bad plan: {error}") from error
+            raise self._failed(peer, f"rank {peer} sent a bad plan: {error}") from error
 
-    def _failed(self, reason: str) -> ExchangeError:
-        return ExchangeError(self.mesh.fail(reason))
+    def _failed(self, peer: int, reason: str) -> ExchangeError:
+        return ExchangeError(self.mesh.fail(reason, ranks=[peer]))

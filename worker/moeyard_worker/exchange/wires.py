@@ -225,14 +225,17 @@ class Wires:
         return inbox.popleft() if inbox else self._read(peer, 0)
 
     def poll(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for anything to happen, and file it into `inbox` and `lost`; whether it did."""
+        """Wait up to `timeout` seconds for anything to happen; whether `drain` then filed anything."""
         happened = bool(self._poller.poll(max(0, int(timeout * 1000) + 1) if timeout > 0 else 0))
-        if happened:
-            self.drain()
-        return happened
+        return happened and self.drain()
 
-    def drain(self) -> None:
-        """File what has happened; never blocks. Ends first: whatever a peer sent before its end is read after it."""
+    def drain(self) -> bool:
+        """File what has happened into `inbox` and `lost`; never blocks. Ends first: whatever a peer sent before its end
+        is read after it.
+
+        Whether there was anything to file. Strangers who come and go are nothing: no wait for a peer may end by them.
+        """
+        before = self._num_filed()
         for peer in self.peers:
             self._drain_monitor(peer)
             while (frame := self._read(peer, zmq.NOBLOCK)) is not None:
@@ -241,6 +244,10 @@ class Wires:
                 self.lost[peer] = "lost"
         for peer in self.pulse.lost() if self.pulse is not None else ():
             self.lost.setdefault(peer, "lost")
+        return self._num_filed() > before
+
+    def _num_filed(self) -> int:
+        return len(self.lost) + sum(map(len, self.inbox.values()))
 
     def _drain_monitor(self, peer: int) -> None:
         while (message := next_event(self._monitors[peer])) is not None:

@@ -253,7 +253,7 @@ class ZmqExchange:
             first, last = routing.row_bounds[rank], routing.row_bounds[rank + 1]
             if source.picked and len(source.rows) != last - first:
                 reason = f"rank {rank} sent {len(source.rows)} rows, its ids ask for {last - first}"
-                raise ExchangeError(self._mesh.fail(reason))
+                raise ExchangeError(self._mesh.fail(reason, ranks=[rank]))
             if first == last:
                 continue
             into = self._raw_rows[first:last]
@@ -289,7 +289,7 @@ class ZmqExchange:
     def _malformed(self, peer: int, frame: Frame, layer: int, phase: Phase) -> ExchangeError:
         where = f"step {self._mesh.step}, layer {layer}, {phase.name.lower()}"
         reason = f"rank {peer} sent a malformed frame of {len(frame)} bytes at {where}"
-        return ExchangeError(self._mesh.fail(reason))
+        return ExchangeError(self._mesh.fail(reason, ranks=[peer]))
 
 
 def _prompt_rows(sources: list[_Source], routing: Routing, token_bounds: list[int]) -> torch.Tensor | None:
