@@ -1,6 +1,6 @@
 """What the launcher knows of ranks, and how it is told that they are lost."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,3 +75,8 @@ class Event:
 def parts(seconds: Mapping[str, float]) -> str:
     """Where time went, for people."""
     return ", ".join(f"{name} {each:.1f} s" for name, each in seconds.items())
+
+
+def named(ranks: Collection[int]) -> str:
+    """Ranks, for people."""
+    return ", ".join(f"rank {rank}" for rank in sorted(ranks))

@@ -20,10 +20,10 @@ from moeyard import __version__
 from moeyard.last_resort import end_tree
 from moeyard.listen import check_ports
 from moeyard.logs import LogConfig
-from moeyard.rank import Event, FleetError, FleetLost, Rank, RanksLost, Recovered, Unrecoverable
+from moeyard.rank import Event, FleetError, FleetLost, Rank, RanksLost, Recovered, Unrecoverable, named
 from moeyard.ray_address import check_reachable
 from moeyard.ray_errors import first_line
-from moeyard.ray_member import STOP_SECONDS, Progress, lost_of, named
+from moeyard.ray_member import STOP_SECONDS, Progress, lost_of
 from moeyard.ray_places import PLACEMENT_SECONDS, Places
 from moeyard.ray_resizes import ResizableRanks
 from moeyard.signals import Interrupts, run_apart

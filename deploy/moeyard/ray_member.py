@@ -132,10 +132,6 @@ def end_all(members: Collection[Member]) -> None:
         ray.kill(member.actor)
 
 
-def named(ranks: Collection[int]) -> str:
-    return ", ".join(f"rank {rank}" for rank in sorted(ranks))
-
-
 def told(rank: int, ref: Any) -> Event:
     """What the end of a rank's `wait`, which is there, says."""
     try:

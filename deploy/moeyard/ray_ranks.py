@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from moeyard.rank import Event, Rank, RanksLost, Recovered, Unrecoverable
+from moeyard.rank import Event, Rank, RanksLost, Recovered, Unrecoverable, named
 from moeyard.ray_member import (
     PROGRESS_SECONDS,
     Laps,
@@ -30,7 +30,6 @@ from moeyard.ray_member import (
     is_here,
     is_new,
     lost_of,
-    named,
     rank_of,
     setup_of,
     sized,

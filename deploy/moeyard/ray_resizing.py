@@ -8,8 +8,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from moeyard.rank import RanksLost
-from moeyard.ray_member import STOP_SECONDS, Member, end_all, lost_of, named, setup_of
+from moeyard.rank import RanksLost, named
+from moeyard.ray_member import STOP_SECONDS, Member, end_all, lost_of, setup_of
 from moeyard.resize_plan import ResizePlan
 
 ANSWER_SECONDS = 15.0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered, Unrecoverable, parts
+from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered, Unrecoverable, named, parts
 from moeyard.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ class Supervisor:
                 ends = "".join(
                     f"; rank {rank}: {end}" for rank, end in sorted(incident.ends.items()) if end is not None
                 )
-                log.warning("lost %s: %s; replacing%s", _named(dead), incident.reason, ends)
+                log.warning("lost %s: %s; replacing%s", named(dead), incident.reason, ends)
             try:
                 # Whoever is replaced on purpose is back in a moment: nobody takes over.
                 recovered = self._fleet.recover(dead, whole=asked is not None)
@@ -264,7 +264,7 @@ class Supervisor:
             except FleetError:
                 return False  # it is being stopped
             if recovered is None:
-                log.warning("%s starts once more; the others serve", _named(dead))
+                log.warning("%s starts once more; the others serve", named(dead))
             else:
                 self._hand_over(recovered, incident, planned=set(incident.lost) == {asked})
             if self._upkeep is not None:
@@ -299,7 +299,7 @@ class Supervisor:
             incident.reports = list(recovered.losses)
         facts = {**incident.facts(seconds), "parts": dict(recovered.seconds)}
         self._replace(recovered.ranks, {**facts, **({"planned": True} if planned else {})})
-        how = f"serves without {_named(self._away)}" if self._away else "is whole again"
+        how = f"serves without {named(self._away)}" if self._away else "is whole again"
         level = logging.INFO if planned else logging.WARNING
         spent = f" ({parts(recovered.seconds)})" if recovered.seconds else ""
         log.log(level, "the fleet %s %.1f s after %s%s", how, seconds, incident.reason, spent)
@@ -316,7 +316,3 @@ class Supervisor:
         if self._upkeep is not None:
             self._upkeep.close(f"the fleet has failed: {reason}")
         self._give_up(reason)
-
-
-def _named(ranks: Collection[int]) -> str:
-    return ", ".join(f"rank {rank}" for rank in sorted(ranks))
