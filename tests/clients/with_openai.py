@@ -169,10 +169,12 @@ def structured() -> None:
         ).choices[0]  # fmt: skip
         assert answer.finish_reason == "stop"
         hold("harbour", json.loads(answer.message.content or ""))
-    parsed = CLIENT.chat.completions.parse(**{**COMMON, "max_completion_tokens": 200}, response_format=Ship, seed=2)
-    ship = parsed.choices[0].message.parsed
-    assert isinstance(ship, Ship)
-    assert 1 <= ship.masts <= 5
+    asked = {**COMMON, "max_completion_tokens": 200, "response_format": Ship, "seed": 2}
+    said = CLIENT.chat.completions.parse(**asked).choices[0].message
+    asked["messages"] = [*HELLO, said, *HELLO]
+    for message in (said, CLIENT.chat.completions.parse(**asked).choices[0].message):
+        assert isinstance(message.parsed, Ship)
+        assert 1 <= message.parsed.masts <= 5
 
 
 def errors() -> None:

@@ -133,3 +133,24 @@ def test_the_first_min_tokens_are_not_searched():
     assert (total.text, total.stop_reason, total.token_ids) == ("ab", "a", [a, b, a])
     total = run(job_with(stop_strings=["a"], min_tokens=0), [a, b, a, c], [1] * 4)
     assert (total.text, total.stop_reason, total.token_ids) == ("", "a", [a])
+
+
+def test_cached_tokens_are_those_of_the_rank_where_it_began():
+    """A sequence that is carried has its whole prompt in the other's cache, which is nobody's saving."""
+    score = TokenLogprob(logprob=0.0, rank=1)
+    begun = Tokens(request_id="x", start=0, token_ids=(0,), logprobs=(score,), cached_tokens=0)
+
+    def cached(*messages):
+        choice = Choice(job_with(), index=0, tokens=TOKENS)
+        for message in messages:
+            choice.tokens(message)
+        choice.done(
+            Done(
+                request_id="x", finish_reason="length", prompt_tokens=5000, cached_tokens=4992,
+                completion_tokens=len(messages),
+            )
+        )  # fmt: skip
+        return choice.cached_tokens
+
+    assert cached(begun) == 0
+    assert cached() == 4992

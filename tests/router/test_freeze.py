@@ -135,10 +135,23 @@ def test_long_prompts_whose_tokens_are_scored_keep_nobody_waiting(checkpoint, st
     check_stalls(checkpoint, start, bodies)
 
 
-def check_stalls(checkpoint, start, requests):
+def test_long_answers_whose_tokens_are_scored_keep_nobody_waiting(checkpoint, start):
+    """Some 10 MB each, in both forms, whole and in streams whose reader lags behind."""
+    asked = {"max_tokens": 2048, "n": 4, "ignore_eos": True}
+    chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20, **asked}
+    completion = {"prompt": "x", "logprobs": 20, **asked}
+    bodies = {
+        f"{path}, stream: {stream}": (path, json.dumps({**body, "stream": stream}).encode(), 200)
+        for path, body in (("/v1/completions", completion), ("/v1/chat/completions", chat))
+        for stream in (False, True)
+    }
+    check_stalls(checkpoint, start, bodies, chunk=64)
+
+
+def check_stalls(checkpoint, start, requests, *, chunk=1):
     worst = []
     while min(worst, default=1.0) >= MOST and len(worst) < 3:
-        worst.append(worst_stall(checkpoint, start, requests))
+        worst.append(worst_stall(checkpoint, start, requests, chunk))
     assert min(worst) < MOST, f"the loop stood still for {[f'{seconds * 1000:.1f} ms' for seconds in worst]}"
 
 
@@ -196,9 +209,9 @@ def ask(client, requests):
         return {name: post.result().status_code for name, post in posts.items()}
 
 
-def worst_stall(checkpoint, start, requests):
+def worst_stall(checkpoint, start, requests, chunk):
     worker = long_worker(start)
-    worker.pace, worker.score_chunk = 0.005, MAX_PROMPT_LOGPROBS
+    worker.pace, worker.score_chunk, worker.chunk = 0.005, MAX_PROMPT_LOGPROBS, chunk
     with router(checkpoint, worker) as (url, end), httpx.Client(base_url=url, timeout=60) as client:
         streaming, stop, chunks = threading.Event(), threading.Event(), []
 

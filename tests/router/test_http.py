@@ -363,9 +363,20 @@ def test_a_route_is_kept_and_named(service):
         answer.read()
 
 
+def test_routes_of_many_choices_are_told_of_the_first(service):
+    """Proxies take heads of some KiB."""
+    routes = service.post(COMPLETIONS, prompt="x", max_tokens=1, n=20).headers["x-moeyard-route"].split(", ")
+    assert len(routes) == 17
+    assert routes[-1] == "more=4"
+
+
 def test_a_client_keeps_its_rank(service):
     others = [service.post(COMPLETIONS, prompt=f"{i}", max_tokens=2, user="ann") for i in range(3)]
     assert len({answer.headers["x-moeyard-route"].split(";")[0] for answer in others}) == 1
+    long = ["c" * 5000 + "1"] * 3
+    told = [service.post(COMPLETIONS, prompt=f"{i}", max_tokens=2, user=name) for i, name in enumerate(long)]
+    assert [answer.headers["x-moeyard-route"].split(";")[1] for answer in told[1:]] == ["reason=client"] * 2
+    assert max(map(len, service.server._fleet._dispatch._placement._homes)) <= 256
     named = {"x-session-id": "bob"}
     bodies = ({"prompt": f"{i}", "max_tokens": 2, "user": f"{i}"} for i in range(3))
     routes = [service.client.post(COMPLETIONS, json=body, headers=named).headers["x-moeyard-route"] for body in bodies]

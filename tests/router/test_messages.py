@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from moeyard_router.api.intake import template_variables
 from moeyard_router.api.messages import Arguments, template_messages
@@ -91,11 +92,24 @@ def test_arguments_are_an_object_and_a_text():
     assert "<" + arguments + ">" == '<{"a" : 1}>'
 
 
+def test_arguments_too_deep_to_be_written_are_refused():
+    deep = {}
+    for _ in range(990):
+        deep = {"a": deep}
+    with pytest.raises(ValidationError, match="nested deeper than 64 levels"):
+        ChatRequest.model_validate({"messages": conversation(deep)})
+
+
 def test_what_clients_add_to_calls_is_named():
     messages = conversation("{}")
     messages[1]["tool_calls"] = [call("{}", index=0, provider_specific_fields=None, extra_content={"a": 1})]
+    messages[1]["tool_calls"][0]["function"]["parsed_arguments"] = {"a": 1}
+    messages[1]["parsed"] = {"name": "x"}
     ignored = given(messages, ChatTemplate(OBJECTS, {}))[1]
-    assert ignored == ("messages.tool_calls.index", "messages.tool_calls.extra_content")
+    assert ignored == (
+        "messages.parsed", "messages.tool_calls.index", "messages.tool_calls.extra_content",
+        "messages.tool_calls.function.parsed_arguments",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
+import re
 import socket
+import time
 
 import pytest
 
@@ -13,6 +16,7 @@ from moeyard_router.http.slow_readers import SlowReader
 
 TIMEOUT = 0.4
 NUM = 8
+RATE = 1.2e6  # bytes a second
 # Some 4 MB, far more than the transport and the kernel's buffers take up.
 BODY = {
     "messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "n": NUM, "stream": True, "logprobs": True,
@@ -20,14 +24,14 @@ BODY = {
 }  # fmt: skip
 
 
-def ask(service):
+def ask(service, **more):
     """A connection that has asked and takes up as little as it can."""
     host, port = service.url.removeprefix("http://").split(":")
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     sock.settimeout(10)
     sock.connect((host, int(port)))
-    data = json.dumps(BODY).encode()
+    data = json.dumps({**BODY, **more}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
     sock.sendall(head.encode() + data)
     return sock
@@ -62,6 +66,29 @@ def test_a_reader_that_never_reads_is_cut(start, wait_for, lines):
     finally:
         for sock in sockets:
             sock.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reader_that_is_slow_and_steady_has_all(start, stream):
+    """An answer of some 4 MB, whole or left behind in a stream, takes it several times what it may stand still."""
+    service = start(1, send_timeout=TIMEOUT)
+    [worker] = service.workers
+    worker.chunk = 50
+    service.server._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with ask(service, stream=stream) as sock:
+        begun, data, whole = time.monotonic(), b"", math.inf
+        while len(data) < whole and not data.endswith(b"\r\n0\r\n\r\n"):
+            part = sock.recv(65536)
+            assert part, f"cut after {len(data)} bytes"
+            data += part
+            head, _, body = data.partition(b"\r\n\r\n")
+            if length := re.search(rb"content-length: (\d+)", head):
+                whole = len(head) + 4 + int(length[1])
+            time.sleep(max(0.0, len(data) / RATE - (time.monotonic() - begun)))
+        assert time.monotonic() - begun > 2 * TIMEOUT
+    assert b" 200 " in head.splitlines()[0]
+    if not stream:
+        assert [len(choice["logprobs"]["content"]) for choice in json.loads(body)["choices"]] == [200] * NUM
 
 
 class Transport:

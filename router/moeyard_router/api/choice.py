@@ -128,7 +128,8 @@ class Choice:
 
     def done(self, message: Done) -> Delta:
         """Take the end as the worker reports it ("stop" or "length")."""
-        self.cached_tokens = message.cached_tokens
+        if self.cached_tokens is None:  # another rank than it began at, if it was carried, counts anew
+            self.cached_tokens = message.cached_tokens
         ended_by_token = message.finish_reason == "stop" and self._waiting == [message.stop_token_id]
         waiting = [] if ended_by_token and not self._include_stop else self._waiting
         self._waiting = []

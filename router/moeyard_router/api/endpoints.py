@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import orjson
 from starlette.types import Receive, Scope, Send
@@ -15,6 +16,7 @@ from moeyard_router.api.direct import Direct, direct_of
 from moeyard_router.api.generation import ClientGone, Generation
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.large import LARGE_BODY, Bodies
+from moeyard_router.api.long_json import MANY_SCORES
 from moeyard_router.api.record import record_of
 from moeyard_router.api.surfaces import SURFACES, Writer
 from moeyard_router.config import RouterConfig
@@ -24,9 +26,10 @@ from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.bounded import Elsewhere
 from moeyard_router.text.chat import Codec
 
-_APART_SCORES = 512  # logprobs of prompts; fewer are written faster than a thread is woken
 _JSON = (b"content-type", b"application/json")
-_MAX_SESSION = 256  # bytes of x-session-id that tell clients apart
+_MAX_CLIENT = 256  # characters of a name that tells clients apart; of a longer one its digest does
+_MAX_ROUTES = 16  # of an answer's choices: proxies take heads of some KiB
+_PIECE = 64 * 1024  # bytes that are sent at once
 _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 _IGNORED = b"x-moeyard-ignored"
 
@@ -84,7 +87,7 @@ class GenerateEndpoint:
         await self._fleet.read(prompt.token_ids for prompt in job.prompts[1:])
         generation = Generation(
             job, reply_id=reply_id, fleet=self._fleet, tokens=tokens, metrics=self._metrics, arrived=arrived,
-            client=job.client if session is None else session[:_MAX_SESSION].decode("latin-1"),
+            client=_told_apart(job.client if session is None else session.decode("latin-1")),
             key=record.key_name,
         )  # fmt: skip
         writer = self._surface.writer(
@@ -110,9 +113,12 @@ async def _whole(job: Job, generation: Generation, writer: Writer, send: Send, b
             collected[index].extend(delta)
 
     def write() -> list[bytes]:
-        return writer.pieces(writer.body(collected, generation.choices))
+        pieces = writer.pieces(writer.body(collected, generation.choices))
+        for delta in collected:
+            delta.logprobs.clear()  # one by one, and here: to free many takes as long as to write them
+        return pieces
 
-    pieces = write() if job.num_scores < _APART_SCORES else await bodies.write(write)
+    pieces = await bodies.write(write) if _many_scores(job, collected) else write()
     length = (b"content-length", str(sum(map(len, pieces))).encode())
     headers = [_JSON, _route_header(generation), *reply_headers(job), length]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -142,17 +148,18 @@ async def _stream(
             for piece in writer.pieces(writer.chunk(index, delta, generation.choices))
         ]
 
-    num_scores, event_of = job.num_scores, writer.texts()
-    apart = num_scores >= _APART_SCORES
+    scored, event_of = job.num_scores > 0 or job.logprobs is not None, writer.texts()
+    apart = job.num_scores >= MANY_SCORES
 
     async def events(deltas: dict[int, Delta]) -> bytes:
-        if not apart:
-            return b"".join(write_scores(deltas)) if num_scores else write(deltas)
-        await _send_pieces(send, await bodies.write(write_scores, deltas), more=True)
-        return b""
+        """What is still to be sent of them."""
+        if apart or _many_scores(job, deltas.values()):
+            await _send_pieces(send, await bodies.write(write_scores, deltas), more=True)
+            return b""
+        return b"".join(write_scores(deltas)) if scored else write(deltas)
 
     def push(deltas: dict[int, Delta]) -> None:
-        if direct is not None and (data := b"".join(write_scores(deltas)) if num_scores else write(deltas)):
+        if direct is not None and (data := b"".join(write_scores(deltas)) if scored else write(deltas)):
             direct.write(data)
 
     def say(index: int, text: str) -> None:
@@ -165,7 +172,7 @@ async def _stream(
         data = await events(deltas)
         while not generation.finished:
             if data:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await _send_pieces(send, [data], more=True)
                 data = b""
             if direct is not None and not apart:
                 await generation.push(direct.ready, push, say if event_of is not None else None)
@@ -175,22 +182,41 @@ async def _stream(
         data += writer.end(generation.choices)
     except ApiError as error:
         data = writer.failed(error, generation.choices)
-    await send({"type": "http.response.body", "body": data, "more_body": False})
+    await _send_pieces(send, [data], more=False)
 
 
 async def _send_pieces(send: Send, pieces: list[bytes], *, more: bool) -> None:
-    """A long body bit by bit, as its reader takes it; each is copied on its way."""
-    last = len(pieces) - 1
-    for index, piece in enumerate(pieces):
-        if piece or (index == last and not more):
-            await send({"type": "http.response.body", "body": piece, "more_body": more or index < last})
+    """A body bit by bit, as its reader takes it: of one that was handed over whole a reader would have to take all
+    within the time that it has for each bit.
+    """
+    places = [(piece, begin) for piece in pieces for begin in range(0, len(piece), _PIECE)]
+    if not places and not more:
+        places = [(b"", 0)]
+    for number, (piece, begin) in enumerate(places, 1):
+        part = piece if len(piece) <= _PIECE else piece[begin : begin + _PIECE]
+        await send({"type": "http.response.body", "body": part, "more_body": more or number < len(places)})
+        if number < len(places):
             await asyncio.sleep(0)  # a reader that keeps up would let nobody else have a turn
 
 
+def _many_scores(job: Job, deltas: Iterable[Delta]) -> bool:
+    """Whether to write these would keep the event loop waiting."""
+    return job.num_scores + job.output_scores(sum(len(d.logprobs) for d in deltas)) >= MANY_SCORES
+
+
+def _told_apart(client: str | None) -> str | None:
+    """A name as long as may be kept of each client."""
+    if client is None or len(client) <= _MAX_CLIENT:
+        return client
+    return hashlib.blake2b(client.encode("utf-8", "replace")).hexdigest()
+
+
 def _route_header(generation: Generation) -> tuple[bytes, bytes]:
-    """Per choice its rank, why that one, and the prompt tokens thought to be cached there."""
-    text = ", ".join(f"rank={r.rank};reason={r.reason};cached={r.cached_tokens}" for r in generation.routes)
-    return b"x-moeyard-route", text.encode()
+    """Per choice its rank, why that one, and the prompt tokens thought to be cached there; of many the first ones."""
+    routes = [f"rank={r.rank};reason={r.reason};cached={r.cached_tokens}" for r in generation.routes]
+    if len(routes) > _MAX_ROUTES:
+        routes[_MAX_ROUTES:] = [f"more={len(routes) - _MAX_ROUTES}"]
+    return b"x-moeyard-route", ", ".join(routes).encode()
 
 
 def reply_headers(job: Job) -> list[tuple[bytes, bytes]]:
@@ -215,15 +241,11 @@ async def _watching(receive: Receive, generation: Generation) -> AsyncIterator[N
         await asyncio.wait([task])
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request's body; raises `ApiError` 413 above `limit` bytes and `ClientGone` if the client leaves."""
-    return b"".join(await read_parts(scope, receive, limit, lambda size: None))
-
-
 async def read_parts(scope: Scope, receive: Receive, limit: int, take: Callable[[int], None]) -> list[bytes]:
-    """The request's body in the pieces in which it came: joining 16 MB takes 10 ms. Raises as `read_body`.
+    """The request's body in the pieces in which it came: joining 16 MB takes 10 ms.
 
-    `take` is told of the bytes as they come, and may refuse them by an `ApiError`.
+    `take` is told of the bytes as they come, and may refuse them by an `ApiError`. Raises `ApiError` 413 above `limit`
+    bytes and `ClientGone` if the client leaves.
     """
     declared = dict(scope["headers"]).get(b"content-length", b"0")
     if not declared.isdigit() or int(declared) > limit:

@@ -85,6 +85,10 @@ class Job:
         asked = ((c.sampling.prompt_logprobs, self.prompts[c.prompt].token_ids) for c in self.continuations)
         return sum(len(ids) * (count + 1) for count, ids in asked if count is not None)
 
+    def output_scores(self, num_tokens: int) -> int:
+        """Log-probabilities that an answer says of so many of its own tokens, alternatives counted."""
+        return 0 if self.logprobs is None else num_tokens * (self.logprobs + 1)
+
     @property
     def kept(self) -> dict[str, int]:
         """`kept_tokens`, what the answers are given of the prompts, where that need not be all."""

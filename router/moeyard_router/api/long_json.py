@@ -9,6 +9,9 @@ from collections.abc import Iterable
 import orjson
 
 _PIECE = 64 * 1024  # bytes
+# Log-probabilities, of prompts or output, above which an answer is written apart from the event loop, its lists item by
+# item: fewer are written faster than a thread is woken.
+MANY_SCORES = 512
 
 
 class LongLists:
@@ -34,9 +37,10 @@ class LongLists:
         return orjson.Fragment(b"\0%d\0" % (len(self._lists) - 1))
 
     def pieces(self, data: bytes) -> list[bytes]:
-        """What was encoded with places of these lists in it, and the lists."""
+        """What was encoded with places of these lists in it, and the lists, which are forgotten."""
         parts = data.split(b"\0")
         found = parts[:1]
         for number, rest in zip(parts[1::2], parts[2::2], strict=True):
             found += [*self._lists[int(number)], rest]
+        self._lists.clear()
         return found

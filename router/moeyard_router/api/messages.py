@@ -3,13 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import Field, TypeAdapter, field_validator, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from moeyard_router.api.fields import Strict, refuse
+from moeyard_router.api.tools import check_depth
 from moeyard_router.errors import bad_request
 from moeyard_router.text.template_traits import TemplateTraits
 
@@ -41,8 +42,10 @@ class TextPart(Strict):
 class FunctionCall(Strict):
     """Which function, and its arguments: JSON as text, as OpenAI has it, or the object itself."""
 
+    harmless: ClassVar[frozenset[str]] = frozenset(("parsed_arguments",))  # what OpenAI's `parse` adds, and echoes
+
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Annotated[str | dict[str, Any] | None, BeforeValidator(check_depth)] = None
 
 
 class ToolCall(Strict):
@@ -56,6 +59,11 @@ class ToolCall(Strict):
     type: Literal["function"] = "function"
     function: FunctionCall
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """As of any object, with the names below it."""
+        return (*self.dropped, *(f"function.{name}" for name in self.function.ignored))
+
 
 class ChatMessage(Strict):
     """One turn. `content` is a string or a list of texts and text parts; these are joined by newlines, as vLLM does.
@@ -65,8 +73,8 @@ class ChatMessage(Strict):
 
     harmless: ClassVar[frozenset[str]] = frozenset(
         (
-            *("annotations", "cache_control", "id", "metadata", "provider_specific_fields", "reasoning_details"),
-            *("thinking_blocks", "weight"),
+            *("annotations", "cache_control", "id", "metadata", "parsed", "provider_specific_fields"),
+            *("reasoning_details", "thinking_blocks", "weight"),
         )
     )
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(

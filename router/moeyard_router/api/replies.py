@@ -8,7 +8,7 @@ import orjson
 from moeyard_router.api.chat_events import chat_deltas, chat_message
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Job
-from moeyard_router.api.long_json import LongLists
+from moeyard_router.api.long_json import MANY_SCORES, LongLists
 from moeyard_router.errors import ApiError
 from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_router.text.events import Content
@@ -224,19 +224,20 @@ class ReplyWriter:
         if self._job.logprobs is None:
             return None
         pairs = list(zip(delta.token_ids, delta.logprobs, strict=True))
+        many = self._job.output_scores(len(pairs)) >= MANY_SCORES
         if self._job.chat:
-            return {"content": [self._chat_logprob(i, lp) for i, lp in pairs]}
+            said = (self._chat_logprob(i, lp) for i, lp in pairs)
+            return {"content": self._long.add(map(orjson.dumps, said)) if many else list(said)}
+        tops = (self._top(i, lp) for i, lp in pairs)
         found: dict[str, list[Any]] = {
             "text_offset": self._offsets[index].of(delta.token_ids),
             "token_logprobs": [max(lp.logprob, _LOWEST_LOGPROB) for _, lp in pairs],
             "tokens": [self._spell(i) for i, _ in pairs],
-            "top_logprobs": [self._top(i, lp) for i, lp in pairs],
         }
         if echoed is None:
-            return found
-        found["top_logprobs"] = [orjson.dumps(top) for top in found["top_logprobs"]]
-        joined: dict[str, Any] = {name: echoed[name] + values for name, values in found.items()}
-        return {**joined, "top_logprobs": self._long.add(joined["top_logprobs"])}
+            return {**found, "top_logprobs": self._long.add(map(orjson.dumps, tops)) if many else list(tops)}
+        joined = {name: echoed[name] + values for name, values in found.items()}
+        return {**joined, "top_logprobs": self._long.add((*echoed["top_logprobs"], *map(orjson.dumps, tops)))}
 
     def _top(self, token_id: int, entry: TokenLogprob) -> dict[str, float]:
         """The likeliest tokens and always the chosen one, so up to one more than was asked for (as OpenAI)."""

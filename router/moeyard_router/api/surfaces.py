@@ -12,7 +12,7 @@ from moeyard_router.api.intake import Intake, Job, Prompt
 from moeyard_router.api.replies import ReplyWriter
 from moeyard_router.api.responses import response_job
 from moeyard_router.api.responses_events import ResponseWriter
-from moeyard_router.api.schema import ChatRequest, CompletionRequest, TokenizeRequest, parse
+from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from moeyard_router.errors import ApiError
 from moeyard_router.text.detokenizer import TokenBytes
 
@@ -63,11 +63,22 @@ async def _chat(intake: Intake, body: bytes) -> Job:
 
 
 async def _tokens(intake: Intake, body: bytes) -> Job:
-    ids = await intake.tokens(await intake.work(len(body), parse, body, TokenizeRequest))
+    request = await intake.work(len(body), parse, body, TokenizeRequest)
+    ids = await intake.tokens(request)
+    return _counted(Prompt(token_ids=ids), spelled=bool(request.return_token_strs))
+
+
+async def _text(intake: Intake, body: bytes) -> Job:
+    request = await intake.work(len(body), parse, body, DetokenizeRequest)
+    return _counted(Prompt(token_ids=(), text=intake.text(request)))
+
+
+def _counted(prompt: Prompt, *, spelled: bool = False) -> Job:
+    """A prompt that is not to be run; `echo` says whether its tokens are to be spelled."""
     return Job(
-        chat=True, prompts=(Prompt(token_ids=ids),), continuations=(), stops=(), include_stop=False,
+        chat=True, prompts=(prompt,), continuations=(), stops=(), include_stop=False,
         skip_special_tokens=False, stop_ids=frozenset(), stream=False, include_usage=False, continuous_usage=False,
-        return_token_ids=True, echo=False, logprobs=None,
+        return_token_ids=True, echo=spelled, logprobs=None,
     )  # fmt: skip
 
 
@@ -79,7 +90,7 @@ SURFACES = MappingProxyType(
         "message": Surface(prefix="msg_", read=message_job, writer=MessageWriter),
     }
 )
-# What is only counted, of one prompt: not to be run.
+# What is only counted or spelled, of one prompt: not to be run.
 COUNTED: Mapping[str, Callable[[Intake, bytes], Awaitable[Job]]] = MappingProxyType(
-    {"tokenize": _tokens, "count_tokens": counting_job}
+    {"tokenize": _tokens, "count_tokens": counting_job, "detokenize": _text}
 )

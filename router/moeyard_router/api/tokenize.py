@@ -1,17 +1,17 @@
 """POST /tokenize and /detokenize, as vLLM has them, and Anthropic's count_tokens: what a prompt costs, what ids say."""
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from moeyard_router.api.endpoints import read_body, send_bytes, send_error
+from moeyard_router.api.endpoints import read_parts, send_bytes, send_error
 from moeyard_router.api.generation import ClientGone
-from moeyard_router.api.intake import Intake
-from moeyard_router.api.large import Bodies
+from moeyard_router.api.intake import Intake, Job
+from moeyard_router.api.large import LARGE_BODY, Bodies
 from moeyard_router.api.record import record_of
-from moeyard_router.api.schema import DetokenizeRequest, TokenizeRequest, parse
 from moeyard_router.api.surfaces import COUNTED
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
@@ -19,29 +19,37 @@ from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.bounded import Elsewhere
 from moeyard_router.text.chat import Codec
 
-# A body is read in the event loop, so it may be as large as a prompt that can be run is in practice, and no larger: so
-# much text per token of the model's length, and the JSON around it.
+# A body may be as large as a prompt that can be run is in practice, and no larger: so much text per token of the
+# model's length, and the JSON around it.
 _BYTES_PER_TOKEN = 32
 _BYTES_AROUND = 64 * 1024
 
 
 class BodyEndpoint:
-    """ASGI app of a POST that is answered with one JSON object; `answer` makes it of the body or raises `ApiError`.
+    """ASGI app of a POST that is answered with one JSON object; `answer` makes it of the body's pieces or raises
+    `ApiError`.
 
-    A body above 64 KiB and 32 bytes for each token of the model's length is a 413.
+    A body above 64 KiB and 32 bytes for each token of the model's length is a 413; while bodies hold more than
+    `max_buffered_bytes` it is a 503.
     """
 
     def __init__(
-        self, config: RouterConfig, metrics: RouterMetrics, answer: Callable[[bytes], Awaitable[dict[str, Any]]]
+        self,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        bodies: Bodies,
+        answer: Callable[[list[bytes]], Awaitable[dict[str, Any]]],
     ) -> None:
         self._limit = min(config.max_body_bytes, _BYTES_AROUND + _BYTES_PER_TOKEN * config.max_model_len)
         self._metrics = metrics
+        self._bodies = bodies
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; nothing to a client that has left."""
         try:
-            answer = await self._answer(await read_body(scope, receive, self._limit))
+            with self._bodies.room() as take:
+                answer = await self._answer(await read_parts(scope, receive, self._limit, take))
         except ClientGone:
             record_of(scope).client_left = True
         except ApiError as error:
@@ -60,29 +68,28 @@ class Tokens:
         self._codec = codec
         self._intake = Intake(config, codec)
 
-    async def tokenize(self, body: bytes) -> dict[str, Any]:
+    async def tokenize(self, parts: list[bytes]) -> dict[str, Any]:
         """The ids of a prompt or chat, their number, and (`return_token_strs`) their spelling."""
-        request = await self._intake.work(len(body), parse, body, TokenizeRequest)
-        try:
-            ids = await self._intake.tokens(request)
-        except Elsewhere:
-            ids = (await self._bodies.job([body], api="tokenize")).prompts[0].token_ids
+        job = await self._job(parts, "tokenize")
+        ids = job.prompts[0].token_ids
         return {
             "count": len(ids),
             "max_model_len": self._config.max_model_len,
             "tokens": list(ids),
-            "token_strs": self._codec.spell(ids) if request.return_token_strs else None,
+            "token_strs": await self._intake.work(len(ids), self._codec.spell, ids) if job.echo else None,
         }
 
-    async def count(self, body: bytes) -> dict[str, Any]:
+    async def count(self, parts: list[bytes]) -> dict[str, Any]:
         """The size of the prompt that a request of Anthropic's API makes."""
-        try:
-            job = await COUNTED["count_tokens"](self._intake, body)
-        except Elsewhere:
-            job = await self._bodies.job([body], api="count_tokens")
-        return {"input_tokens": len(job.prompts[0].token_ids)}
+        return {"input_tokens": len((await self._job(parts, "count_tokens")).prompts[0].token_ids)}
 
-    async def detokenize(self, body: bytes) -> dict[str, Any]:
+    async def detokenize(self, parts: list[bytes]) -> dict[str, Any]:
         """The text of token ids."""
-        request = await self._intake.work(len(body), parse, body, DetokenizeRequest)
-        return {"prompt": self._intake.text(request)}
+        return {"prompt": (await self._job(parts, "detokenize")).prompts[0].text}
+
+    async def _job(self, parts: list[bytes], api: str) -> Job:
+        """Of a large body, or where a chat template does too much, by a process."""
+        if sum(map(len, parts)) <= LARGE_BODY:
+            with contextlib.suppress(Elsewhere):  # boundary: it is done again there
+                return await COUNTED[api](self._intake, b"".join(parts))
+        return await self._bodies.job(parts, api=api)
