@@ -7,7 +7,8 @@
 #     state                            of workers: what linear attention keeps, through graphs and drafts
 #     decode prefill                   issue-sized figures of Qwen3-30B-A3B
 #     hybrids snapkv drafts delta fla  figures of linear attention, SnapKV, verify steps; chunk prefill, beside fla's
-#     launches gaps                    where steps of hybrids spend their time; what stands between two of them
+#     launches gaps                    where steps and prompts spend their time; what stands between two steps
+#     contexts                         steps behind long prompts
 #     choices                          what it costs a decode step to count the rows of every expert
 #     variants                         latent attention of short contexts, products by head, in whole decode steps
 #     steps                            the same of linear attention: two launches or three, states read early, tiles
@@ -168,6 +169,12 @@ gaps() {
 launches() {
   engine launches_kimi 90 --shape Kimi-Linear-48B-A3B --layers 8 --streams 1 64 --prefill 1x1024 1x8192 --profile
   engine launches_qwen 90 --shape Qwen3.5-35B-A3B --layers 8 --streams 1 64 --prefill 1x8192 --profile
+  engine launches_gqa 90 --shape Qwen3-30B-A3B --layers 8 --streams 1 --prefill 1x8192 4x4096 --profile
+}
+# Steps behind long prompts, where few sequences share their keys among all multiprocessors.
+contexts() {
+  engine contexts_gqa 120 --shape Qwen3-30B-A3B --layers 12 --streams --prefill --context 1x1024 1x8192 1x32768 8x8192
+  engine contexts_mla 120 --shape DeepSeek-V2-Lite --layers 12 --streams --prefill --context 1x1024 1x8192 1x32768 8x8192
 }
 # What no default names: a step of a few layers with each line of the table of stored configs in turn.
 variants() {

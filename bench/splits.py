@@ -16,7 +16,7 @@ import torch
 
 from moeyard_kernels.bench import gqa_decode, mla_decode
 from moeyard_kernels.bench.timing import Timer
-from moeyard_kernels.types.decode_tables import GQA_SPLIT, MLA_SPLIT
+from moeyard_kernels.types.decode_tables import GQA_SPLIT, mla_split
 
 SPLITS = (128, 256, 512, 1024)
 # Heads of DeepSeek-V2-Lite, Kimi-K2 and DeepSeek-V3; query and key heads of Qwen3-30B-A3B, Qwen3-235B-A22B and Mixtral.
@@ -27,11 +27,10 @@ def runs(sequences: int, length: int) -> Iterator[tuple[str, partial[Any], int, 
     """(name, launches, bytes, split that runs) of each model's attention of one row of each sequence."""
     for heads in LATENT:
         case = mla_decode.decode_case(heads, sequences, 1, length, None)
-        yield f"mla_decode {case.shape}", case.run, case.num_bytes, MLA_SPLIT
+        yield f"mla_decode {case.shape}", case.run, case.num_bytes, mla_split(heads)
     for pair in GROUPED:
         case = gqa_decode.decode_case(*pair, sequences, 1, length, None)
-        # Only tables of one split are read ahead, and how many there are is what differs here.
-        yield f"gqa_decode {case.shape}", partial(case.run, static_tables=False), case.num_bytes, GQA_SPLIT
+        yield f"gqa_decode {case.shape}", case.run, case.num_bytes, GQA_SPLIT
 
 
 def main() -> None:

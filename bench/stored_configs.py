@@ -4,7 +4,8 @@
         'rope_gqa_decode / M8 D128 few / {"kernel": "one", "BM": 16, "TAIL": 4, "num_warps": 8, "num_stages": 3}'
 
 Each --line is one variant, or several lines joined by ';'. All of them decode the same rows greedily, --steps tokens
-behind 128 positions of zeros; any difference in a bit of their logits ends the run. Then replays are timed in turns.
+behind --context positions of zeros; any difference in a bit of their logits ends the run. Then replays are timed in
+turns.
 """
 
 import argparse
@@ -24,13 +25,14 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.captured_sizes import decode_buckets
 from moeyard_worker.engine.device_sampler import DeviceSampler, captured
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.worker import Worker
 from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.scheduling.step import Chunk, Step
 
-CONTEXT, PAGE, PAGES = 128, 64, 4
+PAGE = 64
 TURNS, REPLAYS = 7, 60
 
 Lines = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -58,12 +60,12 @@ def with_lines(lines: Lines) -> Callable[[str], Lines]:
     return stored
 
 
-def load(shape: str, layers: int, streams: int, device: str) -> tuple[Worker, Runner]:
+def load(shape: str, layers: int, streams: int, pages: int, device: str) -> tuple[Worker, Runner]:
     """A worker that captures nothing by itself, and its model."""
     config = EngineConfig(
         model_path=None, load_format="dummy", shape=shape, num_layers=layers, device=device, page_size=PAGE,
-        max_num_seqs=streams, max_batch_tokens=2048, prefill_chunk=2048, max_model_len=PAGES * PAGE,
-        kv_memory=1 << 30, enforce_eager=True,
+        max_num_seqs=streams, max_batch_tokens=2048, prefill_chunk=2048, max_model_len=pages * PAGE,
+        kv_memory=(1 if pages <= 8 else 8) << 30, enforce_eager=True,
     )  # fmt: skip
     worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="bench"))
     worker.connect([worker.endpoints()["mesh"]])
@@ -73,16 +75,20 @@ def load(shape: str, layers: int, streams: int, device: str) -> tuple[Worker, Ru
 
 
 class Variant:
-    """A decode step of some rows, captured under its own lines."""
+    """A decode step of some rows, captured under its own lines. `pages` are those of a row."""
 
-    def __init__(self, runner: Runner, sampler: DeviceSampler, lines: Lines, rows: int, pool: Any) -> None:
+    def __init__(
+        self, runner: Runner, sampler: DeviceSampler, lines: Lines, pool: Any, *, rows: int, context: int, pages: int
+    ) -> None:
         backend = runner.backend
         assert isinstance(backend, CudaBackend)
         tuning.stored = with_lines(lines)  # type: ignore[assignment]
         tuning._found.cache_clear()
         self._runner, self._sampler, self._rows, self._slots = runner, sampler, rows, backend.slots
+        self._context, self._pages = context, [tuple(range(pages * row, pages * (row + 1))) for row in range(rows)]
+        width = min(bucket.width for bucket in decode_buckets(max_rows=1, max_pages=1 << 20) if bucket.width >= pages)
         self._inputs = GraphInputs(
-            Bucket(decode=rows, width=8), page_size=PAGE, windows=backend.windows, last_ids=sampler.last_ids,
+            Bucket(decode=rows, width=width), page_size=PAGE, windows=backend.windows, last_ids=sampler.last_ids,
             slots=backend.slots,
         )  # fmt: skip
         self.replay = captured(self._forward, pool)[0].replay
@@ -102,8 +108,8 @@ class Variant:
         for i in range(steps):
             chunks = [
                 Chunk(
-                    key=(b"", str(row)), start=CONTEXT + i, token_ids=(first[row] if i == 0 else 0,),
-                    pages=tuple(range(PAGES * row, PAGES * row + PAGES)), prompt=False, num_sampled=1,
+                    key=(b"", str(row)), start=self._context + i, token_ids=(first[row] if i == 0 else 0,),
+                    pages=self._pages[row], prompt=False, num_sampled=1,
                     state_slot=row if self._slots else -1,
                 )
                 for row in range(self._rows)
@@ -116,8 +122,8 @@ class Variant:
         """Slots as one token behind their beginning leaves them, whatever chain was there before."""
         chunks = [
             Chunk(
-                key=(b"", str(row)), start=0, token_ids=(0,), pages=tuple(range(PAGES * row, PAGES * row + PAGES)),
-                prompt=True, num_sampled=1, state_slot=row,
+                key=(b"", str(row)), start=0, token_ids=(0,), pages=self._pages[row], prompt=True, num_sampled=1,
+                state_slot=row,
             )
             for row in range(self._rows)
         ]  # fmt: skip
@@ -139,7 +145,8 @@ class Variant:
 def measure(args: argparse.Namespace) -> int:
     """Print a line for each number of streams and variant; 1 if any bit differed."""
     shape, layers = args.model.split(":")
-    worker, runner = load(shape, int(layers), max(args.streams), args.device)
+    pages = -(-(args.context + args.steps) // PAGE)
+    worker, runner = load(shape, int(layers), max(args.streams), pages, args.device)
     pool = torch.cuda.graph_pool_handle()
     sampler = DeviceSampler(
         max_rows=max(args.streams), vocab=runner.config.vocab_size, eos_token_ids=(),
@@ -148,7 +155,9 @@ def measure(args: argparse.Namespace) -> int:
     differ = 0
     for rows in args.streams:
         named = [("as stored", {}) if text is None else (text, lines_of(text)) for text in (None, *args.line)]
-        variants = [Variant(runner, sampler, lines, rows, pool) for _, lines in named]
+        variants = [
+            Variant(runner, sampler, lines, pool, rows=rows, context=args.context, pages=pages) for _, lines in named
+        ]
         wanted = variants[0].chain(args.steps)
         equal = [torch.equal(variant.chain(args.steps), wanted) for variant in variants]
         differ += equal.count(False)
@@ -156,7 +165,8 @@ def measure(args: argparse.Namespace) -> int:
         for i, (name, _) in enumerate(named):
             found = [turn[i] for turn in turns]
             print(
-                f"{args.model} {rows:3} rows {statistics.median(found):.4f} ms ({min(found):.4f} to {max(found):.4f}), "
+                f"{args.model} {rows:3} rows behind {args.context} {statistics.median(found):.4f} ms "
+                f"({min(found):.4f} to {max(found):.4f}), "
                 f"{'the same' if equal[i] else 'OTHER'} logits: {name}", flush=True
             )  # fmt: skip
     worker.stop()
@@ -169,7 +179,8 @@ def main() -> int:
     parser.add_argument("--model", default="Qwen3-30B-A3B:12", help="shape:layers")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--line", action="append", default=[], help="op / class / {fields}; several joined by ';'")
-    parser.add_argument("--steps", type=int, default=100, help="tokens of the chain, at most 128")
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=100, help="tokens of the chain")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name(args.device)}, torch {torch.__version__}", flush=True)

@@ -180,7 +180,7 @@ def main() -> None:
     def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         # What may happen ahead of the wait depends on these, and where the parts of a tile lie; or they are operands.
         variant = (bool(kwargs.get("TAIL")), kwargs.get("BD"), kwargs.get("GATED"), kwargs.get("LEFT"))
-        variant += ("KEYS" in kwargs and kwargs["AHEAD"], bool(kwargs.get("ROWS")))
+        variant += ("KEYS" in kwargs and kwargs["AHEAD"], bool(kwargs.get("ROWS")), kwargs.get("ONE"))
         variant += (bool(kwargs.get("E")), bool(kwargs.get("HAS_COUNTS")))
         kind = (self.__name__, kwargs.get("launch_pdl", False), kwargs.get("STATIC"), variant)
         if count[kind] >= most:

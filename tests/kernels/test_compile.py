@@ -49,6 +49,7 @@ def test_every_kernel_waits_for_what_it_reads(built: list[dict]) -> None:
         ("head_linear_hopper_kernel", True),
         ("_gqa_decode_kernel", True),
         ("_rope_gqa_decode_kernel", True),
+        ("_attn_combine_kernel", True),
         ("mla_decode_hopper_kernel", True),
         ("delta_recurrent_kernel", True),
         ("_expert_kernel", False),
@@ -56,7 +57,7 @@ def test_every_kernel_waits_for_what_it_reads(built: list[dict]) -> None:
     }
     unless_static = {"linear_skinny_kernel", "_head_linear_kernel", "head_linear_hopper_kernel"}
     unless_static |= {"_gqa_decode_kernel", "_rope_gqa_decode_kernel", "mla_decode_hopper_kernel"}
-    unless_static.add("delta_recurrent_kernel")
+    unless_static |= {"_attn_combine_kernel", "delta_recurrent_kernel"}
     assert {(kernel, False) for kernel in unless_static} <= early
     attention = {"_gqa_decode_kernel", "_mla_decode_kernel", "mla_decode_pairs_kernel", "_attn_prefill_kernel"}
     experts = {"_count_kernel", "_place_kernel", "_expert_stream_kernel"}

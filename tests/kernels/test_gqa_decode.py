@@ -134,9 +134,9 @@ def test_page_ids_asked_for_at_once(splits: int, window: int | None) -> None:
     assert tables.max_splits(SPLIT) == splits
     q = queries(len(lens), 4, 32)
     plain = attend(q, held, tables, config=kernel.CONFIGS[0])
-    for config in kernel.configs_for(2) if GPU else kernel.CONFIGS[6:7]:
-        assert_same(attend(q, held, tables, config=config), plain, str(config))
-    assert_same(attend(q, held, tables, config=kernel.CONFIGS[6], static_tables=True), plain, "static")
+    for config in kernel.configs_for(2) if GPU else (kernel.CONFIGS[6], kernel.default_config(2, "free")):
+        for static in (False, True):
+            assert_same(attend(q, held, tables, config=config, static_tables=static), plain, f"{config}, {static}")
     assert_same(attend(q, held, tables), plain, "default")
     for row, length in enumerate(lens):
         scale = 32**-0.5
@@ -145,11 +145,11 @@ def test_page_ids_asked_for_at_once(splits: int, window: int | None) -> None:
 
 
 @pytest.mark.skipif(not GPU, reason="only GPUs launch one kernel beside another")
-@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize(("rows", "longest"), [(1, 512), (8, 512), (64, 512), (1, 8000), (7, 2000), (64, 2000)])
 @pytest.mark.parametrize("static", [False, True], ids=["any", "static"])
-def test_queries_and_keys_written_by_the_launch_ahead_are_complete(rows: int, static: bool) -> None:
-    """Each launch beside its neighbours, tables of one split, in a chain of cache write, attention and product."""
-    lens = [1 + 67 * i % 500 for i in range(rows)]
+def test_queries_and_keys_written_by_the_launch_ahead_are_complete(rows: int, longest: int, static: bool) -> None:
+    """Each launch beside its neighbours, one split and several, in a chain of cache write, attention and product."""
+    lens = [longest - 12 - 67 * i % (longest - 12) for i in range(rows)]
     held = paged(lens, 64, heads=4, dims=(128, 128), dtype=torch.bfloat16, slack=0)
     tables = held.tables(torch.tensor(lens))
     qkv, weight = queries(rows, 40, 128), (torch.randn(2048, 4096, device=DEVICE) / 64).bfloat16()

@@ -10,11 +10,11 @@ from tests.kernels.graphs import assert_replays
 from moeyard_kernels import ops
 from moeyard_kernels.attention import mla_decode as kernel
 from moeyard_kernels.common.launch import checked
-from moeyard_kernels.types.decode_tables import MLA_SPLIT, DecodeTables
+from moeyard_kernels.types.decode_tables import DecodeTables, mla_split
 
 GPU = DEVICE == "cuda"
 # On a GPU the true splits; interpreted ones are short, because a program costs by its blocks.
-SPLIT = MLA_SPLIT if GPU else 128
+SPLIT = mla_split(16) if GPU else 128
 LENS = [1, 63, 64, 65, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 70]
 SHAPES = (
     [(16, 512, 64, 64), (64, 512, 64, 64), (128, 512, 64, 64), (16, 512, 64, 16), (20, 256, 32, 32), (5, 48, 16, 16)]

@@ -20,6 +20,13 @@ _COLUMNS = 128
 _MANY = tl.constexpr(1024)
 
 
+@triton.jit
+def _settle():
+    wait_for_previous()
+    if tl.num_programs(0) * tl.num_programs(1) <= _MANY:
+        let_next_begin()
+
+
 @triton.jit(
     do_not_specialize=(
         "N",
@@ -30,15 +37,14 @@ def _attn_combine_kernel(
     p_part, p_lse, p_lens, p_out, p_out_lse, N, S,
     M: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
     HAS_LENS: tl.constexpr, BX: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
-    AHEAD: tl.constexpr, ONCE: tl.constexpr,
+    AHEAD: tl.constexpr, ONCE: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     """One program merges BD columns of BX rows, counted over p_part [N / M, S, M, D] and p_lse [N / M, S, M].
 
-    p_out: [N, D]. Grid: (ceil(N / BX), ceil(D / BD)).
+    p_out: [N, D]. STATIC: lengths are read ahead of the wait. Grid: (ceil(N / BX), ceil(D / BD)).
     """
-    wait_for_previous()
-    if tl.num_programs(0) * tl.num_programs(1) <= _MANY:
-        let_next_begin()
+    if not STATIC:
+        _settle()
     o_x = tl.program_id(0) * BX + tl.arange(0, BX)
     o_d, o_s = tl.program_id(1) * BD + tl.arange(0, BD), tl.arange(0, BS)
     m_x, m_d = o_x < N, o_d < D
@@ -51,6 +57,8 @@ def _attn_combine_kernel(
     else:
         b_count = tl.where(m_x, S, 0)
     i_count = tl.max(b_count, 0)
+    if STATIC:
+        _settle()
     # Row of split 0; the next split lies M rows on.
     o_row = (o_x // M).to(tl.int64) * S * M + o_x % M
     b_top = tl.zeros([BX], dtype=tl.float32)
@@ -115,20 +123,23 @@ def new_partials(
 
 
 def combine_splits(
-    partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype, heads: int, tables: DecodeTables, split: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype, heads: int, tables: DecodeTables, split: int,
+    static_tables: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Merge what the decode attentions leave, partial [B, S, Q heads, D] and lse [B, S, Q heads], where it was written.
 
-    Returns (out [B Q, heads, D], lse [B Q, heads]).
+    `static_tables`: the attention's launch and the one ahead of it write no lengths. Returns (out [B Q, heads, D],
+    lse [B Q, heads]).
     """
     if partial.shape[1] == 1:
         return finish(partial, dtype).view(-1, heads, partial.shape[3]), lse.view(-1, heads)
-    return _combine(partial, lse, dtype=dtype, heads=heads, tables=tables, split=split)
+    return _combine(partial, lse, dtype=dtype, heads=heads, tables=tables, split=split, static=static_tables)
 
 
 def _combine(
-    partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype, heads: int, tables: DecodeTables | None, split: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype, heads: int, tables: DecodeTables | None,
+    split: int, static: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     num_sequences, num_splits, num_rows, dim = partial.shape
     count = num_sequences * num_rows
     out = new_output(count, dim, like=partial, dtype=dtype)
@@ -143,7 +154,7 @@ def _combine(
             HAS_LENS=tables is not None, BX=rows, BQ=triton.next_power_of_2(num_rows // heads),
             BS=min(256, triton.next_power_of_2(num_splits)), BD=columns,
             AHEAD=min(_AHEAD, triton.next_power_of_2(num_splits)),
-            ONCE=num_splits <= _AHEAD, num_warps=1, **UNFUSED, **dependent(partial),
+            ONCE=num_splits <= _AHEAD, STATIC=static, num_warps=1, **UNFUSED, **dependent(partial),
         )  # fmt: skip
     rows_out = count // heads
     return finish(out, dtype).view(rows_out, heads, dim), out_lse.view(rows_out, heads)

@@ -7,12 +7,12 @@ queries times the heads of the group), per split of SPLIT positions and per bloc
 
 The caches are [Hkv, num_pages, page, D]: a block of one head is one contiguous piece of a page.
 
-Where the table holds one split (ONE), which is so up to 512 keys, what counts is how many latencies follow each other:
-the work needs no counting then, and the launch may begin early (EARLY), with lengths and pages read ahead of its wait
-if the caller says that they are old enough (`static_tables`), and the pages that those name asked for: what is behind
-the wait then comes from the second-level cache. A launch of few programs lets the next begin at once: the
-product behind it then copies its weights meanwhile. One of many does not, whose successor's programs would settle
-unevenly (docs/kernels.md).
+Where programs are few what counts is how many latencies follow each other: the launch may begin early (EARLY), with
+lengths and pages read ahead of its wait if the caller says that they are old enough (`static_tables`), and the pages
+that those name asked for: what is behind the wait then comes from the second-level cache. It lets the next begin at
+once: the merge, or the product behind it, which then copies its weights meanwhile. One of many programs does not, whose
+successor's programs would settle unevenly (docs/kernels.md). Where the table holds one split (ONE), which is so up to
+512 keys, the work needs no counting either.
 
 The page ids of a split may be asked for at once (PAGES). A block's own id, read in the loop, takes stages of the
 pipeline: of num_stages=4 it leaves keys and values one buffer, of 5 two, and without it they have three and four.
@@ -52,7 +52,8 @@ from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
 _LINE = tl.constexpr(128)
 _PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 # Programs that leave multiprocessors free.
-_FEW = tl.constexpr(128)
+_FREE = 128
+_FEW = tl.constexpr(_FREE)
 
 
 @triton.jit
@@ -199,6 +200,9 @@ class GroupedConfig(Config):
     EARLY: bool = False
 
 
+# A table of one split; several, whose programs leave multiprocessors free; more.
+Spread = Literal["short", "free", "full"]
+
 _LONG = (
     GroupedConfig(BM=16, SWAP=False, PER_SM=4, num_warps=2, num_stages=4),
     GroupedConfig(BM=16, SWAP=False, PER_SM=2, num_warps=4, num_stages=5),
@@ -220,7 +224,7 @@ def _short(num_stages: int, num_warps: int, *, SWAP: bool = False, PER_SM: int =
     )
 
 
-# For tables of one split: deeper, and with more warps for what is computed between two blocks.
+# For tables of one split, and where programs are few: deeper, and with more warps for what is computed between blocks.
 _SHORT = (
     _short(4, 2, PER_SM=2),
     _short(4, 4, PER_SM=2),
@@ -237,9 +241,16 @@ _HUGE = tuple(GroupedConfig(BM=rows, SWAP=False, PER_SM=1, num_warps=8, num_stag
 _SHARED, _USUAL_BLOCK = 220 << 10, 32 << 10
 
 
-def shape_class(rows: int, dim: int, sequences: int, *, one_split: bool) -> str:
-    """The class of a launch: rows per sequence and key head, width of a key, whether sequences and splits are few."""
-    return f"M{rows} D{dim} {'few' if sequences <= 8 else 'many'}{' short' if one_split else ''}"
+def spread_of(sequences: int, splits: int, kv_heads: int) -> Spread:
+    """How a launch's work lies on the multiprocessors, by the tables' size: a graph's is what its widest step has."""
+    if splits == 1:
+        return "short"
+    return "free" if sequences * splits * kv_heads <= _FREE else "full"
+
+
+def shape_class(rows: int, dim: int, sequences: int, spread: Spread) -> str:
+    """The class of a launch: rows per sequence and key head, width of a key, whether sequences are few, the spread."""
+    return f"M{rows} D{dim} {'few' if sequences <= 8 else 'many'}{'' if spread == 'full' else f' {spread}'}"
 
 
 def configs_for(rows: int) -> tuple[GroupedConfig, ...]:
@@ -247,16 +258,17 @@ def configs_for(rows: int) -> tuple[GroupedConfig, ...]:
     return fitting(CONFIGS, rows)
 
 
-def default_config(rows: int, *, one_split: bool, block_bytes: int = 0) -> GroupedConfig:
+def default_config(rows: int, spread: Spread, *, block_bytes: int = 0) -> GroupedConfig:
     """The config for shapes that nobody tuned; `block_bytes` are a block's keys and values, of which three are on the
     way in the short ones (heads of 256 in bf16 fit, those in fp32 do not)."""
     size = 0 if rows <= 16 else 1 if rows <= 32 else 2
     if 3 * block_bytes > _SHARED:
         return _HUGE[size]
-    if block_bytes > _USUAL_BLOCK and not one_split and not size:
+    wide = block_bytes > _USUAL_BLOCK
+    if spread == "full":
         # Two warps would hold too much of a wide row each.
-        return _LONG[1]
-    return (_SHORT[1], _SHORT[5], _SHORT[6])[size] if one_split else (_LONG[0], _LONG[4], _LONG[5])[size]
+        return (_LONG[1] if wide else _LONG[0], _LONG[4], _LONG[5])[size]
+    return (_SHORT[2] if spread == "free" and not wide else _SHORT[1], _SHORT[5], _SHORT[6])[size]
 
 
 def gqa_decode(
@@ -278,12 +290,10 @@ def gqa_decode(
     rows = queries * group
     check_tables("gqa_decode", tables, num_pages)
     if config is None:
-        name = shape_class(rows, dim, sequences, one_split=splits == 1)
+        spread = spread_of(sequences, splits, kv_heads)
         config = tuning.choose(
-            "gqa_decode", name, q, (GroupedConfig,),
-            lambda: default_config(
-                rows, one_split=splits == 1, block_bytes=BLOCK * (dim + dim_v) * k_cache.element_size()
-            ),
+            "gqa_decode", shape_class(rows, dim, sequences, spread), q, (GroupedConfig,),
+            lambda: default_config(rows, spread, block_bytes=BLOCK * (dim + dim_v) * k_cache.element_size()),
         )  # fmt: skip
     partial, lse = new_partials(q, tables=tables, heads=heads, dim=dim_v, split=split)
     if partial.numel():
@@ -301,4 +311,6 @@ def gqa_decode(
             num_warps=config.num_warps, num_stages=config.num_stages, **UNFUSED,
             **(dependent(q) if config.EARLY else {}),
         )  # fmt: skip
-    return combine_splits(partial, lse, dtype=q.dtype, heads=heads, tables=tables, split=split)
+    return combine_splits(
+        partial, lse, dtype=q.dtype, heads=heads, tables=tables, split=split, static_tables=static_tables
+    )

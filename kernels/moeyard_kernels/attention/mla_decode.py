@@ -40,7 +40,7 @@ from moeyard_kernels.common.dependent import dependent
 from moeyard_kernels.common.launch import interpreted, on_hopper
 from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.tuning import Config
-from moeyard_kernels.types.decode_tables import BLOCK, MLA_SPLIT, DecodeTables
+from moeyard_kernels.types.decode_tables import BLOCK, DecodeTables, mla_split
 
 
 @triton.jit(do_not_specialize=("B", "MAX_PAGES", "S"))
@@ -187,11 +187,12 @@ def mla_decode(
     scale: float,
     static_tables: bool = False,
     static_keys: bool = False,
-    split: int = MLA_SPLIT,
+    split: int | None = None,
     config: LatentConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.mla_decode`. Returns (out [rows, Hq, R], lse [rows, Hq] fp32)."""
     heads, rank = q_latent.shape[1:]
+    split = mla_split(heads) if split is None else split
     sequences, queries, splits = tables.num_sequences, tables.num_queries, tables.max_splits(split)
     rows = queries * heads
     check_tables("mla_decode", tables, latent_cache.shape[0])
@@ -242,7 +243,9 @@ def mla_decode(
                 BR=max(16, triton.next_power_of_2(rank)), BD=max(16, triton.next_power_of_2(q_rope.shape[2])),
                 WINDOW=tables.window or 0, UPCAST=interpreted(), num_stages=config.num_stages,
             )  # fmt: skip
-    return combine_splits(partial, lse, dtype=q_latent.dtype, heads=heads, tables=tables, split=split)
+    return combine_splits(
+        partial, lse, dtype=q_latent.dtype, heads=heads, tables=tables, split=split, static_tables=static_tables
+    )
 
 
 def _suits_hopper(q_latent: torch.Tensor, q_rope: torch.Tensor, latent_cache: torch.Tensor) -> bool:

@@ -23,6 +23,8 @@ _SHAPES: tuple[tuple[Any, ...], ...] = (
     (32, 4, 64, 1, 2048, None),
     (32, 8, 64, 1, 8192, None),
     (32, 4, 1, 1, 65536, None),
+    # Several splits, whose programs leave multiprocessors free.
+    *((*heads, batch, 1, length, None) for heads in _MODELS for batch, length in ((1, 1024), (2, 8192), (8, 1024))),
     (32, 4, 8, 4, 8192, None),
     # One split, whose time is latencies: Qwen3-30B-A3B, Qwen3-235B-A22B, Mixtral.
     *((*heads, batch, 1, length, None) for heads in _MODELS for batch in (1, 8, 64) for length in (128, 256, 512)),
@@ -78,9 +80,9 @@ def decode_case(
         grouped = q[row].double().view(kv_heads, -1, dim)
         return ((grouped @ keys.transpose(1, 2) * scale).softmax(-1) @ values).flatten(0, 1)
 
-    one_split = tables.max_splits(GQA_SPLIT) == 1
+    spread = kernel.spread_of(batch, tables.max_splits(GQA_SPLIT), kv_heads)
     # What is timed reads tables that nobody writes.
-    run = partial(kernel.gqa_decode, q, k, v, tables=tables, scale=scale, static_tables=one_split)
+    run = partial(kernel.gqa_decode, q, k, v, tables=tables, scale=scale, static_tables=True)
 
     return Case(
         op="gqa_decode",
@@ -94,5 +96,5 @@ def decode_case(
         baseline_name="torch bmm, softmax, bmm",
         # Not all fit with wider heads.
         variants=tuple((config, partial(run, config=config)) for config in kernel.configs_for(rows) if dim == 128),
-        tune_key=("gqa_decode", kernel.shape_class(rows, dim, batch, one_split=one_split)),
+        tune_key=("gqa_decode", kernel.shape_class(rows, dim, batch, spread)),
     )

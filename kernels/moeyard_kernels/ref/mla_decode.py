@@ -3,7 +3,7 @@
 import torch
 
 from moeyard_kernels.ref.gqa_decode import attend, check_tables
-from moeyard_kernels.types.decode_tables import MLA_SPLIT, DecodeTables
+from moeyard_kernels.types.decode_tables import DecodeTables, mla_split
 
 
 def mla_decode(
@@ -15,9 +15,10 @@ def mla_decode(
     scale: float,
     static_tables: bool = False,
     static_keys: bool = False,
-    split: int = MLA_SPLIT,
+    split: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.mla_decode`. On a CPU nothing is launched ahead."""
+    split = mla_split(q_latent.shape[1]) if split is None else split
     check_tables("mla_decode", tables, latent_cache.shape[0])
     keys = latent_cache.unsqueeze(0)
     values = keys[..., : q_latent.shape[2]]

@@ -7,11 +7,20 @@ import torch
 # Keys are attended to in blocks of this many positions, counted from position 0, whatever the load: a block is the
 # unit whose partial result is the same in every batch.
 BLOCK = 64
-# Over DecodeTables the keys are cut into splits at multiples of so many positions, by latent and by grouped attention.
-MLA_SPLIT = 1024
+# Over DecodeTables the keys are cut into splits at multiples of so many positions by grouped attention; by latent
+# attention see `mla_split`.
 GQA_SPLIT = 512
 # Queries of one sequence that may share a step (drafts to verify, positions to recompute).
 MAX_QUERIES = 16
+
+
+def mla_split(heads: int) -> int:
+    """At multiples of how many positions latent attention of a model with so many heads cuts the keys.
+
+    Few sequences want short splits, but each leaves a sum per head: of 16 heads in fp32, written and read, 64 KiB
+    beside 576 of 512 keys (measured: docs/kernels.md).
+    """
+    return 512 if heads <= 32 else 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
