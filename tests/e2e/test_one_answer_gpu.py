@@ -8,6 +8,7 @@ alone, launch by launch, one deep, with all experts resident and no drafts.
 """
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,17 @@ import pytest
 import torch
 from tests.checkpoints import WIDE, make_checkpoint
 from tests.e2e.conftest import DEMO
-from tests.e2e.test_one_answer import KEPT, MORE_PAGES, SNAPSHOTS, bits, check_rows, requests, run_alone, run_mixed
+from tests.e2e.test_one_answer import (
+    KEPT,
+    MORE_PAGES,
+    SNAPSHOTS,
+    VOCAB,
+    bits,
+    check_rows,
+    requests,
+    run_alone,
+    run_mixed,
+)
 from tests.fleet import Fleet, ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
@@ -158,6 +169,31 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_process
         assert stats["prefix_hit_tokens"] > 0
         assert (stats["num_preemptions"] > 0) == (case.pages == "scarce"), stats
         check_rows(fleet, 7)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla", "kda"])
+def test_behind_several_splits(kind: str, tmp_path: Path, gpu_processes: ProcessPool) -> None:
+    """Prompts longer than what one program attends to: how the work is spread depends on who is beside them."""
+    family, overrides = MODELS[kind]
+    model = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, **{**overrides, "max_position_embeddings": 2048})
+    rng = random.Random(3)
+    prompts = {f"{size}": [rng.randrange(VOCAB) for _ in range(size)] for size in (20, 480, 700, 1000, 1400)}
+
+    def answered(fleet: Fleet, label: str, *names: str) -> dict[str, tuple[Any, ...]]:
+        for name in names:
+            fleet.client.submit(
+                0, f"{label}-{name}", prompts[name], max_tokens=40, ignore_eos=True, temperature=0.0, logprobs=2
+            )
+        return {name: bits(fleet.client.wait(f"{label}-{name}")[0]) for name in names}
+
+    expected: dict[str, tuple[Any, ...]] = {}
+    with start_fleet(gpu_processes, config(Case(True, 1, 2048, "ample"), model)) as fleet:
+        for name in prompts:
+            expected |= answered(fleet, "reference", name)
+    for case in (Case(False, 2, 2048, "ample"), Case(False, 1, 64, "ample"), Case(True, 2, 2048, "ample")):
+        with start_fleet(gpu_processes, config(case, model)) as fleet:
+            assert answered(fleet, "mixed", *prompts) == expected, case
+            assert answered(fleet, "alone", "1400", "700") == {name: expected[name] for name in ("1400", "700")}, case
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("nccl"), "qwen3_moe", dtype=torch.bfloat16)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a runner takes the GPU that there is, whose rows gloo has not")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
     """Steps with prompts return what was computed, others all (row, k); some have no row at all."""

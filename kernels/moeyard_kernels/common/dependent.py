@@ -13,8 +13,8 @@ are few. `mla_decode_hopper` waits, and lets the merge begin when its programs a
 first product waits and lets the second begin, which does the same where nothing was laid out, and first lets the next
 begin for one token's pairs (`grouped_slice`, which reads ids, or logits, and writes the choice by these, before it
 waits); other products and sampling only wait. The rest are launched as ever: programs of `gqa_decode` that come early
-settle unevenly (315 us, 270 without); the layout, of few programs, took longer. Over tables of one split `gqa_decode`
-and `rope_gqa_decode` do both, if their programs are few.
+settle unevenly (315 us, 270 without); the layout, of few programs, took longer. If their programs are few,
+`gqa_decode` and `rope_gqa_decode` do both.
 """
 
 from collections.abc import Mapping
