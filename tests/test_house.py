@@ -44,7 +44,7 @@ ROOMS = {
 ROUTER_ROOMS = {
     "text": ((), 2620),
     "fleet": ((), 3105),
-    "api": (("text", "fleet"), 4520),
+    "api": (("text", "fleet"), 4550),
     "http": (("text", "fleet", "api"), 2370),
 }
 ROUTER_FILES = ("config", "errors", "metrics")

@@ -148,6 +148,17 @@ def test_long_answers_whose_tokens_are_scored_keep_nobody_waiting(checkpoint, st
     check_stalls(checkpoint, start, bodies, chunk=64)
 
 
+def test_counting_and_spelling_keep_nobody_waiting(checkpoint, start):
+    """The longest prompts and ids, whose answers are some MB."""
+    words = "one two three " * (MAX_MODEL_LEN // 4 - 100)  # tokens of a template are beside them
+    asked = {
+        "/tokenize": {"prompt": words, "return_token_strs": True},
+        "/detokenize": {"tokens": [5 + i % 300 for i in range(MAX_MODEL_LEN)]},
+        "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": words}]},
+    }
+    check_stalls(checkpoint, start, {path: (path, json.dumps(body).encode(), 200) for path, body in asked.items()})
+
+
 def check_stalls(checkpoint, start, requests, *, chunk=1):
     worst = []
     while min(worst, default=1.0) >= MOST and len(worst) < 3:

@@ -8,6 +8,7 @@ import math
 import re
 import socket
 import time
+from collections import Counter
 
 import pytest
 
@@ -68,6 +69,14 @@ def test_a_reader_that_never_reads_is_cut(start, wait_for, lines):
             sock.close()
 
 
+def unchunked(body):
+    data = b""
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        data, body = data + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return data
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reader_that_is_slow_and_steady_has_all(start, stream):
     """An answer of some 4 MB, whole or left behind in a stream, takes it several times what it may stand still."""
@@ -87,8 +96,16 @@ def test_a_reader_that_is_slow_and_steady_has_all(start, stream):
             time.sleep(max(0.0, len(data) / RATE - (time.monotonic() - begun)))
         assert time.monotonic() - begun > 2 * TIMEOUT
     assert b" 200 " in head.splitlines()[0]
-    if not stream:
-        assert [len(choice["logprobs"]["content"]) for choice in json.loads(body)["choices"]] == [200] * NUM
+    if stream:
+        *events, end = [event for event in unchunked(body).decode().split("\n\n") if event]
+        assert end == "data: [DONE]"
+        choices = [choice for event in events for choice in json.loads(event.removeprefix("data: "))["choices"]]
+    else:
+        choices = json.loads(body)["choices"]
+    scored = Counter[int]()
+    for choice in choices:
+        scored[choice["index"]] += len((choice["logprobs"] or {"content": ()})["content"])
+    assert scored == dict.fromkeys(range(NUM), 200)
 
 
 class Transport:

@@ -241,11 +241,14 @@ _HUGE = tuple(GroupedConfig(BM=rows, SWAP=False, PER_SM=1, num_warps=8, num_stag
 _SHARED, _USUAL_BLOCK = 220 << 10, 32 << 10
 
 
-def spread_of(sequences: int, splits: int, kv_heads: int) -> Spread:
-    """How a launch's work lies on the multiprocessors, by the tables' size: a graph's is what its widest step has."""
+def spread_of(rows: int, sequences: int, splits: int, kv_heads: int) -> Spread:
+    """How a launch's work lies on the multiprocessors, by the tables' size: a graph's is what its widest step has.
+
+    rows: of a sequence and key head; several splits of more than one small tile were not timed.
+    """
     if splits == 1:
         return "short"
-    return "free" if sequences * splits * kv_heads <= _FREE else "full"
+    return "free" if rows <= 16 and sequences * splits * kv_heads <= _FREE else "full"
 
 
 def shape_class(rows: int, dim: int, sequences: int, spread: Spread) -> str:
@@ -290,7 +293,7 @@ def gqa_decode(
     rows = queries * group
     check_tables("gqa_decode", tables, num_pages)
     if config is None:
-        spread = spread_of(sequences, splits, kv_heads)
+        spread = spread_of(rows, sequences, splits, kv_heads)
         config = tuning.choose(
             "gqa_decode", shape_class(rows, dim, sequences, spread), q, (GroupedConfig,),
             lambda: default_config(rows, spread, block_bytes=BLOCK * (dim + dim_v) * k_cache.element_size()),

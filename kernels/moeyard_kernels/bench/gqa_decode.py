@@ -80,7 +80,7 @@ def decode_case(
         grouped = q[row].double().view(kv_heads, -1, dim)
         return ((grouped @ keys.transpose(1, 2) * scale).softmax(-1) @ values).flatten(0, 1)
 
-    spread = kernel.spread_of(batch, tables.max_splits(GQA_SPLIT), kv_heads)
+    spread = kernel.spread_of(rows, batch, tables.max_splits(GQA_SPLIT), kv_heads)
     # What is timed reads tables that nobody writes.
     run = partial(kernel.gqa_decode, q, k, v, tables=tables, scale=scale, static_tables=True)
 

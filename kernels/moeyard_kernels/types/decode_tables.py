@@ -18,9 +18,9 @@ def mla_split(heads: int) -> int:
     """At multiples of how many positions latent attention of a model with so many heads cuts the keys.
 
     Few sequences want short splits, but each leaves a sum per head: of 16 heads in fp32, written and read, 64 KiB
-    beside 576 of 512 keys (measured: docs/kernels.md).
+    beside 576 of 512 keys (measured: docs/kernels.md), and a step has room for those of its tables' whole width.
     """
-    return 512 if heads <= 32 else 1024
+    return 512 if heads <= 16 else 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

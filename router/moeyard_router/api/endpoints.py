@@ -122,7 +122,7 @@ async def _whole(job: Job, generation: Generation, writer: Writer, send: Send, b
     length = (b"content-length", str(sum(map(len, pieces))).encode())
     headers = [_JSON, _route_header(generation), *reply_headers(job), length]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await _send_pieces(send, pieces, more=False)
+    await send_pieces(send, pieces, more=False)
 
 
 async def _stream(
@@ -154,7 +154,7 @@ async def _stream(
     async def events(deltas: dict[int, Delta]) -> bytes:
         """What is still to be sent of them."""
         if apart or _many_scores(job, deltas.values()):
-            await _send_pieces(send, await bodies.write(write_scores, deltas), more=True)
+            await send_pieces(send, await bodies.write(write_scores, deltas), more=True)
             return b""
         return b"".join(write_scores(deltas)) if scored else write(deltas)
 
@@ -172,7 +172,7 @@ async def _stream(
         data = await events(deltas)
         while not generation.finished:
             if data:
-                await _send_pieces(send, [data], more=True)
+                await send_pieces(send, [data], more=True)
                 data = b""
             if direct is not None and not apart:
                 await generation.push(direct.ready, push, say if event_of is not None else None)
@@ -182,10 +182,10 @@ async def _stream(
         data += writer.end(generation.choices)
     except ApiError as error:
         data = writer.failed(error, generation.choices)
-    await _send_pieces(send, [data], more=False)
+    await send_pieces(send, [data], more=False)
 
 
-async def _send_pieces(send: Send, pieces: list[bytes], *, more: bool) -> None:
+async def send_pieces(send: Send, pieces: list[bytes], *, more: bool) -> None:
     """A body bit by bit, as its reader takes it: of one that was handed over whole a reader would have to take all
     within the time that it has for each bit.
     """

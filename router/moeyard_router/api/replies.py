@@ -113,7 +113,7 @@ class ReplyWriter:
         return b"".join(out)
 
     def pieces(self, data: bytes) -> list[bytes]:
-        """What `body` or `chunk` gave, with what is said of prompts' tokens, which they left out."""
+        """What `body` or `chunk` gave, with the long lists that they left out."""
         return self._long.pieces(data)
 
     def end(self, choices: Sequence[Choice]) -> bytes:

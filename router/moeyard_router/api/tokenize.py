@@ -1,16 +1,17 @@
 """POST /tokenize and /detokenize, as vLLM has them, and Anthropic's count_tokens: what a prompt costs, what ids say."""
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from moeyard_router.api.endpoints import read_parts, send_bytes, send_error
+from moeyard_router.api.endpoints import read_parts, send_error, send_pieces
 from moeyard_router.api.generation import ClientGone
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.large import LARGE_BODY, Bodies
+from moeyard_router.api.long_json import LongLists
 from moeyard_router.api.record import record_of
 from moeyard_router.api.surfaces import COUNTED
 from moeyard_router.config import RouterConfig
@@ -23,6 +24,8 @@ from moeyard_router.text.chat import Codec
 # model's length, and the JSON around it.
 _BYTES_PER_TOKEN = 32
 _BYTES_AROUND = 64 * 1024
+# Tokens above which an answer is written apart from the event loop.
+_MANY = 4096
 
 
 class BodyEndpoint:
@@ -56,7 +59,23 @@ class BodyEndpoint:
             self._metrics.rejected(error.reason)
             await send_error(send, error, scope["path"])
         else:
-            await send_bytes(send, 200, orjson.dumps(answer), headers=[(b"content-type", b"application/json")])
+            many = any(_is_list(value) and len(value) > _MANY for value in answer.values())
+            pieces = await self._bodies.write(_long, answer) if many else [orjson.dumps(answer, default=list)]
+            length = (b"content-length", str(sum(map(len, pieces))).encode())
+            headers = [(b"content-type", b"application/json"), length]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send_pieces(send, pieces, more=False)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _long(answer: Mapping[str, Any]) -> list[bytes]:
+    """JSON in pieces, lists item by item."""
+    lists = LongLists()
+    placed = {name: lists.add(map(orjson.dumps, value)) if _is_list(value) else value for name, value in answer.items()}
+    return lists.pieces(orjson.dumps(placed))
 
 
 class Tokens:
@@ -75,7 +94,7 @@ class Tokens:
         return {
             "count": len(ids),
             "max_model_len": self._config.max_model_len,
-            "tokens": list(ids),
+            "tokens": ids,
             "token_strs": await self._intake.work(len(ids), self._codec.spell, ids) if job.echo else None,
         }
 

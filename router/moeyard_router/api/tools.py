@@ -103,16 +103,16 @@ def check_tools(value: Any) -> Any:
         raise PydanticCustomError(
             "tools", "{count} tools, at most {limit} are allowed", {"count": len(value), "limit": MAX_TOOLS}
         )
-    return check_depth(value)
+    return check_depth(value, around=2)  # the list and the tool's own object
 
 
-def check_depth(value: Any) -> Any:
-    """Raise `PydanticCustomError` for JSON that is nested deeper than tools may be."""
+def check_depth(value: Any, *, around: int = 0) -> Any:
+    """Raise `PydanticCustomError` for JSON that is nested deeper than tools may be, levels `around` it not counted."""
     layer, depth = [value], 0
     while layer:
-        if depth > MAX_DEPTH + 2:  # the list and the tool's own object
-            raise PydanticCustomError("tools", "nested deeper than {limit} levels", {"limit": MAX_DEPTH})
         nested = [v for v in layer if isinstance(v, dict | list)]
+        if nested and depth >= MAX_DEPTH + around:
+            raise PydanticCustomError("tools", "nested deeper than {limit} levels", {"limit": MAX_DEPTH})
         layer = [each for v in nested for each in (v.values() if isinstance(v, dict) else v)]
         depth += 1
     return value
