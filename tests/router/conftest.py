@@ -192,11 +192,14 @@ class Starter:
     ) -> Service:
         """A router with `num_workers` scripted workers; `overrides` are fields of RouterConfig.
 
-        `prepare` sets up each worker before the router knows it; `through` reroutes endpoints. Several routers are
-        processes of their own.
+        Workers take sequences as long as it promises. `prepare` sets up each worker before the router knows it;
+        `through` reroutes endpoints. Several routers are processes of their own.
         """
         workers = [ScriptedWorker(rank, num_workers, self._script, keys=locked) for rank in range(num_workers)]
+        longest = overrides.get("max_model_len", MAX_MODEL_LEN)
         for worker in workers:
+            length = max(longest, worker.snapshot.max_model_len)
+            worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=length)
             prepare(worker)
         addresses = tuple(
             WorkerAddress(

@@ -5,7 +5,6 @@ Two thousand cases of schemathesis, where it is installed (it is no dependency, 
     pip install schemathesis && pytest tests/router/test_contract.py -k schemathesis
 """
 
-import dataclasses
 import json
 import re
 import shutil
@@ -106,10 +105,7 @@ def test_message_is_as_described(service, document, extra):
 
 
 def test_calls_and_reasoning_are_as_described(starter, tool_checkpoint, tool_codec):
-    def long(worker):
-        worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=4096)
-
-    service = starter(1, model_path=tool_checkpoint, max_model_len=4096, prepare=long)
+    service = starter(1, model_path=tool_checkpoint, max_model_len=4096)
     text = '<think>\nWell.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     says = [*tool_codec.encode(text, add_special_tokens=False), 1]
     service.workers[0].script = lambda submit: says

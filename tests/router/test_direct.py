@@ -1,7 +1,6 @@
 """Streamed answers that go past ASGI: the same bytes as through it, at the reader's pace, none at another's cost."""
 
 import asyncio
-import dataclasses
 import json
 import socket
 from pathlib import Path
@@ -423,11 +422,7 @@ def test_the_server_offers_the_way(service, monkeypatch):
 
 def test_a_client_that_does_not_read_holds_little(start, wait_for):
     """The transport's buffer stays near its mark of 64 KiB, however much there is to say; then all of it is said."""
-
-    def lengthen(worker):
-        worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=2048)
-
-    service = start(1, max_model_len=2048, prepare=lengthen)
+    service = start(1, max_model_len=2048)
     [worker] = service.workers
     worker.chunk = 8
     # Connections inherit it: what the system holds for a client is not what is tested.

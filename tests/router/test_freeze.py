@@ -7,7 +7,6 @@ had is not. Beside that another stream is read: how much later its tokens come t
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import socket
@@ -207,10 +206,7 @@ def worst_growth(checkpoint, codec, start, requests, wait_for):
 
 
 def long_worker(start):
-    def long(worker):
-        worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=MAX_MODEL_LEN)
-
-    return start(1, prepare=long, max_model_len=MAX_MODEL_LEN).workers[0]
+    return start(1, max_model_len=MAX_MODEL_LEN).workers[0]
 
 
 def ask(client, requests):

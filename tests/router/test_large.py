@@ -194,16 +194,9 @@ def test_bodies_that_are_read_at_once_have_a_limit(bodies):
         take(1000)
 
 
-def start_long(start, max_model_len, **config):
-    def long(worker):
-        worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=max_model_len)
-
-    return start(1, prepare=long, max_model_len=max_model_len, **config)
-
-
 def test_a_large_request_over_http(start):
     """The whole way; the worker's script knows nothing of its prompt."""
-    service = start_long(start, 200_000)
+    service = start(1, max_model_len=200_000)
     answer = service.complete(prompt=[5] * 60_000, max_tokens=2, return_token_ids=True)
     assert answer["choices"][0]["prompt_token_ids"] == [5] * 60_000
     assert service.submits[0].prompt_token_ids == (5,) * 60_000
@@ -215,7 +208,7 @@ def test_a_large_request_over_http(start):
 
 def test_counting_and_spelling_large_bodies_over_http(start):
     """In a process as well; and they count among what is being read."""
-    service = start_long(start, 60_000, max_buffered_bytes=400_000)
+    service = start(1, max_model_len=60_000, max_buffered_bytes=400_000)
     ids = [5 + i % 300 for i in range(30_000)]
     text = service.post("/detokenize", tokens=ids).json()["prompt"]
     parts = [service.post("/detokenize", tokens=ids[i : i + 1000]).json()["prompt"] for i in range(0, 30_000, 1000)]

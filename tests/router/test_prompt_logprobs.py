@@ -1,7 +1,5 @@
 """`echo` with logprobs, `prompt_logprobs` and `max_tokens` 0: what a client reads of its own prompt."""
 
-from dataclasses import replace
-
 import pytest
 
 COMPLETIONS = "/v1/completions"
@@ -154,10 +152,7 @@ def test_limits(start):
 
 
 def test_no_answer_grows_without_bound(start):
-    def prepare(worker):
-        worker.snapshot = replace(worker.snapshot, max_model_len=40000)
-
-    service = start(1, max_model_len=40000, prepare=prepare)
+    service = start(1, max_model_len=40000)
     body = {"prompt": [[5] * 20000, [6] * 30000], "max_tokens": 0, "prompt_logprobs": 20}
     answer = service.post(COMPLETIONS, **body)
     assert answer.status_code == 400

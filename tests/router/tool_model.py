@@ -1,7 +1,5 @@
 """A model with tools and reasoning, and a service whose model says what a test wants."""
 
-import dataclasses
-
 CHAT = "/v1/chat/completions"
 WEATHER = {
     "type": "function",
@@ -19,12 +17,8 @@ SECOND = '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 THOUGHT = "<think>\nI should look. 🙂\n</think>\n\n"
 
 
-def lengthen(worker):
-    """Before the router knows the worker: prompts with tools are long."""
-    worker.snapshot = dataclasses.replace(worker.snapshot, max_model_len=4096)
-
-
-LONG = {"max_model_len": 4096, "prepare": lengthen}
+# Prompts with tools are long.
+LONG = {"max_model_len": 4096}
 
 
 class Model:

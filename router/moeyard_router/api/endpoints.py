@@ -118,11 +118,8 @@ async def _whole(job: Job, generation: Generation, writer: Writer, send: Send, b
             delta.logprobs.clear()  # one by one, and here: to free many takes as long as to write them
         return pieces
 
-    pieces = await bodies.write(write) if _many_scores(job, collected) else write()
-    length = (b"content-length", str(sum(map(len, pieces))).encode())
-    headers = [_JSON, _route_header(generation), *reply_headers(job), length]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send_pieces(send, pieces, more=False)
+    pieces = await bodies.write(write) if _many_scores(job, job.num_scores, collected) else write()
+    await send_whole(send, 200, pieces, headers=[_JSON, _route_header(generation), *reply_headers(job)])
 
 
 async def _stream(
@@ -148,13 +145,13 @@ async def _stream(
             for piece in writer.pieces(writer.chunk(index, delta, generation.choices))
         ]
 
-    scored, event_of = job.num_scores > 0 or job.logprobs is not None, writer.texts()
-    apart = job.num_scores >= MANY_SCORES
+    num_scores, event_of = job.num_scores, writer.texts()
+    scored, apart = num_scores > 0 or job.logprobs is not None, num_scores >= MANY_SCORES
 
     async def events(deltas: dict[int, Delta]) -> bytes:
         """What is still to be sent of them."""
-        if apart or _many_scores(job, deltas.values()):
-            await send_pieces(send, await bodies.write(write_scores, deltas), more=True)
+        if _many_scores(job, num_scores, deltas.values()):
+            await _send_pieces(send, await bodies.write(write_scores, deltas), more=True)
             return b""
         return b"".join(write_scores(deltas)) if scored else write(deltas)
 
@@ -172,7 +169,7 @@ async def _stream(
         data = await events(deltas)
         while not generation.finished:
             if data:
-                await send_pieces(send, [data], more=True)
+                await _send_pieces(send, [data], more=True)
                 data = b""
             if direct is not None and not apart:
                 await generation.push(direct.ready, push, say if event_of is not None else None)
@@ -182,10 +179,10 @@ async def _stream(
         data += writer.end(generation.choices)
     except ApiError as error:
         data = writer.failed(error, generation.choices)
-    await send_pieces(send, [data], more=False)
+    await _send_pieces(send, [data], more=False)
 
 
-async def send_pieces(send: Send, pieces: list[bytes], *, more: bool) -> None:
+async def _send_pieces(send: Send, pieces: list[bytes], *, more: bool) -> None:
     """A body bit by bit, as its reader takes it: of one that was handed over whole a reader would have to take all
     within the time that it has for each bit.
     """
@@ -199,9 +196,9 @@ async def send_pieces(send: Send, pieces: list[bytes], *, more: bool) -> None:
             await asyncio.sleep(0)  # a reader that keeps up would let nobody else have a turn
 
 
-def _many_scores(job: Job, deltas: Iterable[Delta]) -> bool:
-    """Whether to write these would keep the event loop waiting."""
-    return job.num_scores + job.output_scores(sum(len(d.logprobs) for d in deltas)) >= MANY_SCORES
+def _many_scores(job: Job, num_scores: int, deltas: Iterable[Delta]) -> bool:
+    """Whether to write these, and `num_scores` of prompts, would keep the event loop waiting."""
+    return num_scores + job.output_scores(sum(len(d.logprobs) for d in deltas)) >= MANY_SCORES
 
 
 def _told_apart(client: str | None) -> str | None:
@@ -278,11 +275,11 @@ async def send_error(send: Send, error: ApiError, path: str) -> None:
         headers.append((b"www-authenticate", b'Bearer realm="moeyard"'))
     if error.status == 413 or error.reason == "busy":
         headers.append((b"connection", b"close"))  # the rest of the body is not read
-    await send_bytes(send, error.status, orjson.dumps(error.body_at(path)), headers=headers)
+    await send_whole(send, error.status, [orjson.dumps(error.body_at(path))], headers=headers)
 
 
-async def send_bytes(send: Send, status: int, body: bytes, *, headers: list[tuple[bytes, bytes]]) -> None:
-    """Send a whole response."""
-    length = (b"content-length", str(len(body)).encode())
+async def send_whole(send: Send, status: int, pieces: list[bytes], *, headers: list[tuple[bytes, bytes]]) -> None:
+    """Send a whole response, whose body comes in pieces."""
+    length = (b"content-length", str(sum(map(len, pieces))).encode())
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    await _send_pieces(send, pieces, more=False)

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from moeyard_router.api.endpoints import read_parts, send_error, send_pieces
+from moeyard_router.api.endpoints import read_parts, send_error, send_whole
 from moeyard_router.api.generation import ClientGone
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.large import LARGE_BODY, Bodies
@@ -61,10 +61,7 @@ class BodyEndpoint:
         else:
             many = any(_is_list(value) and len(value) > _MANY for value in answer.values())
             pieces = await self._bodies.write(_long, answer) if many else [orjson.dumps(answer, default=list)]
-            length = (b"content-length", str(sum(map(len, pieces))).encode())
-            headers = [(b"content-type", b"application/json"), length]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send_pieces(send, pieces, more=False)
+            await send_whole(send, 200, pieces, headers=[(b"content-type", b"application/json")])
 
 
 def _is_list(value: Any) -> bool:
