@@ -4,6 +4,9 @@ top = max lse_s;  w_s = 2^((lse_s - top) log2(e));  l = l + w_s;  o = fma(w_s, p
 lse = top + ln(l). One split gives its partial back bit for bit, and one that saw nothing (lse -inf) changes no bit.
 """
 
+import math
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +15,7 @@ from moeyard_kernels.attention.decode_splits import UNFUSED, split_span
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import finish, interpreted, new_output
 from moeyard_kernels.types.decode_tables import DecodeTables
+from moeyard_kernels.types.split_sums import SplitSums
 
 # Splits read at once and columns per program: for loads in flight, no part of the order.
 _AHEAD = 16
@@ -109,17 +113,22 @@ def attn_combine(partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype
     return _combine(partial, lse, dtype=dtype, heads=partial.shape[2], tables=None, split=1)
 
 
-def new_partials(
-    like: torch.Tensor, *, tables: DecodeTables, heads: int, dim: int, split: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a decode attention writes and `combine_splits` merges: [B, S, Q heads, dim] and lse [B, S, Q heads].
+def new_partials(like: torch.Tensor, *, tables: DecodeTables, sums: SplitSums) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a decode attention writes and `combine_splits` merges: `SplitSums.shape`, and the log-sum-exps.
 
-    S is as large as the table is wide. fp32, but `like`'s dtype where S is 1, for then there is nothing to merge.
+    S is as large as the table is wide. fp32, but `like`'s dtype where S is 1, for then there is nothing to merge. Where
+    sequences take turns it is always all that there is room for: then one block serves every table, of graphs too.
     """
-    splits, rows = tables.max_splits(split), tables.num_queries * heads
-    dtype = like.dtype if splits == 1 else torch.float32
-    partial = new_output(tables.num_sequences, splits, rows, dim, like=like, dtype=dtype)
-    return partial, new_output(tables.num_sequences, splits, rows, like=like, dtype=torch.float32)
+    shape = sums.shape(tables.num_sequences, tables.num_queries, tables.num_positions)
+    size, dtype = math.prod(shape), like.dtype if shape[1] == 1 else torch.float32
+    room = new_output(max(size, tables.most // 4) if tables.in_turn else size, like=like, dtype=dtype)
+    return room[:size].view(shape), new_output(*shape[:-1], like=like, dtype=torch.float32)
+
+
+def joined(results: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of sequences that took turns (`DecodeTables.turns`), one behind the other."""
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs), torch.cat(lses)
 
 
 def combine_splits(

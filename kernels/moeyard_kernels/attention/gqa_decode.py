@@ -19,13 +19,13 @@ pipeline: of num_stages=4 it leaves keys and values one buffer, of 5 two, and wi
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.attention.attn_combine import combine_splits, new_partials
+from moeyard_kernels.attention.attn_combine import combine_splits, joined, new_partials
 from moeyard_kernels.attention.decode_splits import (
     LOG2E,
     UNFUSED,
@@ -47,6 +47,7 @@ from moeyard_kernels.common.launch import interpreted
 from moeyard_kernels.common.rounding import INTERPRETED
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
+from moeyard_kernels.types.split_sums import SplitSums
 
 # One line of the second-level cache, bytes, and the instruction that asks for it.
 _LINE = tl.constexpr(128)
@@ -275,16 +276,9 @@ def default_config(rows: int, spread: Spread, *, block_bytes: int = 0) -> Groupe
 
 
 def gqa_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    tables: DecodeTables,
-    scale: float,
-    static_tables: bool = False,
-    split: int = GQA_SPLIT,
-    config: GroupedConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, tables: DecodeTables, scale: float,
+    static_tables: bool = False, split: int = GQA_SPLIT, config: GroupedConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `moeyard_kernels.ops.gqa_decode`. Returns (out [rows, Hq, Dv], lse [rows, Hq] fp32)."""
     heads, dim = q.shape[1:]
     sequences, queries, splits = tables.num_sequences, tables.num_queries, tables.max_splits(split)
@@ -292,13 +286,17 @@ def gqa_decode(
     group = heads // kv_heads
     rows = queries * group
     check_tables("gqa_decode", tables, num_pages)
+    sums = SplitSums(heads=heads, dim=dim_v, split=split)
+    if len(turns := tables.turns(sums)) > 1:
+        named: dict[str, Any] = {"scale": scale, "static_tables": static_tables, "split": split, "config": config}
+        return joined(gqa_decode(q[part], k_cache, v_cache, tables=some, **named) for part, some in turns)
     if config is None:
         spread = spread_of(rows, sequences, splits, kv_heads)
         config = tuning.choose(
             "gqa_decode", shape_class(rows, dim, sequences, spread), q, (GroupedConfig,),
             lambda: default_config(rows, spread, block_bytes=BLOCK * (dim + dim_v) * k_cache.element_size()),
         )  # fmt: skip
-    partial, lse = new_partials(q, tables=tables, heads=heads, dim=dim_v, split=split)
+    partial, lse = new_partials(q, tables=tables, sums=sums)
     if partial.numel():
         work = sequences * splits * kv_heads * triton.cdiv(rows, config.BM)
         pages = triton.cdiv(split, BLOCK) if config.PAGES_AHEAD and tables.page_size == BLOCK else 0

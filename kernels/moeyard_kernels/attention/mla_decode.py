@@ -11,13 +11,13 @@ who takes which block are not (for the last, even and odd blocks have an l each)
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.attention.attn_combine import combine_splits, new_partials
+from moeyard_kernels.attention.attn_combine import combine_splits, joined, new_partials
 from moeyard_kernels.attention.decode_splits import (
     LOG2E,
     UNFUSED,
@@ -41,6 +41,7 @@ from moeyard_kernels.common.launch import interpreted, on_hopper
 from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK, DecodeTables, mla_split
+from moeyard_kernels.types.split_sums import SplitSums
 
 
 @triton.jit(do_not_specialize=("B", "MAX_PAGES", "S"))
@@ -196,13 +197,20 @@ def mla_decode(
     sequences, queries, splits = tables.num_sequences, tables.num_queries, tables.max_splits(split)
     rows = queries * heads
     check_tables("mla_decode", tables, latent_cache.shape[0])
+    sums = SplitSums(heads=heads, dim=rank, split=split)
+    if len(turns := tables.turns(sums)) > 1:
+        named: dict[str, Any] = {"scale": scale, "static_tables": static_tables, "static_keys": static_keys}
+        named |= {"split": split, "config": config}
+        return joined(
+            mla_decode(q_latent[part], q_rope[part], latent_cache, tables=some, **named) for part, some in turns
+        )  # fmt: skip
     if config is None and q_latent.dtype == torch.float32 and q_latent.is_cuda:
         config = _FP32
     if config is None:
         config = tuning.choose(
             "mla_decode", shape_class(rows, sequences), q_latent, (LatentConfig,), lambda: default_config(rows)
         )
-    partial, lse = new_partials(q_latent, tables=tables, heads=heads, dim=rank, split=split)
+    partial, lse = new_partials(q_latent, tables=tables, sums=sums)
     if q_latent.numel():
         work = sequences * splits * triton.cdiv(rows, config.BM)
         grid = (num_programs(work, q_latent, config.PER_SM),)

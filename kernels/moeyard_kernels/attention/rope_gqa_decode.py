@@ -38,6 +38,7 @@ from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.rows import check_rows
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
+from moeyard_kernels.types.split_sums import SplitSums
 
 
 @triton.jit(do_not_specialize=("MAX_PAGES", "NUM_PAGES"))
@@ -268,7 +269,7 @@ def rope_gqa_decode(
     num_pages, page = k_cache.shape[1:3]
     check_tables(op, tables, num_pages)
     check_indices(op, low=-1, high=num_pages * page, slot_mapping=slot_mapping)
-    out, lse = new_partials(q, tables=tables, heads=heads, dim=dim, split=split)
+    out, lse = new_partials(q, tables=tables, sums=SplitSums(heads=heads, dim=dim, split=split))
     if out.numel():
         width = tables.page_table.shape[1]
         _rope_gqa_decode_kernel[(q.shape[0] * k.shape[1],)](

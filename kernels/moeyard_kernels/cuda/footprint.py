@@ -1,11 +1,13 @@
 """What the GPU backend's attention takes (`cuda/attention.py`), as `Footprints`. Pure."""
 
 from moeyard_kernels.types.footprint import Footprint
+from moeyard_kernels.types.split_sums import GQA_SPLIT, SplitSums, mla_split
 
 # Positions of a chunk of the formula.
 CHUNK = 64
 
-# Partial results of split keys, plans, and what captured graphs keep.
+# Plans, and what captured graphs keep beside `SplitSums`, in their pool and the driver's memory: on an H100 0.6 GiB of
+# DeepSeek-V2-Lite, 1.1 of 8 layers of Kimi-Linear (2026-11-26).
 FIXED = 1 << 30
 # Torch's caching allocator keeps blocks of other sizes.
 ALLOCATED = 1.25
@@ -28,6 +30,7 @@ def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp
     return Footprint(
         extra=0, per_row=(4 * num_heads + 4 * num_kv_heads) * head_dim, per_position=0,
         fp32_per_position=_CHOICE * num_kv_heads + _PLACES,
+        sums=SplitSums(heads=num_heads, dim=head_dim, split=GQA_SPLIT),
     )  # fmt: skip
 
 
@@ -58,4 +61,5 @@ def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) 
         per_row=4 * num_heads * (nope_dim + rope_dim) + 2 * num_heads * rank,
         per_position=2 * (rank + rope_dim) + num_heads * (nope_dim + v_dim),
         fp32_per_position=2 * num_heads + _CHOICE + _PLACES,
+        sums=SplitSums(heads=num_heads, dim=rank, split=mla_split(num_heads)),
     )

@@ -11,6 +11,7 @@ from moeyard_kernels.cuda.state_rows import plan_state
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, entries_of, page_table
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
+from moeyard_kernels.types.split_sums import LAUNCHED
 from moeyard_kernels.types.step import ChunkRows, StepRows
 
 
@@ -77,7 +78,7 @@ class CudaPlan:
             kv_lens = torch.tensor(lens, dtype=torch.int32).to(device)
             for window in windows:
                 self.decode[window] = DecodeTables(
-                    page_table=rows_of_pages, kv_lens=kv_lens, page_size=page_size, window=window
+                    page_table=rows_of_pages, kv_lens=kv_lens, page_size=page_size, window=window, most=LAUNCHED
                 )
         if prefill:
             q_lens, begins = [len(c.token_ids) for c in prefill], [c.start for c in prefill]

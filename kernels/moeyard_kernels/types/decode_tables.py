@@ -1,26 +1,18 @@
 """Which cache pages a step's decode rows read, as device tensors that a captured step reads anew in every replay."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from moeyard_kernels.types.split_sums import CAPTURED, SplitSums, num_splits
+from moeyard_kernels.types.split_sums import GQA_SPLIT as GQA_SPLIT
+from moeyard_kernels.types.split_sums import mla_split as mla_split
 
 # Keys are attended to in blocks of this many positions, counted from position 0, whatever the load: a block is the
 # unit whose partial result is the same in every batch.
 BLOCK = 64
-# Over DecodeTables the keys are cut into splits at multiples of so many positions by grouped attention; by latent
-# attention see `mla_split`.
-GQA_SPLIT = 512
 # Queries of one sequence that may share a step (drafts to verify, positions to recompute).
 MAX_QUERIES = 16
-
-
-def mla_split(heads: int) -> int:
-    """At multiples of how many positions latent attention of a model with so many heads cuts the keys.
-
-    Few sequences want short splits, but each leaves a sum per head: of 16 heads in fp32, written and read, 64 KiB
-    beside 576 of 512 keys (measured: docs/kernels.md), and a step has room for those of its tables' whole width.
-    """
-    return 512 if heads <= 16 else 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +26,17 @@ class DecodeTables:
     max_pages * page_size. Row b Q + j of the attention's input is query j of sequence b. Raises ValueError naming what
     does not fit.
 
-    On a GPU a call allocates fp32 partial results for as many splits as the table is wide: [B, max_pages * page_size /
-    split, Q heads, Dv]. Keep tables narrow, say by a few widths to capture graphs for.
+    On a GPU a call allocates fp32 partial results for as many splits as the table is wide (`SplitSums`), but no more
+    than `most` bytes, or one sequence's: sequences take turns (`in_turn`), the same bits. Keep tables narrow, say by a
+    few widths to capture graphs for.
     """
 
     page_table: torch.Tensor
     kv_lens: torch.Tensor
     page_size: int
     window: int | None = None
+    most: int = CAPTURED
+    in_turn: bool = False
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or BLOCK % self.page_size:
@@ -76,6 +71,26 @@ class DecodeTables:
     def num_rows(self) -> int:
         return self.num_sequences * self.num_queries
 
+    @property
+    def num_positions(self) -> int:
+        """Of the longest sequence that the table can hold."""
+        return self.page_table.shape[1] * self.page_size
+
     def max_splits(self, split: int) -> int:
         """How many splits of `split` positions the longest sequence that the table can hold has, at least 1."""
-        return max(1, -(-self.page_table.shape[1] * self.page_size // split))
+        return num_splits(self.num_positions, split)
+
+    def turns(self, sums: SplitSums) -> list[tuple[slice, "DecodeTables"]]:
+        """Which rows, and the tables of their sequences, take turns in what memory there is for `sums`."""
+        count, queries = self.num_sequences, self.num_queries
+        each = sums.together(count, queries, self.num_positions, self.most)
+        if each >= count:
+            return [(slice(0, count * queries), self)]
+        parts = [slice(first, first + each) for first in range(0, count, each)]
+        return [
+            (
+                slice(part.start * queries, part.stop * queries),
+                replace(self, page_table=self.page_table[part], kv_lens=self.kv_lens[part], in_turn=True),
+            )
+            for part in parts
+        ]

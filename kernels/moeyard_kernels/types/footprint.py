@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from moeyard_kernels.types.split_sums import SplitSums
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
@@ -11,6 +13,7 @@ class Footprint:
     `extra`: kept beside the weights, in the served dtype; `fp32_extra`: in fp32. `per_row`: taken in fp32 for each row
     of a step, while the layer computes. `per_position`, in the served dtype, `copied_per_position`, in fp32 unless that
     is served, and `fp32_per_position`: for each position of the longest prefix that a prompt chunk attends to.
+    `sums`: what decode rows leave of each split of the keys, where a backend splits them.
     """
 
     extra: int
@@ -19,6 +22,7 @@ class Footprint:
     copied_per_position: int = 0
     fp32_per_position: int = 0
     fp32_extra: int = 0
+    sums: SplitSums | None = None
 
 
 class Footprints(Protocol):

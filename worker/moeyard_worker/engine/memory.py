@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moeyard_kernels.types.footprint import Footprints
+from moeyard_kernels.types.split_sums import CAPTURED, LAUNCHED
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size
 from moeyard_worker.engine.kv_memory import num_pages_of, num_snapshots_of
 from moeyard_worker.exchange.shape import ExchangeShape
@@ -31,22 +32,26 @@ NCCL_BYTES, NCCL_PEER_BYTES = 512 << 20, 32 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Bytes set aside before memory is divided: for the exchange, one step's tensors, grammars, a margin."""
+    """Bytes set aside before memory is divided: for the exchange, one step's tensors, what decode attention leaves of
+    each split of the keys, grammars, a margin."""
 
     exchange: int
     workspace: int
+    sums: int
     grammars: int
     margin: int
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.exchange + self.workspace + self.grammars + self.margin
+        return self.exchange + self.workspace + self.sums + self.grammars + self.margin
 
     def __str__(self) -> str:
+        sums = f", sums of split keys {format_size(self.sums)}" if self.sums else ""
         return (
             f"a reserve of {format_size(self.total)} (exchange {format_size(self.exchange)}, one step "
-            f"{format_size(self.workspace)}, grammars {format_size(self.grammars)}, margin {format_size(self.margin)})"
+            f"{format_size(self.workspace)}{sums}, grammars {format_size(self.grammars)}, margin "
+            f"{format_size(self.margin)})"
         )
 
 
@@ -134,6 +139,22 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     return int((config.max_batch_tokens * row * _FP32 + logits + footprints.FIXED) * footprints.ALLOCATED)
 
 
+def sums_bytes(config: EngineConfig, model: ModelConfig, itemsize: int, footprints: Footprints) -> int:
+    """What decode attention leaves of each split of the keys, in one layer at a time (`SplitSums`).
+
+    Of captured steps, all of one pool, the widest: every sequence with all its drafts over tables of the longest.
+    Beside them of a step that is launched, whose rows may all be output that is computed anew.
+    """
+    longest, rows = config.max_model_len or model.max_position, 1 + config.num_drafts
+    if config.kv_memory is not None:
+        longest = min(longest, config.kv_memory // max(1, model.state_spec(itemsize).bytes_per_token))
+    longest += -longest % config.page_size
+    found = [taken for kind in model.attention_kinds() if (taken := kind.footprint(footprints).sums) is not None]
+    captured = max((each.num_bytes(config.max_num_seqs, rows, longest, CAPTURED) for each in found), default=0)
+    launched = max((each.num_bytes(config.max_batch_tokens, 1, longest, LAUNCHED) for each in found), default=0)
+    return int(((0 if config.enforce_eager else captured) + launched) * footprints.ALLOCATED)
+
+
 def prefix_bytes(model: ModelConfig, itemsize: int, footprints: Footprints) -> int:
     """What a prompt chunk takes, in one layer at a time, per position of its sequence before and in the chunk.
 
@@ -178,6 +199,7 @@ def plan_memory(
     reserve = Reserve(
         exchange=staging + exchange_bytes(config, model) if shares and not slab_allocated else 0,
         workspace=step_bytes(config, model, footprints),
+        sums=sums_bytes(config, model, itemsize, footprints),
         grammars=0 if footprints.HOST_EXPERTS else grammars,
         margin=int(available * MARGIN_SHARE),
     )
