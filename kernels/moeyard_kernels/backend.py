@@ -91,7 +91,12 @@ class KdaMix(Protocol):
 
 
 class Gate(Protocol):
-    """How one layer's rows choose their experts: the norm before the experts, the router's product, the choice."""
+    """How one layer's rows choose their experts: the norm before the experts, the router's product, the choice.
+
+    takes_shared: whether a deferred choice leaves shared experts to whoever computes the routed ones, too.
+    """
+
+    takes_shared: bool
 
     def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: Own) -> tuple[torch.Tensor, torch.Tensor]:
         """x [num_rows, H] (what attention gave) and residual -> normalised rows and their new residual."""
@@ -252,10 +257,11 @@ class Backend(Protocol):
 
     def gate(
         self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
-        shared_gate: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None, shared: tuple[Own, Own] | None = None,
     ) -> Gate:  # fmt: skip
         """weight [E, H], fp32 where the family computes its logits so; bias [E] fp32 counts for the choice only; norm
-        [H], in the dtype of the rows, is applied before; shared_gate [1, H] gives the logit of a shared expert."""
+        [H], in the dtype of the rows, is applied before; shared_gate [1, H] gives the logit of a shared expert; shared:
+        its gate_up [2 I, H] and down [H, I], as `matrix` keeps them (`takes_shared`)."""
         ...
 
     def beside(self, run: Callable[[], torch.Tensor], plan: Own) -> Callable[[], torch.Tensor]:

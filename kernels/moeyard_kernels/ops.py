@@ -39,7 +39,7 @@ from moeyard_kernels.door.rope import rope, rope_cache_write_gqa, rope_cache_wri
 from moeyard_kernels.door.routing import topk_gate
 from moeyard_kernels.door.sampling import sample, token_logprobs
 from moeyard_kernels.types.decode_tables import DecodeTables
-from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
+from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, can_share, expert_block_rows
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
 from moeyard_kernels.types.prompt_chunks import PromptChunks
@@ -61,6 +61,7 @@ __all__ = [
     "attn_combine",
     "attn_prefill_varlen",
     "cache_access",
+    "can_share",
     "causal_conv1d_prefill",
     "causal_conv1d_update",
     "combine_rows",

@@ -8,8 +8,8 @@ whether it is launched early, whether its weight is called static, whether it wa
 `moeyard_kernels.common.dependent`) and lets the next launch begin only behind that, how rows are dealt out to threads
 where they are summed, whether ptxas makes the steps of its products wait for each other, the kinds of atomics in its
 machine code (RED returns nothing, so that nobody waits for it), and a digest of the PTX, by which an edit that should
-change no code shows that it did not. Those launched early, static, with a tail, with counts, choosing experts or
-with rows of another width count as others.
+change no code shows that it did not. Those launched early, static, with a tail, with counts, choosing experts,
+beside a shared one or with rows of another width count as others.
 """
 
 import hashlib
@@ -181,7 +181,7 @@ def main() -> None:
         # What may happen ahead of the wait depends on these, and where the parts of a tile lie; or they are operands.
         variant = (bool(kwargs.get("TAIL")), kwargs.get("BD"), kwargs.get("GATED"), kwargs.get("LEFT"))
         variant += ("KEYS" in kwargs and kwargs["AHEAD"], bool(kwargs.get("ROWS")), kwargs.get("ONE"))
-        variant += (bool(kwargs.get("E")), bool(kwargs.get("HAS_COUNTS")))
+        variant += (bool(kwargs.get("E")), bool(kwargs.get("SHARED")), bool(kwargs.get("HAS_COUNTS")))
         kind = (self.__name__, kwargs.get("launch_pdl", False), kwargs.get("STATIC"), variant)
         if count[kind] >= most:
             return

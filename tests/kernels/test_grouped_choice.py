@@ -14,9 +14,10 @@ from tests.kernels.graphs import assert_replays
 from moeyard_kernels import ops
 from moeyard_kernels.experts import grouped_gemm as experts
 from moeyard_kernels.experts.grouped_choice import can_choose
-from moeyard_kernels.experts.grouped_configs import slices_of_choice
+from moeyard_kernels.experts.grouped_configs import SLICE, slice_fits, slices_of_choice
 from moeyard_kernels.experts.topk_gate import topk_gate
-from moeyard_kernels.types.gate import GateRule, TokenChoice
+from moeyard_kernels.types.expert_layout import can_share
+from moeyard_kernels.types.gate import GateRule, SharedRow, TokenChoice
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -68,6 +69,9 @@ class Layer:
         self.wide = torch.zeros(1, E + 16, dtype=dtype, device=DEVICE)
         self.x = torch.zeros(1, H, dtype=BF16, device=DEVICE)
         self.counts, self.entries = (torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (E, 1))
+        # A shared expert: what its first product gave, and its second.
+        self.row = torch.zeros(1, 2 * I, dtype=dtype, device=DEVICE)
+        self.shared = self.down[-1].flip(1).contiguous()
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator, device=DEVICE)
@@ -82,19 +86,29 @@ class Layer:
         logits = self._normal(self.num_experts) * 2
         logits[1::2] = logits[::2].flip(0)
         self.wide[0, : self.num_experts] = logits
+        self.row.copy_(self._normal(*self.row.shape))
 
-    def choice(self, *, counted: bool = False) -> TokenChoice:
+    def choice(self, *, counted: bool = False, shared: bool = False) -> TokenChoice:
         weights, ids = (torch.full((1, self.rule.top_k), -7, dtype=d, device=DEVICE) for d in (FP32, torch.int64))
         more: dict[str, Any] = {"counts": self.counts, "entries": self.entries} if counted else {}
+        if shared:
+            more["shared"] = SharedRow(gate_up=self.row, down=self.shared, out=torch.full_like(self.x, -7))
         return TokenChoice(rule=self.rule, logits=self.logits, bias=self.bias, weights=weights, ids=ids, **more)
 
     def pairs(self, ids: torch.Tensor, choice: TokenChoice | None = None) -> ops.ExpertPairs:
         return ops.ExpertPairs(topk_ids=ids, slot_of_expert=self.slots, num_slots=self.num_experts, choice=choice)
 
-    def run(self, op: Any = ops.grouped_gemm, *, counted: bool = False) -> tuple[torch.Tensor, ...]:
-        choice = self.choice(counted=counted)
+    def run(
+        self, op: Any = ops.grouped_gemm, *, counted: bool = False, shared: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        choice = self.choice(counted=counted, shared=shared)
         y = op(self.x, self.gate_up, self.down, self.pairs(choice.ids, choice), top_k=self.rule.top_k)
-        return choice.weights, choice.ids, y
+        results = choice.weights, choice.ids, y
+        return results if choice.shared is None else (*results, choice.shared.out)
+
+    def shared_ahead(self) -> torch.Tensor:
+        """What the shared expert gives, by the launches of its own."""
+        return ops.linear(ops.silu_mul(self.row.to(BF16)), self.shared)
 
     def ahead(self, op: Any = ops.grouped_gemm, gate: Any = ops.topk_gate) -> tuple[torch.Tensor, ...]:
         rule = {name: getattr(self.rule, name) for name in ("top_k", "scoring", "renormalize", "scaling")}
@@ -103,7 +117,8 @@ class Layer:
 
 
 def assert_same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
-    for name, ours, theirs in zip(("weights", "ids", "results"), found, wanted, strict=True):
+    names = ("weights", "ids", "results", "shared")
+    for name, ours, theirs in zip(names[: len(found)], found, wanted, strict=True):
         assert torch.equal(ours, theirs), name
 
 
@@ -126,6 +141,36 @@ def test_programs_choose_what_the_gate_does(name: str) -> None:
         layer.draw()
         assert_same(layer.run(), layer.ahead())
     assert_replays(layer.run, layer.draw)
+
+
+@pytest.mark.parametrize("through", [ops, KERNELS], ids=["door", "kernels"])
+def test_a_shared_expert_comes_with_them(through: Any) -> None:
+    layer = Layer(16, 64, 64, replace(SOFTMAX, top_k=3), False, FP32, exact=True)
+    for _ in range(3):
+        layer.draw()
+        found = layer.run(through.grouped_gemm, shared=True)
+        assert_same(found[:3], layer.ahead(through.grouped_gemm, through.topk_gate))
+        torch.testing.assert_close(found[3], layer.shared_ahead(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(not GPU, reason="the kernels take a GPU")
+@pytest.mark.parametrize("name", REAL)
+def test_a_shared_expert_beside_them_is_what_its_launches_give(name: str) -> None:
+    layer = Layer(*REAL[name], exact=False)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        return layer.run(shared=True)
+
+    for _ in range(8):
+        layer.draw()
+        assert_same(run(), (*layer.ahead(), layer.shared_ahead()))
+    assert_replays(run, layer.draw)
+
+
+def test_who_may_be_shared() -> None:
+    """As many inner values as lie in a multiprocessor's shared memory whole."""
+    sizes = range(0, 4096, 32)
+    assert [n for n in sizes if can_share(n)] == [n for n in sizes if n and slice_fits(n, SLICE[0].BN)]
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b", "kimi-linear"] if GPU else ["16, all"])
@@ -181,5 +226,13 @@ def test_wrong_choices_are_refused() -> None:
         run(replace(good, counts=layer.counts), good.ids)
     with pytest.raises(ValueError, match="writes the pairs' own topk_ids"):
         run(good, good.ids.clone())
+    shared = SharedRow(gate_up=layer.row, down=layer.shared, out=torch.empty_like(layer.x))
+    for wrong, said in (
+        (replace(shared, down=layer.shared[:32]), r"a shared down .*\[32, 32\] for x"),
+        (replace(shared, gate_up=layer.row[:, :32]), r"a shared gate_up .*\[1, 32\] for down"),
+        (replace(shared, out=layer.x.float()), "a shared out"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run(replace(good, shared=wrong), good.ids)
     with pytest.raises(ValueError, match="weights"):
         run(replace(good, weights=good.weights.double()), good.ids)

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from moeyard_kernels.types.gate import Chosen, GateRule, TokenChoice
+from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_kernels.cuda.experts import CudaExpertSlots
+from moeyard_kernels.types.gate import Chosen, GateRule, SharedRow, TokenChoice
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.nccl import NcclExchange
@@ -15,7 +17,7 @@ from moeyard_worker.exchange.staged import StagedExchange
 from moeyard_worker.exchange.zmq_exchange import ZmqExchange
 from moeyard_worker.layers.moe import Moe
 
-HIDDEN, EXPERTS = 8, 4
+HIDDEN, EXPERTS, WIDE_EXPERTS = 8, 4, 16
 RULE = GateRule(top_k=2, scoring="softmax", renormalize=True)
 
 
@@ -24,13 +26,17 @@ class Gate:
 
     asked: bool | None = None
 
+    def __init__(self, *, takes_shared: bool) -> None:
+        self.takes_shared = takes_shared
+
     def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return x, residual
 
     def choose(self, x: torch.Tensor, plan: Any, *, defer: bool) -> Chosen:
         self.asked = defer
         weights, ids = torch.ones(len(x), 2), torch.zeros(len(x), 2, dtype=torch.int64)
-        later = TokenChoice(rule=RULE, logits=x, bias=None, weights=weights, ids=ids) if defer else None
+        shared = SharedRow(gate_up=x, down=x, out=-x) if self.takes_shared else None
+        later = TokenChoice(rule=RULE, logits=x, bias=None, weights=weights, ids=ids, shared=shared) if defer else None
         return Chosen(weights=weights, ids=ids, deferred=later)
 
 
@@ -50,23 +56,35 @@ class Experts:
 @pytest.mark.parametrize(
     ("num_rows", "stays", "takes_choices", "shared", "deferred"),
     [
-        (1, True, True, False, True),
-        (2, True, True, False, False),
-        (1, False, True, False, False),
-        (1, True, False, False, False),
-        (1, True, True, True, False),
+        (1, True, True, None, True),
+        (2, True, True, None, False),
+        (1, False, True, None, False),
+        (1, True, False, None, False),
+        (1, True, True, "beside", False),
+        (1, True, True, "with them", True),
+        (2, True, True, "with them", False),
+        (1, True, False, "with them", False),
     ],
-    ids=["one row", "two rows", "rows that travel", "somebody reads ids", "a shared expert beside"],
-)
-def test_who_chooses(num_rows: int, stays: bool, takes_choices: bool, shared: bool, deferred: bool) -> None:
-    gate, experts, exchange = Gate(), Experts(takes_choices=takes_choices), LocalExchange()
-    exchange.stays = stays
+    ids=[
+        "one row", "two rows", "rows that travel", "somebody reads ids", "a shared expert beside", "a shared one too",
+        "two rows and a shared expert", "somebody reads ids, and a shared expert",
+    ],
+)  # fmt: skip
+def test_who_chooses(num_rows: int, stays: bool, takes_choices: bool, shared: str | None, deferred: bool) -> None:
+    gate, exchange = Gate(takes_shared=shared == "with them"), LocalExchange()
+    experts, exchange.stays = Experts(takes_choices=takes_choices), stays
+    besides = list[Any]()
+
+    def reduce_add_norm(routed: torch.Tensor, _: Any, shared: Any, *__: Any, **___: Any) -> tuple[Any, ...]:
+        besides.append(shared)
+        return routed[:, 0], routed[:, 0]
+
     backend: Any = SimpleNamespace(
         gate=lambda *_, **__: gate,
         linear=lambda x, weight: x @ weight.T,
         silu_mul=lambda x: x[:, : x.shape[1] // 2],
         beside=lambda run, _: run,
-        reduce_add_norm=lambda routed, *_, **__: (routed[:, 0], routed[:, 0]),
+        reduce_add_norm=reduce_add_norm,
     )
     weights: dict[str, Any] = {}
     if shared:
@@ -81,6 +99,10 @@ def test_who_chooses(num_rows: int, stays: bool, takes_choices: bool, shared: bo
     assert gate.asked is deferred
     assert experts.given is not None
     assert (experts.given.choice is not None) == deferred
+    # Those that came with the choice are less than 0.
+    assert [None if each is None else each.sign().unique().item() for each in besides] == (
+        [None] if shared is None else [-1 if deferred else 1]
+    )
     if experts.given.choice is not None:
         assert experts.given.choice.ids is experts.given.experts, "they are written where the experts' ids are read"
 
@@ -88,3 +110,51 @@ def test_who_chooses(num_rows: int, stays: bool, takes_choices: bool, shared: bo
 def test_rows_stay_in_a_fleet_of_one_rank_only() -> None:
     kinds = (LocalExchange, ZmqExchange, StagedExchange, NvlinkExchange, NcclExchange)
     assert [kind.__name__ for kind in kinds if kind.stays] == ["LocalExchange"]
+
+
+class Slots:
+    """Experts that all have slots, in the order of their numbers, computed as on a GPU."""
+
+    def __init__(self, slots: CudaExpertSlots, *, takes_choices: bool) -> None:
+        self._slots, self.takes_choices = slots, takes_choices
+
+    def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor:
+        run = self._slots.begin(
+            dispatched.rows, dispatched.experts, num_experts=WIDE_EXPERTS, prompt=None, choice=dispatched.choice
+        )  # fmt: skip
+        run.compute(self._slots.slot_table(range(WIDE_EXPERTS)))
+        return run.result()
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("inner", [64, 48], ids=["with them", "beside"])
+@pytest.mark.parametrize("logits", [torch.float32, torch.bfloat16], ids=str)
+def test_a_shared_expert_gives_the_same_wherever_it_is_computed(logits: torch.dtype, inner: int, gated: bool) -> None:
+    torch.manual_seed(inner)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape).mul(shape[-1] ** -0.5).bfloat16().to(device)
+
+    backend = CudaBackend(page_size=64, device=device)
+    slots = backend.expert_slots(num_slots=WIDE_EXPERTS, hidden=128, intermediate=64, dtype=torch.bfloat16)
+    for slot in range(WIDE_EXPERTS):
+        slots.write(slot, normal(64, 128), normal(64, 128), normal(128, 64))
+    gate, norm, following = normal(WIDE_EXPERTS, 128).to(logits), *(normal(128) + 1 for _ in range(2))
+    shared = {"shared_gate_up": normal(2 * inner, 128), "shared_down": normal(128, inner)}
+    if gated:
+        shared["shared_gate"] = normal(1, 128)
+    x, residual = normal(1, 128), normal(1, 128)
+    plan: Any = SimpleNamespace(num_rows=1, num_tokens=1, num_prompt=0, entries=torch.zeros(1, dtype=torch.int64))
+    plan.entries = plan.entries.to(device)
+    results = []
+    for takes_choices in (True, False):
+        exchange: Any = LocalExchange()
+        moe = Moe(
+            backend, RULE, layer=0, norm=norm, eps=1e-6, exchange=exchange, gate=gate,
+            experts=Slots(slots, takes_choices=takes_choices), **shared,
+        )  # fmt: skip
+        assert moe._gate.takes_shared == (inner == 64)
+        results.append(moe.forward(x, residual, following, plan))
+    for with_them, beside in zip(*results, strict=True):
+        assert torch.equal(with_them, beside)

@@ -11,11 +11,13 @@ import torch.nn.functional as F
 
 from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.bench.model_steps import ModelStep
+from moeyard_kernels.elementwise import silu_mul
 from moeyard_kernels.experts import expert_layout, grouped_gemm, topk_gate
 from moeyard_kernels.experts.grouped_configs import slices_of_choice
+from moeyard_kernels.linear import linear
 from moeyard_kernels.ops import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.ref import expert_layout as layout_reference
-from moeyard_kernels.types.gate import GateRule, TokenChoice
+from moeyard_kernels.types.gate import GateRule, SharedRow, TokenChoice
 
 OPS = ("expert_layout", "grouped_gemm")
 TOP_K = 8
@@ -39,7 +41,10 @@ def cases() -> Iterator[Case]:
             yield from _expert_cases(f"{name} T={num_tokens}", num_tokens, *weights)
         for num_tokens in (1, 2, 4, 8):
             yield _few_case(f"{name} T={num_tokens}", num_tokens, *weights)
-        yield _choice_case(name, _RULES[name], torch.float32 if name == "Kimi-Linear" else torch.bfloat16, *weights)
+        kind = torch.float32 if name == "Kimi-Linear" else torch.bfloat16
+        yield _choice_case(name, _RULES[name], kind, *weights)
+        if name == "Kimi-Linear":
+            yield _choice_case(name, _RULES[name], kind, *weights, shared=True)
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
@@ -60,8 +65,9 @@ def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Ca
                 yield _layout_case(num_tokens, here, top_k, of=f"{model.name}: ")
             yield from _expert_cases(shape, num_tokens, *weights, top_k, judged=model.name == "Qwen3-30B-A3B")
         cut = slices_of_choice(top_k, hidden=model.hidden, inner=model.inner)
-        if 1 in rows and model.ranks == 1 and not model.shared and cut is not None:
-            yield _choice_case(model.name, model.rule, torch.float32 if model.fp32_logits else torch.bfloat16, *weights)
+        if 1 in rows and model.ranks == 1 and cut is not None and model.shared in (0, model.inner):
+            kind = torch.float32 if model.fp32_logits else torch.bfloat16
+            yield _choice_case(model.name, model.rule, kind, *weights, shared=model.shared > 0)
 
 
 def _normal(*shape: int) -> torch.Tensor:
@@ -158,31 +164,45 @@ def _few_case(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Te
 def _chosen_within(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None,
     slots: torch.Tensor, rule: GateRule, counts: torch.Tensor, entries: torch.Tensor,
+    shared: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     weights, ids = (logits.new_empty(1, rule.top_k, dtype=d) for d in (torch.float32, torch.int64))
     counted = {"counts": counts, "entries": entries}
-    choice = TokenChoice(rule=rule, logits=logits, bias=bias, weights=weights, ids=ids, **counted)
+    beside = None if shared is None else SharedRow(gate_up=shared[0], down=shared[1], out=torch.empty_like(x))
+    choice = TokenChoice(rule=rule, logits=logits, bias=bias, weights=weights, ids=ids, shared=beside, **counted)
     pairs = ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=len(slots), choice=choice)
-    return weights, ids, grouped_gemm.grouped_gemm(x, gate_up, down, pairs, top_k=rule.top_k)
+    results = weights, ids, grouped_gemm.grouped_gemm(x, gate_up, down, pairs, top_k=rule.top_k)
+    return results if beside is None else (*results, beside.out)
 
 
 def _chosen_ahead(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None,
     slots: torch.Tensor, rule: GateRule, counts: torch.Tensor, entries: torch.Tensor,
+    shared: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     weights, ids = topk_gate.topk_gate(logits, **asdict(rule), bias=bias, counts=counts, entries=entries)
     pairs = ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=len(slots))
-    return weights, ids, grouped_gemm.grouped_gemm(x, gate_up, down, pairs, top_k=rule.top_k)
+    results = weights, ids, grouped_gemm.grouped_gemm(x, gate_up, down, pairs, top_k=rule.top_k)
+    if shared is None:
+        return results
+    rows = silu_mul.silu_mul(shared[0].to(x.dtype))
+    return *results, linear.linear(rows, shared[1], static_weight=True)
 
 
-def _choice_case(name: str, rule: GateRule, dtype: torch.dtype, gate_up: torch.Tensor, down: torch.Tensor) -> Case:
-    """One token's experts with their choice, against the choice's launch and the products. dtype: of the logits."""
+def _choice_case(
+    name: str, rule: GateRule, dtype: torch.dtype, gate_up: torch.Tensor, down: torch.Tensor, *, shared: bool = False
+) -> Case:
+    """One token's experts with their choice, against the choice's launch and the products. dtype: of the logits.
+
+    shared: a shared expert's second product is computed with them, behind them in the chain.
+    """
     num_slots, hidden, inner = down.shape
     logits = torch.randn(1, num_slots, device="cuda").to(dtype)
     bias = torch.randn(num_slots, device="cuda") * 0.1 if rule.scoring == "sigmoid" else None
     counts, entries = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (num_slots, 1))
     arguments: tuple[Any, ...] = (_normal(1, hidden), gate_up, down, logits, bias, _slots(num_slots), rule)
-    arguments += (counts, entries)
+    beside = (torch.randn(1, 2 * inner, device="cuda").to(dtype), _normal(1, hidden, inner)[0]) if shared else None
+    arguments += (counts, entries, beside)
     run, chain = partial(_chosen_within, *arguments), partial(_chosen_ahead, *arguments)
 
     def prove() -> None:
@@ -190,14 +210,14 @@ def _choice_case(name: str, rule: GateRule, dtype: torch.dtype, gate_up: torch.T
 
     return Case(
         op="grouped_gemm",
-        shape=f"{name} T=1, {rule.top_k} experts and their choice",
+        shape=f"{name} T=1, {rule.top_k} experts and their choice" + (", beside a shared one" if shared else ""),
         run=run,
         prove=prove,
-        num_bytes=rule.top_k * 6 * inner * hidden,
-        num_flops=rule.top_k * 6 * inner * hidden,
+        num_bytes=(rule.top_k * 6 + 2 * shared) * inner * hidden,
+        num_flops=(rule.top_k * 6 + 2 * shared) * inner * hidden,
         target=Target("speedup", 1.0),
         baseline=chain,
-        baseline_name="topk_gate, grouped_gemm",
+        baseline_name="topk_gate, grouped_gemm" + (", silu_mul, linear" if shared else ""),
         early=False,
     )
 

@@ -25,11 +25,13 @@ from moeyard_kernels.types.step import StepRows
 
 
 class CpuGate:
-    """See `Gate`; the product runs in the weight's own dtype."""
+    """See `Gate`; the product runs in the weight's own dtype. No choice is left to others, and no shared experts are."""
+
+    takes_shared = False
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
-        shared_gate: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None, shared: object = None,
     ) -> None:  # fmt: skip
         self._weight, self._top_k, self._norm, self._eps = weight, rule.top_k, norm, eps
         self._shared_gate = shared_gate

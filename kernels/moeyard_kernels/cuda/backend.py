@@ -19,7 +19,7 @@ from moeyard_kernels.cuda.linear_attention import CudaGdn, CudaKda
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.cuda.residency import CudaResidency
 from moeyard_kernels.types.decode_tables import BLOCK
-from moeyard_kernels.types.gate import Chosen, GateRule, TokenChoice, no_choice
+from moeyard_kernels.types.gate import Chosen, GateRule, SharedRow, TokenChoice, no_choice
 from moeyard_kernels.types.step import StepRows
 
 # Few rows of a large hidden size are reduced faster by many programs, and normalised behind them: 4.0 us of one row of
@@ -38,6 +38,7 @@ class CudaGate:
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
         choices: CudaChoices, shared_gate: torch.Tensor | None = None,
+        shared: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         self._norm, self._eps = norm, eps
         self._choices, self._counts = choices, choices.of_gate(weight.shape[0], weight.device)
@@ -51,6 +52,12 @@ class CudaGate:
         rounded = weight.to(norm.dtype if self._fp32_logits else weight.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
         self._rule, self._bias, self._arguments = rule, bias, asdict(rule)
+        self._shared = shared
+        # The router's product and the shared experts' first one are one launch then, of operands that are alike.
+        self.takes_shared = (
+            shared is not None and self._weight.dtype == shared[0].dtype == torch.bfloat16
+            and rule.top_k <= ops.FEW_PAIRS and ops.can_share(shared[1].shape[1])
+        )  # fmt: skip
 
     def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Gate.norm`."""
@@ -60,15 +67,24 @@ class CudaGate:
         """See `Gate.choose`."""
         if not plan.num_rows:
             return no_choice(x, self._rule.top_k)
-        out_dtype = torch.float32 if self._fp32_logits else None
-        logits = ops.linear(x.to(self._weight.dtype), self._weight, static_weight=True, out_dtype=out_dtype)
+        defer = defer and plan.num_rows == 1 and self._rule.top_k <= ops.FEW_PAIRS
+        rows, out_dtype = x.to(self._weight.dtype), torch.float32 if self._fp32_logits else None
+        shared = None
+        if defer and self._shared is not None and self.takes_shared:
+            gate_up, down = self._shared
+            logits, y = ops.linear_pair(rows, self._weight, gate_up, static_weight=True, out_dtype=out_dtype)
+            shared = SharedRow(gate_up=y, down=down, out=torch.empty_like(x))
+        else:
+            logits = ops.linear(rows, self._weight, static_weight=True, out_dtype=out_dtype)
         counted = {"counts": self._counts, "entries": plan.entries} if self._choices.on else {}
         shared_gate = logits[:, self._num_experts] if self._gated else None
         if self._gated:
             logits = logits[:, : self._num_experts]
-        if defer and plan.num_rows == 1 and self._rule.top_k <= ops.FEW_PAIRS:
+        if defer:
             weights, ids = (logits.new_empty(1, self._rule.top_k, dtype=d) for d in (torch.float32, torch.int64))
-            later = TokenChoice(rule=self._rule, logits=logits, bias=self._bias, weights=weights, ids=ids, **counted)
+            later = TokenChoice(
+                rule=self._rule, logits=logits, bias=self._bias, weights=weights, ids=ids, shared=shared, **counted
+            )
             return Chosen(weights=weights, ids=ids, shared_gate=shared_gate, deferred=later)
         weights, ids = ops.topk_gate(logits, **self._arguments, bias=self._bias, **counted)
         return Chosen(weights=weights, ids=ids, shared_gate=shared_gate)

@@ -6,7 +6,7 @@ from moeyard_kernels.common.checks import FLOATS, check_devices, check_norm, sho
 from moeyard_kernels.door.load import kernel
 from moeyard_kernels.door.routing import check_gate
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs
-from moeyard_kernels.types.gate import TokenChoice
+from moeyard_kernels.types.gate import SharedRow, TokenChoice
 
 _BLOCK_ROWS = (16, 32, 64, 128)
 
@@ -52,8 +52,8 @@ def grouped_gemm(
     x [T, H], gate_up [S, 2 I, H] and down [S, H, I] (contiguous, fp32 or bf16), slots as `layout` has them. Rows of
     pairs that are in no block of the layout are left as they are: garbage in a new `out`, while hits and misses may be
     computed by two calls into one. Of at most FEW_PAIRS pairs `ExpertPairs` will do, which take no launch to make; one
-    token's may still be to choose (`ExpertPairs.choice`), and are chosen then, with `topk_gate`'s bits. A
-    row's bits depend on that row and its expert alone, not on the layout. Rounding points: both halves of the first
+    token's may still be to choose (`ExpertPairs.choice`), and are chosen then, with `topk_gate`'s bits, and what there is
+    of a shared expert is computed (`SharedRow`). A row's bits depend on that row and its expert alone, not on the layout. Rounding points: both halves of the first
     product, silu, its product with the up half, and the result.
     """
     if x.dim() != 2 or x.dtype not in FLOATS:
@@ -78,12 +78,12 @@ def grouped_gemm(
         if num_pairs > FEW_PAIRS:
             raise ValueError(f"grouped_gemm: {num_pairs} pairs without a layout, at most {FEW_PAIRS}")
         if layout.choice is not None:
-            _check_choice(layout.choice, layout, top_k)
+            _check_choice(layout.choice, layout, top_k, x)
     check_devices("grouped_gemm", x=x, gate_up=gate_up, down=down, layout=index, out=out)
     return kernel("experts.grouped_gemm", x).grouped_gemm(x, gate_up, down, layout, top_k=top_k, out=out)
 
 
-def _check_choice(choice: TokenChoice, pairs: ExpertPairs, top_k: int) -> None:
+def _check_choice(choice: TokenChoice, pairs: ExpertPairs, top_k: int, x: torch.Tensor) -> None:
     op, rule, logits = "grouped_gemm", choice.rule, choice.logits
     check_gate(op, logits, rule, choice.bias, choice.counts, choice.entries)
     if logits.shape != (1, pairs.slot_of_expert.shape[0]) or logits.stride(1) != 1:
@@ -97,6 +97,19 @@ def _check_choice(choice: TokenChoice, pairs: ExpertPairs, top_k: int) -> None:
     if weights.shape != wanted or weights.dtype != torch.float32 or not weights.is_contiguous():
         raise ValueError(f"{op}: weights {show(weights)}, expected contiguous fp32 {list(wanted)}")
     check_devices(op, ids=choice.ids, weights=weights, logits=logits)
+    if choice.shared is not None:
+        _check_shared(choice.shared, x)
+
+
+def _check_shared(shared: SharedRow, x: torch.Tensor) -> None:
+    op, row, down = "grouped_gemm", shared.gate_up, shared.down
+    if down.dim() != 2 or down.shape[0] != x.shape[1] or down.dtype != x.dtype:
+        raise ValueError(f"{op}: a shared down {show(down)} for x {show(x)}, expected {x.dtype} [{x.shape[1]}, I]")
+    if row.shape != (1, 2 * down.shape[1]) or row.dtype not in (torch.float32, x.dtype):
+        raise ValueError(f"{op}: a shared gate_up {show(row)} for down {show(down)}, expected [1, {2 * down.shape[1]}]")
+    if shared.out.shape != x.shape or shared.out.dtype != x.dtype or not shared.out.is_contiguous():
+        raise ValueError(f"{op}: a shared out {show(shared.out)}, expected contiguous {x.dtype} {list(x.shape)}")
+    check_devices(op, x=x, gate_up=row, down=down, out=shared.out)
 
 
 def moe_weighted_reduce(

@@ -14,6 +14,11 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, name: str) -> None:
     check_devices(op, **{"x": x, name: weight})
 
 
+def _check_out(op: str, x: torch.Tensor, out_dtype: torch.dtype | None) -> None:
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise ValueError(f"{op}: out_dtype {out_dtype} for x {show(x)}, expected its own or fp32")
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -34,22 +39,28 @@ def linear(
         if bias.dtype != x.dtype or bias.shape != weight.shape[:1]:
             raise ValueError(f"linear: bias {show(bias)} does not fit weight {show(weight)}")
         check_devices("linear", x=x, bias=bias)
-    if out_dtype not in (None, x.dtype, torch.float32):
-        raise ValueError(f"linear: out_dtype {out_dtype} for x {show(x)}, expected its own or fp32")
+    _check_out("linear", x, out_dtype)
     return kernel("linear.linear", x).linear(x, weight, bias, static_weight=static_weight, out_dtype=out_dtype)
 
 
 def linear_pair(
-    x: torch.Tensor, weight_a: torch.Tensor, weight_b: torch.Tensor, *, static_weight: bool = False
+    x: torch.Tensor,
+    weight_a: torch.Tensor,
+    weight_b: torch.Tensor,
+    *,
+    static_weight: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(linear(x, weight_a), linear(x, weight_b)), bit for bit, in one launch on a GPU (for many rows it may be two).
 
     For two projections of one input: q_a and kv_a, gate and up. x [M, K], weight_a [Na, K], weight_b [Nb, K].
-    static_weight: as in `linear`.
+    static_weight and out_dtype, of both: as in `linear`.
     """
     _check("linear_pair", x, weight_a, "weight_a")
     _check("linear_pair", x, weight_b, "weight_b")
-    return kernel("linear.linear", x).linear_pair(x, weight_a, weight_b, static_weight=static_weight)
+    _check_out("linear_pair", x, out_dtype)
+    pair = kernel("linear.linear", x).linear_pair
+    return pair(x, weight_a, weight_b, static_weight=static_weight, out_dtype=out_dtype)
 
 
 def head_linear(x: torch.Tensor, weight: torch.Tensor, *, static_weight: bool = False) -> torch.Tensor:

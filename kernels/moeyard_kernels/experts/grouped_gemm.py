@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moeyard_kernels.common import launch, tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.rounding import product, round_to
-from moeyard_kernels.elementwise.silu_mul import silu_mul_values
+from moeyard_kernels.elementwise.silu_mul import silu_mul, silu_mul_values
 from moeyard_kernels.experts.grouped_choice import can_choose, choose_and_gate_up
 from moeyard_kernels.experts.grouped_configs import CONFIGS as CONFIGS
 from moeyard_kernels.experts.grouped_configs import (
@@ -42,9 +42,10 @@ from moeyard_kernels.experts.grouped_configs import (
     slice_fits,
 )
 from moeyard_kernels.experts.grouped_configs import candidates as candidates
-from moeyard_kernels.experts.grouped_slice import slice_pairs
+from moeyard_kernels.experts.grouped_slice import shares, slice_pairs
 from moeyard_kernels.experts.grouped_stream import stream_pairs
 from moeyard_kernels.experts.topk_gate import make_choice
+from moeyard_kernels.linear.linear import linear
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
 
 OP = "grouped_gemm"
@@ -265,10 +266,18 @@ def down_pairs(
 
 
 def _settle_choice(pairs: ExpertPairs, gate_up: torch.Tensor, down: torch.Tensor, *, configured: bool) -> ExpertPairs:
-    """The pairs with their choice, if the products can make it, or made ahead of them."""
-    if pairs.choice is None or (not configured and can_choose(pairs.choice, gate_up, down)):
+    """The pairs with their choice, and what is to be computed beside, if the products can; or what they cannot, done."""
+    choice = pairs.choice
+    if choice is None:
         return pairs
-    make_choice(pairs.choice)
+    chooses = not configured and can_choose(choice, gate_up, down)
+    if choice.shared is not None and not (chooses and shares(choice.shared, down)):
+        rows = silu_mul(choice.shared.gate_up.to(choice.shared.down.dtype))
+        choice.shared.out.copy_(linear(rows, choice.shared.down, static_weight=True))
+        choice = replace(choice, shared=None)
+    if chooses:
+        return replace(pairs, choice=choice)
+    make_choice(choice)
     return replace(pairs, choice=None)
 
 

@@ -7,7 +7,9 @@ memory whole; of [2048 x 768] two fit a multiprocessor, and all slices of 8 expe
 alone, so tokens that share an expert would read its weights anew.
 
 The weights are the left operand, and 8 rows of h the right one, of which only the first is the pair's. Where the first
-product chooses experts by itself, so does this one (`grouped_choice`).
+product chooses experts by itself, so does this one (`grouped_choice`). It may have a shared expert beside them then:
+what that one's first product gave is known, too, as the launch that gave the logits gave it, so its programs, which are
+the first ones, take it through the activation while those of the first product are at work.
 """
 
 from collections.abc import Mapping
@@ -37,6 +39,7 @@ from moeyard_kernels.experts.grouped_choice import (
 )
 from moeyard_kernels.experts.grouped_configs import STEP
 from moeyard_kernels.types.expert_layout import ExpertPairs
+from moeyard_kernels.types.gate import SharedRow
 
 _STEP = gl.constexpr(STEP)
 # Rows of h that are copied: the fewest that a product takes.
@@ -48,33 +51,72 @@ _NO_CHOICE: Mapping[str, Any] = MappingProxyType(
 )
 
 
-@gluon.jit(do_not_specialize_on_alignment=["p_entries"])
-def expert_slice_kernel(
-    p_logits, p_bias, p_counts, p_entries, d_h, d_w, p_weights, p_ids, p_slots, p_out, scaling,
-    N: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
+@gluon.jit
+def _multiply(s_w, s_h, bars, STEPS: gl.constexpr, CH: gl.constexpr, L_Y: gl.constexpr):
+    """[BN, 8]: a slice of a weight by rows of h, as they come."""
+    BN: gl.constexpr = s_w.shape[1]
+    b_acc = gl.zeros([BN, _ROWS], gl.float32, L_Y)
+    for i in gl.static_range(STEPS):
+        if i % CH == 0:
+            mbarrier.wait(bars.index(i // CH), 0)
+        b_acc = warpgroup_mma(s_w.index(i), s_h.index(i).permute((1, 0)), b_acc, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
+
+
+@gluon.jit
+def _store(b_acc, p_out, i_n, N: gl.constexpr, L_Y: gl.constexpr):
+    """The outputs from i_n on of the first of 8 rows."""
+    BN: gl.constexpr = b_acc.shape[0]
+    o_n = i_n + gl.arange(0, BN, gl.SliceLayout(1, L_Y))
+    o_r = gl.arange(0, _ROWS, gl.SliceLayout(0, L_Y))
+    m_y = (o_n < N)[:, None] & (o_r == 0)[None, :]
+    gl.store(p_out + o_n[:, None] + o_r[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_y)
+
+
+@gluon.jit
+def _activate(p_y, s_h, STEPS: gl.constexpr):
+    """s_h, in all its rows: silu_mul of gates and ups [2 STEPS 64], with that op's bits."""
+    DT: gl.constexpr = s_h.dtype
+    L_H: gl.constexpr = gl.BlockedLayout([_ROWS, 1], [1, 32], [1, 4], [0, 1])
+    for i in gl.static_range(STEPS):
+        p_step = p_y + i * _STEP + gl.arange(0, _STEP, gl.SliceLayout(0, L_H))
+        b_gate = gl.load(p_step).to(DT).to(gl.float32)
+        b_up = gl.load(p_step + STEPS * _STEP).to(DT).to(gl.float32)
+        b_y = ((b_gate / (1.0 + gl.exp(-b_gate))).to(DT).to(gl.float32) * b_up).to(DT)
+        s_h.index(i).store(b_y[None, :].broadcast_to([_ROWS, _STEP]))
+
+
+@gluon.jit
+def _share(
+    p_y, d_w, p_out, s_w, s_h, bars, N: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr, CH: gl.constexpr,
+    L_Y: gl.constexpr,
+):  # fmt: skip
+    """BN outputs of a shared expert. What is read, a launch before the last has written; what is written, any may read."""
+    DT: gl.constexpr = s_w.dtype
+    i_n = gl.program_id(0) * BN
+    for i in gl.static_range(STEPS // CH):
+        mbarrier.expect(bars.index(i), CH * BN * _STEP * 2)
+        s_part = s_w.index(i * CH)._reinterpret(DT, [CH, BN, _STEP], d_w.layout)
+        tma.async_copy_global_to_shared(d_w, [i * CH, i_n, 0], bars.index(i), s_part)
+    _activate(p_y, s_h, STEPS)
+    fence_async_shared()
+    b_acc = _multiply(s_w, s_h, bars, STEPS, CH, L_Y)
+    wait_for_previous()
+    _store(b_acc, p_out, i_n, N, L_Y)
+
+
+@gluon.jit
+def _route(
+    p_logits, p_bias, p_counts, p_entries, d_h, d_w, p_weights, p_ids, p_slots, p_out, s_w, s_h, bars, i_block, scaling,
+    N: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr, CH: gl.constexpr, L_Y: gl.constexpr, BLOCK: gl.constexpr,
     E: gl.constexpr, SOFTMAX: gl.constexpr, HAS_BIAS: gl.constexpr, L_E: gl.constexpr,
     K: gl.constexpr, BK: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr,
 ):  # fmt: skip
-    """BN outputs of one pair: out [P, N] from the first rows of blocks of h. Grid: (P ceil(N / BN),).
-
-    d_h: [K / 64, BLOCK P, 64] in blocks [CH, 8, 64]; d_w: all slots' outputs one behind the other, [K / 64, S N, 64],
-    in blocks [CH, BN, 64]. E: choose K among so many experts, and write the choice; 0: p_ids are chosen.
-    """
+    """BN outputs of one pair; the first block's program writes the choice, if it is still to be made."""
     DT: gl.constexpr = d_h.dtype
-    CH: gl.constexpr = STEPS & -STEPS
-    L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ROWS, 16])
-    L_W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, _STEP], DT)
-    L_H: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, _STEP], DT)
-    s_w = gl.allocate_shared_memory(DT, [STEPS, BN, _STEP], L_W)
-    s_h = gl.allocate_shared_memory(DT, [STEPS, _ROWS, _STEP], L_H)
-    bars = gl.allocate_shared_memory(gl.int64, [STEPS // CH, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STEPS // CH):
-        mbarrier.init(bars.index(i), count=1)
-    fence_async_shared()
-    let_next_begin()
     # The launch ahead lets this one begin when it has waited for the ids, or the logits, in every program: they are
     # complete.
-    i_p, i_n = gl.program_id(0) // gl.cdiv(N, BN), gl.program_id(0) % gl.cdiv(N, BN) * BN
+    i_p, i_n = i_block // gl.cdiv(N, BN), i_block % gl.cdiv(N, BN) * BN
     if E:
         o_e, b_key, b_max, b_sum = score_experts(p_logits, p_bias, E, SOFTMAX, HAS_BIAS, L_E)
         i_slot = nth_slot(o_e, b_key, gl.load(p_slots + o_e, mask=o_e < E, other=0), i_p)
@@ -88,7 +130,7 @@ def expert_slice_kernel(
         s_part = s_w.index(i * CH)._reinterpret(DT, [CH, BN, _STEP], d_w.layout)
         tma.async_copy_global_to_shared(d_w, [i * CH, i_slot * N + i_n, 0], bars.index(i), s_part, pred=here)
     if E:  # noqa: SIM102 - of a constant and of what is known in the kernel
-        if gl.program_id(0) == 0:
+        if i_block == 0:
             # Every launch ahead of the first product has ended, as that one waited in all programs before it let this
             # begin; and it touches none of these itself. Counts are added to, and read behind whole steps.
             write_choice(
@@ -101,34 +143,72 @@ def expert_slice_kernel(
         for i in gl.static_range(STEPS // CH):
             s_rows = s_h.index(i * CH)._reinterpret(DT, [CH, _ROWS, _STEP], d_h.layout)
             tma.async_copy_global_to_shared(d_h, [i * CH, i_p * BLOCK, 0], bars.index(i), s_rows)
-        b_acc = gl.zeros([BN, _ROWS], gl.float32, L_Y)
-        for i in gl.static_range(STEPS):
-            if i % CH == 0:
-                mbarrier.wait(bars.index(i // CH), 0)
-            b_acc = warpgroup_mma(s_w.index(i), s_h.index(i).permute((1, 0)), b_acc, is_async=True)
-        b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
-        o_n = i_n + gl.arange(0, BN, gl.SliceLayout(1, L_Y))
-        o_r = gl.arange(0, _ROWS, gl.SliceLayout(0, L_Y))
-        p_by = p_out + i_p.to(gl.int64) * N + o_n[:, None] + o_r[None, :]
-        gl.store(p_by, b_acc.to(p_out.dtype.element_ty), mask=(o_n < N)[:, None] & (o_r == 0)[None, :])
+        b_acc = _multiply(s_w, s_h, bars, STEPS, CH, L_Y)
+        _store(b_acc, p_out + i_p.to(gl.int64) * N, i_n, N, L_Y)
+
+
+@gluon.jit(do_not_specialize_on_alignment=["p_entries"])
+def expert_slice_kernel(
+    p_logits, p_bias, p_counts, p_entries, d_h, d_w, p_weights, p_ids, p_slots, p_out, p_y, d_s, p_shared, scaling,
+    N: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
+    E: gl.constexpr, SOFTMAX: gl.constexpr, HAS_BIAS: gl.constexpr, L_E: gl.constexpr,
+    K: gl.constexpr, BK: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """BN outputs of one pair: out [P, N] from the first rows of blocks of h. Grid: (P ceil(N / BN),).
+
+    d_h: [K / 64, BLOCK P, 64] in blocks [CH, 8, 64]; d_w: all slots' outputs one behind the other, [K / 64, S N, 64],
+    in blocks [CH, BN, 64]. E: choose K among so many experts, and write the choice; 0: p_ids are chosen.
+    SHARED, with E only: ceil(N / BN) programs ahead of the others give shared [N] from y [2 K] and d_s, one weight.
+    """
+    DT: gl.constexpr = d_h.dtype
+    CH: gl.constexpr = STEPS & -STEPS
+    L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ROWS, 16])
+    L_W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, _STEP], DT)
+    L_H: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, _STEP], DT)
+    s_w = gl.allocate_shared_memory(DT, [STEPS, BN, _STEP], L_W)
+    s_h = gl.allocate_shared_memory(DT, [STEPS, _ROWS, _STEP], L_H)
+    bars = gl.allocate_shared_memory(gl.int64, [STEPS // CH, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STEPS // CH):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    let_next_begin()
+    i_block = gl.program_id(0)
+    if SHARED:
+        i_block -= gl.cdiv(N, BN)
+        if i_block < 0:
+            _share(p_y, d_s, p_shared, s_w, s_h, bars, N, STEPS, BN, CH, L_Y)
+    if i_block >= 0:
+        _route(
+            p_logits, p_bias, p_counts, p_entries, d_h, d_w, p_weights, p_ids, p_slots, p_out, s_w, s_h, bars, i_block,
+            scaling, N, STEPS, BN, CH, L_Y, BLOCK, E, SOFTMAX, HAS_BIAS, L_E, K, BK, RENORMALIZE, HAS_COUNTS,
+        )  # fmt: skip
+
+
+def shares(shared: SharedRow, down: torch.Tensor) -> bool:
+    """Whether the launch of chosen experts' second product, by down [S, H, I], can have a shared expert's beside it."""
+    alike = shared.down.shape == down.shape[1:] and shared.down.dtype == down.dtype
+    return alike and shared.down.is_contiguous() and shared.gate_up.is_contiguous() and shared.down.data_ptr() % 16 == 0
 
 
 def slice_pairs(h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, pairs: ExpertPairs, columns: int) -> None:
     """out [P, H] of one token's pairs from h [P block_rows, I] and down [S, H, I], in slices that fit.
 
-    Where the pairs' choice is still to be made, these programs make it, as those ahead have, and one writes it.
+    Where the pairs' choice is still to be made, these programs make it, as those ahead have, and one writes it. What
+    there is of a shared expert in it must be as `shares` says.
     """
     num_slots, num_out, dim = down.shape
     choice, constants = pairs.choice, dict(_NO_CHOICE)
     inputs: tuple[torch.Tensor | None, ...] = (h, h, None, None)
-    weights, scaling = out, 1.0
+    weights, scaling, shared = out, 1.0, None
     if choice is not None:
         inputs = (choice.logits, choice.logits if choice.bias is None else choice.bias, choice.counts, choice.entries)
-        weights, scaling = choice.weights, float(choice.rule.scaling)
+        weights, scaling, shared = choice.weights, float(choice.rule.scaling), choice.shared
         constants = choice_arguments(choice) | {"K": choice.rule.top_k, "BK": triton.next_power_of_2(choice.rule.top_k)}
         constants |= {"RENORMALIZE": choice.rule.renormalize, "HAS_COUNTS": choice.counts is not None}
-    expert_slice_kernel[pairs.num_pairs * -(-num_out // columns),](
-        *inputs, by_steps(h, 8), by_steps(down.view(num_slots * num_out, dim), columns), weights, pairs.topk_ids,
-        pairs.slot_of_expert, out, scaling, N=num_out, STEPS=dim // STEP, BN=columns, BLOCK=pairs.block_rows,
+    d_w = by_steps(down.view(num_slots * num_out, dim), columns)
+    beside = (h, d_w, out) if shared is None else (shared.gate_up, by_steps(shared.down, columns), shared.out)
+    expert_slice_kernel[(pairs.num_pairs + (shared is not None)) * -(-num_out // columns),](
+        *inputs, by_steps(h, 8), d_w, weights, pairs.topk_ids, pairs.slot_of_expert, out, *beside, scaling,
+        N=num_out, STEPS=dim // STEP, BN=columns, BLOCK=pairs.block_rows, SHARED=shared is not None,
         num_warps=4, enable_fp_fusion=False, **constants, **dependent(h),
     )  # fmt: skip

@@ -247,8 +247,9 @@ def linear_pair(
     weight_b: torch.Tensor,
     *,
     static_weight: bool = False,
+    out_dtype: torch.dtype | None = None,
     config: LinearConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.linear_pair`."""
-    y_a, y_b = _run(x, (weight_a, weight_b), None, config, static_weight=static_weight)
+    y_a, y_b = _run(x, (weight_a, weight_b), None, config, static_weight=static_weight, out_dtype=out_dtype)
     return y_a, y_b

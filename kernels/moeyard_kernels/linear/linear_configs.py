@@ -120,6 +120,7 @@ _SKINNY = (
     # Behind the others, which are the defaults and were faster where both were timed in whole steps.
     _skinny(8, 16, 256, num_stages=8, EARLY=4, LEFT=True),
     _skinny(8, 32, 256, num_stages=10, EARLY=4, LEFT=True),
+    _skinny(8, 32, 768, num_stages=3, EARLY=3, LEFT=True),
     _skinny(8, 40, 256, num_stages=8, EARLY=4, LEFT=True),
     _skinny(8, 48, 256, num_stages=7, EARLY=4, LEFT=True),
     _skinny(16, 32, 256, num_stages=9, EARLY=4, LEFT=True),

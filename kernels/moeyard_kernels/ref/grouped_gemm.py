@@ -22,6 +22,9 @@ def grouped_gemm(
     if isinstance(layout, ExpertPairs):
         if layout.choice is not None:
             make_choice(layout.choice)
+            if layout.choice.shared is not None:
+                shared = layout.choice.shared
+                shared.out.copy_(linear(silu_mul(shared.gate_up.to(shared.down.dtype)), shared.down))
         layout = expert_layout(
             layout.topk_ids, layout.slot_of_expert, num_slots=layout.num_slots, block_rows=layout.block_rows
         )

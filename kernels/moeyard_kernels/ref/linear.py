@@ -19,7 +19,12 @@ def linear(
 
 
 def linear_pair(
-    x: torch.Tensor, weight_a: torch.Tensor, weight_b: torch.Tensor, *, static_weight: bool = False
+    x: torch.Tensor,
+    weight_a: torch.Tensor,
+    weight_b: torch.Tensor,
+    *,
+    static_weight: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.linear_pair`."""
-    return linear(x, weight_a), linear(x, weight_b)
+    return linear(x, weight_a, out_dtype=out_dtype), linear(x, weight_b, out_dtype=out_dtype)

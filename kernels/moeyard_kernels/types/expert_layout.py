@@ -31,6 +31,14 @@ class ExpertLayout:
 FEW_PAIRS = 64
 
 
+def can_share(inner: int) -> bool:
+    """Whether one row's chosen experts may have a shared one of so many inner values in their launch (`SharedRow`).
+
+    64 of its outputs lie in a multiprocessor's shared memory whole, as theirs do (`experts.grouped_slice`).
+    """
+    return inner % 64 == 0 and 0 < inner <= 1600
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPairs:
     """In place of an `ExpertLayout` for at most FEW_PAIRS pairs: nothing is laid out, each program finds its rows.

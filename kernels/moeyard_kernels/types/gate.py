@@ -27,11 +27,24 @@ class GateRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedRow:
+    """One token's shared expert behind its first product, whose rest whoever computes the routed ones may do with them.
+
+    gate_up [1, 2 I]: that product's sums, fp32 or rounded; down [H, I]; out [1, H], in down's dtype, is written by then:
+    `linear` of `silu_mul` of gate_up in that dtype.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChoice:
     """One token's choice of experts that is still to be made, by whoever computes them (`ExpertPairs.choice`).
 
     logits [1, E] fp32 or bf16, bias [E] fp32 or None, counts and entries as `ops.topk_gate` takes them. weights [1, K]
-    fp32 and ids [1, K] int64 are written by then, with that op's bits.
+    fp32 and ids [1, K] int64 are written by then, with that op's bits. shared: what is to be computed with them.
     """
 
     rule: GateRule
@@ -41,13 +54,15 @@ class TokenChoice:
     ids: torch.Tensor
     counts: torch.Tensor | None = None
     entries: torch.Tensor | None = None
+    shared: SharedRow | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
     """What rows have chosen: weights [T', K] fp32 and ids [T', K], and the logits [num_rows] of a shared expert's gate.
 
-    deferred: where ids and weights are still to be written, by whoever computes the experts.
+    deferred: where ids and weights are still to be written, by whoever computes the experts, and with them what shared
+    experts give (`SharedRow`), if the gate takes these too.
     """
 
     weights: torch.Tensor

@@ -51,10 +51,14 @@ class Moe:
     ) -> None:
         self._backend, self._layer, self._eps = backend, layer, eps
         self._exchange, self._experts = exchange, experts
-        self._gate = backend.gate(gate, gate_bias, rule, norm=norm, eps=eps, shared_gate=shared_gate)
         self._shared: Mlp | None = None
+        weights = None
         if shared_gate_up is not None and shared_down is not None:
+            weights = (shared_gate_up, shared_down)
             self._shared = Mlp(backend, gate_up=shared_gate_up, down=shared_down)
+        self._gate = backend.gate(
+            gate, gate_bias, rule, norm=norm, eps=eps, shared_gate=shared_gate, shared=weights
+        )  # fmt: skip
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, following: torch.Tensor, plan: StepPlan
@@ -64,12 +68,13 @@ class Moe:
         Every rank calls this in every step, also without a row.
         """
         x, residual = self._gate.norm(x, residual, plan)
+        alone = plan.num_rows == 1
+        defer = alone and self._exchange.stays and self._experts.takes_choices
+        # What chooses as it computes leaves no room on the multiprocessors for shared experts beside it.
+        defer = defer and (self._shared is None or self._gate.takes_shared)
         # Beside the routed experts; of one row already beside the choice, which is latencies. More rows take the memory
         # for longer, and the choice would wait.
-        alone = plan.num_rows == 1
-        shared = self._share(x, plan) if alone else None
-        # What chooses as it computes leaves no room on the multiprocessors for shared experts beside it.
-        defer = alone and self._shared is None and self._exchange.stays and self._experts.takes_choices
+        shared = self._share(x, plan) if alone and not defer else None
         chosen = self._gate.choose(x, plan, defer=defer)
         if not alone:
             shared = self._share(x, plan)
@@ -78,6 +83,8 @@ class Moe:
             dispatched = replace(dispatched, choice=chosen.deferred)
         routed = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
         beside = None if shared is None else shared()
+        if chosen.deferred is not None and chosen.deferred.shared is not None:
+            beside = chosen.deferred.shared.out
         return self._backend.reduce_add_norm(
             routed, chosen.weights, beside, residual, following, self._eps, plan, shared_gate=chosen.shared_gate
         )
