@@ -200,6 +200,32 @@ def test_bf16_keeps_its_bound(by_row: bool) -> None:
     assert relative(out, exact_rule(rows, torch.zeros_like(rows.state[0]))[0]) < 5e-3
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the kernel takes a GPU")
+@BY_ROW
+def test_the_kernel_of_hopper_gives_the_same_bits(by_row: bool) -> None:
+    """Whatever the lengths, snapshots included; rows of padding touch nothing, and a prompt's rows no other's."""
+    lengths, starts, slots = [192, 5, 70, 64, 1, 449], [64, 0, 0, 128, 64, 0], [4, 0, 7, 2, 6, 5]
+    snapshots = [[(128, 1), (256, 3)], [], [(64, 8)], [], [], []]
+    rows = make_rows(sum(lengths), (2, 4, 128, 128), by_row=by_row, dtype=torch.bfloat16)
+    # Rows that bulk copies take: from a multiple of 16 bytes to the next.
+    wide = torch.empty(len(rows.qkv), rows.qkv.shape[1] + 8, dtype=torch.bfloat16)
+    rows = Rows(wide[:, :-8].copy_(rows.qkv), *rows.args[1:])
+    _, table, fresh, heads = chunks_of(lengths, starts, slots, snapshots)
+    room = PromptChunks(
+        table=torch.tensor([*table, *[PADDING] * 3], device=DEVICE),
+        fresh=torch.tensor([*fresh, *[True] * 3], device=DEVICE),
+        heads=torch.tensor([*heads, len(table), len(table)], device=DEVICE), planned=None, num_rows=len(rows.qkv),
+    )  # fmt: skip
+    config = ChunkConfig(kernel="state", fused=False)
+    for chunks in (PromptChunks.plan(lengths, starts, slots, snapshots, device=DEVICE), room):
+        wanted = run_kernel(rows, chunks, ChunkConfig(fused=False))
+        for got, same in zip(run_kernel(rows, chunks, config), wanted, strict=True):
+            assert torch.equal(got, same)
+    first = run_kernel(rows, chunks, config)[0][: lengths[0] + lengths[1]]
+    rows.qkv[lengths[0] + lengths[1] :] = float("nan")
+    assert torch.equal(run_kernel(rows, chunks, config)[0][: len(first)], first)
+
+
 def test_no_rows_are_no_launch() -> None:
     rows = make_rows(0, (1, 1, 16, 16), by_row=True)
     assert run_kernel(rows, plan([], [], []))[0].shape == (0, 1, 16)

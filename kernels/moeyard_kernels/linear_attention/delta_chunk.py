@@ -32,6 +32,7 @@ from moeyard_kernels.common.rows import check_rows, stride_unit
 from moeyard_kernels.common.tuning import Config, choose
 from moeyard_kernels.linear_attention.delta_intra import FACTORS, delta_intra_kernel
 from moeyard_kernels.linear_attention.delta_scores import operand
+from moeyard_kernels.linear_attention.delta_state_hopper import fits, go_through_chunks
 from moeyard_kernels.linear_attention.halves import SNAPSHOTS, TABLE_WIDTH
 from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
 
@@ -47,12 +48,13 @@ _HALF = 32
 class ChunkConfig(Config):
     """BV columns of one head's state are a program of num_warps; the stages before are one launch, or two.
 
+    kernel: "state" is `delta_state_hopper`, with tiles of its own, where that takes the rows; otherwise it is "chunk".
     intra_warps: of a program of those, of which two fit a multiprocessor with 4 (and one with 8: registers);
     solve_warps of one that only inverts. A chunk's loads begin num_stages - 2 chunks before it, behind the products of
     the one ahead (Triton's order): with 2 nothing covers them.
     """
 
-    kernel: Literal["chunk"] = "chunk"
+    kernel: Literal["chunk", "state"] = "chunk"
     num_stages: int = 3
     BV: int = 64
     fused: bool
@@ -63,6 +65,8 @@ class ChunkConfig(Config):
 # Wider blocks of three stages do not fit the shared memory of a multiprocessor.
 _PARTS = ((64, 4, 3), (64, 4, 2), (64, 8, 2), (32, 4, 3), (32, 4, 2), (128, 8, 2), (16, 4, 3))
 CONFIGS = (
+    ChunkConfig(kernel="state", fused=True),
+    ChunkConfig(kernel="state", fused=False),
     *(
         ChunkConfig(BV=columns, num_warps=warps, num_stages=stages, fused=fused)
         for fused in (True, False)
@@ -82,7 +86,10 @@ def shape_class(num_chunks: int, num_prompts: int, num_heads: int, k_dim: int, v
 
 def default_config(num_programs: int, dtype: torch.dtype = torch.bfloat16) -> ChunkConfig:
     """The config of shapes that nobody tuned, of so many chunks and heads. fp32 leaves no room for loads ahead."""
-    return ChunkConfig(fused=num_programs <= _FEW, num_stages=1 if dtype == torch.float32 else 3)
+    fused = num_programs <= _FEW
+    if dtype == torch.float32:
+        return ChunkConfig(fused=fused, num_stages=1)
+    return ChunkConfig(kernel="state", fused=fused)
 
 
 @triton.jit
@@ -245,6 +252,11 @@ def _prefill(
             LOG2_BK=rows.bit_length() - 1, HALF=half, LOG2_HALF=half.bit_length() - 1, BLOCKS=blocks, SOLVE=solve,
             num_warps=config.intra_warps if blocks else config.solve_warps, num_stages=1, **options,
         )  # fmt: skip
+    if config.kernel == "state" and fits(qkv, k_dim, v_dim):
+        go_through_chunks(
+            qkv, (kd, kg, qg) if by_row else None, scores, inverse, factors, left, state, chunks, out
+        )  # fmt: skip
+        return finish(out, qkv.dtype)
     width = min(config.BV, columns)
     _delta_chunk_kernel[(num_prompts * num_heads * columns // width,)](
         qkv, kd, kg, qg, scores, inverse, factors, left, state, chunks.table, chunks.fresh, chunks.heads, out,

@@ -26,7 +26,7 @@ def gated_delta_rule(
     decay = g.to(state.dtype).exp()
     if decay.dim() == 2:
         decay = decay.unsqueeze(-1)
-    out = torch.empty(num_tokens, num_heads, v.shape[2], dtype=state.dtype)
+    out = state.new_empty(num_tokens, num_heads, v.shape[2])
     for t in range(num_tokens):
         state = state * decay[t].unsqueeze(-1)
         read = torch.einsum("hd,hdv->hv", k[t], state)
