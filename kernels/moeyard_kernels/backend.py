@@ -91,12 +91,9 @@ class KdaMix(Protocol):
 
 
 class Gate(Protocol):
-    """How one layer's rows choose their experts: the norm before the experts, the router's product, the choice.
+    """How one layer's rows choose their experts: the norm before the experts, the router's product, the choice."""
 
-    takes_shared: whether a deferred choice leaves shared experts to whoever computes the routed ones, too.
-    """
-
-    takes_shared: bool
+    takes_shared: bool  # whether who computes the routed experts of a deferred choice computes shared ones, too
 
     def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: Own) -> tuple[torch.Tensor, torch.Tensor]:
         """x [num_rows, H] (what attention gave) and residual -> normalised rows and their new residual."""
@@ -104,9 +101,7 @@ class Gate(Protocol):
 
     def choose(self, x: torch.Tensor, plan: Own, *, defer: bool) -> Chosen:
         """The choice of normalised rows x [num_rows, H]: of T' rows, T <= T' <= num_rows; ids of padding are -1.
-
-        `defer`: whoever computes the experts of one row may make its choice, and nobody else reads it before.
-        """
+        `defer`: whoever computes the experts of one row may make its choice, and nobody else reads it before."""
         ...
 
 
@@ -260,8 +255,8 @@ class Backend(Protocol):
         shared_gate: torch.Tensor | None = None, shared: tuple[Own, Own] | None = None,
     ) -> Gate:  # fmt: skip
         """weight [E, H], fp32 where the family computes its logits so; bias [E] fp32 counts for the choice only; norm
-        [H], in the dtype of the rows, is applied before; shared_gate [1, H] gives the logit of a shared expert; shared:
-        its gate_up [2 I, H] and down [H, I], as `matrix` keeps them (`takes_shared`)."""
+        [H], in the dtype of the rows, is applied before; shared_gate [1, H] gives the logit of a shared expert, and
+        `shared` are its gate_up [2 I, H] and down [H, I]."""
         ...
 
     def beside(self, run: Callable[[], torch.Tensor], plan: Own) -> Callable[[], torch.Tensor]:

@@ -25,7 +25,7 @@ from moeyard_kernels.types.step import StepRows
 
 
 class CpuGate:
-    """See `Gate`; the product runs in the weight's own dtype. No choice is left to others, and no shared experts are."""
+    """See `Gate`; the product runs in the weight's own dtype. Nothing is left to others."""
 
     takes_shared = False
 

@@ -52,9 +52,9 @@ def grouped_gemm(
     x [T, H], gate_up [S, 2 I, H] and down [S, H, I] (contiguous, fp32 or bf16), slots as `layout` has them. Rows of
     pairs that are in no block of the layout are left as they are: garbage in a new `out`, while hits and misses may be
     computed by two calls into one. Of at most FEW_PAIRS pairs `ExpertPairs` will do, which take no launch to make; one
-    token's may still be to choose (`ExpertPairs.choice`), and are chosen then, with `topk_gate`'s bits, and what there is
-    of a shared expert is computed (`SharedRow`). A row's bits depend on that row and its expert alone, not on the layout. Rounding points: both halves of the first
-    product, silu, its product with the up half, and the result.
+    token's may still be to choose (`ExpertPairs.choice`), and are chosen then, with `topk_gate`'s bits; a shared expert
+    in it is computed with them (`SharedRow`). A row's bits depend on that row and its expert alone, not on the layout.
+    Rounding points: both halves of the first product, silu, its product with the up half, and the result.
     """
     if x.dim() != 2 or x.dtype not in FLOATS:
         raise ValueError(f"grouped_gemm: x must be fp32 or bf16 [T, H], got {show(x)}")

@@ -59,8 +59,8 @@ def linear_pair(
     _check("linear_pair", x, weight_a, "weight_a")
     _check("linear_pair", x, weight_b, "weight_b")
     _check_out("linear_pair", x, out_dtype)
-    pair = kernel("linear.linear", x).linear_pair
-    return pair(x, weight_a, weight_b, static_weight=static_weight, out_dtype=out_dtype)
+    more = {"static_weight": static_weight, "out_dtype": out_dtype}
+    return kernel("linear.linear", x).linear_pair(x, weight_a, weight_b, **more)
 
 
 def head_linear(x: torch.Tensor, weight: torch.Tensor, *, static_weight: bool = False) -> torch.Tensor:

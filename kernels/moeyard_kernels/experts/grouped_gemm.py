@@ -266,7 +266,7 @@ def down_pairs(
 
 
 def _settle_choice(pairs: ExpertPairs, gate_up: torch.Tensor, down: torch.Tensor, *, configured: bool) -> ExpertPairs:
-    """The pairs with their choice, and what is to be computed beside, if the products can; or what they cannot, done."""
+    """The pairs with their choice, and what is to be computed beside, if the products can; what they cannot is done."""
     choice = pairs.choice
     if choice is None:
         return pairs

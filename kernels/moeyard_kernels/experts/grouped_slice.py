@@ -91,7 +91,7 @@ def _share(
     p_y, d_w, p_out, s_w, s_h, bars, N: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr, CH: gl.constexpr,
     L_Y: gl.constexpr,
 ):  # fmt: skip
-    """BN outputs of a shared expert. What is read, a launch before the last has written; what is written, any may read."""
+    """BN outputs of a shared expert. What is read, a launch before the last has written."""
     DT: gl.constexpr = s_w.dtype
     i_n = gl.program_id(0) * BN
     for i in gl.static_range(STEPS // CH):

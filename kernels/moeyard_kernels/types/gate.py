@@ -30,8 +30,8 @@ class GateRule:
 class SharedRow:
     """One token's shared expert behind its first product, whose rest whoever computes the routed ones may do with them.
 
-    gate_up [1, 2 I]: that product's sums, fp32 or rounded; down [H, I]; out [1, H], in down's dtype, is written by then:
-    `linear` of `silu_mul` of gate_up in that dtype.
+    gate_up [1, 2 I]: that product's sums, fp32 or rounded; down [H, I]; out [1, H], in down's dtype, is written by
+    then: `linear` of `silu_mul` of gate_up in that dtype.
     """
 
     gate_up: torch.Tensor
@@ -69,6 +69,11 @@ class Chosen:
     ids: torch.Tensor
     shared_gate: torch.Tensor | None = None
     deferred: TokenChoice | None = None
+
+    @property
+    def shared(self) -> torch.Tensor | None:
+        """What shared experts give, where they come with a deferred choice: [1, H], written as late as that."""
+        return self.deferred.shared.out if self.deferred is not None and self.deferred.shared is not None else None
 
 
 def no_choice(x: torch.Tensor, top_k: int) -> Chosen:

@@ -56,9 +56,7 @@ class Moe:
         if shared_gate_up is not None and shared_down is not None:
             weights = (shared_gate_up, shared_down)
             self._shared = Mlp(backend, gate_up=shared_gate_up, down=shared_down)
-        self._gate = backend.gate(
-            gate, gate_bias, rule, norm=norm, eps=eps, shared_gate=shared_gate, shared=weights
-        )  # fmt: skip
+        self._gate = backend.gate(gate, gate_bias, rule, norm=norm, eps=eps, shared_gate=shared_gate, shared=weights)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, following: torch.Tensor, plan: StepPlan
@@ -82,9 +80,7 @@ class Moe:
         if chosen.deferred is not None:
             dispatched = replace(dispatched, choice=chosen.deferred)
         routed = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
-        beside = None if shared is None else shared()
-        if chosen.deferred is not None and chosen.deferred.shared is not None:
-            beside = chosen.deferred.shared.out
+        beside = chosen.shared if shared is None else shared()
         return self._backend.reduce_add_norm(
             routed, chosen.weights, beside, residual, following, self._eps, plan, shared_gate=chosen.shared_gate
         )
